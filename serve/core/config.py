@@ -1,0 +1,140 @@
+"""What a rank is told: the flags of `serve` and the environment of its cluster.
+
+Both are read once, checked, and frozen. Defaults are said here and nowhere else.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from serve.core.errors import UsageError
+
+
+def flag(help: str, default: Any = ..., **checks: Any) -> Any:
+    """A config field that is also a command line flag; no default makes it required."""
+    metadata = {"help": help, **checks}
+    return field(metadata=metadata) if default is ... else field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    model: Path = flag("folder of the model (config.json, tokenizer, safetensors)")
+    host: str = flag("address the HTTP server listens on (rank 0)", "127.0.0.1")
+    port: int = flag("port of the HTTP server; 0 takes a free one", 8080, least=0, most=65535)
+    served_model_name: str | None = flag("name that clients use (default: the folder's)", None)
+    max_num_sequences: int = flag("sequences that run at the same time", 32, least=1)
+    max_queue: int = flag("requests that may wait; more get 429", 256, least=0)
+    max_context: int | None = flag("longest prompt and answer, in tokens", None, least=2)
+    prefill_chunk: int = flag("prompt tokens that one step takes at most", 512, least=1)
+    join_timeout: float = flag("seconds to wait for all ranks at the start", 60.0, least=1)
+    load_timeout: float = flag("seconds a rank may take to load its layers", 1800.0, least=1)
+    stall_timeout: float = flag("seconds a rank waits for a tensor on its way", 30.0, least=1)
+
+    def __post_init__(self) -> None:
+        for name, checks in _checks(type(self)).items():
+            check_range(name, getattr(self, name), checks)
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_name or self.model.resolve().name
+
+
+def _checks(config: type) -> dict[str, Mapping[str, Any]]:
+    return {name: f.metadata for name, f in config.__dataclass_fields__.items()}  # type: ignore[attr-defined]
+
+
+def check_range(name: str, value: Any, checks: Mapping[str, Any]) -> None:
+    flag_name = "--" + name.replace("_", "-")
+    least, most = checks.get("least"), checks.get("most")
+    if value is None or (least is None and most is None):
+        return
+    if not (least is None or value >= least) or not (most is None or value <= most):
+        bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise UsageError(f"{flag_name} {value} is out of range: give a number {bounds}.")
+
+
+# --- the cluster, as the launcher's environment tells it
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """This rank's place. control is where rank 0's parent listens for the others;
+    secret tells one launch from another; leash is a file that ends with the
+    launcher."""
+
+    rank: int = 0
+    num_ranks: int = 1
+    hosts: tuple[str, ...] = ("127.0.0.1",)
+    control: Address | None = None
+    secret: str = ""
+    leash: int | None = None
+
+
+def read_cluster(environment: Mapping[str, str]) -> Cluster:
+    """The cluster of MLX_RANK and MLX_HOSTFILE, which mlx.launch and brigade launch set.
+
+    mlx.launch -n 1 gives an empty hostfile: that is a cluster of one rank.
+    """
+    leash = _number(environment, "BRIGADE_LEASH") if environment.get("BRIGADE_LEASH") else None
+    if "MLX_RANK" not in environment and "MLX_HOSTFILE" not in environment:
+        return Cluster(leash=leash)
+    rank, hostfile = _number(environment, "MLX_RANK"), environment.get("MLX_HOSTFILE")
+    if hostfile is None:
+        raise UsageError(
+            "MLX_RANK is set but MLX_HOSTFILE is not: start the ranks with `brigade launch` "
+            "or with `mlx.launch --backend ring`."
+        )
+    ring = _read_hostfile(Path(hostfile))
+    if rank not in range(max(1, len(ring))):
+        raise UsageError(f"MLX_RANK={rank} is not one of the {len(ring)} ranks in {hostfile}.")
+    if len(ring) <= 1:
+        return Cluster(leash=leash)
+    # mlx.launch numbers its ports upwards from rank 0's, so the one below is free of them.
+    control = environment.get("BRIGADE_CONTROL") or f"{ring[0].host}:{ring[0].port - 1}"
+    return Cluster(
+        rank=rank,
+        num_ranks=len(ring),
+        hosts=tuple(address.host for address in ring),
+        control=parse_address(control, "BRIGADE_CONTROL"),
+        secret=environment.get("BRIGADE_SECRET", ""),
+        leash=leash,
+    )
+
+
+def parse_address(text: str, where: str) -> Address:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or int(port) not in range(1, 65536):
+        raise UsageError(f"{where}: {text!r} is not an address: write HOST:PORT, port 1 to 65535.")
+    return Address(host, int(port))
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name, "")
+    if not text.isdigit():
+        raise UsageError(f"{name}={text!r} is not a number: it is set by the launcher.")
+    return int(text)
+
+
+def _read_hostfile(path: Path) -> list[Address]:
+    """The first address of each rank in MLX's JSON list of lists of "ip:port"."""
+    try:
+        text = path.read_text().strip()
+        entries = json.loads(text) if text else []
+        return [parse_address(addresses[0], str(path)) for addresses in entries]
+    except OSError as error:
+        raise UsageError(f"MLX_HOSTFILE={path} cannot be read: {error.strerror}.") from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"MLX_HOSTFILE={path} is not a JSON list of lists of 'ip:port': {error}."
+        ) from error

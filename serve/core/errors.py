@@ -1,0 +1,92 @@
+"""Every error a person or a client can meet, with its exit code and HTTP status.
+
+    BrigadeError                       exit  HTTP
+    ├── UsageError                        2   400   a flag, variable or body is wrong
+    │   └── RequestError                  -   400   one request is wrong; the server goes on
+    │       ├── NotFoundError             -   404
+    │       └── OverloadedError           -   429
+    ├── ModelError                        3   503   the model folder is missing or broken
+    ├── PlanError                         4   503   the model does not split that way
+    ├── AddressError                      5   503   a port or address cannot be used
+    ├── ClusterError                      6   503   a rank is missing, lost or different
+    │   └── UnavailableError              -   503   not ready yet, or draining
+    └── EngineError                       7   503   the engine process broke
+
+The message is one line: what is wrong, where, and how to mend it.
+"""
+
+
+class BrigadeError(Exception):
+    exit_code = 1
+    http_status = 500
+    type = "server_error"
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(" ".join(message.split()))
+        self.param = param
+
+
+class UsageError(BrigadeError):
+    exit_code = 2
+    http_status = 400
+    type = "invalid_request_error"
+
+
+class RequestError(UsageError):
+    """The fault of one request: reported to its client, never ends a process."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message, param=param)
+        self.code = code
+
+
+class NotFoundError(RequestError):
+    http_status = 404
+
+
+class OverloadedError(RequestError):
+    http_status = 429
+    type = "rate_limit_error"
+    retry_after_seconds = 1
+
+
+class ModelError(BrigadeError):
+    exit_code = 3
+    http_status = 503
+
+
+class PlanError(BrigadeError):
+    exit_code = 4
+    http_status = 503
+
+
+class AddressError(BrigadeError):
+    exit_code = 5
+    http_status = 503
+
+
+class ClusterError(BrigadeError):
+    exit_code = 6
+    http_status = 503
+    type = "service_unavailable"
+
+
+class UnavailableError(ClusterError):
+    retry_after_seconds = 2
+
+
+class EngineError(BrigadeError):
+    exit_code = 7
+    http_status = 503
+
+
+_BY_EXIT_CODE: dict[int, type[BrigadeError]] = {
+    error.exit_code: error
+    for error in (UsageError, ModelError, PlanError, AddressError, ClusterError, EngineError)
+}
+
+
+def from_exit_code(exit_code: int, message: str) -> BrigadeError:
+    """The error that another process ended with, so that its code is passed on."""
+    return _BY_EXIT_CODE.get(exit_code, EngineError)(message)
