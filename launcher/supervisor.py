@@ -68,7 +68,10 @@ def write_line(line: str) -> None:
 
 
 class Supervisor:
-    """One launch. `run` blocks until every rank has ended; `stop` may be called from any thread."""
+    """One launch. `run` blocks until every rank has ended; `stop` may be called from any thread.
+
+    `ended` is set when `run` is done, and `interrupted` is true once this process got a signal.
+    """
 
     def __init__(
         self,
@@ -88,6 +91,7 @@ class Supervisor:
         self._deadline: float | None = None
         self._code = 0
         self.ended = threading.Event()
+        self.interrupted = False
 
     def run(self) -> int:
         """Starts the ranks, waits for their end, and returns the first failing rank's code."""
@@ -142,6 +146,7 @@ class Supervisor:
             self._enter("waiting", FOLLOW_SECONDS)
 
     def _signalled(self, signum: int) -> None:
+        self.interrupted = True
         name = signal.Signals(signum).name
         if self._state in ("running", "waiting"):
             # Only a terminal that goes away sends SIGHUP; to a rank that is a plain end.
