@@ -45,6 +45,9 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._live) - len(self.waiting)
 
+    def sequence(self, sequence_id: int) -> Sequence:
+        return self._live[sequence_id]
+
     def add(self, sequence: Sequence) -> None:
         """Raises OverloadedError if too many wait already."""
         room = self._max_num_sequences - self.num_running
