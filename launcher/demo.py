@@ -8,7 +8,8 @@ import http.client
 import json
 import shlex
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -33,26 +34,25 @@ ASKED_TO_END = exit_code(-15)
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server of this machine, each call on a connection of its own."""
+    """A server of this machine; each call has a connection of its own."""
 
     port: int
 
+    @contextmanager
     def open(
         self, path: str, body: dict[str, Any] | None = None
-    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    ) -> Iterator[http.client.HTTPResponse]:
         method, text = ("GET", None) if body is None else ("POST", json.dumps(body))
         timeout = CALL_SECONDS if body is None else ANSWER_SECONDS
-        connection = http.client.HTTPConnection(HOST, self.port, timeout=timeout)
-        connection.request(method, path, text, {"Content-Type": "application/json"})
-        return connection, connection.getresponse()
+        with closing(http.client.HTTPConnection(HOST, self.port, timeout=timeout)) as connection:
+            connection.request(method, path, text, {"Content-Type": "application/json"})
+            with connection.getresponse() as response:
+                yield response
 
     def call(self, path: str) -> tuple[int, str]:
         """Status and body."""
-        connection, response = self.open(path)
-        try:
+        with self.open(path) as response:
             return response.status, response.read().decode("utf-8", "replace")
-        finally:
-            connection.close()
 
     def get(self, path: str) -> dict[str, Any]:
         status, text = self.call(path)
@@ -65,17 +65,14 @@ class Server:
     def chat(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The chunks of one streamed answer."""
         path = "/v1/chat/completions"
-        connection, response = self.open(path, body)
-        try:
+        with self.open(path, body) as response:
             if response.status != 200:
                 text = response.read(300).decode("utf-8", "replace")
                 raise EngineError(f"POST {path} answered {response.status}: {text}")
             yield from server_sent(response)
-        finally:
-            connection.close()
 
 
-def server_sent(lines: Iterator[bytes] | http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+def server_sent(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """The data of server-sent events, up to `[DONE]`; a stream that just stops is an error."""
     for line in lines:
         field, _, value = line.decode("utf-8").strip().partition(":")
@@ -99,8 +96,12 @@ def pieces(chunks: Iterator[dict[str, Any]]) -> Iterator[tuple[str, int | None]]
         yield text, usage.get("completion_tokens")
 
 
+def ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
 def stage_table(pipeline: dict[str, Any]) -> Table:
-    title = f"{pipeline['model']} on {pipeline['num_ranks']} rank(s)"
+    title = f"{pipeline['model']} on {ranks(pipeline['num_ranks'])}"
     table = Table(title=Text(title), title_justify="left")
     table.add_column("rank", justify="right")
     table.add_column("layers")
@@ -168,7 +169,17 @@ class HeldOutput:
 
 
 class Demo:
-    def __init__(self, model: Path, num_ranks: int, port: int, *, once: bool) -> None:
+    """`command` makes a rank's command line of the words `serve …`; tests start other programs."""
+
+    def __init__(
+        self,
+        model: Path,
+        num_ranks: int,
+        port: int,
+        *,
+        once: bool,
+        command: Callable[[Sequence[str]], list[str]] = rank_command,
+    ) -> None:
         if model == DEFAULT_MODEL and not model.is_dir():
             raise UsageError(f"no model at {model}: give the folder of one with --model.")
         self._port = port or free_ports(1)[0]
@@ -179,7 +190,7 @@ class Demo:
         self._output = HeldOutput()
         self._failure: BrigadeError | None = None
         words = ["serve", "--model", str(model), "--host", HOST, "--port", str(self._port)]
-        self._supervisor = Supervisor(rank_command(words), num_ranks, self._output.write)
+        self._supervisor = Supervisor(command(words), num_ranks, self._output.write)
 
     def run(self) -> int:
         talk = threading.Thread(target=self._talk_then_end, daemon=True)
@@ -216,7 +227,7 @@ class Demo:
 
     def _wait_until_ready(self) -> None:
         self._console.print(
-            f"Waiting for {self._num_ranks} rank(s) to load their layers "
+            f"Waiting for {ranks(self._num_ranks)} to load their layers "
             f"(GET /ready, at most {READY_SECONDS:g} s)"
         )
         deadline = monotonic() + READY_SECONDS

@@ -260,7 +260,8 @@ class Supervisor:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         with process.stdout as pipe:
             while line := pipe.readline(LONGEST_LINE_BYTES):
-                text = decoder.decode(line, final=line.endswith(b"\n"))
+                cut = len(line) == LONGEST_LINE_BYTES and not line.endswith(b"\n")
+                text = decoder.decode(line, final=not cut)
                 self._say(prefix + shown(text))
 
     def _prefix(self, rank: int) -> str:
