@@ -11,7 +11,6 @@ import threading
 import types
 import typing
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from serve import __version__
@@ -105,7 +104,7 @@ async def _run_member(config: ServeConfig, cluster: Cluster, digest: str) -> Non
     task = asyncio.create_task(run_member(config, cluster, digest))
     loop = asyncio.get_running_loop()
     for interrupt in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(interrupt, loop.call_later, _STOP_SECONDS, task.cancel)
+        loop.add_signal_handler(interrupt, lambda: loop.call_later(_STOP_SECONDS, task.cancel))
     try:
         await task
     except asyncio.CancelledError:

@@ -42,9 +42,7 @@ class Hello:
 class Hub:
     """Rank 0's end. on_message gets (rank, message) of every rank that has joined."""
 
-    def __init__(
-        self, mine: Hello, on_message: Callable[[int, dict[str, Any]], None]
-    ) -> None:
+    def __init__(self, mine: Hello, on_message: Callable[[int, dict[str, Any]], None]) -> None:
         self._mine, self._on_message = mine, on_message
         self._links: dict[int, Link] = {}
         self._hellos: dict[int, dict[str, Any]] = {}

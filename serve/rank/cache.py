@@ -61,12 +61,14 @@ class GroupCaches:
         behind them would grow with each token."""
         batch = self._batches.get(step.group) if step.rows else None
         flat = tree_flatten(_states(batch.caches)) if batch else []
-        return [array for _, array in flat if isinstance(array, mx.array)]
+        return [entry[1] for entry in flat if isinstance(entry[1], mx.array)]
 
     def _check(self, step: Step) -> None:
         lengths = {row.num_tokens for row in step.rows}
         if len(lengths) != 1:
-            raise EngineError(f"Step {step.number} has rows of different lengths {sorted(lengths)}.")
+            raise EngineError(
+                f"Step {step.number} has rows of different lengths {sorted(lengths)}."
+            )
         for row in step.rows:
             if (held := self._positions.get(row.sequence, 0)) != row.position:
                 raise EngineError(_out_of_step(step, row, held))

@@ -55,9 +55,7 @@ class Stage:
         self.model, self.start, self.end = model, start, end
         self.layers: list[nn.Module] = list(model.layers)
         trials = [_Trial(model, self.layers, cached) for cached in (True, False)]
-        self.cuts = {
-            t.cached: Cut(t.given, t.crossing(start), t.crossing(end)) for t in trials
-        }
+        self.cuts = {t.cached: Cut(t.given, t.crossing(start), t.crossing(end)) for t in trials}
         self._caches: Sequence[Any] = ()
         self._made: dict[int, Any] = {}
         self._open_seams()
@@ -118,7 +116,7 @@ class Stage:
             elif i in sources:
                 trace.open_seam(layer, functools.partial(self._record, i))
 
-    def _replay(self, i: int, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _replay(self, i: int, _call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         output, written = self._made[i]
         trace.write_back(_writable(args, kwargs, self._caches), written)
         return output
@@ -128,7 +126,7 @@ class Stage:
         self._made[i] = trace.snapshot((output, _writable(args, kwargs, self._caches)))
         return output
 
-    def _leave(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _leave(self, _call: Callable[..., Any], _args: Any, _kwargs: Any) -> Any:
         raise _LeftStage
 
 
@@ -202,7 +200,9 @@ class _Trial:
             with trace.seams(self.layers, seam):
                 output = self.model(mx.array(_TRIAL_TOKENS), cache=caches)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise PlanError(f"No cut before layer {at}: the rest does not run ({error}).") from error
+            raise PlanError(
+                f"No cut before layer {at}: the rest does not run ({error})."
+            ) from error
         return trace.arrays_in(output), blanks
 
 

@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import mlx.core as mx
 
@@ -108,7 +108,9 @@ class RingTransport:
         self._write(wire.frame(wire.Kind.HOP, wire.encode_hop(step, specs)))
         if packed is not None:
             left = (self._rank - 1) % self._num_ranks
-            self._sending = mx.distributed.send(packed, left, group=self._group, stream=self._stream)
+            self._sending = mx.distributed.send(
+                packed, left, group=self._group, stream=self._stream
+            )
             mx.async_eval(self._sending)
 
     def receive(self) -> tuple[Step, list[mx.array]] | None:
@@ -134,7 +136,8 @@ class RingTransport:
         mine = mx.array([[nonce, port]], dtype=mx.int32)
         everyone = mx.distributed.all_gather(mine, group=self._group, stream=self._stream)
         self._wait_for(everyone)
-        nonces, ports = zip(*everyone.tolist(), strict=True)
+        pairs = cast(list[list[int]], everyone.tolist())
+        nonces, ports = zip(*pairs, strict=True)
         if set(nonces) != {nonce}:
             raise ClusterError(
                 "Ranks of two launches met on the same ports: "

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -99,7 +99,7 @@ class StepLoop:
             started = time.time()
             outputs = self.forward(step, received)
             if self.stage.is_last:
-                tokens = outputs[0].tolist() if outputs else []
+                tokens = cast(list[int], outputs[0].tolist()) if outputs else []
                 self._note(step, started)
                 yield wire.Result(step.number, tuple(tokens))
             else:

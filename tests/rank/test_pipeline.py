@@ -28,9 +28,7 @@ class LocalPipeline:
         self.ring = local_ring(num_ranks)
         self.results = results
         self.samplings: dict[int, Sampling] = {}
-        self.scheduler = Scheduler(
-            num_ranks, max_num_sequences=32, max_queue=64, prefill_chunk=4
-        )
+        self.scheduler = Scheduler(num_ranks, max_num_sequences=32, max_queue=64, prefill_chunk=4)
         self.threads = [
             threading.Thread(target=self._run, args=(rank, layers))
             for rank, layers in enumerate(even_split(4, num_ranks))
