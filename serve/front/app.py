@@ -1,0 +1,277 @@
+"""The HTTP server of rank 0: routes, and what runs them. Starlette and uvicorn live here."""
+
+import asyncio
+import errno
+import json
+import logging
+import math
+import socket
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from sse_starlette.sse import SendTimeoutError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from serve import __version__
+from serve.core.config import ServeConfig
+from serve.core.errors import (
+    AddressError,
+    BrigadeError,
+    NotFoundError,
+    RequestError,
+    UnavailableError,
+)
+from serve.front import guard, replies
+from serve.front.app_server import BACKLOG, Server
+from serve.front.chat import Chat, Engine, Prompt, prepare
+from serve.front.metrics import Metrics
+from serve.front.openai import ChatBody, parse_chat
+from serve.front.record import Record
+from serve.front.tokens import Tokenizer
+
+KEEP_ALIVE_SECONDS = 15.0
+SEND_SECONDS = 60.0
+_MOST_TRACE_SECONDS = 3600.0
+# Encoding a long prompt takes seconds of a core that the ranks may need as well.
+_PROMPT_THREADS = 2
+
+_logger = logging.getLogger(__name__)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises AddressError if host and port cannot be had."""
+    listening = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listening = socket.socket(family, kind, protocol)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        # At once: of two that are only bound to a port, neither is told of the other.
+        listening.listen(BACKLOG)
+        listening.setblocking(False)
+    except OSError as error:
+        if listening is not None:
+            listening.close()
+        raise AddressError(_address_message(host, port, error)) from error
+    return listening
+
+
+def _address_message(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"Port {port} is in use: stop what listens there or give another --port."
+    if error.errno == errno.EACCES:
+        return f"Port {port} needs more rights: give a --port above 1023."
+    if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+        return f"--host {host} is no address of this machine: give one it has, such as 127.0.0.1."
+    return f"{host}:{port} cannot be listened on ({error.strerror}): give another --host or --port."
+
+
+async def serve(
+    config: ServeConfig,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    listening: socket.socket,
+    max_context: int,
+) -> None:
+    """Answers until SIGTERM or SIGINT. Raises what engine.failed() gave, if it did."""
+    front = Front(config, engine, tokenizer, max_context)
+    server = Server(front.app, front.end_streams)
+    serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+    failing = asyncio.ensure_future(engine.failed())
+    try:
+        await asyncio.wait({serving, failing}, return_when=asyncio.FIRST_COMPLETED)
+        if failing.done() and not serving.done():
+            front.end_streams(failing.result())
+            server.should_exit = True
+        await serving
+        if failing.done():
+            raise failing.result()
+    finally:
+        serving.cancel()
+        failing.cancel()
+        await asyncio.gather(serving, failing, return_exceptions=True)
+        front.close()
+
+
+class Front:
+    """The endpoints, and the chats that are under way."""
+
+    def __init__(
+        self, config: ServeConfig, engine: Engine, tokenizer: Tokenizer, max_context: int
+    ) -> None:
+        self._model = config.model_name
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._max_context = max_context
+        self._created = int(time.time())
+        self._metrics = Metrics(engine.pipeline)
+        self._chats: weakref.WeakSet[Chat] = weakref.WeakSet()
+        self._threads = ThreadPoolExecutor(_PROMPT_THREADS, "prompt")
+        routes = Starlette(routes=self._routes(), exception_handlers=_ERROR_HANDLERS)
+        routes.router.redirect_slashes = False
+        self.app = guard.Guard(routes, self._metrics)
+
+    def end_streams(self, error: BrigadeError) -> None:
+        for chat in list(self._chats):
+            chat.interrupt(error)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _routes(self) -> list[Route]:
+        return [
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
+            Route("/health", self.health),
+            Route("/ready", self.ready),
+            Route("/metrics", self.metrics),
+            Route("/version", self.version),
+            Route("/admin/pipeline", self.pipeline),
+            Route("/admin/trace", self.trace),
+        ]
+
+    async def chat(self, request: Request) -> Response:
+        record: Record = request.scope[guard.RECORD]
+        data = await guard.read_body(request.scope["headers"], request.receive)
+        loop = asyncio.get_running_loop()
+        body, prompt = await loop.run_in_executor(self._threads, self._prepare, data)
+        generation = self._engine.submit(
+            prompt.ids, prompt.max_tokens, prompt.sampling, self._tokenizer.eos_ids
+        )
+        chat = Chat(self._model, prompt, generation, self._tokenizer, record, self._metrics)
+        self._chats.add(chat)
+        if body.stream:
+            return _Stream(chat, body.include_usage)
+        reply = replies.fold(chat.chunks(include_usage=True))
+        return _json(await guard.unless_gone(request.receive, reply))
+
+    def _prepare(self, data: bytes) -> tuple[ChatBody, Prompt]:
+        body = parse_chat(data)
+        self._check_model(body.model)
+        return body, prepare(body, self._tokenizer, self._max_context)
+
+    def _check_model(self, name: str) -> None:
+        if name != self._model:
+            raise NotFoundError(
+                f"The model {name[:100]!r} does not exist: this server has {self._model!r}.",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def models(self, _: Request) -> Response:
+        return _json({"object": "list", "data": [self._described()]})
+
+    async def model(self, request: Request) -> Response:
+        self._check_model(request.path_params["name"])
+        return _json(self._described())
+
+    def _described(self) -> replies.Json:
+        return {
+            "id": self._model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "brigade",
+            "max_model_len": self._max_context,
+        }
+
+    async def health(self, _: Request) -> Response:
+        return _json({"status": "alive"})
+
+    async def ready(self, _: Request) -> Response:
+        reason = self._engine.ready_reason()
+        if reason is not None:
+            raise UnavailableError(reason)
+        return _json({"status": "ready"})
+
+    async def metrics(self, request: Request) -> Response:
+        body, content_type = self._metrics.render(request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": content_type})
+
+    async def version(self, _: Request) -> Response:
+        return _json({"version": __version__})
+
+    async def pipeline(self, request: Request) -> Response:
+        guard.check_local(request.scope)
+        return _json(self._engine.pipeline())
+
+    async def trace(self, request: Request) -> Response:
+        guard.check_local(request.scope)
+        return _json(self._engine.timeline(_seconds(request.query_params.get("seconds", "10"))))
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= _MOST_TRACE_SECONDS:
+        raise RequestError(
+            f"seconds must be a number above 0 and up to {_MOST_TRACE_SECONDS:g}.", param="seconds"
+        )
+    return seconds
+
+
+class _Stream(EventSourceResponse):
+    """Ends the chat also when the client is gone before its first event."""
+
+    def __init__(self, chat: Chat, include_usage: bool) -> None:
+        super().__init__(
+            chat.server_sent_events(include_usage),
+            headers={"cache-control": "no-cache"},
+            ping=KEEP_ALIVE_SECONDS,
+            ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
+            send_timeout=SEND_SECONDS,
+        )
+        self._chat = chat
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        except SendTimeoutError:
+            _logger.warning("A client took nothing for %g seconds: given up.", SEND_SECONDS)
+        finally:
+            self._chat.close()
+
+
+# --- errors
+
+
+def _json(body: replies.Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(replies.encode(body), status, headers, "application/json")
+
+
+async def _brigade_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, BrigadeError)
+    return _json(replies.error_object(error), error.http_status, replies.error_headers(error))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Of the router: an unknown path or a wrong method."""
+    assert isinstance(error, HTTPException)
+    what = json.dumps(f"{request.method} {request.url.path}"[:200])
+    message = f"{error.detail}: {what} is no call of this server."
+    return await _brigade_error(
+        request, replies.StatusError(error.status_code, message, error.headers)
+    )
+
+
+async def _unexpected_error(request: Request, error: Exception) -> Response:
+    return await _brigade_error(request, BrigadeError(str(error)))
+
+
+_ERROR_HANDLERS: dict[Any, Callable[[Request, Exception], Any]] = {
+    BrigadeError: _brigade_error,
+    HTTPException: _http_error,
+    Exception: _unexpected_error,
+}

@@ -1,0 +1,140 @@
+"""uvicorn, with the time-outs, error bodies and graceful end that it lacks."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from serve.core.errors import BrigadeError, UnavailableError
+from serve.front import replies
+from serve.front.guard import Application
+
+BACKLOG = 2048
+HEADER_SECONDS = 10.0
+LINGER_SECONDS = 10.0
+GRACE_SECONDS = 5
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Protocol(H11Protocol):
+    """One connection. A deadline runs while its client owes a header or, after an early
+    answer, the rest of a body that nobody reads any more."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.their_state is h11.SEND_BODY:
+            self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._clear()
+
+    def send_400_response(self, msg: str) -> None:
+        """For what is no HTTP at all. h11 says which status fits."""
+        hint = getattr(sys.exc_info()[1], "error_status_hint", 400)
+        self._refuse(replies.StatusError(hint, msg))
+
+    def _watch(self) -> None:
+        if self.conn.their_state is h11.IDLE:
+            self._arm(HEADER_SECONDS)
+        elif self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE:
+            self._arm(LINGER_SECONDS)
+        else:
+            self._clear()
+
+    def _arm(self, seconds: float) -> None:
+        if self._deadline is None:
+            self._deadline = self.loop.call_later(seconds, self._expire)
+
+    def _clear(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _expire(self) -> None:
+        self._deadline = None
+        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+            self._refuse(replies.StatusError(408, "The request's header took too long."))
+        self.transport.close()
+
+    def _refuse(self, error: replies.StatusError) -> None:
+        """Answers without the application, if an answer can still be given, and closes."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = replies.encode(replies.error_object(error))
+            headers = [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(body)).encode()),
+                (b"connection", b"close"),
+            ]
+            response = h11.Response(status_code=error.http_status, headers=headers)
+            for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+
+class Server(uvicorn.Server):
+    """end_streams is called when the answers that run have had their time to finish."""
+
+    def __init__(self, app: Application, end_streams: Callable[[BrigadeError], None]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=Protocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                # A header must not say who the client is.
+                proxy_headers=False,
+                server_header=False,
+                backlog=BACKLOG,
+                timeout_graceful_shutdown=GRACE_SECONDS + 2,
+            )
+        )
+        self._end_streams = end_streams
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """uvicorn's own raises the signal once more at the end, which kills the process
+        before its ranks are told."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._stop, number)
+        try:
+            yield
+        finally:
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        stopping = UnavailableError("The server is stopping.")
+        timer = asyncio.get_running_loop().call_later(GRACE_SECONDS, self._end_streams, stopping)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+    def _stop(self, number: int) -> None:
+        self.force_exit = self.should_exit and number == signal.SIGINT
+        self.should_exit = True

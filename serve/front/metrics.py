@@ -1,0 +1,73 @@
+"""What Prometheus reads. Owns its registry, so that several servers fit in one process."""
+
+from collections.abc import Callable
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import choose_encoder
+
+_FIRST_TOKEN_SECONDS = (0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
+_TOKEN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)
+_REQUEST_SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480)
+
+
+class Metrics:
+    """pipeline gives num_running and num_waiting whenever the gauges are read."""
+
+    def __init__(self, pipeline: Callable[[], dict[str, Any]]) -> None:
+        self._registry = registry = CollectorRegistry()
+        for state, meaning in (("running", "being answered"), ("waiting", "in the queue")):
+            gauge = Gauge(f"brigade_num_requests_{state}", f"Requests {meaning}", registry=registry)
+            gauge.set_function(_reader(pipeline, f"num_{state}"))
+        self._first_token = Histogram(
+            "brigade_time_to_first_token_seconds",
+            "From a request's arrival to its first token",
+            buckets=_FIRST_TOKEN_SECONDS,
+            registry=registry,
+        )
+        self._next_token = Histogram(
+            "brigade_inter_token_latency_seconds",
+            "Between two tokens of one request",
+            buckets=_TOKEN_SECONDS,
+            registry=registry,
+        )
+        self._request = Histogram(
+            "brigade_e2e_request_latency_seconds",
+            "From a request's arrival to its last token",
+            buckets=_REQUEST_SECONDS,
+            registry=registry,
+        )
+        self._prompt = Counter("brigade_prompt_tokens", "Tokens of prompts", registry=registry)
+        self._generated = Counter(
+            "brigade_generation_tokens", "Tokens of answers", registry=registry
+        )
+        self._requests = Counter(
+            "brigade_requests", "API requests by HTTP status", ["status"], registry=registry
+        )
+
+    def prompt(self, num_tokens: int) -> None:
+        self._prompt.inc(num_tokens)
+
+    def first_token(self, seconds: float) -> None:
+        self._generated.inc()
+        self._first_token.observe(seconds)
+
+    def next_token(self, seconds: float) -> None:
+        self._generated.inc()
+        self._next_token.observe(seconds)
+
+    def answered(self, seconds: float) -> None:
+        self._request.observe(seconds)
+
+    def request(self, status: int) -> None:
+        """status is HTTP's, or 499 for a client that left."""
+        self._requests.labels(status=str(status)).inc()
+
+    def render(self, accept: str) -> tuple[bytes, str]:
+        """Body and content type, in the format that the Accept header asks for."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
+
+
+def _reader(pipeline: Callable[[], dict[str, Any]], name: str) -> Callable[[], float]:
+    return lambda: float(pipeline()[name])

@@ -1,0 +1,310 @@
+"""The body of a chat request: what is accepted, and what is refused with which words.
+
+Strict: a field that is not supported must hold the value that changes nothing, and an
+unknown field is an error, so that nothing is accepted and ignored.
+"""
+
+from typing import Annotated, Any, Literal, NoReturn
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError, from_json
+
+from serve.core.errors import RequestError
+
+MOST_STOPS = 16
+MOST_STOP_CHARACTERS = 1024
+_MOST_PATH_CHARACTERS = 120
+
+# Fields of OpenAI and vLLM that are not supported, with the values that change nothing.
+# None is always among them.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "continue_final_message": (False,),
+    "detokenize": (True,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "ignore_eos": (False,),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "n": (1,),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "store": (False,),
+    "structured_outputs": (),
+    "suffix": (),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_k": (-1, 0),
+    "top_logprobs": (0,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise PydanticCustomError("refused", "{message}", {"message": message})
+
+
+def _join_parts(content: Any) -> Any:
+    """Text parts as one string, a line each, as vLLM joins them."""
+    if not isinstance(content, list):
+        return content
+    if not content:
+        _refuse("has no parts")
+    return "\n".join(_part_text(index, part) for index, part in enumerate(content))
+
+
+def _part_text(index: int, part: Any) -> str:
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        _refuse(f'part {index} is not an object such as {{"type": "text", "text": "..."}}')
+    if part["type"] != "text":
+        _refuse(f"part {index} has type {part['type'][:40]!r}: this model reads text only")
+    if part.keys() != {"type", "text"} or not isinstance(part["text"], str):
+        _refuse(f'part {index} must be {{"type": "text", "text": "..."}} and nothing else')
+    return str(part["text"])
+
+
+Content = Annotated[str, BeforeValidator(_join_parts)]
+Empty = Annotated[list[Any], Field(max_length=0)]
+
+
+class PromptMessage(_Body):
+    role: Literal["system", "developer", "user"]
+    content: Content
+    name: str | None = None
+
+
+class ToolMessage(_Body):
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: str
+    name: str | None = None
+
+
+class CalledFunction(_Body):
+    name: str
+    arguments: str
+
+    def parsed(self) -> Any:
+        """Arguments as templates expect them: an object, not its JSON."""
+        try:
+            return from_json(self.arguments, allow_inf_nan=False) if self.arguments.strip() else {}
+        except ValueError as error:
+            raise RequestError(
+                f"The arguments of the tool call {self.name[:80]!r} are not JSON: {error}",
+                param="messages",
+            ) from error
+
+
+class ToolCall(_Body):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AssistantMessage(_Body):
+    """refusal, audio, function_call and annotations are there for messages that come
+    back as a client got them."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Empty | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> "AssistantMessage":
+        if self.content is None and not self.tool_calls:
+            _refuse("an assistant's message needs content or tool_calls")
+        return self
+
+
+Message = Annotated[
+    PromptMessage | ToolMessage | AssistantMessage,
+    Field(discriminator="role"),
+]
+
+
+class StreamOptions(_Body):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: Literal[False] | None = None
+
+
+def _list_stops(stop: Any) -> Any:
+    stops = [stop] if isinstance(stop, str) else stop
+    if stops is None:
+        return ()
+    if not isinstance(stops, list) or not all(isinstance(text, str) for text in stops):
+        _refuse("must be a string or a list of strings")
+    if len(stops) > MOST_STOPS:
+        _refuse(f"has {len(stops)} strings, {MOST_STOPS} are allowed")
+    if not all(0 < len(text) <= MOST_STOP_CHARACTERS for text in stops):
+        _refuse(f"needs strings of 1 to {MOST_STOP_CHARACTERS} characters")
+    return tuple(stops)
+
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class ChatBody(_Body):
+    """A chat request. user, metadata and the two keys change no answer."""
+
+    model: str
+    messages: Annotated[list[Message], Field(min_length=1), FailFast()]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    stop: Annotated[tuple[str, ...], BeforeValidator(_list_stops)] = ()
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "ChatBody":
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            _refuse("max_tokens and max_completion_tokens differ: give one of them")
+        if self.stream_options is not None and not self.stream:
+            _refuse("stream_options are allowed only with stream=true")
+        return self
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def template_messages(self) -> list[dict[str, Any]]:
+        return [_template_message(message) for message in self.messages]
+
+
+def _template_message(message: Message) -> dict[str, Any]:
+    """What chat templates know: developers are the system, absent fields are absent."""
+    fields = message.model_dump(exclude_none=True)
+    if message.role == "developer":
+        fields["role"] = "system"
+    if isinstance(message, AssistantMessage) and message.tool_calls:
+        for call, dumped in zip(message.tool_calls, fields["tool_calls"], strict=True):
+            dumped["function"]["arguments"] = call.function.parsed()
+    return fields
+
+
+def parse_chat(data: bytes) -> ChatBody:
+    """Raises RequestError, which names the first field that is wrong."""
+    try:
+        body = from_json(data, allow_inf_nan=False)
+    except ValueError as error:
+        raise RequestError(f"The body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise RequestError("The body is not a JSON object.")
+    supported = {name: value for name, value in body.items() if not _is_neutral(name, value)}
+    try:
+        return ChatBody.model_validate(supported)
+    except ValidationError as error:
+        raise _request_error(error, supported) from error
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    """Whether the field can be left out. Raises RequestError if it asks for something."""
+    if name not in _NEUTRAL:
+        return False
+    for neutral in (None, *_NEUTRAL[name]):
+        if value == neutral and isinstance(value, bool) == isinstance(neutral, bool):
+            return True
+    allowed = ", ".join(str(encoded) for encoded in _NEUTRAL[name]) or "null"
+    raise RequestError(
+        f"{name} is not supported yet: leave it out (or give {allowed}).",
+        param=name,
+        code="unsupported_parameter",
+    )
+
+
+# --- pydantic's errors in a client's words
+
+
+def _request_error(error: ValidationError, body: dict[str, Any]) -> RequestError:
+    first = error.errors(include_url=False)[0]
+    path = _path(first["loc"], body)
+    if first["type"] == "extra_forbidden":
+        return RequestError(f"Unknown field {path!r}: it is not supported.", param=path)
+    if first["type"] == "missing":
+        return RequestError(f"The field {path!r} is missing.", param=path)
+    message = _reason(first)
+    return RequestError(f"{path}: {message}." if path else f"{message}.", param=path or None)
+
+
+def _reason(error: ErrorDetails) -> str:
+    if error["type"].startswith("union_tag"):
+        return "role must be one of system, developer, user, assistant, tool"
+    if error["type"] == "none_required":
+        return "must be null"
+    return error["msg"].rstrip(".")
+
+
+def _path(location: tuple[int | str, ...], body: Any) -> str:
+    """Such as messages[2].content: the steps that exist in body, without pydantic's own.
+
+    The last step of a missing field does not exist either.
+    """
+    path = ""
+    for number, step in enumerate(location):
+        if isinstance(step, int) and isinstance(body, list):
+            path, body = f"{path}[{step}]", body[step] if step < len(body) else None
+        elif isinstance(step, str) and isinstance(body, dict):
+            if step not in body and number < len(location) - 1:
+                continue
+            path, body = f"{path}.{step}" if path else step, body.get(step)
+    return path[:_MOST_PATH_CHARACTERS]

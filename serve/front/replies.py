@@ -1,0 +1,90 @@
+"""The bodies that go out: OpenAI's chat chunks, completions and error objects. Pure."""
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from serve.core.errors import BrigadeError, OverloadedError, RequestError, UnavailableError
+
+Json = dict[str, Any]
+
+
+def encode(body: Json) -> bytes:
+    return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def server_sent(body: Json) -> bytes:
+    return b"data: " + encode(body) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+# --- errors
+
+
+class StatusError(RequestError):
+    """A fault that is HTTP's own, such as 405 or 413. 499 is a client that left."""
+
+    def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.http_status = status
+        self.headers = dict(headers or {})
+
+
+def error_object(error: BrigadeError) -> Json:
+    return {
+        "error": {
+            "message": _public_message(error),
+            "type": error.type,
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+def error_headers(error: BrigadeError) -> dict[str, str]:
+    if isinstance(error, StatusError):
+        return error.headers
+    if error.http_status not in (OverloadedError.http_status, UnavailableError.http_status):
+        return {}
+    seconds = getattr(error, "retry_after_seconds", UnavailableError.retry_after_seconds)
+    return {"retry-after": str(seconds)}
+
+
+def _public_message(error: BrigadeError) -> str:
+    """Only messages that are written for clients: others may name paths and addresses."""
+    if isinstance(error, RequestError | UnavailableError):
+        return str(error)
+    if error.http_status == UnavailableError.http_status:
+        return "The model cannot answer, because its cluster broke: try again later."
+    return "The server made a mistake: its log says more under this request's X-Request-Id."
+
+
+# --- answers
+
+
+def usage(num_prompt_tokens: int, num_completion_tokens: int) -> Json:
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_completion_tokens,
+        "total_tokens": num_prompt_tokens + num_completion_tokens,
+    }
+
+
+def choice(delta: Json, finish_reason: str | None = None) -> Json:
+    return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+
+
+async def fold(chunks: AsyncIterator[Json]) -> Json:
+    """The full reply: what a client would get by adding the stream's chunks up."""
+    reply: Json = {}
+    message: Json = {"content": ""}
+    finish_reason = None
+    async for chunk in chunks:
+        reply = {**chunk, "object": "chat.completion"}
+        for part in chunk["choices"]:
+            message["role"] = part["delta"].get("role", message.get("role"))
+            message["content"] += part["delta"].get("content", "")
+            finish_reason = part["finish_reason"]
+    answer = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason}
+    return {**reply, "choices": [answer]}

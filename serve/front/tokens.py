@@ -1,0 +1,214 @@
+"""Text to token ids and back: the model folder's tokenizer and chat template.
+
+The only module that knows transformers and tokenizers. Reads local files only and runs
+none of the folder's Python.
+"""
+
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import transformers
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoTokenizer
+
+from serve.core.checkpoint import read_json
+from serve.core.errors import ModelError, RequestError
+
+_CONTEXT_TOKENS = 6
+_WINDOW_TOKENS = 24
+_MOST_TOKENS_OF_A_CHARACTER = 4
+_MOST_SHRINKAGE_OF_NFC = 4
+_REPLACEMENT = "\ufffd"
+
+
+class Tokenizer:
+    """encode, decode and render may be called from several threads at once."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ModelError if the folder has no tokenizer that can be loaded."""
+        self._transformers = _load(folder)
+        self._backend = self._transformers.backend_tokenizer
+        # Both may be set in tokenizer.json and would silently change prompts.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        added = self._backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(id for id, token in added.items() if token.special)
+        self._template_arguments = _argument_names(self._transformers.apply_chat_template)
+        self._most_bytes_of_a_token = _most_bytes_of_a_token(self._backend)
+        self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
+        self.eos_ids = _read_eos_ids(folder, self._transformers.eos_token_id)
+
+    def render(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
+        """The prompt's text by the model's chat template. options are its variables."""
+        for name in options:
+            if name in self._template_arguments:
+                raise RequestError(
+                    f"chat_template_kwargs may not set {name!r}.", param="chat_template_kwargs"
+                )
+        if not self._transformers.chat_template:
+            raise RequestError(
+                "This model has no chat template, so it cannot chat.", param="messages"
+            )
+        try:
+            return str(
+                self._transformers.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True, **options
+                )
+            )
+        # A template is a program of the model's author: whatever it raises is its answer.
+        except Exception as error:
+            reason = str(error)[:500] or type(error).__name__
+            raise RequestError(
+                f"The model's chat template refuses these messages: {reason}", param="messages"
+            ) from error
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids; special tokens written out in text become their ids.
+
+        By batch, because encoding a single text keeps Python's lock for all its time.
+        """
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        return list(encoding.ids)
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self._backend.decode(ids, skip_special_tokens=True))
+
+    def least_tokens(self, text: str) -> int:
+        """A lower bound of len(encode(text)) without encoding; 0 if none can be told."""
+        if self._most_bytes_of_a_token is None:
+            return 0
+        return len(text.encode()) // self._most_bytes_of_a_token
+
+    def stream(self) -> "TextStream":
+        return TextStream(self.decode, self._special_ids)
+
+
+class TextStream:
+    """The text of one sequence, token by token.
+
+    The deltas add up to decode(all ids), but for a decoder with byte fallback and byte
+    tokens that are no UTF-8: it takes back characters that were given out before.
+    tokenizers' own DecodeStream raises a bare Exception there and never gives out what
+    is incomplete at the end.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], skipped: frozenset[int]) -> None:
+        self._decode = decode
+        self._skipped = skipped
+        self._window: list[int] = []
+        self._num_given = 0
+        self._num_open = 0
+
+    def push(self, token: int) -> str:
+        """The text that is certain with this token. A character cut in two is held back."""
+        if token in self._skipped:
+            return ""
+        self._window.append(token)
+        text = self._decode(self._window)
+        num_settled = len(text) - self._num_unsettled(text)
+        delta = text[self._num_given : num_settled]
+        self._num_given = max(self._num_given, num_settled)
+        if len(self._window) % _WINDOW_TOKENS == 0:
+            self._shorten(text)
+        return delta
+
+    def finish(self) -> str:
+        """What was held back; an incomplete character becomes U+FFFD."""
+        rest = self._decode(self._window)[self._num_given :]
+        self._window, self._num_given, self._num_open = [], 0, 0
+        return rest
+
+    def _num_unsettled(self, text: str) -> int:
+        """Trailing U+FFFD that may yet become a character.
+
+        After more tokens than a character can have bytes only the last few may.
+        """
+        trailing = len(text) - len(text.rstrip(_REPLACEMENT))
+        self._num_open = self._num_open + 1 if trailing else 0
+        if self._num_open >= _MOST_TOKENS_OF_A_CHARACTER:
+            return min(trailing, _MOST_TOKENS_OF_A_CHARACTER - 1)
+        return trailing
+
+    def _shorten(self, text: str) -> None:
+        """Keeps a few last tokens as context, if they mean the same without the others."""
+        num_held = len(text) - self._num_given
+        for size in range(_CONTEXT_TOKENS, _CONTEXT_TOKENS + _MOST_TOKENS_OF_A_CHARACTER):
+            context = self._window[-size:]
+            tail = self._decode(context)
+            if len(tail) > num_held and text.endswith(tail):
+                self._window, self._num_given = context, len(tail) - num_held
+                return
+
+
+def _load(folder: Path) -> Any:
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    if not folder.is_dir():
+        raise ModelError(f"--model {folder} is no folder: give the path of a downloaded model.")
+    try:
+        loaded = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    # tokenizers raises a bare Exception for a file that it cannot read.
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        raise ModelError(
+            f"The tokenizer in {folder} cannot be loaded ({reason}): "
+            "fetch tokenizer.json and tokenizer_config.json again."
+        ) from error
+    if getattr(loaded, "backend_tokenizer", None) is None:
+        raise ModelError(f"{folder} has no tokenizer.json, which is needed: fetch the model again.")
+    return loaded
+
+
+def _argument_names(apply_chat_template: Callable[..., Any]) -> frozenset[str]:
+    """What chat_template_kwargs would override instead of reaching the template."""
+    parameters = inspect.signature(apply_chat_template).parameters.values()
+    named = {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD}
+    return frozenset(named | {"self", "messages", "raise_exception", "strftime_now"})
+
+
+def _read_eos_ids(folder: Path, of_tokenizer: int | list[int] | None) -> frozenset[int]:
+    """Every id that ends an answer: models name them in up to three files."""
+    named = [of_tokenizer]
+    for file in ("config.json", "generation_config.json"):
+        if (folder / file).exists():
+            config = read_json(folder / file)
+            parts = (config, config.get("text_config"))
+            named += [part.get("eos_token_id") for part in parts if isinstance(part, dict)]
+    lists = [ids if isinstance(ids, list) else [ids] for ids in named]
+    return frozenset(id for ids in lists for id in ids if isinstance(id, int))
+
+
+def _most_bytes_of_a_token(backend: Any) -> int | None:
+    """How many bytes of UTF-8 one token can stand for at most.
+
+    Told only of tokenizers that are known to keep every byte; None of all others,
+    because text that they drop, trim or join could make any prompt short.
+    """
+    added = backend.get_added_tokens_decoder().values()
+    base = backend.get_vocab(with_added_tokens=False)
+    normalizer = _parts(backend.normalizer, "normalizers")
+    splitting = _parts(backend.pre_tokenizer, "pretokenizers")
+    keeps_every_byte = (
+        all(part["type"] == "NFC" for part in normalizer)
+        and all(part["type"] in ("ByteLevel", "Split", "Digits") for part in splitting)
+        and all(part.get("behavior") != "Removed" for part in splitting)
+        and any(part["type"] == "ByteLevel" for part in splitting)
+        and all(character in base for character in ByteLevel.alphabet())
+        and not any(token.lstrip or token.rstrip for token in added)
+    )
+    if not keeps_every_byte:
+        return None
+    longest = max(max(map(len, base)), *(len(token.content.encode()) for token in added), 1)
+    return longest * _MOST_SHRINKAGE_OF_NFC if normalizer else longest
+
+
+def _parts(component: Any, name: str) -> list[dict[str, Any]]:
+    """A normaliser or pre-tokenizer as its JSON says it, sequences laid flat."""
+    if component is None:
+        return []
+    state: dict[str, Any] = json.loads(component.__getstate__())
+    return list(state[name]) if state["type"] == "Sequence" else [state]

@@ -1,0 +1,212 @@
+"""An engine without a cluster, a small real tokenizer, and a server around them."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from serve.core.config import ServeConfig
+from serve.core.errors import BrigadeError
+from serve.core.types import Event, Sampling
+from serve.front.app import bind, serve
+from serve.front.tokens import Tokenizer
+
+MAX_CONTEXT = 512
+SENTENCES = ["hello world how are you", "grüße aus köln 😀 日本語", "count: one two three. STOP"] * 9
+TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m.role == 'tool' and not m.content %}{{ raise_exception('empty tool') }}{% endif %}"
+    "<|{{ m.role }}|>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.arguments.x }}{% endfor %}"
+    "{% endfor %}{{ extra }}<|assistant|>"
+)
+
+
+def byte_level() -> Backend:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(SENTENCES, trainer)
+    return backend
+
+
+def byte_fallback() -> Backend:
+    """As Llama 2's: spaces are U+2581, unknown characters are byte tokens."""
+    backend = Backend(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=340, special_tokens=["<unk>", "</s>", *byte_tokens], show_progress=False
+    )
+    backend.train_from_iterator(["hello world how are you"] * 9, trainer)
+    described = json.loads(backend.to_str())
+    added = [token for token in described["added_tokens"] if token["content"] not in byte_tokens]
+    return Backend.from_str(json.dumps({**described, "added_tokens": added}))
+
+
+def metaspace() -> Backend:
+    backend = Backend(models.Unigram())
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=80, special_tokens=["<unk>", "</s>"], unk_token="<unk>", show_progress=False
+    )
+    backend.train_from_iterator(SENTENCES, trainer)
+    return backend
+
+
+def save(backend: Backend, folder: Path, template: str | None = TEMPLATE) -> Path:
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="</s>", chat_template=template
+    ).save_pretrained(folder)
+    return folder
+
+
+class FakeGeneration:
+    """Gives its events out, `delay` seconds before each; after an error raises it."""
+
+    def __init__(self, events: list[Event | BrigadeError], delay: float) -> None:
+        self._events = iter(events)
+        self._delay = delay
+        self.closed = threading.Event()
+
+    def __aiter__(self) -> "FakeGeneration":
+        return self
+
+    async def __anext__(self) -> Event:
+        await asyncio.sleep(self._delay)
+        event = next(self._events, None)
+        if event is None:
+            raise StopAsyncIteration
+        if isinstance(event, BrigadeError):
+            raise event
+        return event
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+class FakeEngine:
+    """Answers every prompt with `answer`. Set its fields to make it misbehave."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.answer = "hello world 😀 how are you"
+        self.breaks_with: BrigadeError | None = None
+        self.refuses_with: BrigadeError | None = None
+        self.reason: str | None = None
+        self.delay = 0.0
+        self.prompts: list[list[int]] = []
+        self.samplings: list[Sampling] = []
+        self.generations: list[FakeGeneration] = []
+        self.failure: asyncio.Future[BrigadeError] | None = None
+
+    def submit(
+        self, prompt: list[int], max_tokens: int, sampling: Sampling, eos_ids: frozenset[int]
+    ) -> FakeGeneration:
+        if self.refuses_with is not None:
+            raise self.refuses_with
+        self.prompts.append(prompt)
+        self.samplings.append(sampling)
+        generation = FakeGeneration(self._events(max_tokens, eos_ids), self.delay)
+        self.generations.append(generation)
+        return generation
+
+    def _events(self, max_tokens: int, eos_ids: frozenset[int]) -> list[Event | BrigadeError]:
+        ids = self.tokenizer.encode(self.answer)
+        events: list[Event | BrigadeError] = [Event(1, token) for token in ids[:max_tokens]]
+        if self.breaks_with is not None:
+            return [*events, self.breaks_with]
+        if len(ids) < max_tokens:
+            return [*events, Event(1, min(eos_ids), "stop")]
+        return [*events[:-1], Event(1, ids[max_tokens - 1], "length")]
+
+    def ready_reason(self) -> str | None:
+        return self.reason
+
+    def pipeline(self) -> dict[str, Any]:
+        return {"model": "m", "num_ranks": 1, "stages": [], "num_running": 2, "num_waiting": 3}
+
+    def timeline(self, seconds: float) -> dict[str, Any]:
+        return {"traceEvents": [], "seconds": seconds}
+
+    async def failed(self) -> BrigadeError:
+        self.failure = asyncio.get_running_loop().create_future()
+        return await self.failure
+
+
+class Running:
+    """A server in a thread of its own, on a free loopback port."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.engine = engine
+        self._listening = bind("127.0.0.1", 0)
+        self.port: int = self._listening.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        config = ServeConfig(model=Path("."), served_model_name="tiny")
+        serving = serve(config, self.engine, self.engine.tokenizer, self._listening, MAX_CONTEXT)
+        try:
+            with contextlib.suppress(BrigadeError):
+                self._loop.run_until_complete(serving)
+        finally:
+            self._loop.close()
+
+    def connect(self) -> socket.socket:
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=10)
+        connection.settimeout(10)
+        return connection
+
+    def fail(self, error: BrigadeError) -> None:
+        """As if the cluster broke for good; also the way to stop."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._set_failure, error)
+
+    def _set_failure(self, error: BrigadeError) -> None:
+        if self.engine.failure is not None and not self.engine.failure.done():
+            self.engine.failure.set_result(error)
+
+    def join(self, seconds: float) -> bool:
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def __enter__(self) -> "Running":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.fail(BrigadeError("the test is over"))
+        assert self.join(10), "the server did not end"
+
+
+@contextlib.contextmanager
+def running(engine: FakeEngine) -> Iterator[Running]:
+    with Running(engine) as server:
+        yield server
