@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import types
 import typing
 from collections.abc import Sequence
@@ -17,9 +18,10 @@ from serve import __version__
 from serve.core.checkpoint import Checkpoint, read_checkpoint
 from serve.core.config import Cluster, ServeConfig, read_cluster
 from serve.core.errors import BrigadeError, UsageError
-from serve.core.plan import even_split
+from serve.core.plan import LayerRange, even_split
+from serve.parent.member import run_member
 
-_STOP_SECONDS = 8.0  # how long another rank waits for rank 0 to finish its streams
+_FIRST_WORD_SECONDS = 1.0  # how long other ranks leave it to rank 0 to say what is wrong
 
 
 class _Parser(argparse.ArgumentParser):
@@ -58,16 +60,14 @@ def _plain_type(kind: Any) -> type:
 def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        config = parse(sys.argv[1:] if argv is None else argv)
         cluster = read_cluster(os.environ)
-        checkpoint = read_checkpoint(config.model)
-        plan = even_split(checkpoint.num_layers, cluster.num_ranks)
+        config, checkpoint, plan = _check_first(argv, cluster)
         if cluster.leash is not None:
             _follow(cluster.leash)
         if cluster.rank == 0:
             asyncio.run(_run_front(config, cluster, checkpoint, plan))
         else:
-            asyncio.run(_run_member(config, cluster, checkpoint.digest))
+            asyncio.run(run_member(config, cluster, checkpoint.digest))
     except BrigadeError as error:
         print(f"serve: {error}", file=sys.stderr, flush=True)
         return error.exit_code
@@ -76,8 +76,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint, list[LayerRange]]:
+    """All that can be known to be wrong before anything starts."""
+    config = parse(argv)
+    checkpoint = read_checkpoint(config.model)
+    return config, checkpoint, even_split(checkpoint.num_layers, num_ranks)
+
+
+def _check_first(
+    argv: Sequence[str] | None, cluster: Cluster
+) -> tuple[ServeConfig, Checkpoint, list[LayerRange]]:
+    """Most mistakes are the same on all ranks: then rank 0 says it, and the launcher
+    ends the others before they repeat it."""
+    try:
+        return check(sys.argv[1:] if argv is None else argv, cluster.num_ranks)
+    except BrigadeError:
+        if cluster.rank:
+            time.sleep(_FIRST_WORD_SECONDS)
+        raise
+
+
 async def _run_front(
-    config: ServeConfig, cluster: Cluster, checkpoint: Checkpoint, plan: list[tuple[int, int]]
+    config: ServeConfig, cluster: Cluster, checkpoint: Checkpoint, plan: list[LayerRange]
 ) -> None:
     # Imported here, because ranks above 0 need neither HTTP nor tokenizers.
     from serve.front import app
@@ -89,26 +109,13 @@ async def _run_front(
     try:
         await engine.listen()
         engine.start()
+        logging.info("event=listening url=http://%s:%d", *listening.getsockname()[:2])
         tokenizer = await asyncio.to_thread(Tokenizer, config.model)
         max_context = min(filter(None, [config.max_context, checkpoint.max_context]), default=4096)
         await app.serve(config, engine, tokenizer, listening, max_context)
     finally:
         await engine.close()
         listening.close()
-
-
-async def _run_member(config: ServeConfig, cluster: Cluster, digest: str) -> None:
-    """A signal reaches all ranks at once: this one stays until rank 0 has finished."""
-    from serve.parent.member import run_member
-
-    task = asyncio.create_task(run_member(config, cluster, digest))
-    loop = asyncio.get_running_loop()
-    for interrupt in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(interrupt, lambda: loop.call_later(_STOP_SECONDS, task.cancel))
-    try:
-        await task
-    except asyncio.CancelledError:
-        logging.info("rank=%d event=stopped reason=signal", cluster.rank)
 
 
 def _follow(leash: int) -> None:

@@ -6,6 +6,8 @@ runs in one event loop, so that nothing needs a lock.
 
 import asyncio
 import itertools
+import json
+import logging
 import os
 import secrets
 import time
@@ -22,6 +24,8 @@ from serve.front.scheduler import Scheduler
 from serve.front.stages import StageStatus, chrome_trace
 from serve.parent.control import Hello, Hub, engine_ended
 from serve.parent.engine import EngineProcess
+
+_logger = logging.getLogger(__name__)
 
 
 class Generation:
@@ -166,13 +170,22 @@ class Engine:
         if message["type"] == "error":
             self._fail(from_exit_code(message["exit_code"], message["message"]))
         else:
-            self._stages[rank].update(message, time.time())
+            self._update_stage(self._stages[rank], message)
+
+    def _update_stage(self, stage: StageStatus, message: dict[str, Any]) -> None:
+        before = stage.state
+        stage.update(message, time.time())
+        if stage.state != before:
             self._state_changed.set()
+            _logger.info("%s", stage.line())
+            if self.ready_reason() is None:
+                _logger.info("event=ready num_ranks=%d", self._cluster.num_ranks)
 
     def _fail(self, error: BrigadeError) -> None:
         """The first error is the reason; every running request ends with it."""
         if self._failure.done():
             return
+        _logger.error("event=failed reason=%s", json.dumps(str(error)))
         self._failure.set_result(error)
         self._state_changed.set()
         for generation in self._generations.values():

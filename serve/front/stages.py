@@ -69,6 +69,13 @@ class StageStatus:
         percent = f" {self.progress:.0%}" if self.state == "loading" else ""
         return f"rank {self.rank}: {self.state}{percent}"
 
+    def line(self) -> str:
+        """For the log, key=value."""
+        known = {"bytes_owned": self.bytes_owned, "bytes_read": self.bytes_read}
+        read = " ".join(f"{key}={value}" for key, value in known.items() if value)
+        start, end = self.layers
+        return f"event=stage_{self.state} rank={self.rank} layers={start}-{end - 1} {read}".rstrip()
+
     def to_json(self) -> dict[str, Any]:
         return {
             "rank": self.rank,

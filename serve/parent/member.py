@@ -2,7 +2,9 @@
 
 import asyncio
 import os
-from typing import Any
+import signal
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from serve.core import wire
 from serve.core.config import Cluster, ServeConfig
@@ -11,20 +13,52 @@ from serve.parent.control import Hello, engine_ended, join, raise_if_error
 from serve.parent.engine import EngineProcess
 from serve.parent.link import Link
 
+Result = TypeVar("Result")
+_STOP_SECONDS = 8.0  # how long rank 0 may take to finish its streams after a signal
+
 
 async def run_member(config: ServeConfig, cluster: Cluster, digest: str) -> None:
-    """Returns when rank 0 says stop; raises the error that ended this rank."""
+    """Returns when rank 0 says stop, or after a signal; raises the error that ended
+    this rank.
+
+    A launcher signals all ranks at once, and rank 0 may have streams to finish: so
+    once it has joined, this rank waits for rank 0's word.
+    """
     if cluster.control is None:
         raise ClusterError("A rank above 0 needs the control address of rank 0.")
+    signalled = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, signalled.set)
     hello = Hello.of(cluster, digest, os.getpid())
-    hub = await join(cluster.control, hello, config.join_timeout)
+    hub = await _until(signalled, join(cluster.control, hello, config.join_timeout))
+    if hub is not None:
+        await _until(signalled, _live(config, cluster.rank, hub), _STOP_SECONDS)
+
+
+async def _until(
+    signalled: asyncio.Event, work: Coroutine[Any, Any, Result], grace_seconds: float = 0.0
+) -> Result | None:
+    """The result of work; None if a signal, and the grace after it, came first."""
+    working, waiting = asyncio.create_task(work), asyncio.create_task(signalled.wait())
+    await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    if grace_seconds and not working.done():
+        await asyncio.wait({working}, timeout=grace_seconds)
+    waiting.cancel()
+    if working.done():
+        return working.result()
+    working.cancel()
+    await asyncio.gather(working, return_exceptions=True)
+    return None
+
+
+async def _live(config: ServeConfig, rank: int, hub: Link) -> None:
     engine: EngineProcess | None = None
     try:
         order = await _wait_for_start(hub)
         if order is None:
             return
         engine = await EngineProcess.start({**order, "model": str(config.model)})
-        await _relay(cluster.rank, hub, engine)
+        await _relay(rank, hub, engine)
     finally:
         if engine:
             await engine.stop()

@@ -20,7 +20,11 @@ from serve.front.app import bind, serve
 from serve.front.tokens import Tokenizer
 
 MAX_CONTEXT = 512
-SENTENCES = ["hello world how are you", "grüße aus köln 😀 日本語", "count: one two three. STOP"] * 9
+SENTENCES = [
+    "hello world how are you",
+    "grüße aus köln 😀 日本語",
+    "count: one two three. STOP",
+] * 9
 TEMPLATE = (
     "{% for m in messages %}"
     "{% if m.role == 'tool' and not m.content %}{{ raise_exception('empty tool') }}{% endif %}"
