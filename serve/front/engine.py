@@ -21,9 +21,11 @@ from serve.core.errors import BrigadeError, ClusterError, UnavailableError, from
 from serve.core.plan import LayerRange
 from serve.core.types import Event, Sampling, Sequence
 from serve.front.scheduler import Scheduler
-from serve.front.stages import StageStatus, chrome_trace
+from serve.front.stages import StageStatus, chrome_trace, suspect
 from serve.parent.control import Hello, Hub, engine_ended
 from serve.parent.engine import EngineProcess
+
+_WATCH_SECONDS = 0.5
 
 _logger = logging.getLogger(__name__)
 
@@ -81,6 +83,7 @@ class Engine:
         self._state_changed = asyncio.Event()
         self._failure: asyncio.Future[BrigadeError] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
+        self._progress_at = time.monotonic()
 
     # --- life
 
@@ -113,7 +116,7 @@ class Engine:
             reading = asyncio.create_task(self._read(process))
             await self._until_all({"loading", "ready"}, self._config.join_timeout, "join the ring")
             await self._until_all({"ready"}, self._config.load_timeout, "load its layers")
-            await reading
+            await self._watch()
         except BrigadeError as error:
             self._fail(error)
         finally:
@@ -154,6 +157,19 @@ class Engine:
                     f"Rank {late[0].rank} on {late[0].host} did not {what} within "
                     f"{timeout_seconds:g} s: look at its log."
                 ) from error
+
+    async def _watch(self) -> None:
+        """Raises ClusterError when steps are under way and none comes back. A rank that
+        is stopped breaks no connection."""
+        while not self._failure.done():
+            await asyncio.sleep(_WATCH_SECONDS)
+            idle_seconds = time.monotonic() - self._progress_at
+            if self._scheduler.num_in_flight and idle_seconds > self._config.stall_timeout:
+                behind = suspect(self._stages, time.time())
+                raise ClusterError(
+                    f"No step came back for {self._config.stall_timeout:g} s: rank {behind.rank} "
+                    f"on {behind.host} is behind, look at its log (--stall-timeout)."
+                )
 
     async def _read(self, process: EngineProcess) -> None:
         try:
@@ -213,6 +229,7 @@ class Engine:
             self._pump()
 
     def _on_result(self, result: wire.Result) -> None:
+        self._progress_at = time.monotonic()
         for event in self._scheduler.update(result.number, result.tokens):
             generation = self._generations.get(event.sequence)
             if generation:
@@ -224,6 +241,8 @@ class Engine:
     def _pump(self) -> None:
         """Sends every step that can go now."""
         while self._process and not self._failure.done():
+            if not self._scheduler.num_in_flight:
+                self._progress_at = time.monotonic()
             step = self._scheduler.schedule()
             if step is None:
                 return

@@ -45,6 +45,11 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._live) - len(self.waiting)
 
+    @property
+    def num_in_flight(self) -> int:
+        """Steps without a result so far."""
+        return len(self._in_flight)
+
     def sequence(self, sequence_id: int) -> Sequence:
         return self._live[sequence_id]
 

@@ -13,6 +13,7 @@ from serve.core.plan import LayerRange
 
 _WINDOW_SECONDS = 10.0
 _NUM_SPANS = 20_000
+_SILENT_SECONDS = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,8 @@ class StageStatus:
     progress: float = 0.0
     bytes_owned: int = 0
     bytes_read: int | None = None
+    num_steps: int = 0
+    heard_at: float = 0.0
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=_NUM_SPANS))
     _busy: deque[tuple[float, float]] = field(default_factory=deque)
 
@@ -51,6 +54,7 @@ class StageStatus:
         self.state, self.progress = message["state"], message["progress"]
         self.bytes_owned = message.get("bytes_owned", self.bytes_owned)
         self.bytes_read = message.get("bytes_read", self.bytes_read)
+        self.num_steps, self.heard_at = message.get("num_steps", 0), now
         self.spans.extend(Span(*span) for span in message.get("spans", ()))
         self._busy.append((now, message.get("busy_seconds", 0.0)))
         while len(self._busy) > 2 and self._busy[1][0] < now - _WINDOW_SECONDS:
@@ -87,6 +91,13 @@ class StageStatus:
             "bytes_read": self.bytes_read,
             "busy_share": round(self.busy_share, 3),
         }
+
+
+def suspect(stages: list[StageStatus], now: float) -> StageStatus:
+    """The stage that holds the others up when no step comes back: one that is silent,
+    else the one that has done the fewest steps."""
+    silent = [stage for stage in stages if now - stage.heard_at > _SILENT_SECONDS]
+    return min(silent or stages, key=lambda stage: (stage.num_steps, -stage.rank))
 
 
 def chrome_trace(stages: list[StageStatus], since: float) -> dict[str, Any]:
