@@ -277,10 +277,11 @@ def _is_neutral(name: str, value: Any) -> bool:
 
 def _request_error(error: ValidationError, body: dict[str, Any]) -> RequestError:
     first = error.errors(include_url=False)[0]
-    path = _path(first["loc"], body)
+    is_missing = first["type"] == "missing"
+    path = _path(first["loc"], body, is_missing)
     if first["type"] == "extra_forbidden":
         return RequestError(f"Unknown field {path!r}: it is not supported.", param=path)
-    if first["type"] == "missing":
+    if is_missing:
         return RequestError(f"The field {path!r} is missing.", param=path)
     message = _reason(first)
     return RequestError(f"{path}: {message}." if path else f"{message}.", param=path or None)
@@ -294,17 +295,17 @@ def _reason(error: ErrorDetails) -> str:
     return error["msg"].rstrip(".")
 
 
-def _path(location: tuple[int | str, ...], body: Any) -> str:
+def _path(location: tuple[int | str, ...], body: Any, is_missing: bool) -> str:
     """Such as messages[2].content: the steps that exist in body, without pydantic's own.
 
-    The last step of a missing field does not exist either.
+    Of a missing field the last step does not exist either.
     """
     path = ""
     for number, step in enumerate(location):
         if isinstance(step, int) and isinstance(body, list):
             path, body = f"{path}[{step}]", body[step] if step < len(body) else None
         elif isinstance(step, str) and isinstance(body, dict):
-            if step not in body and number < len(location) - 1:
+            if step not in body and not (is_missing and number == len(location) - 1):
                 continue
             path, body = f"{path}.{step}" if path else step, body.get(step)
     return path[:_MOST_PATH_CHARACTERS]

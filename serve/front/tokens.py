@@ -20,6 +20,7 @@ from serve.core.errors import ModelError, RequestError
 _CONTEXT_TOKENS = 6
 _WINDOW_TOKENS = 24
 _MOST_TOKENS_OF_A_CHARACTER = 4
+_MOST_OPEN_TOKENS = 64
 _MOST_SHRINKAGE_OF_NFC = 4
 _REPLACEMENT = "\ufffd"
 
@@ -89,9 +90,9 @@ class Tokenizer:
 class TextStream:
     """The text of one sequence, token by token.
 
-    The deltas add up to decode(all ids), but for a decoder with byte fallback and byte
-    tokens that are no UTF-8: it takes back characters that were given out before.
-    tokenizers' own DecodeStream raises a bare Exception there and never gives out what
+    The deltas add up to decode(all ids). The exception are byte-fallback decoders, which
+    take back characters that were given out when byte tokens after them are no UTF-8;
+    tokenizers' own DecodeStream raises a bare Exception there, and never gives out what
     is incomplete at the end.
     """
 
@@ -122,13 +123,14 @@ class TextStream:
         return rest
 
     def _num_unsettled(self, text: str) -> int:
-        """Trailing U+FFFD that may yet become a character.
+        """Trailing U+FFFD that may yet become characters.
 
-        After more tokens than a character can have bytes only the last few may.
+        After many tokens they are taken for what they look like, but for the last few: a
+        model that repeats U+FFFD would otherwise stream nothing, ever more slowly.
         """
         trailing = len(text) - len(text.rstrip(_REPLACEMENT))
         self._num_open = self._num_open + 1 if trailing else 0
-        if self._num_open >= _MOST_TOKENS_OF_A_CHARACTER:
+        if self._num_open > _MOST_OPEN_TOKENS:
             return min(trailing, _MOST_TOKENS_OF_A_CHARACTER - 1)
         return trailing
 

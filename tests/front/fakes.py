@@ -1,11 +1,10 @@
 """An engine without a cluster, a small real tokenizer, and a server around them."""
 
 import asyncio
-import contextlib
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -173,13 +172,15 @@ class Running:
         self.url = f"http://127.0.0.1:{self.port}"
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run)
+        self.ended_with: BrigadeError | None = None
 
     def _run(self) -> None:
         config = ServeConfig(model=Path("."), served_model_name="tiny")
         serving = serve(config, self.engine, self.engine.tokenizer, self._listening, MAX_CONTEXT)
         try:
-            with contextlib.suppress(BrigadeError):
-                self._loop.run_until_complete(serving)
+            self._loop.run_until_complete(serving)
+        except BrigadeError as error:
+            self.ended_with = error
         finally:
             self._loop.close()
 
@@ -192,6 +193,17 @@ class Running:
         """As if the cluster broke for good; also the way to stop."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._set_failure, error)
+
+    def after(self, condition: Callable[[], bool], error: BrigadeError) -> None:
+        """Fails with error once condition holds."""
+
+        def poll() -> None:
+            if condition():
+                self._set_failure(error)
+            else:
+                self._loop.call_later(0.005, poll)
+
+        self._loop.call_soon_threadsafe(poll)
 
     def _set_failure(self, error: BrigadeError) -> None:
         if self.engine.failure is not None and not self.engine.failure.done():
@@ -208,9 +220,3 @@ class Running:
     def __exit__(self, *_: object) -> None:
         self.fail(BrigadeError("the test is over"))
         assert self.join(10), "the server did not end"
-
-
-@contextlib.contextmanager
-def running(engine: FakeEngine) -> Iterator[Running]:
-    with Running(engine) as server:
-        yield server

@@ -1,27 +1,64 @@
 """The endpoints over real sockets, also with the official client."""
 
 import json
+import logging
+import re
+import time
+from collections.abc import Callable
+from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from tests.front.fakes import FakeEngine, Running
+from serve.core.errors import (
+    AddressError,
+    BrigadeError,
+    ClusterError,
+    EngineError,
+    OverloadedError,
+    UnavailableError,
+)
+from serve.front.app import Front, bind
+from tests.front.fakes import MAX_CONTEXT, FakeEngine, Running
 
-HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+HELLO: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+CHAT = "/v1/chat/completions"
 
 
 def client(server: Running) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=10)
 
 
-def post(server: Running, **fields: object) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/chat/completions", json={**HELLO, **fields}, timeout=10)
+def post(server: Running, **fields: Any) -> httpx.Response:
+    return httpx.post(server.url + CHAT, json={**HELLO, **fields}, timeout=10)
+
+
+def get(server: Running, path: str, **headers: str) -> httpx.Response:
+    return httpx.get(server.url + path, headers=headers, timeout=10)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 5) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.005)
+
+
+def log_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    found = [record.getMessage() for record in caplog.records if record.name == "serve.front.guard"]
+    return [line for line in found if line.startswith("request=")]
+
+
+# --- answers
 
 
 def test_a_reply_has_text_and_usage(server: Running, engine: FakeEngine) -> None:
     with client(server) as ai:
-        reply = ai.chat.completions.create(**HELLO)  # type: ignore[call-overload]
+        reply = ai.chat.completions.create(**HELLO)
+    assert reply.id.startswith("chatcmpl-")
+    assert reply.object == "chat.completion"
+    assert abs(reply.created - time.time()) < 60
     assert reply.choices[0].message.content == engine.answer
     assert reply.choices[0].message.role == "assistant"
     assert reply.choices[0].finish_reason == "stop"
@@ -34,9 +71,7 @@ def test_a_reply_has_text_and_usage(server: Running, engine: FakeEngine) -> None
 def test_a_stream_adds_up_to_the_reply(server: Running, engine: FakeEngine) -> None:
     with client(server) as ai:
         options = {"include_usage": True}
-        chunks = list(
-            ai.chat.completions.create(**HELLO, stream=True, stream_options=options)  # type: ignore[call-overload]
-        )
+        chunks = list(ai.chat.completions.create(**HELLO, stream=True, stream_options=options))
     assert chunks[0].choices[0].delta.role == "assistant"
     texts = [chunk.choices[0].delta.content or "" for chunk in chunks[:-1]]
     assert "".join(texts) == engine.answer
@@ -45,3 +80,225 @@ def test_a_stream_adds_up_to_the_reply(server: Running, engine: FakeEngine) -> N
     assert chunks[-1].choices == []
     assert chunks[-1].usage.prompt_tokens == len(engine.prompts[0])
     assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_the_stream_is_events_and_ends_with_done(server: Running) -> None:
+    reply = post(server, stream=True)
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    assert reply.headers["cache-control"] == "no-cache"
+    events = reply.text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert all("usage" not in json.loads(event[6:]) for event in events[:-2])
+
+
+def test_parameters_reach_the_engine(server: Running, engine: FakeEngine) -> None:
+    reply = post(server, temperature=0.5, top_p=0.25, seed=7, max_tokens=3, stop=["zzz"]).json()
+    (sampling,) = engine.samplings
+    assert (sampling.temperature, sampling.top_p, sampling.seed) == (0.5, 0.25, 7)
+    assert reply["choices"][0]["finish_reason"] == "length"
+    assert reply["usage"]["completion_tokens"] == 3
+
+
+def test_messages_a_client_got_can_be_sent_back(server: Running, engine: FakeEngine) -> None:
+    with client(server) as ai:
+        first = ai.chat.completions.create(**HELLO).choices[0].message
+        history = [*HELLO["messages"], first, {"role": "user", "content": "more"}]
+        ai.chat.completions.create(model="tiny", messages=history)
+    assert engine.answer in engine.tokenizer.decode(engine.prompts[1])
+
+
+# --- refusals
+
+
+def test_the_official_client_sees_its_own_errors(server: Running, engine: FakeEngine) -> None:
+    with client(server) as ai:
+        with pytest.raises(openai.BadRequestError, match="temperature"):
+            ai.chat.completions.create(**HELLO, temperature=9)
+        with pytest.raises(openai.NotFoundError) as raised:
+            ai.chat.completions.create(**{**HELLO, "model": "other"})
+        assert raised.value.code == "model_not_found"
+        engine.refuses_with = OverloadedError("The queue is full.")
+        with pytest.raises(openai.RateLimitError):
+            ai.chat.completions.create(**HELLO)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (OverloadedError("The queue is full."), 429, "The queue is full."),
+        (UnavailableError("rank 1: loading"), 503, "rank 1: loading"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_refuses(
+    server: Running, engine: FakeEngine, error: BrigadeError, status: int, message: str, stream: bool
+) -> None:
+    engine.refuses_with = error
+    reply = post(server, stream=stream)
+    assert reply.status_code == status
+    assert int(reply.headers["retry-after"]) > 0
+    assert reply.json()["error"]["message"] == message
+
+
+def test_an_engine_that_breaks_in_the_middle(server: Running, engine: FakeEngine) -> None:
+    engine.breaks_with = EngineError("rank 1 at /home/x died")
+    reply = post(server)
+    assert reply.status_code == 503
+    assert "/home" not in reply.text
+    events = post(server, stream=True).text.split("\n\n")
+    assert "error" in json.loads(events[-2][6:])
+    assert "[DONE]" not in "".join(events)
+    engine.breaks_with = None
+    assert post(server).status_code == 200
+
+
+def test_a_prompt_that_is_too_long(server: Running) -> None:
+    content = "hello " * MAX_CONTEXT
+    error = post(server, messages=[{"role": "user", "content": content}]).json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert str(MAX_CONTEXT) in error["message"]
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff", b"[1]", b"[" * 99_999, b'{"a": NaN}'])
+def test_a_bad_body_ends_no_server(server: Running, content: bytes) -> None:
+    reply = httpx.post(server.url + CHAT, content=content)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["type"] == "invalid_request_error"
+    assert post(server).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", CHAT, 405),
+        ("DELETE", "/v1/models", 405),
+        ("GET", "/nothing", 404),
+        ("POST", "/v1/chat/completions/", 404),
+        ("GET", "/v1/models/other", 404),
+        ("GET", "/%00%0a%22", 404),
+    ],
+)
+def test_what_is_no_call_has_an_error_object(
+    server: Running, method: str, path: str, status: int
+) -> None:
+    reply = httpx.request(method, server.url + path)
+    assert reply.status_code == status
+    assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
+    assert ("allow" in reply.headers) == (status == 405)
+
+
+def test_an_exception_of_ours_is_told_to_the_log_alone(
+    server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Front, "_described", lambda self: {}["/secret/path"])
+    reply = get(server, "/v1/models")
+    assert reply.status_code == 500
+    assert reply.json()["error"]["type"] == "server_error"
+    assert "secret" not in reply.text
+    wait_until(lambda: "/secret/path" in caplog.text)
+    assert get(server, "/health").status_code == 200
+
+
+# --- the other endpoints
+
+
+def test_models(server: Running) -> None:
+    with client(server) as ai:
+        (model,) = ai.models.list().data
+        assert model.id == "tiny"
+        assert ai.models.retrieve("tiny").id == "tiny"
+    assert get(server, "/v1/models").json()["data"][0]["max_model_len"] == MAX_CONTEXT
+
+
+def test_ready_tells_what_it_waits_for(server: Running, engine: FakeEngine) -> None:
+    assert get(server, "/ready").json() == {"status": "ready"}
+    engine.reason = "rank 1: loading 61 %"
+    reply = get(server, "/ready")
+    assert reply.status_code == 503
+    assert reply.json()["error"]["message"] == engine.reason
+    assert reply.headers["retry-after"]
+    assert get(server, "/health").status_code == 200
+
+
+def test_version_and_admin(server: Running, engine: FakeEngine) -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+.*", get(server, "/version").json()["version"])
+    assert get(server, "/admin/pipeline").json() == engine.pipeline()
+    assert get(server, "/admin/trace?seconds=2.5").json()["seconds"] == 2.5
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "1e9", "x", ""])
+def test_a_trace_of_no_time_is_refused(server: Running, seconds: str) -> None:
+    reply = get(server, f"/admin/trace?seconds={seconds}")
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "seconds"
+
+
+@pytest.mark.parametrize("path", ["/admin/pipeline", "/admin/trace"])
+def test_admin_calls_through_a_proxy_are_refused(server: Running, path: str) -> None:
+    reply = get(server, path, **{"X-Forwarded-For": "127.0.0.1"})
+    assert reply.status_code == 403
+    assert "error" in reply.json()
+
+
+def test_metrics_count_what_was_served(server: Running, engine: FakeEngine) -> None:
+    post(server)
+    post(server, temperature=9)
+    engine.breaks_with = EngineError("broke")
+    post(server, stream=True)
+    wait_until(lambda: 'status="503"' in get(server, "/metrics").text)
+    text = get(server, "/metrics").text
+    assert 'brigade_requests_total{status="200"} 1.0' in text
+    assert 'brigade_requests_total{status="400"} 1.0' in text
+    assert f"brigade_prompt_tokens_total {2.0 * len(engine.prompts[0])}" in text
+    assert "brigade_time_to_first_token_seconds_count 2.0" in text
+    assert "brigade_e2e_request_latency_seconds_count 1.0" in text
+    assert "brigade_num_requests_waiting 3.0" in text
+
+
+# --- the log
+
+
+def test_each_request_is_one_line(
+    server: Running, caplog: pytest.LogCaptureFixture, engine: FakeEngine
+) -> None:
+    caplog.set_level(logging.INFO)
+    reply = httpx.post(server.url + CHAT, json=HELLO, headers={"X-Request-Id": "mine-1"})
+    assert reply.headers["x-request-id"] == "mine-1"
+    httpx.get(server.url + "/x%0astatus=200")
+    get(server, "/health")
+    wait_until(lambda: len(log_lines(caplog)) == 2)
+    first, second = log_lines(caplog)
+    assert re.fullmatch(
+        r"request=mine-1 method=POST path=/v1/chat/completions status=200 prompt_tokens=\d+ "
+        r"completion_tokens=\d+ ttft_seconds=[\d.e-]+ total_seconds=[\d.e-]+ finish_reason=stop",
+        first,
+    )
+    assert "\n" not in second
+    assert second.count(" status=") == 1
+
+
+# --- addresses
+
+
+def test_a_port_in_use_is_told_at_once() -> None:
+    with bind("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(AddressError, match=f"Port {port} is in use.*--port"):
+            bind("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no host at all"])
+def test_a_host_that_is_not_ours_is_told(host: str) -> None:
+    with pytest.raises(AddressError, match="--host"):
+        bind(host, 0)
+
+
+def test_the_error_of_a_broken_cluster_ends_serving(server: Running, engine: FakeEngine) -> None:
+    engine.delay = 60
+    with client(server) as ai:
+        server.after(lambda: bool(engine.generations), ClusterError("a rank is lost"))
+        with pytest.raises(openai.InternalServerError):
+            ai.chat.completions.create(**HELLO)
+    assert server.join(5)
+    assert isinstance(server.ended_with, ClusterError)
+    assert engine.generations[0].closed.is_set()

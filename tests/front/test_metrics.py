@@ -1,0 +1,60 @@
+"""What Prometheus gets to read."""
+
+from typing import Any
+
+import pytest
+
+from serve.front.metrics import Metrics
+
+STATE: dict[str, Any] = {"num_running": 2, "num_waiting": 3}
+
+
+def lines(metrics: Metrics) -> list[str]:
+    return metrics.render("")[0].decode().splitlines()
+
+
+def test_gauges_are_read_when_asked() -> None:
+    state = dict(STATE)
+    metrics = Metrics(lambda: state)
+    assert "brigade_num_requests_running 2.0" in lines(metrics)
+    state["num_running"] = 5
+    assert "brigade_num_requests_running 5.0" in lines(metrics)
+    assert "brigade_num_requests_waiting 3.0" in lines(metrics)
+
+
+def test_everything_is_counted_under_its_name() -> None:
+    metrics = Metrics(lambda: STATE)
+    metrics.prompt(11)
+    metrics.first_token(0.3)
+    metrics.next_token(0.02)
+    metrics.next_token(0.02)
+    metrics.answered(1.0)
+    metrics.request(200)
+    metrics.request(499)
+    found = lines(metrics)
+    for line in (
+        "brigade_prompt_tokens_total 11.0",
+        "brigade_generation_tokens_total 3.0",
+        "brigade_time_to_first_token_seconds_count 1.0",
+        "brigade_inter_token_latency_seconds_count 2.0",
+        "brigade_e2e_request_latency_seconds_sum 1.0",
+        'brigade_requests_total{status="200"} 1.0',
+        'brigade_requests_total{status="499"} 1.0',
+    ):
+        assert line in found
+
+
+def test_two_servers_in_one_process_share_nothing() -> None:
+    first, second = Metrics(lambda: STATE), Metrics(lambda: STATE)
+    first.prompt(1)
+    assert "brigade_prompt_tokens_total 0.0" in lines(second)
+
+
+@pytest.mark.parametrize(
+    ("accept", "content_type"),
+    [("", "text/plain"), ("application/openmetrics-text", "application/openmetrics-text")],
+)
+def test_the_content_type_is_what_was_encoded(accept: str, content_type: str) -> None:
+    body, given = Metrics(lambda: STATE).render(accept)
+    assert given.startswith(content_type)
+    assert body.endswith(b"# EOF\n") == (content_type != "text/plain")

@@ -1,0 +1,237 @@
+"""Tokenizers of three kinds, trained here: text in pieces must be the text of the whole."""
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from transformers import AutoTokenizer
+
+from serve.core.errors import ModelError, RequestError
+from serve.front.tokens import Tokenizer
+from tests.front.fakes import byte_fallback, byte_level, metaspace, save
+
+TEXTS = [
+    "hello world",
+    " leading and  double spaces ",
+    "grüße 😀👩‍👩‍👧 日本語",
+    "a\ufffdb\ufffd",
+    "\ufffd" * 20,
+    "日本語😀" * 30,
+    "hello world how are you " * 20,
+    "\n\n\thello",
+    "",
+]
+KINDS = [byte_level, byte_fallback, metaspace]
+
+
+def load(backend: Backend, folder: Path, **files: object) -> Tokenizer:
+    save(backend, folder)
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return Tokenizer(folder)
+
+
+def streamed(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    stream = tokenizer.stream()
+    return [*(stream.push(id) for id in ids), stream.finish()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_deltas_add_up_to_the_whole(kind: Callable[[], Backend], tmp_path: Path) -> None:
+    tokenizer = load(kind(), tmp_path)
+    reference = AutoTokenizer.from_pretrained(tmp_path)
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        whole = reference.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        assert "".join(streamed(tokenizer, ids)) == whole == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("kind", [byte_level, metaspace])
+def test_any_ids_add_up_to_the_whole(kind: Callable[[], Backend], tmp_path: Path) -> None:
+    """Random bytes are mostly no UTF-8; special and unknown ids come in between."""
+    tokenizer = load(kind(), tmp_path)
+    rng = random.Random(2)
+    for size in [*range(1, 12)] * 150 + [60, 200] * 20:
+        ids = [rng.randrange(tokenizer.vocab_size + 2) for _ in range(size)]
+        assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+def test_bytes_that_are_no_utf8_break_no_stream(tmp_path: Path) -> None:
+    """tokenizers' own stream raises here ("Invalid prefix encountered")."""
+    tokenizer = load(byte_fallback(), tmp_path)
+    rng = random.Random(3)
+    for _ in range(300):
+        ids = [rng.randrange(tokenizer.vocab_size) for _ in range(30)]
+        streamed(tokenizer, ids)
+
+
+def test_text_comes_as_soon_as_it_is_certain(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("hello 👍 you")
+    deltas = streamed(tokenizer, ids)
+    assert len(tokenizer.encode("👍")) > 1, "the emoji must be several tokens, or this tests nothing"
+    assert not any("\ufffd" in delta for delta in deltas)
+    assert deltas[0]
+    assert deltas[-1] == ""
+
+
+def test_half_a_character_is_given_out_at_the_end_only(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("ok👍")[:-1]
+    deltas = streamed(tokenizer, ids)
+    assert "".join(deltas[:-1]) == "ok"
+    assert deltas[-1] == "\ufffd"
+
+
+def test_a_long_run_of_replacement_characters_is_not_held(tokenizer: Tokenizer) -> None:
+    """A model that repeats U+FFFD would else stream nothing, in quadratic time."""
+    stream = tokenizer.stream()
+    ids = tokenizer.encode("\ufffd" * 4000)
+    started = time.process_time()
+    num_before_end = sum(len(stream.push(id)) for id in ids)
+    assert num_before_end > 3900
+    assert time.process_time() - started < 2
+
+
+def test_end_ids_are_of_all_files(tmp_path: Path) -> None:
+    tokenizer = load(
+        byte_level(),
+        tmp_path,
+        generation_config={"eos_token_id": [7, 8]},
+        config={"model_type": "llama", "eos_token_id": 9, "text_config": {"eos_token_id": 10}},
+    )
+    assert tokenizer.eos_ids == {1, 7, 8, 9, 10}
+
+
+def test_truncation_of_the_file_is_not_obeyed(tmp_path: Path) -> None:
+    """tokenizer.json may hold a truncation: prompts would be cut without a word."""
+    backend = byte_level()
+    backend.enable_truncation(4)
+    backend.enable_padding(length=64)
+    tokenizer = load(backend, tmp_path)
+    assert tokenizer.decode(tokenizer.encode("hello world how are you")) == (
+        "hello world how are you"
+    )
+
+
+# --- templates
+
+
+def test_a_template_gets_messages_and_options(tokenizer: Tokenizer) -> None:
+    text = tokenizer.render([{"role": "user", "content": "hi"}], {"extra": "!"})
+    assert text == "<|user|>hi!<|assistant|>"
+
+
+@pytest.mark.parametrize(
+    "name", ["chat_template", "tokenize", "add_generation_prompt", "conversation", "self", "tools"]
+)
+def test_options_replace_no_argument(tokenizer: Tokenizer, name: str) -> None:
+    """A client that may set chat_template runs its own program here."""
+    with pytest.raises(RequestError, match=name):
+        tokenizer.render([{"role": "user", "content": "hi"}], {name: "x"})
+
+
+def test_the_templates_own_refusal_reaches_the_client(tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="empty tool"):
+        tokenizer.render([{"role": "tool", "content": ""}], {})
+
+
+def test_whatever_a_template_raises_is_a_request_error(tmp_path: Path) -> None:
+    save(byte_level(), tmp_path, "{{ messages[0].content + 1 }}")
+    with pytest.raises(RequestError, match="template"):
+        Tokenizer(tmp_path).render([{"role": "user", "content": "hi"}], {})
+
+
+def test_a_model_without_template_cannot_chat(tmp_path: Path) -> None:
+    save(byte_level(), tmp_path, None)
+    with pytest.raises(RequestError, match="no chat template"):
+        Tokenizer(tmp_path).render([{"role": "user", "content": "hi"}], {})
+
+
+# --- broken folders
+
+
+def break_json(folder: Path) -> None:
+    save(byte_level(), folder)
+    (folder / "tokenizer.json").write_text('{"version": ')
+
+
+def break_model(folder: Path) -> None:
+    save(byte_level(), folder)
+    (folder / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "Nonsense"}}')
+
+
+def break_generation_config(folder: Path) -> None:
+    save(byte_level(), folder)
+    (folder / "generation_config.json").write_text("[")
+
+
+@pytest.mark.parametrize(
+    "spoil", [break_json, break_model, break_generation_config, Path.rmdir, lambda folder: None]
+)
+def test_a_broken_folder_is_one_line(spoil: Callable[[Path], None], tmp_path: Path) -> None:
+    spoil(tmp_path)
+    with pytest.raises(ModelError) as raised:
+        Tokenizer(tmp_path)
+    assert str(tmp_path) in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+# --- lengths told without encoding
+
+
+@pytest.mark.parametrize("normalizer", [None, normalizers.NFC()])
+def test_the_lower_bound_is_one(normalizer: object, tmp_path: Path) -> None:
+    backend = byte_level()
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    tokenizer = load(backend, tmp_path)
+    for text in [*TEXTS, "</s>" * 100, "e\u0301" * 200, "\u212b" * 99, "are" * 1000]:
+        assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text))
+    assert tokenizer.least_tokens("x" * 100_000) > 1000
+
+
+def drop_spaces(backend: Backend) -> None:
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(" ", "removed"), backend.pre_tokenizer]
+    )
+
+
+def drop_letters(backend: Backend) -> None:
+    backend.normalizer = normalizers.Replace("x", "")
+
+
+def swallow_spaces(backend: Backend) -> None:
+    backend.add_special_tokens([AddedToken("<pad>", lstrip=True)])
+
+
+@pytest.mark.parametrize("change", [drop_spaces, drop_letters, swallow_spaces])
+def test_no_bound_where_text_may_vanish(change: Callable[[Backend], None], tmp_path: Path) -> None:
+    """Each of these makes a prompt of any length fit."""
+    backend = byte_level()
+    change(backend)
+    assert load(backend, tmp_path).least_tokens("x " * 100_000) == 0
+
+
+def test_no_bound_for_what_is_not_known_to_keep_text(tmp_path: Path) -> None:
+    assert load(metaspace(), tmp_path).least_tokens("x" * 100_000) == 0
+
+
+@pytest.mark.anyio
+async def test_encoding_in_a_thread_leaves_the_loop_running(tokenizer: Tokenizer) -> None:
+    """Encoding one text by itself keeps Python's lock: every stream would stop."""
+    text = "hello world the quick brown fox " * 30_000
+    encoding = asyncio.get_running_loop().run_in_executor(None, tokenizer.encode, text)
+    started = last = time.perf_counter()
+    longest = 0.0
+    while not encoding.done():
+        await asyncio.sleep(0.001)
+        longest, last = max(longest, time.perf_counter() - last), time.perf_counter()
+    assert longest < (last - started) / 2
+    assert len(await encoding) > 100_000
