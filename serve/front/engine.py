@@ -17,7 +17,13 @@ from typing import Any
 
 from serve.core import wire
 from serve.core.config import Cluster, ServeConfig
-from serve.core.errors import BrigadeError, ClusterError, UnavailableError, from_exit_code
+from serve.core.errors import (
+    BrigadeError,
+    ClusterError,
+    EngineError,
+    UnavailableError,
+    from_exit_code,
+)
 from serve.core.plan import LayerRange
 from serve.core.types import Event, Sampling, Sequence
 from serve.front.scheduler import Scheduler
@@ -116,9 +122,12 @@ class Engine:
             reading = asyncio.create_task(self._read(process))
             await self._until_all({"loading", "ready"}, self._config.join_timeout, "join the ring")
             await self._until_all({"ready"}, self._config.load_timeout, "load its layers")
-            await self._watch()
+            await asyncio.gather(reading, self._watch())
         except BrigadeError as error:
             self._fail(error)
+        except Exception as error:  # The top of the task: without it nobody would be told.
+            _logger.exception("event=bug")
+            self._fail(EngineError(f"{type(error).__name__}: {error}"))
         finally:
             if reading:
                 reading.cancel()
@@ -172,15 +181,12 @@ class Engine:
                 )
 
     async def _read(self, process: EngineProcess) -> None:
-        try:
-            async for kind, body in process.link.messages():
-                if kind == wire.Kind.RESULT:
-                    self._on_result(wire.decode_result(body))
-                else:
-                    self._on_message(0, wire.parse_json(body))
-            self._on_message(0, engine_ended(0, await process.wait()))
-        except BrigadeError as error:
-            self._fail(error)
+        async for kind, body in process.link.messages():
+            if kind == wire.Kind.RESULT:
+                self._on_result(wire.decode_result(body))
+            else:
+                self._on_message(0, wire.parse_json(body))
+        self._on_message(0, engine_ended(0, await process.wait()))
 
     def _on_message(self, rank: int, message: dict[str, Any]) -> None:
         if message["type"] == "error":

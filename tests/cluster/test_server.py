@@ -26,7 +26,8 @@ def test_a_chat(server: Server, mlx_lm_answer: Callable[[str], str]) -> None:
     assert reply.choices[0].message.content == mlx_lm_answer(QUESTIONS[0])
     assert "Paris" in (reply.choices[0].message.content or "")
     assert reply.choices[0].finish_reason == "stop"
-    assert reply.usage and reply.usage.completion_tokens > 1
+    assert reply.usage
+    assert reply.usage.completion_tokens > 1
     assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
 
 
@@ -41,7 +42,8 @@ def test_a_streamed_chat(server: Server, mlx_lm_answer: Callable[[str], str]) ->
     deltas = [c.choices[0].delta.content or "" for c in chunks if c.choices]
     assert "".join(deltas) == mlx_lm_answer("Count from 1 to 20.", max_tokens=200)
     assert sum(bool(delta) for delta in deltas) > 10, "it came in one piece"
-    assert chunks[-1].usage and chunks[-1].usage.completion_tokens >= len(deltas) - 3
+    assert chunks[-1].usage
+    assert chunks[-1].usage.completion_tokens >= len(deltas) - 3
     assert chunks[-2].choices[0].finish_reason == "stop"
 
 
@@ -55,7 +57,8 @@ def test_max_tokens_and_stop(server: Server) -> None:
     create = server.client().chat.completions.create
     short = create(**CHAT, messages=user("Count from 1 to 20."), max_tokens=3)
     assert short.choices[0].finish_reason == "length"
-    assert short.usage and short.usage.completion_tokens == 3
+    assert short.usage
+    assert short.usage.completion_tokens == 3
     stopped = create(**CHAT, messages=user("Count from 1 to 20."), stop=[" 7"])
     text = stopped.choices[0].message.content or ""
     assert stopped.choices[0].finish_reason == "stop"

@@ -131,7 +131,12 @@ def test_the_official_client_sees_its_own_errors(server: Running, engine: FakeEn
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_engine_that_refuses(
-    server: Running, engine: FakeEngine, error: BrigadeError, status: int, message: str, stream: bool
+    server: Running,
+    engine: FakeEngine,
+    error: BrigadeError,
+    status: int,
+    message: str,
+    stream: bool,
 ) -> None:
     engine.refuses_with = error
     reply = post(server, stream=stream)
