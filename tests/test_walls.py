@@ -32,6 +32,7 @@ OWNERS = {
     "starlette": ["serve.front.app*"],
     "sse_starlette": ["serve.front.app*"],
     "uvicorn": ["serve.front.app*"],
+    "h11": ["serve.front.app*"],
     "transformers": ["serve.front.tokens"],
     "tokenizers": ["serve.front.tokens"],
     "prometheus_client": ["serve.front.metrics"],
