@@ -37,6 +37,7 @@ OWNERS = {
     "tokenizers": ["serve.front.tokens"],
     "prometheus_client": ["serve.front.metrics"],
     "pydantic": ["serve.front.*"],
+    "pydantic_core": ["serve.front.*"],
     "huggingface_hub": ["serve.rank.weights"],
     "safetensors": ["serve.rank.weights"],
     "mlx": ["serve.rank.*", "serve.tune.*"],
