@@ -48,9 +48,7 @@ def test_deltas_add_up_to_the_whole(kind: Callable[[], Backend], tmp_path: Path)
     reference = AutoTokenizer.from_pretrained(tmp_path)
     for text in TEXTS:
         ids = tokenizer.encode(text)
-        whole = reference.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        whole = reference.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert "".join(streamed(tokenizer, ids)) == whole == tokenizer.decode(ids)
 
 
@@ -76,7 +74,9 @@ def test_bytes_that_are_no_utf8_break_no_stream(tmp_path: Path) -> None:
 def test_text_comes_as_soon_as_it_is_certain(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("hello 👍 you")
     deltas = streamed(tokenizer, ids)
-    assert len(tokenizer.encode("👍")) > 1, "the emoji must be several tokens, or this tests nothing"
+    assert len(tokenizer.encode("👍")) > 1, (
+        "the emoji must be several tokens, or this tests nothing"
+    )
     assert not any("\ufffd" in delta for delta in deltas)
     assert deltas[0]
     assert deltas[-1] == ""
