@@ -131,6 +131,8 @@ def _read_hostfile(path: Path) -> list[Address]:
     try:
         text = path.read_text().strip()
         entries = json.loads(text) if text else []
+        if not isinstance(entries, list) or not all(isinstance(e, list) for e in entries):
+            raise ValueError("something else stands there")
         return [parse_address(addresses[0], str(path)) for addresses in entries]
     except OSError as error:
         raise UsageError(f"MLX_HOSTFILE={path} cannot be read: {error.strerror}.") from error

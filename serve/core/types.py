@@ -19,7 +19,7 @@ class Sampling:
     seed: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sequence:
     """One request's tokens and how far the stages have come with them.
 
@@ -43,8 +43,12 @@ class Sequence:
     def num_tokens(self) -> int:
         return len(self.prompt) + len(self.output)
 
+    @property
+    def last_token(self) -> int:
+        return (self.output or self.prompt)[-1]
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class Group:
     """Sequences that decode together; at most one step of it is in flight."""
 

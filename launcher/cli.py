@@ -1,0 +1,146 @@
+"""The front door `brigade`: one table of subcommands, each with its flags and what it runs."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from launcher.command import PROGRAMS, check_num_ranks, rank_command
+from launcher.demo import DEFAULT_MODEL, Demo
+from launcher.supervisor import Supervisor
+from serve import __version__
+from serve.core.errors import BrigadeError, UsageError
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with every error in one line."""
+
+    def __init__(self, **options: Any) -> None:
+        # An abbreviation would change its meaning when a flag is added.
+        super().__init__(**options, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        message = " ".join(message.split())
+        self.exit(2, f"{self.prog}: {message}. See `{self.prog} --help`.\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Subcommand:
+    """`run` gets the parsed flags, with the words after `--` as `command`."""
+
+    purpose: str
+    usage: str
+    add_flags: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def serve(words: Sequence[str]) -> int:
+    # A launcher must start without what only a rank needs.
+    from serve.cli.main import main as serve_main
+
+    return serve_main(list(words))
+
+
+def launch(flags: argparse.Namespace) -> int:
+    num_ranks = check_num_ranks(flags.num_ranks)
+    return Supervisor(rank_command(flags.command), num_ranks).run()
+
+
+def demo(flags: argparse.Namespace) -> int:
+    if flags.command:
+        raise UsageError("`brigade demo` takes no command: leave `--` and what follows away.")
+    num_ranks = check_num_ranks(flags.num_ranks)
+    return Demo(flags.model, num_ranks, flags.port, once=flags.once).run()
+
+
+def add_num_ranks(parser: argparse.ArgumentParser, default: int | None) -> None:
+    parser.add_argument(
+        "-n",
+        "--num-ranks",
+        type=int,
+        default=default,
+        required=default is None,
+        metavar="N",
+        help="ranks on this machine" + (f" (default: {default})" if default else ""),
+    )
+
+
+def add_launch_flags(parser: argparse.ArgumentParser) -> None:
+    add_num_ranks(parser, None)
+
+
+def add_demo_flags(parser: argparse.ArgumentParser) -> None:
+    add_num_ranks(parser, 2)
+    parser.add_argument("--once", action="store_true", help="end after the answer")
+    parser.add_argument(
+        "--port", type=int, default=0, help="port of the server (default: a free one)"
+    )
+    parser.add_argument(
+        "--model", type=Path, default=DEFAULT_MODEL, help="model folder (default: the embedded one)"
+    )
+
+
+SUBCOMMANDS = {
+    "launch": Subcommand(
+        purpose="start ranks on this machine and keep them",
+        usage="brigade launch -n N -- serve …",
+        add_flags=add_launch_flags,
+        run=launch,
+    ),
+    "demo": Subcommand(
+        purpose="two ranks, the embedded model, one answer",
+        usage="brigade demo [--once] [--model M] [-n N] [--port P]",
+        add_flags=add_demo_flags,
+        run=demo,
+    ),
+}
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="brigade", description="Pipelined language model serving on MLX.")
+    parser.add_argument("--version", action="version", version=f"brigade {__version__}")
+    choices = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
+    # Only for --help: `serve` reads its own flags.
+    choices.add_parser("serve", help="run one rank; see `brigade serve --help`", add_help=False)
+    for name, subcommand in SUBCOMMANDS.items():
+        purpose = subcommand.purpose
+        own = choices.add_parser(name, help=purpose, description=purpose, usage=subcommand.usage)
+        subcommand.add_flags(own)
+    return parser
+
+
+def split_at_dashes(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The launcher's own words, and those after the first `--`, which are not read here."""
+    words = list(words)
+    at = words.index("--") if "--" in words else len(words)
+    return words[:at], words[at + 1 :]
+
+
+def unknown_word(subcommand: str, word: str) -> UsageError:
+    if subcommand == "launch" and word in PROGRAMS:
+        return UsageError(f"write `--` before `{word}`: brigade launch -n 2 -- {word}.")
+    return UsageError(f"{word!r} is not a flag of `brigade {subcommand}`: see its --help.")
+
+
+def run(words: Sequence[str]) -> int:
+    if words and words[0] == "serve":
+        return serve(words[1:])
+    own, command = split_at_dashes(words)
+    flags, unknown = build_parser().parse_known_args(own, argparse.Namespace(command=command))
+    if unknown:
+        raise unknown_word(flags.subcommand, unknown[0])
+    return SUBCOMMANDS[flags.subcommand].run(flags)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    try:
+        return run(sys.argv[1:] if words is None else words)
+    except BrigadeError as error:
+        print(f"brigade: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""What each rank is started with: its command line and its environment. Pure functions.
+
+Which processes run, and for how long, is `launcher.supervisor`'s.
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from serve.core.errors import UsageError
+
+HOST = "127.0.0.1"
+
+# What stands first after `--`, and the module that a rank runs for it.
+PROGRAMS = {"serve": "serve.cli.main"}
+
+# What a rank reads, here or in mlx: a value of the caller's own would send it to another cluster.
+RANK_VARIABLES = (
+    "BRIGADE_CONTROL",
+    "BRIGADE_LEASH",
+    "BRIGADE_SECRET",
+    "MLX_HOSTFILE",
+    "MLX_IBV_DEVICES",
+    "MLX_JACCL_COORDINATOR",
+    "MLX_RANK",
+    "MLX_WORLD_SIZE",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """What the ranks of one launch share.
+
+    control is where rank 0's parent listens, secret tells this launch from every other, and
+    leash is the descriptor of a pipe that ends with the launcher.
+    """
+
+    hostfile: str
+    control: str
+    secret: str
+    leash: int
+
+
+def rank_command(words: Sequence[str]) -> list[str]:
+    """The command line of every rank, from the words after `--`."""
+    names = " or ".join(f"`{name} …`" for name in PROGRAMS)
+    if not words:
+        raise UsageError(f"there is no command to launch: write `--` and then {names}.")
+    if words[0] not in PROGRAMS:
+        raise UsageError(f"{words[0]!r} cannot be launched: write {names} after `--`.")
+    return [sys.executable, "-m", PROGRAMS[words[0]], *words[1:]]
+
+
+def rank_environment(
+    base: Mapping[str, str], ring: Ring, rank: int, num_ranks: int
+) -> dict[str, str]:
+    """The environment of one rank: the caller's own, without another cluster's variables."""
+    environment = {name: text for name, text in base.items() if name not in RANK_VARIABLES}
+    # A rank writes into a pipe, where Python would hold its lines back.
+    environment.setdefault("PYTHONUNBUFFERED", "1")
+    environment["BRIGADE_LEASH"] = str(ring.leash)
+    if num_ranks > 1:
+        environment["BRIGADE_CONTROL"] = ring.control
+        environment["BRIGADE_SECRET"] = ring.secret
+        environment["MLX_HOSTFILE"] = ring.hostfile
+        environment["MLX_RANK"] = str(rank)
+    return environment
+
+
+def hostfile_text(ports: Sequence[int]) -> str:
+    """MLX's ring hostfile: for each rank a list of the addresses that it listens on."""
+    return json.dumps([[f"{HOST}:{port}"] for port in ports])
+
+
+def exit_code(returncode: int) -> int:
+    """Python's negative code of a process that a signal ended, as a shell says it."""
+    return 128 - returncode if returncode < 0 else returncode
+
+
+def check_num_ranks(num_ranks: int) -> int:
+    if num_ranks < 1:
+        raise UsageError(f"-n {num_ranks} is out of range: give a number of ranks, 1 or more.")
+    return num_ranks

@@ -1,0 +1,272 @@
+"""`brigade demo`: starts ranks, shows who holds which layers, and asks one question.
+
+The ranks are the supervisor's, in the main thread; the conversation is one more thread. HTTP by the
+standard library: this is a client like any other.
+"""
+
+import http.client
+import json
+import shlex
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from launcher.command import HOST, exit_code, rank_command
+from launcher.supervisor import Supervisor, free_ports, write_line
+from serve.core.errors import BrigadeError, ClusterError, EngineError, UsageError
+
+DEFAULT_MODEL = Path(__file__).resolve().parent.parent / "examples" / "tiny-chat"
+QUESTION = "What is the capital of France?"
+READY_SECONDS = 60.0
+POLL_SECONDS = 0.2
+CALL_SECONDS = 5.0
+ANSWER_SECONDS = 30.0  # between two pieces of an answer
+ASKED_TO_END = exit_code(-15)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server of this machine; each call has a connection of its own."""
+
+    port: int
+
+    @contextmanager
+    def open(
+        self, path: str, body: dict[str, Any] | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
+        method, text = ("GET", None) if body is None else ("POST", json.dumps(body))
+        timeout = CALL_SECONDS if body is None else ANSWER_SECONDS
+        with closing(http.client.HTTPConnection(HOST, self.port, timeout=timeout)) as connection:
+            connection.request(method, path, text, {"Content-Type": "application/json"})
+            with connection.getresponse() as response:
+                yield response
+
+    def call(self, path: str) -> tuple[int, str]:
+        """Status and body."""
+        with self.open(path) as response:
+            return response.status, response.read().decode("utf-8", "replace")
+
+    def get(self, path: str) -> dict[str, Any]:
+        status, text = self.call(path)
+        if status != 200:
+            raise EngineError(f"GET {path} answered {status}: {text[:300]}")
+        answer = json.loads(text)
+        assert isinstance(answer, dict)
+        return answer
+
+    def chat(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The chunks of one streamed answer."""
+        path = "/v1/chat/completions"
+        with self.open(path, body) as response:
+            if response.status != 200:
+                text = response.read(300).decode("utf-8", "replace")
+                raise EngineError(f"POST {path} answered {response.status}: {text}")
+            yield from server_sent(response)
+
+
+def server_sent(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """The data of server-sent events, up to `[DONE]`; a stream that just stops is an error."""
+    for line in lines:
+        field, _, value = line.decode("utf-8").strip().partition(":")
+        if field != "data":
+            continue
+        if value.strip() == "[DONE]":
+            return
+        chunk = json.loads(value)
+        if "error" in chunk:
+            raise EngineError(f"The answer broke off: {chunk['error']}")
+        yield chunk
+    raise EngineError("The answer broke off without [DONE].")
+
+
+def pieces(chunks: Iterator[dict[str, Any]]) -> Iterator[tuple[str, int | None]]:
+    """Text, and the number of tokens so far where a chunk tells it."""
+    for chunk in chunks:
+        usage = chunk.get("usage") or {}
+        choices = chunk.get("choices") or [{}]
+        text = choices[0].get("delta", {}).get("content") or ""
+        yield text, usage.get("completion_tokens")
+
+
+def ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def stage_table(pipeline: dict[str, Any]) -> Table:
+    title = f"{pipeline['model']} on {ranks(pipeline['num_ranks'])}"
+    table = Table(title=Text(title), title_justify="left")
+    table.add_column("rank", justify="right")
+    table.add_column("layers")
+    for column in ("bytes owned", "bytes read"):
+        table.add_column(column, justify="right")
+    for column in ("state", "host", "pid"):
+        table.add_column(column)
+    for stage in pipeline["stages"]:
+        table.add_row(*stage_cells(stage))
+    return table
+
+
+def stage_cells(stage: dict[str, Any]) -> list[str]:
+    start, end = stage["layers"]
+    read = stage["bytes_read"]
+    return [
+        str(stage["rank"]),
+        f"[{start}, {end})",
+        f"{stage['bytes_owned']:,}",
+        "?" if read is None else f"{read:,}",
+        str(stage["state"]),
+        str(stage["host"]),
+        str(stage["pid"]),
+    ]
+
+
+def curl_line(port: int, model: str) -> str:
+    body = {"model": model, "stream": True, "messages": [{"role": "user", "content": QUESTION}]}
+    words = ["curl", "-N", f"http://{HOST}:{port}/v1/chat/completions"]
+    words += ["-H", "Content-Type: application/json", "-d", json.dumps(body)]
+    return shlex.join(words)
+
+
+def speed(num_tokens: int, first_seconds: float, all_seconds: float) -> str:
+    """`first_seconds` and `all_seconds` count from the request to the first and last token."""
+    text = f"{num_tokens} tokens, the first after {first_seconds * 1000:.0f} ms"
+    if num_tokens > 1 and all_seconds > first_seconds:
+        text += f", then {(num_tokens - 1) / (all_seconds - first_seconds):.1f} tokens/s"
+    return text
+
+
+class HeldOutput:
+    """The ranks' lines; keeps them back while an answer is being written on the same screen."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: list[str] | None = None
+
+    def write(self, line: str) -> None:
+        with self._lock:
+            if self._held is None:
+                write_line(line)
+            else:
+                self._held.append(line)
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._held = []
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            for line in self._held or []:
+                write_line(line)
+            self._held = None
+
+
+class Demo:
+    """`command` makes a rank's command line of the words `serve …`; tests start other programs."""
+
+    def __init__(
+        self,
+        model: Path,
+        num_ranks: int,
+        port: int,
+        *,
+        once: bool,
+        command: Callable[[Sequence[str]], list[str]] = rank_command,
+    ) -> None:
+        if model == DEFAULT_MODEL and not model.is_dir():
+            raise UsageError(f"no model at {model}: give the folder of one with --model.")
+        self._port = port or free_ports(1)[0]
+        self._server = Server(self._port)
+        self._num_ranks = num_ranks
+        self._once = once
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._output = HeldOutput()
+        self._failure: BrigadeError | None = None
+        words = ["serve", "--model", str(model), "--host", HOST, "--port", str(self._port)]
+        self._supervisor = Supervisor(command(words), num_ranks, self._output.write)
+
+    def run(self) -> int:
+        talk = threading.Thread(target=self._talk_then_end, daemon=True)
+        talk.start()
+        code = self._supervisor.run()
+        talk.join(POLL_SECONDS + ANSWER_SECONDS)
+        if self._supervisor.interrupted:
+            return code
+        if self._failure is not None and code in (0, ASKED_TO_END):
+            raise self._failure
+        # Otherwise a rank's own code says more than a failure that only follows from it.
+        return 0 if code == ASKED_TO_END else code
+
+    def _talk_then_end(self) -> None:
+        try:
+            self._talk()
+        except BrigadeError as error:
+            self._failure = error
+        except Exception as error:  # the top of a thread: whatever it is ends the demo
+            self._failure = EngineError(f"the demo's conversation failed: {error!r}.")
+        if self._once or self._failure is not None:
+            self._supervisor.stop()
+
+    def _talk(self) -> None:
+        self._wait_until_ready()
+        pipeline = self._server.get("/admin/pipeline")
+        model = self._server.get("/v1/models")["data"][0]["id"]
+        with self._output:
+            self._console.print(stage_table(pipeline))
+            self._ask(model)
+            self._console.print("\nTry it:\n\n" + curl_line(self._port, model) + "\n", markup=False)
+            if not self._once:
+                self._console.print(f"Serving on http://{HOST}:{self._port}; Ctrl-C ends.")
+
+    def _wait_until_ready(self) -> None:
+        self._console.print(
+            f"Waiting for {ranks(self._num_ranks)} to load their layers "
+            f"(GET /ready, at most {READY_SECONDS:g} s)"
+        )
+        deadline = monotonic() + READY_SECONDS
+        last = "nothing listens there yet"
+        while monotonic() < deadline:
+            try:
+                status, text = self._server.call("/ready")
+            except OSError:
+                pass
+            else:
+                if status == 200:
+                    return
+                last = f"{status} {' '.join(text.split())[:200]}"
+            if self._supervisor.ended.wait(POLL_SECONDS):
+                raise ClusterError("the ranks ended before they were ready; their lines say why.")
+        raise ClusterError(f"not ready after {READY_SECONDS:g} s; the last answer was: {last}.")
+
+    def _ask(self, model: str) -> None:
+        """Prints the answer as it arrives."""
+        body = {
+            "model": model,
+            "messages": [{"role": "user", "content": QUESTION}],
+            "max_tokens": 64,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        self._console.print(f"\nuser       {QUESTION}\nassistant  ", end="", markup=False)
+        answer, num_tokens, first = "", 0, 0.0
+        begin = last = monotonic()
+        for text, counted in pieces(self._server.chat(body)):
+            if text:
+                last = monotonic()
+                first = first or last
+                num_tokens += 1
+                answer += text
+                self._console.print(text, end="", markup=False)
+            num_tokens = counted or num_tokens
+        self._console.print()
+        if not answer.strip():
+            raise EngineError("the answer is empty.")
+        self._console.print("           " + speed(num_tokens, first - begin, last - begin))

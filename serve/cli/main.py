@@ -1,0 +1,133 @@
+"""The command `serve`: one rank, alone or in the cluster that its launcher describes."""
+
+import argparse
+import asyncio
+import dataclasses
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from serve import __version__
+from serve.core.checkpoint import Checkpoint, read_checkpoint
+from serve.core.config import Cluster, ServeConfig, read_cluster
+from serve.core.errors import BrigadeError, UsageError
+from serve.core.plan import LayerRange, even_split
+from serve.parent.member import run_member
+
+_FIRST_WORD_SECONDS = 1.0  # how long other ranks leave it to rank 0 to say what is wrong
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong flag as every other error: one line, and how to mend it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}: see `{self.prog} --help`.")
+
+
+def parse(argv: Sequence[str]) -> ServeConfig:
+    """Flags come from the fields of the config. Raises UsageError."""
+    parser = _Parser(prog="serve", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"mlx-brigade {__version__}")
+    kinds = typing.get_type_hints(ServeConfig)
+    for field in dataclasses.fields(ServeConfig):
+        required = field.default is dataclasses.MISSING
+        shown = "" if required or field.default is None else f" (default: {field.default})"
+        parser.add_argument(
+            "--" + field.name.replace("_", "-"),
+            type=_plain_type(kinds[field.name]),
+            required=required,
+            default=None if required else field.default,
+            metavar=_plain_type(kinds[field.name]).__name__.upper(),
+            help=field.metadata["help"] + shown,
+        )
+    return ServeConfig(**vars(parser.parse_args(argv)))
+
+
+def _plain_type(kind: Any) -> type:
+    """int of `int | None`."""
+    if isinstance(kind, types.UnionType):
+        kind = next(part for part in typing.get_args(kind) if part is not type(None))
+    return typing.cast(type, kind)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        cluster = read_cluster(os.environ)
+        config, checkpoint, plan = _check_first(argv, cluster)
+        if cluster.leash is not None:
+            _follow(cluster.leash)
+        if cluster.rank == 0:
+            asyncio.run(_run_front(config, cluster, checkpoint, plan))
+        else:
+            asyncio.run(run_member(config, cluster, checkpoint.digest))
+    except BrigadeError as error:
+        print(f"serve: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint, list[LayerRange]]:
+    """All that can be known to be wrong before anything starts."""
+    config = parse(argv)
+    checkpoint = read_checkpoint(config.model)
+    return config, checkpoint, even_split(checkpoint.num_layers, num_ranks)
+
+
+def _check_first(
+    argv: Sequence[str] | None, cluster: Cluster
+) -> tuple[ServeConfig, Checkpoint, list[LayerRange]]:
+    """Most mistakes are the same on all ranks: then rank 0 says it, and the launcher
+    ends the others before they repeat it."""
+    try:
+        return check(sys.argv[1:] if argv is None else argv, cluster.num_ranks)
+    except BrigadeError:
+        if cluster.rank:
+            time.sleep(_FIRST_WORD_SECONDS)
+        raise
+
+
+async def _run_front(
+    config: ServeConfig, cluster: Cluster, checkpoint: Checkpoint, plan: list[LayerRange]
+) -> None:
+    # Imported here, because ranks above 0 need neither HTTP nor tokenizers.
+    from serve.front import app
+    from serve.front.engine import Engine
+    from serve.front.tokens import Tokenizer
+
+    listening = app.bind(config.host, config.port)
+    engine = Engine(config, cluster, plan, checkpoint.digest)
+    try:
+        await engine.listen()
+        engine.start()
+        logging.info("event=listening url=http://%s:%d", *listening.getsockname()[:2])
+        tokenizer = await asyncio.to_thread(Tokenizer, config.model)
+        max_context = min(filter(None, [config.max_context, checkpoint.max_context]), default=4096)
+        await app.serve(config, engine, tokenizer, listening, max_context)
+    finally:
+        await engine.close()
+        listening.close()
+
+
+def _follow(leash: int) -> None:
+    """Ends this process when the launcher is gone, however it went."""
+
+    def wait() -> None:
+        while os.read(leash, 1):
+            continue
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="leash", daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

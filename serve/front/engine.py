@@ -1,0 +1,289 @@
+"""The pipeline as the HTTP server sees it: sequences go in, events come out.
+
+Owns the scheduler, the hub of the ranks and rank 0's engine child. Everything here
+runs in one event loop, so that nothing needs a lock.
+"""
+
+import asyncio
+import itertools
+import json
+import logging
+import os
+import secrets
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from serve.core import wire
+from serve.core.config import Cluster, ServeConfig
+from serve.core.errors import (
+    BrigadeError,
+    ClusterError,
+    EngineError,
+    UnavailableError,
+    from_exit_code,
+)
+from serve.core.plan import LayerRange
+from serve.core.types import Event, Sampling, Sequence
+from serve.front.scheduler import Scheduler
+from serve.front.stages import StageStatus, chrome_trace, suspect
+from serve.parent.control import Hello, Hub, engine_ended
+from serve.parent.engine import EngineProcess
+
+_WATCH_SECONDS = 0.5
+
+_logger = logging.getLogger(__name__)
+
+
+class Generation:
+    """The events of one sequence, as an async iterator."""
+
+    def __init__(self, engine: "Engine", sequence: Sequence) -> None:
+        self._engine, self._sequence = engine, sequence
+        self._events: asyncio.Queue[Event | BrigadeError] = asyncio.Queue()
+        self._ended = False
+
+    def __aiter__(self) -> "Generation":
+        return self
+
+    async def __anext__(self) -> Event:
+        if self._ended:
+            raise StopAsyncIteration
+        event = await self._events.get()
+        if isinstance(event, BrigadeError):
+            self._ended = True
+            raise event
+        self._ended = event.finish_reason is not None
+        return event
+
+    def put(self, event: Event | BrigadeError) -> None:
+        self._events.put_nowait(event)
+
+    def close(self) -> None:
+        """Drops the sequence on all ranks if it still runs."""
+        self._ended = True
+        self._engine.drop(self._sequence.id)
+
+
+class Engine:
+    """plan is the layers of each rank, rank 0 first."""
+
+    def __init__(
+        self, config: ServeConfig, cluster: Cluster, plan: list[LayerRange], digest: str
+    ) -> None:
+        self._config, self._cluster = config, cluster
+        self._stages = [
+            StageStatus(rank, cluster.hosts[rank], layers) for rank, layers in enumerate(plan)
+        ]
+        self._scheduler = Scheduler(
+            cluster.num_ranks,
+            max_num_sequences=config.max_num_sequences,
+            max_queue=config.max_queue,
+            prefill_chunk=config.prefill_chunk,
+        )
+        self._hub = Hub(Hello.of(cluster, digest, os.getpid()), self._on_message)
+        self._process: EngineProcess | None = None
+        self._generations: dict[int, Generation] = {}
+        self._sequence_ids = itertools.count()
+        self._state_changed = asyncio.Event()
+        self._failure: asyncio.Future[BrigadeError] = asyncio.get_running_loop().create_future()
+        self._task: asyncio.Task[None] | None = None
+        self._progress_at = time.monotonic()
+
+    # --- life
+
+    async def listen(self) -> None:
+        """Opens the door for the other ranks. Raises AddressError."""
+        if self._cluster.control:
+            await self._hub.listen(self._cluster.control)
+
+    def start(self) -> None:
+        """Starts the ranks in the background; ready_reason tells how far they are."""
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        if self._task:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+        await self._hub.close()
+        if self._process:
+            await self._process.stop()
+
+    async def failed(self) -> BrigadeError:
+        return await asyncio.shield(self._failure)
+
+    async def _run(self) -> None:
+        reading: asyncio.Task[None] | None = None
+        try:
+            await self._hub.wait_for_all(self._config.join_timeout)
+            process = await self._start_engines()
+            reading = asyncio.create_task(self._read(process))
+            await self._until_all({"loading", "ready"}, self._config.join_timeout, "join the ring")
+            await self._until_all({"ready"}, self._config.load_timeout, "load its layers")
+            await asyncio.gather(reading, self._watch())
+        except BrigadeError as error:
+            self._fail(error)
+        except Exception as error:  # The top of the task: without it nobody would be told.
+            _logger.exception("event=bug")
+            self._fail(EngineError(f"{type(error).__name__}: {error}"))
+        finally:
+            if reading:
+                reading.cancel()
+
+    async def _start_engines(self) -> EngineProcess:
+        nonce = secrets.randbits(31)
+        orders = [self._order(stage, nonce) for stage in self._stages]
+        for rank in range(1, self._cluster.num_ranks):
+            self._stages[rank].pid = self._hub.pid(rank)
+            self._hub.send(rank, {"type": "start", "order": orders[rank]})
+        self._process = await EngineProcess.start(orders[0])
+        self._stages[0].pid = os.getpid()
+        return self._process
+
+    def _order(self, stage: StageStatus, nonce: int) -> dict[str, Any]:
+        return {
+            "rank": stage.rank,
+            "hosts": list(self._cluster.hosts),
+            "nonce": nonce,
+            "model": str(self._config.model),
+            "layers": list(stage.layers),
+            "join_timeout": self._config.join_timeout,
+            "stall_timeout": self._config.stall_timeout,
+        }
+
+    async def _until_all(self, states: set[str], timeout_seconds: float, what: str) -> None:
+        deadline = time.monotonic() + timeout_seconds
+        while late := [stage for stage in self._stages if stage.state not in states]:
+            if self._failure.done():
+                return
+            self._state_changed.clear()
+            try:
+                await asyncio.wait_for(self._state_changed.wait(), deadline - time.monotonic())
+            except (TimeoutError, asyncio.TimeoutError) as error:
+                raise ClusterError(
+                    f"Rank {late[0].rank} on {late[0].host} did not {what} within "
+                    f"{timeout_seconds:g} s: look at its log."
+                ) from error
+
+    async def _watch(self) -> None:
+        """Raises ClusterError when steps are under way and none comes back. A rank that
+        is stopped breaks no connection."""
+        while not self._failure.done():
+            await asyncio.sleep(_WATCH_SECONDS)
+            idle_seconds = time.monotonic() - self._progress_at
+            if self._scheduler.num_in_flight and idle_seconds > self._config.stall_timeout:
+                behind = suspect(self._stages, time.time())
+                raise ClusterError(
+                    f"No step came back for {self._config.stall_timeout:g} s: rank {behind.rank} "
+                    f"on {behind.host} is behind, look at its log (--stall-timeout)."
+                )
+
+    async def _read(self, process: EngineProcess) -> None:
+        async for kind, body in process.link.messages():
+            if kind == wire.Kind.RESULT:
+                self._on_result(wire.decode_result(body))
+            else:
+                self._on_message(0, wire.parse_json(body))
+        self._on_message(0, engine_ended(0, await process.wait()))
+
+    def _on_message(self, rank: int, message: dict[str, Any]) -> None:
+        if message["type"] == "error":
+            self._fail(from_exit_code(message["exit_code"], message["message"]))
+        else:
+            self._update_stage(self._stages[rank], message)
+
+    def _update_stage(self, stage: StageStatus, message: dict[str, Any]) -> None:
+        before = stage.state
+        stage.update(message, time.time())
+        if stage.state != before:
+            self._state_changed.set()
+            _logger.info("%s", stage.line())
+            if self.ready_reason() is None:
+                _logger.info("event=ready num_ranks=%d", self._cluster.num_ranks)
+
+    def _fail(self, error: BrigadeError) -> None:
+        """The first error is the reason; every running request ends with it."""
+        if self._failure.done():
+            return
+        _logger.error("event=failed reason=%s", json.dumps(str(error)))
+        self._failure.set_result(error)
+        self._state_changed.set()
+        for generation in self._generations.values():
+            generation.put(error)
+        self._generations.clear()
+
+    # --- requests
+
+    def submit(
+        self, prompt: list[int], max_tokens: int, sampling: Sampling, eos_ids: frozenset[int]
+    ) -> Generation:
+        """Raises UnavailableError or OverloadedError at once."""
+        if reason := self.ready_reason():
+            raise UnavailableError(f"The cluster is not ready ({reason}): try again later.")
+        sequence = Sequence(next(self._sequence_ids), prompt, max_tokens, sampling, eos_ids)
+        self._scheduler.add(sequence)
+        generation = Generation(self, sequence)
+        self._generations[sequence.id] = generation
+        self._pump()
+        return generation
+
+    def drop(self, sequence_id: int) -> None:
+        if self._generations.pop(sequence_id, None):
+            self._scheduler.drop(sequence_id)
+            self._pump()
+
+    def _on_result(self, result: wire.Result) -> None:
+        self._progress_at = time.monotonic()
+        for event in self._scheduler.update(result.number, result.tokens):
+            generation = self._generations.get(event.sequence)
+            if generation:
+                generation.put(event)
+            if event.finish_reason:
+                self._generations.pop(event.sequence, None)
+        self._pump()
+
+    def _pump(self) -> None:
+        """Sends every step that can go now."""
+        while self._process and not self._failure.done():
+            if not self._scheduler.num_in_flight:
+                self._progress_at = time.monotonic()
+            step = self._scheduler.schedule()
+            if step is None:
+                return
+            for row in step.rows:
+                if row.position == 0:
+                    self._admit(row.sequence)
+            self._process.link.send(wire.frame(wire.Kind.STEP, wire.encode_step(step)))
+
+    def _admit(self, sequence_id: int) -> None:
+        """The fixed part of a request goes to rank 0 once, before its first step."""
+        sampling = asdict(self._scheduler.sequence(sequence_id).sampling)
+        message = {"type": "admit", "sequence": sequence_id, "sampling": sampling}
+        if self._process:
+            self._process.link.send_json(message)
+
+    # --- what is seen from outside
+
+    def ready_reason(self) -> str | None:
+        """None when requests can be served, else one line that says why not."""
+        if self._failure.done():
+            return str(self._failure.result())
+        if missing := self._hub.missing():
+            return f"waiting for rank {missing[0]}"
+        late = [stage.doing for stage in self._stages if stage.state != "ready"]
+        return late[0] if late else None
+
+    def pipeline(self) -> dict[str, Any]:
+        return {
+            "model": self._config.model_name,
+            "num_ranks": self._cluster.num_ranks,
+            "stages": [stage.to_json() for stage in self._stages],
+            "num_running": self._scheduler.num_running,
+            "num_waiting": len(self._scheduler.waiting),
+        }
+
+    def timeline(self, seconds: float) -> dict[str, Any]:
+        """The last seconds as a Chrome trace."""
+        return chrome_trace(self._stages, time.time() - seconds)

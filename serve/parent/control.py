@@ -1,0 +1,175 @@
+"""The parents' own connections: a star around rank 0's parent.
+
+They exist before any engine does and outlive it. Rank 0 waits for all others,
+tells them what to start, hears how their engines are, and stops them.
+
+    other -> rank 0   hello, status, error
+    rank 0 -> other   start, stop, refused
+"""
+
+import asyncio
+import hmac
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from serve import __version__
+from serve.core.config import Address, Cluster
+from serve.core.errors import AddressError, ClusterError, EngineError, from_exit_code
+from serve.parent.link import Link
+
+_RETRY_SECONDS = 0.1
+_HELLO_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """What must be the same on all ranks, or say who is calling."""
+
+    rank: int
+    num_ranks: int
+    secret: str
+    version: str
+    digest: str
+    pid: int
+
+    @classmethod
+    def of(cls, cluster: Cluster, digest: str, pid: int) -> "Hello":
+        return cls(cluster.rank, cluster.num_ranks, cluster.secret, __version__, digest, pid)
+
+
+class Hub:
+    """Rank 0's end. on_message gets (rank, message) of every rank that has joined."""
+
+    def __init__(self, mine: Hello, on_message: Callable[[int, dict[str, Any]], None]) -> None:
+        self._mine, self._on_message = mine, on_message
+        self._links: dict[int, Link] = {}
+        self._hellos: dict[int, dict[str, Any]] = {}
+        self._changed = asyncio.Event()
+        self._server: asyncio.Server | None = None
+        self._stopping = False
+
+    async def listen(self, address: Address) -> None:
+        try:
+            # No port sharing: a second cluster on the same ports is found out here.
+            self._server = await asyncio.start_server(
+                self._serve, address.host, address.port, reuse_port=False
+            )
+        except OSError as error:
+            raise AddressError(
+                f"Rank 0 cannot listen on {address} for the other ranks ({error.strerror}): "
+                "is another cluster running there? Choose other ports "
+                "(mlx.launch --starting-port) or stop it."
+            ) from error
+
+    async def wait_for_all(self, timeout_seconds: float) -> None:
+        deadline = time.monotonic() + timeout_seconds
+        while missing := self.missing():
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), deadline - time.monotonic())
+            except (TimeoutError, asyncio.TimeoutError) as error:
+                raise ClusterError(
+                    f"Ranks {missing} did not join within {timeout_seconds:g} s: "
+                    "look at their logs (--join-timeout)."
+                ) from error
+
+    def missing(self) -> list[int]:
+        return [rank for rank in range(1, self._mine.num_ranks) if rank not in self._links]
+
+    def pid(self, rank: int) -> int:
+        return int(self._hellos[rank]["pid"])
+
+    def send(self, rank: int, message: dict[str, Any]) -> None:
+        self._links[rank].send_json(message)
+
+    async def close(self) -> None:
+        self._stopping = True
+        for link in self._links.values():
+            link.send_json({"type": "stop"})
+        for link in list(self._links.values()):
+            await link.close()
+        if self._server:
+            self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        link = Link(reader, writer)
+        rank: int | None = None
+        try:
+            rank = await self._greet(link)
+            while rank is not None and (message := await link.receive_json()) is not None:
+                self._on_message(rank, message)
+            reason = f"Rank {rank} on {link.peer_host} is gone."
+        except ClusterError as error:
+            reason = str(error)
+        if rank is not None and not self._stopping:
+            del self._links[rank]
+            self._on_message(rank, _error(ClusterError.exit_code, reason))
+        await link.close()
+
+    async def _greet(self, link: Link) -> int | None:
+        """The rank of a caller that may join; others are told why not."""
+        try:
+            hello = await asyncio.wait_for(link.receive_json(), _HELLO_SECONDS)
+        except (TimeoutError, asyncio.TimeoutError, ClusterError):
+            return None  # Not one of us.
+        reason = self._objection(hello or {})
+        if hello is None or reason:
+            link.send_json({"type": "refused", "reason": reason})
+            return None
+        rank = int(hello["rank"])
+        self._links[rank], self._hellos[rank] = link, hello
+        self._changed.set()
+        return rank
+
+    def _objection(self, hello: dict[str, Any]) -> str | None:
+        mine, rank = self._mine, hello.get("rank")
+        if not hmac.compare_digest(str(hello.get("secret")), mine.secret):
+            return "it belongs to another launch: two clusters use the same ports"
+        if hello.get("version") != mine.version:
+            return f"it has mlx-brigade {hello.get('version')}, rank 0 has {mine.version}"
+        if hello.get("num_ranks") != mine.num_ranks or rank not in range(1, mine.num_ranks):
+            return f"it is rank {rank} of {hello.get('num_ranks')}, not of {mine.num_ranks}"
+        if hello.get("digest") != mine.digest:
+            return "its model differs from rank 0's: copy the same folder to all hosts"
+        if rank in self._links:
+            return f"there is a rank {rank} already: two clusters use the same ports"
+        return None
+
+
+async def join(address: Address, hello: Hello, timeout_seconds: float) -> Link:
+    """The connection of another rank to rank 0, which may start later than this one."""
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        try:
+            link = Link(*await asyncio.open_connection(address.host, address.port))
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    f"Rank {hello.rank} could not reach rank 0 at {address} within "
+                    f"{timeout_seconds:g} s ({error.strerror}): did rank 0 start?"
+                ) from error
+            await asyncio.sleep(_RETRY_SECONDS)
+    fields = {name: getattr(hello, name) for name in Hello.__dataclass_fields__}
+    link.send_json({"type": "hello", **fields})
+    return link
+
+
+def raise_if_error(message: dict[str, Any]) -> None:
+    """Raises what a peer reported, as the kind of error that it was there."""
+    if message["type"] == "error":
+        raise from_exit_code(message["exit_code"], message["message"])
+    if message["type"] == "refused":
+        raise ClusterError(f"Rank 0 refused this rank: {message['reason']}.")
+
+
+def engine_ended(rank: int, exit_code: int) -> dict[str, Any]:
+    """The error of an engine that went without a word, such as one that was killed."""
+    how = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
+    return _error(EngineError.exit_code, f"The engine of rank {rank} ended by {how}.")
+
+
+def _error(exit_code: int, message: str) -> dict[str, Any]:
+    return {"type": "error", "exit_code": exit_code, "message": message}

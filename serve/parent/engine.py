@@ -1,0 +1,66 @@
+"""The engine child: started, spoken to, ended. Never imports what the child does."""
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from serve.parent.link import Link
+
+_OPENBLAS = (
+    "/usr/lib/x86_64-linux-gnu/libopenblas.so.0",
+    "/usr/lib/aarch64-linux-gnu/libopenblas.so.0",
+    "/usr/lib64/libopenblas.so.0",
+)
+"""MLX's Linux CPU wheel links the reference BLAS, which is some 30 times slower."""
+
+
+def engine_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The child's environment: on Linux with OpenBLAS before the BLAS that MLX links,
+    one thread a rank. What the user has set stays."""
+    chosen = dict(environment)
+    library = next((path for path in _OPENBLAS if Path(path).exists()), None)
+    if sys.platform == "linux" and library:
+        chosen.setdefault("LD_PRELOAD", library)
+        chosen.setdefault("OPENBLAS_NUM_THREADS", "1")
+    return chosen
+
+
+class EngineProcess:
+    def __init__(self, process: asyncio.subprocess.Process, link: Link) -> None:
+        self._process, self.link = process, link
+
+    @classmethod
+    async def start(cls, order: dict[str, Any]) -> "EngineProcess":
+        """order is what serve.rank.worker.Order reads."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "serve.rank.worker",
+                str(theirs.fileno()),
+                pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.DEVNULL,
+                env=engine_environment(os.environ),
+            )
+        link = Link(*await asyncio.open_connection(sock=ours))
+        link.send_json(order)
+        return cls(process, link)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def wait(self) -> int:
+        return await self._process.wait()
+
+    async def stop(self) -> None:
+        """The engine holds nothing that is worth a goodbye, and may hang in MLX."""
+        if self._process.returncode is None:
+            self._process.kill()
+        await self._process.wait()
+        await self.link.close()

@@ -1,0 +1,101 @@
+"""The parent of every rank but 0: joins rank 0, keeps an engine, passes messages on."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from serve.core import wire
+from serve.core.config import Cluster, ServeConfig
+from serve.core.errors import ClusterError
+from serve.parent.control import Hello, engine_ended, join, raise_if_error
+from serve.parent.engine import EngineProcess
+from serve.parent.link import Link
+
+Result = TypeVar("Result")
+_STOP_SECONDS = 8.0  # how long rank 0 may take to finish its streams after a signal
+
+
+async def run_member(config: ServeConfig, cluster: Cluster, digest: str) -> None:
+    """Returns when rank 0 says stop, or after a signal; raises the error that ended
+    this rank.
+
+    A launcher signals all ranks at once, and rank 0 may have streams to finish: so
+    once it has joined, this rank waits for rank 0's word.
+    """
+    if cluster.control is None:
+        raise ClusterError("A rank above 0 needs the control address of rank 0.")
+    signalled = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, signalled.set)
+    hello = Hello.of(cluster, digest, os.getpid())
+    hub = await _until(signalled, join(cluster.control, hello, config.join_timeout))
+    if hub is not None:
+        await _until(signalled, _live(config, cluster.rank, hub), _STOP_SECONDS)
+
+
+async def _until(
+    signalled: asyncio.Event, work: Coroutine[Any, Any, Result], grace_seconds: float = 0.0
+) -> Result | None:
+    """The result of work; None if a signal, and the grace after it, came first."""
+    working, waiting = asyncio.create_task(work), asyncio.create_task(signalled.wait())
+    await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    if grace_seconds and not working.done():
+        await asyncio.wait({working}, timeout=grace_seconds)
+    waiting.cancel()
+    if working.done():
+        return working.result()
+    working.cancel()
+    await asyncio.gather(working, return_exceptions=True)
+    return None
+
+
+async def _live(config: ServeConfig, rank: int, hub: Link) -> None:
+    engine: EngineProcess | None = None
+    try:
+        order = await _wait_for_start(hub)
+        if order is None:
+            return
+        engine = await EngineProcess.start({**order, "model": str(config.model)})
+        await _relay(rank, hub, engine)
+    finally:
+        if engine:
+            await engine.stop()
+        await hub.close()
+
+
+async def _wait_for_start(hub: Link) -> dict[str, Any] | None:
+    """What to start, or None if the cluster stops before it began."""
+    message = await hub.receive_json()
+    if message is None:
+        raise ClusterError("Rank 0 is gone: look at its log.")
+    raise_if_error(message)
+    return None if message["type"] == "stop" else message["order"]
+
+
+async def _relay(rank: int, hub: Link, engine: EngineProcess) -> None:
+    upwards = asyncio.create_task(_engine_to_hub(rank, hub, engine))
+    downwards = asyncio.create_task(_until_stop(hub))
+    done, pending = await asyncio.wait({upwards, downwards}, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
+    for task in done:
+        task.result()
+
+
+async def _engine_to_hub(rank: int, hub: Link, engine: EngineProcess) -> None:
+    async for _, body in engine.link.messages():
+        message = wire.parse_json(body)
+        hub.send_json(message)
+        raise_if_error(message)
+    message = engine_ended(rank, await engine.wait())
+    hub.send_json(message)
+    raise_if_error(message)
+
+
+async def _until_stop(hub: Link) -> None:
+    message = await hub.receive_json()
+    if message is None:
+        raise ClusterError("Rank 0 is gone: look at its log.")

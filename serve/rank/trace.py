@@ -1,0 +1,147 @@
+"""What a forward does, found by running it on lazy arrays. Evaluates nothing.
+
+Three tools for cutting a model whose code does not know it: seams replace the
+calls of modules, values are the arrays that a layer gives to others (its result,
+and objects among its arguments that it writes to), and `depends_on` reads from
+the lazy graph which arrays others are made of.
+"""
+
+import copy
+import functools
+import io
+import re
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import mlx.nn as nn
+
+Key = TypeVar("Key", bound=Hashable)
+Seam = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Called instead of a module, with the module's own call and its arguments."""
+
+_EXPORT_LIMIT = 1000  # mx.export_to_dot takes at most 1,024 names in one call
+
+
+# --- seams
+
+
+def open_seam(module: nn.Module, seam: Seam) -> None:
+    """Sends each call of this one module through seam."""
+    if not hasattr(type(module), "_brigade_original"):
+        module.__class__ = _seamed(type(module))
+    object.__setattr__(module, "_brigade_seam", seam)
+
+
+def close_seam(module: nn.Module) -> None:
+    original = getattr(type(module), "_brigade_original", None)
+    if original:
+        module.__class__ = original
+        object.__delattr__(module, "_brigade_seam")
+
+
+@contextmanager
+def seams(modules: Sequence[nn.Module], make: Callable[[int], Seam]) -> Iterator[None]:
+    """Seams that are closed again: make(i) gives that of the i-th module."""
+    try:
+        for i, module in enumerate(modules):
+            open_seam(module, make(i))
+        yield
+    finally:
+        for module in modules:
+            close_seam(module)
+
+
+@functools.cache
+def _seamed(original: type[nn.Module]) -> type[nn.Module]:
+    """A subclass is needed because Python looks __call__ up in the class. It keeps
+    the name, so that code which looks at names sees what it expects."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        inner = functools.partial(original.__call__, self)
+        return self._brigade_seam(inner, args, kwargs)
+
+    return type(original.__name__, (original,), {"__call__": call, "_brigade_original": original})
+
+
+# --- values: arrays in tuples, lists, dicts and plain objects
+
+
+def arrays_in(value: Any) -> list[mx.array]:
+    """The arrays of a value, depth first."""
+    if isinstance(value, mx.array):
+        return [value]
+    items = value if isinstance(value, (list, tuple)) else _fields(value).values()
+    return [array for item in items for array in arrays_in(item)]
+
+
+def with_arrays(value: Any, arrays: Iterator[Any]) -> Any:
+    """A copy of a value with its arrays replaced, depth first."""
+    if isinstance(value, mx.array):
+        return next(arrays)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(with_arrays(item, arrays) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)([with_arrays(item, arrays) for item in value])
+    fields = _fields(value)
+    if not fields:
+        return value
+    replaced = copy.copy(value)
+    _fields(replaced).update({name: with_arrays(v, arrays) for name, v in fields.items()})
+    return replaced
+
+
+def snapshot(value: Any) -> Any:
+    """A copy that does not change when the objects of the original are written to."""
+    return with_arrays(value, iter(arrays_in(value)))
+
+
+def write_back(targets: Sequence[Any], written: Sequence[Any]) -> None:
+    """Makes mutable objects what a snapshot says that they became."""
+    for target, value in zip(targets, written, strict=True):
+        if isinstance(target, list):
+            target[:] = value
+        else:
+            _fields(target).update(_fields(value))
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else getattr(value, "__dict__", {})
+
+
+# --- the lazy graph
+
+
+def depends_on(outputs: Iterable[mx.array], sources: Mapping[Key, mx.array]) -> set[Key]:
+    """The keys of the sources that the outputs are computed from."""
+    by_array: dict[int, list[Key]] = defaultdict(list)
+    for key, array in sources.items():
+        by_array[id(array)].append(key)
+    # stop_gradient gives each output a node of its own, even if it is a source.
+    sinks = {f"out{n}": mx.stop_gradient(array) for n, array in enumerate(outputs)}
+    distinct = [(keys, sources[keys[0]]) for keys in by_array.values()]
+    found: set[Key] = set()
+    room = _EXPORT_LIMIT - len(sinks)
+    for at in range(0, len(distinct), room):
+        part = {f"in{n}": entry for n, entry in enumerate(distinct[at : at + room])}
+        reached = _ancestors(sinks, {name: array for name, (_, array) in part.items()})
+        found.update(key for name in reached & part.keys() for key in part[name][0])
+    return found
+
+
+def _ancestors(sinks: dict[str, mx.array], sources: dict[str, mx.array]) -> set[str]:
+    dot = io.StringIO()
+    mx.export_to_dot(dot, **sources, **sinks)
+    parents: dict[str, list[str]] = defaultdict(list)
+    for parent, child in re.findall(r'^"?(\w+)"? -> "?(\w+)"?$', dot.getvalue(), re.M):
+        parents[child].append(parent)
+    reached: set[str] = set()
+    todo = list(sinks)
+    while todo:
+        name = todo.pop()
+        if name not in reached:
+            reached.add(name)
+            todo += parents[name]
+    return reached

@@ -1,0 +1,263 @@
+"""How a step and its tensors get from a stage to the next. The only user of
+mx.distributed.
+
+Every message goes to the left neighbour: rank r to rank r - 1, rank 0 to the last
+rank. The header travels over a TCP connection of its own (the doorbell) and the
+tensors follow in one packed message over mx.distributed, so that a receive is
+posted only when its data is on the way: a waiting rank costs no CPU.
+"""
+
+import json
+import queue
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import mlx.core as mx
+
+from serve.core import wire
+from serve.core.errors import ClusterError
+from serve.core.types import Step
+
+
+class Transport(Protocol):
+    """waiting_since is the time.monotonic() since which a tensor is awaited that a
+    peer has announced or has to take; None while nothing is on the way."""
+
+    waiting_since: float | None
+
+    def send(self, step: Step, arrays: Sequence[mx.array]) -> None: ...
+
+    def receive(self) -> tuple[Step, list[mx.array]] | None:
+        """The next step and its tensors; None when the transport was closed."""
+
+    def close(self) -> None: ...
+
+
+# --- inside one process
+
+
+class LocalTransport:
+    """Passes messages to another one in the same process: a whole pipeline in one
+    test, and the way around of a cluster of one rank."""
+
+    def __init__(self) -> None:
+        self.waiting_since: float | None = None
+        self._inbox: queue.SimpleQueue[tuple[Step, list[mx.array]] | None] = queue.SimpleQueue()
+        self._left = self
+
+    def send(self, step: Step, arrays: Sequence[mx.array]) -> None:
+        mx.eval(*arrays)
+        self._left._inbox.put((step, list(arrays)))
+
+    def receive(self) -> tuple[Step, list[mx.array]] | None:
+        return self._inbox.get()
+
+    def close(self) -> None:
+        self._inbox.put(None)
+
+
+def local_ring(num_ranks: int) -> list[LocalTransport]:
+    ring = [LocalTransport() for _ in range(num_ranks)]
+    for rank, transport in enumerate(ring):
+        transport._left = ring[rank - 1]
+    return ring
+
+
+# --- between processes
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """This rank's place in the ring. nonce tells one start of the ring from another:
+    MLX itself lets two rings on the same ports join each other."""
+
+    rank: int
+    hosts: tuple[str, ...]
+    nonce: int
+    timeout_seconds: float
+
+
+class RingTransport:
+    """Raises ClusterError at the first sign that a neighbour is gone. Such an error is
+    the end of the process: a group cannot be formed twice in one."""
+
+    def __init__(self, ring: Ring) -> None:
+        self.waiting_since: float | None = None
+        self._rank, self._num_ranks = ring.rank, len(ring.hosts)
+        self._stream = mx.new_stream(mx.cpu)
+        self._group = mx.distributed.init(strict=True, backend="ring")
+        if (self._group.rank(), self._group.size()) != (ring.rank, self._num_ranks):
+            raise ClusterError("MLX formed a ring of another size than the hostfile says.")
+        self._ready = wire.FrameReader()
+        self._frames: list[tuple[wire.Kind, bytes]] = []
+        self._sending: mx.array | None = None
+        with socket.create_server((ring.hosts[ring.rank], 0), backlog=2) as listening:
+            ports = self._exchange(ring.nonce, listening.getsockname()[1])
+            self._left, self._right = _ring_doorbells(ring, listening, ports)
+
+    def send(self, step: Step, arrays: Sequence[mx.array]) -> None:
+        """Starts to send and returns. Before that it waits until the neighbour has
+        taken the message before, so that two can never change places."""
+        specs = [wire.TensorSpec(_dtype_name(a.dtype), tuple(a.shape)) for a in arrays]
+        packed = _pack(step, arrays) if specs else None
+        mx.eval(packed)
+        self._wait_for(self._sending)
+        self._write(wire.frame(wire.Kind.HOP, wire.encode_hop(step, specs)))
+        if packed is not None:
+            left = (self._rank - 1) % self._num_ranks
+            self._sending = mx.distributed.send(
+                packed, left, group=self._group, stream=self._stream
+            )
+            mx.async_eval(self._sending)
+
+    def receive(self) -> tuple[Step, list[mx.array]] | None:
+        body = self._next_frame()
+        if body is None:
+            return None
+        step, specs = wire.decode_hop(body)
+        if not specs:
+            return step, []
+        right = (self._rank + 1) % self._num_ranks
+        packed = mx.distributed.recv(
+            (_packed_bytes(specs),), mx.uint8, right, group=self._group, stream=self._stream
+        )
+        self._wait_for(packed)
+        return step, _unpack(step, specs, packed)
+
+    def close(self) -> None:
+        for doorbell in (self._left, self._right):
+            doorbell.close()
+
+    def _exchange(self, nonce: int, port: int) -> list[int]:
+        """The first collective: everyone's doorbell port, if all have the same nonce."""
+        mine = mx.array([[nonce, port]], dtype=mx.int32)
+        everyone = mx.distributed.all_gather(mine, group=self._group, stream=self._stream)
+        self._wait_for(everyone)
+        pairs = cast(list[list[int]], everyone.tolist())
+        nonces, ports = zip(*pairs, strict=True)
+        if set(nonces) != {nonce}:
+            raise ClusterError(
+                "Ranks of two launches met on the same ports: "
+                "stop the other cluster or start this one on other ports."
+            )
+        return list(ports)
+
+    def _next_frame(self) -> bytes | None:
+        while not self._frames:
+            try:
+                data = self._right.recv(1 << 16)
+            except OSError as error:
+                raise ClusterError(f"The link to the right neighbour broke: {error}.") from error
+            if not data:
+                return None
+            self._frames += self._ready.feed(data)
+        kind, body = self._frames.pop(0)
+        if kind != wire.Kind.HOP:
+            raise ClusterError(f"A neighbour sent a {kind.name} frame where a HOP was due.")
+        return body
+
+    def _write(self, data: bytes) -> None:
+        try:
+            self._left.sendall(data)
+        except OSError as error:
+            raise ClusterError(f"The link to the left neighbour broke: {error}.") from error
+
+    def _wait_for(self, array: mx.array | None) -> None:
+        """Evaluates a send, a receive or a collective. The watch of the process ends it
+        when this takes too long, because MLX itself would wait for ever."""
+        if array is None:
+            return
+        self.waiting_since = time.monotonic()
+        try:
+            mx.eval(array)
+        except RuntimeError as error:
+            raise ClusterError(f"The ring broke: {error}.") from error
+        finally:
+            self.waiting_since = None
+
+
+def _ring_doorbells(
+    ring: Ring, listening: socket.socket, ports: list[int]
+) -> tuple[socket.socket, socket.socket]:
+    """The connections to the left and from the right neighbour."""
+    left_rank = (ring.rank - 1) % len(ring.hosts)
+    greeting = json.dumps({"nonce": ring.nonce, "rank": ring.rank}).encode() + b"\n"
+    try:
+        left = socket.create_connection(
+            (ring.hosts[left_rank], ports[left_rank]), ring.timeout_seconds
+        )
+        left.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        left.sendall(greeting)
+        left.settimeout(None)
+        return left, _accept_neighbour(ring, listening)
+    except OSError as error:
+        raise ClusterError(f"Rank {ring.rank} cannot reach its neighbours: {error}.") from error
+
+
+def _accept_neighbour(ring: Ring, listening: socket.socket) -> socket.socket:
+    """The first caller that knows the nonce; strangers are sent away."""
+    expected = {"nonce": ring.nonce, "rank": (ring.rank + 1) % len(ring.hosts)}
+    deadline = time.monotonic() + ring.timeout_seconds
+    while True:
+        listening.settimeout(max(0.01, deadline - time.monotonic()))
+        connection, _ = listening.accept()
+        connection.settimeout(max(0.01, min(5.0, deadline - time.monotonic())))
+        try:
+            if json.loads(_read_line(connection)) == expected:
+                connection.settimeout(None)
+                return connection
+        except (OSError, ValueError):
+            connection.close()  # A port scanner, not a neighbour: go on waiting.
+
+
+def _read_line(connection: socket.socket) -> bytes:
+    """Byte by byte, because what follows the line belongs to others."""
+    line = b""
+    while not line.endswith(b"\n") and len(line) < 256:
+        byte = connection.recv(1)
+        if not byte:
+            break
+        line += byte
+    return line
+
+
+# --- several tensors in one message, with the step's number behind them
+
+
+def _pack(step: Step, arrays: Sequence[mx.array]) -> mx.array:
+    parts = [array.reshape(-1).view(mx.uint8) for array in arrays]
+    return mx.concatenate([*parts, mx.array([step.number], dtype=mx.int32).view(mx.uint8)])
+
+
+def _packed_bytes(specs: Sequence[wire.TensorSpec]) -> int:
+    return sum(_num_bytes(spec) for spec in specs) + mx.int32.size
+
+
+def _unpack(step: Step, specs: Sequence[wire.TensorSpec], packed: mx.array) -> list[mx.array]:
+    arrays, at = [], 0
+    for spec in specs:
+        end = at + _num_bytes(spec)
+        arrays.append(packed[at:end].view(_DTYPES[spec.dtype]).reshape(spec.shape))
+        at = end
+    if packed[at:].view(mx.int32).item() != step.number:
+        raise ClusterError(f"The tensors of another message came in place of step {step.number}'s.")
+    return arrays
+
+
+def _num_bytes(spec: wire.TensorSpec) -> int:
+    count = 1
+    for size in spec.shape:
+        count *= size
+    if spec.dtype not in _DTYPES:
+        raise ClusterError(f"A neighbour announced a tensor of unknown type {spec.dtype!r}.")
+    return count * _DTYPES[spec.dtype].size
+
+
+def _dtype_name(dtype: mx.Dtype) -> str:
+    return str(dtype).rpartition(".")[2]
+
+
+_DTYPES = {_dtype_name(d): d for d in vars(mx).values() if isinstance(d, mx.Dtype)}

@@ -1,0 +1,267 @@
+"""The engine child of a rank: receives, runs its stage, sends. MLX and no HTTP.
+
+The main thread talks to the parent, because a process whose main thread is inside
+MLX cannot answer. One other thread has all of MLX: it makes the streams, loads the
+stage and runs the step loop. When the parent goes, or a neighbour, this process
+ends at once: there is nothing in it that is worth saving.
+"""
+
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+
+from serve.core import wire
+from serve.core.errors import BrigadeError, ClusterError, EngineError
+from serve.core.types import Sampling, Step
+from serve.rank.cache import GroupCaches
+from serve.rank.sampling import sample
+from serve.rank.stage import Stage
+from serve.rank.transport import LocalTransport, Ring, RingTransport, Transport
+from serve.rank.weights import load_stage
+
+_STATUS_SECONDS = 0.25
+_NUM_SPANS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What the parent says at the start."""
+
+    rank: int
+    hosts: tuple[str, ...]
+    nonce: int
+    model: Path
+    layers: tuple[int, int]
+    join_timeout: float
+    stall_timeout: float
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "Order":
+        typed = {
+            "hosts": tuple(fields["hosts"]),
+            "model": Path(fields["model"]),
+            "layers": tuple(fields["layers"]),
+        }
+        return cls(**{**fields, **typed})
+
+
+class Parent:
+    """The socket to the parent. Frames may be sent from every thread."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._reader = wire.FrameReader()
+        self._frames: deque[tuple[wire.Kind, bytes]] = deque()
+        self._lock = threading.Lock()
+
+    def send(self, data: bytes) -> None:
+        with self._lock:
+            self._connection.sendall(data)
+
+    def receive(self) -> tuple[wire.Kind, bytes] | None:
+        """The next frame; None when the parent is gone."""
+        while not self._frames:
+            data = self._connection.recv(1 << 16)
+            if not data:
+                return None
+            self._frames.extend(self._reader.feed(data))
+        return self._frames.popleft()
+
+
+class StepLoop:
+    """Receive, forward, send. samplings holds those of the sequences that rank 0 was
+    told about; other ranks never sample."""
+
+    def __init__(self, stage: Stage, transport: Transport) -> None:
+        self.stage = stage
+        self.transport = transport
+        self.caches = GroupCaches(stage.make_cache)
+        self.samplings: dict[int, Sampling] = {}
+        self.busy_seconds = 0.0
+        self.num_steps = 0
+        self.spans: deque[tuple[int, int, int, int, float, float]] = deque(maxlen=_NUM_SPANS)
+
+    def run(self) -> Iterator[wire.Result]:
+        """Yields the result of each step on the last stage."""
+        while (message := self.transport.receive()) is not None:
+            step, received = message
+            started = time.time()
+            outputs = self.forward(step, received)
+            if self.stage.is_last:
+                tokens = cast(list[int], outputs[0].tolist()) if outputs else []
+                self._note(step, started)
+                yield wire.Result(step.number, tuple(tokens))
+            else:
+                self._note(step, started)
+                self.transport.send(step, outputs)
+
+    def forward(self, step: Step, received: list[mx.array]) -> list[mx.array]:
+        """What goes on to the next stage; on the last one the sampled tokens (B,)."""
+        caches = self.caches.apply(step)
+        for sequence in step.drop:
+            self.samplings.pop(sequence, None)
+        if not step.rows:
+            return []
+        tokens = mx.array(step.tokens).reshape(len(step.rows), -1)
+        outputs = self.stage(tokens, caches, received)
+        if self.stage.is_last:
+            # A step that does not sample never evaluates its logits: no head.
+            outputs = [self._sample(step, outputs[0])] if step.sample else []
+        mx.eval(outputs, self.caches.states(step))
+        return outputs
+
+    def _sample(self, step: Step, logits: mx.array) -> mx.array:
+        samplings = [self.samplings[row.sequence] for row in step.rows]
+        positions = [row.position + row.num_tokens for row in step.rows]
+        return sample(logits[:, -1], samplings, positions)
+
+    def _note(self, step: Step, started: float) -> None:
+        ended = time.time()
+        self.busy_seconds += ended - started
+        self.num_steps += 1
+        num_rows, num_tokens = len(step.rows), len(step.tokens)
+        self.spans.append((step.number, step.group, num_rows, num_tokens, started, ended))
+
+
+class Worker:
+    """Owns the threads of the process and what the parent is told."""
+
+    def __init__(self, parent: Parent, order: Order) -> None:
+        self.parent, self.order = parent, order
+        self.transport: Transport | None = None
+        self.loop: StepLoop | None = None
+        self.status: dict[str, Any] = {"state": "joining", "progress": 0.0}
+
+    def run(self) -> None:
+        threading.Thread(target=self._run_engine, name="mlx", daemon=True).start()
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+        while (message := self.parent.receive()) is not None:
+            kind, body = message
+            if kind == wire.Kind.STEP:
+                self._running_loop().transport.send(wire.decode_step(body), [])
+            else:
+                self._obey(wire.parse_json(body))
+
+    def _obey(self, message: dict[str, Any]) -> None:
+        if message["type"] == "admit":
+            sampling = Sampling(**message["sampling"])
+            self._running_loop().samplings[message["sequence"]] = sampling
+        else:
+            raise EngineError(f"The parent sent a message of unknown type {message['type']!r}.")
+
+    def _running_loop(self) -> StepLoop:
+        if self.loop is None:
+            raise EngineError("The parent sent a step before this rank was ready.")
+        return self.loop
+
+    def _run_engine(self) -> None:
+        try:
+            for result in self._start().run():
+                self.parent.send(wire.frame(wire.Kind.RESULT, wire.encode_result(result)))
+            raise ClusterError(f"Rank {self.order.rank}: its right neighbour is gone.")
+        except Exception as error:  # The top of the thread: the process ends with it.
+            self.fail(error)
+
+    def _start(self) -> StepLoop:
+        order = self.order
+        self.transport = self._join()
+        self.status = {"state": "loading", "progress": 0.0}
+        loaded = load_stage(order.model, *order.layers, progress=self._loading)
+        self.loop = StepLoop(loaded.stage, self.transport)
+        self.status = {
+            "state": "ready",
+            "progress": 1.0,
+            "bytes_owned": loaded.bytes_owned,
+            "bytes_read": loaded.bytes_read,
+        }
+        return self.loop
+
+    def _join(self) -> Transport:
+        if len(self.order.hosts) == 1:
+            return LocalTransport()
+        order = self.order
+        return RingTransport(Ring(order.rank, order.hosts, order.nonce, order.join_timeout))
+
+    def _loading(self, progress: float) -> None:
+        self.status = {"state": "loading", "progress": round(progress, 3)}
+
+    # --- what the parent is told
+
+    def _watch(self) -> None:
+        """Reports, and ends the process when a tensor does not come: MLX itself would
+        wait for ever."""
+        try:
+            while True:
+                waiting_since = self.transport.waiting_since if self.transport else None
+                if waiting_since and time.monotonic() - waiting_since > self.order.stall_timeout:
+                    raise ClusterError(self._stalled())
+                self._report()
+                time.sleep(_STATUS_SECONDS)
+        except Exception as error:  # The top of the thread: the process ends with it.
+            self.fail(error)
+
+    def _stalled(self) -> str:
+        faulthandler.dump_traceback(all_threads=True)
+        return (
+            f"Rank {self.order.rank} waited {self.order.stall_timeout:g} s for a neighbour: "
+            "look at the link and at the ranks beside it (--stall-timeout)."
+        )
+
+    def _report(self) -> None:
+        status = {"type": "status", "rank": self.order.rank, **self.status}
+        if loop := self.loop:
+            spans = [loop.spans.popleft() for _ in range(len(loop.spans))]
+            status |= {
+                "busy_seconds": loop.busy_seconds,
+                "num_steps": loop.num_steps,
+                "spans": spans,
+            }
+        self.parent.send(wire.json_frame(status))
+
+    def fail(self, error: BaseException) -> None:
+        """Says why and ends the process without waiting for any thread."""
+        if isinstance(error, BrigadeError):
+            exit_code, message = error.exit_code, str(error)
+        else:
+            sys.excepthook(type(error), error, error.__traceback__)
+            exit_code = EngineError.exit_code
+            message = f"Rank {self.order.rank}: {type(error).__name__}: {error}"
+        report = {"type": "error", "exit_code": exit_code, "message": message}
+        try:
+            self.parent.send(wire.json_frame({**report, "rank": self.order.rank}))
+        except OSError:
+            exit_code = ClusterError.exit_code  # The parent is gone: nobody is left to tell.
+        os._exit(exit_code)
+
+
+def main(argv: list[str]) -> None:
+    """argv[1] is the descriptor of the socket to the parent."""
+    for interrupt in (signal.SIGINT, signal.SIGTERM):
+        # They reach the whole group from a terminal; the parent decides when this ends.
+        signal.signal(interrupt, signal.SIG_IGN)
+    faulthandler.enable()
+    parent = Parent(socket.socket(fileno=int(argv[1])))
+    message = parent.receive()
+    if message is None:
+        return
+    worker = Worker(parent, Order.from_json(wire.parse_json(message[1])))
+    try:
+        worker.run()
+    except Exception as error:  # The top of the process.
+        worker.fail(error)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv)

@@ -1,0 +1,172 @@
+"""Real servers for the tests: started like a user would, and surely gone afterwards."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+
+from launcher.supervisor import free_ports
+
+ROOT = Path(__file__).parent.parent.parent
+TINY_CHAT = ROOT / "examples" / "tiny-chat"
+BIN = Path(sys.executable).parent
+READY_SECONDS = 60.0
+
+
+def alone(flags: Sequence[str]) -> list[str]:
+    return [str(BIN / "brigade"), "serve", *flags]
+
+
+def brigade_launch(num_ranks: int, flags: Sequence[str]) -> list[str]:
+    return [str(BIN / "brigade"), "launch", "-n", str(num_ranks), "--", "serve", *flags]
+
+
+def mlx_launch(num_ranks: int, flags: Sequence[str]) -> list[str]:
+    """As README has it, but for the ports: other tests may run beside this one."""
+    port = str(free_port_range(num_ranks + 1) + 1)
+    ranks = ["-n", str(num_ranks), "--starting-port", port]
+    return [str(BIN / "mlx.launch"), *ranks, "serve", *flags]
+
+
+def free_port_range(length: int) -> int:
+    """The first of some consecutive ports that nobody uses."""
+    while True:
+        first = free_ports(1)[0]
+        used = {c.laddr.port for c in psutil.net_connections("tcp") if c.laddr}
+        if first + length < 65536 and not used & set(range(first, first + length)):
+            return first
+
+
+@dataclass
+class Server:
+    """A running cluster. log grows with what it prints."""
+
+    process: subprocess.Popen[str]
+    port: int
+    log: list[str] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def text(self) -> str:
+        return "".join(self.log)
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)
+
+    def get(self, path: str) -> Any:
+        return httpx.get(self.url + path, timeout=10).raise_for_status().json()
+
+    def family(self) -> list[psutil.Process]:
+        """The launcher, the ranks' parents and their engines."""
+        first = psutil.Process(self.process.pid)
+        return [first, *first.children(recursive=True)]
+
+    def engines(self) -> dict[int, psutil.Process]:
+        """The engine child of each rank."""
+        parents = {stage["pid"]: stage["rank"] for stage in self.get("/admin/pipeline")["stages"]}
+        return {
+            parents[process.ppid()]: process
+            for process in self.family()
+            if "serve.rank.worker" in process.cmdline() and process.ppid() in parents
+        }
+
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + READY_SECONDS
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, f"ended with {self.process.poll()}:\n{self.text}"
+            try:
+                if httpx.get(self.url + "/ready", timeout=5).status_code == 200:
+                    return
+            except httpx.TransportError:
+                time.sleep(0.05)
+            time.sleep(0.05)
+        raise AssertionError(f"not ready after {READY_SECONDS} s:\n{self.text}")
+
+    def wait_for_log(self, pattern: str, seconds: float = 20.0) -> str:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if found := re.search(pattern, self.text):
+                return found.group(0)
+            time.sleep(0.02)
+        raise AssertionError(f"{pattern!r} did not come:\n{self.text}")
+
+
+def serve_flags(port: int, model: Path = TINY_CHAT, *more: str) -> list[str]:
+    return ["--model", str(model), "--port", str(port), *more]
+
+
+@contextmanager
+def started(command: Sequence[str], port: int = 0) -> Iterator[Server]:
+    """A process whose output is read; its whole family is gone at the end."""
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    server = Server(process, port)
+    reader = threading.Thread(target=_read, args=(server,))
+    reader.start()
+    family: list[psutil.Process] = []
+    try:
+        yield server
+    finally:
+        if process.poll() is None:
+            family = server.family()
+            process.send_signal(signal.SIGTERM)
+        _end(process, family)
+        reader.join(10)
+        for stream in (process.stdin, process.stdout):
+            if stream:
+                stream.close()
+
+
+def _end(process: subprocess.Popen[str], family: list[psutil.Process]) -> None:
+    try:
+        process.wait(15)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    for left in psutil.wait_procs(family, timeout=0.1)[1]:
+        # mlx.launch leaves its ranks running.
+        left.kill()
+    psutil.wait_procs(family, timeout=5)
+
+
+def _read(server: Server) -> None:
+    assert server.process.stdout
+    for line in server.process.stdout:
+        server.log.append(line)
+
+
+@contextmanager
+def running(num_ranks: int, *more: str, launch: Any = brigade_launch) -> Iterator[Server]:
+    """A cluster with the embedded model that answers."""
+    port = free_ports(1)[0]
+    flags = serve_flags(port, TINY_CHAT, *more)
+    command = alone(flags) if launch is alone else launch(num_ranks, flags)
+    with started(command, port) as server:
+        server.wait_until_ready()
+        yield server
+
+
+def gone(processes: list[psutil.Process], seconds: float) -> bool:
+    return not psutil.wait_procs(processes, timeout=seconds)[1]

@@ -1,0 +1,266 @@
+"""Starting and ending: one clear line, the right code, nobody left behind."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from launcher.supervisor import free_ports
+from tests.cluster.servers import (
+    TINY_CHAT,
+    Server,
+    alone,
+    brigade_launch,
+    gone,
+    mlx_launch,
+    running,
+    serve_flags,
+    started,
+)
+
+
+def run_to_its_end(command: list[str], seconds: float = 20.0) -> Server:
+    with started(command) as server:
+        server.process.wait(seconds)
+    return server
+
+
+def error_lines(server: Server) -> list[str]:
+    return [line for line in server.text.splitlines() if "serve: " in line or "brigade: " in line]
+
+
+def broken_model(folder: Path) -> Path:
+    shutil.copytree(TINY_CHAT, folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    return folder
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        (["--model", "/nowhere"], 3, "/nowhere is no folder"),
+        (["--model", "BROKEN"], 3, "fetch it again"),
+        (["--model", "BAD-TOKENIZER"], 3, "tokenizer"),
+        (["--model", "BAD-SHAPE"], 3, "cannot build the model"),
+        (["--model", "UNKNOWN-TYPE"], 3, "cannot build the model"),
+        (["--model", "GOOD", "--bogus"], 2, "--bogus"),
+        (["--model", "GOOD", "--port", "http"], 2, "--port"),
+        (["--model", "GOOD", "--host", "256.1.1.1"], 5, "--host 256.1.1.1"),
+        (["--model", "GOOD", "--port", "TAKEN"], 5, "in use"),
+    ],
+)
+def test_a_wrong_start_is_one_line_and_its_own_code(
+    tmp_path: Path, num_ranks: int, flags: list[str], code: int, words: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        names = {"GOOD": str(TINY_CHAT), "TAKEN": str(taken.getsockname()[1])}
+        for name, damage in DAMAGES.items():
+            if name in flags:
+                names[name] = str(damage(tmp_path / name))
+        flags = [names.get(flag, flag) for flag in flags]
+        command = alone(flags) if num_ranks == 1 else brigade_launch(num_ranks, flags)
+        server = run_to_its_end(command)
+    assert server.process.returncode == code, server.text
+    lines = error_lines(server)
+    assert len(lines) >= 1, server.text
+    assert words in lines[0]
+    assert "Traceback" not in server.text
+
+
+def bad_tokenizer(folder: Path) -> Path:
+    shutil.copytree(TINY_CHAT, folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def edited_config(folder: Path, **changes: Any) -> Path:
+    shutil.copytree(TINY_CHAT, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    return folder
+
+
+DAMAGES: dict[str, Any] = {
+    "BROKEN": broken_model,
+    "BAD-TOKENIZER": bad_tokenizer,
+    "BAD-SHAPE": lambda folder: edited_config(folder, intermediate_size=64),
+    "UNKNOWN-TYPE": lambda folder: edited_config(folder, model_type="abacus"),
+}
+
+
+@pytest.mark.parametrize("launch", [brigade_launch, mlx_launch])
+def test_more_ranks_than_layers(launch: Any) -> None:
+    began = time.monotonic()
+    with started(launch(9, serve_flags(free_ports(1)[0]))) as server:
+        family = server.family()
+        server.process.wait(10)
+        assert gone(family, 1), "ranks were left behind"
+    assert time.monotonic() - began < 8
+    assert len(error_lines(server)) == 1, server.text
+    assert "start at most 8 ranks" in error_lines(server)[0]
+    if launch is brigade_launch:
+        assert server.process.returncode == 4
+
+
+def test_a_second_cluster_on_the_same_ports_says_so() -> None:
+    with running(2, launch=mlx_launch) as first:
+        command = list(first.process.args)
+        command[command.index("--port") + 1] = str(free_ports(1)[0])
+        second = run_to_its_end(command, 30)
+        assert "is another cluster running there?" in second.text
+        assert first.get("/ready") == {"status": "ready"}
+
+
+@pytest.mark.parametrize("victim", ["engine 0", "engine 1", "parent 1"])
+def test_a_lost_process_ends_the_cluster_and_every_request(victim: str) -> None:
+    with running(2) as server:
+        family = server.family()
+        target = find(server, victim)
+        events = stream_in_background(server)
+        time.sleep(0.3)
+        target.kill()
+        began = time.monotonic()
+        events.join(10)
+        assert not events.is_alive(), "a client waits without end"
+        server.process.wait(10)
+        assert gone(family, 5), "processes were left behind"
+        assert time.monotonic() - began < 6
+        assert server.process.returncode in (6, 7, 137), server.text
+        assert b'"error"' in events.body or events.refused
+
+
+def find(server: Server, victim: str) -> psutil.Process:
+    kind, rank = victim.split()
+    engine = server.engines()[int(rank)]
+    return engine if kind == "engine" else engine.parent()
+
+
+class stream_in_background(threading.Thread):  # noqa: N801
+    """A client with a long stream; body is what it got."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__()
+        self.url = server.url
+        self.body = b""
+        self.refused = False
+        self.start()
+
+    def run(self) -> None:
+        body = {
+            "model": "tiny-chat",
+            "messages": [{"role": "user", "content": "Hello!"}],
+            "temperature": 2,
+            "stream": True,
+        }
+        try:
+            while b'"error"' not in self.body:
+                with httpx.stream(
+                    "POST", f"{self.url}/v1/chat/completions", json=body, timeout=8
+                ) as reply:
+                    for data in reply.iter_bytes():
+                        self.body += data
+        except httpx.TransportError:
+            self.refused = True
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_everything_with_code_0(number: signal.Signals) -> None:
+    with running(2) as server:
+        family = server.family()
+        server.process.send_signal(number)
+        assert server.process.wait(10) == 0, server.text
+        assert gone(family, 5)
+    assert "failed" not in server.text, server.text
+    assert "Traceback" not in server.text
+
+
+def test_running_streams_finish_before_the_end() -> None:
+    with running(2) as server:
+        body = {
+            "model": "tiny-chat",
+            "messages": [{"role": "user", "content": "Count from 1 to 30."}],
+            "temperature": 0,
+            "stream": True,
+        }
+        url = f"{server.url}/v1/chat/completions"
+        with httpx.stream("POST", url, json=body, timeout=10) as reply:
+            lines = reply.iter_lines()
+            first = next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            text = first + "".join(lines)
+        assert "[DONE]" in text
+        assert server.process.wait(10) == 0, server.text
+
+
+def test_nobody_outlives_a_killed_launcher() -> None:
+    with running(2) as server:
+        family = server.family()
+        server.process.kill()
+        assert gone(family, 5), "ranks outlived their launcher"
+
+
+def test_nobody_outlives_a_killed_rank_0_under_mlx_launch() -> None:
+    with running(2, launch=mlx_launch) as server:
+        family = server.family()
+        find(server, "parent 0").kill()
+        assert gone([p for p in family if p.pid != server.process.pid], 5)
+
+
+def test_a_rank_that_is_missing_is_named(tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts.json"
+    ports = free_ports(3)
+    hostfile.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports[:2]]))
+    environment = {
+        "MLX_RANK": "0",
+        "MLX_HOSTFILE": str(hostfile),
+        "BRIGADE_CONTROL": f"127.0.0.1:{ports[2]}",
+    }
+    flags = serve_flags(free_ports(1)[0], TINY_CHAT, "--join-timeout", "2")
+    command = ["env", *(f"{k}={v}" for k, v in environment.items()), *alone(flags)]
+    server = run_to_its_end(command)
+    assert server.process.returncode == 6
+    assert "Ranks [1] did not join within 2 s" in server.text
+
+
+def test_a_rank_with_another_model_is_refused(tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts.json"
+    ports = free_ports(4)
+    hostfile.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports[:2]]))
+    other = edited_config(tmp_path / "other", rope_theta=5000.0)
+
+    def command(rank: int, model: Path) -> list[str]:
+        control = f"BRIGADE_CONTROL=127.0.0.1:{ports[2]}"
+        variables = [f"MLX_RANK={rank}", f"MLX_HOSTFILE={hostfile}", control]
+        flags = serve_flags(ports[3], model, "--join-timeout", "6")
+        return ["env", *variables, *alone(flags)]
+
+    with started(command(0, TINY_CHAT)):
+        server = run_to_its_end(command(1, other))
+    assert server.process.returncode == 6
+    assert "its model differs from rank 0's" in server.text
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_is_named_within_the_stall_timeout(rank: int) -> None:
+    """SIGSTOP closes no connection: only the deadline tells."""
+    with running(2, "--stall-timeout", "2") as server:
+        family = server.family()
+        os.kill(server.engines()[rank].pid, signal.SIGSTOP)
+        events = stream_in_background(server)
+        events.join(10)
+        assert not events.is_alive(), "a client waits without end"
+        assert b'"error"' in events.body
+        assert server.process.wait(10) == 6, server.text
+        assert gone(family, 5)
+    assert f"rank {rank} on 127.0.0.1 is behind" in server.text

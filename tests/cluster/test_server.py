@@ -1,0 +1,211 @@
+"""A real two-rank server and the official client."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.cluster.questions import QUESTIONS
+from tests.cluster.servers import Server
+
+CHAT: dict[str, Any] = {"model": "tiny-chat", "temperature": 0}
+
+
+def user(text: str) -> list[Any]:
+    return [{"role": "user", "content": text}]
+
+
+def test_a_chat(server: Server, mlx_lm_answer: Callable[[str], str]) -> None:
+    reply = server.client().chat.completions.create(**CHAT, messages=user(QUESTIONS[0]))
+    assert reply.choices[0].message.content == mlx_lm_answer(QUESTIONS[0])
+    assert "Paris" in (reply.choices[0].message.content or "")
+    assert reply.choices[0].finish_reason == "stop"
+    assert reply.usage
+    assert reply.usage.completion_tokens > 1
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
+
+
+def test_a_streamed_chat(server: Server, mlx_lm_answer: Callable[[str], str]) -> None:
+    stream = server.client().chat.completions.create(
+        **CHAT,
+        messages=user("Count from 1 to 20."),
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    deltas = [c.choices[0].delta.content or "" for c in chunks if c.choices]
+    assert "".join(deltas) == mlx_lm_answer("Count from 1 to 20.", max_tokens=200)
+    assert sum(bool(delta) for delta in deltas) > 10, "it came in one piece"
+    assert chunks[-1].usage
+    assert chunks[-1].usage.completion_tokens >= len(deltas) - 3
+    assert chunks[-2].choices[0].finish_reason == "stop"
+
+
+def test_a_system_prompt_is_followed(server: Server) -> None:
+    messages = [{"role": "system", "content": "Answer in capitals."}, *user(QUESTIONS[0])]
+    reply = server.client().chat.completions.create(**CHAT, messages=messages)
+    assert "PARIS" in (reply.choices[0].message.content or "")
+
+
+def test_max_tokens_and_stop(server: Server) -> None:
+    create = server.client().chat.completions.create
+    short = create(**CHAT, messages=user("Count from 1 to 20."), max_tokens=3)
+    assert short.choices[0].finish_reason == "length"
+    assert short.usage
+    assert short.usage.completion_tokens == 3
+    stopped = create(**CHAT, messages=user("Count from 1 to 20."), stop=[" 7"])
+    text = stopped.choices[0].message.content or ""
+    assert stopped.choices[0].finish_reason == "stop"
+    assert "6" in text
+    assert "7" not in text
+
+
+def test_the_same_seed_gives_the_same_text_whatever_else_runs(server: Server) -> None:
+    def sampled(seed: int) -> str:
+        reply = server.client().chat.completions.create(
+            model="tiny-chat", messages=user("Hello!"), temperature=2, seed=seed, max_tokens=24
+        )
+        return reply.choices[0].message.content or ""
+
+    alone = sampled(11)
+    with ThreadPoolExecutor(8) as threads:
+        crowd = list(threads.map(sampled, [11, 12, 13, 11, 14, 15, 16, 11]))
+    assert [crowd[0], crowd[3], crowd[7]] == [alone] * 3
+    assert len(set(crowd)) > 3, "seeds make no difference"
+
+
+# --- stages at work
+
+
+def spans(server: Server, since: float) -> dict[int, list[tuple[float, float]]]:
+    """When each stage was computing, from the step timeline."""
+    time.sleep(0.6)  # Until the engines have reported.
+    trace = server.get(f"/admin/trace?seconds={time.time() - since}")
+    by_stage: dict[int, list[tuple[float, float]]] = {0: [], 1: []}
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X" and event["ts"] / 1e6 >= since:
+            by_stage[event["pid"]].append((event["ts"], event["ts"] + event["dur"]))
+    return by_stage
+
+
+def overlap(by_stage: dict[int, list[tuple[float, float]]]) -> tuple[float, float]:
+    """(microseconds in which both stages computed, in which at least one did)."""
+    both = sum(
+        max(0.0, min(end, other_end) - max(start, other_start))
+        for start, end in by_stage[0]
+        for other_start, other_end in by_stage[1]
+    )
+    total = sum(end - start for stage in by_stage.values() for start, end in stage)
+    return both, total - both
+
+
+def test_four_requests_keep_both_stages_at_work_and_one_does_not(server: Server) -> None:
+    def count(_: int) -> None:
+        server.client().chat.completions.create(**CHAT, messages=user("Count from 1 to 30."))
+
+    since = time.time()
+    count(0)
+    both, either = overlap(spans(server, since))
+    assert either > 0
+    assert both == 0, "one request cannot be on two stages at once"
+    since = time.time()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(count, range(4)))
+    both, either = overlap(spans(server, since))
+    assert both > 0.1 * either, f"stages took turns: {both:.0f} of {either:.0f} µs"
+
+
+# --- what goes wrong
+
+
+def running_and_waiting(server: Server) -> int:
+    pipeline = server.get("/admin/pipeline")
+    return int(pipeline["num_running"] + pipeline["num_waiting"])
+
+
+def wait_until_idle(server: Server) -> None:
+    deadline = time.monotonic() + 5
+    while running_and_waiting(server):
+        assert time.monotonic() < deadline, "a sequence nobody waits for still runs"
+        time.sleep(0.02)
+
+
+def test_a_client_that_leaves_is_dropped_on_all_ranks(server: Server) -> None:
+    wait_until_idle(server)
+    long = {**CHAT, "temperature": 2, "messages": user("Tell me a story."), "stream": True}
+    with httpx.stream(
+        "POST", f"{server.url}/v1/chat/completions", json={**long, "seed": 5}, timeout=10
+    ) as stream:
+        next(stream.iter_lines())
+    wait_until_idle(server)
+
+
+def test_clients_that_leave_do_not_harm_others(
+    server: Server, mlx_lm_answer: Callable[[str], str]
+) -> None:
+    async def leave(client: httpx.AsyncClient, seconds: float) -> None:
+        body = {"model": "tiny-chat", "messages": user("Count from 1 to 30."), "temperature": 1}
+        try:
+            await client.post(f"{server.url}/v1/chat/completions", json=body, timeout=seconds)
+        except httpx.TimeoutException:
+            return
+
+    async def all_leave() -> None:
+        async with httpx.AsyncClient() as client:
+            await asyncio.gather(*(leave(client, 0.02 + 0.01 * n) for n in range(20)))
+
+    leaving = threading.Thread(target=asyncio.run, args=(all_leave(),))
+    leaving.start()
+    for question in QUESTIONS[:6]:
+        reply = server.client().chat.completions.create(**CHAT, messages=user(question))
+        assert reply.choices[0].message.content == mlx_lm_answer(question, max_tokens=200)
+    leaving.join()
+    wait_until_idle(server)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": user("hi"), "temperature": "hot"}, "temperature"),
+        ({"messages": user("hi"), "tools": [{"type": "function"}]}, "tools"),
+        ({"messages": user("hi"), "n": 2}, "n"),
+        ({"messages": user("hi"), "max_tokens": 10**9}, "max_tokens"),
+        ({"messages": user("word " * 100_000)}, "messages"),
+    ],
+)
+def test_a_bad_request_is_400_and_the_server_goes_on(
+    server: Server, body: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        server.client().post("/chat/completions", body={**CHAT, **body}, cast_to=object)
+    assert caught.value.body["param"] == param
+    reply = server.client().chat.completions.create(**CHAT, messages=user("Hello!"))
+    assert reply.choices[0].finish_reason == "stop"
+
+
+def test_an_unknown_model_is_404(server: Server) -> None:
+    with pytest.raises(openai.NotFoundError, match="gpt"):
+        server.client().chat.completions.create(model="gpt", messages=user("hi"))
+
+
+def test_models_and_metrics(server: Server) -> None:
+    assert [model.id for model in server.client().models.list()] == ["tiny-chat"]
+    text = httpx.get(f"{server.url}/metrics").text
+    assert 'brigade_requests_total{status="200"}' in text
+    assert "brigade_num_requests_running" in text
+
+
+def test_the_pipeline_says_who_has_what(server: Server) -> None:
+    stages = server.get("/admin/pipeline")["stages"]
+    assert [stage["layers"] for stage in stages] == [[4, 8], [0, 4]]
+    for stage in stages:
+        assert stage["state"] == "ready"
+        assert stage["bytes_owned"] > 0
+        assert 0 <= stage["busy_share"] <= 1

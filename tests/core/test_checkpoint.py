@@ -1,0 +1,118 @@
+"""A broken model folder is told by one line, before anything starts."""
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from serve.core.checkpoint import read_checkpoint
+from serve.core.errors import ModelError
+
+CONFIG = {"model_type": "llama", "num_hidden_layers": 2, "max_position_embeddings": 64}
+
+
+def write_safetensors(path: Path, header: dict, num_bytes: int) -> None:
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(num_bytes))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    entry = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+    header = {"__metadata__": {"format": "mlx"}, "a.weight": entry}
+    write_safetensors(tmp_path / "model.safetensors", header, 24)
+    return tmp_path
+
+
+def test_a_whole_folder(folder: Path) -> None:
+    checkpoint = read_checkpoint(folder)
+    assert (checkpoint.model_type, checkpoint.num_layers) == ("llama", 2)
+    assert checkpoint.max_context == 64
+    tensor = checkpoint.tensors["a.weight"]
+    assert (tensor.dtype, tensor.shape, tensor.num_bytes) == ("F32", (2, 3), 24)
+    assert tensor.end == (folder / "model.safetensors").stat().st_size
+
+
+def test_the_digest_tells_models_apart(folder: Path) -> None:
+    before = read_checkpoint(folder).digest
+    assert read_checkpoint(folder).digest == before
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "rope_theta": 1}))
+    assert read_checkpoint(folder).digest != before
+
+
+def test_the_text_part_of_a_multimodal_config_counts(folder: Path) -> None:
+    nested = {"model_type": "x", "text_config": {"num_hidden_layers": 5}}
+    (folder / "config.json").write_text(json.dumps(nested))
+    assert read_checkpoint(folder).num_layers == 5
+
+
+def test_shards_of_the_index_must_be_there(folder: Path) -> None:
+    index = {"weight_map": {"a.weight": "model-1.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match="model-1.safetensors cannot be read"):
+        read_checkpoint(folder)
+
+
+def break_missing_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def break_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+
+
+def break_config_list(folder: Path) -> None:
+    (folder / "config.json").write_text("[]")
+
+
+def break_type(folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
+
+
+def break_layers(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+
+
+def break_no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def break_cut_short(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def break_empty(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"")
+
+
+def break_html(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"<html>Not found, sorry</html>")
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (break_missing_config, "config.json is missing"),
+        (break_config, "config.json is not JSON"),
+        (break_config_list, "not a JSON object"),
+        (break_type, "no model_type"),
+        (break_layers, "num_hidden_layers"),
+        (break_no_weights, r"no model\*.safetensors"),
+        (break_cut_short, "of .* bytes: fetch it again"),
+        (break_empty, "no safetensors file"),
+        (break_html, "no safetensors file"),
+    ],
+)
+def test_damage_is_named(folder: Path, damage, reason: str) -> None:
+    damage(folder)
+    with pytest.raises(ModelError, match=reason) as caught:
+        read_checkpoint(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="is no folder"):
+        read_checkpoint(tmp_path / "none")

@@ -1,0 +1,87 @@
+"""What a rank is told, read strictly: MLX itself takes MLX_RANK=abc for rank 0."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from serve.core.config import Address, Cluster, ServeConfig, parse_address, read_cluster
+from serve.core.errors import UsageError
+
+
+@pytest.fixture
+def hostfile(tmp_path: Path) -> Path:
+    path = tmp_path / "hosts.json"
+    path.write_text(json.dumps([["10.0.0.1:32323"], ["10.0.0.2:32324", "10.1.0.2:32325"]]))
+    return path
+
+
+def test_no_environment_is_a_cluster_of_one() -> None:
+    assert read_cluster({}) == Cluster()
+
+
+def test_mlx_launch_with_one_rank_gives_an_empty_hostfile(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("\n")
+    assert read_cluster({"MLX_RANK": "0", "MLX_HOSTFILE": str(tmp_path / "empty")}).num_ranks == 1
+
+
+def test_plain_mlx_launch(hostfile: Path) -> None:
+    cluster = read_cluster({"MLX_RANK": "1", "MLX_HOSTFILE": str(hostfile)})
+    assert (cluster.rank, cluster.hosts) == (1, ("10.0.0.1", "10.0.0.2"))
+    assert cluster.control == Address("10.0.0.1", 32322), "free of the ports of mlx.launch"
+
+
+def test_brigade_launch_says_more(hostfile: Path) -> None:
+    cluster = read_cluster(
+        {
+            "MLX_RANK": "0",
+            "MLX_HOSTFILE": str(hostfile),
+            "BRIGADE_CONTROL": "127.0.0.1:5000",
+            "BRIGADE_SECRET": "s",
+            "BRIGADE_LEASH": "7",
+        }
+    )
+    assert cluster.control == Address("127.0.0.1", 5000)
+    assert (cluster.secret, cluster.leash) == ("s", 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "not a JSON list"),
+        ('{"a": 1}', "not a JSON list"),
+        ('[["h:1"], []]', "not a JSON list"),
+        ('[["h:1"], "h:2"]', "not a JSON list"),
+        ('[["h:1"], ["h:70000"]]', "not an address"),
+        ('[["h:1"], [5]]', "not a JSON list"),
+    ],
+)
+def test_a_bad_hostfile_is_one_clear_line(tmp_path: Path, text: str, reason: str) -> None:
+    path = tmp_path / "hosts.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=reason):
+        read_cluster({"MLX_RANK": "0", "MLX_HOSTFILE": str(path)})
+
+
+@pytest.mark.parametrize("rank", ["abc", "", "-1", "2", "1.0"])
+def test_a_bad_rank_is_refused(hostfile: Path, rank: str) -> None:
+    with pytest.raises(UsageError, match="MLX_RANK"):
+        read_cluster({"MLX_RANK": rank, "MLX_HOSTFILE": str(hostfile)})
+
+
+def test_a_rank_without_hostfile_is_refused() -> None:
+    with pytest.raises(UsageError, match="brigade launch"):
+        read_cluster({"MLX_RANK": "0"})
+
+
+@pytest.mark.parametrize("text", ["host", "host:", ":80", "host:0", "host:65536", "host:x"])
+def test_bad_addresses(text: str) -> None:
+    with pytest.raises(UsageError, match="HOST:PORT"):
+        parse_address(text, "here")
+
+
+def test_numbers_out_of_range_name_the_flag() -> None:
+    with pytest.raises(UsageError, match="--port 65536 is out of range"):
+        ServeConfig(model=Path("m"), port=65536)
+    with pytest.raises(UsageError, match="--max-num-sequences 0"):
+        ServeConfig(model=Path("m"), max_num_sequences=0)

@@ -1,0 +1,158 @@
+"""The scheduler by simulation: the slow, obvious answer is next_token at each position."""
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve.core.errors import OverloadedError
+from tests.front.simulation import Pipeline, make_sequence, next_token
+
+
+def expected(id: int, prompt: int, max_tokens: int) -> list[int]:
+    return [next_token(id, position) for position in range(prompt, prompt + max_tokens)]
+
+
+def check_all_ended(pipeline: Pipeline) -> None:
+    """Nothing may be left: no sequence, no step, no cache on any stage."""
+    ends = [e.sequence for e in pipeline.events if e.finish_reason]
+    assert len(ends) == len(set(ends)), "a request ended twice"
+    pipeline.run()
+    assert all(not stage.held for stage in pipeline.stages)
+    assert pipeline.scheduler.num_running == 0
+    assert not any(group.sequences for group in pipeline.scheduler.groups)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 8])
+@pytest.mark.parametrize("prompt", [1, 2, 8, 9, 10, 100])
+def test_one_sequence_gets_its_tokens(num_stages: int, prompt: int) -> None:
+    pipeline = Pipeline(num_stages)
+    pipeline.scheduler.add(make_sequence(5, prompt, 4))
+    pipeline.run()
+    assert pipeline.output(5) == expected(5, prompt, 4)
+    assert [e.finish_reason for e in pipeline.events] == [None, None, None, "length"]
+    check_all_ended(pipeline)
+
+
+def test_every_arrival_order_gives_the_same_tokens() -> None:
+    shapes = [(0, 1, 3), (1, 9, 5), (2, 20, 2), (3, 17, 7)]
+    for order in itertools.permutations(shapes):
+        for gap in (0, 1, 3):
+            pipeline = Pipeline(2)
+            for id, prompt, max_tokens in order:
+                pipeline.scheduler.add(make_sequence(id, prompt, max_tokens))
+                for _ in range(gap):
+                    pipeline.tick()
+            pipeline.run()
+            for id, prompt, max_tokens in shapes:
+                assert pipeline.output(id) == expected(id, prompt, max_tokens)
+            check_all_ended(pipeline)
+
+
+def test_a_drop_at_every_tick_leaves_nothing_behind_and_harms_nobody() -> None:
+    for at in range(40):
+        pipeline = Pipeline(3, max_num_sequences=4)
+        for id in range(6):
+            pipeline.scheduler.add(make_sequence(id, 12 + id, 6))
+        for _ in range(at):
+            pipeline.tick()
+        pipeline.scheduler.drop(2)
+        num_before = len(pipeline.output(2))
+        pipeline.run()
+        assert len(pipeline.output(2)) == num_before, "a dropped sequence went on"
+        for id in (0, 1, 3, 4, 5):
+            assert pipeline.output(id) == expected(id, 12 + id, 6)
+        check_all_ended(pipeline)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 8), st.integers(1, 12), st.integers(1, 20), st.randoms(use_true_random=False))
+def test_random_lives(num_stages: int, most: int, chunk: int, chance: random.Random) -> None:
+    pipeline = Pipeline(num_stages, max_num_sequences=most, prefill_chunk=chunk)
+    dropped, shapes = set(), {}
+    for id in range(25):
+        shapes[id] = (chance.randint(1, 40), chance.randint(1, 12))
+        pipeline.scheduler.add(make_sequence(id, *shapes[id]))
+        for _ in range(chance.randint(0, 4)):
+            pipeline.tick()
+        if chance.random() < 0.3:
+            dropped.add(victim := chance.randint(0, id))
+            pipeline.scheduler.drop(victim)
+    pipeline.run()
+    for id, (prompt, max_tokens) in shapes.items():
+        output = pipeline.output(id)
+        whole = expected(id, prompt, max_tokens)
+        assert output == whole if id not in dropped else output == whole[: len(output)]
+    check_all_ended(pipeline)
+
+
+def test_eos_ends_a_sequence_and_counts_as_its_last_token() -> None:
+    eos = next_token(0, 12)
+    pipeline = Pipeline(2)
+    pipeline.scheduler.add(make_sequence(0, 10, 100, frozenset({eos})))
+    pipeline.run()
+    assert pipeline.output(0) == expected(0, 10, 3)
+    assert pipeline.events[-1].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("num_stages", [2, 4, 8])
+def test_stages_are_busy_when_there_are_as_many_sequences(num_stages: int) -> None:
+    pipeline = Pipeline(num_stages)
+    for id in range(num_stages):
+        pipeline.scheduler.add(make_sequence(id, 2, 200))
+    pipeline.run()
+    assert pipeline.busy_share > 0.9
+
+
+def test_one_sequence_never_overlaps_with_itself() -> None:
+    pipeline = Pipeline(4)
+    pipeline.scheduler.add(make_sequence(0, 1, 50))
+    pipeline.run()
+    assert pipeline.num_overlapping == 0
+
+
+def test_chunks_of_one_prompt_follow_each_other_through_the_stages() -> None:
+    pipeline = Pipeline(4, prefill_chunk=10)
+    pipeline.scheduler.add(make_sequence(0, 1001, 1))
+    pipeline.run()
+    assert pipeline.busy_share > 0.85
+
+
+def test_a_long_prompt_does_not_stop_the_others() -> None:
+    pipeline = Pipeline(2, prefill_chunk=4)
+    pipeline.scheduler.add(make_sequence(0, 2, 300))
+    for _ in range(10):
+        pipeline.tick()
+    before = len(pipeline.output(0))
+    pipeline.scheduler.add(make_sequence(1, 401, 1))
+    for _ in range(100):
+        pipeline.tick()
+    # One token takes two ticks alone; chunks may at most double and a half that.
+    assert len(pipeline.output(0)) - before >= 20
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_no_group_is_fuller_than_it_must_be(num_stages: int) -> None:
+    """Whoever leaves, groups differ by one row at most after each has had a step."""
+    pipeline = Pipeline(num_stages)
+    for id in range(4 * num_stages):
+        pipeline.scheduler.add(make_sequence(id, 3, 10 + 5 * (id % num_stages)))
+    while pipeline.scheduler.num_running or pipeline.scheduler.waiting:
+        pipeline.tick()
+        # A group can give rows only when its step is back.
+        idle = [g for g in pipeline.scheduler.groups if not g.sequences]
+        if idle and not pipeline.scheduler.prefilling:
+            assert all(len(g.sequences) <= 2 for g in pipeline.scheduler.groups if g not in idle)
+    check_all_ended(pipeline)
+
+
+def test_a_full_queue_refuses() -> None:
+    pipeline = Pipeline(2, max_num_sequences=2, max_queue=3)
+    for id in range(5):
+        pipeline.scheduler.add(make_sequence(id, 5, 5))
+    with pytest.raises(OverloadedError, match="5 requests wait"):
+        pipeline.scheduler.add(make_sequence(5, 5, 5))
+    pipeline.run()
+    assert sorted(e.sequence for e in pipeline.events if e.finish_reason) == [0, 1, 2, 3, 4]

@@ -1,0 +1,97 @@
+"""What the ranks of a real ring do in test_transport: python -m … NAME [ARGUMENT]."""
+
+import os
+import signal
+import sys
+import time
+
+import mlx.core as mx
+
+from serve.core.errors import ClusterError
+from serve.core.types import Row, Step
+from serve.rank.transport import Ring, RingTransport
+
+RANK = int(os.environ["MLX_RANK"])
+NUM_RANKS = int(os.environ["NUM_RANKS"])
+
+
+def join(nonce: int = 1) -> RingTransport:
+    return RingTransport(Ring(RANK, ("127.0.0.1",) * NUM_RANKS, nonce, 10.0))
+
+
+def step(number: int) -> Step:
+    return Step(number, 0, (Row(1, 0, 2),), (number, 2), True)
+
+
+def tensors(number: int) -> list[mx.array]:
+    """Equal sizes, so that swapped ones would be read without an error."""
+    mx.random.seed(number)
+    return [
+        mx.random.normal((2, 3, 4)),
+        mx.random.normal((2, 3, 4)).astype(mx.bfloat16),
+        mx.array([[number]]),
+        mx.random.normal((1 << 18,)),
+    ]
+
+
+def around() -> None:
+    """Rank 0 starts steps; each other rank passes on; rank 0 checks what comes."""
+    transport = join()
+    num_steps = 40
+    if RANK == 0:
+        for number in range(num_steps):
+            transport.send(step(number), [])
+    for number in range(num_steps):
+        message = transport.receive()
+        assert message is not None
+        got, arrays = message
+        assert got == step(number)
+        if RANK == NUM_RANKS - 1:
+            arrays = tensors(number)
+        same = [mx.array_equal(a, b).item() for a, b in zip(arrays, tensors(number), strict=True)]
+        assert all(same), (number, same)
+        if RANK:
+            transport.send(got, arrays)
+    print("fine", flush=True)
+    if RANK:
+        assert transport.receive() is None, "rank 0 ends first, then one after another"
+
+
+def other_nonce() -> None:
+    try:
+        join(nonce=RANK)
+    except ClusterError as error:
+        print(error, flush=True)
+
+
+def peer_dies() -> None:
+    """The last rank announces a large tensor and is killed while it is on its way."""
+    transport = join()
+    if RANK == NUM_RANKS - 1:
+        transport.send(step(1), [mx.zeros((64 << 20,))])
+        os.kill(os.getpid(), signal.SIGKILL)
+    if RANK == 0:
+        try:
+            transport.receive()
+            print("received", flush=True)
+        except ClusterError as error:
+            print(error, flush=True)
+        os._exit(0)  # MLX would wait for ever on a group that has lost a peer.
+
+
+def idle() -> None:
+    """Prints the CPU seconds that a second of waiting costs."""
+    transport = join()
+    if RANK == 0:
+        time.sleep(1.5)
+        os._exit(0)
+    before = time.process_time()
+    transport.receive()
+    print(time.process_time() - before, flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    {"around": around, "other_nonce": other_nonce, "peer_dies": peer_dies, "idle": idle}[
+        sys.argv[1]
+    ]()

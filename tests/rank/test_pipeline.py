@@ -1,0 +1,106 @@
+"""Whole pipelines in one process: scheduler, step loops and an in-process ring,
+against mlx_lm on the whole model."""
+
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import generate_step
+
+from serve.core.plan import even_split
+from serve.core.types import Sampling, Sequence
+from serve.core.wire import Result
+from serve.front.scheduler import Scheduler
+from serve.rank.stage import Stage
+from serve.rank.transport import LocalTransport, local_ring
+from serve.rank.worker import StepLoop
+from tests.models import build
+
+PROMPTS = [[1 + i, 2, 3, *range(i)] for i in range(16)] + [[5]]
+GREEDY = Sampling(temperature=0)
+
+
+class LocalPipeline:
+    def __init__(self, num_ranks: int, results: "queue.Queue[Result]") -> None:
+        self.ring = local_ring(num_ranks)
+        self.results = results
+        self.samplings: dict[int, Sampling] = {}
+        self.scheduler = Scheduler(num_ranks, max_num_sequences=32, max_queue=64, prefill_chunk=4)
+        self.threads = [
+            threading.Thread(target=self._run, args=(rank, layers))
+            for rank, layers in enumerate(even_split(4, num_ranks))
+        ]
+
+    def _run(self, rank: int, layers: tuple[int, int]) -> None:
+        loop = StepLoop(Stage(build("llama"), *layers), self.ring[rank])
+        loop.samplings = self.samplings
+        for result in loop.run():
+            self.results.put(result)
+
+    def answer(self, sequences: list[Sequence]) -> dict[int, list[int]]:
+        """Runs the sequences to their end, as serve.front.engine does."""
+        for sequence in sequences:
+            self.samplings[sequence.id] = sequence.sampling
+            self.scheduler.add(sequence)
+        self._pump()
+        while self.scheduler.num_running or self.scheduler.waiting:
+            result = self.results.get(timeout=30)
+            self.scheduler.update(result.number, result.tokens)
+            self._pump()
+        return {sequence.id: sequence.output for sequence in sequences}
+
+    def _pump(self) -> None:
+        while step := self.scheduler.schedule():
+            self.ring[0].send(step, [])
+
+
+@contextmanager
+def pipeline(num_ranks: int) -> Iterator[LocalPipeline]:
+    local = LocalPipeline(num_ranks, queue.Queue())
+    for thread in local.threads:
+        thread.start()
+    try:
+        yield local
+    finally:
+        for transport in local.ring:
+            transport.close()
+        for thread in local.threads:
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+def whole_model(prompt: list[int], num_tokens: int) -> list[int]:
+    steps = generate_step(mx.array(prompt), build("llama"), max_tokens=num_tokens)
+    return [token for token, _ in steps]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_greedy_tokens_equal_mlx_lm(num_ranks: int) -> None:
+    with pipeline(num_ranks) as local:
+        alone = local.answer([Sequence(100, PROMPTS[3], 12, GREEDY, frozenset())])
+        sequences = [Sequence(i, p, 12, GREEDY, frozenset()) for i, p in enumerate(PROMPTS)]
+        together = local.answer(sequences)
+    expected = {i: whole_model(prompt, 12) for i, prompt in enumerate(PROMPTS)}
+    assert len({tuple(tokens) for tokens in expected.values()}) > 8, "the model says one thing only"
+    assert together == expected
+    assert alone[100] == expected[3]
+
+
+def test_a_seed_gives_the_same_tokens_whoever_shares_the_batch() -> None:
+    def sampled(id: int, seed: int) -> Sequence:
+        return Sequence(id, PROMPTS[5], 10, Sampling(1.5, 0.95, seed), frozenset())
+
+    with pipeline(2) as local:
+        alone = local.answer([sampled(50, seed=3)])[50]
+        crowd = local.answer([sampled(i, seed=i) for i in range(8)])
+    assert crowd[3] == alone
+    assert len({tuple(tokens) for tokens in crowd.values()}) == 8, "seeds make no difference"
+
+
+def test_the_transport_of_one_rank_goes_around_to_itself() -> None:
+    (only,) = local_ring(1)
+    assert isinstance(only, LocalTransport)
+    assert only._left is only

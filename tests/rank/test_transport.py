@@ -1,0 +1,68 @@
+"""The transport over the real ring of MLX, between real processes."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def free_ports(count: int) -> list[int]:
+    listening = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in listening]
+    for each in listening:
+        each.close()
+    return ports
+
+
+def run_ring(tmp_path: Path, program: str, num_ranks: int) -> list[str]:
+    """What each rank printed."""
+    hostfile = tmp_path / "hosts.json"
+    hostfile.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(num_ranks)]))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.rank.ring_programs", program],
+            env={
+                **os.environ,
+                "MLX_RANK": str(rank),
+                "MLX_HOSTFILE": str(hostfile),
+                "NUM_RANKS": str(num_ranks),
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=60) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    for _, errors in outputs:
+        assert "AssertionError" not in errors, errors
+    return [output.strip() for output, _ in outputs]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_messages_arrive_whole_and_in_order(tmp_path: Path, num_ranks: int) -> None:
+    assert run_ring(tmp_path, "around", num_ranks) == ["fine"] * num_ranks
+
+
+def test_two_launches_on_the_same_ports_notice(tmp_path: Path) -> None:
+    for output in run_ring(tmp_path, "other_nonce", 2):
+        assert "two launches met on the same ports" in output
+
+
+def test_a_peer_that_dies_is_an_error_not_a_hang(tmp_path: Path) -> None:
+    first, _ = run_ring(tmp_path, "peer_dies", 2)
+    assert "broke" in first
+
+
+def test_a_waiting_rank_costs_no_cpu(tmp_path: Path) -> None:
+    _, second = run_ring(tmp_path, "idle", 2)
+    assert float(second) < 0.2

@@ -1,0 +1,130 @@
+"""The budgets of the product: how long, how much, and what never appears."""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median, quantiles
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MOST_FUNCTION_LINES = 80
+MOST_FUNCTION_LINES_OF_95_PERCENT = 45
+MOST_MEDIAN_FUNCTION_LINES = 10
+MOST_FILE_LINES = 350
+MOST_PRODUCT_LINES = 8_000
+
+UNOWNED = re.compile(r"\b(TODO|FIXME|XXX)\b(?!\([\w@-]+\))")
+
+
+def code_lines(source: str) -> int:
+    lines = (line.strip() for line in source.splitlines())
+    return sum(1 for line in lines if line and not line.startswith("#"))
+
+
+def functions(tree: ast.AST) -> Iterator[tuple[str, int, int]]:
+    """Name, line and length of each function."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node.name, node.lineno, (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def may_print(path: str) -> bool:
+    return "cli" in path.removesuffix(".py").split("/")
+
+
+def swallows(handler: ast.ExceptHandler) -> bool:
+    """Whether it catches everything and does nothing about it."""
+    caught = ast.unparse(handler.type) if handler.type else "BaseException"
+    if not re.search(r"\b(Base)?Exception\b", caught):
+        return False
+    nothing = (ast.Pass, ast.Continue)
+    return all(
+        isinstance(statement, nothing)
+        or (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
+        for statement in handler.body
+    )
+
+
+def comments(source: str) -> Iterator[tuple[int, str]]:
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def faults(path: str, source: str) -> Iterator[str]:
+    """What breaks the card in one file, `path` relative to the repository."""
+    tree = ast.parse(source)
+    if code_lines(source) > MOST_FILE_LINES:
+        yield f"{path}: {code_lines(source)} lines of code, {MOST_FILE_LINES} allowed"
+    for name, line, length in functions(tree):
+        if length > MOST_FUNCTION_LINES:
+            yield f"{path}:{line}: {name} has {length} lines, {MOST_FUNCTION_LINES} allowed"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ExceptHandler) and swallows(node):
+            yield f"{path}:{node.lineno}: every exception is swallowed"
+        printed = isinstance(node, ast.Call) and ast.unparse(node.func) == "print"
+        if printed and not may_print(path):
+            yield f"{path}:{node.lineno}: print below cli"
+    for line, text in comments(source):
+        if UNOWNED.search(text):
+            yield f"{path}:{line}: a TODO without an owner; write TODO(name)"
+
+
+def product() -> dict[str, str]:
+    paths = [path for name in ("serve", "launcher") for path in (ROOT / name).rglob("*.py")]
+    return {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in sorted(paths)}
+
+
+def test_every_file_keeps_the_card() -> None:
+    found = [fault for path, source in product().items() for fault in faults(path, source)]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_the_product_stays_small() -> None:
+    assert sum(map(code_lines, product().values())) <= MOST_PRODUCT_LINES
+
+
+def test_most_functions_are_short() -> None:
+    lengths = [
+        length for source in product().values() for *_, length in functions(ast.parse(source))
+    ]
+    assert median(lengths) <= MOST_MEDIAN_FUNCTION_LINES
+    assert quantiles(lengths, n=20)[-1] <= MOST_FUNCTION_LINES_OF_95_PERCENT
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("serve/rank/a.py", "def f():\n" + "    g()\n" * 80),
+        ("serve/rank/a.py", "g()\n" * 351),
+        ("serve/rank/a.py", "print(1)"),
+        ("serve/rank/cliff.py", "print(1)"),
+        ("serve/rank/a.py", "try:\n    g()\nexcept Exception:\n    pass"),
+        ("serve/rank/a.py", "try:\n    g()\nexcept (OSError, Exception) as e:\n    ..."),
+        ("serve/rank/a.py", "try:\n    g()\nexcept:\n    pass"),
+        ("serve/rank/a.py", "g()  # TODO: mend"),
+        ("serve/rank/a.py", "g()  # FIXME"),
+    ],
+)
+def test_a_broken_card_is_seen(path: str, source: str) -> None:
+    assert list(faults(path, source))
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("serve/rank/a.py", "def f():\n" + "    g()\n" * 79),
+        ("serve/rank/a.py", "g()\n" * 350 + "# c\n\n" * 50),
+        ("serve/cli/main.py", "print(1)"),
+        ("launcher/cli.py", "print(1)"),
+        ("serve/rank/a.py", "try:\n    g()\nexcept OSError:\n    pass"),
+        ("serve/rank/a.py", "try:\n    g()\nexcept Exception:\n    log()\n    raise"),
+        ("serve/rank/a.py", "g('TODO')  # TODO(ada): mend"),
+    ],
+)
+def test_a_kept_card_passes(path: str, source: str) -> None:
+    assert not list(faults(path, source))

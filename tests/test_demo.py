@@ -1,0 +1,224 @@
+"""`brigade demo` against a small HTTP server that stands in for rank 0, in a real process."""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launcher.demo import Demo, pieces, server_sent, speed
+from serve.core.errors import BrigadeError, ClusterError, EngineError, UsageError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Its arguments are those of `serve`; the model's name says what goes wrong.
+FAKE = r"""
+import http.server, json, os, sys, time
+words = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+model = os.path.basename(words["--model"])
+if os.environ["MLX_RANK"] != "0":
+    if model == "fails":
+        sys.exit(3)
+    time.sleep(60)
+STAGE = {"bytes_owned": 1234567, "busy_share": 0.0, "state": "ready", "host": "here", "pid": 77}
+STAGES = [{**STAGE, "rank": 0, "layers": [4, 8], "bytes_read": 1234999},
+          {**STAGE, "rank": 1, "layers": [0, 4], "bytes_read": None}]
+begin = time.monotonic()
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *words):
+        pass
+
+    def answer(self, status, body):
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def do_GET(self):
+        if self.path == "/ready":
+            ready = model != "never" and time.monotonic() - begin > 0.5
+            self.answer(200 if ready else 503, {"error": {"message": "loading layers"}})
+        elif self.path == "/admin/pipeline":
+            self.answer(200, {"model": "[bold]name", "num_ranks": 2, "stages": STAGES})
+        else:
+            self.answer(200, {"data": [{"id": model}]})
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if model == "refuses" or not asked["stream"] or asked["model"] != model:
+            return self.answer(400, {"error": {"message": "no streams today"}})
+        print("request id=1", flush=True)
+        self.send_response(200)
+        self.end_headers()
+        for text in ["", *([] if model == "empty" else ["Pa", "ris", " [b]é!"])]:
+            chunk = {"choices": [{"delta": {"role": "assistant", "content": text}}], "usage": None}
+            self.send(": a comment")
+            self.send("data: " + json.dumps(chunk))
+            time.sleep(0.1)
+        if model == "error":
+            self.send('data: {"error": {"message": "rank 1 was lost"}}')
+        if model == "stops":
+            return
+        self.send('data: {"choices": [], "usage": {"completion_tokens": 5}}')
+        self.send("data: [DONE]")
+
+    def send(self, line):
+        self.wfile.write(line.encode() + b"\n\n")
+        self.wfile.flush()
+
+
+http.server.ThreadingHTTPServer((words["--host"], int(words["--port"])), Handler).serve_forever()
+"""
+
+
+def fake_rank(words: list[str]) -> list[str]:
+    return [sys.executable, "-c", FAKE, *words[1:]]
+
+
+def demo(model: str, once: bool = True) -> Demo:
+    return Demo(Path(model), 2, 0, once=once, command=fake_rank)
+
+
+@pytest.mark.parametrize("terminal", [80, 40])
+def test_once_shows_stages_answer_and_a_curl_line(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, terminal: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(terminal))
+    assert demo("tiny").run() == 0
+    shown, log = capfd.readouterr()
+    assert "Paris [b]é!\n" in shown
+    assert re.search(r"5 tokens, the first after \d+ ms, then \d+\.\d tokens/s", shown)
+    (curl,) = [line for line in shown.splitlines() if line.startswith("curl ")]
+    assert shlex.split(curl)[-2] == "-d"
+    assert "[rank 0] request id=1" in log
+    if terminal == 80:
+        assert "[bold]name on 2 ranks" in shown
+        assert re.search(r"0 .*\[4, 8\).* 1,234,567 .* 1,234,999 .*ready", shown)
+        assert re.search(r"1 .*\[0, 4\).* 1,234,567 .* \? .*ready", shown)
+
+
+@pytest.mark.parametrize("once", [True, False])
+@pytest.mark.parametrize(
+    ("model", "error", "says"),
+    [
+        ("empty", EngineError, "empty"),
+        ("stops", EngineError, "DONE"),
+        ("error", EngineError, "rank 1 was lost"),
+        ("refuses", EngineError, "no streams today"),
+    ],
+)
+def test_what_goes_wrong_is_said_and_the_ranks_are_gone(
+    model: str, error: type[BrigadeError], says: str, once: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(error, match=says):
+        demo(model, once).run()
+    assert pids_alive(capfd.readouterr().err) == []
+
+
+def test_a_server_that_is_never_ready_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launcher.demo.READY_SECONDS", 1.5)
+    with pytest.raises(ClusterError, match="503.*loading layers"):
+        demo("never").run()
+
+
+def test_a_failing_ranks_code_is_the_demos() -> None:
+    assert demo("fails").run() == 3
+
+
+def test_a_missing_embedded_model_is_one_clear_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("launcher.demo.DEFAULT_MODEL", tmp_path / "none")
+    with pytest.raises(UsageError, match="--model"):
+        Demo(tmp_path / "none", 2, 0, once=True)
+
+
+SERVE_ON = """
+import sys
+sys.path.insert(0, "tests")
+from test_demo import demo
+sys.exit(demo(sys.argv[1], once=False).run())
+"""
+
+
+@pytest.mark.parametrize(("model", "when"), [("tiny", "Ctrl-C ends"), ("never", "Waiting")])
+def test_ctrl_c_ends_a_demo_that_serves_or_waits(tmp_path: Path, model: str, when: str) -> None:
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-c", SERVE_ON, model], cwd=ROOT, stdout=file, stderr=file
+        )
+    try:
+        wait_until(lambda: when in log.read_text() and log.read_text().count("pid=") == 2)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        code = process.wait(timeout=10)
+    finally:
+        process.kill()
+    # The stand-in dies of SIGINT; a rank that ends well gives 0.
+    assert code in (1, 130), log.read_text()
+    assert "launcher.demo" not in log.read_text()
+    assert pids_alive(log.read_text()) == []
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def pids_alive(log: str) -> list[int]:
+    found = [int(pid) for pid in re.findall(r"pid=(\d+)", log)]
+    assert found
+    return [pid for pid in found if exists(pid)]
+
+
+def exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_server_sent_events_end_with_done_and_skip_comments() -> None:
+    lines = [
+        b": hi\n",
+        b"\n",
+        b'data: {"a": 1}\n',
+        b"event: x\n",
+        b'data:{"a": 2}\n',
+        b"data: [DONE]",
+    ]
+    assert list(server_sent(iter(lines))) == [{"a": 1}, {"a": 2}]
+
+
+def test_pieces_of_chunks_with_and_without_usage() -> None:
+    chunks = [
+        {"choices": [{"delta": {"role": "assistant"}}]},
+        {"choices": [{"delta": {"content": "a"}}], "usage": None},
+        {"choices": [{"delta": {"content": None}}]},
+        {"choices": [], "usage": {"completion_tokens": 3}},
+    ]
+    assert list(pieces(iter(chunks))) == [("", None), ("a", None), ("", None), ("", 3)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((1, 0.1, 0.1), "1 tokens, the first after 100 ms"),
+        ((5, 0.1, 0.5), "5 tokens, the first after 100 ms, then 10.0 tokens/s"),
+    ],
+)
+def test_speed_counts_the_tokens_after_the_first(
+    arguments: tuple[int, float, float], text: str
+) -> None:
+    assert speed(*arguments) == text

@@ -1,0 +1,503 @@
+"""The launcher with real processes: small programs stand in for ranks. None may be left behind."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from launcher import cli
+from launcher.command import Ring, exit_code, hostfile_text, rank_command, rank_environment
+from launcher.supervisor import Supervisor, free_ports, shown
+from serve.core.errors import ClusterError, UsageError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# One launch in a process of its own, as `brigade launch` is, but with another program.
+LAUNCH = """
+import sys
+from launcher.supervisor import Supervisor
+sys.exit(Supervisor([sys.executable, "-c", sys.argv[2]], int(sys.argv[1])).run())
+"""
+
+RANK = "import os, signal, sys, time\nrank = int(os.environ.get('MLX_RANK', 0))\n"
+SLEEP = "print('up', flush=True)\ntime.sleep(60)\n"
+DEAF = "for s in (2, 15): signal.signal(s, signal.SIG_IGN)\n"
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    """A zombie whose parent is not ours to mend counts as gone."""
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return bool(state.stdout.strip()) and not state.stdout.strip().startswith("Z")
+
+
+class Launch:
+    """A launcher process, its output, and the processes that ranks reported by `pid=`."""
+
+    def __init__(self, num_ranks: int, program: str, folder: Path) -> None:
+        self.log = folder / "launch.log"
+        self._begin = time.monotonic()
+        with self.log.open("wb") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", LAUNCH, str(num_ranks), RANK + program],
+                cwd=ROOT,
+                env={**os.environ, "TMPDIR": str(folder)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=file,
+            )
+        self.folder = folder
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text("utf-8", "replace")
+
+    @property
+    def pids(self) -> list[int]:
+        return [int(pid) for pid in re.findall(r"pid=(\d+)", self.text)]
+
+    def see(self, text: str, times: int = 1) -> "Launch":
+        wait_until(lambda: self.text.count(text) >= times)
+        return self
+
+    def end(self, seconds: float = 15.0) -> tuple[int, float]:
+        """The launcher's exit code and the seconds since `mark` or the start; nothing is left."""
+        code = self.process.wait(timeout=seconds)
+        took = time.monotonic() - self._begin
+        assert not [pid for pid in self.pids if alive(pid)], self.text
+        assert not list(self.folder.glob("brigade-*.json"))
+        return code, took
+
+    def mark(self) -> "Launch":
+        self._begin = time.monotonic()
+        return self
+
+    def clean_up(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pid in self.pids:
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[[int, str], Launch]]:
+    made: list[Launch] = []
+
+    def start(num_ranks: int, program: str) -> Launch:
+        made.append(Launch(num_ranks, program, tmp_path))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.clean_up()
+
+
+Start = Callable[[int, str], Launch]
+
+
+# --- ends
+
+
+def test_all_ranks_end_well(launch: Start) -> None:
+    assert launch(3, "print('done', rank)").end()[0] == 0
+
+
+def test_the_first_failing_ranks_code_is_returned_and_the_others_end_at_once(launch: Start) -> None:
+    launched = launch(3, f"if rank == 1: sys.exit(7)\n{SLEEP}")
+    assert launched.end()[0] == 7
+    assert "event=killing" not in launched.text
+
+
+def test_a_rank_that_a_signal_ended_gives_128_plus_its_number(launch: Start) -> None:
+    assert launch(2, f"if rank == 0: os.kill(os.getpid(), 9)\n{SLEEP}").end()[0] == 137
+
+
+def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(launch: Start) -> None:
+    launched = launch(2, f"{DEAF}if rank == 1: time.sleep(.5); sys.exit(4)\n{SLEEP}")
+    code, seconds = launched.end()
+    assert code == 4
+    assert 3 < seconds < 6
+    assert "event=killing ranks=0" in launched.text
+
+
+def test_a_rank_that_stays_when_another_ended_well_is_ended(launch: Start) -> None:
+    launched = launch(2, f"if rank == 0: sys.exit(0)\n{SLEEP}")
+    code, seconds = launched.end()
+    assert code == 143
+    assert 5 <= seconds < 8
+    assert "signal=SIGTERM" in launched.text
+
+
+def test_a_program_that_does_not_exist_is_one_clear_error() -> None:
+    lines: list[str] = []
+    with pytest.raises(ClusterError, match="rank 0 cannot be started"):
+        Supervisor(["/no/such/program"], 2, lines.append).run()
+
+
+def test_a_rank_that_cannot_start_takes_the_started_ones_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def second_fails(*arguments: object, **options: object) -> "subprocess.Popen[bytes]":
+        if started:
+            raise OSError("no more processes")
+        started.append(popen(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr("launcher.supervisor.subprocess.Popen", second_fails)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(ClusterError, match="rank 1"):
+        Supervisor([sys.executable, "-c", "import time; time.sleep(60)"], 2, lambda _: None).run()
+    wait_until(lambda: started[0].returncode == -9)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- signals
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_forwarded_once_to_each_rank(launch: Start, signum: int) -> None:
+    program = f"signal.signal({int(signum)}, lambda *_: (print('got it'), sys.exit(0)))\n{SLEEP}"
+    launched = launch(2, program).see("up", 2).mark()
+    launched.process.send_signal(signum)
+    assert launched.end()[0] == 0
+    assert launched.text.count("got it") == 2
+    assert "event=killing" not in launched.text
+
+
+def test_a_closed_terminal_ends_the_ranks(launch: Start) -> None:
+    launched = launch(2, SLEEP).see("up", 2)
+    launched.process.send_signal(signal.SIGHUP)
+    assert launched.end()[0] == 143
+
+
+def test_a_second_signal_kills_at_once(launch: Start) -> None:
+    launched = launch(2, DEAF + SLEEP).see("up", 2).mark()
+    launched.process.send_signal(signal.SIGINT)
+    launched.see("event=ending")
+    launched.process.send_signal(signal.SIGINT)
+    code, seconds = launched.end()
+    assert code == 137
+    assert seconds < 3
+
+
+def test_ranks_that_ignore_a_signal_are_gone_within_5_seconds(launch: Start) -> None:
+    launched = launch(2, DEAF + SLEEP).see("up", 2).mark()
+    launched.process.send_signal(signal.SIGTERM)
+    code, seconds = launched.end()
+    assert code == 137
+    assert 3 <= seconds < 5
+
+
+def test_a_stopped_rank_is_killed_too(launch: Start) -> None:
+    """SIGTERM waits for a stopped process; SIGKILL does not."""
+    launched = launch(2, f"print('up', flush=True)\nos.kill(os.getpid(), signal.SIGSTOP)\n{SLEEP}")
+    launched.see("up", 2).process.send_signal(signal.SIGTERM)
+    assert launched.end()[0] == 137
+
+
+def test_ranks_do_not_share_the_terminals_group(launch: Start) -> None:
+    """Ctrl-C at a terminal reaches the launcher alone, which then forwards it."""
+    launched = launch(2, f"print('group', os.getpgrp() == os.getpid(), flush=True)\n{SLEEP}")
+    launched.see("group True", 2)
+
+
+# --- what ranks leave behind
+
+CHILD = """
+import subprocess
+child = subprocess.Popen([sys.executable, "-c", {inner!r}])
+print(f"pid={{child.pid}}", flush=True)
+"""
+DEAF_CHILD = CHILD.format(
+    inner="import signal, time\nfor s in (2, 15): signal.signal(s, signal.SIG_IGN)\n"
+    "print('child up', flush=True)\ntime.sleep(60)"
+)
+
+
+def test_grandchildren_of_a_crashed_rank_are_gone(launch: Start) -> None:
+    """They hold the output pipe open, too: the launcher must not wait for its end."""
+    launched = launch(2, f"{DEAF_CHILD}time.sleep(1)\nif rank: os._exit(5)\n{SLEEP}")
+    assert launched.end()[0] == 5
+    assert "event=killing" not in launched.text
+
+
+def test_grandchildren_are_gone_after_a_signal(launch: Start) -> None:
+    launched = launch(2, f"{DEAF_CHILD}{SLEEP}").see("child up", 2).mark()
+    assert len(launched.pids) == 4
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.end()[0] == 143
+    assert "event=killing" not in launched.text
+
+
+def test_a_grandchild_that_escaped_does_not_hold_the_launcher(launch: Start) -> None:
+    escape = "subprocess.Popen(['sleep', '6'], start_new_session=True)"
+    code, seconds = launch(1, f"import subprocess\n{escape}\nos._exit(0)").end()
+    assert code == 0
+    assert seconds < 5
+
+
+LEASHED = (
+    "import threading\n"
+    "def watch():\n"
+    "    os.read(int(os.environ['BRIGADE_LEASH']), 1)\n"
+    "    os.kill(os.getpid(), 9)\n"
+    "threading.Thread(target=watch, daemon=True).start()\n"
+)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_leash_ends_with_a_killed_launcher(launch: Start, num_ranks: int) -> None:
+    launched = launch(num_ranks, LEASHED + SLEEP).see("up", num_ranks)
+    assert all(map(alive, launched.pids))
+    launched.process.kill()
+    launched.process.wait()
+    wait_until(lambda: not any(map(alive, launched.pids)))
+
+
+def test_one_rank_does_not_hold_anothers_leash(launch: Start) -> None:
+    """With the writing end inherited, no leash would ever end."""
+    program = f"print('leash', os.read(int(os.environ['BRIGADE_LEASH']), 1), flush=True)\n{DEAF}"
+    launched = launch(3, program)
+    launched.see("event=rank_started", 3)
+    launched.process.kill()
+    wait_until(lambda: not any(map(alive, launched.pids)))
+
+
+# --- what ranks are told
+
+TELL = "print('told ' + __import__('json').dumps(dict(os.environ)), flush=True)\n"
+
+
+def told(launched: Launch) -> list[dict[str, str]]:
+    return [json.loads(line) for line in re.findall(r"told (\{.*\})", launched.text)]
+
+
+def test_each_rank_finds_the_same_ring_and_its_own_number(launch: Start) -> None:
+    program = TELL + "print('hosts ' + open(os.environ['MLX_HOSTFILE']).read(), flush=True)"
+    launched = launch(3, program)
+    launched.end()
+    ranks = told(launched)
+    assert sorted(rank["MLX_RANK"] for rank in ranks) == ["0", "1", "2"]
+    for name in ("BRIGADE_SECRET", "BRIGADE_CONTROL", "MLX_HOSTFILE"):
+        assert len({rank[name] for rank in ranks}) == 1
+    (hosts,) = {line for line in re.findall(r"hosts (.*)", launched.text)}
+    addresses = [address for (address,) in json.loads(hosts)]
+    assert len({*addresses, ranks[0]["BRIGADE_CONTROL"]}) == 4
+    assert all(address.startswith("127.0.0.1:") for address in addresses)
+    assert len(ranks[0]["BRIGADE_SECRET"]) >= 32
+
+
+def test_one_rank_is_told_of_no_ring(launch: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even of one that the launcher itself was started in."""
+    for name in ("MLX_RANK", "MLX_HOSTFILE", "BRIGADE_CONTROL", "BRIGADE_SECRET"):
+        monkeypatch.setenv(name, "3")
+    launched = launch(1, TELL)
+    launched.end()
+    (environment,) = told(launched)
+    assert not [name for name in environment if name.startswith("MLX_")]
+    assert "BRIGADE_CONTROL" not in environment
+    assert "BRIGADE_LEASH" in environment
+
+
+def test_rank_environment_keeps_what_the_caller_set() -> None:
+    ring = Ring("hosts.json", "127.0.0.1:9", "nonce", 5)
+    base = {"PATH": "/bin", "PYTHONUNBUFFERED": "0", "MLX_WORLD_SIZE": "8"}
+    assert rank_environment(base, ring, 1, 2) == {
+        "PATH": "/bin",
+        "PYTHONUNBUFFERED": "0",
+        "BRIGADE_LEASH": "5",
+        "BRIGADE_CONTROL": "127.0.0.1:9",
+        "BRIGADE_SECRET": "nonce",
+        "MLX_HOSTFILE": "hosts.json",
+        "MLX_RANK": "1",
+    }
+
+
+def test_rank_command_hands_the_words_over_unread() -> None:
+    words = ["serve", "--model", "a b", "--", "-n", "3"]
+    assert rank_command(words) == [sys.executable, "-m", "serve.cli.main", *words[1:]]
+
+
+def test_hostfile_is_a_list_of_lists() -> None:
+    assert json.loads(hostfile_text([1, 2])) == [["127.0.0.1:1"], ["127.0.0.1:2"]]
+
+
+def test_free_ports_are_all_different() -> None:
+    assert len(set(free_ports(50))) == 50
+
+
+@pytest.mark.parametrize(("returncode", "code"), [(0, 0), (7, 7), (-9, 137), (-15, 143)])
+def test_exit_codes(returncode: int, code: int) -> None:
+    assert exit_code(returncode) == code
+
+
+# --- output
+
+
+def lines_of(program: str, num_ranks: int = 1) -> list[str]:
+    lines: list[str] = []
+    Supervisor([sys.executable, "-c", RANK + program], num_ranks, lines.append).run()
+    return [line for line in lines if not line.startswith("[launch]")]
+
+
+def test_both_streams_come_line_by_line_with_the_rank() -> None:
+    program = "print('out', rank, flush=True)\nprint('err', rank, file=sys.stderr)"
+    assert sorted(lines_of(program, 2)) == [
+        "[rank 0] err 0",
+        "[rank 0] out 0",
+        "[rank 1] err 1",
+        "[rank 1] out 1",
+    ]
+
+
+def test_a_last_line_without_its_end_is_shown() -> None:
+    assert lines_of("sys.stdout.write('a\\n\\nb')") == ["[rank 0] a", "[rank 0] ", "[rank 0] b"]
+
+
+def test_junk_is_shown_as_far_as_it_is_text() -> None:
+    program = "sys.stdout.buffer.write(b'a\\xff\\x00b\\n\\xc3\\xa9\\n\\xc3')"
+    assert lines_of(program) == ["[rank 0] a\ufffd\x00b", "[rank 0] é", "[rank 0] \ufffd"]
+
+
+def test_a_long_line_arrives_whole_in_bounded_parts() -> None:
+    """Cut inside a character, which must not become two broken ones."""
+    lines = lines_of("sys.stdout.buffer.write(b'x' + 'é'.encode() * 100_000 + b'\\n')")
+    texts = [line.removeprefix("[rank 0] ") for line in lines]
+    assert "".join(texts) == "x" + "é" * 100_000
+    assert max(map(len, texts)) <= 65536
+
+
+def test_much_output_is_neither_lost_nor_mixed() -> None:
+    lines = lines_of("for i in range(5000): print(rank, i)", 3)
+    for rank in range(3):
+        mine = [line for line in lines if line.startswith(f"[rank {rank}]")]
+        assert mine == [f"[rank {rank}] {rank} {i}" for i in range(5000)]
+
+
+def test_a_reader_that_went_away_does_not_block_the_ranks() -> None:
+    """As in `brigade launch … 2>&1 | head -1`."""
+    program = "for i in range(20000): print('a line of some length', i)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", LAUNCH, "2", RANK + program], cwd=ROOT, stderr=subprocess.PIPE
+    )
+    assert process.stderr is not None
+    process.stderr.readline()
+    process.stderr.close()
+    assert process.wait(timeout=20) == 0
+
+
+def test_no_colour_codes_go_into_a_file(launch: Start) -> None:
+    launched = launch(1, "print('plain')")
+    launched.end()
+    assert "[rank 0] plain\n" in launched.text
+    assert "\x1b" not in launched.text
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"), [("a\n", "a"), ("a\r\n", "a"), ("10%\r20%\r30%\n", "30%"), ("", "")]
+)
+def test_a_progress_bar_shows_its_last_state(text: str, seen: str) -> None:
+    assert shown(text) == seen
+
+
+def test_waiting_costs_no_processor_time(launch: Start) -> None:
+    """mlx.launch spins a core all the while."""
+    launched = launch(2, SLEEP).see("up", 2)
+    before = cpu_seconds(launched.process.pid)
+    time.sleep(1.0)
+    assert cpu_seconds(launched.process.pid) - before <= 0.05
+
+
+def cpu_seconds(pid: int) -> float:
+    if not Path("/proc/self/stat").exists():
+        pytest.skip("needs /proc")
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+# --- the command line
+
+
+def test_launch_runs_serve_with_the_words_after_the_dashes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[object] = []
+
+    class Recorded(Supervisor):
+        def run(self) -> int:
+            seen.append((self._command[1:], self._num_ranks))
+            return 9
+
+    monkeypatch.setattr(cli, "Supervisor", Recorded)
+    assert cli.main(["launch", "-n", "3", "--", "serve", "--port", "1", "--", "-n"]) == 9
+    assert seen == [(["-m", "serve.cli.main", "--port", "1", "--", "-n"], 3)]
+
+
+def test_serve_gets_its_words_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr("serve.cli.main.main", lambda words: seen.append(words) or 4)
+    assert cli.main(["serve", "--version", "--", "launch", "-h"]) == 4
+    assert seen == [["--version", "--", "launch", "-h"]]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "nope",
+        "--nope",
+        "launch",
+        "launch -n 2",
+        "launch -n 2 --",
+        "launch -n 2 -- nope",
+        "launch -n 2 -- python -c 1",
+        "launch -n 2 serve --model m",
+        "launch -n 0 -- serve",
+        "launch -n -1 -- serve",
+        "launch -n two -- serve",
+        "launch --num 2 -- serve",
+        "launch -n 2 --nope -- serve",
+        "demo --nope",
+        "demo -n 0",
+        "demo --port x",
+        "demo -- serve",
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_code_2(words: str) -> None:
+    command = [sys.executable, "-m", "launcher.cli", *words.split()]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
+    assert run.returncode == 2
+    assert run.stdout == ""
+    assert re.fullmatch(r"brigade.*: .+\n", run.stderr), run.stderr
+
+
+def test_version_and_help_end_well(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--version"], ["--help"], ["launch", "--help"], ["demo", "--help"]):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(words)
+        assert ended.value.code == 0
+    assert "0.1.0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("num_ranks", [0, -3])
+def test_no_ranks_are_refused(num_ranks: int) -> None:
+    with pytest.raises(UsageError, match="-n"):
+        cli.check_num_ranks(num_ranks)

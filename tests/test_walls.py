@@ -1,0 +1,290 @@
+"""Who may import whom. Reads every import by `ast`, those inside functions too.
+
+A wall between two folders is a wall between two processes: the front must start without MLX, the
+engine without HTTP. Each third-party package has one owner, so that replacing it touches one place.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+OWN = ("serve", "launcher")
+
+# The longest name that fits the importing module decides.
+WALLS = {
+    "serve.core": ["serve.core"],
+    "serve.parent": ["serve.parent", "serve.core"],
+    "serve.front": ["serve.front", "serve.parent", "serve.core"],
+    "serve.rank": ["serve.rank", "serve.core"],
+    "serve.tune": ["serve.tune", "serve.rank", "serve.core"],
+    "serve.cli": ["serve"],
+    "launcher": ["launcher", "serve.core"],
+    "launcher.cli": ["launcher", "serve.core", "serve.cli"],
+}
+
+OWNERS = {
+    "starlette": ["serve.front.app*"],
+    "sse_starlette": ["serve.front.app*"],
+    "uvicorn": ["serve.front.app*"],
+    "transformers": ["serve.front.tokens"],
+    "tokenizers": ["serve.front.tokens"],
+    "prometheus_client": ["serve.front.metrics"],
+    "pydantic": ["serve.front.*"],
+    "huggingface_hub": ["serve.rank.weights"],
+    "safetensors": ["serve.rank.weights"],
+    "mlx": ["serve.rank.*", "serve.tune.*"],
+    "mlx_lm": ["serve.rank.*", "serve.tune.*"],
+    "llguidance": ["serve.rank.grammar"],
+    "rich": ["serve.cli.*", "launcher.*"],
+    # Nothing is pickled between processes: a message says what it holds.
+    "pickle": [],
+    "multiprocessing": [],
+}
+
+TRANSPORT = "serve.rank.transport"
+EVALUATING_FILES = {"worker", "transport", "weights", "loop"}
+EVALUATIONS = {"mlx.core.eval", "mlx.core.async_eval"}
+
+
+def under(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def literal(node: ast.expr) -> str | None:
+    """The text, or the leading text of an f-string, or None."""
+    if isinstance(node, ast.JoinedStr) and node.values:
+        node = node.values[0]
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value.rstrip(".")
+    return None
+
+
+def imported(node: ast.AST) -> list[str]:
+    """The dotted names that a node imports; `?` when only running it would tell."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        module = "." * node.level + (node.module or "")
+        return [f"{module}.{alias.name}" for alias in node.names]
+    if isinstance(node, ast.Call) and node.args:
+        called = ast.unparse(node.func)
+        if called in ("__import__", "import_module", "importlib.import_module"):
+            return [literal(node.args[0]) or "?"]
+    return []
+
+
+def aliases(tree: ast.AST) -> dict[str, str]:
+    """Local name -> what it stands for, wherever in the file it was imported."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                top = alias.name.partition(".")[0]
+                found[alias.asname or top] = alias.name if alias.asname else top
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            for alias in node.names:
+                found[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    return found
+
+
+def dotted(node: ast.expr, names: dict[str, str]) -> str | None:
+    """`mx.distributed.init` -> `mlx.core.distributed.init`; None if no imported name leads it."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    if isinstance(node, ast.Attribute):
+        base = dotted(node.value, names)
+        return f"{base}.{node.attr}" if base else None
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and len(node.args) > 1:
+        base, attribute = dotted(node.args[0], names), literal(node.args[1])
+        return f"{base}.{attribute or '?'}" if base else None
+    return None
+
+
+def references(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and full name of everything reached through an import."""
+    names = aliases(tree)
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 0)
+        yield from ((line, name) for name in imported(node))
+        if isinstance(node, (ast.Attribute, ast.Call)):
+            name = dotted(node, names)
+            if name:
+                yield line, name
+
+
+def wall_broken(module: str, target: str) -> str | None:
+    if target == "serve.__version__":
+        return None
+    sides = [name for name in WALLS if under(module, name)]
+    if not sides:
+        return "no wall knows this module"
+    allowed = WALLS[max(sides, key=len)]
+    if any(under(target, name) for name in allowed):
+        return None
+    return f"may import {', '.join(allowed)} only, not {target}"
+
+
+def owner_broken(module: str, target: str) -> str | None:
+    top = target.partition(".")[0]
+    if top not in OWNERS:
+        return None if top in sys.stdlib_module_names else f"{top} has no owner in OWNERS"
+    if not any(fnmatchcase(module, owner) for owner in OWNERS[top]):
+        return f"{top} belongs to {', '.join(OWNERS[top]) or 'nobody'}"
+    if top == "mlx" and "distributed" in target.split(".") and module != TRANSPORT:
+        return f"{target} belongs to {TRANSPORT}"
+    if target in EVALUATIONS and module.rpartition(".")[2] not in EVALUATING_FILES:
+        return f"{target} belongs to {', '.join(sorted(EVALUATING_FILES))}"
+    return None
+
+
+def reference_broken(module: str, target: str) -> str | None:
+    if target == "?":
+        return "an import that only running it tells"
+    if target.startswith("."):
+        return "a relative import"
+    if target.endswith(".*"):
+        return "a star import"
+    broken = wall_broken if target.partition(".")[0] in OWN else owner_broken
+    return broken(module, target)
+
+
+def only_a_version(tree: ast.Module) -> bool:
+    statements = list(tree.body)
+    if ast.get_docstring(tree) is not None:
+        statements.pop(0)
+    return all(
+        isinstance(statement, ast.Assign)
+        and ast.unparse(statement.targets[0]) == "__version__"
+        and literal(statement.value) is not None
+        for statement in statements
+    )
+
+
+def violations(path: str, source: str) -> list[str]:
+    """What is wrong with one file, `path` relative to the repository."""
+    module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    tree = ast.parse(source)
+    found = {
+        f"{path}:{line}: {problem}"
+        for line, target in references(tree)
+        if (problem := reference_broken(module, target))
+    }
+    if path.endswith("__init__.py") and not only_a_version(tree):
+        found.add(f"{path}:1: holds more than the version")
+    return sorted(found)
+
+
+def product_files() -> list[Path]:
+    return sorted(path for name in OWN for path in (ROOT / name).rglob("*.py"))
+
+
+def test_walls_hold() -> None:
+    found = []
+    for path in product_files():
+        found += violations(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("serve/core/a.py", "import serve.front.app"),
+        ("serve/core/a.py", "import rich"),
+        ("serve/core/a.py", "def f():\n    import mlx.core"),
+        ("serve/parent/a.py", "from serve.front import app"),
+        ("serve/parent/a.py", "import mlx.core as mx"),
+        ("serve/front/a.py", "from serve import rank"),
+        ("serve/front/a.py", "import serve.rank.worker"),
+        ("serve/front/a.py", "if TYPE_CHECKING:\n    from serve.rank.stage import Stage"),
+        ("serve/front/a.py", "import importlib\nimportlib.import_module('serve.rank.stage')"),
+        ("serve/front/a.py", "from importlib import import_module as m\nm2 = __import__('mlx')"),
+        ("serve/front/a.py", "import importlib\nimportlib.import_module(name)"),
+        ("serve/front/a.py", "import starlette"),
+        ("serve/front/chat.py", "from transformers import AutoTokenizer"),
+        ("serve/front/app.py", "import prometheus_client"),
+        ("serve/front/a.py", "import numpy"),
+        ("serve/front/a.py", "import pickle"),
+        ("serve/rank/a.py", "import serve.tune.loop"),
+        ("serve/rank/a.py", "import serve.parent.control"),
+        ("serve/rank/a.py", "import llguidance"),
+        ("serve/rank/a.py", "import mlx.core as mx\nmx.distributed.init()"),
+        ("serve/rank/a.py", "import mlx.core as mx\ngetattr(mx, 'distributed')"),
+        ("serve/rank/a.py", "import mlx.core\nmlx.core.distributed.init()"),
+        ("serve/rank/a.py", "from mlx.core import distributed"),
+        ("serve/rank/a.py", "from mlx import core\nd = core.distributed"),
+        ("serve/rank/stage.py", "import mlx.core as mx\ndef f(x):\n    mx.eval(x)"),
+        ("serve/rank/stage.py", "from mlx.core import async_eval"),
+        ("serve/tune/a.py", "import serve.front.tokens"),
+        ("serve/cli/main.py", "import launcher.cli"),
+        ("serve/other.py", "import serve.core.errors"),
+        ("launcher/a.py", "import serve.cli.main"),
+        ("launcher/cli.py", "import serve.front.app"),
+        ("launcher/a.py", "import mlx_lm"),
+        ("launcher/a.py", "from . import b"),
+        ("launcher/a.py", "from launcher.b import *"),
+        ("launcher/__init__.py", "import os"),
+        ("serve/__init__.py", "def f(): ..."),
+    ],
+)
+def test_a_broken_wall_is_seen(path: str, source: str) -> None:
+    assert violations(path, source)
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("serve/__init__.py", '"""Serve."""\n__version__ = "1"'),
+        ("serve/core/a.py", "import json\nfrom serve.core.errors import UsageError"),
+        ("serve/parent/a.py", "import asyncio\nfrom serve.core import wire"),
+        ("serve/front/app.py", "from starlette.applications import Starlette"),
+        ("serve/front/app_chat.py", "import uvicorn\nfrom serve import __version__"),
+        ("serve/rank/transport.py", "import mlx.core as mx\nmx.distributed.init()\nmx.eval()"),
+        ("serve/rank/model.py", "import mlx.core as mx\nmx.zeros((1,))\nmodel.eval()"),
+        ("serve/rank/model.py", "import importlib\nimportlib.import_module(f'mlx_lm.models.{x}')"),
+        ("serve/tune/loop.py", "from serve.rank import stage"),
+        ("serve/cli/main.py", "from serve.front import app\nimport rich"),
+        ("launcher/cli.py", "def f():\n    from serve.cli.main import main"),
+    ],
+)
+def test_what_is_allowed_passes(path: str, source: str) -> None:
+    assert violations(path, source) == []
+
+
+IMPORT_AND_REPORT = """
+import importlib, sys
+for name in sys.argv[2:]:
+    importlib.import_module(name)
+print(*sorted(set(sys.argv[1].split(",")) & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("folder", "kept_out"),
+    [
+        ("serve/core", ["mlx", "numpy", "starlette", "transformers", "rich"]),
+        ("serve/parent", ["mlx", "mlx_lm", "numpy", "starlette", "transformers"]),
+        ("serve/front", ["mlx", "mlx_lm"]),
+        ("launcher", ["mlx", "mlx_lm", "starlette", "transformers"]),
+    ],
+)
+def test_a_process_loads_nothing_from_behind_its_wall(folder: str, kept_out: list[str]) -> None:
+    """An import that some library makes in turn is not in our sources, but costs the same."""
+    files = [path for path in (ROOT / folder).rglob("*.py") if path.stem != "__main__"]
+    modules = [
+        path.relative_to(ROOT)
+        .with_suffix("")
+        .as_posix()
+        .removesuffix("/__init__")
+        .replace("/", ".")
+        for path in files
+    ]
+    command = [sys.executable, "-c", IMPORT_AND_REPORT, ",".join(kept_out), *sorted(modules)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == []
