@@ -10,9 +10,13 @@ from tests.front.fakes import FakeEngine, Running, byte_level, save
 
 
 @pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder: Path = tmp_path_factory.mktemp("model")
-    return Tokenizer(save(byte_level(), folder))
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(byte_level(), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_folder: Path) -> Tokenizer:
+    return Tokenizer(model_folder)
 
 
 @pytest.fixture
@@ -23,6 +27,13 @@ def engine(tokenizer: Tokenizer) -> FakeEngine:
 @pytest.fixture
 def server(engine: FakeEngine) -> Iterator[Running]:
     with Running(engine) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def shared(tokenizer: Tokenizer) -> Iterator[Running]:
+    """One server for all tests that change nothing about it or its engine."""
+    with Running(FakeEngine(tokenizer)) as running:
         yield running
 
 

@@ -18,6 +18,7 @@ from serve.core.types import Event, Sampling
 from serve.front.app import bind, serve
 from serve.front.tokens import Tokenizer
 
+CONFIG = ServeConfig(model=Path("."), served_model_name="tiny")
 MAX_CONTEXT = 512
 SENTENCES = [
     "hello world how are you",
@@ -175,8 +176,7 @@ class Running:
         self.ended_with: BrigadeError | None = None
 
     def _run(self) -> None:
-        config = ServeConfig(model=Path("."), served_model_name="tiny")
-        serving = serve(config, self.engine, self.engine.tokenizer, self._listening, MAX_CONTEXT)
+        serving = serve(CONFIG, self.engine, self.engine.tokenizer, self._listening, MAX_CONTEXT)
         try:
             self._loop.run_until_complete(serving)
         except BrigadeError as error:

@@ -82,8 +82,8 @@ def test_a_stream_adds_up_to_the_reply(server: Running, engine: FakeEngine) -> N
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_the_stream_is_events_and_ends_with_done(server: Running) -> None:
-    reply = post(server, stream=True)
+def test_the_stream_is_events_and_ends_with_done(shared: Running) -> None:
+    reply = post(shared, stream=True)
     assert reply.headers["content-type"].startswith("text/event-stream")
     assert reply.headers["cache-control"] == "no-cache"
     events = reply.text.split("\n\n")
@@ -157,19 +157,19 @@ def test_an_engine_that_breaks_in_the_middle(server: Running, engine: FakeEngine
     assert post(server).status_code == 200
 
 
-def test_a_prompt_that_is_too_long(server: Running) -> None:
+def test_a_prompt_that_is_too_long(shared: Running) -> None:
     content = "hello " * MAX_CONTEXT
-    error = post(server, messages=[{"role": "user", "content": content}]).json()["error"]
+    error = post(shared, messages=[{"role": "user", "content": content}]).json()["error"]
     assert error["code"] == "context_length_exceeded"
     assert str(MAX_CONTEXT) in error["message"]
 
 
 @pytest.mark.parametrize("content", [b"{", b"\xff", b"[1]", b"[" * 99_999, b'{"a": NaN}'])
-def test_a_bad_body_ends_no_server(server: Running, content: bytes) -> None:
-    reply = httpx.post(server.url + CHAT, content=content)
+def test_a_bad_body_ends_no_server(shared: Running, content: bytes) -> None:
+    reply = httpx.post(shared.url + CHAT, content=content)
     assert reply.status_code == 400
     assert reply.json()["error"]["type"] == "invalid_request_error"
-    assert post(server).status_code == 200
+    assert post(shared).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -184,9 +184,9 @@ def test_a_bad_body_ends_no_server(server: Running, content: bytes) -> None:
     ],
 )
 def test_what_is_no_call_has_an_error_object(
-    server: Running, method: str, path: str, status: int
+    shared: Running, method: str, path: str, status: int
 ) -> None:
-    reply = httpx.request(method, server.url + path)
+    reply = httpx.request(method, shared.url + path)
     assert reply.status_code == status
     assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
     assert ("allow" in reply.headers) == (status == 405)
@@ -207,12 +207,12 @@ def test_an_exception_of_ours_is_told_to_the_log_alone(
 # --- the other endpoints
 
 
-def test_models(server: Running) -> None:
-    with client(server) as ai:
+def test_models(shared: Running) -> None:
+    with client(shared) as ai:
         (model,) = ai.models.list().data
         assert model.id == "tiny"
         assert ai.models.retrieve("tiny").id == "tiny"
-    assert get(server, "/v1/models").json()["data"][0]["max_model_len"] == MAX_CONTEXT
+    assert get(shared, "/v1/models").json()["data"][0]["max_model_len"] == MAX_CONTEXT
 
 
 def test_ready_tells_what_it_waits_for(server: Running, engine: FakeEngine) -> None:
@@ -232,15 +232,15 @@ def test_version_and_admin(server: Running, engine: FakeEngine) -> None:
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "1e9", "x", ""])
-def test_a_trace_of_no_time_is_refused(server: Running, seconds: str) -> None:
-    reply = get(server, f"/admin/trace?seconds={seconds}")
+def test_a_trace_of_no_time_is_refused(shared: Running, seconds: str) -> None:
+    reply = get(shared, f"/admin/trace?seconds={seconds}")
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == "seconds"
 
 
 @pytest.mark.parametrize("path", ["/admin/pipeline", "/admin/trace"])
-def test_admin_calls_through_a_proxy_are_refused(server: Running, path: str) -> None:
-    reply = get(server, path, **{"X-Forwarded-For": "127.0.0.1"})
+def test_admin_calls_through_a_proxy_are_refused(shared: Running, path: str) -> None:
+    reply = get(shared, path, **{"X-Forwarded-For": "127.0.0.1"})
     assert reply.status_code == 403
     assert "error" in reply.json()
 

@@ -1,0 +1,330 @@
+"""Real sockets and clients that behave badly: slow, silent, gone, or no HTTP at all."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from serve.core.errors import BrigadeError, UnavailableError
+from serve.front import app, app_server, guard
+from serve.front.app import bind, serve
+from tests.front.fakes import CONFIG, MAX_CONTEXT, FakeEngine, Running
+from tests.front.test_app import CHAT, HELLO, post, wait_until
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> Iterator[Running]:
+    """A server that waits a tenth of a second where others wait ten."""
+    monkeypatch.setattr(app_server, "HEADER_SECONDS", 0.1)
+    monkeypatch.setattr(app_server, "LINGER_SECONDS", 0.3)
+    monkeypatch.setattr(guard, "BODY_SECONDS", 0.1)
+    monkeypatch.setattr(app, "KEEP_ALIVE_SECONDS", 0.1)
+    with Running(engine) as server:
+        yield server
+
+
+def request_bytes(**fields: Any) -> bytes:
+    body = json.dumps({**HELLO, **fields}).encode()
+    return head(len(body)) + body
+
+
+def head(content_length: int) -> bytes:
+    return f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {content_length}\r\n\r\n".encode()
+
+
+def send_for_ever(connection: socket.socket) -> None:
+    """For ten seconds at most."""
+    for _ in range(2000):
+        connection.sendall(b" " * 4096)
+        time.sleep(0.005)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    data = b""
+    while chunk := connection.recv(65536):
+        data += chunk
+    return data
+
+
+def body_of(response: bytes) -> Any:
+    return json.loads(response.partition(b"\r\n\r\n")[2])
+
+
+# --- slow and silent clients
+
+
+def test_a_silent_client_is_hung_up_on(hasty: Running) -> None:
+    with hasty.connect() as connection:
+        assert read_all(connection) == b""
+
+
+def test_a_slow_header_is_given_up(hasty: Running) -> None:
+    with hasty.connect() as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Slow")
+        response = read_all(connection)
+    assert response.startswith(b"HTTP/1.1 408 ")
+    assert "header" in body_of(response)["error"]["message"]
+
+
+def test_a_slow_second_header_is_given_up_too(hasty: Running) -> None:
+    """The time-out of an idle connection ends with the first byte."""
+    with hasty.connect() as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost")
+        assert b"HTTP/1.1 408 " in read_all(connection)
+
+
+def test_a_slow_body_is_given_up(hasty: Running) -> None:
+    with hasty.connect() as connection:
+        connection.sendall(head(100) + b"{")
+        response = read_all(connection)
+    assert response.startswith(b"HTTP/1.1 408 ")
+    assert "body" in body_of(response)["error"]["message"]
+
+
+def test_a_long_answer_meets_no_deadline(hasty: Running, engine: FakeEngine) -> None:
+    """Neither the header's nor the body's time-out may end an answer."""
+    engine.delay = 0.04
+    assert post(hasty).json()["choices"][0]["message"]["content"] == engine.answer
+
+
+def test_a_kept_connection_serves_again_after_an_answer(hasty: Running) -> None:
+    with httpx.Client(base_url=hasty.url) as client:
+        for _ in range(3):
+            assert client.post(CHAT, json=HELLO).status_code == 200
+
+
+def test_while_nothing_comes_the_stream_has_signs_of_life(
+    hasty: Running, engine: FakeEngine
+) -> None:
+    engine.delay, engine.answer = 0.35, ""
+    text = post(hasty, stream=True).text
+    assert text.startswith(": keep-alive\n\n")
+    assert text.endswith("data: [DONE]\n\n")
+
+
+# --- no HTTP, or too much of it
+
+
+def test_a_large_body_is_refused_and_the_answer_arrives(hasty: Running) -> None:
+    """Closing at once would reset the connection before the client has read why."""
+    reply = httpx.post(hasty.url + CHAT, content=b" " * (guard.MOST_BODY_BYTES + 1), timeout=20)
+    assert reply.status_code == 413
+    assert "larger" in reply.json()["error"]["message"]
+    assert post(hasty).status_code == 200
+
+
+def test_a_body_that_never_ends_is_hung_up_on(hasty: Running) -> None:
+    with hasty.connect() as connection:
+        connection.sendall(head(1 << 40))
+        assert connection.recv(65536).startswith(b"HTTP/1.1 413 ")
+        with pytest.raises(ConnectionError):
+            send_for_ever(connection)
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),
+        (b"hello\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\n", 501),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 100_000, 431),
+        (b"POST " + CHAT.encode() + b" HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+         b"\r\nzz\r\n", 400),
+    ],
+)  # fmt: skip
+def test_what_is_no_http_gets_an_error_object(shared: Running, data: bytes, status: int) -> None:
+    with shared.connect() as connection:
+        connection.sendall(data)
+        response = read_all(connection)
+    assert response.startswith(f"HTTP/1.1 {status} ".encode())
+    assert body_of(response)["error"]["type"] == "invalid_request_error"
+    assert post(shared).status_code == 200
+
+
+def test_garbage_behind_a_request_ends_the_connection_alone(
+    server: Running, engine: FakeEngine
+) -> None:
+    engine.delay = 0.02
+    with server.connect() as connection:
+        connection.sendall(request_bytes(stream=True) + b"\x00garbage\r\n\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            read_all(connection)
+    assert post(server).status_code == 200
+
+
+def test_a_websocket_is_no_call(shared: Running) -> None:
+    headers = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
+    assert httpx.get(shared.url + CHAT, headers=headers).status_code == 405
+
+
+# --- clients that leave
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_generation(
+    server: Running, engine: FakeEngine, stream: bool
+) -> None:
+    engine.delay = 60
+    with server.connect() as connection:
+        connection.sendall(request_bytes(stream=stream))
+        wait_until(lambda: bool(engine.generations))
+        assert not engine.generations[0].closed.is_set()
+    assert engine.generations[0].closed.wait(2)
+    wait_until(lambda: 'status="499"} 1.0' in httpx.get(server.url + "/metrics").text)
+
+
+def test_a_client_that_leaves_in_the_middle_of_a_stream(
+    server: Running, engine: FakeEngine
+) -> None:
+    engine.delay, engine.answer = 0.02, "hello world " * 100
+    with server.connect() as connection:
+        connection.sendall(request_bytes(stream=True))
+        data = b""
+        while b"content" not in data:
+            data += connection.recv(4096)
+    assert engine.generations[0].closed.wait(2)
+
+
+def test_a_client_that_reads_nothing_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, engine: FakeEngine
+) -> None:
+    monkeypatch.setattr(app, "SEND_SECONDS", 0.2)
+    # Longer than the socket buffers of both sides, and faster than they are emptied.
+    monkeypatch.setattr("serve.front.replies.server_sent", lambda body: b": " + b"x" * (1 << 20))
+    engine.answer = "hello world " * 200
+    with Running(engine) as server, server.connect() as connection:
+        connection.sendall(request_bytes(stream=True))
+        wait_until(lambda: bool(engine.generations))
+        assert engine.generations[0].closed.wait(5)
+        assert httpx.get(server.url + "/health").status_code == 200
+
+
+def test_many_at_once(server: Running, engine: FakeEngine) -> None:
+    """All connect before the first is answered; none is reset."""
+    engine.delay = 0.01
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(server.connect()) for _ in range(200)]
+        for connection in connections:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert all(b"200 OK" in read_all(connection) for connection in connections)
+
+
+# --- the end
+
+
+PROGRAM = """
+import asyncio, sys
+from pathlib import Path
+from serve.front.app import bind, serve
+from serve.front.tokens import Tokenizer
+from tests.front.fakes import CONFIG, MAX_CONTEXT, FakeEngine
+
+async def main():
+    tokenizer = Tokenizer(Path(sys.argv[1]))
+    engine = FakeEngine(tokenizer)
+    engine.delay, engine.answer = float(sys.argv[2]), "hello world how are you"
+    listening = bind("127.0.0.1", 0)
+    print(listening.getsockname()[1], flush=True)
+    await serve(CONFIG, engine, tokenizer, listening, MAX_CONTEXT)
+    print("returned", all(g.closed.is_set() for g in engine.generations), flush=True)
+
+asyncio.run(main())
+"""
+
+
+@contextlib.contextmanager
+def process(folder: Path, delay: float) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-c", PROGRAM, str(folder), str(delay)]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    with subprocess.Popen(
+        command, cwd=root, env=environment, text=True, stdout=subprocess.PIPE
+    ) as running:
+        try:
+            assert running.stdout is not None
+            yield running, int(running.stdout.readline())
+        finally:
+            running.kill()
+
+
+def test_a_signal_lets_answers_finish(model_folder: Path) -> None:
+    """And serve() returns: uvicorn's own handling would kill the process at the end."""
+    with process(model_folder, 0.1) as (server, port):
+        url = f"http://127.0.0.1:{port}{CHAT}"
+        with httpx.stream("POST", url, json={**HELLO, "stream": True}, timeout=10) as reply:
+            lines = reply.iter_lines()
+            assert next(lines).startswith("data: ")
+            server.send_signal(signal.SIGTERM)
+            rest = list(lines)
+        assert "data: [DONE]" in rest
+        assert server.communicate(timeout=10)[0] == "returned True\n"
+        assert server.returncode == 0
+
+
+async def reply_after_a_signal(
+    engine: FakeEngine, number: signal.Signals, stream: bool
+) -> httpx.Response:
+    """Of a server in this very process, whose main thread gets the signal."""
+    engine.delay = 60
+    listening = bind("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}{CHAT}"
+    serving = serve(CONFIG, engine, engine.tokenizer, listening, MAX_CONTEXT)
+    serving_task = asyncio.ensure_future(serving)
+    async with httpx.AsyncClient() as client:
+        body = {**HELLO, "stream": stream}
+        answering = asyncio.ensure_future(client.post(url, json=body, timeout=10))
+        while not engine.generations:
+            await asyncio.sleep(0.005)
+        os.kill(os.getpid(), number)
+        reply = await answering
+    await asyncio.wait_for(serving_task, 5)
+    assert engine.generations[0].closed.is_set()
+    return reply
+
+
+@pytest.mark.anyio
+async def test_a_stream_that_takes_too_long_is_ended_with_an_error(
+    monkeypatch: pytest.MonkeyPatch, engine: FakeEngine
+) -> None:
+    monkeypatch.setattr(app_server, "GRACE_SECONDS", 0.2)
+    reply = await reply_after_a_signal(engine, signal.SIGINT, stream=True)
+    assert "The server is stopping." in reply.text
+    assert "[DONE]" not in reply.text
+
+
+@pytest.mark.anyio
+async def test_a_reply_that_takes_too_long_is_refused(
+    monkeypatch: pytest.MonkeyPatch, engine: FakeEngine
+) -> None:
+    monkeypatch.setattr(app_server, "GRACE_SECONDS", 0.2)
+    reply = await reply_after_a_signal(engine, signal.SIGTERM, stream=False)
+    assert reply.status_code == 503
+    assert reply.headers["retry-after"]
+
+
+def test_a_broken_cluster_waits_for_nobody(server: Running, engine: FakeEngine) -> None:
+    engine.delay = 60
+    with server.connect() as connection:
+        connection.sendall(request_bytes(stream=True))
+        wait_until(lambda: bool(engine.generations))
+        started = time.monotonic()
+        server.fail(UnavailableError("lost"))
+        assert b"lost" in read_all(connection)
+        assert server.join(5)
+    assert time.monotonic() - started < 3
+    assert isinstance(server.ended_with, BrigadeError)
