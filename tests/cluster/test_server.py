@@ -108,7 +108,9 @@ def overlap(by_stage: dict[int, list[tuple[float, float]]]) -> tuple[float, floa
 
 def test_four_requests_keep_both_stages_at_work_and_one_does_not(server: Server) -> None:
     def count(_: int) -> None:
-        server.client().chat.completions.create(**CHAT, messages=user("Count from 1 to 30."), max_tokens=100)
+        server.client().chat.completions.create(
+            **CHAT, messages=user("Count from 1 to 30."), max_tokens=100
+        )
 
     since = time.time()
     count(0)
