@@ -46,6 +46,7 @@ class Hub:
         self._mine, self._on_message = mine, on_message
         self._links: dict[int, Link] = {}
         self._hellos: dict[int, dict[str, Any]] = {}
+        self._connected: dict[asyncio.Task[Any], Link] = {}
         self._changed = asyncio.Event()
         self._server: asyncio.Server | None = None
         self._stopping = False
@@ -86,15 +87,26 @@ class Hub:
 
     async def close(self) -> None:
         self._stopping = True
-        for link in self._links.values():
-            link.send_json({"type": "stop"})
-        for link in list(self._links.values()):
-            await link.close()
         if self._server:
             self._server.close()
+        for link in self._connected.values():
+            link.send_json({"type": "stop"})
+        for link in list(self._connected.values()):
+            await link.close()
+        await asyncio.gather(*self._connected, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link = Link(reader, writer)
+        task = asyncio.current_task()
+        assert task is not None
+        self._connected[task] = link
+        try:
+            await self._attend(link)
+        finally:
+            await link.close()
+            del self._connected[task]
+
+    async def _attend(self, link: Link) -> None:
         rank: int | None = None
         try:
             rank = await self._greet(link)
@@ -106,7 +118,6 @@ class Hub:
         if rank is not None and not self._stopping:
             del self._links[rank]
             self._on_message(rank, _error(ClusterError.exit_code, reason))
-        await link.close()
 
     async def _greet(self, link: Link) -> int | None:
         """The rank of a caller that may join; others are told why not."""

@@ -14,6 +14,7 @@ from serve.parent.engine import EngineProcess
 from serve.parent.link import Link
 
 Result = TypeVar("Result")
+_LAST_WORD_SECONDS = 1.0
 _STOP_SECONDS = 8.0  # how long rank 0 may take to finish its streams after a signal
 
 
@@ -67,9 +68,7 @@ async def _live(config: ServeConfig, rank: int, hub: Link) -> None:
 
 async def _wait_for_start(hub: Link) -> dict[str, Any] | None:
     """What to start, or None if the cluster stops before it began."""
-    message = await hub.receive_json()
-    if message is None:
-        raise ClusterError("Rank 0 is gone: look at its log.")
+    message = await _hear(hub)
     raise_if_error(message)
     return None if message["type"] == "stop" else message["order"]
 
@@ -96,6 +95,14 @@ async def _engine_to_hub(rank: int, hub: Link, engine: EngineProcess) -> None:
 
 
 async def _until_stop(hub: Link) -> None:
+    """After the start rank 0 says nothing but stop."""
+    await _hear(hub)
+
+
+async def _hear(hub: Link) -> dict[str, Any]:
     message = await hub.receive_json()
     if message is None:
+        # Its own reason is the better one: a launcher should see rank 0 end first.
+        await asyncio.sleep(_LAST_WORD_SECONDS)
         raise ClusterError("Rank 0 is gone: look at its log.")
+    return message
