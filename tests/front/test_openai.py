@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from serve.core.errors import RequestError
 from serve.front.openai import MOST_STOPS, ChatBody, parse_chat
@@ -282,4 +283,7 @@ def test_arguments_that_are_no_json_are_refused() -> None:
 
 
 def test_many_wrong_messages_make_one_error() -> None:
-    assert refusal(messages=[{}] * 50_000).param == "messages[0]"
+    error = refusal(messages=[{}] * 50_000)
+    assert error.param == "messages[0]"
+    assert isinstance(error.__cause__, ValidationError)
+    assert error.__cause__.error_count() == 1
