@@ -44,8 +44,13 @@ def serve(words: Sequence[str]) -> int:
 
 
 def launch(flags: argparse.Namespace) -> int:
+    from serve.cli.main import check
+
     num_ranks = check_num_ranks(flags.num_ranks)
-    return Supervisor(rank_command(flags.command), num_ranks).run()
+    command = rank_command(flags.command)
+    # All ranks are on this machine: what is wrong is said once, before any has started.
+    check(flags.command[1:], num_ranks)
+    return Supervisor(command, num_ranks).run()
 
 
 def demo(flags: argparse.Namespace) -> int:

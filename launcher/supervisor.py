@@ -2,7 +2,8 @@
 
     running ── a rank ended with 0 ──> waiting ── 5 s ──┐
        │                                  │             │
-       ├── a rank failed, or a signal ────┴─────────────┴──> ending ── 3 s, or a signal ──> killed
+       ├── a rank failed, or a signal ────┴─────────────┴──> ending ── 3 s (12 s after a signal),
+                                                               or a second signal ──> killed
 
 One thread a rank reads its output and one waits for its end; they and the signal handlers put
 events into one queue, and `run` sleeps on that queue. Knows no HTTP, no MLX and no command line.
@@ -28,7 +29,8 @@ from launcher.command import HOST, Ring, exit_code, hostfile_text, rank_environm
 from serve.core.errors import AddressError, ClusterError
 
 FOLLOW_SECONDS = 5.0  # how long the others may go on once a rank has ended well
-GRACE_SECONDS = 3.0  # how long a rank may take to end by itself when asked
+GRACE_SECONDS = 3.0  # how long a rank may take to end by itself when another failed
+DRAIN_SECONDS = 12.0  # how long after a signal: rank 0 lets running streams finish
 GONE_SECONDS = 1.0  # how long the kernel may take to end a killed rank
 OUTPUT_SECONDS = 1.0  # how long output may still come after a rank's end
 LONGEST_LINE_BYTES = 65536
@@ -78,10 +80,12 @@ class Supervisor:
         command: Sequence[str],
         num_ranks: int,
         write: Callable[[str], None] = write_line,
+        drain_seconds: float = DRAIN_SECONDS,
     ) -> None:
         self._command = list(command)
         self._num_ranks = num_ranks
         self._write = write
+        self._drain_seconds = drain_seconds
         self._write_lock = threading.Lock()
         self._colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
         self._events: queue.SimpleQueue[Ended | Asked] = queue.SimpleQueue()
@@ -151,7 +155,7 @@ class Supervisor:
         if self._state in ("running", "waiting"):
             # Only a terminal that goes away sends SIGHUP; to a rank that is a plain end.
             forwarded = signal.SIGTERM if signum == signal.SIGHUP else signal.Signals(signum)
-            self._end_all(forwarded, name)
+            self._end_all(forwarded, name, self._drain_seconds)
         else:
             self._kill_all(f"a second {name}")
 
@@ -159,15 +163,17 @@ class Supervisor:
         if self._state == "waiting":
             self._end_all(signal.SIGTERM, f"still running after {FOLLOW_SECONDS:g} s")
         elif self._state == "ending":
-            self._kill_all(f"still running {GRACE_SECONDS:g} s after being asked to end")
+            self._kill_all("still running after being asked to end")
         else:
             self._log(f"event=rank_lost ranks={self._alive_text()} reason='not ended by SIGKILL'")
             self._code = self._code or exit_code(-signal.SIGKILL)
             self._state = "lost"
 
-    def _end_all(self, signum: signal.Signals, reason: str) -> None:
+    def _end_all(
+        self, signum: signal.Signals, reason: str, grace_seconds: float = GRACE_SECONDS
+    ) -> None:
         self._log(f"event=ending ranks={self._alive_text()} signal={signum.name} reason='{reason}'")
-        self._enter("ending", GRACE_SECONDS)
+        self._enter("ending", grace_seconds)
         for rank in self._alive:
             # To the rank alone, not its group: a rank lets its engine finish.
             self._processes[rank].send_signal(signum)

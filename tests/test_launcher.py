@@ -17,6 +17,7 @@ from launcher import cli
 from launcher.command import Ring, exit_code, hostfile_text, rank_command, rank_environment
 from launcher.supervisor import Supervisor, free_ports, shown
 from serve.core.errors import ClusterError, UsageError
+from tests.models import save
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -24,7 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LAUNCH = """
 import sys
 from launcher.supervisor import Supervisor
-sys.exit(Supervisor([sys.executable, "-c", sys.argv[2]], int(sys.argv[1])).run())
+command = [sys.executable, "-c", sys.argv[2]]
+sys.exit(Supervisor(command, int(sys.argv[1]), drain_seconds=3.0).run())
 """
 
 RANK = "import os, signal, sys, time\nrank = int(os.environ.get('MLX_RANK', 0))\n"
@@ -198,7 +200,7 @@ def test_a_second_signal_kills_at_once(launch: Start) -> None:
     assert seconds < 3
 
 
-def test_ranks_that_ignore_a_signal_are_gone_within_5_seconds(launch: Start) -> None:
+def test_ranks_that_ignore_a_signal_are_killed_after_the_drain(launch: Start) -> None:
     launched = launch(2, DEAF + SLEEP).see("up", 2).mark()
     launched.process.send_signal(signal.SIGTERM)
     code, seconds = launched.end()
@@ -437,8 +439,9 @@ def cpu_seconds(pid: int) -> float:
 
 
 def test_launch_runs_serve_with_the_words_after_the_dashes(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    model = save(tmp_path, "llama")
     seen: list[object] = []
 
     class Recorded(Supervisor):
@@ -447,8 +450,23 @@ def test_launch_runs_serve_with_the_words_after_the_dashes(
             return 9
 
     monkeypatch.setattr(cli, "Supervisor", Recorded)
-    assert cli.main(["launch", "-n", "3", "--", "serve", "--port", "1", "--", "-n"]) == 9
-    assert seen == [(["-m", "serve.cli.main", "--port", "1", "--", "-n"], 3)]
+    words = ["--model", str(model), "--port", "1"]
+    assert cli.main(["launch", "-n", "3", "--", "serve", *words]) == 9
+    assert seen == [(["-m", "serve.cli.main", *words], 3)]
+
+
+def test_launch_says_what_is_wrong_before_any_rank_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save(tmp_path, "llama")
+    monkeypatch.setattr(Supervisor, "run", lambda _: pytest.fail("ranks were started"))
+    for words, code in (
+        (["-n", "5", "--", "serve", "--model", str(model)], 4),
+        (["-n", "2", "--", "serve", "--model", str(tmp_path / "none")], 3),
+        (["-n", "2", "--", "serve", "--model", str(model), "--bogus"], 2),
+    ):
+        assert cli.main(["launch", *words]) == code
+        assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_serve_gets_its_words_unread(monkeypatch: pytest.MonkeyPatch) -> None:

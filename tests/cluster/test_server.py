@@ -35,6 +35,7 @@ def test_a_streamed_chat(server: Server, mlx_lm_answer: Callable[[str], str]) ->
     stream = server.client().chat.completions.create(
         **CHAT,
         messages=user("Count from 1 to 20."),
+        max_tokens=200,
         stream=True,
         stream_options={"include_usage": True},
     )
@@ -107,7 +108,9 @@ def overlap(by_stage: dict[int, list[tuple[float, float]]]) -> tuple[float, floa
 
 def test_four_requests_keep_both_stages_at_work_and_one_does_not(server: Server) -> None:
     def count(_: int) -> None:
-        server.client().chat.completions.create(**CHAT, messages=user("Count from 1 to 30."))
+        server.client().chat.completions.create(
+            **CHAT, messages=user("Count from 1 to 30."), max_tokens=100
+        )
 
     since = time.time()
     count(0)
