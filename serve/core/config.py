@@ -33,16 +33,31 @@ class ServeConfig:
     stall_timeout: float = flag("seconds a rank waits for a tensor on its way", 30.0, least=1)
 
     def __post_init__(self) -> None:
-        for name, checks in _checks(type(self)).items():
-            check_range(name, getattr(self, name), checks)
+        check_ranges(self)
 
     @property
     def model_name(self) -> str:
         return self.served_model_name or self.model.resolve().name
 
 
-def _checks(config: type) -> dict[str, Mapping[str, Any]]:
-    return {name: f.metadata for name, f in config.__dataclass_fields__.items()}  # type: ignore[attr-defined]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanConfig:
+    model: Path = flag("folder of the model (config.json, safetensors)")
+    num_ranks: int = flag("ranks to plan for", short=("-n",), least=1)
+    context: int | None = flag("tokens of a sequence (default: the model's most)", None, least=1)
+    concurrency: int = flag("sequences at the same time", 1, least=1)
+    memory: str | None = flag("for weights and caches: 24GB, or 24GB,48GB for each rank", None)
+    split: str = flag("auto, even, or layers of each rank such as 20,12", "auto")
+    json: bool = flag("print JSON", False)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+def check_ranges(config: Any) -> None:
+    """Raises UsageError if a field is outside of what its flag allows."""
+    for name, field_ in type(config).__dataclass_fields__.items():
+        check_range(name, getattr(config, name), field_.metadata)
 
 
 def check_range(name: str, value: Any, checks: Mapping[str, Any]) -> None:

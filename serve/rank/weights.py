@@ -31,7 +31,7 @@ def load_stage(
 ) -> LoadedStage:
     """Builds layers [start, end) and reads their weights; progress gets 0.0 to 1.0."""
     before = _bytes_read()
-    stage = Stage(_build(folder), start, end)
+    stage = Stage(build_model(folder), start, end)
     weights = list(stage.weights().values())
     bytes_owned = sum(array.nbytes for array in weights)
     done = 0
@@ -47,7 +47,7 @@ def load_stage(
     return LoadedStage(stage, bytes_owned, read)
 
 
-def _build(folder: Path) -> nn.Module:
+def build_model(folder: Path) -> nn.Module:
     try:
         model, _ = load_model(folder, lazy=True)
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError) as error:
