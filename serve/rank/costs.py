@@ -42,12 +42,13 @@ def measure(model: nn.Module, checkpoint: Checkpoint) -> ModelCost:
         )
         for i, layer in enumerate(layers)
     )
-    first, last, shared = (
+    needs = _who_needs(model, layers, outside, run)
+    first, last, shared, tied = (
         LayerCost(sum(outside[name] for name in names), sum(held.outside[n] for n in names))
-        for names in _who_needs(model, layers, outside, run)
+        for names in (*needs, needs[0] & needs[1])
     )
     hop = sum(array.nbytes for array in run.outputs[0]) // _NUM_TOKENS
-    return ModelCost(costs, first, last, shared, hop)
+    return ModelCost(costs, first, last, shared, tied, hop)
 
 
 class _Held:
