@@ -9,11 +9,14 @@ import threading
 import time
 from collections.abc import Sequence
 
+from rich.console import Console
+
 from serve.cli.flags import parse
+from serve.cli.plan import plan_table
 from serve.core.checkpoint import Checkpoint, read_checkpoint
 from serve.core.config import Cluster, ServeConfig, read_cluster
 from serve.core.errors import BrigadeError
-from serve.core.plan import LayerRange, even_split
+from serve.core.plan import StagePlan, check_num_ranks, parse_memory, parse_split
 from serve.parent.member import run_member
 
 _FIRST_WORD_SECONDS = 1.0  # how long other ranks leave it to rank 0 to say what is wrong
@@ -23,11 +26,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         cluster = read_cluster(os.environ)
-        config, checkpoint, plan = _check_first(argv, cluster)
+        config, checkpoint = _check_first(argv, cluster)
         if cluster.leash is not None:
             _follow(cluster.leash)
         if cluster.rank == 0:
-            asyncio.run(_run_front(config, cluster, checkpoint, plan))
+            asyncio.run(_run_front(config, cluster, checkpoint))
         else:
             asyncio.run(run_member(config, cluster, checkpoint.digest))
     except BrigadeError as error:
@@ -38,16 +41,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint, list[LayerRange]]:
-    """All that can be known to be wrong before anything starts."""
+def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint]:
+    """What can be known to be wrong before anything starts."""
     config = parse(ServeConfig, argv, "serve", __doc__)
     checkpoint = read_checkpoint(config.model)
-    return config, checkpoint, even_split(checkpoint.num_layers, num_ranks)
+    check_num_ranks(checkpoint.num_layers, num_ranks)
+    if config.split not in ("auto", "even"):
+        parse_split(config.split, checkpoint.num_layers, num_ranks)
+    if config.memory:
+        parse_memory(config.memory, num_ranks)
+    return config, checkpoint
 
 
-def _check_first(
-    argv: Sequence[str] | None, cluster: Cluster
-) -> tuple[ServeConfig, Checkpoint, list[LayerRange]]:
+def _check_first(argv: Sequence[str] | None, cluster: Cluster) -> tuple[ServeConfig, Checkpoint]:
     """Most mistakes are the same on all ranks: then rank 0 says it, and the launcher
     ends the others before they repeat it."""
     try:
@@ -58,16 +64,14 @@ def _check_first(
         raise
 
 
-async def _run_front(
-    config: ServeConfig, cluster: Cluster, checkpoint: Checkpoint, plan: list[LayerRange]
-) -> None:
+async def _run_front(config: ServeConfig, cluster: Cluster, checkpoint: Checkpoint) -> None:
     # Imported here, because ranks above 0 need neither HTTP nor tokenizers.
     from serve.front import app
     from serve.front.engine import Engine
     from serve.front.tokens import Tokenizer
 
     listening = app.bind(config.host, config.port)
-    engine = Engine(config, cluster, plan, checkpoint.digest)
+    engine = Engine(config, cluster, checkpoint.digest, _print_plan)
     try:
         await engine.listen()
         engine.start()
@@ -78,6 +82,10 @@ async def _run_front(
     finally:
         await engine.close()
         listening.close()
+
+
+def _print_plan(stages: list[StagePlan]) -> None:
+    Console(highlight=False).print(plan_table(stages))
 
 
 def _follow(leash: int) -> None:

@@ -24,6 +24,8 @@ class ServeConfig:
     host: str = flag("address the HTTP server listens on (rank 0)", "127.0.0.1")
     port: int = flag("port of the HTTP server; 0 takes a free one", 8080, least=0, most=65535)
     served_model_name: str | None = flag("name that clients use (default: the folder's)", None)
+    split: str = flag("auto, even, or layers of each rank such as 20,12", "auto")
+    memory: str | None = flag("for weights and caches: 24GB, or 24GB,48GB for each rank", None)
     max_num_sequences: int = flag("sequences that run at the same time", 32, least=1)
     max_queue: int = flag("requests that may wait; more get 429", 256, least=0)
     max_context: int | None = flag("longest prompt and answer, in tokens", None, least=2)

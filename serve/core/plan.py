@@ -80,9 +80,12 @@ class StagePlan:
     def total_bytes(self) -> int:
         return self.weight_bytes + self.cache_bytes
 
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
 
-def stages_to_json(stages: Sequence[StagePlan]) -> list[dict[str, Any]]:
-    return [{**asdict(stage), "total_bytes": stage.total_bytes} for stage in stages]
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "StagePlan":
+        return cls(**{**fields, "layers": tuple(fields["layers"])})
 
 
 # --- splits

@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -24,11 +25,11 @@ from serve.core.errors import (
     UnavailableError,
     from_exit_code,
 )
-from serve.core.plan import LayerRange
+from serve.core.plan import StagePlan
 from serve.core.types import Event, Sampling, Sequence
 from serve.front.scheduler import Scheduler
 from serve.front.stages import StageStatus, chrome_trace, suspect
-from serve.parent.control import Hello, Hub, engine_ended
+from serve.parent.control import Hello, Hub, engine_ended, raise_if_error
 from serve.parent.engine import EngineProcess
 
 _WATCH_SECONDS = 0.5
@@ -67,15 +68,17 @@ class Generation:
 
 
 class Engine:
-    """plan is the layers of each rank, rank 0 first."""
+    """on_plan is told the plan once it is made, before anything is loaded."""
 
     def __init__(
-        self, config: ServeConfig, cluster: Cluster, plan: list[LayerRange], digest: str
+        self,
+        config: ServeConfig,
+        cluster: Cluster,
+        digest: str,
+        on_plan: Callable[[list[StagePlan]], None],
     ) -> None:
-        self._config, self._cluster = config, cluster
-        self._stages = [
-            StageStatus(rank, cluster.hosts[rank], layers) for rank, layers in enumerate(plan)
-        ]
+        self._config, self._cluster, self._on_plan = config, cluster, on_plan
+        self._stages = [StageStatus(rank, host) for rank, host in enumerate(cluster.hosts)]
         self._scheduler = Scheduler(
             cluster.num_ranks,
             max_num_sequences=config.max_num_sequences,
@@ -117,7 +120,6 @@ class Engine:
     async def _run(self) -> None:
         reading: asyncio.Task[None] | None = None
         try:
-            await self._hub.wait_for_all(self._config.join_timeout)
             process = await self._start_engines()
             reading = asyncio.create_task(self._read(process))
             await self._until_all({"loading", "ready"}, self._config.join_timeout, "join the ring")
@@ -133,17 +135,46 @@ class Engine:
                 reading.cancel()
 
     async def _start_engines(self) -> EngineProcess:
+        """The engines start and rank 0's makes the plan while other ranks still join."""
+        process = self._process = await EngineProcess.start()
+        process.link.send_json({"type": "plan", **self._plan_request()})
+        plan = await self._receive_plan(process)
+        await self._hub.wait_for_all(self._config.join_timeout)
+        self._on_plan(plan)
         nonce = secrets.randbits(31)
-        orders = [self._order(stage, nonce) for stage in self._stages]
-        for rank in range(1, self._cluster.num_ranks):
-            self._stages[rank].pid = self._hub.pid(rank)
-            self._hub.send(rank, {"type": "start", "order": orders[rank]})
-        self._process = await EngineProcess.start(orders[0])
-        self._stages[0].pid = os.getpid()
-        return self._process
+        for stage, planned in zip(self._stages, plan, strict=True):
+            stage.plan = planned
+            order = self._order(planned, nonce)
+            if stage.rank:
+                stage.pid = self._hub.pid(stage.rank)
+                self._hub.send(stage.rank, {"type": "start", "order": order})
+            else:
+                stage.pid = os.getpid()
+                process.link.send_json(order)
+        return process
 
-    def _order(self, stage: StageStatus, nonce: int) -> dict[str, Any]:
+    async def _receive_plan(self, process: EngineProcess) -> list[StagePlan]:
+        """Raises what is wrong with the plan or the model."""
+        message = await process.link.receive_json()
+        if message is None:
+            message = engine_ended(0, await process.wait())
+        raise_if_error(message)
+        return [StagePlan.from_json(stage) for stage in message["stages"]]
+
+    def _plan_request(self) -> dict[str, Any]:
+        config = self._config
         return {
+            "model": str(config.model),
+            "num_ranks": self._cluster.num_ranks,
+            "context": config.max_context,
+            "concurrency": config.max_num_sequences,
+            "memory": config.memory,
+            "split": config.split,
+        }
+
+    def _order(self, stage: StagePlan, nonce: int) -> dict[str, Any]:
+        return {
+            "type": "order",
             "rank": stage.rank,
             "hosts": list(self._cluster.hosts),
             "nonce": nonce,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from serve.core.plan import LayerRange
+from serve.core.plan import StagePlan
 
 _WINDOW_SECONDS = 10.0
 _NUM_SPANS = 20_000
@@ -39,7 +39,7 @@ class StageStatus:
 
     rank: int
     host: str
-    layers: LayerRange
+    plan: StagePlan | None = None
     pid: int | None = None
     state: str = "starting"
     progress: float = 0.0
@@ -77,15 +77,14 @@ class StageStatus:
         """For the log, key=value."""
         known = {"bytes_owned": self.bytes_owned, "bytes_read": self.bytes_read}
         read = " ".join(f"{key}={value}" for key, value in known.items() if value)
-        start, end = self.layers
-        return f"event=stage_{self.state} rank={self.rank} layers={start}-{end - 1} {read}".rstrip()
+        return f"event=stage_{self.state} rank={self.rank} {read}".rstrip()
 
     def to_json(self) -> dict[str, Any]:
         return {
             "rank": self.rank,
             "host": self.host,
             "pid": self.pid,
-            "layers": list(self.layers),
+            "layers": list(self.plan.layers) if self.plan else None,
             "state": self.state,
             "bytes_owned": self.bytes_owned,
             "bytes_read": self.bytes_read,
@@ -107,7 +106,9 @@ def chrome_trace(stages: list[StageStatus], since: float) -> dict[str, Any]:
 
 
 def _events(stage: StageStatus, since: float) -> Iterator[dict[str, Any]]:
-    start, end = stage.layers
+    if stage.plan is None:
+        return
+    start, end = stage.plan.layers
     label = f"rank {stage.rank}, layers {start} to {end - 1}"
     yield {"name": "process_name", "ph": "M", "pid": stage.rank, "args": {"name": label}}
     for span in stage.spans:

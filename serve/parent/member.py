@@ -53,16 +53,14 @@ async def _until(
 
 
 async def _live(config: ServeConfig, rank: int, hub: Link) -> None:
-    engine: EngineProcess | None = None
+    engine = await EngineProcess.start()
     try:
         order = await _wait_for_start(hub)
-        if order is None:
-            return
-        engine = await EngineProcess.start({**order, "model": str(config.model)})
-        await _relay(rank, hub, engine)
+        if order is not None:
+            engine.link.send_json({**order, "model": str(config.model)})
+            await _relay(rank, hub, engine)
     finally:
-        if engine:
-            await engine.stop()
+        await engine.stop()
         await hub.close()
 
 

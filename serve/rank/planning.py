@@ -15,7 +15,6 @@ from serve.core.plan import (
     parse_memory,
     parse_split,
     plan_stages,
-    stages_to_json,
 )
 from serve.rank.costs import measure
 from serve.rank.weights import build_model
@@ -44,7 +43,8 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         head = {"model_type": self.model_type, "num_layers": self.num_layers}
         hop = {"hop_bytes_per_token": self.hop_bytes_per_token}
-        return {**head, **asdict(self.demand), **hop, "stages": stages_to_json(self.stages)}
+        stages = [{**stage.to_json(), "total_bytes": stage.total_bytes} for stage in self.stages]
+        return {**head, **asdict(self.demand), **hop, "stages": stages}
 
 
 def make_plan(folder: Path, request: PlanRequest) -> Plan:
