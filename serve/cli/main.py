@@ -19,7 +19,7 @@ from serve.core.errors import BrigadeError
 from serve.core.plan import StagePlan, check_num_ranks, parse_memory, parse_split
 from serve.parent.member import run_member
 
-_FIRST_WORD_SECONDS = 1.0  # how long other ranks leave it to rank 0 to say what is wrong
+_FIRST_WORD_SECONDS = 2.0  # how long other ranks leave it to rank 0 to say what is wrong
 
 
 def main(argv: Sequence[str] | None = None) -> int:
