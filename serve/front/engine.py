@@ -269,7 +269,7 @@ class Engine:
     def ready_reason(self) -> str | None:
         """None when requests can be served, else one line that says why not."""
         if self._failure.done():
-            return str(self._failure.result())
+            return "the cluster broke"  # The reason may name hosts: it is for the log.
         if missing := self._hub.missing():
             return f"waiting for rank {missing[0]}"
         late = [stage.doing for stage in self._stages if stage.state != "ready"]

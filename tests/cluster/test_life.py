@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -16,6 +17,8 @@ import pytest
 
 from launcher.supervisor import free_ports
 from tests.cluster.servers import (
+    BIN,
+    ROOT,
     TINY_CHAT,
     Server,
     alone,
@@ -251,6 +254,18 @@ def test_a_rank_with_another_model_is_refused(tmp_path: Path) -> None:
         server = run_to_its_end(command(1, other))
     assert server.process.returncode == 6
     assert "its model differs from rank 0's" in server.text
+
+
+def test_a_demo_ends_when_nobody_reads_it() -> None:
+    """As in `brigade demo | head -1`."""
+    command = [str(BIN / "brigade"), "demo"]
+    demo = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert demo.stdout
+    demo.stdout.readline()
+    demo.stdout.close()
+    family = [psutil.Process(demo.pid), *psutil.Process(demo.pid).children(recursive=True)]
+    assert demo.wait(60) == 1
+    assert gone(family, 5)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
