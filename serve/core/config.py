@@ -4,12 +4,15 @@ Both are read once, checked, and frozen. Defaults are said here and nowhere else
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from serve.core.errors import UsageError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def flag(help: str, default: Any = ..., **checks: Any) -> Any:
@@ -20,7 +23,9 @@ def flag(help: str, default: Any = ..., **checks: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    model: Path = flag("folder of the model (config.json, tokenizer, safetensors)")
+    model: Path = flag("folder of the model, or org/name of one on the Hugging Face hub")
+    revision: str | None = flag("branch, tag or commit of a model on the hub", None)
+    cache_dir: Path | None = flag("where parts of hub models are kept (HF_HOME/brigade)", None)
     host: str = flag("address the HTTP server listens on (rank 0)", "127.0.0.1")
     port: int = flag("port of the HTTP server; 0 takes a free one", 8080, least=0, most=65535)
     served_model_name: str | None = flag("name that clients use (default: the folder's)", None)
@@ -35,10 +40,18 @@ class ServeConfig:
     def __post_init__(self) -> None:
         for name, checks in _checks(type(self)).items():
             check_range(name, getattr(self, name), checks)
+        if self.revision and not self.hub_id:
+            raise UsageError(f"--revision is for models of the hub: {self.model} is none.")
+
+    @property
+    def hub_id(self) -> str | None:
+        """`org/name` of a model on the hub; None for a folder, which comes first."""
+        name = str(self.model)
+        return name if _HUB_ID.fullmatch(name) and not self.model.exists() else None
 
     @property
     def model_name(self) -> str:
-        return self.served_model_name or self.model.resolve().name
+        return self.served_model_name or self.hub_id or self.model.resolve().name
 
 
 def _checks(config: type) -> dict[str, Mapping[str, Any]]:

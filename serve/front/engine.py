@@ -148,6 +148,8 @@ class Engine:
             "hosts": list(self._cluster.hosts),
             "nonce": nonce,
             "model": str(self._config.model),
+            "commit": self._config.revision,
+            "cache_dir": self._config.cache_dir and str(self._config.cache_dir),
             "layers": list(stage.layers),
             "join_timeout": self._config.join_timeout,
             "stall_timeout": self._config.stall_timeout,

@@ -23,6 +23,7 @@ from serve.hub.repo import (
     INDEX,
     Snapshot,
     cached_whole,
+    default_cache,
     fetch_whole,
     folder_name,
     resolve,
@@ -92,13 +93,26 @@ class PartialModel:
             shard.fill(part, _pieces(source, part), self._sizes.commit_bytes, lambda _: None)
 
 
+def pin(repo: str, revision: str | None, cache: Path | None) -> PartialModel:
+    """The commit that a revision stands for now (None: main), and its folder. Only rank 0
+    asks this: others are told the commit, so that all have the same. Raises ModelError."""
+    snapshot = resolve(repo, revision, cache or default_cache())
+    return open_partial(repo, snapshot.commit, cache, snapshot)
+
+
 def open_partial(
-    repo: str, commit: str, cache: Path, snapshot: Snapshot | None = None, sizes: Sizes = STANDARD
+    repo: str,
+    commit: str,
+    cache: Path | None,
+    snapshot: Snapshot | None = None,
+    sizes: Sizes = STANDARD,
 ) -> PartialModel:
-    """The folder of this commit, made if it is not there. Raises ModelError.
+    """The folder of this commit in the cache (None: under HF_HOME), made if it is not
+    there. Raises ModelError.
 
     snapshot spares asking the hub again by whoever has just resolved it.
     """
+    cache = cache or default_cache()
     folder = cache / folder_name(repo) / commit
     state = folder / ".brigade"
     try:

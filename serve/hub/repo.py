@@ -29,7 +29,6 @@ INDEX = "model.safetensors.index.json"
 _LIBRARY = "mlx-brigade"
 _SMALL = frozenset({".json", ".jinja", ".txt", ".model", ".tiktoken", ".jsonl"})
 _PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 _logger = logging.getLogger(__name__)
@@ -97,11 +96,6 @@ class Snapshot:
                 "code: use a repository with safetensors."
             )
         raise ModelError(f"{self.repo} has no model*.safetensors.")
-
-
-def is_hub_id(model: Path) -> bool:
-    """Whether `org/name` is meant; a folder of that name comes first."""
-    return not model.exists() and _HUB_ID.fullmatch(str(model)) is not None
 
 
 def default_cache() -> Path:

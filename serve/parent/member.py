@@ -58,7 +58,10 @@ async def _live(config: ServeConfig, rank: int, hub: Link) -> None:
         order = await _wait_for_start(hub)
         if order is None:
             return
-        engine = await EngineProcess.start({**order, "model": str(config.model)})
+        # What to load is rank 0's word, the commit of a hub model too; where it is, is this host's.
+        cache_dir = config.cache_dir and str(config.cache_dir)
+        here = {"model": str(config.model), "cache_dir": cache_dir}
+        engine = await EngineProcess.start({**order, **here})
         await _relay(rank, hub, engine)
     finally:
         if engine:
