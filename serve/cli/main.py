@@ -1,6 +1,5 @@
 """The command `serve`: one rank, alone or in the cluster that its launcher describes."""
 
-import argparse
 import asyncio
 import dataclasses
 import functools
@@ -10,52 +9,17 @@ import signal
 import sys
 import threading
 import time
-import types
-import typing
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
-from serve import __version__
+from serve.cli.flags import parse
 from serve.core.checkpoint import Checkpoint, read_checkpoint
 from serve.core.config import Cluster, ServeConfig, read_cluster
-from serve.core.errors import BrigadeError, UsageError
+from serve.core.errors import BrigadeError
 from serve.core.plan import LayerRange, even_split
 from serve.parent.member import run_member
 
 _FIRST_WORD_SECONDS = 1.0  # how long other ranks leave it to rank 0 to say what is wrong
-
-
-class _Parser(argparse.ArgumentParser):
-    """Reports a wrong flag as every other error: one line, and how to mend it."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}: see `{self.prog} --help`.")
-
-
-def parse(argv: Sequence[str]) -> ServeConfig:
-    """Flags come from the fields of the config. Raises UsageError."""
-    parser = _Parser(prog="serve", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"mlx-brigade {__version__}")
-    kinds = typing.get_type_hints(ServeConfig)
-    for field in dataclasses.fields(ServeConfig):
-        required = field.default is dataclasses.MISSING
-        shown = "" if required or field.default is None else f" (default: {field.default})"
-        parser.add_argument(
-            "--" + field.name.replace("_", "-"),
-            type=_plain_type(kinds[field.name]),
-            required=required,
-            default=None if required else field.default,
-            metavar=_plain_type(kinds[field.name]).__name__.upper(),
-            help=field.metadata["help"] + shown,
-        )
-    return ServeConfig(**vars(parser.parse_args(argv)))
-
-
-def _plain_type(kind: Any) -> type:
-    """int of `int | None`."""
-    if isinstance(kind, types.UnionType):
-        kind = next(part for part in typing.get_args(kind) if part is not type(None))
-    return typing.cast(type, kind)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint, list[LayerRange]]:
     """All that can be known to be wrong before anything starts. The config of a model of
     the hub comes back with the commit that its revision stands for."""
-    config = parse(argv)
+    config = parse(ServeConfig, argv, "serve", __doc__)
     folder = config.model
     if config.hub_id:
         # Imported here, because a folder needs nothing of it.
@@ -94,7 +58,7 @@ def _check_first(argv: Sequence[str], cluster: Cluster) -> Callable[[], Coroutin
     """What this rank is to run. Most mistakes are the same on all ranks: then rank 0 says
     it, and the launcher ends the others before they repeat it."""
     try:
-        asked = parse(argv)
+        asked = parse(ServeConfig, argv, "serve", __doc__)
         if asked.hub_id and cluster.rank:
             # Rank 0 first fetches what is small, and tells the commit when all have joined.
             patient = dataclasses.replace(asked, join_timeout=asked.load_timeout)

@@ -38,24 +38,53 @@ class ServeConfig:
     stall_timeout: float = flag("seconds a rank waits for a tensor on its way", 30.0, least=1)
 
     def __post_init__(self) -> None:
-        for name, checks in _checks(type(self)).items():
-            check_range(name, getattr(self, name), checks)
-        if self.revision and not self.hub_id:
-            raise UsageError(f"--revision is for models of the hub: {self.model} is none.")
+        check_ranges(self)
+        check_revision(self.model, self.revision)
 
     @property
     def hub_id(self) -> str | None:
-        """`org/name` of a model on the hub; None for a folder, which comes first."""
-        name = str(self.model)
-        return name if _HUB_ID.fullmatch(name) and not self.model.exists() else None
+        return hub_id(self.model)
 
     @property
     def model_name(self) -> str:
         return self.served_model_name or self.hub_id or self.model.resolve().name
 
 
-def _checks(config: type) -> dict[str, Mapping[str, Any]]:
-    return {name: f.metadata for name, f in config.__dataclass_fields__.items()}  # type: ignore[attr-defined]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanConfig:
+    model: Path = flag("folder of the model, or org/name of one on the Hugging Face hub")
+    revision: str | None = flag("branch, tag or commit of a model on the hub", None)
+    cache_dir: Path | None = flag("where parts of hub models are kept (HF_HOME/brigade)", None)
+    num_ranks: int = flag("ranks to plan for", short=("-n",), least=1)
+    context: int | None = flag("tokens of a sequence (default: the model's most)", None, least=1)
+    concurrency: int = flag("sequences at the same time", 1, least=1)
+    memory: str | None = flag("for weights and caches: 24GB, or 24GB,48GB for each rank", None)
+    split: str = flag("auto, even, or layers of each rank such as 20,12", "auto")
+    json: bool = flag("print JSON", False)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        check_revision(self.model, self.revision)
+
+    @property
+    def hub_id(self) -> str | None:
+        return hub_id(self.model)
+
+
+def hub_id(model: Path) -> str | None:
+    """`org/name` of a model on the hub; None for a folder, which comes first."""
+    return str(model) if _HUB_ID.fullmatch(str(model)) and not model.exists() else None
+
+
+def check_revision(model: Path, revision: str | None) -> None:
+    if revision and not hub_id(model):
+        raise UsageError(f"--revision is for models of the hub: {model} is none.")
+
+
+def check_ranges(config: Any) -> None:
+    """Raises UsageError if a field is outside of what its flag allows."""
+    for name, field_ in type(config).__dataclass_fields__.items():
+        check_range(name, getattr(config, name), field_.metadata)
 
 
 def check_range(name: str, value: Any, checks: Mapping[str, Any]) -> None:

@@ -45,13 +45,14 @@ class LayerCost:
 @dataclass(frozen=True, slots=True)
 class ModelCost:
     """first is what else the rank with layer 0 holds (the embedding), last what rank 0
-    holds (norm and head), shared what every rank does. hop is what one token sends
-    across a cut."""
+    holds (norm and head), shared what every rank does. tied is part of both first and
+    last, and there once where both are. hop is what one token sends across a cut."""
 
     layers: tuple[LayerCost, ...]
     first: LayerCost
     last: LayerCost
     shared: LayerCost
+    tied: LayerCost
     hop_bytes_per_token: int
 
 
@@ -208,15 +209,16 @@ def stage_plan(
     memory: Sequence[int] | None,
     step_share: float = 0.0,
 ) -> StagePlan:
+    is_first, is_last = layers[0] == 0, layers[1] == len(cost.layers)
     own = [*cost.layers[slice(*layers)], cost.shared]
-    own += [cost.first] if layers[0] == 0 else []
-    own += [cost.last] if layers[1] == len(cost.layers) else []
+    own += [cost.first] * is_first + [cost.last] * is_last
+    twice = cost.tied if is_first and is_last else LayerCost(0, 0)
     return StagePlan(
         rank=rank,
         layers=layers,
-        weight_bytes=sum(part.weight_bytes for part in own),
+        weight_bytes=sum(part.weight_bytes for part in own) - twice.weight_bytes,
         cache_bytes=demand.concurrency * sum(part.caches(demand.context) for part in own),
-        fetch_bytes=sum(part.fetch_bytes for part in own),
+        fetch_bytes=sum(part.fetch_bytes for part in own) - twice.fetch_bytes,
         step_share=step_share,
         memory_bytes=memory[rank] if memory else None,
     )

@@ -115,6 +115,8 @@ class Hub:
             reason = f"Rank {rank} on {link.peer_host} is gone."
         except ClusterError as error:
             reason = str(error)
+        except (LookupError, TypeError, ValueError) as error:
+            reason = f"Rank {rank} on {link.peer_host} sent what cannot be read ({error!r})."
         if rank is not None and not self._stopping:
             del self._links[rank]
             self._on_message(rank, _error(ClusterError.exit_code, reason))
@@ -136,7 +138,7 @@ class Hub:
 
     def _objection(self, hello: dict[str, Any]) -> str | None:
         mine, rank = self._mine, hello.get("rank")
-        if not hmac.compare_digest(str(hello.get("secret")), mine.secret):
+        if not hmac.compare_digest(str(hello.get("secret")).encode(), mine.secret.encode()):
             return "it belongs to another launch: two clusters use the same ports"
         if hello.get("version") != mine.version:
             return f"it has mlx-brigade {hello.get('version')}, rank 0 has {mine.version}"

@@ -54,6 +54,7 @@ class Stage:
     def __init__(self, model: nn.Module, start: int, end: int) -> None:
         self.model, self.start, self.end = model, start, end
         self.layers: list[nn.Module] = list(model.layers)
+        weights = stand_in_for_weights(model)
         trials = [_Trial(model, self.layers, cached) for cached in (True, False)]
         self.cuts = {t.cached: Cut(t.given, t.crossing(start), t.crossing(end)) for t in trials}
         self._caches: Sequence[Any] = ()
@@ -61,6 +62,7 @@ class Stage:
         self._open_seams()
         self._caching = _Caching(trials[0], start, end)
         _keep_own_weights(self)
+        _put_back(model, weights)
 
     @property
     def is_last(self) -> bool:
@@ -68,7 +70,7 @@ class Stage:
 
     def weights(self) -> dict[str, mx.array]:
         """Every array that the stage owns, by its original name."""
-        return dict(_named_arrays(self.model))
+        return dict(named_arrays(self.model))
 
     def make_cache(self) -> list[Any]:
         """mlx-lm caches of the local layers, and what else their positions need."""
@@ -280,14 +282,27 @@ def _advance(cache: Any, num_rows: int, num_tokens: int) -> None:
 # --- weights
 
 
+def stand_in_for_weights(model: nn.Module) -> dict[str, mx.array]:
+    """Puts blanks in the place of all arrays, and returns these by name. So a trial
+    sees where a weight is used and not how it is made, which may take 50,000 nodes."""
+    arrays = dict(named_arrays(model))
+    blanks = {id(array): _blank(array) for array in arrays.values()}  # tied ones stay tied
+    _set_arrays(model, {name: blanks[id(array)] for name, array in arrays.items()})
+    return arrays
+
+
+def _put_back(model: nn.Module, weights: dict[str, mx.array]) -> None:
+    _set_arrays(model, {name: weights[name] for name, _ in named_arrays(model)})
+
+
 def _keep_own_weights(stage: Stage) -> None:
     """Takes every array that the stage does not need out of the module tree.
 
     Layers are kept whole. Outside of layers a module stays, whole, if the outputs
     depend on one of its arrays.
     """
-    arrays = dict(_named_arrays(stage.model))
-    layer_of = {id(a): i for i, layer in enumerate(stage.layers) for _, a in _named_arrays(layer)}
+    arrays = dict(named_arrays(stage.model))
+    layer_of = {id(a): i for i, layer in enumerate(stage.layers) for _, a in named_arrays(layer)}
     owner = {name: layer_of.get(id(array)) for name, array in arrays.items()}
     outside = {name for name, i in owner.items() if i is None}
     used = {name for cached in (True, False) for name in _trial_uses(stage, cached, arrays)}
@@ -307,13 +322,22 @@ def _module_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _named_arrays(tree: Any) -> Iterator[tuple[str, mx.array]]:
+def named_arrays(tree: Any) -> Iterator[tuple[str, mx.array]]:
     """Each array below a module by its dotted name, parameters and constants."""
     for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
         if isinstance(value, mx.array):
             yield str(key), value
         elif isinstance(value, (dict, list, tuple)):
-            yield from ((f"{key}.{name}", array) for name, array in _named_arrays(value))
+            yield from ((f"{key}.{name}", array) for name, array in named_arrays(value))
+
+
+def _set_arrays(tree: Any, arrays: dict[str, mx.array], path: str = "") -> None:
+    for key, value in list(tree.items()) if isinstance(tree, dict) else enumerate(tree):
+        if isinstance(value, mx.array):
+            if not isinstance(tree, tuple):
+                tree[key] = arrays[f"{path}{key}"]
+        elif isinstance(value, (dict, list, tuple)):
+            _set_arrays(value, arrays, f"{path}{key}.")
 
 
 def _prune(tree: Any, keep: set[str], path: str = "") -> bool:

@@ -48,7 +48,7 @@ def load_stage(
         share = _FETCH_SHARE if bytes_fetched else 0.0
     else:
         folder = model
-        stage = Stage(_build(folder, {}), start, end)
+        stage = Stage(build_model(folder), start, end)
     weights = list(stage.weights().values())
     bytes_owned = sum(array.nbytes for array in weights)
     done = 0
@@ -64,12 +64,14 @@ def load_stage(
     return LoadedStage(stage, bytes_owned, read, bytes_fetched)
 
 
-def _build(folder: Path, raw: dict[str, mx.array]) -> nn.Module:
+def build_model(folder: Path, raw: dict[str, mx.array] | None = None) -> nn.Module:
     """The whole model, lazily. raw is filled with the arrays of the files, as they are
     before `sanitize` renames, stacks or splits them."""
 
     def classes(config: dict[str, Any]) -> Any:
         model_class, args_class = utils._get_classes(config=config)
+        if raw is None:
+            return model_class, args_class
         return lambda args: _recording(model_class(args), raw), args_class
 
     try:
@@ -108,7 +110,7 @@ def _fetch_stage(
     bytes_fetched = 0
     while True:
         raw: dict[str, mx.array] = {}
-        stage = Stage(_build(partial.folder, raw), start, end)
+        stage = Stage(build_model(partial.folder, raw), start, end)
         early = _evaluated(raw) - wanted
         wanted |= early | _made_of(list(stage.weights().values()), raw)
         bytes_fetched += partial.fetch(wanted, lambda done, total: progress(done / total))

@@ -29,6 +29,7 @@ def model(weights: list[int], head: int = 0, embedding: int = 0, cache: int = 0)
         LayerCost(embedding, embedding),
         LayerCost(head, head),
         NOTHING,
+        NOTHING,
         hop_bytes_per_token=8,
     )
 
