@@ -15,7 +15,6 @@ from serve.core.plan import even_split
 from serve.hub.partial import open_partial
 from serve.rank.weights import LoadedStage, load_stage
 from tests.hub.checkpoints import header_sizes
-from tests.hub.conftest import home, hub  # noqa: F401
 from tests.hub.server import COMMIT, REPO, FakeHub
 
 _LLAMA: dict[str, Any] = {
