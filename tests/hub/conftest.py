@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
-from huggingface_hub.utils import close_session
 
 from serve.hub import access
 from tests.hub import checkpoints
@@ -38,7 +37,6 @@ def hub(repo: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fak
     with running(repo) as hub:
         point_at(hub, monkeypatch)
         yield hub
-    close_session()
 
 
 def point_at(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:

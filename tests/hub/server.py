@@ -98,6 +98,7 @@ class FakeHub:
 
 class _Answer(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else each answer waits for an acknowledgement
     hub: FakeHub
 
     def log_message(self, *args: object) -> None:
