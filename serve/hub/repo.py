@@ -6,6 +6,7 @@ here is only which of the files are wanted. Code (.py) and pickles never are.
 
 import json
 import logging
+import os
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -112,13 +113,13 @@ def resolve(repo: str, revision: str | None, cache: Path) -> Snapshot:
     if not constants.HF_HUB_OFFLINE:
         try:
             snapshot = patiently(repo, lambda: _ask(repo, revision), most_tries=4)
-            ref.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(ref, snapshot.commit.encode())
-            return snapshot
         except ModelError as error:
             if is_refusal(error.__cause__):
                 raise
             failure = error
+        else:
+            write_whole(ref, snapshot.commit.encode())
+            return snapshot
     known = _remembered(repo, revision, cache, ref) or _cached_by_hub(repo, revision)
     if known is None:
         raise failure or ModelError(
@@ -214,7 +215,11 @@ def folder_name(repo: str) -> str:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file so that nobody sees a part of it. The caller excludes others."""
-    partial = path.with_name(path.name + ".new")
-    partial.write_bytes(data)
-    partial.replace(path)
+    """Writes a file so that nobody sees a part of it. Raises ModelError."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(data)
+        partial.replace(path)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be written: {error.strerror}.") from error

@@ -90,18 +90,35 @@ def assert_equal(mine: LoadedStage, theirs: LoadedStage) -> None:
         assert mx.array_equal(array, expected[name]), name
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+_CHECKPOINTS = {
+    "llama-1": (llama, _LLAMA, 1),
+    "llama-3": (llama, _LLAMA, 3),
+    "llama-tied": (llama, {**_LLAMA, "tie_word_embeddings": True}, 3),
+    "mixtral-experts": (mixtral, _MIXTRAL, 3),
+    "gpt2-transposed": (gpt2, _GPT2, 2),
+}
+_QUICK = {
+    ("llama-1", 3),
+    ("llama-3", 2),
+    ("llama-tied", 2),
+    ("mixtral-experts", 4),
+    ("gpt2-transposed", 3),
+}
+
+
 @pytest.mark.parametrize(
-    "repo",
+    ("repo", "num_ranks"),
     [
-        (llama, _LLAMA, 1),
-        (llama, _LLAMA, 3),
-        (llama, {**_LLAMA, "tie_word_embeddings": True}, 3),
-        (mixtral, _MIXTRAL, 3),
-        (gpt2, _GPT2, 2),
+        pytest.param(
+            _CHECKPOINTS[name],
+            num_ranks,
+            id=f"{name}-{num_ranks}",
+            marks=() if (name, num_ranks) in _QUICK else pytest.mark.slow,
+        )
+        for name in _CHECKPOINTS
+        for num_ranks in (1, 2, 3, 4)
     ],
-    ids=["llama-1", "llama-3", "llama-tied", "mixtral-experts", "gpt2-transposed"],
-    indirect=True,
+    indirect=["repo"],
 )
 def test_the_same_weights_as_from_a_whole_folder(
     hub: FakeHub, home: Path, repo: Path, num_ranks: int
