@@ -1,13 +1,16 @@
 """The command `serve`: one rank, alone or in the cluster that its launcher describes."""
 
 import asyncio
+import dataclasses
+import functools
 import logging
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from rich.console import Console
 
@@ -26,13 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         cluster = read_cluster(os.environ)
-        config, checkpoint = _check_first(argv, cluster)
+        run = _check_first(sys.argv[1:] if argv is None else argv, cluster)
         if cluster.leash is not None:
             _follow(cluster.leash)
-        if cluster.rank == 0:
-            asyncio.run(_run_front(config, cluster, checkpoint))
-        else:
-            asyncio.run(run_member(config, cluster, checkpoint.digest))
+        asyncio.run(run())
     except BrigadeError as error:
         print(f"serve: {error}", file=sys.stderr, flush=True)
         return error.exit_code
@@ -42,9 +42,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint]:
-    """What can be known to be wrong before anything starts."""
+    """What can be known to be wrong before anything starts. The config of a model of
+    the hub comes back with the commit that its revision stands for."""
     config = parse(ServeConfig, argv, "serve", __doc__)
-    checkpoint = read_checkpoint(config.model)
+    folder = config.model
+    if config.hub_id:
+        # Imported here, because a folder needs nothing of it.
+        from serve.hub.partial import pin
+
+        model = pin(config.hub_id, config.revision, config.cache_dir)
+        folder = model.folder
+        config = dataclasses.replace(config, revision=model.snapshot.commit)
+    checkpoint = read_checkpoint(folder)
     check_num_ranks(checkpoint.num_layers, num_ranks)
     if config.split not in ("auto", "even"):
         parse_split(config.split, checkpoint.num_layers, num_ranks)
@@ -53,30 +62,46 @@ def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint]
     return config, checkpoint
 
 
-def _check_first(argv: Sequence[str] | None, cluster: Cluster) -> tuple[ServeConfig, Checkpoint]:
-    """Most mistakes are the same on all ranks: then rank 0 says it, and the launcher
-    ends the others before they repeat it."""
+def _check_first(argv: Sequence[str], cluster: Cluster) -> Callable[[], Coroutine[Any, Any, None]]:
+    """What this rank is to run. Most mistakes are the same on all ranks: then rank 0 says
+    it, and the launcher ends the others before they repeat it."""
     try:
-        return check(sys.argv[1:] if argv is None else argv, cluster.num_ranks)
+        asked = parse(ServeConfig, argv, "serve", __doc__)
+        if asked.hub_id and cluster.rank:
+            # Rank 0 first fetches what is small, and tells the commit when all have joined.
+            patient = dataclasses.replace(asked, join_timeout=asked.load_timeout)
+            return functools.partial(run_member, patient, cluster, _hub_digest(asked))
+        config, checkpoint = check(argv, cluster.num_ranks)
     except BrigadeError:
         if cluster.rank:
             time.sleep(_FIRST_WORD_SECONDS)
         raise
+    digest = _hub_digest(asked) if asked.hub_id else checkpoint.digest
+    if cluster.rank:
+        return functools.partial(run_member, config, cluster, digest)
+    return functools.partial(_run_front, config, cluster, checkpoint, digest)
 
 
-async def _run_front(config: ServeConfig, cluster: Cluster, checkpoint: Checkpoint) -> None:
+def _hub_digest(asked: ServeConfig) -> str:
+    """What ranks compare before any of them but rank 0 has asked the hub."""
+    return f"{asked.hub_id}@{asked.revision or 'main'}"
+
+
+async def _run_front(
+    config: ServeConfig, cluster: Cluster, checkpoint: Checkpoint, digest: str
+) -> None:
     # Imported here, because ranks above 0 need neither HTTP nor tokenizers.
     from serve.front import app
     from serve.front.engine import Engine
     from serve.front.tokens import Tokenizer
 
     listening = app.bind(config.host, config.port)
-    engine = Engine(config, cluster, checkpoint.digest, _print_plan)
+    engine = Engine(config, cluster, checkpoint.folder, digest, _print_plan)
     try:
         await engine.listen()
         engine.start()
         logging.info("event=listening url=http://%s:%d", *listening.getsockname()[:2])
-        tokenizer = await asyncio.to_thread(Tokenizer, config.model)
+        tokenizer = await asyncio.to_thread(Tokenizer, checkpoint.folder)
         max_context = min(filter(None, [config.max_context, checkpoint.max_context]), default=4096)
         await app.serve(config, engine, tokenizer, listening, max_context)
     finally:

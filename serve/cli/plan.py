@@ -23,7 +23,12 @@ def run(argv: Sequence[str]) -> int:
         memory=config.memory,
         split=config.split,
     )
-    plan = make_plan(config.model, request)
+    folder = config.model
+    if config.hub_id:
+        from serve.hub.partial import pin
+
+        folder = pin(config.hub_id, config.revision, config.cache_dir).folder
+    plan = make_plan(folder, request)
     if config.json:
         print(json.dumps(plan.to_json(), indent=2))
         return 0

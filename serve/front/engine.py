@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from serve.core import wire
@@ -68,16 +69,19 @@ class Generation:
 
 
 class Engine:
-    """on_plan is told the plan once it is made, before anything is loaded."""
+    """folder is where the model's config is, also that of a hub model. on_plan is told
+    the plan once it is made, before anything is loaded."""
 
     def __init__(
         self,
         config: ServeConfig,
         cluster: Cluster,
+        folder: Path,
         digest: str,
         on_plan: Callable[[list[StagePlan]], None],
     ) -> None:
-        self._config, self._cluster, self._on_plan = config, cluster, on_plan
+        self._config, self._cluster = config, cluster
+        self._folder, self._on_plan = folder, on_plan
         self._stages = [StageStatus(rank, host) for rank, host in enumerate(cluster.hosts)]
         self._scheduler = Scheduler(
             cluster.num_ranks,
@@ -164,7 +168,7 @@ class Engine:
     def _plan_request(self) -> dict[str, Any]:
         config = self._config
         return {
-            "model": str(config.model),
+            "model": str(self._folder),
             "num_ranks": self._cluster.num_ranks,
             "context": config.max_context,
             "concurrency": config.max_num_sequences,
@@ -179,6 +183,8 @@ class Engine:
             "hosts": list(self._cluster.hosts),
             "nonce": nonce,
             "model": str(self._config.model),
+            "commit": self._config.revision,
+            "cache_dir": self._config.cache_dir and str(self._config.cache_dir),
             "layers": list(stage.layers),
             "join_timeout": self._config.join_timeout,
             "stall_timeout": self._config.stall_timeout,

@@ -45,6 +45,7 @@ class StageStatus:
     progress: float = 0.0
     bytes_owned: int = 0
     bytes_read: int | None = None
+    bytes_fetched: int = 0
     num_steps: int = 0
     heard_at: float = 0.0
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=_NUM_SPANS))
@@ -54,6 +55,7 @@ class StageStatus:
         self.state, self.progress = message["state"], message["progress"]
         self.bytes_owned = message.get("bytes_owned", self.bytes_owned)
         self.bytes_read = message.get("bytes_read", self.bytes_read)
+        self.bytes_fetched = message.get("bytes_fetched", self.bytes_fetched)
         self.num_steps, self.heard_at = message.get("num_steps", 0), now
         self.spans.extend(Span(*span) for span in message.get("spans", ()))
         self._busy.append((now, message.get("busy_seconds", 0.0)))
@@ -75,7 +77,11 @@ class StageStatus:
 
     def line(self) -> str:
         """For the log, key=value."""
-        known = {"bytes_owned": self.bytes_owned, "bytes_read": self.bytes_read}
+        known = {
+            "bytes_owned": self.bytes_owned,
+            "bytes_read": self.bytes_read,
+            "bytes_fetched": self.bytes_fetched,
+        }
         read = " ".join(f"{key}={value}" for key, value in known.items() if value)
         return f"event=stage_{self.state} rank={self.rank} {read}".rstrip()
 
@@ -88,6 +94,7 @@ class StageStatus:
             "state": self.state,
             "bytes_owned": self.bytes_owned,
             "bytes_read": self.bytes_read,
+            "bytes_fetched": self.bytes_fetched,
             "busy_share": round(self.busy_share, 3),
         }
 

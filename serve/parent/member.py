@@ -57,7 +57,9 @@ async def _live(config: ServeConfig, rank: int, hub: Link) -> None:
     try:
         order = await _wait_for_start(hub)
         if order is not None:
-            engine.link.send_json({**order, "model": str(config.model)})
+            # What to load is rank 0's word, also the commit of a hub model; where, this host's.
+            cache_dir = config.cache_dir and str(config.cache_dir)
+            engine.link.send_json({**order, "model": str(config.model), "cache_dir": cache_dir})
             await _relay(rank, hub, engine)
     finally:
         await engine.stop()

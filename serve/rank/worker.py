@@ -24,6 +24,7 @@ import mlx.core as mx
 from serve.core import wire
 from serve.core.errors import BrigadeError, ClusterError, EngineError
 from serve.core.types import Sampling, Step
+from serve.hub.partial import PartialModel, open_partial
 from serve.rank.cache import GroupCaches
 from serve.rank.planning import PlanRequest, make_plan
 from serve.rank.sampling import sample
@@ -37,12 +38,15 @@ _NUM_SPANS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What the parent says at the start."""
+    """What the parent says at the start. commit makes model one of the hub, `org/name`;
+    cache_dir is where parts of it are kept, None for under HF_HOME."""
 
     rank: int
     hosts: tuple[str, ...]
     nonce: int
     model: Path
+    commit: str | None
+    cache_dir: Path | None
     layers: tuple[int, int]
     join_timeout: float
     stall_timeout: float
@@ -53,6 +57,7 @@ class Order:
         typed = {
             "hosts": tuple(fields["hosts"]),
             "model": Path(fields["model"]),
+            "cache_dir": Path(fields["cache_dir"]) if fields["cache_dir"] else None,
             "layers": tuple(fields["layers"]),
         }
         return cls(**{**fields, **typed})
@@ -179,15 +184,22 @@ class Worker:
         order = self.order
         self.transport = self._join()
         self.status = {"state": "loading", "progress": 0.0}
-        loaded = load_stage(order.model, *order.layers, progress=self._loading)
+        loaded = load_stage(self._model(), *order.layers, progress=self._loading)
         self.loop = StepLoop(loaded.stage, self.transport)
         self.status = {
             "state": "ready",
             "progress": 1.0,
             "bytes_owned": loaded.bytes_owned,
             "bytes_read": loaded.bytes_read,
+            "bytes_fetched": loaded.bytes_fetched,
         }
         return self.loop
+
+    def _model(self) -> Path | PartialModel:
+        order = self.order
+        if order.commit is None:
+            return order.model
+        return open_partial(str(order.model), order.commit, order.cache_dir)
 
     def _join(self) -> Transport:
         if len(self.order.hosts) == 1:
