@@ -123,6 +123,8 @@ def open_partial(
             known = Snapshot.load(saved)
             if known is None:
                 known = snapshot or resolve(repo, commit, cache)
+                if known.commit != commit:
+                    raise ModelError(f"The hub gave {known.commit} for {repo} at {commit}.")
                 if known.complete:
                     known.save(saved)
             names = _make(folder, known)

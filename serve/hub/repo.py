@@ -132,7 +132,12 @@ def resolve(repo: str, revision: str | None, cache: Path) -> Snapshot:
 def _ask(repo: str, revision: str | None) -> Snapshot:
     api = HfApi(library_name=_LIBRARY, library_version=__version__)
     timeout = constants.HF_HUB_ETAG_TIMEOUT
-    info = api.model_info(repo, revision=revision, files_metadata=True, timeout=timeout)
+    try:
+        info = api.model_info(repo, revision=revision, files_metadata=True, timeout=timeout)
+    except (ValueError, LookupError, TypeError) as error:
+        raise ModelError(
+            f"{constants.ENDPOINT} does not answer as a hub does when asked for {repo}: {error}"
+        ) from error
     commit = info.sha or ""
     if not _COMMIT.fullmatch(commit):
         raise ModelError(f"{constants.ENDPOINT} did not tell the commit of {repo}.")

@@ -58,6 +58,8 @@ class FakeHub:
     requests: Counter[str] = field(default_factory=Counter)
     leaked_tokens: list[str] = field(default_factory=list)
     revisions: dict[str, str] = field(default_factory=lambda: {"main": COMMIT, "v1": COMMIT})
+    sizes: dict[str, int] = field(default_factory=dict)  # what is told instead of the truth
+    refused: set[str] = field(default_factory=set)  # addresses that have expired
     url: str = ""
     storage_url: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -159,7 +161,7 @@ class _HubAnswer(_Answer):
         if not name.endswith(".safetensors"):
             return self.say(200, data, ETag=f'"{hub.etag(name)}"', **common)
         etag = "f" * 64 if hub.faults.moved_commit else hub.etag(name)
-        size = str(len(data) + hub.faults.wrong_length)
+        size = str(hub.sizes.get(name, len(data)) + hub.faults.wrong_length)
         place = f"{hub.storage_url}/blobs/{name}?Signature=abc&n={hub.requests.total()}"
         return self.say(
             302, X_Linked_ETag=f'"{etag}"', X_Linked_Size=size, Location=place, **common
@@ -172,7 +174,9 @@ class _StorageAnswer(_Answer):
         name = parts.path.rpartition("/")[2]
         if self.headers.get("Authorization"):
             hub.leaked_tokens.append(self.path)
-        if "Signature" not in parse_qs(parts.query) or hub.take("expired"):
+        if hub.take("expired"):
+            hub.refused.add(self.path)
+        if "Signature" not in parse_qs(parts.query) or self.path in hub.refused:
             return self.say(403, b"<Error><Code>AccessDenied</Code></Error>")
         if hub.take("busy"):
             return self.say(faults.busy_status, Retry_After=faults.retry_after)

@@ -221,6 +221,7 @@ def test_a_stored_file_that_is_shorter_is_an_error(
     etags = {path.name: hub.etag(path.name) for path in repo.iterdir()}
     monkeypatch.setattr(hub, "listing", lambda: listing)
     monkeypatch.setattr(hub, "etag", etags.__getitem__)
+    hub.sizes[path.name] = path.stat().st_size
     path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(ModelError, match=f"{path.name} of {REPO} changed"):
         opened(home / "cache")
@@ -491,11 +492,14 @@ def test_two_processes_at_once(hub: FakeHub, home: Path, repo: Path, num_shards:
     assert_right(opened(home / "cache"), names)
 
 
-def test_a_folder_of_another_version_is_not_believed(hub: FakeHub, home: Path) -> None:
+@pytest.mark.parametrize("spoil", [Path.unlink, lambda path: path.write_bytes(b"short")])
+def test_a_weight_file_that_was_lost_is_made_anew(
+    hub: FakeHub, home: Path, spoil: Callable[[Path], object]
+) -> None:
     model = opened(home / "cache")
     model.fetch(["model.norm"], nobody)
     path = model.tensors["model.norm"].file
-    path.unlink()
+    spoil(path)
     again = opened(home / "cache")
     assert again.missing_bytes(["model.norm"]) == 384
     again.fetch(["model.norm"], nobody)
