@@ -6,13 +6,13 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import mlx_lm
 import pytest
 
 from launcher.supervisor import free_ports
-from tests.cluster.servers import BIN, ROOT, TINY_CHAT, Server, brigade_launch, running, started
+from tests.cluster.servers import BIN, ROOT, TINY_CHAT, Server, brigade_launch, started
 from tests.hub.checkpoints import header_sizes
-from tests.hub.server import COMMIT, REPO, FakeHub
-from tests.hub.server import running as running_hub
+from tests.hub.server import COMMIT, REPO, FakeHub, running
 
 QUESTION = [{"role": "user", "content": "Hello, who are you?"}]
 
@@ -21,7 +21,7 @@ QUESTION = [{"role": "user", "content": "Hello, who are you?"}]
 def tiny_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     """A hub with the embedded model, for processes that are started from here."""
     shutil.copytree(TINY_CHAT, tmp_path / "repo")
-    with running_hub(tmp_path / "repo") as hub:
+    with running(tmp_path / "repo") as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
         monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -53,8 +53,9 @@ def test_a_cluster_serves_a_model_of_the_hub(tiny_hub: FakeHub, tmp_path: Path) 
     assert all(f <= 1.01 * o for f, o in zip(fetched, owned, strict=True))
     assert sum(fetched) == tiny_hub.data_bytes(header_sizes(tiny_hub.folder))
     assert (cache / "models--org--tiny" / COMMIT / "config.json").exists()
-    with running(2) as local:
-        assert answer(local, "tiny-chat") == from_hub
+    model, tokenizer = mlx_lm.load(str(TINY_CHAT))
+    prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True)
+    assert from_hub == mlx_lm.generate(model, tokenizer, prompt, max_tokens=32)
     tiny_hub.served.clear()
     with started(command(port, 2, *flags), port) as server:
         server.wait_until_ready()
