@@ -1,13 +1,15 @@
 """`serve --model org/name`: a cluster whose ranks fetch their own layers from the hub."""
 
+import json
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from launcher.supervisor import free_ports
-from tests.cluster.servers import ROOT, TINY_CHAT, Server, brigade_launch, running, started
+from tests.cluster.servers import BIN, ROOT, TINY_CHAT, Server, brigade_launch, running, started
 from tests.hub.checkpoints import header_sizes
 from tests.hub.server import COMMIT, REPO, FakeHub
 from tests.hub.server import running as running_hub
@@ -58,6 +60,14 @@ def test_a_cluster_serves_a_model_of_the_hub(tiny_hub: FakeHub, tmp_path: Path) 
         server.wait_until_ready()
         assert answer(server, REPO) == from_hub
     assert not [s for s in tiny_hub.served if s.file.endswith(".safetensors")]
+
+
+def test_a_plan_reads_headers_alone(tiny_hub: FakeHub) -> None:
+    words = [str(BIN / "brigade"), "plan", "--model", REPO, "-n", "2", "--json"]
+    run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert len(json.loads(run.stdout)["stages"]) == 2
+    assert tiny_hub.data_bytes(header_sizes(tiny_hub.folder)) == 0
 
 
 def test_a_model_that_may_not_be_read_ends_all_ranks(tiny_hub: FakeHub) -> None:
