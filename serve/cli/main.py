@@ -13,13 +13,15 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from serve.cli.flags import parse
 from serve.cli.plan import plan_table
 from serve.core.checkpoint import Checkpoint, read_checkpoint
 from serve.core.config import Cluster, ServeConfig, read_cluster
-from serve.core.errors import BrigadeError
+from serve.core.errors import BrigadeError, DisagreementError
 from serve.core.plan import StagePlan, check_num_ranks, parse_memory, parse_split
+from serve.parent.facts import files, versions
 from serve.parent.member import run_member
 
 _FIRST_WORD_SECONDS = 2.0  # how long other ranks leave it to rank 0 to say what is wrong
@@ -34,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _follow(cluster.leash)
         asyncio.run(run())
     except BrigadeError as error:
+        if isinstance(error, DisagreementError):
+            Console(stderr=True, highlight=False).print(_who_has_what(error))
         print(f"serve: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:
@@ -70,25 +74,28 @@ def _check_first(argv: Sequence[str], cluster: Cluster) -> Callable[[], Coroutin
         if asked.hub_id and cluster.rank:
             # Rank 0 first fetches what is small, and tells the commit when all have joined.
             patient = dataclasses.replace(asked, join_timeout=asked.load_timeout)
-            return functools.partial(run_member, patient, cluster, _hub_digest(asked))
+            return functools.partial(run_member, patient, cluster, _facts(asked, None))
         config, checkpoint = check(argv, cluster.num_ranks)
     except BrigadeError:
         if cluster.rank:
             time.sleep(_FIRST_WORD_SECONDS)
         raise
-    digest = _hub_digest(asked) if asked.hub_id else checkpoint.digest
+    facts = _facts(asked, checkpoint)
     if cluster.rank:
-        return functools.partial(run_member, config, cluster, digest)
-    return functools.partial(_run_front, config, cluster, checkpoint, digest)
+        return functools.partial(run_member, config, cluster, facts)
+    return functools.partial(_run_front, config, cluster, checkpoint, facts)
 
 
-def _hub_digest(asked: ServeConfig) -> str:
-    """What ranks compare before any of them but rank 0 has asked the hub."""
-    return f"{asked.hub_id}@{asked.revision or 'main'}"
+def _facts(asked: ServeConfig, checkpoint: Checkpoint | None) -> dict[str, str]:
+    """What ranks compare. Of a hub model only rank 0 has files at that time; the commit
+    that it tells the others is as good as digests."""
+    if asked.hub_id or checkpoint is None:
+        return {**versions(), "model": f"{asked.hub_id}@{asked.revision or 'main'}"}
+    return {**versions(), **files(checkpoint.folder, checkpoint.digest)}
 
 
 async def _run_front(
-    config: ServeConfig, cluster: Cluster, checkpoint: Checkpoint, digest: str
+    config: ServeConfig, cluster: Cluster, checkpoint: Checkpoint, facts: dict[str, str]
 ) -> None:
     # Imported here, because ranks above 0 need neither HTTP nor tokenizers.
     from serve.front import app
@@ -96,7 +103,7 @@ async def _run_front(
     from serve.front.tokens import Tokenizer
 
     listening = app.bind(config.host, config.port)
-    engine = Engine(config, cluster, checkpoint.folder, digest, _print_plan)
+    engine = Engine(config, cluster, checkpoint.folder, facts, _print_plan)
     try:
         await engine.listen()
         engine.start()
@@ -111,6 +118,13 @@ async def _run_front(
 
 def _print_plan(stages: list[StagePlan]) -> None:
     Console(highlight=False).print(plan_table(stages))
+
+
+def _who_has_what(error: DisagreementError) -> Table:
+    table = Table("what differs", *(f"rank {rank}" for rank in next(iter(error.rows.values()))))
+    for name, row in error.rows.items():
+        table.add_row(name, *row.values())
+    return table
 
 
 def _follow(leash: int) -> None:

@@ -77,7 +77,7 @@ class Engine:
         config: ServeConfig,
         cluster: Cluster,
         folder: Path,
-        digest: str,
+        facts: dict[str, str],
         on_plan: Callable[[list[StagePlan]], None],
     ) -> None:
         self._config, self._cluster = config, cluster
@@ -89,7 +89,7 @@ class Engine:
             max_queue=config.max_queue,
             prefill_chunk=config.prefill_chunk,
         )
-        self._hub = Hub(Hello.of(cluster, digest, os.getpid()), self._on_message)
+        self._hub = Hub(Hello.of(cluster, facts, os.getpid()), self._on_message)
         self._process: EngineProcess | None = None
         self._generations: dict[int, Generation] = {}
         self._sequence_ids = itertools.count()

@@ -18,7 +18,7 @@ _LAST_WORD_SECONDS = 1.0
 _STOP_SECONDS = 8.0  # how long rank 0 may take to finish its streams after a signal
 
 
-async def run_member(config: ServeConfig, cluster: Cluster, digest: str) -> None:
+async def run_member(config: ServeConfig, cluster: Cluster, facts: dict[str, str]) -> None:
     """Returns when rank 0 says stop, or after a signal; raises the error that ended
     this rank.
 
@@ -30,7 +30,7 @@ async def run_member(config: ServeConfig, cluster: Cluster, digest: str) -> None
     signalled = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, signalled.set)
-    hello = Hello.of(cluster, digest, os.getpid())
+    hello = Hello.of(cluster, facts, os.getpid())
     hub = await _until(signalled, join(cluster.control, hello, config.join_timeout))
     if hub is not None:
         await _until(signalled, _live(config, cluster.rank, hub), _STOP_SECONDS)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -239,7 +240,7 @@ def test_a_rank_that_is_missing_is_named(tmp_path: Path) -> None:
     assert "Ranks [1] did not join within 2 s" in server.text
 
 
-def test_a_rank_with_another_model_is_refused(tmp_path: Path) -> None:
+def test_ranks_with_different_models_say_who_has_what(tmp_path: Path) -> None:
     hostfile = tmp_path / "hosts.json"
     ports = free_ports(4)
     hostfile.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports[:2]]))
@@ -251,10 +252,12 @@ def test_a_rank_with_another_model_is_refused(tmp_path: Path) -> None:
         flags = serve_flags(ports[3], model, "--join-timeout", "6")
         return ["env", *variables, *alone(flags)]
 
-    with started(command(0, TINY_CHAT)):
-        server = run_to_its_end(command(1, other))
-    assert server.process.returncode == 6
-    assert "its model differs from rank 0's" in server.text
+    with started(command(1, other)) as rank_1:
+        rank_0 = run_to_its_end(command(0, TINY_CHAT))
+        assert rank_0.process.returncode == 6
+        assert re.search(r"config\.json +│ [0-9a-f]{16} │ [0-9a-f]{16}", rank_0.text), rank_0.text
+        assert "The ranks differ (config.json" in rank_0.text
+        rank_1.process.wait(10)
 
 
 def test_a_demo_ends_when_nobody_reads_it() -> None:

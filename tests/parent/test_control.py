@@ -11,10 +11,10 @@ import pytest
 from launcher.supervisor import free_ports
 from serve.core import wire
 from serve.core.config import Address
-from serve.core.errors import AddressError, ClusterError
+from serve.core.errors import AddressError, ClusterError, DisagreementError
 from serve.parent.control import Hello, Hub, join, raise_if_error
 
-HELLO = Hello(rank=0, num_ranks=3, secret="sésame", version="1", digest="d", pid=10)
+HELLO = Hello(rank=0, num_ranks=3, secret="sésame", facts={"mlx": "1"}, pid=10)
 
 
 @pytest.fixture
@@ -61,6 +61,21 @@ async def test_all_ranks_join_in_any_order() -> None:
             await link.close()
 
 
+async def test_ranks_that_differ_are_told_apart() -> None:
+    async with hub() as (centre, address, _):
+        others = {1: {"mlx": "1"}, 2: {"mlx": "2", "config.json": "x"}}
+        hellos = [replace(HELLO, rank=rank, facts=own) for rank, own in others.items()]
+        links = [await join(address, hello, 5) for hello in hellos]
+        with pytest.raises(DisagreementError, match="rank 2 has 2") as caught:
+            await centre.wait_for_all(5)
+        assert caught.value.rows == {
+            "mlx": {0: "1", 1: "1", 2: "2"},
+            "config.json": {0: "-", 1: "-", 2: "x"},
+        }
+        for link in links:
+            await link.close()
+
+
 async def test_a_missing_rank_is_named() -> None:
     async with hub() as (centre, address, _):
         link = await join(address, replace(HELLO, rank=1), 5)
@@ -74,11 +89,10 @@ async def test_a_missing_rank_is_named() -> None:
     [
         ({"secret": "other"}, "another launch"),
         ({"secret": ""}, "another launch"),
-        ({"version": "2"}, "mlx-brigade 2, rank 0 has 1"),
         ({"num_ranks": 4}, "rank 1 of 4, not of 3"),
         ({"rank": 3}, "rank 3 of 3"),
         ({"rank": 0}, "rank 0 of 3"),
-        ({"digest": "e"}, "its model differs"),
+        ({"facts": None}, "does not say what it has"),
     ],
 )
 async def test_a_wrong_rank_is_told_why(change: dict[str, Any], reason: str) -> None:
