@@ -28,11 +28,11 @@ class Rig:
         rows = tuple(Row(s, self.length.get(s, 0), len(t)) for s, t in feeds.items())
         tokens = tuple(t for fed in feeds.values() for t in fed)
         step = Step(self.number, group, rows, tokens, True, drop)
-        caches = self.caches.apply(step)
-        if rows:
-            fed = mx.array(tokens).reshape(len(rows), -1)
-            (logits,) = self.stage(fed, caches, [])
-            mx.eval(logits, self.caches.states(step))
+        logits: dict[int, mx.array] = {}
+        for part in self.caches.apply(step):
+            (output,) = self.stage(part.tokens(step), part.caches, [])
+            logits |= dict(zip(part.rows, output, strict=True))
+        mx.eval(logits, self.caches.states(step))
         for n, (sequence, fed) in enumerate(feeds.items()):
             cache = self.alone.setdefault(sequence, make_prompt_cache(self.whole))
             expected = self.whole(mx.array([fed]), cache=cache)
