@@ -193,30 +193,36 @@ def _advance(cache: Any, num_rows: int, num_tokens: int) -> None:
 def _keep_own_weights(stage: Stage, used: set[str]) -> None:
     """Takes every array that the stage does not need out of the module tree.
 
-    Layers are kept whole. Outside of layers a module stays, whole, if the outputs
-    depend on one of its arrays.
+    Its layers are kept whole, and of other layers what the outputs depend on. Outside of
+    layers a module stays, whole, if the outputs depend on one of its arrays.
     """
-    arrays = dict(_named_arrays(stage.model))
-    layer_of = {id(a): i for i, layer in enumerate(stage.layers) for _, a in _named_arrays(layer)}
-    owner = {name: layer_of.get(id(array)) for name, array in arrays.items()}
-    outside = {name for name, i in owner.items() if i is None}
-    modules = {_module_of(name) for name in used & outside}
+    owner = _owners(stage)
+    used &= owner.keys()  # without what a forward made and forgot
+    modules = {_module_of(name) for name in used if owner[name] is None}
     keep = {name for name, i in owner.items() if i is not None and stage.start <= i < stage.end}
-    _prune(stage.model, keep | {name for name in outside if _module_of(name) in modules})
+    keep |= {name for name, i in owner.items() if i is None and _module_of(name) in modules}
+    _prune(stage.model, keep | used)
+
+
+def _owners(stage: Stage) -> dict[str, int | None]:
+    """Which layer each array belongs to, by its name."""
+    layer_of = {id(a): i for i, layer in enumerate(stage.layers) for _, a in _named_arrays(layer)}
+    return {name: layer_of.get(id(array)) for name, array in _named_arrays(stage.model)}
 
 
 def _weights_in_use(stage: Stage) -> set[str]:
-    """The names of the arrays that the outputs depend on: of all arrays if the forward
-    evaluates, which hides its graph."""
+    """The names of the arrays that the outputs depend on. If the forward evaluates, which
+    hides its graph, those are all arrays outside of layers too."""
     arrays = dict(_named_arrays(stage.model))
+    outside = {name for name, i in _owners(stage).items() if i is None}
     found: set[str] = set()
     for cached, cut in stage.cuts.items():
         inputs = cut.example() or [cut.tokens]
         caches = make_prompt_cache(stage.model) if cached else None
         outputs = stage._run(cut.tokens, caches, inputs if cut.receives else [])
-        seen = trace.depends_on(outputs, arrays | {f"\0{n}": a for n, a in enumerate(inputs)})
-        hidden = not any(name.startswith("\0") for name in seen)
-        found |= arrays.keys() if hidden else seen & arrays.keys()
+        found |= trace.depends_on(outputs, arrays)
+        if not trace.depends_on(outputs, dict(enumerate(inputs))):
+            found |= outside
     return found
 
 

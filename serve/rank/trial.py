@@ -5,7 +5,7 @@ whether its caches can be batched. No weight is read, even if a forward evaluate
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -173,7 +173,9 @@ def blank(array: mx.array) -> mx.array:
 
 @contextmanager
 def without_weights(model: nn.Module) -> Iterator[None]:
-    """Blanks in place of all weights, for forwards that evaluate what they compute."""
+    """Blanks in place of all weights, for forwards that evaluate what they compute. Arrays
+    that modules make out of weights in a forward and keep are forgotten at the end."""
+    before = [(module, dict(module), dict(vars(module))) for module in model.modules()]
     places = list(_places(model))
     blanks = {id(array): blank(array) for _, _, array in places}
     try:
@@ -183,6 +185,10 @@ def without_weights(model: nn.Module) -> Iterator[None]:
     finally:
         for tree, key, array in places:
             tree[key] = array
+        for module, entries, attributes in before:
+            for key in set(module) - entries.keys():
+                del module[key]
+                vars(module).update({key: attributes[key]} if key in attributes else {})
 
 
 def _places(tree: Any) -> Iterator[tuple[Any, Any, mx.array]]:
@@ -221,7 +227,9 @@ def can_batch(model: nn.Module) -> bool:
             step = Step(number, 0, rows, (0,) * sum(feeds.values()), sample=True)
             for part in caches.apply(step):
                 tokens = part.tokens(step)
-                (output,) = trace.arrays_in(model(tokens, cache=part.caches)).values()
+                ragged = len({row.position for row in rows}) > 1
+                with _numbers_as_positions_refused() if ragged else nullcontext():
+                    (output,) = trace.arrays_in(model(tokens, cache=part.caches)).values()
                 if output.shape[:2] != tokens.shape:
                     return False
             for row in rows:
@@ -229,3 +237,21 @@ def can_batch(model: nn.Module) -> bool:
     except FAILURES:
         return False
     return True
+
+
+@contextmanager
+def _numbers_as_positions_refused() -> Iterator[None]:
+    """Where rows are at different positions, one number for all rows is wrong: it comes
+    from the shape of keys that are padded, and not from the cache."""
+    rope = mx.fast.rope
+
+    def checked(*args: Any, **kwargs: Any) -> mx.array:
+        if not isinstance(kwargs.get("offset"), mx.array):
+            raise ValueError("The same position for all rows.")
+        return rope(*args, **kwargs)
+
+    mx.fast.rope = checked
+    try:
+        yield
+    finally:
+        mx.fast.rope = rope
