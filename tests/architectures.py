@@ -149,7 +149,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 32},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "llama4": {"num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "rope_scaling": None},
-    "llama4_text": {"no_rope_layers": [1, 0] * 2},
+    "llama4_text": {"no_rope_layers": [1, 0] * 2, "tie_word_embeddings": False},
     "longcat_flash": {"zero_expert_type": "identity"},
     "longcat_flash_ngram": {"zero_expert_type": "identity"},
     "mamba2": {"time_step_limit": (0.001, 100.0)},
@@ -188,6 +188,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
         ],
     },
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    # Neither its head nor that of llama4_text can be an embedding of 4 bits.
+    "seed_oss": {"tie_word_embeddings": False},
 }
 _MISSING = dataclasses.MISSING
 _SMALL: list[tuple[tuple[str, ...], Any]] = [
@@ -277,13 +279,14 @@ def build(name: str) -> nn.Module:
 
 
 def quantized(model: nn.Module) -> nn.Module:
-    """4 bits where the widths allow it."""
+    """4 bits where the widths allow it, and the model."""
+    allows = getattr(model, "quant_predicate", lambda *_: True)
 
-    def fits(_: str, module: nn.Module) -> bool:
+    def fits(path: str, module: nn.Module) -> bool:
         to_quantized = getattr(module, "to_quantized", None)
         # mlx calls it with a mode, which not every module of mlx-lm takes.
         known = to_quantized and "mode" in inspect.signature(to_quantized).parameters
-        return bool(known) and module.weight.shape[-1] % 32 == 0
+        return bool(known and module.weight.shape[-1] % 32 == 0 and allows(path, module))
 
     nn.quantize(model, group_size=32, bits=4, class_predicate=fits)
     mx.eval(model.parameters())
