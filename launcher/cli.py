@@ -43,6 +43,12 @@ def serve(words: Sequence[str]) -> int:
     return serve_main(list(words))
 
 
+def plan(words: Sequence[str]) -> int:
+    from serve.cli.plan import run as run_plan
+
+    return run_plan(list(words))
+
+
 def launch(flags: argparse.Namespace) -> int:
     from serve.cli.main import check
 
@@ -87,6 +93,12 @@ def add_demo_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+# What serve.cli does, with the words after the subcommand as they are.
+HANDED_OVER: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
+    "serve": ("run one rank", serve),
+    "plan": ("who would get which layers", plan),
+}
+
 SUBCOMMANDS = {
     "launch": Subcommand(
         purpose="start ranks on this machine and keep them",
@@ -107,8 +119,9 @@ def build_parser() -> Parser:
     parser = Parser(prog="brigade", description="Pipelined language model serving on MLX.")
     parser.add_argument("--version", action="version", version=f"brigade {__version__}")
     choices = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
-    # Only for --help: `serve` reads its own flags.
-    choices.add_parser("serve", help="run one rank; see `brigade serve --help`", add_help=False)
+    # Only for --help: these read their own flags.
+    for name, (purpose, _) in HANDED_OVER.items():
+        choices.add_parser(name, help=f"{purpose}; see `brigade {name} --help`", add_help=False)
     for name, subcommand in SUBCOMMANDS.items():
         purpose = subcommand.purpose
         own = choices.add_parser(name, help=purpose, description=purpose, usage=subcommand.usage)
@@ -130,8 +143,8 @@ def unknown_word(subcommand: str, word: str) -> UsageError:
 
 
 def run(words: Sequence[str]) -> int:
-    if words and words[0] == "serve":
-        return serve(words[1:])
+    if words and words[0] in HANDED_OVER:
+        return HANDED_OVER[words[0]][1](words[1:])
     own, command = split_at_dashes(words)
     flags, unknown = build_parser().parse_known_args(own, argparse.Namespace(command=command))
     if unknown:

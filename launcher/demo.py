@@ -209,6 +209,8 @@ class Demo:
             self._talk()
         except BrigadeError as error:
             self._failure = error
+        except SystemExit:  # rich's word for a broken pipe
+            self._failure = BrigadeError("nobody reads the demo's output any more.")
         except Exception as error:  # the top of a thread: whatever it is ends the demo
             self._failure = EngineError(f"the demo's conversation failed: {error!r}.")
         if self._once or self._failure is not None:

@@ -13,11 +13,12 @@ from pathlib import Path
 import mlx.core as mx
 
 from serve.rank import trial
+from serve.rank.stage import Stage
 from tests import architectures
 from tests.rank.comparison import possible_cuts, split
 
 # Sizes of the probe, all different, so that a shape tells what its axes are.
-_ROWS, _CONTEXT, _LENGTH = 3, 12, 5
+_ROWS, _CONTEXT, _LENGTH = 3, 24, 5
 _HIDDEN = 64
 _HEAD = """# Architectures
 
@@ -28,7 +29,7 @@ and gradients over 2 ranks, 3 ranks and one layer on each rank.
 - **splits**: where layers can be divided between ranks. A cut *before layer n* makes n the
   first layer of the next rank.
 - **crosses a cut**: what a rank sends to the next in each step, at the cut where most crosses. B
-  rows, L tokens, C tokens of context with these, D the hidden size.
+  rows, L tokens, C tokens of context with these, D the hidden size, numbers as in the tiny model.
 - **traffic**: the same in hidden states (D numbers for each token). A part that grows
   with the context is sent again in each step: avoid such a cut if there is another.
 - **rows**: *together* if rows of different lengths share one forward; *one by one* if mlx-lm's
@@ -76,14 +77,24 @@ def _list(numbers: dict[int, object]) -> str:
 def _probe(name: str, cut: int) -> list[str]:
     """The axes of each array that crosses, such as "B L D"."""
     first = split(architectures.build(name), [cut])[0]
-    caches = first.make_cache()
-    for length in (_CONTEXT - _LENGTH, _LENGTH):
-        sent = first(mx.zeros((_ROWS, length), dtype=mx.int32), caches, [])
-        mx.eval(sent, [cache.state for cache in caches])
     config = architectures.config_of(name)
     hidden = config.get("text_config", config).get("hidden_size", _HIDDEN)
-    axes = {_ROWS: "B", _LENGTH: "L", _CONTEXT: "C", hidden: "D"}
-    return sorted(" ".join(str(axes.get(n, n)) for n in array.shape) or "1" for array in sent)
+    axes = {_ROWS: "B", _LENGTH: "L", hidden: "D"}
+
+    def axis(short: int, long: int) -> str:
+        if short == long:
+            return axes.get(short, str(short))
+        return "C" if short == _CONTEXT else f"C/{_CONTEXT // short}"
+
+    pairs = zip(_shapes(first, _CONTEXT), _shapes(first, 2 * _CONTEXT), strict=True)
+    return sorted(" ".join(map(axis, *pair)) or "1" for pair in pairs)
+
+
+def _shapes(first: Stage, context: int) -> list[tuple[int, ...]]:
+    caches = first.make_cache()
+    for length in (context - _LENGTH, _LENGTH):
+        sent = first(mx.zeros((_ROWS, length), dtype=mx.int32), caches, [])
+    return [array.shape for array in sent]
 
 
 def _crosses(shapes: list[str]) -> str:
@@ -98,8 +109,9 @@ def _traffic(shapes: list[str]) -> str:
 
 def _traffic_of(shapes: list[str]) -> tuple[float, float]:
     """Hidden states for each token of context, and for each token fed."""
-    kept = sum(_width(axes) for axes in map(str.split, shapes) if "C" in axes)
-    fed = sum(_width(axes) for axes in map(str.split, shapes) if "L" in axes)
+    widths = [(axes, _width(axes.split())) for axes in shapes]
+    kept = sum(width for axes, width in widths if "C" in axes)
+    fed = sum(width for axes, width in widths if "L" in axes)
     return kept, fed
 
 
@@ -107,7 +119,9 @@ def _width(axes: list[str]) -> float:
     """In units of D."""
     width = 1 / _HIDDEN
     for axis in axes:
+        _, _, part = axis.partition("/")
         width *= _HIDDEN if axis == "D" else int(axis) if axis.isdigit() else 1
+        width /= int(part or 1)
     return width
 
 

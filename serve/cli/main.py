@@ -1,74 +1,43 @@
 """The command `serve`: one rank, alone or in the cluster that its launcher describes."""
 
-import argparse
 import asyncio
 import dataclasses
+import functools
 import logging
 import os
 import signal
 import sys
 import threading
 import time
-import types
-import typing
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
-from serve import __version__
+from rich.console import Console
+from rich.table import Table
+
+from serve.cli.flags import parse
+from serve.cli.plan import plan_table
 from serve.core.checkpoint import Checkpoint, read_checkpoint
 from serve.core.config import Cluster, ServeConfig, read_cluster
-from serve.core.errors import BrigadeError, UsageError
-from serve.core.plan import LayerRange, even_split
+from serve.core.errors import BrigadeError, DisagreementError
+from serve.core.plan import StagePlan, check_num_ranks, parse_memory, parse_split
+from serve.parent.facts import files, versions
 from serve.parent.member import run_member
 
-_FIRST_WORD_SECONDS = 1.0  # how long other ranks leave it to rank 0 to say what is wrong
-
-
-class _Parser(argparse.ArgumentParser):
-    """Reports a wrong flag as every other error: one line, and how to mend it."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}: see `{self.prog} --help`.")
-
-
-def parse(argv: Sequence[str]) -> ServeConfig:
-    """Flags come from the fields of the config. Raises UsageError."""
-    parser = _Parser(prog="serve", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"mlx-brigade {__version__}")
-    kinds = typing.get_type_hints(ServeConfig)
-    for field in dataclasses.fields(ServeConfig):
-        required = field.default is dataclasses.MISSING
-        shown = "" if required or field.default is None else f" (default: {field.default})"
-        parser.add_argument(
-            "--" + field.name.replace("_", "-"),
-            type=_plain_type(kinds[field.name]),
-            required=required,
-            default=None if required else field.default,
-            metavar=_plain_type(kinds[field.name]).__name__.upper(),
-            help=field.metadata["help"] + shown,
-        )
-    return ServeConfig(**vars(parser.parse_args(argv)))
-
-
-def _plain_type(kind: Any) -> type:
-    """int of `int | None`."""
-    if isinstance(kind, types.UnionType):
-        kind = next(part for part in typing.get_args(kind) if part is not type(None))
-    return typing.cast(type, kind)
+_FIRST_WORD_SECONDS = 2.0  # how long other ranks leave it to rank 0 to say what is wrong
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         cluster = read_cluster(os.environ)
-        config, checkpoint, plan = _check_first(argv, cluster)
+        run = _check_first(sys.argv[1:] if argv is None else argv, cluster)
         if cluster.leash is not None:
             _follow(cluster.leash)
-        if cluster.rank == 0:
-            asyncio.run(_run_front(config, cluster, checkpoint, plan))
-        else:
-            asyncio.run(run_member(config, cluster, checkpoint.digest))
+        asyncio.run(run())
     except BrigadeError as error:
+        if isinstance(error, DisagreementError):
+            Console(stderr=True, highlight=False).print(_who_has_what(error))
         print(f"serve: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:
@@ -76,28 +45,57 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint, list[LayerRange]]:
-    """All that can be known to be wrong before anything starts."""
-    config = parse(argv)
-    checkpoint = read_checkpoint(config.model)
-    return config, checkpoint, even_split(checkpoint.num_layers, num_ranks)
+def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint]:
+    """What can be known to be wrong before anything starts. The config of a model of
+    the hub comes back with the commit that its revision stands for."""
+    config = parse(ServeConfig, argv, "serve", __doc__)
+    folder = config.model
+    if config.hub_id:
+        # Imported here, because a folder needs nothing of it.
+        from serve.hub.partial import pin
+
+        model = pin(config.hub_id, config.revision, config.cache_dir)
+        folder = model.folder
+        config = dataclasses.replace(config, revision=model.snapshot.commit)
+    checkpoint = read_checkpoint(folder)
+    check_num_ranks(checkpoint.num_layers, num_ranks)
+    if config.split not in ("auto", "even"):
+        parse_split(config.split, checkpoint.num_layers, num_ranks)
+    if config.memory:
+        parse_memory(config.memory, num_ranks)
+    return config, checkpoint
 
 
-def _check_first(
-    argv: Sequence[str] | None, cluster: Cluster
-) -> tuple[ServeConfig, Checkpoint, list[LayerRange]]:
-    """Most mistakes are the same on all ranks: then rank 0 says it, and the launcher
-    ends the others before they repeat it."""
+def _check_first(argv: Sequence[str], cluster: Cluster) -> Callable[[], Coroutine[Any, Any, None]]:
+    """What this rank is to run. Most mistakes are the same on all ranks: then rank 0 says
+    it, and the launcher ends the others before they repeat it."""
     try:
-        return check(sys.argv[1:] if argv is None else argv, cluster.num_ranks)
+        asked = parse(ServeConfig, argv, "serve", __doc__)
+        if asked.hub_id and cluster.rank:
+            # Rank 0 first fetches what is small, and tells the commit when all have joined.
+            patient = dataclasses.replace(asked, join_timeout=asked.load_timeout)
+            return functools.partial(run_member, patient, cluster, _facts(asked, None))
+        config, checkpoint = check(argv, cluster.num_ranks)
     except BrigadeError:
         if cluster.rank:
             time.sleep(_FIRST_WORD_SECONDS)
         raise
+    facts = _facts(asked, checkpoint)
+    if cluster.rank:
+        return functools.partial(run_member, config, cluster, facts)
+    return functools.partial(_run_front, config, cluster, checkpoint, facts)
+
+
+def _facts(asked: ServeConfig, checkpoint: Checkpoint | None) -> dict[str, str]:
+    """What ranks compare. Of a hub model only rank 0 has files at that time; the commit
+    that it tells the others is as good as digests."""
+    if asked.hub_id or checkpoint is None:
+        return {**versions(), "model": f"{asked.hub_id}@{asked.revision or 'main'}"}
+    return {**versions(), **files(checkpoint.folder, checkpoint.digest)}
 
 
 async def _run_front(
-    config: ServeConfig, cluster: Cluster, checkpoint: Checkpoint, plan: list[LayerRange]
+    config: ServeConfig, cluster: Cluster, checkpoint: Checkpoint, facts: dict[str, str]
 ) -> None:
     # Imported here, because ranks above 0 need neither HTTP nor tokenizers.
     from serve.front import app
@@ -105,17 +103,28 @@ async def _run_front(
     from serve.front.tokens import Tokenizer
 
     listening = app.bind(config.host, config.port)
-    engine = Engine(config, cluster, plan, checkpoint.digest)
+    engine = Engine(config, cluster, checkpoint.folder, facts, _print_plan)
     try:
         await engine.listen()
         engine.start()
         logging.info("event=listening url=http://%s:%d", *listening.getsockname()[:2])
-        tokenizer = await asyncio.to_thread(Tokenizer, config.model)
+        tokenizer = await asyncio.to_thread(Tokenizer, checkpoint.folder)
         max_context = min(filter(None, [config.max_context, checkpoint.max_context]), default=4096)
         await app.serve(config, engine, tokenizer, listening, max_context)
     finally:
         await engine.close()
         listening.close()
+
+
+def _print_plan(stages: list[StagePlan]) -> None:
+    Console(highlight=False).print(plan_table(stages))
+
+
+def _who_has_what(error: DisagreementError) -> Table:
+    table = Table("what differs", *(f"rank {rank}" for rank in next(iter(error.rows.values()))))
+    for name, row in error.rows.items():
+        table.add_row(name, *row.values())
+    return table
 
 
 def _follow(leash: int) -> None:

@@ -6,6 +6,7 @@ before any process starts. Tensors are found by byte range.
 
 import hashlib
 import json
+import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,12 @@ from serve.core.errors import ModelError
 
 _MAX_HEADER_BYTES = 100 << 20
 _LAYER_KEYS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
+_DTYPE_BITS = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+}
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
 
 
@@ -89,11 +96,29 @@ def read_header(file: Path) -> dict[str, TensorRange]:
     """The tensors of a safetensors file. Raises ModelError if the file is cut short."""
     try:
         with file.open("rb") as stream:
-            (size,) = struct.unpack("<Q", stream.read(8))
-            if size > _MAX_HEADER_BYTES:
-                raise ValueError(f"a header of {size} bytes")
-            header = json.loads(stream.read(size))
-        data = 8 + size
+            size = header_bytes(stream.read(8), file)
+            return parse_header(stream.read(size), file, file.stat().st_size)
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error.strerror}.") from error
+
+
+def header_bytes(prefix: bytes, file: Path) -> int:
+    """How long the header is that follows the first 8 bytes of a safetensors file."""
+    if len(prefix) != 8:
+        raise ModelError(f"{file} is no safetensors file (8 bytes expected): fetch it again.")
+    (size,) = struct.unpack("<Q", prefix)
+    if size > _MAX_HEADER_BYTES:
+        raise ModelError(
+            f"{file} is no safetensors file (a header of {size} bytes): fetch it again."
+        )
+    return int(size)
+
+
+def parse_header(text: bytes, file: Path, file_bytes: int) -> dict[str, TensorRange]:
+    """The tensors that the header of a file of file_bytes bytes tells. Raises ModelError
+    if it is no header, or if its tensors overlap or do not fit into the file."""
+    data = 8 + len(text)
+    try:
         tensors = {
             name: TensorRange(
                 file,
@@ -101,17 +126,29 @@ def read_header(file: Path) -> dict[str, TensorRange]:
                 tuple(entry["shape"]),
                 *(data + offset for offset in entry["data_offsets"]),
             )
-            for name, entry in header.items()
+            for name, entry in json.loads(text).items()
             if name != "__metadata__"
         }
-    except OSError as error:
-        raise ModelError(f"{file} cannot be read: {error.strerror}.") from error
-    except (struct.error, ValueError, LookupError, TypeError, AttributeError) as error:
+        _check_places(tensors, data)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ModelError(f"{file} is no safetensors file ({error}): fetch it again.") from error
-    expected, actual = max((t.end for t in tensors.values()), default=0), file.stat().st_size
-    if actual < expected:
-        raise ModelError(f"{file} has {actual} of {expected} bytes: fetch it again.")
+    expected = max((t.end for t in tensors.values()), default=0)
+    if file_bytes < expected:
+        raise ModelError(f"{file} has {file_bytes} of {expected} bytes: fetch it again.")
     return tensors
+
+
+def _check_places(tensors: dict[str, TensorRange], data: int) -> None:
+    """Raises ValueError for a tensor that is where another one or the header is, or
+    that is not as long as its shape says."""
+    end = data
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
+        if tensor.start < end or tensor.end < tensor.start:
+            raise ValueError(f"{name} overlaps what is before it")
+        bits = _DTYPE_BITS.get(tensor.dtype)
+        if bits and tensor.num_bytes * 8 != bits * math.prod(tensor.shape):
+            raise ValueError(f"{name} has {tensor.num_bytes} bytes, its shape says otherwise")
+        end = tensor.end
 
 
 def _weight_files(folder: Path) -> list[Path]:

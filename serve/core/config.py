@@ -4,12 +4,15 @@ Both are read once, checked, and frozen. Defaults are said here and nowhere else
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from serve.core.errors import UsageError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def flag(help: str, default: Any = ..., **checks: Any) -> Any:
@@ -20,10 +23,14 @@ def flag(help: str, default: Any = ..., **checks: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    model: Path = flag("folder of the model (config.json, tokenizer, safetensors)")
+    model: Path = flag("folder of the model, or org/name of one on the Hugging Face hub")
+    revision: str | None = flag("branch, tag or commit of a model on the hub", None)
+    cache_dir: Path | None = flag("where parts of hub models are kept (HF_HOME/brigade)", None)
     host: str = flag("address the HTTP server listens on (rank 0)", "127.0.0.1")
     port: int = flag("port of the HTTP server; 0 takes a free one", 8080, least=0, most=65535)
     served_model_name: str | None = flag("name that clients use (default: the folder's)", None)
+    split: str = flag("auto, even, or layers of each rank such as 20,12", "auto")
+    memory: str | None = flag("for weights and caches: 24GB, or 24GB,48GB for each rank", None)
     max_num_sequences: int = flag("sequences that run at the same time", 32, least=1)
     max_queue: int = flag("requests that may wait; more get 429", 256, least=0)
     max_context: int | None = flag("longest prompt and answer, in tokens", None, least=2)
@@ -33,16 +40,53 @@ class ServeConfig:
     stall_timeout: float = flag("seconds a rank waits for a tensor on its way", 30.0, least=1)
 
     def __post_init__(self) -> None:
-        for name, checks in _checks(type(self)).items():
-            check_range(name, getattr(self, name), checks)
+        check_ranges(self)
+        check_revision(self.model, self.revision)
+
+    @property
+    def hub_id(self) -> str | None:
+        return hub_id(self.model)
 
     @property
     def model_name(self) -> str:
-        return self.served_model_name or self.model.resolve().name
+        return self.served_model_name or self.hub_id or self.model.resolve().name
 
 
-def _checks(config: type) -> dict[str, Mapping[str, Any]]:
-    return {name: f.metadata for name, f in config.__dataclass_fields__.items()}  # type: ignore[attr-defined]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanConfig:
+    model: Path = flag("folder of the model, or org/name of one on the Hugging Face hub")
+    revision: str | None = flag("branch, tag or commit of a model on the hub", None)
+    cache_dir: Path | None = flag("where parts of hub models are kept (HF_HOME/brigade)", None)
+    num_ranks: int = flag("ranks to plan for", short=("-n",), least=1)
+    context: int | None = flag("tokens of a sequence (default: the model's most)", None, least=1)
+    concurrency: int = flag("sequences at the same time", 1, least=1)
+    memory: str | None = flag("for weights and caches: 24GB, or 24GB,48GB for each rank", None)
+    split: str = flag("auto, even, or layers of each rank such as 20,12", "auto")
+    json: bool = flag("print JSON", False)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        check_revision(self.model, self.revision)
+
+    @property
+    def hub_id(self) -> str | None:
+        return hub_id(self.model)
+
+
+def hub_id(model: Path) -> str | None:
+    """`org/name` of a model on the hub; None for a folder, which comes first."""
+    return str(model) if _HUB_ID.fullmatch(str(model)) and not model.exists() else None
+
+
+def check_revision(model: Path, revision: str | None) -> None:
+    if revision and not hub_id(model):
+        raise UsageError(f"--revision is for models of the hub: {model} is none.")
+
+
+def check_ranges(config: Any) -> None:
+    """Raises UsageError if a field is outside of what its flag allows."""
+    for name, field_ in type(config).__dataclass_fields__.items():
+        check_range(name, getattr(config, name), field_.metadata)
 
 
 def check_range(name: str, value: Any, checks: Mapping[str, Any]) -> None:

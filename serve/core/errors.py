@@ -9,6 +9,7 @@
     ├── PlanError                         4   503   the model does not split that way
     ├── AddressError                      5   503   a port or address cannot be used
     ├── ClusterError                      6   503   a rank is missing, lost or different
+    │   ├── DisagreementError             6   503   ranks have different files or versions
     │   └── UnavailableError              -   503   not ready yet, or draining
     └── EngineError                       7   503   the engine process broke
 
@@ -70,6 +71,18 @@ class ClusterError(BrigadeError):
     exit_code = 6
     http_status = 503
     type = "service_unavailable"
+
+
+class DisagreementError(ClusterError):
+    """rows: what differs, and what each rank has of it."""
+
+    def __init__(self, rows: dict[str, dict[int, str]]) -> None:
+        self.rows = rows
+        what = "; ".join(
+            f"{name}: " + ", ".join(f"rank {rank} has {value}" for rank, value in row.items())
+            for name, row in rows.items()
+        )
+        super().__init__(f"The ranks differ ({what}): install and copy the same on all hosts.")
 
 
 class UnavailableError(ClusterError):

@@ -190,21 +190,23 @@ class Chat:
             self._record.finish_reason = "abort"
 
     async def _next(self) -> Event:
-        if self._interruption is not None:
-            raise self._interruption
+        self._check_interruption()
         self._reader = asyncio.current_task()
         try:
             return await self._generation.__anext__()
         except StopAsyncIteration:
             raise EngineError("A generation ended without a finish reason.") from None
         except asyncio.CancelledError:
-            if self._interruption is None:
-                raise
-            if sys.version_info >= (3, 11) and self._reader is not None:
+            if sys.version_info >= (3, 11) and self._interruption and self._reader:
                 self._reader.uncancel()
-            raise self._interruption from None
+            self._check_interruption()
+            raise
         finally:
             self._reader = None
+
+    def _check_interruption(self) -> None:
+        if self._interruption is not None:
+            raise self._interruption
 
     def _take(self, event: Event) -> str:
         """The text that is certain with this event. Ends the generation at a stop string."""

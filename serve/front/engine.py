@@ -11,8 +11,10 @@ import logging
 import os
 import secrets
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from serve.core import wire
@@ -24,11 +26,11 @@ from serve.core.errors import (
     UnavailableError,
     from_exit_code,
 )
-from serve.core.plan import LayerRange
+from serve.core.plan import StagePlan
 from serve.core.types import Event, Sampling, Sequence
 from serve.front.scheduler import Scheduler
 from serve.front.stages import StageStatus, chrome_trace, suspect
-from serve.parent.control import Hello, Hub, engine_ended
+from serve.parent.control import Hello, Hub, engine_ended, raise_if_error
 from serve.parent.engine import EngineProcess
 
 _WATCH_SECONDS = 0.5
@@ -67,22 +69,27 @@ class Generation:
 
 
 class Engine:
-    """plan is the layers of each rank, rank 0 first."""
+    """folder is where the model's config is, also that of a hub model. on_plan is told
+    the plan once it is made, before anything is loaded."""
 
     def __init__(
-        self, config: ServeConfig, cluster: Cluster, plan: list[LayerRange], digest: str
+        self,
+        config: ServeConfig,
+        cluster: Cluster,
+        folder: Path,
+        facts: dict[str, str],
+        on_plan: Callable[[list[StagePlan]], None],
     ) -> None:
         self._config, self._cluster = config, cluster
-        self._stages = [
-            StageStatus(rank, cluster.hosts[rank], layers) for rank, layers in enumerate(plan)
-        ]
+        self._folder, self._on_plan = folder, on_plan
+        self._stages = [StageStatus(rank, host) for rank, host in enumerate(cluster.hosts)]
         self._scheduler = Scheduler(
             cluster.num_ranks,
             max_num_sequences=config.max_num_sequences,
             max_queue=config.max_queue,
             prefill_chunk=config.prefill_chunk,
         )
-        self._hub = Hub(Hello.of(cluster, digest, os.getpid()), self._on_message)
+        self._hub = Hub(Hello.of(cluster, facts, os.getpid()), self._on_message)
         self._process: EngineProcess | None = None
         self._generations: dict[int, Generation] = {}
         self._sequence_ids = itertools.count()
@@ -117,7 +124,6 @@ class Engine:
     async def _run(self) -> None:
         reading: asyncio.Task[None] | None = None
         try:
-            await self._hub.wait_for_all(self._config.join_timeout)
             process = await self._start_engines()
             reading = asyncio.create_task(self._read(process))
             await self._until_all({"loading", "ready"}, self._config.join_timeout, "join the ring")
@@ -133,21 +139,52 @@ class Engine:
                 reading.cancel()
 
     async def _start_engines(self) -> EngineProcess:
+        """The engines start and rank 0's makes the plan while other ranks still join."""
+        process = self._process = await EngineProcess.start()
+        process.link.send_json({"type": "plan", **self._plan_request()})
+        plan = await self._receive_plan(process)
+        await self._hub.wait_for_all(self._config.join_timeout)
+        self._on_plan(plan)
         nonce = secrets.randbits(31)
-        orders = [self._order(stage, nonce) for stage in self._stages]
-        for rank in range(1, self._cluster.num_ranks):
-            self._stages[rank].pid = self._hub.pid(rank)
-            self._hub.send(rank, {"type": "start", "order": orders[rank]})
-        self._process = await EngineProcess.start(orders[0])
-        self._stages[0].pid = os.getpid()
-        return self._process
+        for stage, planned in zip(self._stages, plan, strict=True):
+            stage.plan = planned
+            order = self._order(planned, nonce)
+            if stage.rank:
+                stage.pid = self._hub.pid(stage.rank)
+                self._hub.send(stage.rank, {"type": "start", "order": order})
+            else:
+                stage.pid = os.getpid()
+                process.link.send_json(order)
+        return process
 
-    def _order(self, stage: StageStatus, nonce: int) -> dict[str, Any]:
+    async def _receive_plan(self, process: EngineProcess) -> list[StagePlan]:
+        """Raises what is wrong with the plan or the model."""
+        message = await process.link.receive_json()
+        if message is None:
+            message = engine_ended(0, await process.wait())
+        raise_if_error(message)
+        return [StagePlan.from_json(stage) for stage in message["stages"]]
+
+    def _plan_request(self) -> dict[str, Any]:
+        config = self._config
         return {
+            "model": str(self._folder),
+            "num_ranks": self._cluster.num_ranks,
+            "context": config.max_context,
+            "concurrency": config.max_num_sequences,
+            "memory": config.memory,
+            "split": config.split,
+        }
+
+    def _order(self, stage: StagePlan, nonce: int) -> dict[str, Any]:
+        return {
+            "type": "order",
             "rank": stage.rank,
             "hosts": list(self._cluster.hosts),
             "nonce": nonce,
             "model": str(self._config.model),
+            "commit": self._config.revision,
+            "cache_dir": self._config.cache_dir and str(self._config.cache_dir),
             "layers": list(stage.layers),
             "join_timeout": self._config.join_timeout,
             "stall_timeout": self._config.stall_timeout,
@@ -269,7 +306,7 @@ class Engine:
     def ready_reason(self) -> str | None:
         """None when requests can be served, else one line that says why not."""
         if self._failure.done():
-            return str(self._failure.result())
+            return "the cluster broke"  # The reason may name hosts: it is for the log.
         if missing := self._hub.missing():
             return f"waiting for rank {missing[0]}"
         late = [stage.doing for stage in self._stages if stage.state != "ready"]

@@ -59,7 +59,8 @@ class Guard:
             record.status = CLIENT_LEFT
         if record.path.startswith("/v1/"):
             self._metrics.request(record.status)
-        quiet = record.path in _PROBES and record.status < 400
+        # Whoever polls while the cluster starts must not fill the log.
+        quiet = record.path in _PROBES and record.status in (200, 503)
         _logger.log(logging.DEBUG if quiet else logging.INFO, "%s", record.line())
 
 

@@ -4,20 +4,13 @@ Strict: a field that is not supported must hold the value that changes nothing, 
 unknown field is an error, so that nothing is accepted and ignored.
 """
 
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    FailFast,
-    Field,
-    ValidationError,
-    model_validator,
-)
-from pydantic_core import ErrorDetails, PydanticCustomError, from_json
+from pydantic import BeforeValidator, FailFast, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails, from_json
 
 from serve.core.errors import RequestError
+from serve.front.messages import Body, Message, refuse, template_message
 
 MOST_STOPS = 16
 MOST_STOP_CHARACTERS = 1024
@@ -77,99 +70,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-
-def _refuse(message: str) -> NoReturn:
-    raise PydanticCustomError("refused", "{message}", {"message": message})
-
-
-def _join_parts(content: Any) -> Any:
-    """Text parts as one string, a line each, as vLLM joins them."""
-    if not isinstance(content, list):
-        return content
-    if not content:
-        _refuse("has no parts")
-    return "\n".join(_part_text(index, part) for index, part in enumerate(content))
-
-
-def _part_text(index: int, part: Any) -> str:
-    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        _refuse(f'part {index} is not an object such as {{"type": "text", "text": "..."}}')
-    if part["type"] != "text":
-        _refuse(f"part {index} has type {part['type'][:40]!r}: this model reads text only")
-    if part.keys() != {"type", "text"} or not isinstance(part["text"], str):
-        _refuse(f'part {index} must be {{"type": "text", "text": "..."}} and nothing else')
-    return str(part["text"])
-
-
-Content = Annotated[str, BeforeValidator(_join_parts)]
-Empty = Annotated[list[Any], Field(max_length=0)]
-
-
-class PromptMessage(_Body):
-    role: Literal["system", "developer", "user"]
-    content: Content
-    name: str | None = None
-
-
-class ToolMessage(_Body):
-    role: Literal["tool"]
-    content: Content
-    tool_call_id: str
-    name: str | None = None
-
-
-class CalledFunction(_Body):
-    name: str
-    arguments: str
-
-    def parsed(self) -> Any:
-        """Arguments as templates expect them: an object, not its JSON."""
-        try:
-            return from_json(self.arguments, allow_inf_nan=False) if self.arguments.strip() else {}
-        except ValueError as error:
-            raise RequestError(
-                f"The arguments of the tool call {self.name[:80]!r} are not JSON: {error}",
-                param="messages",
-            ) from error
-
-
-class ToolCall(_Body):
-    id: str
-    type: Literal["function"]
-    function: CalledFunction
-
-
-class AssistantMessage(_Body):
-    """refusal, audio, function_call and annotations are there for messages that come
-    back as a client got them."""
-
-    role: Literal["assistant"]
-    content: Content | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    annotations: Empty | None = None
-
-    @model_validator(mode="after")
-    def _says_something(self) -> "AssistantMessage":
-        if self.content is None and not self.tool_calls:
-            _refuse("an assistant's message needs content or tool_calls")
-        return self
-
-
-Message = Annotated[
-    PromptMessage | ToolMessage | AssistantMessage,
-    Field(discriminator="role"),
-]
-
-
-class StreamOptions(_Body):
+class StreamOptions(Body):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
     continuous_usage_stats: Literal[False] | None = None
@@ -180,18 +81,18 @@ def _list_stops(stop: Any) -> Any:
     if stops is None:
         return ()
     if not isinstance(stops, list) or not all(isinstance(text, str) for text in stops):
-        _refuse("must be a string or a list of strings")
+        refuse("must be a string or a list of strings")
     if len(stops) > MOST_STOPS:
-        _refuse(f"has {len(stops)} strings, {MOST_STOPS} are allowed")
+        refuse(f"has {len(stops)} strings, {MOST_STOPS} are allowed")
     if not all(0 < len(text) <= MOST_STOP_CHARACTERS for text in stops):
-        _refuse(f"needs strings of 1 to {MOST_STOP_CHARACTERS} characters")
+        refuse(f"needs strings of 1 to {MOST_STOP_CHARACTERS} characters")
     return tuple(stops)
 
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
-class ChatBody(_Body):
+class ChatBody(Body):
     """A chat request. user, metadata and the two keys change no answer."""
 
     model: str
@@ -214,9 +115,9 @@ class ChatBody(_Body):
     def _fits_together(self) -> "ChatBody":
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
-            _refuse("max_tokens and max_completion_tokens differ: give one of them")
+            refuse("max_tokens and max_completion_tokens differ: give one of them")
         if self.stream_options is not None and not self.stream:
-            _refuse("stream_options are allowed only with stream=true")
+            refuse("stream_options are allowed only with stream=true")
         return self
 
     @property
@@ -228,18 +129,7 @@ class ChatBody(_Body):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def template_messages(self) -> list[dict[str, Any]]:
-        return [_template_message(message) for message in self.messages]
-
-
-def _template_message(message: Message) -> dict[str, Any]:
-    """What chat templates know: developers are the system, absent fields are absent."""
-    fields = message.model_dump(exclude_none=True)
-    if message.role == "developer":
-        fields["role"] = "system"
-    if isinstance(message, AssistantMessage) and message.tool_calls:
-        for call, dumped in zip(message.tool_calls, fields["tool_calls"], strict=True):
-            dumped["function"]["arguments"] = call.function.parsed()
-    return fields
+        return [template_message(message) for message in self.messages]
 
 
 def parse_chat(data: bytes) -> ChatBody:

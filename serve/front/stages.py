@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from serve.core.plan import LayerRange
+from serve.core.plan import StagePlan
 
 _WINDOW_SECONDS = 10.0
 _NUM_SPANS = 20_000
@@ -39,12 +39,13 @@ class StageStatus:
 
     rank: int
     host: str
-    layers: LayerRange
+    plan: StagePlan | None = None
     pid: int | None = None
     state: str = "starting"
     progress: float = 0.0
     bytes_owned: int = 0
     bytes_read: int | None = None
+    bytes_fetched: int = 0
     num_steps: int = 0
     heard_at: float = 0.0
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=_NUM_SPANS))
@@ -54,6 +55,7 @@ class StageStatus:
         self.state, self.progress = message["state"], message["progress"]
         self.bytes_owned = message.get("bytes_owned", self.bytes_owned)
         self.bytes_read = message.get("bytes_read", self.bytes_read)
+        self.bytes_fetched = message.get("bytes_fetched", self.bytes_fetched)
         self.num_steps, self.heard_at = message.get("num_steps", 0), now
         self.spans.extend(Span(*span) for span in message.get("spans", ()))
         self._busy.append((now, message.get("busy_seconds", 0.0)))
@@ -75,20 +77,24 @@ class StageStatus:
 
     def line(self) -> str:
         """For the log, key=value."""
-        known = {"bytes_owned": self.bytes_owned, "bytes_read": self.bytes_read}
+        known = {
+            "bytes_owned": self.bytes_owned,
+            "bytes_read": self.bytes_read,
+            "bytes_fetched": self.bytes_fetched,
+        }
         read = " ".join(f"{key}={value}" for key, value in known.items() if value)
-        start, end = self.layers
-        return f"event=stage_{self.state} rank={self.rank} layers={start}-{end - 1} {read}".rstrip()
+        return f"event=stage_{self.state} rank={self.rank} {read}".rstrip()
 
     def to_json(self) -> dict[str, Any]:
         return {
             "rank": self.rank,
             "host": self.host,
             "pid": self.pid,
-            "layers": list(self.layers),
+            "layers": list(self.plan.layers) if self.plan else None,
             "state": self.state,
             "bytes_owned": self.bytes_owned,
             "bytes_read": self.bytes_read,
+            "bytes_fetched": self.bytes_fetched,
             "busy_share": round(self.busy_share, 3),
         }
 
@@ -107,7 +113,9 @@ def chrome_trace(stages: list[StageStatus], since: float) -> dict[str, Any]:
 
 
 def _events(stage: StageStatus, since: float) -> Iterator[dict[str, Any]]:
-    start, end = stage.layers
+    if stage.plan is None:
+        return
+    start, end = stage.plan.layers
     label = f"rank {stage.rank}, layers {start} to {end - 1}"
     yield {"name": "process_name", "ph": "M", "pid": stage.rank, "args": {"name": label}}
     for span in stage.spans:

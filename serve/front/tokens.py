@@ -6,13 +6,12 @@ none of the folder's Python.
 
 import inspect
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import transformers
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import AutoTokenizer
 
 from serve.core.checkpoint import read_json
 from serve.core.errors import ModelError, RequestError
@@ -146,11 +145,16 @@ class TextStream:
 
 
 def _load(folder: Path) -> Any:
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     if not folder.is_dir():
         raise ModelError(f"--model {folder} is no folder: give the path of a downloaded model.")
+    # It advises to install PyTorch, which nothing here needs.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    # Imported here: it takes two seconds, in which the engine can start already.
+    import transformers
+
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
-        loaded = AutoTokenizer.from_pretrained(
+        loaded = transformers.AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
     # tokenizers raises a bare Exception for a file that it cannot read.

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from serve import __version__
 from serve.core.config import Address, Cluster
 from serve.core.errors import AddressError, ClusterError, EngineError, from_exit_code
+from serve.parent.facts import compare
 from serve.parent.link import Link
 
 _RETRY_SECONDS = 0.1
@@ -25,18 +25,17 @@ _HELLO_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What must be the same on all ranks, or say who is calling."""
+    """Who is calling, and what it has: facts are those of serve.parent.facts."""
 
     rank: int
     num_ranks: int
     secret: str
-    version: str
-    digest: str
+    facts: dict[str, str]
     pid: int
 
     @classmethod
-    def of(cls, cluster: Cluster, digest: str, pid: int) -> "Hello":
-        return cls(cluster.rank, cluster.num_ranks, cluster.secret, __version__, digest, pid)
+    def of(cls, cluster: Cluster, facts: dict[str, str], pid: int) -> "Hello":
+        return cls(cluster.rank, cluster.num_ranks, cluster.secret, facts, pid)
 
 
 class Hub:
@@ -65,6 +64,8 @@ class Hub:
             ) from error
 
     async def wait_for_all(self, timeout_seconds: float) -> None:
+        """Raises ClusterError if a rank does not come, DisagreementError if one that has
+        come has something else than the others."""
         deadline = time.monotonic() + timeout_seconds
         while missing := self.missing():
             self._changed.clear()
@@ -75,6 +76,9 @@ class Hub:
                     f"Ranks {missing} did not join within {timeout_seconds:g} s: "
                     "look at their logs (--join-timeout)."
                 ) from error
+
+        others = {rank: self._hellos[rank]["facts"] for rank in sorted(self._hellos)}
+        compare({0: self._mine.facts, **others})
 
     def missing(self) -> list[int]:
         return [rank for rank in range(1, self._mine.num_ranks) if rank not in self._links]
@@ -115,6 +119,8 @@ class Hub:
             reason = f"Rank {rank} on {link.peer_host} is gone."
         except ClusterError as error:
             reason = str(error)
+        except (LookupError, TypeError, ValueError) as error:
+            reason = f"Rank {rank} on {link.peer_host} sent what cannot be read ({error!r})."
         if rank is not None and not self._stopping:
             del self._links[rank]
             self._on_message(rank, _error(ClusterError.exit_code, reason))
@@ -136,14 +142,12 @@ class Hub:
 
     def _objection(self, hello: dict[str, Any]) -> str | None:
         mine, rank = self._mine, hello.get("rank")
-        if not hmac.compare_digest(str(hello.get("secret")), mine.secret):
+        if not hmac.compare_digest(str(hello.get("secret")).encode(), mine.secret.encode()):
             return "it belongs to another launch: two clusters use the same ports"
-        if hello.get("version") != mine.version:
-            return f"it has mlx-brigade {hello.get('version')}, rank 0 has {mine.version}"
         if hello.get("num_ranks") != mine.num_ranks or rank not in range(1, mine.num_ranks):
             return f"it is rank {rank} of {hello.get('num_ranks')}, not of {mine.num_ranks}"
-        if hello.get("digest") != mine.digest:
-            return "its model differs from rank 0's: copy the same folder to all hosts"
+        if not isinstance(hello.get("facts"), dict):
+            return "it does not say what it has"
         if rank in self._links:
             return f"there is a rank {rank} already: two clusters use the same ports"
         return None

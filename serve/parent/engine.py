@@ -6,7 +6,6 @@ import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from serve.parent.link import Link
 
@@ -34,8 +33,9 @@ class EngineProcess:
         self._process, self.link = process, link
 
     @classmethod
-    async def start(cls, order: dict[str, Any]) -> "EngineProcess":
-        """order is what serve.rank.worker.Order reads."""
+    async def start(cls) -> "EngineProcess":
+        """Starts the child, which takes some seconds to import MLX and then waits for an
+        order, as serve.rank.worker.Order reads it."""
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
@@ -47,9 +47,7 @@ class EngineProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 env=engine_environment(os.environ),
             )
-        link = Link(*await asyncio.open_connection(sock=ours))
-        link.send_json(order)
-        return cls(process, link)
+        return cls(process, Link(*await asyncio.open_connection(sock=ours)))
 
     @property
     def pid(self) -> int:

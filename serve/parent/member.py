@@ -18,7 +18,7 @@ _LAST_WORD_SECONDS = 1.0
 _STOP_SECONDS = 8.0  # how long rank 0 may take to finish its streams after a signal
 
 
-async def run_member(config: ServeConfig, cluster: Cluster, digest: str) -> None:
+async def run_member(config: ServeConfig, cluster: Cluster, facts: dict[str, str]) -> None:
     """Returns when rank 0 says stop, or after a signal; raises the error that ended
     this rank.
 
@@ -30,7 +30,7 @@ async def run_member(config: ServeConfig, cluster: Cluster, digest: str) -> None
     signalled = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, signalled.set)
-    hello = Hello.of(cluster, digest, os.getpid())
+    hello = Hello.of(cluster, facts, os.getpid())
     hub = await _until(signalled, join(cluster.control, hello, config.join_timeout))
     if hub is not None:
         await _until(signalled, _live(config, cluster.rank, hub), _STOP_SECONDS)
@@ -53,16 +53,16 @@ async def _until(
 
 
 async def _live(config: ServeConfig, rank: int, hub: Link) -> None:
-    engine: EngineProcess | None = None
+    engine = await EngineProcess.start()
     try:
         order = await _wait_for_start(hub)
-        if order is None:
-            return
-        engine = await EngineProcess.start({**order, "model": str(config.model)})
-        await _relay(rank, hub, engine)
+        if order is not None:
+            # What to load is rank 0's word, also the commit of a hub model; where, this host's.
+            cache_dir = config.cache_dir and str(config.cache_dir)
+            engine.link.send_json({**order, "model": str(config.model), "cache_dir": cache_dir})
+            await _relay(rank, hub, engine)
     finally:
-        if engine:
-            await engine.stop()
+        await engine.stop()
         await hub.close()
 
 

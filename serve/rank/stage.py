@@ -8,7 +8,7 @@ Owns no communication and evaluates nothing.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from serve.rank import trace, trial
-from serve.rank.trial import Crossing, Trial
+from serve.rank.trial import Crossing, Trial, named_arrays
 
 _NOTHING = (0,)
 """The shape of an array that says: the model has nothing there yet."""
@@ -35,7 +35,7 @@ class Cut:
 
     def example(self) -> list[mx.array]:
         """Arrays without memory of the shapes and dtypes received in the trial."""
-        return [trial.blank(trace.arrays_in(self.given[i])[place]) for i, place in self.receives]
+        return [trial.blank(trace.places_in(self.given[i])[place]) for i, place in self.receives]
 
 
 class _LeftStage(Exception):
@@ -72,7 +72,7 @@ class Stage:
 
     def weights(self) -> dict[str, mx.array]:
         """Every array that the stage owns, by its original name."""
-        return dict(_named_arrays(self.model))
+        return dict(named_arrays(self.model))
 
     def make_cache(self) -> list[Any]:
         """mlx-lm caches of the local layers, and what else their positions need."""
@@ -104,9 +104,9 @@ class Stage:
         self._caches = caches or ()
         self._made = {i: trial.refill(i, cut.given[i], arrays) for i in range(self.start)}
         try:
-            return list(trace.arrays_in(self.model(tokens, cache=caches)).values())
+            return trace.arrays_in(self.model(tokens, cache=caches))
         except _LeftStage:
-            made = {i: trace.arrays_in(value) for i, value in self._made.items()}
+            made = {i: trace.places_in(value) for i, value in self._made.items()}
             return [made[i].get(place, mx.zeros(_NOTHING)) for i, place in cut.sends]
         finally:
             self._made = {}
@@ -206,14 +206,14 @@ def _keep_own_weights(stage: Stage, used: set[str]) -> None:
 
 def _owners(stage: Stage) -> dict[str, int | None]:
     """Which layer each array belongs to, by its name."""
-    layer_of = {id(a): i for i, layer in enumerate(stage.layers) for _, a in _named_arrays(layer)}
-    return {name: layer_of.get(id(array)) for name, array in _named_arrays(stage.model)}
+    layer_of = {id(a): i for i, layer in enumerate(stage.layers) for _, a in named_arrays(layer)}
+    return {name: layer_of.get(id(array)) for name, array in named_arrays(stage.model)}
 
 
 def _weights_in_use(stage: Stage) -> set[str]:
     """The names of the arrays that the outputs depend on. If the forward evaluates, which
     hides its graph, those are all arrays outside of layers too."""
-    arrays = dict(_named_arrays(stage.model))
+    arrays = dict(named_arrays(stage.model))
     outside = {name for name, i in _owners(stage).items() if i is None}
     found: set[str] = set()
     for cached, cut in stage.cuts.items():
@@ -228,15 +228,6 @@ def _weights_in_use(stage: Stage) -> set[str]:
 
 def _module_of(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def _named_arrays(tree: Any) -> Iterator[tuple[str, mx.array]]:
-    """Each array below a module by its dotted name, parameters and constants."""
-    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-        if isinstance(value, mx.array):
-            yield str(key), value
-        elif isinstance(value, (dict, list, tuple)):
-            yield from ((f"{key}.{name}", array) for name, array in _named_arrays(value))
 
 
 def _prune(tree: Any, keep: set[str], path: str = "") -> bool:

@@ -69,8 +69,13 @@ def _seamed(original: type[nn.Module]) -> type[nn.Module]:
 # --- values: arrays in tuples, lists, dicts and plain objects
 
 
-def arrays_in(value: Any) -> dict[str, mx.array]:
-    """The arrays of a value, depth first, by their place in it."""
+def arrays_in(value: Any) -> list[mx.array]:
+    """The arrays of a value, depth first."""
+    return list(places_in(value).values())
+
+
+def places_in(value: Any) -> dict[str, mx.array]:
+    """The same by their place in it."""
     return dict(_places(value, ""))
 
 
@@ -93,7 +98,7 @@ def with_arrays(value: Any, arrays: Mapping[str, Any], place: str = "") -> Any:
 
 def snapshot(value: Any) -> Any:
     """A copy that does not change when the objects of the original are written to."""
-    return with_arrays(value, arrays_in(value))
+    return with_arrays(value, places_in(value))
 
 
 def _places(value: Any, place: str) -> Iterator[tuple[str, mx.array]]:

@@ -59,7 +59,7 @@ class Trial:
             if min(users) < at <= max(users):
                 raise PlanError(f"No cut before layer {at}: layers {sorted(users)} share a cache.")
         everything = tuple(
-            (i, place) for i in range(at) for place in trace.arrays_in(self.given[i])
+            (i, place) for i in range(at) for place in trace.places_in(self.given[i])
         )
         outputs, sources = self._rest(at, everything)
         used = trace.depends_on(outputs, sources)
@@ -97,7 +97,7 @@ class Trial:
     ) -> tuple[list[mx.array], dict[Crossing, mx.array]]:
         """The model's output from layer `at` on, and what it was given instead of the
         layers before."""
-        blanks = {(i, place): blank(trace.arrays_in(self.given[i])[place]) for i, place in keys}
+        blanks = {(i, place): blank(trace.places_in(self.given[i])[place]) for i, place in keys}
         made = {i: refill(i, self.given[i], blanks) for i in range(at)}
         caches = self.new_caches()
 
@@ -118,7 +118,7 @@ class Trial:
             raise PlanError(
                 f"No cut before layer {at}: the rest does not run ({error})."
             ) from error
-        return list(trace.arrays_in(output).values()), blanks
+        return trace.arrays_in(output), blanks
 
 
 def crossings(trials: Sequence[Trial], at: int) -> dict[bool, tuple[Crossing, ...]]:
@@ -171,32 +171,48 @@ def blank(array: mx.array) -> mx.array:
     return mx.broadcast_to(mx.array(float("nan")).astype(array.dtype), array.shape)
 
 
+def stand_in_for_weights(model: nn.Module) -> dict[str, mx.array]:
+    """Puts blanks in the place of all arrays, and returns these by name. So a trial
+    sees where a weight is used and not how it is made, which may take 50,000 nodes, and
+    reads none even if the forward evaluates."""
+    arrays = dict(named_arrays(model))
+    blanks = {id(array): blank(array) for array in arrays.values()}  # tied ones stay tied
+    _set_arrays(model, {name: blanks[id(array)] for name, array in arrays.items()})
+    return arrays
+
+
 @contextmanager
 def without_weights(model: nn.Module) -> Iterator[None]:
-    """Blanks in place of all weights, for forwards that evaluate what they compute. Arrays
-    that modules make out of weights in a forward and keep are forgotten at the end."""
-    before = [(module, dict(module), dict(vars(module))) for module in model.modules()]
-    places = list(_places(model))
-    blanks = {id(array): blank(array) for _, _, array in places}
+    """Blanks in place of all weights for a while. Arrays that modules make out of weights
+    in a forward and keep are forgotten at the end."""
+    before = [(module, set(module), dict(vars(module))) for module in model.modules()]
+    weights = stand_in_for_weights(model)
     try:
-        for tree, key, array in places:
-            tree[key] = blanks[id(array)]
         yield
     finally:
-        for tree, key, array in places:
-            tree[key] = array
-        for module, entries, attributes in before:
-            for key in set(module) - entries.keys():
+        for module, keys, attributes in before:
+            for key in set(module) - keys:
                 del module[key]
                 vars(module).update({key: attributes[key]} if key in attributes else {})
+        _set_arrays(model, weights)
 
 
-def _places(tree: Any) -> Iterator[tuple[Any, Any, mx.array]]:
+def named_arrays(tree: Any) -> Iterator[tuple[str, mx.array]]:
+    """Each array below a module by its dotted name, parameters and constants."""
     for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-        if isinstance(value, mx.array) and not isinstance(tree, tuple):
-            yield tree, key, value
+        if isinstance(value, mx.array):
+            yield str(key), value
         elif isinstance(value, (dict, list, tuple)):
-            yield from _places(value)
+            yield from ((f"{key}.{name}", array) for name, array in named_arrays(value))
+
+
+def _set_arrays(tree: Any, arrays: dict[str, mx.array], path: str = "") -> None:
+    for key, value in list(tree.items()) if isinstance(tree, dict) else enumerate(tree):
+        if isinstance(value, mx.array):
+            if not isinstance(tree, tuple):
+                tree[key] = arrays.get(f"{path}{key}", value)
+        elif isinstance(value, (dict, list, tuple)):
+            _set_arrays(value, arrays, f"{path}{key}.")
 
 
 # --- batches
@@ -229,7 +245,7 @@ def can_batch(model: nn.Module) -> bool:
                 tokens = part.tokens(step)
                 ragged = len({row.position for row in rows}) > 1
                 with _numbers_as_positions_refused() if ragged else nullcontext():
-                    (output,) = trace.arrays_in(model(tokens, cache=part.caches)).values()
+                    (output,) = trace.arrays_in(model(tokens, cache=part.caches))
                 if output.shape[:2] != tokens.shape:
                     return False
             for row in rows:

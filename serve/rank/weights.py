@@ -1,37 +1,54 @@
-"""The weights of one stage, out of a local model folder. Those of other stages are
-never read: mlx-lm builds the model on lazy arrays, and only what the stage keeps is
-evaluated."""
+"""The weights of one stage, out of a model folder. Those of other stages are never
+read: mlx-lm builds the model on lazy arrays, and only what the stage keeps is
+evaluated. A folder of the hub has holes, which are filled in between."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import StringIO
+from itertools import islice
 from pathlib import Path
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.utils import load_model
+from mlx_lm import utils
 
 from serve.core.errors import ModelError
+from serve.hub.partial import PartialModel
 from serve.rank.stage import Stage
+from serve.rank.trace import depends_on
 
 _PART_BYTES = 64 << 20
+_NUM_TRACED = 400  # arrays in one call of the tracer
+_FETCH_SHARE = 0.9  # of the progress, when there is something to fetch
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedStage:
     """bytes_read is what the process really read from files, None where the system
-    does not tell (it does on Linux)."""
+    does not tell (it does on Linux). bytes_fetched came from the hub."""
 
     stage: Stage
     bytes_owned: int
     bytes_read: int | None
+    bytes_fetched: int
 
 
 def load_stage(
-    folder: Path, start: int, end: int, progress: Callable[[float], None]
+    model: Path | PartialModel, start: int, end: int, progress: Callable[[float], None]
 ) -> LoadedStage:
     """Builds layers [start, end) and reads their weights; progress gets 0.0 to 1.0."""
     before = _bytes_read()
-    stage = Stage(_build(folder), start, end)
+    bytes_fetched, share = 0, 0.0
+    if isinstance(model, PartialModel):
+        folder = model.folder
+        stage, bytes_fetched = _fetch_stage(model, start, end, lambda p: progress(_FETCH_SHARE * p))
+        share = _FETCH_SHARE if bytes_fetched else 0.0
+    else:
+        folder = model
+        stage = Stage(build_model(folder), start, end)
     weights = list(stage.weights().values())
     bytes_owned = sum(array.nbytes for array in weights)
     done = 0
@@ -41,18 +58,97 @@ def load_stage(
         except RuntimeError as error:
             raise ModelError(f"The weights in {folder} cannot be read: {error}.") from error
         done += sum(array.nbytes for array in part)
-        progress(done / bytes_owned)
+        progress(share + (1 - share) * done / bytes_owned)
     after = _bytes_read()
     read = None if before is None or after is None else after - before
-    return LoadedStage(stage, bytes_owned, read)
+    return LoadedStage(stage, bytes_owned, read, bytes_fetched)
 
 
-def _build(folder: Path) -> nn.Module:
+def build_model(folder: Path, raw: dict[str, mx.array] | None = None) -> nn.Module:
+    """The whole model, lazily. raw is filled with the arrays of the files, as they are
+    before `sanitize` renames, stacks or splits them."""
+
+    def classes(config: dict[str, Any]) -> Any:
+        model_class, args_class = utils._get_classes(config=config)
+        if raw is None:
+            return model_class, args_class
+        return lambda args: _recording(model_class(args), raw), args_class
+
     try:
-        model, _ = load_model(folder, lazy=True)
+        model, _ = utils.load_model(folder, lazy=True, get_model_classes=classes)
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError) as error:
         raise ModelError(f"mlx-lm cannot build the model in {folder}: {error}.") from error
     return model
+
+
+def _recording(model: nn.Module, raw: dict[str, mx.array]) -> nn.Module:
+    """The model, whose first call of sanitize leaves in raw what it is given."""
+    sanitize = getattr(model, "sanitize", lambda weights: weights)
+
+    def record(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        object.__delattr__(model, "sanitize")
+        raw.update(weights)
+        sanitized: dict[str, mx.array] = sanitize(weights)
+        return sanitized
+
+    object.__setattr__(model, "sanitize", record)
+    return model
+
+
+# --- a folder with holes
+
+
+def _fetch_stage(
+    partial: PartialModel, start: int, end: int, progress: Callable[[float], None]
+) -> tuple[Stage, int]:
+    """The stage, not evaluated, its bytes in place; and how many of them were fetched.
+
+    Code of a model that evaluates while it is built has read what was not there yet:
+    then that is fetched too, and the model built again.
+    """
+    wanted: set[str] = set()
+    bytes_fetched = 0
+    while True:
+        raw: dict[str, mx.array] = {}
+        stage = Stage(build_model(partial.folder, raw), start, end)
+        early = _evaluated(raw) - wanted
+        wanted |= early | _made_of(list(stage.weights().values()), raw)
+        bytes_fetched += partial.fetch(wanted, lambda done, total: progress(done / total))
+        if not early:
+            return stage, bytes_fetched
+
+
+def _made_of(weights: Sequence[mx.array], raw: Mapping[str, mx.array]) -> set[str]:
+    """The raw arrays that the weights are computed from. Most are weights themselves."""
+    names = {id(array): name for name, array in raw.items()}
+    direct = {names[id(array)] for array in weights if id(array) in names}
+    computed = [array for array in weights if id(array) not in names]
+    others = {name: array for name, array in raw.items() if name not in direct}
+    return direct.union(
+        *(
+            depends_on(outputs, dict(sources))
+            for outputs in _batches(computed)
+            for sources in _batches(others.items())
+        )
+    )
+
+
+def _evaluated(raw: Mapping[str, mx.array]) -> set[str]:
+    """The arrays that are not lazy any more: the graph has no Load before them."""
+    found: set[str] = set()
+    for batch in _batches(raw.items()):
+        names = {f"in{n}": name for n, (name, _) in enumerate(batch)}
+        dot = StringIO()
+        mx.export_to_dot(dot, **{f"in{n}": array for n, (_, array) in enumerate(batch)})
+        lazy = {line.rpartition(" -> ")[2].strip('"') for line in dot.getvalue().splitlines()}
+        found |= {name for node, name in names.items() if node not in lazy}
+    return found
+
+
+def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
+    left = iter(items)
+    while batch := list(islice(left, _NUM_TRACED)):
+        yield batch
 
 
 def _parts(weights: list[mx.array]) -> list[list[mx.array]]:

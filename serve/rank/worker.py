@@ -17,14 +17,16 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import mlx.core as mx
 
 from serve.core import wire
 from serve.core.errors import BrigadeError, ClusterError, EngineError
 from serve.core.types import Sampling, Step
+from serve.hub.partial import PartialModel, open_partial
 from serve.rank.cache import GroupCaches, Part
+from serve.rank.planning import PlanRequest, make_plan
 from serve.rank.sampling import sample
 from serve.rank.stage import Stage
 from serve.rank.transport import LocalTransport, Ring, RingTransport, Transport
@@ -36,21 +38,26 @@ _NUM_SPANS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What the parent says at the start."""
+    """What the parent says at the start. commit makes model one of the hub, `org/name`;
+    cache_dir is where parts of it are kept, None for under HF_HOME."""
 
     rank: int
     hosts: tuple[str, ...]
     nonce: int
     model: Path
+    commit: str | None
+    cache_dir: Path | None
     layers: tuple[int, int]
     join_timeout: float
     stall_timeout: float
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "Order":
+        fields = {name: value for name, value in fields.items() if name != "type"}
         typed = {
             "hosts": tuple(fields["hosts"]),
             "model": Path(fields["model"]),
+            "cache_dir": Path(fields["cache_dir"]) if fields["cache_dir"] else None,
             "layers": tuple(fields["layers"]),
         }
         return cls(**{**fields, **typed})
@@ -179,21 +186,28 @@ class Worker:
                 self.parent.send(wire.frame(wire.Kind.RESULT, wire.encode_result(result)))
             raise ClusterError(f"Rank {self.order.rank}: its right neighbour is gone.")
         except Exception as error:  # The top of the thread: the process ends with it.
-            self.fail(error)
+            fail(self.parent, error, f"Rank {self.order.rank}")
 
     def _start(self) -> StepLoop:
         order = self.order
         self.transport = self._join()
         self.status = {"state": "loading", "progress": 0.0}
-        loaded = load_stage(order.model, *order.layers, progress=self._loading)
+        loaded = load_stage(self._model(), *order.layers, progress=self._loading)
         self.loop = StepLoop(loaded.stage, self.transport)
         self.status = {
             "state": "ready",
             "progress": 1.0,
             "bytes_owned": loaded.bytes_owned,
             "bytes_read": loaded.bytes_read,
+            "bytes_fetched": loaded.bytes_fetched,
         }
         return self.loop
+
+    def _model(self) -> Path | PartialModel:
+        order = self.order
+        if order.commit is None:
+            return order.model
+        return open_partial(str(order.model), order.commit, order.cache_dir)
 
     def _join(self) -> Transport:
         if len(self.order.hosts) == 1:
@@ -217,7 +231,7 @@ class Worker:
                 self._report()
                 time.sleep(_STATUS_SECONDS)
         except Exception as error:  # The top of the thread: the process ends with it.
-            self.fail(error)
+            fail(self.parent, error, f"Rank {self.order.rank}")
 
     def _stalled(self) -> str:
         faulthandler.dump_traceback(all_threads=True)
@@ -237,21 +251,6 @@ class Worker:
             }
         self.parent.send(wire.json_frame(status))
 
-    def fail(self, error: BaseException) -> None:
-        """Says why and ends the process without waiting for any thread."""
-        if isinstance(error, BrigadeError):
-            exit_code, message = error.exit_code, str(error)
-        else:
-            sys.excepthook(type(error), error, error.__traceback__)
-            exit_code = EngineError.exit_code
-            message = f"Rank {self.order.rank}: {type(error).__name__}: {error}"
-        report = {"type": "error", "exit_code": exit_code, "message": message}
-        try:
-            self.parent.send(wire.json_frame({**report, "rank": self.order.rank}))
-        except OSError:
-            exit_code = ClusterError.exit_code  # The parent is gone: nobody is left to tell.
-        os._exit(exit_code)
-
 
 def main(argv: list[str]) -> None:
     """argv[1] is the descriptor of the socket to the parent."""
@@ -260,15 +259,43 @@ def main(argv: list[str]) -> None:
         signal.signal(interrupt, signal.SIG_IGN)
     faulthandler.enable()
     parent = Parent(socket.socket(fileno=int(argv[1])))
-    message = parent.receive()
-    if message is None:
-        return
-    worker = Worker(parent, Order.from_json(wire.parse_json(message[1])))
     try:
-        worker.run()
+        order = _wait_for_order(parent)
+        if order is not None:
+            Worker(parent, order).run()
     except Exception as error:  # The top of the process.
-        worker.fail(error)
+        fail(parent, error)
     os._exit(0)
+
+
+def _wait_for_order(parent: Parent) -> Order | None:
+    """What to load, or None if the parent goes first. Rank 0's asks for a plan before."""
+    while (message := parent.receive()) is not None:
+        fields = wire.parse_json(message[1])
+        if fields["type"] == "order":
+            return Order.from_json(fields)
+        del fields["type"]
+        folder = Path(fields.pop("model"))
+        plan = make_plan(folder, PlanRequest(**fields))
+        stages = [stage.to_json() for stage in plan.stages]
+        parent.send(wire.json_frame({"type": "plan", "stages": stages}))
+    return None
+
+
+def fail(parent: Parent, error: BaseException, name: str = "The engine") -> NoReturn:
+    """Says why and ends the process without waiting for any thread."""
+    if isinstance(error, BrigadeError):
+        exit_code, message = error.exit_code, str(error)
+    else:
+        sys.excepthook(type(error), error, error.__traceback__)
+        exit_code = EngineError.exit_code
+        message = f"{name}: {type(error).__name__}: {error}"
+    try:
+        report = {"type": "error", "exit_code": exit_code, "message": message}
+        parent.send(wire.json_frame(report))
+    except OSError:
+        exit_code = ClusterError.exit_code  # The parent is gone: nobody is left to tell.
+    os._exit(exit_code)
 
 
 if __name__ == "__main__":

@@ -85,3 +85,19 @@ def test_numbers_out_of_range_name_the_flag() -> None:
         ServeConfig(model=Path("m"), port=65536)
     with pytest.raises(UsageError, match="--max-num-sequences 0"):
         ServeConfig(model=Path("m"), max_num_sequences=0)
+
+
+def test_a_folder_comes_before_a_name_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    there, elsewhere = Path("models/mine"), Path("org/name")
+    there.mkdir(parents=True)
+    assert ServeConfig(model=there).hub_id is None
+    assert ServeConfig(model=there).model_name == "mine"
+    assert ServeConfig(model=elsewhere).hub_id == "org/name"
+    assert ServeConfig(model=elsewhere, revision="v1").model_name == "org/name"
+    for path in ("/org/name", "name", "a/b/c", "../org/name", "~/name"):
+        assert ServeConfig(model=Path(path)).hub_id is None
+    with pytest.raises(UsageError, match="--revision"):
+        ServeConfig(model=there, revision="v1")

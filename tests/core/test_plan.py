@@ -1,13 +1,41 @@
-"""Reverse assignment: rank 0 has the last layers, sizes differ by one at most."""
+"""Reverse assignment; balance found by search, compared with trying every split."""
+
+import itertools
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from serve.core.errors import PlanError
-from serve.core.plan import even_split
+from serve.core.errors import PlanError, UsageError
+from serve.core.plan import (
+    Demand,
+    LayerCost,
+    ModelCost,
+    balanced_split,
+    even_split,
+    format_bytes,
+    parse_memory,
+    parse_split,
+    plan_stages,
+)
+
+NOTHING = LayerCost(0, 0)
+
+
+def model(weights: list[int], head: int = 0, embedding: int = 0, cache: int = 0) -> ModelCost:
+    layers = tuple(LayerCost(w, w, cache_bytes_per_token=cache) for w in weights)
+    return ModelCost(
+        layers,
+        LayerCost(embedding, embedding),
+        LayerCost(head, head),
+        NOTHING,
+        NOTHING,
+        hop_bytes_per_token=8,
+    )
 
 
 @pytest.mark.parametrize("num_layers", range(1, 41))
-def test_every_split_covers_each_layer_once(num_layers: int) -> None:
+def test_every_even_split_covers_each_layer_once(num_layers: int) -> None:
     for num_ranks in range(1, min(num_layers, 9)):
         ranges = even_split(num_layers, num_ranks)
         assert ranges[0][1] == num_layers
@@ -21,3 +49,116 @@ def test_every_split_covers_each_layer_once(num_layers: int) -> None:
 def test_more_ranks_than_layers_are_refused_with_the_numbers() -> None:
     with pytest.raises(PlanError, match="9 ranks are more than the model's 8 layers"):
         even_split(8, 9)
+    with pytest.raises(PlanError, match="9 ranks are more than the model's 8 layers"):
+        balanced_split(model([1] * 8), 9, Demand(1, 1), None)
+
+
+def every_split(num_layers: int, num_ranks: int) -> list[list[tuple[int, int]]]:
+    cuts = itertools.combinations(range(1, num_layers), num_ranks - 1)
+    bounds = [[num_layers, *reversed(cut), 0] for cut in cuts]
+    return [[(b[i + 1], b[i]) for i in range(num_ranks)] for b in bounds]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(1, 50), min_size=2, max_size=8),
+    st.integers(1, 4),
+    st.integers(0, 60),
+    st.sets(st.integers(1, 7), max_size=3),
+)
+def test_no_other_split_has_a_faster_slowest_stage(
+    weights: list[int], num_ranks: int, head: int, forbidden: set[int]
+) -> None:
+    def slowest(ranges: list[tuple[int, int]]) -> int:
+        return max(sum(weights[s:e]) + (head if e == len(weights) else 0) for s, e in ranges)
+
+    num_ranks = min(num_ranks, len(weights))
+    allowed = [
+        ranges
+        for ranges in every_split(len(weights), num_ranks)
+        if not {start for start, _ in ranges} & forbidden
+    ]
+    cost = model(weights, head)
+    if not allowed:
+        with pytest.raises(PlanError):
+            balanced_split(cost, num_ranks, Demand(1, 1), None, frozenset(forbidden))
+        return
+    found = balanced_split(cost, num_ranks, Demand(1, 1), None, frozenset(forbidden))
+    assert found in allowed
+    assert slowest(found) == min(map(slowest, allowed))
+
+
+def test_the_head_takes_layers_off_rank_0() -> None:
+    ranges = balanced_split(model([10] * 8, head=20), 2, Demand(1, 1), None)
+    assert ranges == [(5, 8), (0, 5)]
+
+
+def test_the_embedding_costs_memory_but_no_time() -> None:
+    cost = model([10] * 8, embedding=50)
+    assert balanced_split(cost, 2, Demand(1, 1), None) == [(4, 8), (0, 4)]
+    assert balanced_split(cost, 2, Demand(1, 1), [80, 70]) == [(2, 8), (0, 2)]
+
+
+def test_caches_count_for_the_promised_context() -> None:
+    cost = model([10] * 4, cache=1)
+    stages = plan_stages(cost, even_split(4, 2), Demand(context=100, concurrency=3))
+    assert [stage.cache_bytes for stage in stages] == [600, 600]
+    sliding = LayerCost(10, 10, cache_bytes_per_token=1, cache_bytes=5, max_cached_tokens=40)
+    assert sliding.caches(100) == 45
+
+
+def test_few_rows_read_few_experts() -> None:
+    layer = LayerCost(1000, 1000, expert_bytes=900, expert_share=0.1)
+    assert layer.step_bytes(1) == pytest.approx(190)
+    assert layer.step_bytes(10) == 1000
+    assert layer.step_bytes(64) == 1000
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
+    cost = model([10**9] * 8, cache=1000)
+    with pytest.raises(PlanError, match=r"8\.0 GB of weights and 256\.0 MB of caches .* 6\.0 GB"):
+        balanced_split(cost, 2, Demand(8000, 4), [3 * 10**9] * 2)
+    with pytest.raises(PlanError, match=r"Rank 1 would need 4\.1 GB for layers 0 to 3"):
+        plan_stages(cost, even_split(8, 2), Demand(8000, 4), [5 * 10**9, 4 * 10**9])
+
+
+def test_unequal_memory_makes_unequal_stages() -> None:
+    ranges = balanced_split(model([10] * 12), 2, Demand(1, 1), [30, 100])
+    assert ranges == [(9, 12), (0, 9)]
+
+
+def test_a_large_model_is_planned_at_once() -> None:
+    """A search over all splits would run into the test's time-out."""
+    ranges = balanced_split(model([10] * 126, head=5), 8, Demand(4096, 32), [400] * 8)
+    assert len(ranges) == 8
+
+
+def test_amounts() -> None:
+    assert parse_memory("24GB", 2) == [24 * 10**9] * 2
+    assert parse_memory("1.5gib, 512MB", 2) == [int(1.5 * 2**30), 512 * 10**6]
+    assert format_bytes(999) == "999 B"
+    assert format_bytes(24e9) == "24.0 GB"
+    for text in (
+        "24",
+        "GB",
+        "x GB",
+        "-1GB",
+        "0GB",
+        "1GB,,2GB",
+        "24GB,24GB,24GB",
+        "nanGB",
+        "1e99GB",
+    ):
+        with pytest.raises(UsageError, match="--memory"):
+            parse_memory(text, 2)
+
+
+def test_a_split_by_hand() -> None:
+    assert parse_split("5,3", 8, 2) == [(3, 8), (0, 3)]
+    with pytest.raises(PlanError, match="makes 9 layers, the model has 8"):
+        parse_split("5,4", 8, 2)
+    with pytest.raises(PlanError, match="makes 8 layers"):
+        parse_split("8,0", 8, 2)
+    for text in ("half", "4", "4,2,2", "4,-4", ""):
+        with pytest.raises(UsageError, match="--split"):
+            parse_split(text, 8, 2)

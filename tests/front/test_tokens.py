@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
 from serve.core.errors import ModelError, RequestError
-from serve.front.tokens import Tokenizer
+from serve.front.tokens import TextStream, Tokenizer
 from tests.front.fakes import byte_fallback, byte_level, metaspace, save
 
 TEXTS = [
@@ -97,6 +97,12 @@ def test_a_long_run_of_replacement_characters_is_not_held(tokenizer: Tokenizer) 
     num_before_end = sum(len(stream.push(id)) for id in ids)
     assert num_before_end > 3900
     assert time.process_time() - started < 2
+
+
+def test_special_tokens_cost_nothing() -> None:
+    """A model that repeats one would else have ever more to decode."""
+    stream = TextStream(lambda ids: pytest.fail("decoded"), frozenset({1}))
+    assert [stream.push(1) for _ in range(100)] == [""] * 100
 
 
 def test_end_ids_are_of_all_files(tmp_path: Path) -> None:

@@ -1,0 +1,57 @@
+"""Flags from the fields of a frozen config: said once, checked once."""
+
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any, NoReturn, TypeVar
+
+from serve import __version__
+from serve.core.errors import UsageError
+
+Config = TypeVar("Config")
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a wrong flag as every other error: one line, and how to mend it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}: see `{self.prog} --help`.")
+
+
+def parse(config: type[Config], argv: Sequence[str], program: str, description: str) -> Config:
+    """An instance of a config whose fields are serve.core.config.flag. Raises UsageError."""
+    parser = Parser(prog=program, description=description, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"mlx-brigade {__version__}")
+    kinds = typing.get_type_hints(config)
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        _add_flag(parser, field, kinds[field.name])
+    return config(**vars(parser.parse_args(argv)))
+
+
+def _add_flag(
+    parser: argparse.ArgumentParser, field: "dataclasses.Field[Any]", annotation: Any
+) -> None:
+    names = [*field.metadata.get("short", ()), "--" + field.name.replace("_", "-")]
+    kind = _plain_type(annotation)
+    if kind is bool:
+        parser.add_argument(*names, action="store_true", help=field.metadata["help"])
+        return
+    required = field.default is dataclasses.MISSING
+    shown = "" if required or field.default is None else f" (default: {field.default})"
+    parser.add_argument(
+        *names,
+        type=kind,
+        required=required,
+        default=None if required else field.default,
+        metavar=kind.__name__.upper(),
+        help=field.metadata["help"] + shown,
+    )
+
+
+def _plain_type(kind: Any) -> type:
+    """int of `int | None`."""
+    if isinstance(kind, types.UnionType):
+        kind = next(part for part in typing.get_args(kind) if part is not type(None))
+    return typing.cast(type, kind)

@@ -1,0 +1,514 @@
+"""A rank gets its own tensors from the hub: exactly them, right, and once."""
+
+import hashlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants, hf_hub_download
+
+from serve.core.checkpoint import read_checkpoint, read_header
+from serve.core.errors import ModelError
+from serve.hub.fetch import Sizes
+from serve.hub.partial import PartialModel, open_partial
+from serve.hub.repo import default_cache, resolve
+from tests.hub import checkpoints
+from tests.hub.server import COMMIT, REPO, TOKEN, FakeHub
+
+SMALL = Sizes(request_bytes=300_000, commit_bytes=50_000, gap_bytes=5_000, num_connections=4)
+
+
+def nobody(done: int, total: int) -> None:
+    assert 0 <= done <= total
+
+
+def opened(cache: Path, sizes: Sizes = SMALL) -> PartialModel:
+    return open_partial(REPO, COMMIT, cache, sizes=sizes)
+
+
+def assert_right(model: PartialModel, names: Iterable[str]) -> None:
+    """The bytes in the folder are those of the repository."""
+    expected = checkpoints.tensors()
+    for name in names:
+        place = model.tensors[name]
+        with place.file.open("rb") as stream:
+            stream.seek(place.start)
+            assert stream.read(place.num_bytes) == expected[name][1], name
+
+
+def owned_bytes(names: Iterable[str]) -> int:
+    everything = checkpoints.tensors()
+    return sum(len(everything[name][1]) for name in names)
+
+
+# --- the folder
+
+
+def test_the_folder_is_the_model_with_holes(hub: FakeHub, home: Path, repo: Path) -> None:
+    model = opened(home / "cache")
+    theirs, mine = read_checkpoint(repo), read_checkpoint(model.folder)
+    assert mine.digest == theirs.digest
+    assert set(mine.tensors) == set(model.tensors) == set(theirs.tensors)
+    for path in repo.glob("*.safetensors"):
+        assert (model.folder / path.name).stat().st_size == path.stat().st_size
+    assert hub.data_bytes(checkpoints.header_sizes(repo)) == 0
+    there = {path.name for path in model.folder.iterdir()}
+    assert {"config.json", "tokenizer.json", "chat_template.jinja"} <= there
+    assert not there & {"modeling_evil.py", "pytorch_model.bin"}
+    assert not any("evil" in asked or ".bin" in asked for asked in hub.requests)
+
+
+def test_headers_are_read_once(hub: FakeHub, home: Path) -> None:
+    opened(home / "cache")
+    before = len(hub.served), hub.requests.total()
+    opened(home / "cache")
+    assert (len(hub.served), hub.requests.total()) == before
+
+
+def test_the_default_cache_is_under_hf_home(home: Path) -> None:
+    assert default_cache() == home / "brigade"
+
+
+# --- only one's own
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_fetched_by_owned(
+    hub: FakeHub, home: Path, repo: Path, num_ranks: int, num_shards: int
+) -> None:
+    for path in repo.iterdir():
+        path.unlink()
+    checkpoints.write(repo, num_shards)
+    headers = checkpoints.header_sizes(repo)
+    for rank in range(num_ranks):
+        hub.served.clear()
+        names = checkpoints.owned_by(rank, num_ranks)
+        model = opened(home / f"cache-{rank}")
+        fetched = model.fetch(names, nobody)
+        assert fetched == hub.data_bytes(headers)
+        assert 1 <= fetched / owned_bytes(names) <= 1.01
+        assert_right(model, names)
+
+
+def test_ranks_that_share_a_folder_fetch_the_model_once(
+    hub: FakeHub, home: Path, repo: Path
+) -> None:
+    fetched = sum(
+        opened(home / "cache").fetch(checkpoints.owned_by(rank, 3), nobody) for rank in range(3)
+    )
+    assert fetched == owned_bytes(checkpoints.tensors())
+    model = opened(home / "cache")
+    assert_right(model, checkpoints.tensors())
+    assert model.missing_bytes(model.tensors) == 0
+    assert model.fetch(model.tensors, nobody) == 0
+
+
+def test_progress_goes_up_to_the_end(hub: FakeHub, home: Path) -> None:
+    names, seen = checkpoints.owned_by(0, 2), []
+    model = opened(home / "cache")
+    assert model.missing_bytes(names) == owned_bytes(names)
+    model.fetch(names, lambda done, total: seen.append((done, total)))
+    assert max(done for done, _ in seen) == owned_bytes(names)
+    assert {total for _, total in seen} == {owned_bytes(names)}
+
+
+# --- what the network does
+
+
+def spoil_cut(hub: FakeHub) -> None:
+    hub.faults.cut = 12
+
+
+def spoil_busy(hub: FakeHub) -> None:
+    hub.faults.busy = 4
+
+
+def spoil_503(hub: FakeHub) -> None:
+    hub.faults.busy, hub.faults.busy_status, hub.faults.retry_after = 4, 503, "nonsense"
+
+
+def spoil_expired(hub: FakeHub) -> None:
+    hub.faults.expired = 3
+
+
+def spoil_api(hub: FakeHub) -> None:
+    hub.faults.busy_api = 2
+
+
+def spoil_place(hub: FakeHub) -> None:
+    hub.faults.wrong_place = 3
+
+
+def spoil_listing(hub: FakeHub) -> None:
+    hub.faults.no_sizes = True
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [spoil_cut, spoil_busy, spoil_503, spoil_expired, spoil_api, spoil_place, spoil_listing],
+)
+def test_what_passes_is_waited_for(
+    hub: FakeHub, home: Path, repo: Path, spoil: Callable[[FakeHub], None]
+) -> None:
+    names = checkpoints.owned_by(1, 2)
+    spoil(hub)
+    model = opened(home / "cache")
+    spoil(hub)
+    fetched = model.fetch(names, nobody)
+    assert_right(model, names)
+    assert fetched / owned_bytes(names) <= 1.01
+
+
+def test_a_cut_connection_goes_on_at_the_byte(hub: FakeHub, home: Path, repo: Path) -> None:
+    model, names = opened(home / "cache"), checkpoints.owned_by(0, 2)
+    hub.faults.cut, hub.faults.cut_bytes = 40, 30_000
+    hub.served.clear()
+    model.fetch(names, nobody)
+    assert hub.faults.cut < 30
+    assert hub.data_bytes(checkpoints.header_sizes(repo)) <= 1.01 * owned_bytes(names)
+
+
+def test_retry_after_is_honoured(hub: FakeHub, home: Path) -> None:
+    model = opened(home / "cache")
+    hub.faults.busy, hub.faults.retry_after = 1, "1"
+    started = time.monotonic()
+    model.fetch(["model.norm"], nobody)
+    assert 1 <= time.monotonic() - started < 5
+
+
+def test_a_server_that_never_answers_ends_with_its_reason(hub: FakeHub, home: Path) -> None:
+    model = opened(home / "cache")
+    hub.faults.busy = 10_000
+    with pytest.raises(ModelError, match="answered 429"):
+        model.fetch(["model.norm"], nobody)
+    hub.faults.busy = 0
+    model.fetch(["model.norm"], nobody)
+    assert_right(model, ["model.norm"])
+
+
+def test_a_file_that_changes_is_an_error(hub: FakeHub, home: Path) -> None:
+    model, names = opened(home / "cache"), checkpoints.owned_by(0, 2)
+    hub.faults.change_after = hub.num_answers + 3
+    with pytest.raises(ModelError, match="changed while it was fetched"):
+        model.fetch(names, nobody)
+    hub.faults.change_after = None
+    again = opened(home / "cache")
+    again.fetch(names, nobody)
+    assert_right(again, names)
+
+
+def test_another_file_than_the_listing_told_is_an_error(hub: FakeHub, home: Path) -> None:
+    hub.faults.moved_commit = True
+    with pytest.raises(ModelError, match="etag"):
+        opened(home / "cache")
+
+
+def test_another_length_than_the_listing_told_is_an_error(hub: FakeHub, home: Path) -> None:
+    hub.faults.wrong_length = 7
+    with pytest.raises(ModelError, match="bytes instead of"):
+        opened(home / "cache")
+
+
+def test_a_stored_file_that_is_shorter_is_an_error(
+    hub: FakeHub, home: Path, repo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listing, path = hub.listing(), next(repo.glob("model-00002*"))
+    etags = {path.name: hub.etag(path.name) for path in repo.iterdir()}
+    monkeypatch.setattr(hub, "listing", lambda: listing)
+    monkeypatch.setattr(hub, "etag", etags.__getitem__)
+    hub.sizes[path.name] = path.stat().st_size
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(ModelError, match=f"{path.name} of {REPO} changed"):
+        opened(home / "cache")
+
+
+@pytest.mark.parametrize("from_the_start", [True, False])
+def test_a_server_without_ranges(
+    hub: FakeHub, home: Path, repo: Path, from_the_start: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = checkpoints.owned_by(0, 2)
+    if from_the_start:
+        hub.faults.no_ranges_after = 0
+    model = opened(home / "cache")
+    if not from_the_start:
+        hub.faults.no_ranges_after = hub.num_answers + 2
+    model.fetch(names, nobody)
+    assert_right(model, names)
+    assert "hub_without_ranges" in caplog.text
+
+
+# --- who may
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_gated_model_says_what_to_do(hub: FakeHub, home: Path, status: int) -> None:
+    hub.faults.gated = status
+    with pytest.raises(ModelError, match="accept its licence at .*HF_TOKEN") as caught:
+        opened(home / "cache")
+    assert "\n" not in str(caught.value)
+
+
+def test_the_token_goes_to_the_hub_and_nowhere_else(
+    hub: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.faults.gated = 401
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    model = opened(home / "cache")
+    model.fetch(["model.norm"], nobody)
+    assert_right(model, ["model.norm"])
+    assert hub.leaked_tokens == []
+
+
+def test_a_name_that_nobody_has(hub: FakeHub, home: Path) -> None:
+    with pytest.raises(ModelError, match="no folder here, and not found"):
+        resolve("org/nothing", None, home)
+    with pytest.raises(ModelError, match="no such revision"):
+        resolve(REPO, "nothing", home)
+
+
+def test_a_server_that_is_not_there(
+    home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ModelError, match="cannot be fetched from http://127.0.0.1:9"):
+        resolve(REPO, None, tmp_path)
+
+
+# --- what the model is
+
+
+def test_a_repository_of_pickles_is_refused_by_name(hub: FakeHub, home: Path, repo: Path) -> None:
+    for path in repo.glob("model*"):
+        path.unlink()
+    with pytest.raises(ModelError, match="pytorch_model.bin"):
+        opened(home / "cache")
+
+
+def test_an_index_that_names_a_missing_file(hub: FakeHub, home: Path, repo: Path) -> None:
+    next(repo.glob("model-00002*")).unlink()
+    with pytest.raises(ModelError, match="has no model-00002-of-00003.safetensors"):
+        opened(home / "cache")
+    assert not hub.served
+
+
+@pytest.mark.parametrize("name", ["../../evil.safetensors", "/etc/model.safetensors"])
+def test_an_index_that_leads_elsewhere(hub: FakeHub, home: Path, repo: Path, name: str) -> None:
+    index = {"weight_map": {"a": name}}
+    (repo / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match="has no"):
+        opened(home / "cache")
+
+
+def break_length(data: bytearray) -> None:
+    data[0:8] = (1 << 40).to_bytes(8, "little")
+
+
+def break_json(data: bytearray) -> None:
+    data[8:10] = b"[["
+
+
+def break_overlap(data: bytearray) -> None:
+    at = data.index(b'"data_offsets": [0, ')
+    data[at : at + 20] = b'"data_offsets": [8, '
+
+
+def break_end(data: bytearray) -> None:
+    del data[-5000:]
+
+
+@pytest.mark.parametrize("spoil", [break_length, break_json, break_overlap, break_end])
+def test_a_corrupt_header_names_the_file(
+    hub: FakeHub, home: Path, repo: Path, spoil: Callable[[bytearray], None]
+) -> None:
+    path = next(repo.glob("model-00002*"))
+    data = bytearray(path.read_bytes())
+    spoil(data)
+    path.write_bytes(data)
+    with pytest.raises(ModelError, match=path.name):
+        opened(home / "cache")
+
+
+# --- what is here already
+
+
+def test_a_file_that_the_hubs_cache_has_is_used(hub: FakeHub, home: Path, repo: Path) -> None:
+    whole = "model-00002-of-00003.safetensors"
+    hf_hub_download(REPO, whole, revision=COMMIT)
+    hub.served.clear()
+    model = opened(home / "cache")
+    model.fetch(model.tensors, nobody)
+    assert (model.folder / whole).is_symlink()
+    assert whole not in {served.file for served in hub.served}
+    assert_right(model, model.tensors)
+
+
+def test_offline_with_all_that_is_needed(
+    hub: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, cache = checkpoints.owned_by(0, 2), home / "cache"
+    snapshot = resolve(REPO, "v1", cache)
+    open_partial(REPO, snapshot.commit, cache, snapshot, SMALL).fetch(names, nobody)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    before = hub.requests.total()
+    assert resolve(REPO, "v1", cache).commit == COMMIT
+    model = opened(cache)
+    assert model.fetch(names, nobody) == 0
+    assert_right(model, names)
+    with pytest.raises(ModelError, match="HF_HUB_OFFLINE"):
+        model.fetch(checkpoints.owned_by(1, 2), nobody)
+    assert hub.requests.total() == before
+
+
+def test_offline_with_what_the_hubs_cache_has(
+    hub: FakeHub, home: Path, repo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in [*repo.glob("*.json"), *repo.glob("*.jinja"), *repo.glob("*.safetensors")]:
+        hf_hub_download(REPO, path.name)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    snapshot = resolve(REPO, None, home / "cache")
+    model = open_partial(REPO, snapshot.commit, home / "cache", snapshot)
+    assert model.fetch(model.tensors, nobody) == 0
+    assert_right(model, model.tensors)
+
+
+def test_offline_with_nothing(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match="HF_HUB_OFFLINE"):
+        resolve(REPO, None, home / "cache")
+
+
+def test_a_hub_that_is_down_is_as_good_as_offline(hub: FakeHub, home: Path) -> None:
+    resolve(REPO, None, home / "cache")
+    opened(home / "cache")
+    hub.faults.busy_api = 100
+    assert resolve(REPO, None, home / "cache").commit == COMMIT
+
+
+# --- kills and company
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from serve.hub.fetch import Sizes
+from serve.hub.partial import open_partial
+cache, repo, commit, *names = sys.argv[1:]
+sizes = Sizes(request_bytes=300_000, commit_bytes=50_000, gap_bytes=5_000, num_connections=4)
+model = open_partial(repo, commit, Path(cache), sizes=sizes)
+print(model.fetch(names, lambda done, total: None), flush=True)
+"""
+
+
+def start(hub: FakeHub, home: Path, names: Iterable[str]) -> "subprocess.Popen[str]":
+    environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "PATH": ""}
+    command = [sys.executable, "-c", PROGRAM, str(home / "cache"), REPO, COMMIT, *names]
+    root = Path(__file__).parent.parent.parent
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**environment, "PYTHONPATH": str(root)},
+    )
+
+
+def finish(process: "subprocess.Popen[str]") -> int:
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    return int(output)
+
+
+def kill_when(hub: FakeHub, process: "subprocess.Popen[str]", num_bytes: int) -> bool:
+    """Whether it was killed before it was done."""
+    while process.poll() is None:
+        if sum(served.end - served.start for served in list(hub.served)) >= num_bytes:
+            process.kill()
+        time.sleep(0.001)
+    process.communicate(timeout=60)
+    return process.returncode != 0
+
+
+def kill_and_go_on(hub: FakeHub, home: Path, repo: Path, shares: Iterable[float]) -> None:
+    """Kills one process after another and checks each: nothing that was recorded is
+    asked for again, and no more than was under way is lost."""
+    names, headers = checkpoints.owned_by(1, 2), checkpoints.header_sizes(repo)
+    owned, num_killed = owned_bytes(names), 0
+    hub.faults.delay_seconds = 0.002
+    for share in shares:
+        hub.served.clear()
+        model = opened(home / "cache") if (home / "cache").exists() else None
+        recorded = {s.path.name: s.present() for s in model._shards.values()} if model else {}
+        num_killed += kill_when(hub, start(hub, home, names), int(share * owned))
+        for served in hub.served:
+            for first, last in recorded.get(served.file, []):
+                assert served.end <= first or served.start >= last
+    hub.served.clear()
+    hub.faults.delay_seconds = 0
+    missing = opened(home / "cache").missing_bytes(names)
+    assert finish(start(hub, home, names)) == hub.data_bytes(headers) <= 1.01 * missing
+    assert_right(opened(home / "cache"), names)
+    assert num_killed
+
+
+def test_killed_and_started_again(hub: FakeHub, home: Path, repo: Path) -> None:
+    kill_and_go_on(hub, home, repo, (0.2, 0.35))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_killed_at_random_points(hub: FakeHub, home: Path, repo: Path, seed: int) -> None:
+    digest = hashlib.sha256(b"%d" % seed).digest()
+    kill_and_go_on(hub, home, repo, [byte / 600 for byte in digest[:6]])
+
+
+def test_a_kill_loses_no_more_than_was_under_way(hub: FakeHub, home: Path, repo: Path) -> None:
+    names = checkpoints.owned_by(1, 2)
+    opened(home / "cache")
+    hub.served.clear()
+    hub.faults.delay_seconds = 0.004
+    assert kill_when(hub, start(hub, home, names), owned_bytes(names) // 2)
+    sent = hub.data_bytes(checkpoints.header_sizes(repo))
+    missing = opened(home / "cache").missing_bytes(names)
+    # Per connection one commit and what the sockets between here and there hold.
+    assert owned_bytes(names) - missing >= sent - 4 * (SMALL.commit_bytes + 262_144 + 65_536)
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_two_processes_at_once(hub: FakeHub, home: Path, repo: Path, num_shards: int) -> None:
+    for path in repo.iterdir():
+        path.unlink()
+    checkpoints.write(repo, num_shards)
+    hub.faults.delay_seconds = 0.001
+    names = list(checkpoints.tensors())
+    processes = [start(hub, home, part) for part in (names, names[::-1])]
+    fetched = [finish(process) for process in processes]
+    assert sum(fetched) == owned_bytes(names)
+    assert hub.data_bytes(checkpoints.header_sizes(repo)) == owned_bytes(names)
+    assert sum(s.start == 0 for s in hub.served if s.file.endswith(".safetensors")) == num_shards
+    assert_right(opened(home / "cache"), names)
+
+
+@pytest.mark.parametrize("spoil", [Path.unlink, lambda path: path.write_bytes(b"short")])
+def test_a_weight_file_that_was_lost_is_made_anew(
+    hub: FakeHub, home: Path, spoil: Callable[[Path], object]
+) -> None:
+    model = opened(home / "cache")
+    model.fetch(["model.norm"], nobody)
+    path = model.tensors["model.norm"].file
+    spoil(path)
+    again = opened(home / "cache")
+    assert again.missing_bytes(["model.norm"]) == 384
+    again.fetch(["model.norm"], nobody)
+    assert_right(again, ["model.norm"])
+
+
+def test_headers_of_the_folder_are_the_real_ones(hub: FakeHub, home: Path, repo: Path) -> None:
+    model = opened(home / "cache")
+    for path in repo.glob("*.safetensors"):
+        theirs = {name: (t.start, t.end) for name, t in read_header(path).items()}
+        mine = {name: (t.start, t.end) for name, t in read_header(model.folder / path.name).items()}
+        assert mine == theirs

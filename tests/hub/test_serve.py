@@ -1,0 +1,68 @@
+"""`serve --model org/name`: a cluster whose ranks fetch their own layers from the hub."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launcher.supervisor import free_ports
+from tests.cluster.servers import ROOT, TINY_CHAT, Server, brigade_launch, running, started
+from tests.hub.checkpoints import header_sizes
+from tests.hub.server import COMMIT, REPO, FakeHub
+from tests.hub.server import running as running_hub
+
+QUESTION = [{"role": "user", "content": "Hello, who are you?"}]
+
+
+@pytest.fixture
+def tiny_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """A hub with the embedded model, for processes that are started from here."""
+    shutil.copytree(TINY_CHAT, tmp_path / "repo")
+    with running_hub(tmp_path / "repo") as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))
+        yield hub
+
+
+def command(port: int, num_ranks: int, *more: str) -> list[str]:
+    return brigade_launch(num_ranks, ["--model", REPO, "--port", str(port), *more])
+
+
+def answer(server: Server, model: str) -> str | None:
+    client = server.client()
+    reply = client.chat.completions.create(
+        model=model, messages=QUESTION, temperature=0, max_tokens=32
+    )
+    return reply.choices[0].message.content
+
+
+def test_a_cluster_serves_a_model_of_the_hub(tiny_hub: FakeHub, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    port = free_ports(1)[0]
+    flags = ["--revision", "v1", "--cache-dir", str(cache)]
+    with started(command(port, 2, *flags), port) as server:
+        server.wait_until_ready()
+        stages = server.get("/admin/pipeline")["stages"]
+        from_hub = answer(server, REPO)
+    owned = [stage["bytes_owned"] for stage in stages]
+    fetched = [stage["bytes_fetched"] for stage in stages]
+    assert all(f <= 1.01 * o for f, o in zip(fetched, owned, strict=True))
+    assert sum(fetched) == tiny_hub.data_bytes(header_sizes(tiny_hub.folder))
+    assert (cache / "models--org--tiny" / COMMIT / "config.json").exists()
+    with running(2) as local:
+        assert answer(local, "tiny-chat") == from_hub
+    tiny_hub.served.clear()
+    with started(command(port, 2, *flags), port) as server:
+        server.wait_until_ready()
+        assert answer(server, REPO) == from_hub
+    assert not [s for s in tiny_hub.served if s.file.endswith(".safetensors")]
+
+
+def test_a_model_that_may_not_be_read_ends_all_ranks(tiny_hub: FakeHub) -> None:
+    tiny_hub.faults.gated = 403
+    with started(command(free_ports(1)[0], 2)) as server:
+        assert server.process.wait(30) == 3
+    assert "accept its licence" in server.text
+    assert "Traceback" not in server.text

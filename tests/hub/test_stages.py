@@ -1,0 +1,191 @@
+"""A stage gets the right weights from a folder with holes, and only its own bytes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models import gpt2, llama, mixtral
+
+from serve.core.checkpoint import read_checkpoint
+from serve.core.errors import ModelError
+from serve.core.plan import even_split
+from serve.hub.partial import open_partial
+from serve.rank.weights import LoadedStage, load_stage
+from tests.hub.checkpoints import header_sizes
+from tests.hub.server import COMMIT, REPO, FakeHub
+
+_LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "num_hidden_layers": 6,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 500,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+_MIXTRAL = {**_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+_GPT2 = {
+    "model_type": "gpt2",
+    "n_ctx": 64,
+    "n_positions": 64,
+    "n_embd": 128,
+    "n_head": 4,
+    "n_layer": 6,
+    "layer_norm_epsilon": 1e-5,
+    "vocab_size": 500,
+}
+_EXPERTS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+
+
+def hub_form(name: str, array: mx.array) -> dict[str, mx.array]:
+    """What a checkpoint of the hub has, which mlx-lm's sanitize stacks or transposes."""
+    if ".switch_mlp." in name:
+        before, _, rest = name.partition(".switch_mlp.")
+        expert = _EXPERTS[rest.partition(".")[0]]
+        return {f"{before}.experts.{e}.{expert}.weight": part for e, part in enumerate(array)}
+    conv = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
+    if name.endswith(conv):
+        return {name.removeprefix("model."): mx.contiguous(array.T)}
+    return {name.removeprefix("model.") if ".h." in name else name: array}
+
+
+def write(folder: Path, module: Any, config: dict[str, Any], num_shards: int) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    model = module.Model(module.ModelArgs.from_dict(config))
+    mx.random.seed(7)
+    arrays = tree_map(lambda a: mx.random.normal(a.shape) * 0.3, model.parameters())
+    raw = {k: v for name, array in tree_flatten(arrays) for k, v in hub_form(name, array).items()}
+    names, places = sorted(raw), {}
+    size = -(-len(names) // num_shards)
+    for n in range(num_shards):
+        file = f"model-{n:05}.safetensors"
+        part = {name: raw[name] for name in names[n * size : (n + 1) * size]}
+        places |= dict.fromkeys(part, file)
+        mx.save_safetensors(str(folder / file), part, metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return folder
+
+
+@pytest.fixture
+def repo(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    return write(tmp_path / "repo", *getattr(request, "param", (llama, _LLAMA, 3)))
+
+
+def from_hub(cache: Path, layers: tuple[int, int], seen: list[float] | None = None) -> LoadedStage:
+    progress = (lambda _: None) if seen is None else seen.append
+    return load_stage(open_partial(REPO, COMMIT, cache), *layers, progress)
+
+
+def assert_equal(mine: LoadedStage, theirs: LoadedStage) -> None:
+    expected = theirs.stage.weights()
+    assert mine.stage.weights().keys() == expected.keys()
+    for name, array in mine.stage.weights().items():
+        assert mx.array_equal(array, expected[name]), name
+
+
+_CHECKPOINTS = {
+    "llama-1": (llama, _LLAMA, 1),
+    "llama-3": (llama, _LLAMA, 3),
+    "llama-tied": (llama, {**_LLAMA, "tie_word_embeddings": True}, 3),
+    "mixtral-experts": (mixtral, _MIXTRAL, 3),
+    "gpt2-transposed": (gpt2, _GPT2, 2),
+}
+_QUICK = {
+    ("llama-1", 3),
+    ("llama-3", 2),
+    ("llama-tied", 2),
+    ("mixtral-experts", 4),
+    ("gpt2-transposed", 3),
+}
+
+
+@pytest.mark.parametrize(
+    ("repo", "num_ranks"),
+    [
+        pytest.param(
+            _CHECKPOINTS[name],
+            num_ranks,
+            id=f"{name}-{num_ranks}",
+            marks=() if (name, num_ranks) in _QUICK else pytest.mark.slow,
+        )
+        for name in _CHECKPOINTS
+        for num_ranks in (1, 2, 3, 4)
+    ],
+    indirect=["repo"],
+)
+def test_the_same_weights_as_from_a_whole_folder(
+    hub: FakeHub, home: Path, repo: Path, num_ranks: int
+) -> None:
+    headers = header_sizes(repo)
+    for rank, layers in enumerate(even_split(6, num_ranks)):
+        hub.served.clear()
+        seen: list[float] = []
+        mine = from_hub(home / f"cache-{rank}", layers, seen)
+        assert_equal(mine, load_stage(repo, *layers, lambda _: None))
+        assert mine.bytes_fetched == hub.data_bytes(headers)
+        ratio = mine.bytes_fetched / mine.bytes_owned
+        # Trained masks and such that a checkpoint holds and the model drops are not fetched.
+        assert 0.99 <= ratio <= 1.01, ratio
+        assert seen[-1] == 1.0
+        assert seen == sorted(seen)
+
+
+def test_nothing_is_fetched_again(hub: FakeHub, home: Path, repo: Path) -> None:
+    first = from_hub(home / "cache", (0, 3))
+    hub.served.clear()
+    again = from_hub(home / "cache", (0, 3))
+    assert again.bytes_fetched == 0
+    assert not hub.served
+    assert_equal(again, first)
+
+
+def test_code_that_evaluates_while_it_is_built_gets_what_it_reads(
+    hub: FakeHub, home: Path, repo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would compute from zeros, and nobody would see it."""
+
+    def sanitize(self: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        for name in list(weights):
+            if name.endswith("input_layernorm.weight"):
+                largest = mx.max(mx.abs(weights[name])).item()
+                weights[name] = weights[name] / largest
+        return weights
+
+    monkeypatch.setattr(llama.Model, "sanitize", sanitize)
+    mine = from_hub(home / "cache", (0, 3))
+    theirs = load_stage(repo, 0, 3, lambda _: None)
+    assert_equal(mine, theirs)
+    assert mine.bytes_fetched <= 1.02 * mine.bytes_owned
+
+
+def test_code_from_the_model_never_comes_along(hub: FakeHub, home: Path, repo: Path) -> None:
+    config = {**_LLAMA, "auto_map": {"AutoModelForCausalLM": "modeling_evil.Evil"}}
+    (repo / "config.json").write_text(json.dumps(config))
+    (repo / "modeling_evil.py").write_text("raise SystemExit('it has run')")
+    mine = from_hub(home / "cache", (0, 3))
+    assert mine.bytes_owned > 0
+    assert not any("evil" in asked for asked in hub.requests)
+
+
+def test_a_model_that_wants_its_own_code_is_refused(hub: FakeHub, home: Path, repo: Path) -> None:
+    (repo / "config.json").write_text(json.dumps({**_LLAMA, "model_file": "evil.py"}))
+    (repo / "evil.py").write_text("raise SystemExit('it has run')")
+    with pytest.raises(ModelError, match=r"evil\.py"):
+        from_hub(home / "cache", (0, 3))
+
+
+def test_a_lost_hub_is_one_error(hub: FakeHub, home: Path, repo: Path) -> None:
+    open_partial(REPO, COMMIT, home / "cache")
+    hub.faults.gated = 403
+    with pytest.raises(ModelError, match="HF_TOKEN"):
+        from_hub(home / "cache", (0, 3))
+    hub.faults.gated = None
+    digest = read_checkpoint(open_partial(REPO, COMMIT, home / "cache").folder).digest
+    assert digest == read_checkpoint(repo).digest

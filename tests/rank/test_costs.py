@@ -1,0 +1,92 @@
+"""The plan's bytes are those that the stages then really hold."""
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from serve.cli import plan as plan_command
+from serve.core.checkpoint import read_checkpoint
+from serve.core.errors import PlanError, UsageError
+from serve.rank.planning import PlanRequest, make_plan
+from serve.rank.weights import load_stage
+from tests.models import ARCHITECTURES, save
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_planned_weights_are_those_of_the_stages(tmp_path: Path, name: str, num_ranks: int) -> None:
+    folder = save(tmp_path, name)
+    plan = make_plan(folder, PlanRequest(num_ranks=num_ranks, split="even"))
+    for stage in plan.stages:
+        loaded = load_stage(folder, *stage.layers, progress=lambda _: None)
+        assert stage.weight_bytes == loaded.bytes_owned
+        assert stage.fetch_bytes <= stage.weight_bytes
+
+
+def test_what_is_fetched_is_every_tensor_once_but_for_tied_ones(tmp_path: Path) -> None:
+    folder = save(tmp_path, "llama")
+    plan = make_plan(folder, PlanRequest(num_ranks=3))
+    whole = sum(tensor.num_bytes for tensor in read_checkpoint(folder).tensors.values())
+    assert sum(stage.fetch_bytes for stage in plan.stages) == whole
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_planned_caches_are_those_of_a_sequence(tmp_path: Path, name: str) -> None:
+    """mlx-lm's caches grow in steps of 256 tokens: a multiple has no slack."""
+    folder, num_tokens = save(tmp_path, name), 256
+    request = PlanRequest(num_ranks=2, split="even", context=num_tokens, concurrency=3)
+    plan = make_plan(folder, request)
+    received: list[mx.array] = []
+    for planned in reversed(plan.stages):
+        stage = load_stage(folder, *planned.layers, progress=lambda _: None).stage
+        cache = stage.make_cache()
+        received = stage(mx.zeros((1, num_tokens), dtype=mx.int32), cache, received)
+        mx.eval(received, [c.state for c in cache])
+        assert planned.cache_bytes == 3 * sum(c.nbytes for c in cache)
+    assert plan.hop_bytes_per_token == 4 * 32
+
+
+def test_experts_cost_time_by_their_use(tmp_path: Path) -> None:
+    """deepseek_v3 here: layer 0 is dense, of 4 experts a token uses 2."""
+    folder = save(tmp_path, "deepseek_v3")
+    alone = make_plan(folder, PlanRequest(num_ranks=2, split="3,1"))
+    crowd = make_plan(folder, PlanRequest(num_ranks=2, split="3,1", concurrency=64))
+    assert alone.stages[0].step_share < crowd.stages[0].step_share
+
+
+def test_the_command_in_json_and_as_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save(tmp_path, "qwen3")
+    flags = ["--model", str(folder), "-n", "2", "--memory", "1GB", "--context", "64"]
+    assert plan_command.run([*flags, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert [stage["rank"] for stage in plan["stages"]] == [0, 1]
+    assert plan["stages"][0]["layers"][1] == plan["num_layers"] == 4
+    assert plan_command.run(flags) == 0
+    table = capsys.readouterr().out
+    assert "4 layers of qwen3" in table
+    assert "1.0 GB" in table
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "words"),
+    [
+        (["-n", "5"], PlanError, "5 ranks are more than the model's 4 layers"),
+        (["-n", "2", "--memory", "1KB"], PlanError, "does not fit"),
+        (["-n", "2", "--memory", "much"], UsageError, "--memory"),
+        (["-n", "2", "--split", "1,1"], PlanError, "makes 2 layers"),
+        (["-n", "2", "--split", "some"], UsageError, "--split"),
+        (["-n", "0"], UsageError, "--num-ranks 0"),
+        ([], UsageError, "num-ranks"),
+        (["-n", "2", "--bogus"], UsageError, "--bogus"),
+    ],
+)
+def test_what_cannot_be_planned(
+    tmp_path: Path, more: list[str], error: type[Exception], words: str
+) -> None:
+    folder = save(tmp_path, "llama")
+    with pytest.raises(error, match=words):
+        plan_command.run(["--model", str(folder), *more])
