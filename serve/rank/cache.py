@@ -6,6 +6,7 @@ here. A row that its group no longer lists is parked until a later step asks for
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import mlx.core as mx
@@ -25,43 +26,85 @@ class _Batch:
     batched: bool = False
 
 
-class GroupCaches:
-    """make_cache gives the plain caches of one new row."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of a step that run in one forward, as indices into step.rows."""
 
-    def __init__(self, make_cache: Callable[[], list[Any]]) -> None:
+    rows: tuple[int, ...]
+    caches: list[Any]
+
+    def tokens(self, step: Step) -> mx.array:
+        """(B, L), of these rows."""
+        length = len(step.tokens) // len(step.rows)
+        return mx.array([step.tokens[n * length : (n + 1) * length] for n in self.rows])
+
+
+class GroupCaches:
+    """make_cache gives the plain caches of one new row. can_batch says whether several
+    rows can have caches together; otherwise each row is a part of its own."""
+
+    def __init__(self, make_cache: Callable[[], list[Any]], can_batch: bool = True) -> None:
         self._make_cache = make_cache
+        self._can_batch = can_batch
+        self._free_keys = count(-1, -1)  # no group of the scheduler is below 0
         self._batches: dict[int, _Batch] = {}
         self._group_of: dict[int, int] = {}
         self._positions: dict[int, int] = {}
 
-    def apply(self, step: Step) -> list[Any]:
-        """The caches that the rows of a step use, arranged as it says."""
+    def apply(self, step: Step) -> list[Part]:
+        """The parts in which the rows of a step run, with caches arranged as it says."""
         for sequence in step.drop:
             self._leave(sequence)
         if not step.rows:
             return []
         self._check(step)
-        wanted = [row.sequence for row in step.rows]
-        batch = self._batches.get(step.group) or _Batch([], [])
-        for sequence in set(batch.sequences) - set(wanted):
-            self._park(sequence, batch)
-        joining = [s for s in wanted if self._group_of.get(s) != step.group]
-        parts = [self._take(sequence) for sequence in joining]
-        _arrange(batch, [s for s in batch.sequences if s in wanted])
-        _extend(batch, joining, parts)
-        _arrange(batch, wanted)
-        self._batches[step.group] = batch
+        parts = []
+        for key, rows in self._split(step).items():
+            batch = self._gather(key, [step.rows[n].sequence for n in rows])
+            parts.append(Part(tuple(rows), batch.caches))
         for row in step.rows:
-            self._group_of[row.sequence] = step.group
             self._positions[row.sequence] = row.position + row.num_tokens
-        return batch.caches
+        return parts
 
     def states(self, step: Step) -> list[mx.array]:
         """The arrays to evaluate after a step. Offsets too: unevaluated, the graphs
         behind them would grow with each token."""
-        batch = self._batches.get(step.group) if step.rows else None
-        flat = tree_flatten(_states(batch.caches)) if batch else []
+        keys = {self._group_of[row.sequence] for row in step.rows}
+        flat = tree_flatten([_states(self._batches[key].caches) for key in sorted(keys)])
         return [entry[1] for entry in flat if isinstance(entry[1], mx.array)]
+
+    def _split(self, step: Step) -> dict[int, list[int]]:
+        """Which rows of a step go into which batch.
+
+        New rows do not share one with old ones: to some models an empty state is not
+        the same as the zeros that it would become in a batch.
+        """
+        new = [row.sequence not in self._group_of for row in step.rows]
+        if self._can_batch and (all(new) or not any(new)):
+            return {step.group: list(range(len(step.rows)))}
+        key_of_new = next(self._free_keys)
+        split: dict[int, list[int]] = {}
+        for n, row in enumerate(step.rows):
+            if self._can_batch:
+                key = key_of_new if new[n] else step.group
+            else:
+                key = next(self._free_keys) if new[n] else self._group_of[row.sequence]
+            split.setdefault(key, []).append(n)
+        return split
+
+    def _gather(self, key: int, wanted: list[int]) -> _Batch:
+        """The batch of a key, with the wanted rows and no others."""
+        batch = self._batches.get(key) or _Batch([], [])
+        for sequence in set(batch.sequences) - set(wanted):
+            self._park(sequence, batch)
+        joining = [s for s in wanted if self._group_of.get(s) != key]
+        parts = [self._take(sequence) for sequence in joining]
+        _arrange(batch, [s for s in batch.sequences if s in wanted])
+        _extend(batch, joining, parts)
+        _arrange(batch, wanted)
+        self._batches[key] = batch
+        self._group_of |= dict.fromkeys(wanted, key)
+        return batch
 
     def _check(self, step: Step) -> None:
         lengths = {row.num_tokens for row in step.rows}
@@ -83,7 +126,7 @@ class GroupCaches:
                 del self._batches[group]
 
     def _park(self, sequence: int, batch: _Batch) -> None:
-        alone = -1 - sequence  # no group of the scheduler is below 0
+        alone = next(self._free_keys)
         self._batches[alone] = _Batch([sequence], _extract(batch, sequence))
         self._group_of[sequence] = alone
 

@@ -19,7 +19,7 @@ from serve.core.checkpoint import Checkpoint
 from serve.core.errors import PlanError
 from serve.core.plan import LayerCost, ModelCost
 from serve.rank import trace
-from serve.rank.stage import named_arrays, stand_in_for_weights
+from serve.rank.trial import named_arrays, stand_in_for_weights
 
 _LAYER_NAME = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k")
@@ -127,8 +127,9 @@ def _who_needs(
     first = trace.depends_on(run.outputs[0], arrays)
 
     def seam(i: int) -> trace.Seam:
-        blanks = [mx.zeros(array.shape, array.dtype) for array in run.outputs[i]]
-        value = trace.with_arrays(run.values[i], iter(blanks))
+        places = trace.places_in(run.values[i])
+        blanks = {place: mx.zeros(a.shape, a.dtype) for place, a in places.items()}
+        value = trace.with_arrays(run.values[i], blanks)
         return lambda _call, _args, _kwargs: value
 
     with trace.seams(layers, seam):

@@ -8,8 +8,7 @@ Owns no communication and evaluates nothing.
 """
 
 import functools
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,28 +16,26 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from serve.core.errors import PlanError
-from serve.rank import trace
+from serve.rank import trace, trial
+from serve.rank.trial import Crossing, Trial, named_arrays
 
-Crossing = tuple[int, int]
-"""(i, n): the n-th array that layer i gives to others."""
-
-_TRIAL_TOKENS = ((0, 0, 0, 0),)
+_NOTHING = (0,)
+"""The shape of an array that says: the model has nothing there yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What a stage gets from the one before and gives to the next, and the shape of
-    everything that its earlier layers gave in the trial, to put received arrays in."""
+    """What a stage gets from the one before and gives to the next, and what its earlier
+    layers gave in the trial, to put received arrays in."""
 
+    tokens: mx.array
     given: dict[int, Any]
     receives: tuple[Crossing, ...]
     sends: tuple[Crossing, ...]
 
     def example(self) -> list[mx.array]:
-        """Zeros of the shapes and dtypes received in the trial (1 row, 4 tokens)."""
-        arrays = [trace.arrays_in(self.given[i])[n] for i, n in self.receives]
-        return [mx.zeros(array.shape, array.dtype) for array in arrays]
+        """Arrays without memory of the shapes and dtypes received in the trial."""
+        return [trial.blank(trace.places_in(self.given[i])[place]) for i, place in self.receives]
 
 
 class _LeftStage(Exception):
@@ -54,15 +51,20 @@ class Stage:
     def __init__(self, model: nn.Module, start: int, end: int) -> None:
         self.model, self.start, self.end = model, start, end
         self.layers: list[nn.Module] = list(model.layers)
-        weights = stand_in_for_weights(model)
-        trials = [_Trial(model, self.layers, cached) for cached in (True, False)]
-        self.cuts = {t.cached: Cut(t.given, t.crossing(start), t.crossing(end)) for t in trials}
         self._caches: Sequence[Any] = ()
         self._made: dict[int, Any] = {}
-        self._open_seams()
-        self._caching = _Caching(trials[0], start, end)
-        _keep_own_weights(self)
-        _put_back(model, weights)
+        with trial.without_weights(model):
+            trials = [Trial(model, self.layers, cached) for cached in (True, False)]
+            receives, sends = (trial.crossings(trials, at) for at in (start, end))
+            self.cuts = {
+                t.cached: Cut(t.tokens, t.given, receives[t.cached], sends[t.cached])
+                for t in trials
+            }
+            self.can_batch = trial.can_batch(model)
+            self._open_seams()
+            self._caching = _Caching(trials[0], start, end)
+            used = _weights_in_use(self)
+        _keep_own_weights(self, used)
 
     @property
     def is_last(self) -> bool:
@@ -95,14 +97,17 @@ class Stage:
         self, tokens: mx.array, caches: list[Any] | None, received: Sequence[mx.array]
     ) -> list[mx.array]:
         cut = self.cuts[caches is not None]
-        arrays = dict(zip(cut.receives, received, strict=True))
+        arrays = {
+            key: None if array.shape == _NOTHING else array
+            for key, array in zip(cut.receives, received, strict=True)
+        }
         self._caches = caches or ()
-        self._made = {i: _refill(i, cut.given[i], arrays) for i in range(self.start)}
+        self._made = {i: trial.refill(i, cut.given[i], arrays) for i in range(self.start)}
         try:
             return trace.arrays_in(self.model(tokens, cache=caches))
         except _LeftStage:
-            made = {i: trace.arrays_in(value) for i, value in self._made.items()}
-            return [arrays[i, n] if i < self.start else made[i][n] for i, n in cut.sends]
+            made = {i: trace.places_in(value) for i, value in self._made.items()}
+            return [made[i].get(place, mx.zeros(_NOTHING)) for i, place in cut.sends]
         finally:
             self._made = {}
 
@@ -120,113 +125,16 @@ class Stage:
 
     def _replay(self, i: int, _call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         output, written = self._made[i]
-        trace.write_back(_writable(args, kwargs, self._caches), written)
+        trace.write_back(trial.writable(args, kwargs, self._caches), written)
         return output
 
     def _record(self, i: int, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         output = call(*args, **kwargs)
-        self._made[i] = trace.snapshot((output, _writable(args, kwargs, self._caches)))
+        self._made[i] = trace.snapshot((output, trial.writable(args, kwargs, self._caches)))
         return output
 
     def _leave(self, _call: Callable[..., Any], _args: Any, _kwargs: Any) -> Any:
         raise _LeftStage
-
-
-# --- the trial
-
-
-class _Trial:
-    """A run of the whole model: what each layer gives to others, which caches it
-    gets. Evaluates nothing."""
-
-    def __init__(self, model: nn.Module, layers: list[nn.Module], cached: bool) -> None:
-        self.model, self.layers, self.cached = model, layers, cached
-        self.given: dict[int, Any] = {}
-        self.users: dict[int, set[int]] = defaultdict(set)
-        self.caches = self.new_caches() or []
-        with trace.seams(layers, lambda i: functools.partial(self._record, i)):
-            model(mx.array(_TRIAL_TOKENS), cache=list(self.caches) if cached else None)
-        if list(self.given) != list(range(len(layers))):
-            raise PlanError("This model cannot be split: its forward does not call each layer.")
-
-    def new_caches(self) -> list[Any] | None:
-        return make_prompt_cache(self.model) if self.cached else None
-
-    def _record(self, i: int, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if i in self.given:
-            raise PlanError("This model cannot be split: it runs its layers more than once.")
-        for j, cache in enumerate(self.caches):
-            if any(cache is argument for argument in (*args, *kwargs.values())):
-                self.users[j].add(i)
-        output = call(*args, **kwargs)
-        self.given[i] = trace.snapshot((output, _writable(args, kwargs, self.caches)))
-        return output
-
-    def crossing(self, at: int) -> tuple[Crossing, ...]:
-        """What layers before `at` give and the rest of the model uses."""
-        if at in (0, len(self.layers)):
-            return ()
-        for users in self.users.values():
-            if min(users) < at <= max(users):
-                raise PlanError(f"No cut before layer {at}: layers {sorted(users)} share a cache.")
-        everything = tuple(
-            (i, n) for i in range(at) for n in range(len(trace.arrays_in(self.given[i])))
-        )
-        outputs, sources = self._rest(at, everything)
-        used = trace.depends_on(outputs, sources)
-        # A forward that evaluates hides its graph: then a plain one is assumed.
-        return tuple(key for key in everything if key in used) or tuple(
-            key for key in everything if key[0] == at - 1
-        )
-
-    def _rest(
-        self, at: int, keys: tuple[Crossing, ...]
-    ) -> tuple[list[mx.array], dict[Crossing, mx.array]]:
-        """The model's output from layer `at` on, and what it was given instead of the
-        layers before."""
-        blanks = {(i, n): _blank(trace.arrays_in(self.given[i])[n]) for i, n in keys}
-        made = {i: _refill(i, self.given[i], blanks) for i in range(at)}
-        caches = self.new_caches()
-
-        def seam(i: int) -> trace.Seam:
-            def run(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-                if i >= at:
-                    return call(*args, **kwargs)
-                output, written = made[i]
-                trace.write_back(_writable(args, kwargs, caches or ()), written)
-                return output
-
-            return run
-
-        try:
-            with trace.seams(self.layers, seam):
-                output = self.model(mx.array(_TRIAL_TOKENS), cache=caches)
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise PlanError(
-                f"No cut before layer {at}: the rest does not run ({error})."
-            ) from error
-        return trace.arrays_in(output), blanks
-
-
-def _writable(args: tuple[Any, ...], kwargs: dict[str, Any], caches: Sequence[Any]) -> list[Any]:
-    """The objects among a layer's arguments that it may leave something in."""
-    others = (mx.array, nn.Module, tuple, *{type(cache) for cache in caches})
-    values = (*args, *kwargs.values())
-    return [
-        v
-        for v in values
-        if (isinstance(v, (dict, list)) or hasattr(v, "__dict__")) and not isinstance(v, others)
-    ]
-
-
-def _refill(i: int, value: Any, arrays: dict[Crossing, mx.array]) -> Any:
-    count = len(trace.arrays_in(value))
-    return trace.with_arrays(value, iter([arrays.get((i, n)) for n in range(count)]))
-
-
-def _blank(array: mx.array) -> mx.array:
-    """An array without memory. It must not reach a result, so it is NaN."""
-    return mx.broadcast_to(mx.array(float("nan")).astype(array.dtype), array.shape)
 
 
 # --- caches
@@ -237,9 +145,9 @@ class _Caching:
     the forward itself reads, and one ghost for each kind that only other layers
     have. A ghost takes part in counting positions and holds no memory."""
 
-    def __init__(self, trial: _Trial, start: int, end: int) -> None:
-        kinds = [_kind(cache) for cache in trial.caches]
-        users = [trial.users.get(j, set()) for j in range(len(kinds))]
+    def __init__(self, whole: Trial, start: int, end: int) -> None:
+        kinds = [_kind(cache) for cache in whole.caches]
+        users = [whole.users.get(j, set()) for j in range(len(kinds))]
         own = {j for j, u in enumerate(users) if not u or start <= min(u) < end}
         leader = {kind: j for j, kind in reversed(list(enumerate(kinds)))}
         leader |= {kinds[j]: j for j in sorted(own, reverse=True) if users[j]}
@@ -282,62 +190,44 @@ def _advance(cache: Any, num_rows: int, num_tokens: int) -> None:
 # --- weights
 
 
-def stand_in_for_weights(model: nn.Module) -> dict[str, mx.array]:
-    """Puts blanks in the place of all arrays, and returns these by name. So a trial
-    sees where a weight is used and not how it is made, which may take 50,000 nodes."""
-    arrays = dict(named_arrays(model))
-    blanks = {id(array): _blank(array) for array in arrays.values()}  # tied ones stay tied
-    _set_arrays(model, {name: blanks[id(array)] for name, array in arrays.items()})
-    return arrays
-
-
-def _put_back(model: nn.Module, weights: dict[str, mx.array]) -> None:
-    _set_arrays(model, {name: weights[name] for name, _ in named_arrays(model)})
-
-
-def _keep_own_weights(stage: Stage) -> None:
+def _keep_own_weights(stage: Stage, used: set[str]) -> None:
     """Takes every array that the stage does not need out of the module tree.
 
-    Layers are kept whole. Outside of layers a module stays, whole, if the outputs
-    depend on one of its arrays.
+    Its layers are kept whole, and of other layers what the outputs depend on. Outside of
+    layers a module stays, whole, if the outputs depend on one of its arrays.
     """
-    arrays = dict(named_arrays(stage.model))
-    layer_of = {id(a): i for i, layer in enumerate(stage.layers) for _, a in named_arrays(layer)}
-    owner = {name: layer_of.get(id(array)) for name, array in arrays.items()}
-    outside = {name for name, i in owner.items() if i is None}
-    used = {name for cached in (True, False) for name in _trial_uses(stage, cached, arrays)}
-    modules = {_module_of(name) for name in (used or outside) & outside}
+    owner = _owners(stage)
+    used &= owner.keys()  # without what a forward made and forgot
+    modules = {_module_of(name) for name in used if owner[name] is None}
     keep = {name for name, i in owner.items() if i is not None and stage.start <= i < stage.end}
-    _prune(stage.model, keep | {name for name in outside if _module_of(name) in modules})
+    keep |= {name for name, i in owner.items() if i is None and _module_of(name) in modules}
+    _prune(stage.model, keep | used)
 
 
-def _trial_uses(stage: Stage, cached: bool, arrays: dict[str, mx.array]) -> set[str]:
-    caches = make_prompt_cache(stage.model) if cached else None
-    received = [_blank(array) for array in stage.cuts[cached].example()]
-    outputs = stage._run(mx.array(_TRIAL_TOKENS), caches, received)
-    return trace.depends_on(outputs, arrays)
+def _owners(stage: Stage) -> dict[str, int | None]:
+    """Which layer each array belongs to, by its name."""
+    layer_of = {id(a): i for i, layer in enumerate(stage.layers) for _, a in named_arrays(layer)}
+    return {name: layer_of.get(id(array)) for name, array in named_arrays(stage.model)}
+
+
+def _weights_in_use(stage: Stage) -> set[str]:
+    """The names of the arrays that the outputs depend on. If the forward evaluates, which
+    hides its graph, those are all arrays outside of layers too."""
+    arrays = dict(named_arrays(stage.model))
+    outside = {name for name, i in _owners(stage).items() if i is None}
+    found: set[str] = set()
+    for cached, cut in stage.cuts.items():
+        inputs = cut.example() or [cut.tokens]
+        caches = make_prompt_cache(stage.model) if cached else None
+        outputs = stage._run(cut.tokens, caches, inputs if cut.receives else [])
+        found |= trace.depends_on(outputs, arrays)
+        if not trace.depends_on(outputs, dict(enumerate(inputs))):
+            found |= outside
+    return found
 
 
 def _module_of(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def named_arrays(tree: Any) -> Iterator[tuple[str, mx.array]]:
-    """Each array below a module by its dotted name, parameters and constants."""
-    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-        if isinstance(value, mx.array):
-            yield str(key), value
-        elif isinstance(value, (dict, list, tuple)):
-            yield from ((f"{key}.{name}", array) for name, array in named_arrays(value))
-
-
-def _set_arrays(tree: Any, arrays: dict[str, mx.array], path: str = "") -> None:
-    for key, value in list(tree.items()) if isinstance(tree, dict) else enumerate(tree):
-        if isinstance(value, mx.array):
-            if not isinstance(tree, tuple):
-                tree[key] = arrays[f"{path}{key}"]
-        elif isinstance(value, (dict, list, tuple)):
-            _set_arrays(value, arrays, f"{path}{key}.")
 
 
 def _prune(tree: Any, keep: set[str], path: str = "") -> bool:
@@ -357,7 +247,7 @@ def _prune(tree: Any, keep: set[str], path: str = "") -> bool:
     for key, value in entries:
         if not stays[key]:
             if isinstance(value, mx.array):
-                tree[key] = _blank(value)
+                tree[key] = trial.blank(value)
             if any(stays.values()):
                 _detach(tree, key, value)
     return any(stays.values())

@@ -71,31 +71,43 @@ def _seamed(original: type[nn.Module]) -> type[nn.Module]:
 
 def arrays_in(value: Any) -> list[mx.array]:
     """The arrays of a value, depth first."""
-    if isinstance(value, mx.array):
-        return [value]
-    items = value if isinstance(value, (list, tuple)) else _fields(value).values()
-    return [array for item in items for array in arrays_in(item)]
+    return list(places_in(value).values())
 
 
-def with_arrays(value: Any, arrays: Iterator[Any]) -> Any:
-    """A copy of a value with its arrays replaced, depth first."""
+def places_in(value: Any) -> dict[str, mx.array]:
+    """The same by their place in it."""
+    return dict(_places(value, ""))
+
+
+def with_arrays(value: Any, arrays: Mapping[str, Any], place: str = "") -> Any:
+    """A copy of a value with its arrays replaced; None where there is none for a place."""
     if isinstance(value, mx.array):
-        return next(arrays)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(with_arrays(item, arrays) for item in value))
+        return arrays.get(place)
     if isinstance(value, (list, tuple)):
-        return type(value)([with_arrays(item, arrays) for item in value])
+        items = [with_arrays(item, arrays, f"{place}.{n}") for n, item in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     fields = _fields(value)
     if not fields:
         return value
     replaced = copy.copy(value)
-    _fields(replaced).update({name: with_arrays(v, arrays) for name, v in fields.items()})
+    _fields(replaced).update(
+        {name: with_arrays(v, arrays, f"{place}.{name}") for name, v in fields.items()}
+    )
     return replaced
 
 
 def snapshot(value: Any) -> Any:
     """A copy that does not change when the objects of the original are written to."""
-    return with_arrays(value, iter(arrays_in(value)))
+    return with_arrays(value, places_in(value))
+
+
+def _places(value: Any, place: str) -> Iterator[tuple[str, mx.array]]:
+    if isinstance(value, mx.array):
+        yield place, value
+        return
+    items = enumerate(value) if isinstance(value, (list, tuple)) else _fields(value).items()
+    for key, item in items:
+        yield from _places(item, f"{place}.{key}")
 
 
 def write_back(targets: Sequence[Any], written: Sequence[Any]) -> None:

@@ -25,7 +25,7 @@ from serve.core import wire
 from serve.core.errors import BrigadeError, ClusterError, EngineError
 from serve.core.types import Sampling, Step
 from serve.hub.partial import PartialModel, open_partial
-from serve.rank.cache import GroupCaches
+from serve.rank.cache import GroupCaches, Part
 from serve.rank.planning import PlanRequest, make_plan
 from serve.rank.sampling import sample
 from serve.rank.stage import Stage
@@ -93,7 +93,7 @@ class StepLoop:
     def __init__(self, stage: Stage, transport: Transport) -> None:
         self.stage = stage
         self.transport = transport
-        self.caches = GroupCaches(stage.make_cache)
+        self.caches = GroupCaches(stage.make_cache, stage.can_batch)
         self.samplings: dict[int, Sampling] = {}
         self.busy_seconds = 0.0
         self.num_steps = 0
@@ -114,24 +114,32 @@ class StepLoop:
                 self.transport.send(step, outputs)
 
     def forward(self, step: Step, received: list[mx.array]) -> list[mx.array]:
-        """What goes on to the next stage; on the last one the sampled tokens (B,)."""
-        caches = self.caches.apply(step)
+        """What goes on to the next stage; on the last one the sampled tokens (B,).
+
+        Stages divide the rows into the same parts, so the arrays of one part follow
+        those of the other.
+        """
+        parts = self.caches.apply(step)
         for sequence in step.drop:
             self.samplings.pop(sequence, None)
-        if not step.rows:
-            return []
-        tokens = mx.array(step.tokens).reshape(len(step.rows), -1)
-        outputs = self.stage(tokens, caches, received)
-        if self.stage.is_last:
+        outputs: list[mx.array] = []
+        for n, part in enumerate(parts):
+            size = len(received) // len(parts)
+            outputs += self.stage(
+                part.tokens(step), part.caches, received[n * size : (n + 1) * size]
+            )
+        if self.stage.is_last and parts:
             # A step that does not sample never evaluates its logits: no head.
-            outputs = [self._sample(step, outputs[0])] if step.sample else []
+            outputs = [self._sample(step, parts, outputs)] if step.sample else []
         mx.eval(outputs, self.caches.states(step))
         return outputs
 
-    def _sample(self, step: Step, logits: mx.array) -> mx.array:
-        samplings = [self.samplings[row.sequence] for row in step.rows]
-        positions = [row.position + row.num_tokens for row in step.rows]
-        return sample(logits[:, -1], samplings, positions)
+    def _sample(self, step: Step, parts: list[Part], logits: list[mx.array]) -> mx.array:
+        rows = [row for part in parts for row in part.rows]
+        samplings = [self.samplings[step.rows[n].sequence] for n in rows]
+        positions = [step.rows[n].position + step.rows[n].num_tokens for n in rows]
+        tokens = sample(mx.concatenate([part[:, -1] for part in logits]), samplings, positions)
+        return tokens[mx.argsort(mx.array(rows))] if len(parts) > 1 else tokens
 
     def _note(self, step: Step, started: float) -> None:
         ended = time.time()

@@ -14,9 +14,9 @@ from tests.models import build
 class Rig:
     """One stage that is the whole model, and beside it each sequence alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, can_batch: bool) -> None:
         self.stage = Stage(build("llama"), 0, 4)
-        self.caches = GroupCaches(self.stage.make_cache)
+        self.caches = GroupCaches(self.stage.make_cache, can_batch)
         self.whole = build("llama")
         self.alone: dict[int, list] = {}
         self.length: dict[int, int] = {}
@@ -28,11 +28,11 @@ class Rig:
         rows = tuple(Row(s, self.length.get(s, 0), len(t)) for s, t in feeds.items())
         tokens = tuple(t for fed in feeds.values() for t in fed)
         step = Step(self.number, group, rows, tokens, True, drop)
-        caches = self.caches.apply(step)
-        if rows:
-            fed = mx.array(tokens).reshape(len(rows), -1)
-            (logits,) = self.stage(fed, caches, [])
-            mx.eval(logits, self.caches.states(step))
+        logits: dict[int, mx.array] = {}
+        for part in self.caches.apply(step):
+            (output,) = self.stage(part.tokens(step), part.caches, [])
+            logits |= dict(zip(part.rows, output, strict=True))
+        mx.eval(logits, self.caches.states(step))
         for n, (sequence, fed) in enumerate(feeds.items()):
             cache = self.alone.setdefault(sequence, make_prompt_cache(self.whole))
             expected = self.whole(mx.array([fed]), cache=cache)
@@ -40,9 +40,9 @@ class Rig:
             self.length[sequence] = self.length.get(sequence, 0) + len(fed)
 
 
-@pytest.fixture
-def rig() -> Rig:
-    return Rig()
+@pytest.fixture(params=[True, False], ids=["together", "one by one"])
+def rig(request: pytest.FixtureRequest) -> Rig:
+    return Rig(request.param)
 
 
 def test_ragged_rows_join_one_after_another_and_leave(rig: Rig) -> None:
@@ -102,3 +102,13 @@ def test_a_step_that_does_not_fit_is_refused(rig: Rig) -> None:
 def test_rows_of_different_lengths_are_refused(rig: Rig) -> None:
     with pytest.raises(EngineError, match="different lengths"):
         rig.step(0, {0: [3], 1: [4, 5]})
+
+
+@pytest.mark.parametrize("can_batch", [True, False])
+def test_new_rows_beside_old_ones_are_a_part_of_their_own(can_batch: bool) -> None:
+    rig = Rig(can_batch)
+    rig.step(0, {0: [1], 1: [2]})
+    rows = (Row(2, 0, 1), Row(0, 1, 1), Row(3, 0, 1), Row(1, 1, 1))
+    parts = rig.caches.apply(Step(2, 0, rows, (5, 6, 7, 8), True))
+    expected = [(0, 2), (1, 3)] if can_batch else [(0,), (1,), (2,), (3,)]
+    assert [part.rows for part in parts] == expected

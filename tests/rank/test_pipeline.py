@@ -3,10 +3,12 @@ against mlx_lm on the whole model."""
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx_lm.generate import generate_step
 
@@ -17,14 +19,18 @@ from serve.front.scheduler import Scheduler
 from serve.rank.stage import Stage
 from serve.rank.transport import LocalTransport, local_ring
 from serve.rank.worker import StepLoop
+from tests import architectures
 from tests.models import build
 
 PROMPTS = [[1 + i, 2, 3, *range(i)] for i in range(16)] + [[5]]
 GREEDY = Sampling(temperature=0)
+Make = Callable[[], nn.Module]
+LLAMA = partial(build, "llama")
 
 
 class LocalPipeline:
-    def __init__(self, num_ranks: int, results: "queue.Queue[Result]") -> None:
+    def __init__(self, num_ranks: int, results: "queue.Queue[Result]", make: Make) -> None:
+        self.make = make
         self.ring = local_ring(num_ranks)
         self.results = results
         self.samplings: dict[int, Sampling] = {}
@@ -35,7 +41,7 @@ class LocalPipeline:
         ]
 
     def _run(self, rank: int, layers: tuple[int, int]) -> None:
-        loop = StepLoop(Stage(build("llama"), *layers), self.ring[rank])
+        loop = StepLoop(Stage(self.make(), *layers), self.ring[rank])
         loop.samplings = self.samplings
         for result in loop.run():
             self.results.put(result)
@@ -58,8 +64,8 @@ class LocalPipeline:
 
 
 @contextmanager
-def pipeline(num_ranks: int) -> Iterator[LocalPipeline]:
-    local = LocalPipeline(num_ranks, queue.Queue())
+def pipeline(num_ranks: int, make: Make = LLAMA) -> Iterator[LocalPipeline]:
+    local = LocalPipeline(num_ranks, queue.Queue(), make)
     for thread in local.threads:
         thread.start()
     try:
@@ -72,8 +78,8 @@ def pipeline(num_ranks: int) -> Iterator[LocalPipeline]:
             assert not thread.is_alive()
 
 
-def whole_model(prompt: list[int], num_tokens: int) -> list[int]:
-    steps = generate_step(mx.array(prompt), build("llama"), max_tokens=num_tokens)
+def whole_model(prompt: list[int], num_tokens: int, make: Make = LLAMA) -> list[int]:
+    steps = generate_step(mx.array(prompt), make(), max_tokens=num_tokens)
     return [token for token, _ in steps]
 
 
@@ -87,6 +93,18 @@ def test_greedy_tokens_equal_mlx_lm(num_ranks: int) -> None:
     assert len({tuple(tokens) for tokens in expected.values()}) > 8, "the model says one thing only"
     assert together == expected
     assert alone[100] == expected[3]
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma4_text", "recurrent_gemma"])
+def test_greedy_tokens_of_other_architectures(name: str) -> None:
+    """Rows that cannot share caches, keys and values that cross a cut, and one-token
+    prompts beside longer rows."""
+    make = partial(architectures.build, name)
+    prompts = [*PROMPTS[:5], [5], [9]]
+    with pipeline(2, make) as local:
+        sequences = [Sequence(i, p, 9, GREEDY, frozenset()) for i, p in enumerate(prompts)]
+        together = local.answer(sequences)
+    assert together == {i: whole_model(prompt, 9, make) for i, prompt in enumerate(prompts)}
 
 
 def test_a_seed_gives_the_same_tokens_whoever_shares_the_batch() -> None:

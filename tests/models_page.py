@@ -1,0 +1,141 @@
+"""docs/models.md: how each architecture of the installed mlx-lm splits.
+
+Run as `python -m tests.models_page docs/models.md`.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import groupby
+from pathlib import Path
+
+import mlx.core as mx
+
+from serve.rank import trial
+from serve.rank.stage import Stage
+from tests import architectures
+from tests.rank.comparison import possible_cuts, split
+
+# Sizes of the probe, all different, so that a shape tells what its axes are.
+_ROWS, _CONTEXT, _LENGTH = 3, 24, 5
+_HIDDEN = 64
+_HEAD = """# Architectures
+
+Written by `scripts/check --all-models` out of tiny random models of every architecture of mlx-lm
+{version}, after they were compared with their pipelines: prefill, decode, ragged batches, 4 bits
+and gradients over 2 ranks, 3 ranks and one layer on each rank.
+
+- **splits**: where layers can be divided between ranks. A cut *before layer n* makes n the
+  first layer of the next rank.
+- **crosses a cut**: what a rank sends to the next in each step, at the cut where most crosses. B
+  rows, L tokens, C tokens of context with these, D the hidden size, numbers as in the tiny model.
+- **traffic**: the same in hidden states (D numbers for each token). A part that grows
+  with the context is sent again in each step: avoid such a cut if there is another.
+- **rows**: *together* if rows of different lengths share one forward; *one by one* if mlx-lm's
+  caches or masks of this architecture do not allow it, which costs speed and changes no result.
+
+{summary}
+
+| architecture | splits | crosses a cut | traffic | rows |
+|---|---|---|---|---|
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    name: str
+    splits: str
+    crosses: str = ""
+    traffic: str = ""
+    rows: str = ""
+
+    def __str__(self) -> str:
+        return f"| {self.name} | {self.splits} | {self.crosses} | {self.traffic} | {self.rows} |"
+
+
+def describe(name: str) -> Line:
+    try:
+        model = architectures.build(name)
+    except Exception as error:  # A newer mlx-lm may want a config that nobody has written.
+        return Line(name, f"not tried: no tiny model ({type(error).__name__}: {error})")
+    crossing, refusal = possible_cuts(model)
+    if not crossing:
+        return Line(name, f"no: {refusal}")
+    anywhere = len(crossing) == len(model.layers) - 1
+    splits = "at any cut" if anywhere else f"before layers {_list(crossing)}: {refusal}"
+    shapes = max((_probe(name, cut) for cut in crossing), key=_traffic_of)
+    with trial.without_weights(model):
+        rows = "together" if trial.can_batch(model) else "one by one"
+    return Line(name, splits, _crosses(shapes), _traffic(shapes), rows)
+
+
+def _list(numbers: dict[int, object]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _probe(name: str, cut: int) -> list[str]:
+    """The axes of each array that crosses, such as "B L D"."""
+    first = split(architectures.build(name), [cut])[0]
+    config = architectures.config_of(name)
+    hidden = config.get("text_config", config).get("hidden_size", _HIDDEN)
+    axes = {_ROWS: "B", _LENGTH: "L", hidden: "D"}
+
+    def axis(short: int, long: int) -> str:
+        if short == long:
+            return axes.get(short, str(short))
+        return "C" if short == _CONTEXT else f"C/{_CONTEXT // short}"
+
+    pairs = zip(_shapes(first, _CONTEXT), _shapes(first, 2 * _CONTEXT), strict=True)
+    return sorted(" ".join(map(axis, *pair)) or "1" for pair in pairs)
+
+
+def _shapes(first: Stage, context: int) -> list[tuple[int, ...]]:
+    caches = first.make_cache()
+    for length in (context - _LENGTH, _LENGTH):
+        sent = first(mx.zeros((_ROWS, length), dtype=mx.int32), caches, [])
+    return [array.shape for array in sent]
+
+
+def _crosses(shapes: list[str]) -> str:
+    counted = ((shape, len(list(same))) for shape, same in groupby(shapes))
+    return ", ".join(f"{n} × ({s})" if n > 1 else f"({s})" for s, n in counted)
+
+
+def _traffic(shapes: list[str]) -> str:
+    kept, fed = _traffic_of(shapes)
+    return f"{fed:.3g}" + (f" + {kept:.3g} C / L" if kept else "")
+
+
+def _traffic_of(shapes: list[str]) -> tuple[float, float]:
+    """Hidden states for each token of context, and for each token fed."""
+    widths = [(axes, _width(axes.split())) for axes in shapes]
+    kept = sum(width for axes, width in widths if "C" in axes)
+    fed = sum(width for axes, width in widths if "L" in axes)
+    return kept, fed
+
+
+def _width(axes: list[str]) -> float:
+    """In units of D."""
+    width = 1 / _HIDDEN
+    for axis in axes:
+        _, _, part = axis.partition("/")
+        width *= _HIDDEN if axis == "D" else int(axis) if axis.isdigit() else 1
+        width /= int(part or 1)
+    return width
+
+
+def page() -> Iterator[str]:
+    lines = [describe(name) for name in architectures.architectures()]
+    kinds = [line.splits.partition(" ")[0] for line in lines]
+    summary = (
+        f"Of {len(lines)} architectures {kinds.count('at')} split at any cut, "
+        f"{kinds.count('before')} at some, {kinds.count('no:')} at none, "
+        f"{kinds.count('not')} could not be tried."
+    )
+    yield _HEAD.format(version=version("mlx-lm"), summary=summary)
+    yield from (f"{line}\n" for line in lines)
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text("".join(page()), "utf-8")

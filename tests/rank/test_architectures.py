@@ -1,0 +1,269 @@
+"""Every architecture of the installed mlx-lm: a pipeline of its layers gives exactly what
+the whole model gives."""
+
+import copy
+from functools import lru_cache
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+
+from serve.core.errors import PlanError
+from serve.core.types import Row, Step
+from serve.core.wire import TensorSpec
+from serve.rank import stage as stage_module
+from serve.rank import transport
+from serve.rank.stage import Stage
+from tests import architectures
+from tests.rank import comparison
+from tests.rank.comparison import alone, even, possible_cuts, ragged, relative_difference, whole
+
+# One or more of each: kinds of attention, of recurrence, of caches, of what crosses a cut,
+# of reasons why rows cannot be batched and why a model cannot be split.
+QUICK = {
+    "afm7",
+    "deepseek_v3",
+    "falcon_h1",
+    "gemma2",
+    "gemma3n",
+    "gemma4_text",
+    "gpt_oss",
+    "hunyuan",
+    "iquestloopcoder",
+    "kimi_linear",
+    "lfm2",
+    "llama",
+    "llama4",
+    "mamba2",
+    "ministral3",
+    "muse_spark",
+    "nemotron_h",
+    "qwen3_moe",
+    "recurrent_gemma",
+    "rwkv7",
+}
+ALL = [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+    for name in architectures.architectures()
+]
+# Without a cut: its layers run in a loop, or mlx-lm's own forward fails.
+REFUSED = {"iquestloopcoder": "does not call each layer", "olmo": "mlx-lm's own forward fails"}
+# The layers behind the last of these use keys and values of layers before it.
+SOME_CUTS = {"afm7": [1, 2], "gemma3n": [1, 2]}
+MOST_DIFFERENCE = 1e-4
+# The gradients of bfloat16 arrays that several stages use are rounded when they are added.
+MOST_GRADIENT_DIFFERENCE = {"muse_spark": 2e-2}
+WITHOUT_GRADIENT = {"deepseek_v41"}  # mlx-lm's own forward has none
+
+
+@lru_cache(maxsize=1)
+def _original(name: str) -> nn.Module:
+    try:
+        return architectures.build(name)
+    except Exception as error:  # A newer mlx-lm may want a config that nobody has written.
+        pytest.skip(f"{name} cannot be built: {type(error).__name__}: {error}")
+
+
+@pytest.fixture
+def model(name: str) -> nn.Module:
+    return copy.deepcopy(_original(name))
+
+
+def _cuts(name: str, model: nn.Module) -> list[list[int]]:
+    """For 2 ranks, 3 ranks and one layer on each, as far as the model can be cut."""
+    if name in REFUSED:
+        pytest.skip("refused")
+    last = len(model.layers)
+    possible = SOME_CUTS.get(name, list(range(1, last)))
+    ends = sorted({possible[0], possible[-1]})
+    return [[possible[len(possible) // 2]], ends, possible]
+
+
+def _splits(name: str, model: nn.Module) -> list[list[int]]:
+    cuts = _cuts(name, model)
+    # The quick suite has no time for more than one.
+    return [cuts[2]] if name in QUICK else cuts
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_where_it_can_be_cut(name: str, model: nn.Module) -> None:
+    crossing, refusal = possible_cuts(model)
+    if name in REFUSED:
+        assert not crossing
+        assert REFUSED[name] in refusal
+    else:
+        assert list(crossing) == SOME_CUTS.get(name, list(range(1, len(model.layers))))
+        assert all(crossing.values()), "a cut that nothing crosses"
+        assert bool(refusal) == (name in SOME_CUTS)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_prefill_and_decode(name: str, model: nn.Module) -> None:
+    for cuts in _splits(name, model):
+        for expected, got in even(model, comparison.split(model, cuts)):
+            assert mx.array_equal(got, expected), cuts
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_ragged_batches(name: str, model: nn.Module) -> None:
+    """Against the whole model in the same batches, and against each row by itself."""
+    stages = {tuple(cuts): comparison.split(model, cuts) for cuts in _splits(name, model)}
+    (can_batch,) = {stage.can_batch for own in stages.values() for stage in own}
+    expected = list(ragged([whole(model)], can_batch))
+    for cuts, own in stages.items():
+        places = [(stage, stage.make_cache) for stage in own]
+        for number, got in enumerate(ragged(places, can_batch)):
+            assert mx.array_equal(got, expected[number]), (cuts, number)
+    for number, by_itself in enumerate(alone(model)):
+        difference = relative_difference(expected[number], by_itself)
+        assert difference < MOST_DIFFERENCE, number
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_four_bits(name: str, model: nn.Module) -> None:
+    architectures.quantized(model)
+    assert any(array.dtype == mx.uint32 for _, array in tree_flatten(model.parameters()))
+    cuts = _cuts(name, model)[1]
+    for expected, got in even(model, comparison.split(model, cuts)):
+        assert mx.array_equal(got, expected)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_gradients(name: str, model: nn.Module) -> None:
+    cuts = _cuts(name, model)[1]
+    if name in WITHOUT_GRADIENT:
+        pytest.skip("mlx-lm's own forward has no gradient")
+    stages = comparison.split(model, cuts)
+    dy = mx.random.normal(model(mx.array(comparison.TOKENS)).shape)
+    expected = comparison.whole_gradients(model, dy)
+    got = comparison.pipeline_gradients(stages, dy)
+    assert got.keys() <= expected.keys()
+    for key, gradient in expected.items():
+        if key in got:
+            # Not exact: what several stages give to one gradient is summed in another order.
+            most = MOST_GRADIENT_DIFFERENCE.get(name, 1e-5)
+            assert relative_difference(got[key], gradient) < most, key
+        else:
+            assert not gradient.any(), f"no stage has {key}"
+
+
+# --- what these tests would notice
+
+
+def _differs(model: nn.Module, stages: list[Stage]) -> bool:
+    try:
+        return any(not mx.array_equal(got, expected) for expected, got in even(model, stages))
+    except ValueError:  # A mask of the wrong width.
+        return True
+
+
+@pytest.mark.parametrize("name", ["ministral3", "gemma4_text", "bailing_moe_linear"])
+def test_without_ghosts_that_advance_it_differs(
+    name: str, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuts = _cuts(name, model)[2]
+    assert not _differs(model, comparison.split(model, cuts))
+    monkeypatch.setattr(stage_module, "_advance", lambda *_: None)
+    assert _differs(model, comparison.split(model, cuts))
+
+
+@pytest.mark.parametrize("name", ["llama", "rwkv7", "gemma2"])
+def test_with_empty_caches_it_differs(
+    name: str, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = comparison.split(model, _cuts(name, model)[0])
+    call = Stage.__call__
+    monkeypatch.setattr(
+        Stage,
+        "__call__",
+        lambda self, tokens, _, given: call(self, tokens, self.make_cache(), given),
+    )
+    assert _differs(model, stages)
+
+
+@pytest.mark.parametrize("name", ["afm7", "gemma2", "gpt_bigcode", "phi3small"])
+def test_rows_that_cannot_be_batched_would_be_wrong_in_a_batch(name: str, model: nn.Module) -> None:
+    """The trial is right to refuse: mlx-lm's own forward breaks, or does not and is wrong."""
+    try:
+        together = list(ragged([whole(model)], can_batch=True))
+    except (TypeError, ValueError):
+        return
+    differences = [relative_difference(*pair) for pair in zip(together, alone(model), strict=True)]
+    assert max(differences) > 1e-3
+
+
+# --- several arrays at a cut
+
+
+@pytest.mark.parametrize(
+    ("name", "cut", "num_arrays"),
+    [
+        ("llama", 2, 1),
+        ("rwkv7", 2, 2),
+        ("hunyuan", 1, 3),
+        ("gemma3n", 2, 1),
+        ("gemma4_text", 2, 7),
+        ("muse_spark", 2, 2),
+    ],
+)
+def test_what_crosses_a_cut_travels_in_one_message(
+    name: str, cut: int, num_arrays: int, model: nn.Module
+) -> None:
+    first, second = comparison.split(model, [cut])
+    tokens = mx.array([[1, 2, 3], [4, 5, 6]])
+    sent = first(tokens, first.make_cache(), [])
+    assert len(sent) == num_arrays
+    step = Step(7, 0, (Row(0, 0, 3), Row(1, 0, 3)), (1, 2, 3, 4, 5, 6), True)
+    specs = [TensorSpec(transport._dtype_name(a.dtype), tuple(a.shape)) for a in sent]
+    passed = transport._unpack(step, specs, transport._pack(step, sent))
+    assert all(mx.array_equal(a, b) for a, b in zip(passed, sent, strict=True))
+    (logits,) = second(tokens, second.make_cache(), passed)
+    assert mx.array_equal(logits, model(tokens, cache=make_prompt_cache(model)))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v41"])
+def test_what_is_not_there_yet_crosses_as_nothing(name: str, model: nn.Module) -> None:
+    """Compressed keys exist only behind the first whole block of four tokens."""
+    first, second = comparison.split(model, [2])
+    caches, whole_cache = [first.make_cache(), second.make_cache()], make_prompt_cache(model)
+    sizes = []
+    for token in range(6):
+        tokens = mx.array([[token]])
+        sent = first(tokens, caches[0], [])
+        step = Step(token, 0, (Row(0, token, 1),), (token,), True)
+        specs = [TensorSpec(transport._dtype_name(a.dtype), tuple(a.shape)) for a in sent]
+        passed = transport._unpack(step, specs, transport._pack(step, sent))
+        sizes.append(sum(array.size for array in passed))
+        (logits,) = second(tokens, caches[1], passed)
+        assert mx.array_equal(logits, model(tokens, cache=whole_cache))
+    assert sizes[3] > sizes[2]
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize("name", ["gemma3n"])
+def test_a_refusal_names_the_nearest_cuts(name: str, model: nn.Module) -> None:
+    with pytest.raises(PlanError, match=r"layers \[2, 4\] share a cache.*are before layer 2\."):
+        Stage(model, 0, 4)
+
+
+@pytest.mark.parametrize("name", ["iquestloopcoder"])
+def test_a_model_without_cuts_is_refused_in_any_case(name: str, model: nn.Module) -> None:
+    with pytest.raises(PlanError, match="does not call each layer"):
+        Stage(model, 0, 2)
+
+
+@pytest.mark.slow
+def test_all_but_a_few_split_at_any_cut() -> None:
+    names = architectures.architectures()
+    whole = [n for n in names if n not in REFUSED and n not in SOME_CUTS and _splits_anywhere(n)]
+    assert len(names) - len(whole) <= 4, set(names) - set(whole)
+
+
+def _splits_anywhere(name: str) -> bool:
+    model = architectures.build(name)
+    crossing, _ = possible_cuts(model)
+    return list(crossing) == list(range(1, len(model.layers)))
