@@ -151,6 +151,11 @@ def balanced_split(
                 if start not in following or found[:2] < following[start][:2]:
                     following[start] = found
         best = following
+    if 0 not in best and not memory:
+        raise PlanError(
+            f"This model cannot be cut into {num_ranks} stages: no cut is possible before "
+            f"layers {sorted(forbidden)}. Start fewer ranks."
+        )
     if 0 not in best:
         raise _does_not_fit(cost, num_ranks, demand, memory)
     return best[0][2]

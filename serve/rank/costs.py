@@ -8,6 +8,7 @@ serve.core.plan.
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -19,7 +20,7 @@ from serve.core.checkpoint import Checkpoint
 from serve.core.errors import PlanError
 from serve.core.plan import LayerCost, ModelCost
 from serve.rank import trace
-from serve.rank.trial import named_arrays, stand_in_for_weights
+from serve.rank.trial import Crossing, named_arrays, stand_in_for_weights, writable
 
 _LAYER_NAME = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k")
@@ -137,6 +138,29 @@ def _who_needs(
         output = model(mx.zeros((1, _NUM_TOKENS), dtype=mx.int32), cache=caches)
     last = trace.depends_on(trace.arrays_in(output), arrays)
     return first, last, used - first - last
+
+
+def growing_values(model: nn.Module, layers: list[nn.Module]) -> set[Crossing]:
+    """What layers give to others that grows with the context, such as the keys and
+    values that later layers share: in the second of two equal steps it is larger."""
+    caches = make_prompt_cache(model)
+    shapes: list[dict[Crossing, tuple[int, ...]]] = []
+    for _ in range(2):
+        seen: dict[Crossing, tuple[int, ...]] = {}
+        shapes.append(seen)
+        with trace.seams(layers, partial(_shape_seam, caches, seen)):
+            model(mx.zeros((1, _NUM_TOKENS), dtype=mx.int32), cache=list(caches))
+    return {key for key, shape in shapes[1].items() if shape != shapes[0].get(key)}
+
+
+def _shape_seam(caches: list[Any], seen: dict[Crossing, tuple[int, ...]], i: int) -> trace.Seam:
+    def record(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        output = call(*args, **kwargs)
+        given = trace.places_in((output, writable(args, kwargs, caches)))
+        seen.update({(i, place): tuple(array.shape) for place, array in given.items()})
+        return output
+
+    return record
 
 
 # --- caches and experts

@@ -5,12 +5,14 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 
 from serve.cli import plan as plan_command
 from serve.core.checkpoint import read_checkpoint
 from serve.core.errors import PlanError, UsageError
 from serve.rank.planning import PlanRequest, make_plan
 from serve.rank.weights import load_stage
+from tests import architectures
 from tests.models import ARCHITECTURES, save
 
 
@@ -90,3 +92,32 @@ def test_what_cannot_be_planned(
     folder = save(tmp_path, "llama")
     with pytest.raises(error, match=words):
         plan_command.run(["--model", str(folder), *more])
+
+
+def save_architecture(folder: Path, name: str) -> Path:
+    model = architectures.build(name)
+    weights = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    (folder / "config.json").write_text(json.dumps(architectures.config_of(name)))
+    return folder
+
+
+def test_cuts_that_would_send_the_whole_context_are_avoided(tmp_path: Path) -> None:
+    """deepseek_v41 here: only the cut before layer 1 passes on nothing that grows."""
+    folder = save_architecture(tmp_path, "deepseek_v41")
+    plan = make_plan(folder, PlanRequest(num_ranks=2))
+    assert [stage.layers for stage in plan.stages] == [(1, 4), (0, 1)]
+
+
+def test_costly_cuts_are_better_than_none(tmp_path: Path) -> None:
+    plan = make_plan(save_architecture(tmp_path, "gemma4_text"), PlanRequest(num_ranks=2))
+    assert len(plan.stages) == 2
+
+
+def test_an_impossible_cut_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    folder = save_architecture(tmp_path, "gemma3n")
+    with pytest.raises(PlanError, match="nearest possible cuts are before layer 2"):
+        make_plan(folder, PlanRequest(num_ranks=2, split="2,4"))
+    assert make_plan(folder, PlanRequest(num_ranks=2)).stages[1].layers in [(0, 1), (0, 2)]
+    with pytest.raises(PlanError, match="cannot be cut into 4 stages"):
+        make_plan(folder, PlanRequest(num_ranks=4))
