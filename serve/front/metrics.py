@@ -1,10 +1,12 @@
 """What Prometheus reads. Owns its registry, so that several servers fit in one process."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 
 _FIRST_TOKEN_SECONDS = (0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
 _TOKEN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)
@@ -19,6 +21,7 @@ class Metrics:
         for state, meaning in (("running", "being answered"), ("waiting", "in the queue")):
             gauge = Gauge(f"brigade_num_requests_{state}", f"Requests {meaning}", registry=registry)
             gauge.set_function(_reader(pipeline, f"num_{state}"))
+        registry.register(_StageBytes(pipeline))
         self._first_token = Histogram(
             "brigade_time_to_first_token_seconds",
             "From a request's arrival to its first token",
@@ -67,6 +70,25 @@ class Metrics:
         """Body and content type, in the format that the Accept header asks for."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
+
+
+class _StageBytes(Collector):
+    """Bytes of each stage, as /admin/pipeline has them; those that are unknown are absent."""
+
+    def __init__(self, pipeline: Callable[[], dict[str, Any]]) -> None:
+        self._pipeline = pipeline
+
+    def collect(self) -> Iterator[Metric]:
+        for kind in ("owned", "read", "fetched"):
+            family = GaugeMetricFamily(
+                f"brigade_stage_{kind}_bytes",
+                f"Bytes of weights {kind} by a stage",
+                labels=["stage"],
+            )
+            for stage in self._pipeline()["stages"]:
+                if stage.get(f"bytes_{kind}") is not None:
+                    family.add_metric([str(stage["rank"])], stage[f"bytes_{kind}"])
+            yield family
 
 
 def _reader(pipeline: Callable[[], dict[str, Any]], name: str) -> Callable[[], float]:

@@ -6,7 +6,7 @@ import pytest
 
 from serve.front.metrics import Metrics
 
-STATE: dict[str, Any] = {"num_running": 2, "num_waiting": 3}
+STATE: dict[str, Any] = {"num_running": 2, "num_waiting": 3, "stages": []}
 
 
 def lines(metrics: Metrics) -> list[str]:
@@ -20,6 +20,18 @@ def test_gauges_are_read_when_asked() -> None:
     state["num_running"] = 5
     assert "brigade_num_requests_running 5.0" in lines(metrics)
     assert "brigade_num_requests_waiting 3.0" in lines(metrics)
+
+
+def test_bytes_of_stages_where_they_are_known() -> None:
+    stages = [
+        {"rank": 0, "bytes_owned": 10, "bytes_read": None, "bytes_fetched": 0},
+        {"rank": 1, "bytes_owned": 20, "bytes_read": 21, "bytes_fetched": 5},
+    ]
+    found = lines(Metrics(lambda: {**STATE, "stages": stages}))
+    assert 'brigade_stage_owned_bytes{stage="1"} 20.0' in found
+    assert 'brigade_stage_fetched_bytes{stage="0"} 0.0' in found
+    assert 'brigade_stage_read_bytes{stage="1"} 21.0' in found
+    assert not any(line.startswith('brigade_stage_read_bytes{stage="0"}') for line in found)
 
 
 def test_everything_is_counted_under_its_name() -> None:
