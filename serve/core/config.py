@@ -36,7 +36,7 @@ class ServeConfig:
     max_context: int | None = flag("longest prompt and answer, in tokens", None, least=2)
     prefill_chunk: int = flag("prompt tokens that one step takes at most", 512, least=1)
     join_timeout: float = flag("seconds to wait for all ranks at the start", 60.0, least=1)
-    load_timeout: float = flag("seconds a rank may take to load its layers", 1800.0, least=1)
+    load_timeout: float = flag("seconds a rank may load without progress", 300.0, least=1)
     stall_timeout: float = flag("seconds a rank waits for a tensor on its way", 30.0, least=1)
 
     def __post_init__(self) -> None:

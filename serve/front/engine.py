@@ -93,7 +93,7 @@ class Engine:
         self._process: EngineProcess | None = None
         self._generations: dict[int, Generation] = {}
         self._sequence_ids = itertools.count()
-        self._state_changed = asyncio.Event()
+        self._progressed = asyncio.Event()
         self._failure: asyncio.Future[BrigadeError] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
         self._progress_at = time.monotonic()
@@ -191,17 +191,17 @@ class Engine:
         }
 
     async def _until_all(self, states: set[str], timeout_seconds: float, what: str) -> None:
-        deadline = time.monotonic() + timeout_seconds
+        """The time counts from the last progress of any stage: a download may take hours."""
         while late := [stage for stage in self._stages if stage.state not in states]:
             if self._failure.done():
                 return
-            self._state_changed.clear()
+            self._progressed.clear()
             try:
-                await asyncio.wait_for(self._state_changed.wait(), deadline - time.monotonic())
+                await asyncio.wait_for(self._progressed.wait(), timeout_seconds)
             except (TimeoutError, asyncio.TimeoutError) as error:
                 raise ClusterError(
-                    f"Rank {late[0].rank} on {late[0].host} did not {what} within "
-                    f"{timeout_seconds:g} s: look at its log."
+                    f"Rank {late[0].rank} on {late[0].host} did not {what}: nothing moved for "
+                    f"{timeout_seconds:g} s, look at its log."
                 ) from error
 
     async def _watch(self) -> None:
@@ -232,10 +232,11 @@ class Engine:
             self._update_stage(self._stages[rank], message)
 
     def _update_stage(self, stage: StageStatus, message: dict[str, Any]) -> None:
-        before = stage.state
+        before = stage.state, stage.progress
         stage.update(message, time.time())
-        if stage.state != before:
-            self._state_changed.set()
+        if (stage.state, stage.progress) != before:
+            self._progressed.set()
+        if stage.state != before[0]:
             _logger.info("%s", stage.line())
             if self.ready_reason() is None:
                 _logger.info("event=ready num_ranks=%d", self._cluster.num_ranks)
@@ -246,7 +247,7 @@ class Engine:
             return
         _logger.error("event=failed reason=%s", json.dumps(str(error)))
         self._failure.set_result(error)
-        self._state_changed.set()
+        self._progressed.set()
         for generation in self._generations.values():
             generation.put(error)
         self._generations.clear()
