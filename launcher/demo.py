@@ -223,8 +223,9 @@ class Demo:
         with self._output:
             self._console.print(stage_table(pipeline))
             self._ask(model)
-            self._console.print("\nTry it:\n\n" + curl_line(self._port, model) + "\n", markup=False)
             if not self._once:
+                curl = curl_line(self._port, model)
+                self._console.print(f"\nTry it:\n\n{curl}\n", markup=False)
                 self._console.print(f"Serving on http://{HOST}:{self._port}; Ctrl-C ends.")
 
     def _wait_until_ready(self) -> None:

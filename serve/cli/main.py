@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.table import Table
@@ -19,21 +19,25 @@ from serve.cli.flags import parse
 from serve.cli.plan import plan_table
 from serve.core.checkpoint import Checkpoint, read_checkpoint
 from serve.core.config import Cluster, ServeConfig, read_cluster
-from serve.core.errors import BrigadeError, DisagreementError
+from serve.core.errors import BrigadeError, DisagreementError, UsageError
 from serve.core.plan import StagePlan, check_num_ranks, parse_memory, parse_split
 from serve.parent.facts import files, versions
 from serve.parent.member import run_member
 
+_PARENT_SECONDS = 1.0
 _FIRST_WORD_SECONDS = 2.0  # how long other ranks leave it to rank 0 to say what is wrong
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    signal.signal(signal.SIGTERM, _stop_before_the_start)
     try:
         cluster = read_cluster(os.environ)
         run = _check_first(sys.argv[1:] if argv is None else argv, cluster)
         if cluster.leash is not None:
             _follow(cluster.leash)
+        elif cluster.num_ranks > 1:
+            _follow_parent()
         asyncio.run(run())
     except BrigadeError as error:
         if isinstance(error, DisagreementError):
@@ -59,6 +63,10 @@ def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint]
         config = dataclasses.replace(config, revision=model.snapshot.commit)
     checkpoint = read_checkpoint(folder)
     check_num_ranks(checkpoint.num_layers, num_ranks)
+    if config.max_context and config.max_context > (checkpoint.max_context or config.max_context):
+        raise UsageError(
+            f"--max-context {config.max_context} is more than the model's {checkpoint.max_context}."
+        )
     if config.split not in ("auto", "even"):
         parse_split(config.split, checkpoint.num_layers, num_ranks)
     if config.memory:
@@ -102,6 +110,10 @@ async def _run_front(
     from serve.front.engine import Engine
     from serve.front.tokens import Tokenizer
 
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+    for number in (signal.SIGTERM, signal.SIGINT):  # until the HTTP server has its own
+        loop.add_signal_handler(number, task.cancel)
     listening = app.bind(config.host, config.port)
     engine = Engine(config, cluster, checkpoint.folder, facts, _print_plan)
     try:
@@ -111,6 +123,8 @@ async def _run_front(
         tokenizer = await asyncio.to_thread(Tokenizer, checkpoint.folder)
         max_context = min(filter(None, [config.max_context, checkpoint.max_context]), default=4096)
         await app.serve(config, engine, tokenizer, listening, max_context)
+    except asyncio.CancelledError:
+        logging.info("event=stopped reason=signal")
     finally:
         await engine.close()
         listening.close()
@@ -125,6 +139,23 @@ def _who_has_what(error: DisagreementError) -> Table:
     for name, row in error.rows.items():
         table.add_row(name, *row.values())
     return table
+
+
+def _stop_before_the_start(*_: object) -> NoReturn:
+    raise SystemExit(0)
+
+
+def _follow_parent() -> None:
+    """mlx.launch has no leash, and ends without ending its ranks: a rank that gets
+    another parent is on its own."""
+    parent = os.getppid()
+
+    def wait() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="parent", daemon=True).start()
 
 
 def _follow(leash: int) -> None:

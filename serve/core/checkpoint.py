@@ -54,7 +54,7 @@ class Checkpoint:
 
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Raises ModelError if the folder is no complete model."""
-    if not folder.is_dir():
+    if not _is_folder(folder):
         raise ModelError(f"--model {folder} is no folder: give the path of a downloaded model.")
     config = read_json(folder / "config.json")
     model_type = config.get("model_type")
@@ -78,6 +78,13 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     )
 
 
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # Such as a name that is too long.
+        return False
+
+
 def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
@@ -85,7 +92,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path} is missing: the model folder is not complete.") from error
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not JSON ({error}): fetch the model again.") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path} is not a JSON object: fetch the model again.")
@@ -157,6 +164,8 @@ def _weight_files(folder: Path) -> list[Path]:
         shards = read_json(index).get("weight_map")
         if not isinstance(shards, dict):
             raise ModelError(f"{index} has no weight_map: fetch the model again.")
+        if not all(isinstance(shard, str) for shard in shards.values()):
+            raise ModelError(f"{index} names a file that is no string: fetch the model again.")
         return [folder / shard for shard in sorted(set(shards.values()))]
     files = sorted(folder.glob("model*.safetensors"))
     if not files:

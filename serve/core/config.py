@@ -35,9 +35,15 @@ class ServeConfig:
     max_queue: int = flag("requests that may wait; more get 429", 256, least=0)
     max_context: int | None = flag("longest prompt and answer, in tokens", None, least=2)
     prefill_chunk: int = flag("prompt tokens that one step takes at most", 512, least=1)
-    join_timeout: float = flag("seconds to wait for all ranks at the start", 60.0, least=1)
-    load_timeout: float = flag("seconds a rank may load without progress", 300.0, least=1)
-    stall_timeout: float = flag("seconds a rank waits for a tensor on its way", 30.0, least=1)
+    join_timeout: float = flag(
+        "seconds to wait for all ranks at the start", 60.0, least=1, most=10**6
+    )
+    load_timeout: float = flag(
+        "seconds a rank may load without progress", 300.0, least=1, most=10**6
+    )
+    stall_timeout: float = flag(
+        "seconds a rank waits for a tensor on its way", 30.0, least=1, most=10**6
+    )
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -58,7 +64,9 @@ class PlanConfig:
     revision: str | None = flag("branch, tag or commit of a model on the hub", None)
     cache_dir: Path | None = flag("where parts of hub models are kept (HF_HOME/brigade)", None)
     num_ranks: int = flag("ranks to plan for", short=("-n",), least=1)
-    context: int | None = flag("tokens of a sequence (default: the model's most)", None, least=1)
+    context: int | None = flag(
+        "tokens of a sequence (default: the model's most)", None, least=1, most=10**9
+    )
     concurrency: int = flag("sequences at the same time", 1, least=1)
     memory: str | None = flag("for weights and caches: 24GB, or 24GB,48GB for each rank", None)
     split: str = flag("auto, even, or layers of each rank such as 20,12", "auto")
@@ -158,14 +166,14 @@ def read_cluster(environment: Mapping[str, str]) -> Cluster:
 
 def parse_address(text: str, where: str) -> Address:
     host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or int(port) not in range(1, 65536):
+    if not host or not port.isdecimal() or int(port) not in range(1, 65536):
         raise UsageError(f"{where}: {text!r} is not an address: write HOST:PORT, port 1 to 65535.")
     return Address(host, int(port))
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
     text = environment.get(name, "")
-    if not text.isdigit():
+    if not text.isdecimal():
         raise UsageError(f"{name}={text!r} is not a number: it is set by the launcher.")
     return int(text)
 

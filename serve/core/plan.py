@@ -256,7 +256,7 @@ def _does_not_fit(
         f"The model does not fit: {format_bytes(whole.weight_bytes)} of weights and "
         f"{format_bytes(whole.cache_bytes)} of caches for {demand.concurrency} sequences of "
         f"{demand.context} tokens, into {room} on {num_ranks} ranks.{where} Add ranks or memory, "
-        "or lower --context or --concurrency."
+        "or promise a shorter context or fewer sequences."
     )
 
 
@@ -296,7 +296,7 @@ def format_bytes(count: float) -> str:
 def parse_split(text: str, num_layers: int, num_ranks: int) -> list[LayerRange]:
     """The layers of each rank from "20,12": rank 0's number first."""
     sizes = text.split(",")
-    if not all(size.strip().isdigit() for size in sizes) or len(sizes) != num_ranks:
+    if not all(size.strip().isdecimal() for size in sizes) or len(sizes) != num_ranks:
         raise UsageError(
             f"--split {text} is neither auto, even nor {num_ranks} numbers of layers, "
             "rank 0's first."

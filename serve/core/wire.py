@@ -57,7 +57,7 @@ def json_frame(message: dict[str, Any]) -> bytes:
 def parse_json(body: bytes) -> dict[str, Any]:
     try:
         message = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ClusterError(f"A peer sent a control message that is not JSON: {error}.") from error
     if not isinstance(message, dict):
         raise ClusterError("A peer sent a control message that is not a JSON object.")

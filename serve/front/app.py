@@ -59,14 +59,16 @@ def bind(host: str, port: int) -> socket.socket:
         # At once: of two that are only bound to a port, neither is told of the other.
         listening.listen(BACKLOG)
         listening.setblocking(False)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         if listening is not None:
             listening.close()
         raise AddressError(_address_message(host, port, error)) from error
     return listening
 
 
-def _address_message(host: str, port: int, error: OSError) -> str:
+def _address_message(host: str, port: int, error: OSError | UnicodeError) -> str:
+    if isinstance(error, UnicodeError):
+        return f"--host {host} is no address: give one of this machine, such as 127.0.0.1."
     if error.errno == errno.EADDRINUSE:
         return f"Port {port} is in use: stop what listens there or give another --port."
     if error.errno == errno.EACCES:
@@ -154,7 +156,10 @@ class Front:
         if body.stream:
             return _Stream(chat, body.include_usage)
         reply = replies.fold(chat.chunks(include_usage=True))
-        return _json(await guard.unless_gone(request.receive, reply))
+        try:
+            return _json(await guard.unless_gone(request.receive, reply))
+        finally:
+            chat.close()
 
     def _prepare(self, data: bytes) -> tuple[ChatBody, Prompt]:
         body = parse_chat(data)

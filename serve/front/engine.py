@@ -23,17 +23,20 @@ from serve.core.errors import (
     BrigadeError,
     ClusterError,
     EngineError,
+    ModelError,
     UnavailableError,
     from_exit_code,
 )
 from serve.core.plan import StagePlan
 from serve.core.types import Event, Sampling, Sequence
 from serve.front.scheduler import Scheduler
-from serve.front.stages import StageStatus, chrome_trace, suspect
+from serve.front.stages import StageStatus, chrome_trace, is_silent, suspect
 from serve.parent.control import Hello, Hub, engine_ended, raise_if_error
 from serve.parent.engine import EngineProcess
 
 _WATCH_SECONDS = 0.5
+_BLAME_SECONDS = 0.5
+_NUM_SEQUENCE_IDS = 2**30  # they are int32 on the wire, and group numbers are above them
 
 _logger = logging.getLogger(__name__)
 
@@ -92,7 +95,7 @@ class Engine:
         self._hub = Hub(Hello.of(cluster, facts, os.getpid()), self._on_message)
         self._process: EngineProcess | None = None
         self._generations: dict[int, Generation] = {}
-        self._sequence_ids = itertools.count()
+        self._sequence_ids = itertools.cycle(range(_NUM_SEQUENCE_IDS))
         self._progressed = asyncio.Event()
         self._failure: asyncio.Future[BrigadeError] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
@@ -159,7 +162,14 @@ class Engine:
 
     async def _receive_plan(self, process: EngineProcess) -> list[StagePlan]:
         """Raises what is wrong with the plan or the model."""
-        message = await process.link.receive_json()
+        try:
+            reply = process.link.receive_json()
+            message = await asyncio.wait_for(reply, self._config.join_timeout)
+        except (TimeoutError, asyncio.TimeoutError) as error:
+            raise ModelError(
+                f"No plan could be made within {self._config.join_timeout:g} s: does config.json "
+                "fit the weights? (--join-timeout)"
+            ) from error
         if message is None:
             message = engine_ended(0, await process.wait())
         raise_if_error(message)
@@ -227,7 +237,7 @@ class Engine:
 
     def _on_message(self, rank: int, message: dict[str, Any]) -> None:
         if message["type"] == "error":
-            self._fail(from_exit_code(message["exit_code"], message["message"]))
+            self._fail_with_reason(from_exit_code(message["exit_code"], message["message"]))
         else:
             self._update_stage(self._stages[rank], message)
 
@@ -240,6 +250,13 @@ class Engine:
             _logger.info("%s", stage.line())
             if self.ready_reason() is None:
                 _logger.info("event=ready num_ranks=%d", self._cluster.num_ranks)
+
+    def _fail_with_reason(self, error: BrigadeError) -> None:
+        """That a neighbour is gone is known first and says least: better reasons go before."""
+        if type(error) is ClusterError:
+            asyncio.get_running_loop().call_later(_BLAME_SECONDS, self._fail, error)
+        else:
+            self._fail(error)
 
     def _fail(self, error: BrigadeError) -> None:
         """The first error is the reason; every running request ends with it."""
@@ -258,7 +275,7 @@ class Engine:
         self, prompt: list[int], max_tokens: int, sampling: Sampling, eos_ids: frozenset[int]
     ) -> Generation:
         """Raises UnavailableError or OverloadedError at once."""
-        if reason := self.ready_reason():
+        if reason := self._not_ready():
             raise UnavailableError(f"The cluster is not ready ({reason}): try again later.")
         sequence = Sequence(next(self._sequence_ids), prompt, max_tokens, sampling, eos_ids)
         self._scheduler.add(sequence)
@@ -305,7 +322,12 @@ class Engine:
     # --- what is seen from outside
 
     def ready_reason(self) -> str | None:
-        """None when requests can be served, else one line that says why not."""
+        """None when requests can be served, else one line that says why not. A rank that
+        is silent for a moment gets requests all the same: they wait for it."""
+        silent = [s for s in self._stages if is_silent(s, time.time())]
+        return self._not_ready() or (f"rank {silent[0].rank}: silent" if silent else None)
+
+    def _not_ready(self) -> str | None:
         if self._failure.done():
             return "the cluster broke"  # The reason may name hosts: it is for the log.
         if missing := self._hub.missing():

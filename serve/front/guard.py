@@ -71,7 +71,7 @@ async def read_body(headers: Headers, receive: Receive) -> bytes:
         raise _too_large()
     try:
         return await asyncio.wait_for(_collect(receive), BODY_SECONDS)
-    except TimeoutError:
+    except (TimeoutError, asyncio.TimeoutError):
         raise StatusError(
             408, f"The body took longer than {BODY_SECONDS:g} seconds.", {"connection": "close"}
         ) from None

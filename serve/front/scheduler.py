@@ -136,7 +136,7 @@ class Scheduler:
         return step
 
     def _step(self, group: int, rows: list[Row], tokens: list[int], sample: bool) -> Step:
-        self.num_steps += 1
+        self.num_steps = (self.num_steps + 1) % 2**31  # int32 on the wire
         drop, self._to_drop = tuple(self._to_drop), []
         return Step(self.num_steps, group, tuple(rows), tuple(tokens), sample, drop)
 

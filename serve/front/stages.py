@@ -83,7 +83,8 @@ class StageStatus:
             "bytes_fetched": self.bytes_fetched,
         }
         read = " ".join(f"{key}={value}" for key, value in known.items() if value)
-        return f"event=stage_{self.state} rank={self.rank} {read}".rstrip()
+        layers = f"layers={self.plan.layers[0]}-{self.plan.layers[1] - 1} " if self.plan else ""
+        return f"event=stage_{self.state} rank={self.rank} {layers}{read}".rstrip()
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -97,6 +98,11 @@ class StageStatus:
             "bytes_fetched": self.bytes_fetched,
             "busy_share": round(self.busy_share, 3),
         }
+
+
+def is_silent(stage: StageStatus, now: float) -> bool:
+    """Engines report four times a second, whatever they compute."""
+    return stage.state == "ready" and now - stage.heard_at > _SILENT_SECONDS
 
 
 def suspect(stages: list[StageStatus], now: float) -> StageStatus:

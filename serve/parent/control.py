@@ -56,9 +56,9 @@ class Hub:
             self._server = await asyncio.start_server(
                 self._serve, address.host, address.port, reuse_port=False
             )
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             raise AddressError(
-                f"Rank 0 cannot listen on {address} for the other ranks ({error.strerror}): "
+                f"Rank 0 cannot listen on {address} for the other ranks ({error}): "
                 "is another cluster running there? Choose other ports "
                 "(mlx.launch --starting-port) or stop it."
             ) from error
@@ -135,19 +135,20 @@ class Hub:
         if hello is None or reason:
             link.send_json({"type": "refused", "reason": reason})
             return None
-        rank = int(hello["rank"])
+        rank: int = hello["rank"]
         self._links[rank], self._hellos[rank] = link, hello
         self._changed.set()
         return rank
 
     def _objection(self, hello: dict[str, Any]) -> str | None:
         mine, rank = self._mine, hello.get("rank")
+        for name, kind in (("rank", int), ("num_ranks", int), ("pid", int), ("facts", dict)):
+            if type(hello.get(name)) is not kind:
+                return f"its greeting has no {name}"
         if not hmac.compare_digest(str(hello.get("secret")).encode(), mine.secret.encode()):
             return "it belongs to another launch: two clusters use the same ports"
         if hello.get("num_ranks") != mine.num_ranks or rank not in range(1, mine.num_ranks):
             return f"it is rank {rank} of {hello.get('num_ranks')}, not of {mine.num_ranks}"
-        if not isinstance(hello.get("facts"), dict):
-            return "it does not say what it has"
         if rank in self._links:
             return f"there is a rank {rank} already: two clusters use the same ports"
         return None

@@ -74,20 +74,27 @@ async def _wait_for_start(hub: Link) -> dict[str, Any] | None:
 
 
 async def _relay(rank: int, hub: Link, engine: EngineProcess) -> None:
-    upwards = asyncio.create_task(_engine_to_hub(rank, hub, engine))
-    downwards = asyncio.create_task(_until_stop(hub))
-    done, pending = await asyncio.wait({upwards, downwards}, return_when=asyncio.FIRST_COMPLETED)
-    for task in pending:
-        task.cancel()
-    await asyncio.gather(*pending, return_exceptions=True)
-    for task in done:
-        task.result()
+    tasks = {
+        asyncio.create_task(_engine_to_hub(rank, hub, engine)),
+        asyncio.create_task(_until_stop(hub)),
+    }
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _engine_to_hub(rank: int, hub: Link, engine: EngineProcess) -> None:
     async for _, body in engine.link.messages():
         message = wire.parse_json(body)
         hub.send_json(message)
+        if message.get("exit_code") == ClusterError.exit_code:
+            # Its neighbour is gone, and rank 0 may know why: a launcher should see that first.
+            await asyncio.sleep(_LAST_WORD_SECONDS)
         raise_if_error(message)
     message = engine_ended(rank, await engine.wait())
     hub.send_json(message)

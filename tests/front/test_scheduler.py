@@ -134,8 +134,8 @@ def test_a_long_prompt_does_not_stop_the_others() -> None:
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
-def test_no_group_is_fuller_than_it_must_be(num_stages: int) -> None:
-    """Whoever leaves, groups differ by one row at most after each has had a step."""
+def test_no_group_is_empty_while_others_are_full(num_stages: int) -> None:
+    """Whoever leaves, rows move to a group that has run empty."""
     pipeline = Pipeline(num_stages)
     for id in range(4 * num_stages):
         pipeline.scheduler.add(make_sequence(id, 3, 10 + 5 * (id % num_stages)))

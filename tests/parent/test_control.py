@@ -92,7 +92,9 @@ async def test_a_missing_rank_is_named() -> None:
         ({"num_ranks": 4}, "rank 1 of 4, not of 3"),
         ({"rank": 3}, "rank 3 of 3"),
         ({"rank": 0}, "rank 0 of 3"),
-        ({"facts": None}, "does not say what it has"),
+        ({"facts": None}, "has no facts"),
+        ({"rank": True}, "has no rank"),
+        ({"pid": None}, "has no pid"),
     ],
 )
 async def test_a_wrong_rank_is_told_why(change: dict[str, Any], reason: str) -> None:

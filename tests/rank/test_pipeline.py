@@ -17,7 +17,7 @@ from serve.core.types import Sampling, Sequence
 from serve.core.wire import Result
 from serve.front.scheduler import Scheduler
 from serve.rank.stage import Stage
-from serve.rank.transport import LocalTransport, local_ring
+from serve.rank.transport import local_ring
 from serve.rank.worker import StepLoop
 from tests import architectures
 from tests.models import build
@@ -116,9 +116,3 @@ def test_a_seed_gives_the_same_tokens_whoever_shares_the_batch() -> None:
         crowd = local.answer([sampled(i, seed=i) for i in range(8)])
     assert crowd[3] == alone
     assert len({tuple(tokens) for tokens in crowd.values()}) == 8, "seeds make no difference"
-
-
-def test_the_transport_of_one_rank_goes_around_to_itself() -> None:
-    (only,) = local_ring(1)
-    assert isinstance(only, LocalTransport)
-    assert only._left is only
