@@ -26,6 +26,7 @@ PROMPTS = [[1 + i, 2, 3, *range(i)] for i in range(16)] + [[5]]
 GREEDY = Sampling(temperature=0)
 Make = Callable[[], nn.Module]
 LLAMA = partial(build, "llama")
+BUILDING = threading.Lock()
 
 
 class LocalPipeline:
@@ -41,7 +42,10 @@ class LocalPipeline:
         ]
 
     def _run(self, rank: int, layers: tuple[int, int]) -> None:
-        loop = StepLoop(Stage(self.make(), *layers), self.ring[rank])
+        # One after another, as in processes: the seed and the trial's seams are global.
+        with BUILDING:
+            stage = Stage(self.make(), *layers)
+        loop = StepLoop(stage, self.ring[rank])
         loop.samplings = self.samplings
         for result in loop.run():
             self.results.put(result)
