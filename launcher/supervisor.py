@@ -94,6 +94,7 @@ class Supervisor:
         self._state = "running"
         self._deadline: float | None = None
         self._code = 0
+        self._forwarded = 0
         self.ended = threading.Event()
         self.interrupted = False
 
@@ -141,6 +142,8 @@ class Supervisor:
         self._alive.discard(rank)
         code = exit_code(returncode)
         self._log(f"event=rank_ended rank={rank} code={code}")
+        if self._forwarded and returncode == -self._forwarded:
+            code = 0  # It was still starting, and ended as it was asked to.
         self._code = self._code or code
         if not self._alive:
             return
@@ -155,6 +158,7 @@ class Supervisor:
         if self._state in ("running", "waiting"):
             # Only a terminal that goes away sends SIGHUP; to a rank that is a plain end.
             forwarded = signal.SIGTERM if signum == signal.SIGHUP else signal.Signals(signum)
+            self._forwarded = int(forwarded)
             self._end_all(forwarded, name, self._drain_seconds)
         else:
             self._kill_all(f"a second {name}")

@@ -87,7 +87,7 @@ def demo(model: str, once: bool = True) -> Demo:
 
 
 @pytest.mark.parametrize("terminal", [80, 40])
-def test_once_shows_stages_answer_and_a_curl_line(
+def test_once_shows_stages_and_the_answer(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, terminal: int
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(terminal))
@@ -95,8 +95,7 @@ def test_once_shows_stages_answer_and_a_curl_line(
     shown, log = capfd.readouterr()
     assert "Paris [b]é!\n" in shown
     assert re.search(r"5 tokens, the first after \d+ ms, then \d+\.\d tokens/s", shown)
-    (curl,) = [line for line in shown.splitlines() if line.startswith("curl ")]
-    assert shlex.split(curl)[-2] == "-d"
+    assert "curl " not in shown, "its server ends at once"
     assert "[rank 0] request id=1" in log
     if terminal == 80:
         assert "[bold]name on 2 ranks" in shown
@@ -162,8 +161,10 @@ def test_ctrl_c_ends_a_demo_that_serves_or_waits(tmp_path: Path, model: str, whe
         code = process.wait(timeout=10)
     finally:
         process.kill()
-    # The stand-in dies of SIGINT; a rank that ends well gives 0.
-    assert code in (1, 130), log.read_text()
+    # Python ends by SIGINT with 1 where it gets no further; a rank that ends well gives 0.
+    assert code in (0, 1), log.read_text()
+    curls = [line for line in log.read_text().splitlines() if line.startswith("curl ")]
+    assert [shlex.split(curl)[-2] for curl in curls] == (["-d"] if model == "tiny" else [])
     assert "launcher.demo" not in log.read_text()
     assert pids_alive(log.read_text()) == []
 

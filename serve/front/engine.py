@@ -164,11 +164,11 @@ class Engine:
         """Raises what is wrong with the plan or the model."""
         try:
             reply = process.link.receive_json()
-            message = await asyncio.wait_for(reply, self._config.join_timeout)
+            message = await asyncio.wait_for(reply, self._config.load_timeout)
         except (TimeoutError, asyncio.TimeoutError) as error:
             raise ModelError(
-                f"No plan could be made within {self._config.join_timeout:g} s: does config.json "
-                "fit the weights? (--join-timeout)"
+                f"No plan could be made within {self._config.load_timeout:g} s: does config.json "
+                "fit the weights? (--load-timeout)"
             ) from error
         if message is None:
             message = engine_ended(0, await process.wait())
