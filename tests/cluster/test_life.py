@@ -222,7 +222,9 @@ def test_nobody_outlives_a_killed_launcher() -> None:
         assert gone(family, 5), "ranks outlived their launcher"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
+)
 def test_ranks_notice_that_mlx_launch_is_gone(number: signal.Signals) -> None:
     with running(2, launch=mlx_launch) as server:
         family = server.family()
@@ -298,7 +300,7 @@ def test_a_demo_ends_when_nobody_reads_it() -> None:
     assert gone(family, 5)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_stopped_rank_is_named_within_the_stall_timeout(rank: int) -> None:
     """SIGSTOP closes no connection: only the deadline tells."""
     with running(2, "--stall-timeout", "2") as server:

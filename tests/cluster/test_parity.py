@@ -24,12 +24,12 @@ def ask(server: Server, question: str) -> str:
     ("launch", "num_ranks"),
     [
         (alone, 1),
-        (brigade_launch, 1),
+        pytest.param(brigade_launch, 1, marks=pytest.mark.slow),
         (brigade_launch, 2),
         (brigade_launch, 3),
         (brigade_launch, 4),
         (mlx_launch, 2),
-        (mlx_launch, 3),
+        pytest.param(mlx_launch, 3, marks=pytest.mark.slow),
         (mlx_launch, 4),
     ],
 )
