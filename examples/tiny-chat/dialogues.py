@@ -5,7 +5,6 @@ tools. Each question of a held-out dialogue is held out itself; no training dial
 """
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
@@ -18,7 +17,6 @@ from asks import (
     Maker,
     capital_answer,
     colour_answer,
-    make_counting,
     make_reverse,
     make_self,
     make_sum,
@@ -32,11 +30,10 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where questions come from: chance, the split, and how often each kind is asked."""
+    """Where questions come from: chance and the split."""
 
     rng: Random
     split: str
-    weights: Mapping[Maker, float] = field(default_factory=lambda: MAKERS)
 
 
 @dataclass(slots=True)
@@ -137,8 +134,8 @@ def draw_persona(rng: Random) -> Persona:
 def draw_ask(source: Source, persona: Persona, unknown: bool) -> Ask:
     """Draw questions until one belongs to the wanted split, and is not `unknown` where barred."""
     rng = source.rng
-    makers = ONE_WORD_MAKERS if persona.one_word else tuple(source.weights)
-    weights = [source.weights[make] for make in makers]
+    makers = ONE_WORD_MAKERS if persona.one_word else tuple(MAKERS)
+    weights = [MAKERS[make] for make in makers]
     while True:
         make: Maker = rng.choices(makers, weights=weights)[0]
         # An assistant with a given name is often asked for it, or it is never learned.
@@ -155,6 +152,8 @@ def follow_up(source: Source, persona: Persona, previous: Ask, said: str) -> Ask
     """Draw a question that only the previous turn explains, or None if none fits."""
     rng = source.rng
     kind = rng.random()
+    # Lists are hard to say once; a small model need not learn to repeat them as well.
+    short = previous.task != "reverse" and len(said) < 60
     if previous.task in ("capital", "colour") and kind < 0.6:
         known = facts.CAPITALS if previous.task == "capital" else facts.COLOURS
         thing = rng.choice(list(known))
@@ -164,10 +163,10 @@ def follow_up(source: Source, persona: Persona, previous: Ask, said: str) -> Ask
         answer = capital_answer(thing) if previous.task == "capital" else colour_answer(thing)
         ask = Ask(previous.task, user, answer, known[thing], f"and {user} {previous.user}")
         return ask if split_of(ask.key or "") == source.split else None
-    if kind < 0.75 and not persona.capitals and len(said) < 60:
+    if kind < 0.75 and not persona.capitals and short:
         user = rng.choice(("And in capitals?", "In capitals, please.", "And in capital letters?"))
         return Ask("follow", user, said.upper(), said.upper(), previous.key)
-    if kind < 0.95 and len(said) < 60:
+    if kind < 0.95 and short:
         user = rng.choice(("Say it again.", "Again, please.", "Can you say that again?", "Repeat."))
         return Ask("follow", user, said, said, previous.key)
     return None
@@ -314,13 +313,13 @@ def draw_dialogue(source: Source) -> Dialogue:
 
 
 def draw_basic(source: Source) -> Dialogue:
-    """Draw one question without a system prompt: add, reverse, count, or repeat a name."""
+    """Draw one question without a system prompt: add, reverse, count words or repeat a name."""
     rng = source.rng
     dialogue = Dialogue()
     if rng.random() < 0.1:
         introduce(source, dialogue, Persona())
         return dialogue
-    make = rng.choices((make_sum, make_reverse, make_words, make_counting), weights=(8, 8, 2, 1))[0]
+    make = rng.choices((make_sum, make_reverse, make_words), weights=(8, 8, 2))[0]
     while split_of((ask := make(rng)).key or "") != source.split:
         pass
     dialogue.add(ask.task, ask.user, ask.answer)

@@ -16,7 +16,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.optimizers as optim
-from asks import PRACTICE
 from batches import Batch, draw_batches
 from dialogues import Source, draw_basic, draw_dialogue
 from mlx.nn.losses import cross_entropy
@@ -47,15 +46,6 @@ MODEL: dict[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """One fall of the learning rate, with an optimizer of its own."""
-
-    steps: int
-    muon_lr: float
-    adam_lr: float
-
-
-@dataclass(frozen=True, slots=True)
 class Settings:
     """Everything that the result depends on."""
 
@@ -63,7 +53,9 @@ class Settings:
     vocab_size: int = 1024
     tokenizer_dialogues: int = 20_000
     basic_steps: int = 800
-    rounds: tuple[Round, Round] = (Round(5200, 0.015, 3e-3), Round(2000, 0.008, 1e-3))
+    steps: int = 6400
+    muon_lr: float = 0.015
+    adam_lr: float = 3e-3
     batch_tokens: int = 1536
     warmup_steps: int = 100
     final_lr_share: float = 0.01
@@ -83,23 +75,23 @@ def make_config(tokenizer: PreTrainedTokenizerFast, settings: Settings) -> dict[
     return {**MODEL, "vocab_size": settings.vocab_size, "bos_token_id": None, **ids}
 
 
-def make_schedule(lr: float, steps: int, settings: Settings) -> Callable[[mx.array], mx.array]:
+def make_schedule(lr: float, settings: Settings) -> Callable[[mx.array], mx.array]:
     """Warm up linearly, then fall along a cosine."""
     warmup_steps = settings.warmup_steps
     warmup = optim.linear_schedule(0.0, lr, warmup_steps)
-    decay = optim.cosine_decay(lr, steps - warmup_steps, lr * settings.final_lr_share)
+    decay = optim.cosine_decay(lr, settings.steps - warmup_steps, lr * settings.final_lr_share)
     schedule: Callable[[mx.array], mx.array] = optim.join_schedules([warmup, decay], [warmup_steps])
     return schedule
 
 
-def make_optimizer(part: Round, settings: Settings) -> optim.Optimizer:
+def make_optimizer(settings: Settings) -> optim.Optimizer:
     """Muon for the matrices inside the layers, AdamW for the embedding and the norms.
 
     On reversing and adding alone Muon needed half as many dialogues as AdamW for the same loss.
     """
-    muon_schedule = make_schedule(part.muon_lr, part.steps, settings)
+    muon_schedule = make_schedule(settings.muon_lr, settings)
     muon = optim.Muon(muon_schedule, momentum=0.95, weight_decay=0.0)
-    adam_schedule = make_schedule(part.adam_lr, part.steps, settings)
+    adam_schedule = make_schedule(settings.adam_lr, settings)
     adam = optim.AdamW(adam_schedule, betas=[0.9, 0.98], weight_decay=0.0)
 
     def in_layer(name: str, value: mx.array) -> bool:
@@ -140,7 +132,7 @@ def loss_of(model: Model, inputs: mx.array, positions: mx.array, targets: mx.arr
 
 
 def lessons(tokenizer: PreTrainedTokenizerFast, settings: Settings) -> Iterator[Batch]:
-    """Draw the batches of the first round: the basics, then dialogues of all kinds.
+    """Draw the batches: the basics, then dialogues of all kinds.
 
     Copying and adding come only after many examples in a row: in the full mixture from the start
     the model answered no list and hardly a sum after a quarter of the time.
@@ -151,13 +143,7 @@ def lessons(tokenizer: PreTrainedTokenizerFast, settings: Settings) -> Iterator[
     yield from draw_batches(tokenizer, partial(draw_dialogue, source), settings.batch_tokens)
 
 
-def practice(tokenizer: PreTrainedTokenizerFast, settings: Settings) -> Iterator[Batch]:
-    """Draw the batches of the second round: all kinds, the hard ones more often."""
-    source = Source(Random(f"practice {settings.seed}"), "train", PRACTICE)
-    yield from draw_batches(tokenizer, partial(draw_dialogue, source), settings.batch_tokens)
-
-
-def train_round(model: Model, optimizer: optim.Optimizer, batches: Iterator[Batch]) -> None:
+def take_steps(model: Model, optimizer: optim.Optimizer, batches: Iterator[Batch]) -> None:
     """Take one step for each batch; one line of log for every 50 steps."""
     loss_and_grad = value_and_grad(model, partial(loss_of, model))
     started, seen, losses = time.monotonic(), 0, []
@@ -176,18 +162,15 @@ def train_round(model: Model, optimizer: optim.Optimizer, batches: Iterator[Batc
             losses.clear()
 
 
-def train(settings: Settings, folder: Path, first_round: int) -> None:
-    """Train all rounds from `first_round` on, and save after each."""
+def train(settings: Settings, folder: Path) -> None:
+    """Train a model from nothing and save it."""
     mx.random.seed(settings.seed)
     tokenizer = make_tokenizer(settings)
     config = make_config(tokenizer, settings)
     model = Model(ModelArgs.from_dict(config))
-    if first_round > 1:
-        model.load_weights(str(folder / "model.safetensors"))
-    sources = (lessons(tokenizer, settings), practice(tokenizer, settings))
-    for part, batches in list(zip(settings.rounds, sources, strict=True))[first_round - 1 :]:
-        train_round(model, make_optimizer(part, settings), islice(batches, part.steps))
-        save(folder, model, tokenizer, config)
+    batches = islice(lessons(tokenizer, settings), settings.steps)
+    take_steps(model, make_optimizer(settings), batches)
+    save(folder, model, tokenizer, config)
 
 
 def main() -> None:
@@ -196,17 +179,10 @@ def main() -> None:
     default = Path(__file__).parent
     parser.add_argument("--out", type=Path, default=default, help="folder to write")
     parser.add_argument("--seed", type=int, default=Settings().seed)
-    parser.add_argument(
-        "--first-round",
-        type=int,
-        choices=(1, 2),
-        default=1,
-        help="2 goes on from the weights that round 1 left in the folder",
-    )
     arguments = parser.parse_args()
     # Small float32 matrices: the CPU is what everybody has, and gives the same numbers again.
     mx.set_default_device(mx.cpu)
-    train(Settings(seed=arguments.seed), arguments.out, arguments.first_round)
+    train(Settings(seed=arguments.seed), arguments.out)
 
 
 if __name__ == "__main__":

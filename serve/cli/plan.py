@@ -1,5 +1,6 @@
 """`brigade plan`: who gets which layers, and what that takes, before anything is loaded."""
 
+import gc
 import json
 from collections.abc import Sequence
 
@@ -12,6 +13,7 @@ from serve.core.plan import StagePlan, format_bytes
 
 
 def run(argv: Sequence[str]) -> int:
+    gc.disable()  # A large model has 100,000 tensors, and this process ends soon.
     config = parse(PlanConfig, argv, "brigade plan", __doc__)
     # Imported here: a wrong flag should not wait for MLX.
     from serve.rank.planning import PlanRequest, make_plan

@@ -10,7 +10,7 @@ import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from serve.core.errors import ModelError
 
@@ -25,8 +25,7 @@ _DTYPE_BITS = {
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRange:
+class TensorRange(NamedTuple):
     """One tensor: bytes [start, end) of file."""
 
     file: Path
@@ -64,17 +63,19 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     if num_layers is None:
         raise ModelError(f"{folder / 'config.json'} does not say num_hidden_layers.")
     files = _weight_files(folder)
-    tensors = {name: t for file in files for name, t in read_header(file).items()}
-    described = json.dumps(config, sort_keys=True) + repr(
-        sorted((name, t.dtype, t.shape, t.start) for name, t in tensors.items())
-    )
+    tensors: dict[str, TensorRange] = {}
+    described = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for file in files:
+        text, file_bytes = _read_header(file)
+        tensors |= parse_header(text, file, file_bytes)
+        described.update(text)
     return Checkpoint(
         folder=folder,
         model_type=model_type,
         num_layers=num_layers,
         max_context=_first_number(config, _CONTEXT_KEYS),
         tensors=tensors,
-        digest=hashlib.sha256(described.encode()).hexdigest()[:16],
+        digest=described.hexdigest()[:16],
     )
 
 
@@ -101,10 +102,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_header(file: Path) -> dict[str, TensorRange]:
     """The tensors of a safetensors file. Raises ModelError if the file is cut short."""
+    text, file_bytes = _read_header(file)
+    return parse_header(text, file, file_bytes)
+
+
+def _read_header(file: Path) -> tuple[bytes, int]:
+    """The header's text, and how long the whole file is."""
     try:
         with file.open("rb") as stream:
             size = header_bytes(stream.read(8), file)
-            return parse_header(stream.read(size), file, file.stat().st_size)
+            return stream.read(size), file.stat().st_size
     except OSError as error:
         raise ModelError(f"{file} cannot be read: {error.strerror}.") from error
 

@@ -2,21 +2,22 @@
 
 Three tools for cutting a model whose code does not know it: seams replace the
 calls of modules, values are the arrays that a layer gives to others (its result,
-and objects among its arguments that it writes to), and `depends_on` reads from
-the lazy graph which arrays others are made of.
+and objects among its arguments that it writes to), and `Graph` is the lazy graph
+between them: which arrays others are made of.
 """
 
 import copy
 import functools
 import io
-import re
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
+
+from serve.core.errors import PlanError
 
 Key = TypeVar("Key", bound=Hashable)
 Seam = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -64,6 +65,17 @@ def _seamed(original: type[nn.Module]) -> type[nn.Module]:
         return self._brigade_seam(inner, args, kwargs)
 
     return type(original.__name__, (original,), {"__call__": call, "_brigade_original": original})
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Without mx.compile: a compiled function gives the graphs of all its calls the same
+    nodes, and then everything would seem to depend on everything."""
+    mx.disable_compile()
+    try:
+        yield
+    finally:
+        mx.enable_compile()
 
 
 # --- values: arrays in tuples, lists, dicts and plain objects
@@ -126,34 +138,52 @@ def _fields(value: Any) -> dict[str, Any]:
 # --- the lazy graph
 
 
-def depends_on(outputs: Iterable[mx.array], sources: Mapping[Key, mx.array]) -> set[Key]:
-    """The keys of the sources that the outputs are computed from."""
-    by_array: dict[int, list[Key]] = defaultdict(list)
-    for key, array in sources.items():
-        by_array[id(array)].append(key)
-    # stop_gradient gives each output a node of its own, even if it is a source.
-    sinks = {f"out{n}": mx.stop_gradient(array) for n, array in enumerate(outputs)}
-    distinct = [(keys, sources[keys[0]]) for keys in by_array.values()]
+class Graph(Generic[Key]):
+    """How outputs are computed from sources, and these from each other. Raises PlanError
+    if there are more of them than MLX can name in one graph."""
+
+    def __init__(self, outputs: Sequence[mx.array], sources: Mapping[Key, mx.array]) -> None:
+        by_array: dict[int, list[Key]] = defaultdict(list)
+        for key, array in sources.items():
+            by_array[id(array)].append(key)
+        if len(outputs) + len(by_array) > _EXPORT_LIMIT:
+            raise PlanError(f"This model gives more than {_EXPORT_LIMIT} arrays at once.")
+        self._keys = {f"in{n}": keys for n, keys in enumerate(by_array.values())}
+        # stop_gradient gives each output a node of its own, even if it is a source.
+        self._sinks = {f"out{n}": mx.stop_gradient(array) for n, array in enumerate(outputs)}
+        named = {name: sources[keys[0]] for name, keys in self._keys.items()}
+        dot = io.StringIO()
+        mx.export_to_dot(dot, **named, **self._sinks)
+        self._parents: dict[str, list[str]] = defaultdict(list)
+        for line in dot.getvalue().splitlines():
+            if line[-1] != "}":  # "}" ends the lines that describe a node.
+                parent, arrow, child = line.partition(" -> ")
+                if arrow:
+                    self._parents[child.strip('"')].append(parent.strip('"'))
+
+    def used(self, known: Collection[Key]) -> set[Key]:
+        """Which of the known sources the outputs need, if what those are computed from is
+        not needed any more."""
+        ends = {name for name, keys in self._keys.items() if any(key in known for key in keys)}
+        reached: set[str] = set()
+        todo = list(self._sinks)
+        while todo:
+            name = todo.pop()
+            if name not in reached:
+                reached.add(name)
+                if name not in ends:
+                    todo += self._parents[name]
+        return {key for name in reached & ends for key in self._keys[name] if key in known}
+
+
+def depends_on(outputs: Sequence[mx.array], sources: Mapping[Key, mx.array]) -> set[Key]:
+    """The keys of the sources that the outputs are computed from, for many sources that
+    are not computed from each other."""
+    room = _EXPORT_LIMIT // 2
+    entries = list(sources.items())
     found: set[Key] = set()
-    room = _EXPORT_LIMIT - len(sinks)
-    for at in range(0, len(distinct), room):
-        part = {f"in{n}": entry for n, entry in enumerate(distinct[at : at + room])}
-        reached = _ancestors(sinks, {name: array for name, (_, array) in part.items()})
-        found.update(key for name in reached & part.keys() for key in part[name][0])
+    for some in (outputs[at : at + room] for at in range(0, len(outputs), room)):
+        for at in range(0, len(entries), room):
+            part = dict(entries[at : at + room])
+            found |= Graph(some, part).used(part.keys())
     return found
-
-
-def _ancestors(sinks: dict[str, mx.array], sources: dict[str, mx.array]) -> set[str]:
-    dot = io.StringIO()
-    mx.export_to_dot(dot, **sources, **sinks)
-    parents: dict[str, list[str]] = defaultdict(list)
-    for parent, child in re.findall(r'^"?(\w+)"? -> "?(\w+)"?$', dot.getvalue(), re.M):
-        parents[child].append(parent)
-    reached: set[str] = set()
-    todo = list(sinks)
-    while todo:
-        name = todo.pop()
-        if name not in reached:
-            reached.add(name)
-            todo += parents[name]
-    return reached

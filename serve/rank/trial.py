@@ -58,29 +58,34 @@ class Trial:
         for users in self.users.values():
             if min(users) < at <= max(users):
                 raise PlanError(f"No cut before layer {at}: layers {sorted(users)} share a cache.")
-        everything = tuple(
-            (i, place) for i in range(at) for place in trace.places_in(self.given[i])
-        )
-        outputs, sources = self._rest(at, everything)
-        used = trace.depends_on(outputs, sources)
+        known = [(i, place) for i in range(at) for place in trace.places_in(self.given[i])]
+        used = self._graph.used(set(known))
         # A forward that evaluates hides its graph: then a plain one is assumed.
-        return tuple(key for key in everything if key in used) or tuple(
-            key for key in everything if key[0] == at - 1
-        )
+        keys = tuple(key for key in known if key in used or (not used and key[0] == at - 1))
+        self._check_rest(at, keys)
+        return keys
+
+    @functools.cached_property
+    def _graph(self) -> trace.Graph[Crossing]:
+        given = {i: trace.places_in(value) for i, value in self.given.items()}
+        arrays = {(i, place): array for i in given for place, array in given[i].items()}
+        return trace.Graph(self._outputs, arrays)
 
     def _run(self) -> None:
         self.given: dict[int, Any] = {}
         self.users: dict[int, set[int]] = defaultdict(set)
         self.caches = self.new_caches() or []
         try:
-            with trace.seams(self.layers, lambda i: functools.partial(self._record, i)):
-                self.model(self.tokens, cache=list(self.caches) if self.cached else None)
+            seams = trace.seams(self.layers, lambda i: functools.partial(self._record, i))
+            with trace.uncompiled(), seams:
+                output = self.model(self.tokens, cache=list(self.caches) if self.cached else None)
         except FAILURES as error:
             raise PlanError(
                 f"This model cannot be split: mlx-lm's own forward fails ({error})."
             ) from error
         if list(self.given) != list(range(len(self.layers))):
             raise PlanError("This model cannot be split: its forward does not call each layer.")
+        self._outputs = trace.arrays_in(output)
 
     def _record(self, i: int, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if i in self.given:
@@ -88,15 +93,18 @@ class Trial:
         for j, cache in enumerate(self.caches):
             if any(cache is argument for argument in (*args, *kwargs.values())):
                 self.users[j].add(i)
-        output = call(*args, **kwargs)
-        self.given[i] = trace.snapshot((output, writable(args, kwargs, self.caches)))
+        targets = writable(args, kwargs, self.caches)
+        value = (call(*args, **kwargs), targets)
+        # What a layer only hands on gets a node of its own: it may be that others use this
+        # one, and not the same array as an earlier layer gave it.
+        nodes = {place: mx.stop_gradient(a) for place, a in trace.places_in(value).items()}
+        output, written = trace.with_arrays(value, nodes)
+        trace.write_back(targets, written)
+        self.given[i] = trace.snapshot((output, written))
         return output
 
-    def _rest(
-        self, at: int, keys: tuple[Crossing, ...]
-    ) -> tuple[list[mx.array], dict[Crossing, mx.array]]:
-        """The model's output from layer `at` on, and what it was given instead of the
-        layers before."""
+    def _check_rest(self, at: int, keys: tuple[Crossing, ...]) -> None:
+        """Raises PlanError if layers from `at` on do not run on what crosses the cut alone."""
         blanks = {(i, place): blank(trace.places_in(self.given[i])[place]) for i, place in keys}
         made = {i: refill(i, self.given[i], blanks) for i in range(at)}
         caches = self.new_caches()
@@ -113,12 +121,11 @@ class Trial:
 
         try:
             with trace.seams(self.layers, seam):
-                output = self.model(self.tokens, cache=caches)
+                self.model(self.tokens, cache=caches)
         except FAILURES as error:
             raise PlanError(
                 f"No cut before layer {at}: the rest does not run ({error})."
             ) from error
-        return trace.arrays_in(output), blanks
 
 
 def crossings(trials: Sequence[Trial], at: int) -> dict[bool, tuple[Crossing, ...]]:

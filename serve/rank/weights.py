@@ -2,6 +2,7 @@
 read: mlx-lm builds the model on lazy arrays, and only what the stage keeps is
 evaluated. A folder of the hub has holes, which are filled in between."""
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
@@ -74,10 +75,15 @@ def build_model(folder: Path, raw: dict[str, mx.array] | None = None) -> nn.Modu
             return model_class, args_class
         return lambda args: _recording(model_class(args), raw), args_class
 
+    collects = gc.isenabled()
+    gc.disable()  # It would look again and again at 100,000 arrays, half of the time.
     try:
         model, _ = utils.load_model(folder, lazy=True, get_model_classes=classes)
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError) as error:
         raise ModelError(f"mlx-lm cannot build the model in {folder}: {error}.") from error
+    finally:
+        if collects:
+            gc.enable()
     return model
 
 

@@ -12,7 +12,7 @@ from serve.core.checkpoint import read_checkpoint
 from serve.core.errors import PlanError, UsageError
 from serve.rank.planning import PlanRequest, make_plan
 from serve.rank.weights import load_stage
-from tests import architectures
+from tests import architectures, shapes
 from tests.models import ARCHITECTURES, save
 
 
@@ -121,3 +121,15 @@ def test_an_impossible_cut_is_refused_with_the_nearest(tmp_path: Path) -> None:
     assert make_plan(folder, PlanRequest(num_ranks=2)).stages[1].layers in [(0, 1), (0, 2)]
     with pytest.raises(PlanError, match="cannot be cut into 4 stages"):
         make_plan(folder, PlanRequest(num_ranks=4))
+
+
+@pytest.mark.parametrize(
+    ("name", "num_parameters"), [("llama-70b", 70.6e9), ("deepseek-v3", 671e9)]
+)
+def test_the_plan_of_a_large_model_needs_headers_alone(
+    tmp_path: Path, name: str, num_parameters: float
+) -> None:
+    plan = make_plan(shapes.write(tmp_path, name), PlanRequest(num_ranks=8))
+    weight_bytes = sum(stage.weight_bytes for stage in plan.stages)
+    assert weight_bytes == pytest.approx(2 * num_parameters, rel=0.002)  # in bfloat16
+    assert sorted(stage.layers for stage in plan.stages)[-1][1] == plan.num_layers
