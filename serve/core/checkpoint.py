@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from serve.core.errors import ModelError
 
+PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 _MAX_HEADER_BYTES = 100 << 20
 _LAYER_KEYS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
 _DTYPE_BITS = {
@@ -59,6 +60,11 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise ModelError(f"{folder / 'config.json'} has no model_type: is this a language model?")
+    if config.get("model_file"):
+        raise ModelError(
+            f"{folder / 'config.json'} wants its own code ({config['model_file']}) to be run, "
+            "which Brigade never does: use a model that mlx-lm knows."
+        )
     num_layers = _first_number(config, _LAYER_KEYS)
     if num_layers is None:
         raise ModelError(f"{folder / 'config.json'} does not say num_hidden_layers.")
@@ -176,6 +182,12 @@ def _weight_files(folder: Path) -> list[Path]:
         return [folder / shard for shard in sorted(set(shards.values()))]
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
+        pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLE_SUFFIXES)
+        if pickles:
+            raise ModelError(
+                f"{folder} has its weights as pickles only ({pickles[0]}), which could run code "
+                "when they are read: convert them to safetensors."
+            )
         raise ModelError(f"{folder} has no model*.safetensors: convert or fetch the weights.")
     return files
 

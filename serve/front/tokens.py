@@ -160,9 +160,13 @@ def _load(folder: Path) -> Any:
     # tokenizers raises a bare Exception for a file that it cannot read.
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        mend = "check config.json, tokenizer.json and tokenizer_config.json, or fetch them again"
+        if "custom code" in reason:
+            reason, mend = "its own code would have to be run", "Brigade never does that"
+        elif not (folder / "tokenizer.json").exists():
+            reason, mend = "there is no tokenizer.json", "fetch the model again"
         raise ModelError(
-            f"The tokenizer in {folder} cannot be loaded ({reason}): "
-            "fetch tokenizer.json and tokenizer_config.json again."
+            f"The tokenizer in {folder} cannot be loaded ({reason}): {mend}."
         ) from error
     if getattr(loaded, "backend_tokenizer", None) is None:
         raise ModelError(f"{folder} has no tokenizer.json, which is needed: fetch the model again.")

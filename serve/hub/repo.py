@@ -22,14 +22,13 @@ from huggingface_hub import (
 )
 
 from serve import __version__
-from serve.core.checkpoint import read_json
+from serve.core.checkpoint import PICKLE_SUFFIXES, read_json
 from serve.core.errors import ModelError
 from serve.hub.access import FAILURES, explain, is_refusal, patiently
 
 INDEX = "model.safetensors.index.json"
 _LIBRARY = "mlx-brigade"
 _SMALL = frozenset({".json", ".jinja", ".txt", ".model", ".tiktoken", ".jsonl"})
-_PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 _logger = logging.getLogger(__name__)
@@ -90,7 +89,7 @@ class Snapshot:
                 raise ModelError(f"{self.repo} has no {name}{here}; its {INDEX} names it.")
         if names:
             return names
-        pickles = sorted(n for n in self.files if Path(n).suffix in _PICKLES)
+        pickles = sorted(n for n in self.files if Path(n).suffix in PICKLE_SUFFIXES)
         if pickles:
             raise ModelError(
                 f"{self.repo} has its weights as pickles only ({pickles[0]}), which could run "

@@ -80,7 +80,8 @@ def build_model(folder: Path, raw: dict[str, mx.array] | None = None) -> nn.Modu
     try:
         model, _ = utils.load_model(folder, lazy=True, get_model_classes=classes)
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError) as error:
-        raise ModelError(f"mlx-lm cannot build the model in {folder}: {error}.") from error
+        reason = str(error).rstrip(".\n")
+        raise ModelError(f"mlx-lm cannot build the model in {folder}: {reason}.") from error
     finally:
         if collects:
             gc.enable()

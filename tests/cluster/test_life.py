@@ -58,6 +58,7 @@ def broken_model(folder: Path) -> Path:
         (["--model", "BAD-TOKENIZER"], 3, "tokenizer"),
         (["--model", "BAD-SHAPE"], 3, "cannot build the model"),
         (["--model", "UNKNOWN-TYPE"], 3, "cannot build the model"),
+        (["--model", "TOKENIZER-CODE"], 3, "Brigade never does that"),
         (["--model", "GOOD", "--bogus"], 2, "--bogus"),
         (["--model", "GOOD", "--port", "http"], 2, "--port"),
         (["--model", "GOOD", "--host", "256.1.1.1"], 5, "--host 256.1.1.1"),
@@ -88,6 +89,15 @@ def bad_tokenizer(folder: Path) -> Path:
     return folder
 
 
+def tokenizer_with_code(folder: Path) -> Path:
+    shutil.copytree(TINY_CHAT, folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "evil.py").write_text("raise SystemExit('it has run')")
+    return folder
+
+
 def edited_config(folder: Path, **changes: Any) -> Path:
     shutil.copytree(TINY_CHAT, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -99,6 +109,7 @@ DAMAGES: dict[str, Any] = {
     "BROKEN": broken_model,
     "BAD-TOKENIZER": bad_tokenizer,
     "BAD-SHAPE": lambda folder: edited_config(folder, intermediate_size=64),
+    "TOKENIZER-CODE": tokenizer_with_code,
     "UNKNOWN-TYPE": lambda folder: edited_config(folder, model_type="abacus"),
 }
 

@@ -92,6 +92,15 @@ def break_html(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"<html>Not found, sorry</html>")
 
 
+def break_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def break_code(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_file": "evil.py"}))
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
@@ -104,6 +113,8 @@ def break_html(folder: Path) -> None:
         (break_cut_short, "of .* bytes: fetch it again"),
         (break_empty, "no safetensors file"),
         (break_html, "no safetensors file"),
+        (break_pickle, r"pickles only \(pytorch_model.bin\)"),
+        (break_code, r"its own code \(evil.py\)"),
     ],
 )
 def test_damage_is_named(folder: Path, damage, reason: str) -> None:

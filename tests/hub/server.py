@@ -87,7 +87,7 @@ class FakeHub:
 
     def listing(self) -> dict:
         siblings = []
-        for path in sorted(self.folder.iterdir()):
+        for path in sorted(path for path in self.folder.iterdir() if path.is_file()):
             entry: dict = {"rfilename": path.name}
             if not self.faults.no_sizes:
                 entry |= {"size": path.stat().st_size, "blobId": self.etag(path.name)}
