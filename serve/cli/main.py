@@ -16,11 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from serve.cli.flags import parse
-from serve.cli.plan import plan_table
 from serve.core.checkpoint import Checkpoint, read_checkpoint
 from serve.core.config import Cluster, ServeConfig, read_cluster
 from serve.core.errors import BrigadeError, DisagreementError, UsageError
-from serve.core.plan import StagePlan, check_num_ranks, parse_memory, parse_split
+from serve.core.plan import check_num_ranks, parse_memory, parse_split
 from serve.parent.facts import files, versions
 from serve.parent.member import run_member
 
@@ -30,6 +29,8 @@ _FIRST_WORD_SECONDS = 2.0  # how long other ranks leave it to rank 0 to say what
 
 def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    for name in ("httpx", "httpx2"):  # a line for each request to the hub
+        logging.getLogger(name).setLevel(logging.WARNING)
     signal.signal(signal.SIGTERM, _stop_before_the_start)
     try:
         cluster = read_cluster(os.environ)
@@ -106,6 +107,7 @@ async def _run_front(
     config: ServeConfig, cluster: Cluster, checkpoint: Checkpoint, facts: dict[str, str]
 ) -> None:
     # Imported here, because ranks above 0 need neither HTTP nor tokenizers.
+    from serve.cli.start import StartView
     from serve.front import app
     from serve.front.engine import Engine
     from serve.front.tokens import Tokenizer
@@ -115,7 +117,8 @@ async def _run_front(
     for number in (signal.SIGTERM, signal.SIGINT):  # until the HTTP server has its own
         loop.add_signal_handler(number, task.cancel)
     listening = app.bind(config.host, config.port)
-    engine = Engine(config, cluster, checkpoint.folder, facts, _print_plan)
+    view = StartView()
+    engine = Engine(config, cluster, checkpoint.folder, facts, view)
     try:
         await engine.listen()
         engine.start()
@@ -126,12 +129,9 @@ async def _run_front(
     except asyncio.CancelledError:
         logging.info("event=stopped reason=signal")
     finally:
+        view.close()
         await engine.close()
         listening.close()
-
-
-def _print_plan(stages: list[StagePlan]) -> None:
-    Console(highlight=False).print(plan_table(stages))
 
 
 def _who_has_what(error: DisagreementError) -> Table:

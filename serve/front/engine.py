@@ -11,11 +11,10 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from serve.core import wire
 from serve.core.config import Cluster, ServeConfig
@@ -39,6 +38,16 @@ _BLAME_SECONDS = 0.5
 _NUM_SEQUENCE_IDS = 2**30  # they are int32 on the wire, and group numbers are above them
 
 _logger = logging.getLogger(__name__)
+
+
+class View(Protocol):
+    """Who shows people how the start goes on."""
+
+    def planned(self, stages: list[StagePlan]) -> None: ...
+
+    def progressed(self, stage: StageStatus) -> None: ...
+
+    def ready(self, stages: list[StageStatus]) -> None: ...
 
 
 class Generation:
@@ -72,8 +81,8 @@ class Generation:
 
 
 class Engine:
-    """folder is where the model's config is, also that of a hub model. on_plan is told
-    the plan once it is made, before anything is loaded."""
+    """folder is where the model's config is, also that of a hub model. view is told how
+    the start goes on."""
 
     def __init__(
         self,
@@ -81,10 +90,10 @@ class Engine:
         cluster: Cluster,
         folder: Path,
         facts: dict[str, str],
-        on_plan: Callable[[list[StagePlan]], None],
+        view: "View",
     ) -> None:
         self._config, self._cluster = config, cluster
-        self._folder, self._on_plan = folder, on_plan
+        self._folder, self._view = folder, view
         self._stages = [StageStatus(rank, host) for rank, host in enumerate(cluster.hosts)]
         self._scheduler = Scheduler(
             cluster.num_ranks,
@@ -129,7 +138,8 @@ class Engine:
         try:
             process = await self._start_engines()
             reading = asyncio.create_task(self._read(process))
-            await self._until_all({"loading", "ready"}, self._config.join_timeout, "join the ring")
+            joined = {"fetching", "loading", "ready"}
+            await self._until_all(joined, self._config.join_timeout, "join the ring")
             await self._until_all({"ready"}, self._config.load_timeout, "load its layers")
             await asyncio.gather(reading, self._watch())
         except BrigadeError as error:
@@ -147,7 +157,7 @@ class Engine:
         process.link.send_json({"type": "plan", **self._plan_request()})
         plan = await self._receive_plan(process)
         await self._hub.wait_for_all(self._config.join_timeout)
-        self._on_plan(plan)
+        self._view.planned(plan)
         nonce = secrets.randbits(31)
         for stage, planned in zip(self._stages, plan, strict=True):
             stage.plan = planned
@@ -242,13 +252,15 @@ class Engine:
             self._update_stage(self._stages[rank], message)
 
     def _update_stage(self, stage: StageStatus, message: dict[str, Any]) -> None:
-        before = stage.state, stage.progress
+        before = stage.state, stage.done
         stage.update(message, time.time())
-        if (stage.state, stage.progress) != before:
+        if (stage.state, stage.done) != before:
             self._progressed.set()
+            self._view.progressed(stage)
         if stage.state != before[0]:
             _logger.info("%s", stage.line())
             if self.ready_reason() is None:
+                self._view.ready(self._stages)
                 _logger.info("event=ready num_ranks=%d", self._cluster.num_ranks)
 
     def _fail_with_reason(self, error: BrigadeError) -> None:

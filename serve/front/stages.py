@@ -42,7 +42,8 @@ class StageStatus:
     plan: StagePlan | None = None
     pid: int | None = None
     state: str = "starting"
-    progress: float = 0.0
+    done: int = 0  # bytes of what it is fetching or loading,
+    total: int = 0  # and of all that it has to
     bytes_owned: int = 0
     bytes_read: int | None = None
     bytes_fetched: int = 0
@@ -52,7 +53,8 @@ class StageStatus:
     _busy: deque[tuple[float, float]] = field(default_factory=deque)
 
     def update(self, message: dict[str, Any], now: float) -> None:
-        self.state, self.progress = message["state"], message["progress"]
+        self.state = message["state"]
+        self.done, self.total = message.get("done", 0), message.get("total", 0)
         self.bytes_owned = message.get("bytes_owned", self.bytes_owned)
         self.bytes_read = message.get("bytes_read", self.bytes_read)
         self.bytes_fetched = message.get("bytes_fetched", self.bytes_fetched)
@@ -72,7 +74,7 @@ class StageStatus:
 
     @property
     def doing(self) -> str:
-        percent = f" {self.progress:.0%}" if self.state == "loading" else ""
+        percent = f" {self.done / self.total:.0%}" if self.total else ""
         return f"rank {self.rank}: {self.state}{percent}"
 
     def line(self) -> str:

@@ -2,6 +2,7 @@
 read: mlx-lm builds the model on lazy arrays, and only what the stage keeps is
 evaluated. A folder of the hub has holes, which are filled in between."""
 
+import functools
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,9 +22,10 @@ from serve.rank.trace import depends_on
 
 _PART_BYTES = 64 << 20
 _NUM_TRACED = 400  # arrays in one call of the tracer
-_FETCH_SHARE = 0.9  # of the progress, when there is something to fetch
 
 Item = TypeVar("Item")
+Progress = Callable[[str, int, int], None]
+"""Told what goes on ("fetching" or "loading"), the bytes that are done, and all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +39,13 @@ class LoadedStage:
     bytes_fetched: int
 
 
-def load_stage(
-    model: Path | PartialModel, start: int, end: int, progress: Callable[[float], None]
-) -> LoadedStage:
-    """Builds layers [start, end) and reads their weights; progress gets 0.0 to 1.0."""
+def load_stage(model: Path | PartialModel, start: int, end: int, progress: Progress) -> LoadedStage:
+    """Builds layers [start, end) and reads their weights."""
     before = _bytes_read()
-    bytes_fetched, share = 0, 0.0
+    bytes_fetched = 0
     if isinstance(model, PartialModel):
         folder = model.folder
-        stage, bytes_fetched = _fetch_stage(model, start, end, lambda p: progress(_FETCH_SHARE * p))
-        share = _FETCH_SHARE if bytes_fetched else 0.0
+        stage, bytes_fetched = _fetch_stage(model, start, end, progress)
     else:
         folder = model
         stage = Stage(build_model(folder), start, end)
@@ -59,7 +58,7 @@ def load_stage(
         except RuntimeError as error:
             raise ModelError(f"The weights in {folder} cannot be read: {error}.") from error
         done += sum(array.nbytes for array in part)
-        progress(share + (1 - share) * done / bytes_owned)
+        progress("loading", done, bytes_owned)
     after = _bytes_read()
     read = None if before is None or after is None else after - before
     return LoadedStage(stage, bytes_owned, read, bytes_fetched)
@@ -106,7 +105,7 @@ def _recording(model: nn.Module, raw: dict[str, mx.array]) -> nn.Module:
 
 
 def _fetch_stage(
-    partial: PartialModel, start: int, end: int, progress: Callable[[float], None]
+    partial: PartialModel, start: int, end: int, progress: Progress
 ) -> tuple[Stage, int]:
     """The stage, not evaluated, its bytes in place; and how many of them were fetched.
 
@@ -120,7 +119,7 @@ def _fetch_stage(
         stage = Stage(build_model(partial.folder, raw), start, end)
         early = _evaluated(raw) - wanted
         wanted |= early | _made_of(list(stage.weights().values()), raw)
-        bytes_fetched += partial.fetch(wanted, lambda done, total: progress(done / total))
+        bytes_fetched += partial.fetch(wanted, functools.partial(progress, "fetching"))
         if not early:
             return stage, bytes_fetched
 

@@ -156,7 +156,7 @@ class Worker:
         self.parent, self.order = parent, order
         self.transport: Transport | None = None
         self.loop: StepLoop | None = None
-        self.status: dict[str, Any] = {"state": "joining", "progress": 0.0}
+        self.status: dict[str, Any] = {"state": "joining"}
 
     def run(self) -> None:
         threading.Thread(target=self._run_engine, name="mlx", daemon=True).start()
@@ -191,12 +191,11 @@ class Worker:
     def _start(self) -> StepLoop:
         order = self.order
         self.transport = self._join()
-        self.status = {"state": "loading", "progress": 0.0}
+        self.status = {"state": "loading"}
         loaded = load_stage(self._model(), *order.layers, progress=self._loading)
         self.loop = StepLoop(loaded.stage, self.transport)
         self.status = {
             "state": "ready",
-            "progress": 1.0,
             "bytes_owned": loaded.bytes_owned,
             "bytes_read": loaded.bytes_read,
             "bytes_fetched": loaded.bytes_fetched,
@@ -215,8 +214,8 @@ class Worker:
         order = self.order
         return RingTransport(Ring(order.rank, order.hosts, order.nonce, order.join_timeout))
 
-    def _loading(self, progress: float) -> None:
-        self.status = {"state": "loading", "progress": round(progress, 3)}
+    def _loading(self, state: str, done: int, total: int) -> None:
+        self.status = {"state": state, "done": done, "total": total}
 
     # --- what the parent is told
 

@@ -41,7 +41,7 @@ place, start, end, repo, commit = sys.argv[1:]
 owned = 0
 if int(end):
     model = open_partial(repo, commit, Path(place)) if repo else Path(place)
-    owned = load_stage(model, int(start), int(end), lambda share: None).bytes_owned
+    owned = load_stage(model, int(start), int(end), lambda *_: None).bytes_owned
 peak = re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())
 print(owned, int(peak[1]) * 1024)
 """

@@ -78,8 +78,7 @@ def repo(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     return write(tmp_path / "repo", *getattr(request, "param", (llama, _LLAMA, 3)))
 
 
-def from_hub(cache: Path, layers: tuple[int, int], seen: list[float] | None = None) -> LoadedStage:
-    progress = (lambda _: None) if seen is None else seen.append
+def from_hub(cache: Path, layers: tuple[int, int], progress=lambda *_: None) -> LoadedStage:
     return load_stage(open_partial(REPO, COMMIT, cache), *layers, progress)
 
 
@@ -126,15 +125,17 @@ def test_the_same_weights_as_from_a_whole_folder(
     headers = header_sizes(repo)
     for rank, layers in enumerate(even_split(6, num_ranks)):
         hub.served.clear()
-        seen: list[float] = []
-        mine = from_hub(home / f"cache-{rank}", layers, seen)
-        assert_equal(mine, load_stage(repo, *layers, lambda _: None))
+        seen: list[tuple[str, int, int]] = []
+        mine = from_hub(home / f"cache-{rank}", layers, lambda *step, to=seen: to.append(step))
+        assert_equal(mine, load_stage(repo, *layers, lambda *_: None))
         assert mine.bytes_fetched == hub.data_bytes(headers)
         ratio = mine.bytes_fetched / mine.bytes_owned
         # Trained masks and such that a checkpoint holds and the model drops are not fetched.
         assert 0.99 <= ratio <= 1.01, ratio
-        assert seen[-1] == 1.0
         assert seen == sorted(seen)
+        fetched = [step for step in seen if step[0] == "fetching"]
+        assert fetched[-1][1] == fetched[-1][2] <= mine.bytes_fetched
+        assert seen[-1] == ("loading", mine.bytes_owned, mine.bytes_owned)
 
 
 def test_nothing_is_fetched_again(hub: FakeHub, home: Path, repo: Path) -> None:
@@ -160,7 +161,7 @@ def test_code_that_evaluates_while_it_is_built_gets_what_it_reads(
 
     monkeypatch.setattr(llama.Model, "sanitize", sanitize)
     mine = from_hub(home / "cache", (0, 3))
-    theirs = load_stage(repo, 0, 3, lambda _: None)
+    theirs = load_stage(repo, 0, 3, lambda *_: None)
     assert_equal(mine, theirs)
     assert mine.bytes_fetched <= 1.02 * mine.bytes_owned
 

@@ -22,7 +22,7 @@ def test_planned_weights_are_those_of_the_stages(tmp_path: Path, name: str, num_
     folder = save(tmp_path, name)
     plan = make_plan(folder, PlanRequest(num_ranks=num_ranks, split="even"))
     for stage in plan.stages:
-        loaded = load_stage(folder, *stage.layers, progress=lambda _: None)
+        loaded = load_stage(folder, *stage.layers, progress=lambda *_: None)
         assert stage.weight_bytes == loaded.bytes_owned
         assert stage.fetch_bytes <= stage.weight_bytes
 
@@ -42,7 +42,7 @@ def test_planned_caches_are_those_of_a_sequence(tmp_path: Path, name: str) -> No
     plan = make_plan(folder, request)
     received: list[mx.array] = []
     for planned in reversed(plan.stages):
-        stage = load_stage(folder, *planned.layers, progress=lambda _: None).stage
+        stage = load_stage(folder, *planned.layers, progress=lambda *_: None).stage
         cache = stage.make_cache()
         received = stage(mx.zeros((1, num_tokens), dtype=mx.int32), cache, received)
         mx.eval(received, [c.state for c in cache])

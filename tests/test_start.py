@@ -1,0 +1,53 @@
+"""What is shown of how far the ranks are."""
+
+import pytest
+
+from serve.cli import start
+from serve.front.stages import StageStatus
+
+
+def stage(rank: int, state: str, done: int = 0, total: int = 0) -> StageStatus:
+    status = StageStatus(rank, "127.0.0.1")
+    status.update({"state": state, "done": done, "total": total}, now=0.0)
+    return status
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(start.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_each_rank_has_a_line_with_bytes_and_the_time_left(
+    capsys: pytest.CaptureFixture[str], clock: list[float]
+) -> None:
+    view = start.StartView()
+    view.progressed(stage(1, "fetching", 0, 20_000_000_000))
+    view.progressed(stage(0, "loading", 0, 300_000_000))
+    for second in range(1, 11):
+        clock[0] += 1
+        view.progressed(stage(1, "fetching", second * 500_000_000, 20_000_000_000))
+    first, second = capsys.readouterr().err.splitlines()[-2:]
+    assert "rank 1 fetching" in first
+    assert "3.0/20.0 GB" in first
+    assert "500.0 MB/s" in first
+    assert "0:00:34" in first
+    assert "rank 0 loading" in second
+
+
+def test_a_rank_that_is_done_has_none(
+    capsys: pytest.CaptureFixture[str], clock: list[float]
+) -> None:
+    view = start.StartView()
+    view.progressed(stage(1, "fetching", 1, 2))
+    view.progressed(stage(1, "loading", 1, 2))
+    view.progressed(stage(0, "loading", 1, 2))
+    view.progressed(stage(0, "ready"))
+    clock[0] += 10
+    view.progressed(stage(1, "loading", 2, 2))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "rank 1 loading" in line
+    view.progressed(stage(1, "ready"))
+    view.close()
+    assert capsys.readouterr().err == ""
