@@ -161,9 +161,9 @@ class Graph(Generic[Key]):
                 if arrow:
                     self._parents[child.strip('"')].append(parent.strip('"'))
 
-    def used(self, known: Collection[Key]) -> set[Key]:
-        """Which of the known sources the outputs need, if what those are computed from is
-        not needed any more."""
+    def used(self, known: Collection[Key], *, and_theirs: bool = False) -> set[Key]:
+        """Which of the known sources the outputs need; of what those in turn are computed
+        from only if asked for."""
         ends = {name for name, keys in self._keys.items() if any(key in known for key in keys)}
         reached: set[str] = set()
         todo = list(self._sinks)
@@ -171,19 +171,18 @@ class Graph(Generic[Key]):
             name = todo.pop()
             if name not in reached:
                 reached.add(name)
-                if name not in ends:
+                if and_theirs or name not in ends:
                     todo += self._parents[name]
         return {key for name in reached & ends for key in self._keys[name] if key in known}
 
 
 def depends_on(outputs: Sequence[mx.array], sources: Mapping[Key, mx.array]) -> set[Key]:
-    """The keys of the sources that the outputs are computed from, for many sources that
-    are not computed from each other."""
+    """The keys of the sources that the outputs are computed from, for any number of them."""
     room = _EXPORT_LIMIT // 2
     entries = list(sources.items())
     found: set[Key] = set()
     for some in (outputs[at : at + room] for at in range(0, len(outputs), room)):
         for at in range(0, len(entries), room):
             part = dict(entries[at : at + room])
-            found |= Graph(some, part).used(part.keys())
+            found |= Graph(some, part).used(part.keys(), and_theirs=True)
     return found
