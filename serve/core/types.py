@@ -7,6 +7,9 @@ serve.rank.stage, Transport in serve.rank.transport.
 from dataclasses import dataclass, field
 from typing import Literal
 
+LAST_TOKEN = -1
+"""In a step: the token that the step before of this row samples."""
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -23,8 +26,9 @@ class Sampling:
 class Sequence:
     """One request's tokens and how far the stages have come with them.
 
-    num_computed counts the tokens whose keys and values the stages hold once
-    every step issued so far has run.
+    Once every step issued so far has run, the stages hold keys and values of
+    num_computed tokens, and num_pending more tokens are sampled. is_held says whether
+    they hold anything. The first num_cached tokens came from another sequence.
     """
 
     id: int
@@ -34,6 +38,9 @@ class Sequence:
     eos_ids: frozenset[int]
     output: list[int] = field(default_factory=list)
     num_computed: int = 0
+    num_pending: int = 0
+    num_cached: int = 0
+    is_held: bool = False
 
     @property
     def tokens(self) -> list[int]:
@@ -44,17 +51,26 @@ class Sequence:
         return len(self.prompt) + len(self.output)
 
     @property
-    def last_token(self) -> int:
-        return (self.output or self.prompt)[-1]
+    def num_left(self) -> int:
+        """Tokens that it may still ask for."""
+        return self.max_tokens - len(self.output) - self.num_pending
+
+    def next_tokens(self, count: int) -> list[int]:
+        """Those that are fed next; LAST_TOKEN for one that is not known yet."""
+        start = self.num_computed - len(self.prompt)
+        if start >= 0:  # Not through `tokens`, which copies the prompt.
+            return self.output[start : start + count] or [LAST_TOKEN]
+        return self.tokens[self.num_computed : self.num_computed + count]
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Sequences that decode together; at most one step of it is in flight."""
+    """Sequences that decode together. One step of it is computed at a time, a second
+    one may wait for the tokens of the first."""
 
     id: int
     sequences: list[Sequence] = field(default_factory=list)
-    step_in_flight: int | None = None
+    num_in_flight: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +83,23 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class Take:
+    """A new sequence begins as a copy of the first num_tokens of another one."""
+
+    sequence: int
+    source: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """The scheduler's one product: all that a stage needs to know to run once.
 
-    After the sequences in drop are gone, `group` holds exactly `rows`, in this
-    order: a stage moves a row from the group where it finds it, and starts one at
-    position 0 with an empty cache. All rows feed the same number of tokens.
-    tokens is row after row. A step that does not sample only fills caches.
+    First what take says is copied, then the sequences in drop are gone. After that
+    `group` holds exactly `rows`, in this order: a stage moves a row from the group where
+    it finds it, and starts one at position 0 with an empty cache. Rows that have begun
+    feed the same number of tokens, new ones may differ. tokens is row after row. A step
+    that does not sample only fills caches.
     """
 
     number: int
@@ -82,6 +108,13 @@ class Step:
     tokens: tuple[int, ...]
     sample: bool
     drop: tuple[int, ...] = ()
+    take: tuple[Take, ...] = ()
+
+    @property
+    def sequences(self) -> set[int]:
+        """All that it has to do with."""
+        taken = {id for take in self.take for id in (take.sequence, take.source)}
+        return {row.sequence for row in self.rows}.union(self.drop, taken)
 
 
 @dataclass(frozen=True, slots=True)

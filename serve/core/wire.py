@@ -13,7 +13,7 @@ from enum import IntEnum
 from typing import Any
 
 from serve.core.errors import ClusterError
-from serve.core.types import Row, Step
+from serve.core.types import Row, Step, Take
 
 VERSION = 1
 MAX_BODY_BYTES = 64 << 20
@@ -98,14 +98,16 @@ def _check_header(magic: bytes, version: int, kind: int, size: int) -> None:
 
 
 def encode_step(step: Step) -> bytes:
-    head = (step.number, step.group, step.sample, len(step.rows), len(step.tokens), len(step.drop))
+    counts = (len(step.rows), len(step.tokens), len(step.drop), len(step.take))
     rows = [n for row in step.rows for n in (row.sequence, row.position, row.num_tokens)]
-    return _ints([*head, *rows, *step.tokens, *step.drop])
+    take = [n for take in step.take for n in (take.sequence, take.source, take.num_tokens)]
+    head = (step.number, step.group, step.sample)
+    return _ints([*head, *counts, *rows, *step.tokens, *step.drop, *take])
 
 
 def decode_step(body: bytes) -> Step:
     numbers = _Ints(body)
-    number, group, sample, num_rows, num_tokens, num_drop = numbers.take(6)
+    number, group, sample, num_rows, num_tokens, num_drop, num_take = numbers.take(7)
     rows = numbers.take(3 * num_rows)
     step = Step(
         number=number,
@@ -114,6 +116,7 @@ def decode_step(body: bytes) -> Step:
         rows=tuple(Row(*rows[i : i + 3]) for i in range(0, len(rows), 3)),
         tokens=numbers.take(num_tokens),
         drop=numbers.take(num_drop),
+        take=tuple(Take(*numbers.take(3)) for _ in range(num_take)),
     )
     numbers.end()
     if sum(row.num_tokens for row in step.rows) != num_tokens:

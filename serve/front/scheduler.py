@@ -1,19 +1,34 @@
 """Which step comes next. Pure: no clock, socket, array or asyncio.
 
 `schedule` is called until it returns None, `update` with each result. The stages
-run steps in the order in which they are scheduled, so what a step says about the
-caches (drop, join, move) holds for every later one without waiting for it.
+run steps that have a sequence in common in the order in which they are scheduled, so
+what a step says about the caches (take, drop, join, move) holds for every later one
+without waiting for it.
 
 A prompt is prefilled up to its last token in steps of its own, which need no
 result. Then the sequence joins the smallest group, and the last prompt token is
-the first one that it feeds there.
+the first one that it feeds there. When the stages have no room, kept sequences go
+first, then the youngest running one goes back to the queue and is computed anew later.
 """
 
+import itertools
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, Literal
 
-from serve.core.errors import OverloadedError
-from serve.core.types import Event, FinishReason, Group, Row, Sequence, Step
+from serve.core.errors import OverloadedError, RequestError
+from serve.core.types import Event, FinishReason, Group, Row, Sequence, Step, Take
+from serve.front.prefix import PrefixIndex, best_match
+
+Reuse = Literal["any", "whole", "none"]
+"""What of another sequence a new one can begin with: any part from its start, or only all
+of it (some caches cannot go back), or nothing."""
+
+_NUM_STEPS_OF_A_GROUP = 2  # one is computed, one waits for its tokens
+_LEAST_CHUNK = 64
+_CHUNKS_OF_A_STAGE = 4  # of what waits for prefill: with fewer, stages would wait for each other
+_SPARE_TOKENS = 64  # a sequence is not admitted to be sent back at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +40,12 @@ class _InFlight:
 
 
 class Scheduler:
-    """num_groups is the number of stages: with fewer groups a stage would idle."""
+    """num_groups is the number of stages: with fewer groups a stage would idle.
+
+    What is known only when the stages run is set later: max_held_tokens, of which they
+    may hold keys and values; reuse; and how many tokens a prefill step may have beside
+    sequences that decode.
+    """
 
     def __init__(
         self, num_groups: int, *, max_num_sequences: int, max_queue: int, prefill_chunk: int
@@ -33,13 +53,19 @@ class Scheduler:
         self.groups = [Group(id) for id in range(num_groups)]
         self.waiting: deque[Sequence] = deque()
         self.prefilling: deque[Sequence] = deque()
+        self.kept = PrefixIndex()
         self.num_steps = 0
+        self.max_held_tokens: int | None = None
+        self.reuse: Reuse = "none"
+        self.chunk_beside_decoding = prefill_chunk
         self._max_num_sequences = max_num_sequences
         self._max_queue = max_queue
         self._prefill_chunk = prefill_chunk
         self._live: dict[int, Sequence] = {}
+        self._leaving: list[Sequence] = []  # out of all groups, but steps of it are under way
         self._in_flight: dict[int, _InFlight] = {}
         self._to_drop: list[int] = []
+        self._ready: deque[Step] = deque()
 
     @property
     def num_running(self) -> int:
@@ -50,102 +76,192 @@ class Scheduler:
         """Steps without a result so far."""
         return len(self._in_flight)
 
+    @property
+    def num_held_tokens(self) -> int:
+        """Tokens whose keys and values the stages hold, those of kept sequences too."""
+        ended = (s for s in self._leaving if s.id not in self._live)
+        return self.kept.num_tokens + sum(
+            s.num_computed for s in itertools.chain(self._live.values(), ended)
+        )
+
     def sequence(self, sequence_id: int) -> Sequence:
         return self._live[sequence_id]
 
     def add(self, sequence: Sequence) -> None:
-        """Raises OverloadedError if too many wait already."""
+        """Raises OverloadedError if too many wait already, RequestError if the stages
+        could not even hold this one alone."""
         room = self._max_num_sequences - self.num_running
         if len(self.waiting) >= self._max_queue + room:
             raise OverloadedError(
                 f"{len(self.waiting)} requests wait already: try again later.", code="queue_full"
             )
+        if self.max_held_tokens is not None:
+            num_left = self.max_held_tokens - len(sequence.prompt)
+            if num_left < 1:
+                raise RequestError(
+                    f"The prompt has {len(sequence.prompt)} tokens, and the memory for keys and "
+                    f"values is enough for {self.max_held_tokens}: shorten it.",
+                    code="context_length_exceeded",
+                )
+            sequence.max_tokens = min(sequence.max_tokens, num_left)
         self._live[sequence.id] = sequence
         self.waiting.append(sequence)
 
     def drop(self, sequence_id: int) -> None:
         """Ends a sequence wherever it is; unknown and ended ones are fine."""
-        if sequence := self._live.pop(sequence_id, None):
-            for queue in (self.waiting, self.prefilling, *(g.sequences for g in self.groups)):
-                if sequence in queue:
-                    queue.remove(sequence)
-            if sequence.num_computed:
-                self._to_drop.append(sequence_id)
+        if sequence := self._take_out(sequence_id):
+            self._leaving.append(sequence)
+            self._let_go()
 
     def schedule(self) -> Step | None:
         """The next step, or None until another result or sequence comes."""
-        self._admit()
-        return self._decode() or self._prefill() or self._drop_only()
+        if not self._ready:
+            self._admit()
+            self._emit(self._decode() or self._prefill())
+        return self._ready.popleft() if self._ready else None
 
     def update(self, number: int, tokens: tuple[int, ...]) -> list[Event]:
         """The events of a step's result: tokens has one for each row that sampled."""
         done = self._in_flight.pop(number)
         if done.group is None:
             return []
-        done.group.step_in_flight = None
-        events = [
-            self._advance(sequence, token)
-            for sequence, token in zip(done.sequences, tokens, strict=True)
-            if sequence.id in self._live
-        ]
-        self._balance(done.group)
+        done.group.num_in_flight -= 1
+        events = []
+        for sequence, token in zip(done.sequences, tokens, strict=True):
+            sequence.num_pending -= 1
+            if sequence.id in self._live:
+                events.append(self._advance(sequence, token))
+        self._balance()
+        self._let_go()
         return events
 
     # --- the kinds of steps
 
+    def _decode(self) -> Step | None:
+        for num_in_flight in range(_NUM_STEPS_OF_A_GROUP):
+            for group in self.groups:
+                if group.num_in_flight != num_in_flight:
+                    continue
+                if self._make_room(len(self._who_can_decode(group))) and (
+                    sequences := self._who_can_decode(group)
+                ):
+                    return self._decode_step(group, sequences)
+        return None
+
+    def _who_can_decode(self, group: Group) -> list[Sequence]:
+        return [sequence for sequence in group.sequences if sequence.num_left > 0]
+
+    def _decode_step(self, group: Group, sequences: list[Sequence]) -> Step:
+        group.num_in_flight += 1
+        step = self._step(sequences, [1] * len(sequences), group=group)
+        for sequence in sequences:
+            sequence.num_pending += 1
+        return step
+
+    def _prefill(self) -> Step | None:
+        """A chunk of the oldest prompt, or several short ones together. One such step for
+        each stage may be under way, so that chunks of one prompt follow each other
+        through the stages."""
+        num_in_flight = sum(f.group is None and bool(f.sequences) for f in self._in_flight.values())
+        if not self.prefilling or num_in_flight >= len(self.groups):
+            return None
+        chunk = self._chunk()
+        first = self.prefilling[0]
+        sequences = [first, *self._alike(chunk)]
+        num_tokens = [min(chunk, s.num_tokens - 1 - s.num_computed) for s in sequences]
+        if not self._make_room(sum(num_tokens)):
+            return None
+        if any(sequence not in self.prefilling for sequence in sequences):
+            return self._prefill()  # One of them had to make room itself.
+        step = self._step(sequences, num_tokens)
+        for sequence in sequences:
+            self._join_if_prefilled(sequence)
+        return step
+
+    def _chunk(self) -> int:
+        """How many tokens the next prefill step may have. Beside sequences that decode,
+        few enough for them to keep their pace; else so few that all stages get their share."""
+        if any(group.sequences for group in self.groups):
+            return self.chunk_beside_decoding
+        if len(self.groups) == 1:
+            return self._prefill_chunk
+        num_left = sum(s.num_tokens - 1 - s.num_computed for s in self.prefilling)
+        share = -(-num_left // (_CHUNKS_OF_A_STAGE * len(self.groups)))
+        return min(self._prefill_chunk, max(_LEAST_CHUNK, share))
+
+    def _alike(self, chunk: int) -> Iterator[Sequence]:
+        """Prompts that can share a step with the first one: whole and new, as it is. Rows
+        are as long as the longest, which must be less than twice the shortest."""
+        first = self.prefilling[0]
+        num_rows, least, most = 1, first.num_tokens - 1, first.num_tokens - 1
+        if first.num_computed or most > chunk:
+            return
+        for sequence in list(self.prefilling)[1:]:
+            length = sequence.num_tokens - 1
+            least, most = min(least, length), max(most, length)
+            if sequence.num_computed or (num_rows + 1) * most > chunk or most >= 2 * least:
+                return
+            num_rows += 1
+            yield sequence
+
+    def _emit(self, step: Step | None) -> None:
+        """What goes is told first, in a step of its own, which no other has to wait for: its
+        room may be needed."""
+        if self._to_drop:
+            drop, self._to_drop = tuple(self._to_drop), []
+            self._ready.append(self._step([], [], drop=drop))
+        if step:
+            self._ready.append(step)
+
+    def _step(self, fed: list[Sequence], num_tokens: list[int], **fields: Any) -> Step:
+        """Feeds so many tokens of each sequence."""
+        self.num_steps = (self.num_steps + 1) % 2**31  # int32 on the wire
+        rows, tokens = [], []
+        for sequence, count in zip(fed, num_tokens, strict=True):
+            rows.append(Row(sequence.id, sequence.num_computed, count))
+            tokens += sequence.next_tokens(count)
+            sequence.num_computed += count
+            sequence.is_held = True
+        group: Group | None = fields.pop("group", None)
+        self._in_flight[self.num_steps] = _InFlight(group, tuple(fed))
+        key = group.id if group else len(self.groups) + fed[0].id if fed else -1
+        return Step(self.num_steps, key, tuple(rows), tuple(tokens), group is not None, **fields)
+
+    # --- what becomes of sequences
+
     def _admit(self) -> None:
         while self.waiting and self.num_running < self._max_num_sequences:
-            sequence = self.waiting.popleft()
+            sequence = self.waiting[0]
+            if not self._make_room(sequence.num_tokens + min(_SPARE_TOKENS, sequence.num_left), 0):
+                return
+            self.waiting.popleft()
+            self._reuse_prefix(sequence)
             self.prefilling.append(sequence)
             self._join_if_prefilled(sequence)
 
-    def _decode(self) -> Step | None:
-        for group in self.groups:
-            if group.sequences and group.step_in_flight is None:
-                rows = [Row(s.id, s.num_tokens - 1, 1) for s in group.sequences]
-                step = self._step(group.id, rows, [s.last_token for s in group.sequences], True)
-                group.step_in_flight = step.number
-                for sequence in group.sequences:
-                    sequence.num_computed = sequence.num_tokens
-                self._in_flight[step.number] = _InFlight(group, tuple(group.sequences))
-                return step
-        return None
-
-    def _prefill(self) -> Step | None:
-        """A chunk of the oldest prompt. One chunk for each stage may be under way, so
-        that chunks of one prompt follow each other through the stages."""
-        num_in_flight = sum(f.group is None for f in self._in_flight.values())
-        if not self.prefilling or num_in_flight >= len(self.groups):
-            return None
-        sequence = self.prefilling[0]
-        start = sequence.num_computed
-        end = min(start + self._prefill_chunk, sequence.num_tokens - 1)
-        sequence.num_computed = end
-        alone = len(self.groups) + sequence.id
-        row = Row(sequence.id, start, end - start)
-        step = self._step(alone, [row], sequence.tokens[start:end], False)
-        self._in_flight[step.number] = _InFlight(None, (sequence,))
-        self._join_if_prefilled(sequence)
-        return step
-
-    def _drop_only(self) -> Step | None:
-        if not self._to_drop:
-            return None
-        step = self._step(0, [], [], False)
-        self._in_flight[step.number] = _InFlight(None, ())
-        return step
-
-    def _step(self, group: int, rows: list[Row], tokens: list[int], sample: bool) -> Step:
-        self.num_steps = (self.num_steps + 1) % 2**31  # int32 on the wire
-        drop, self._to_drop = tuple(self._to_drop), []
-        return Step(self.num_steps, group, tuple(rows), tuple(tokens), sample, drop)
-
-    # --- what becomes of sequences
+    def _reuse_prefix(self, sequence: Sequence) -> None:
+        if self.reuse == "none":
+            return
+        wanted = sequence.tokens[:-1]
+        found = self.kept.longest(wanted, whole=self.reuse == "whole")
+        if self.reuse == "any":
+            decoding = (s for group in self.groups for s in group.sequences)
+            prompts = ((s.id, s.prompt) for s in decoding if s.num_computed >= len(s.prompt))
+            other = best_match(prompts, wanted)
+            if other and (found is None or other[1] > found[1]):
+                found = other
+        if not found:
+            return
+        source, sequence.num_computed = found
+        sequence.is_held = True
+        if not sequence.output:
+            sequence.num_cached = sequence.num_computed
+        self._emit(self._step([], [], take=(Take(sequence.id, source, sequence.num_computed),)))
 
     def _join_if_prefilled(self, sequence: Sequence) -> None:
         if sequence.num_computed == sequence.num_tokens - 1:
             self.prefilling.remove(sequence)
-            smallest = min(self.groups, key=lambda g: (len(g.sequences), g.step_in_flight or 0))
+            smallest = min(self.groups, key=lambda g: (len(g.sequences), g.num_in_flight))
             smallest.sequences.append(sequence)
 
     def _advance(self, sequence: Sequence, token: int) -> Event:
@@ -156,14 +272,73 @@ class Scheduler:
         elif len(sequence.output) >= sequence.max_tokens:
             reason = "length"
         if reason:
-            self.drop(sequence.id)
+            self._take_out(sequence.id)
+            if self.reuse != "none" and sequence.num_computed:
+                held = sequence.tokens[: sequence.num_computed]
+                self._to_drop += self.kept.keep(sequence.id, held)
+            else:
+                self._forget(sequence)
         return Event(sequence.id, token, reason)
 
-    def _balance(self, group: Group) -> None:
-        """Moves rows away while another group has two fewer. Only a group whose
-        result has just come can give rows, since its others are being computed."""
+    def _balance(self) -> None:
+        """Moves rows from the largest to the smallest group while it has two fewer."""
         while True:
             smallest = min(self.groups, key=lambda g: len(g.sequences))
-            if len(group.sequences) < len(smallest.sequences) + 2:
+            largest = max(self.groups, key=lambda g: len(g.sequences))
+            if len(largest.sequences) < len(smallest.sequences) + 2:
                 return
-            smallest.sequences.append(group.sequences.pop())
+            smallest.sequences.append(largest.sequences.pop())
+
+    def _take_out(self, sequence_id: int) -> Sequence | None:
+        sequence = self._live.pop(sequence_id, None)
+        if sequence:
+            queues = (self.waiting, self.prefilling, self._leaving)
+            for queue in (*queues, *(g.sequences for g in self.groups)):
+                if sequence in queue:
+                    queue.remove(sequence)
+        return sequence
+
+    def _forget(self, sequence: Sequence) -> None:
+        if sequence.is_held:
+            self._to_drop.append(sequence.id)
+
+    # --- room on the stages
+
+    def _make_room(self, num_tokens: int, num_to_send_back: int = 1) -> bool:
+        """Whether the stages can hold so many more tokens: kept sequences go for that, and
+        then some that run."""
+        while (
+            self.max_held_tokens is not None
+            and self.num_held_tokens + num_tokens > self.max_held_tokens
+        ):
+            oldest = self.kept.oldest()
+            if oldest is not None:
+                self.kept.forget(oldest)
+                self._to_drop.append(oldest)
+            elif num_to_send_back and self._leaving:
+                return False
+            elif num_to_send_back and self._send_back_youngest():
+                num_to_send_back -= 1
+            else:
+                return False
+        return True
+
+    def _send_back_youngest(self) -> bool:
+        running = [s for s in self._live.values() if s not in self.waiting]
+        if len(running) < 2:
+            return False
+        youngest = running[-1]
+        self._take_out(youngest.id)
+        self._live[youngest.id] = youngest
+        self._leaving.append(youngest)
+        self._let_go()
+        return True
+
+    def _let_go(self) -> None:
+        """Of those whose steps are all back; to the queue if they have not ended."""
+        for sequence in [s for s in self._leaving if not s.num_pending]:
+            self._leaving.remove(sequence)
+            self._forget(sequence)
+            if sequence.id in self._live:
+                sequence.num_computed, sequence.is_held = 0, False
+                self.waiting.appendleft(sequence)

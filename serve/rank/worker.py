@@ -26,6 +26,7 @@ from serve.core.errors import BrigadeError, ClusterError, EngineError
 from serve.core.types import Sampling, Step
 from serve.hub.partial import PartialModel, open_partial
 from serve.rank.cache import GroupCaches, Part
+from serve.rank.outbox import Outbox
 from serve.rank.planning import PlanRequest, make_plan
 from serve.rank.sampling import sample
 from serve.rank.stage import Stage
@@ -94,6 +95,7 @@ class StepLoop:
         self.stage = stage
         self.transport = transport
         self.caches = GroupCaches(stage.make_cache, stage.can_batch)
+        self.outbox = Outbox(lambda step: transport.send(step, []))
         self.samplings: dict[int, Sampling] = {}
         self.busy_seconds = 0.0
         self.num_steps = 0
@@ -108,6 +110,9 @@ class StepLoop:
             if self.stage.is_last:
                 tokens = cast(list[int], outputs[0].tolist()) if outputs else []
                 self._note(step, started)
+                # The next step of the group goes first: the result is for the clients.
+                if step.sample:
+                    self.outbox.sampled(step, tuple(tokens))
                 yield wire.Result(step.number, tuple(tokens))
             else:
                 self._note(step, started)
@@ -120,6 +125,7 @@ class StepLoop:
         those of the other.
         """
         parts = self.caches.apply(step)
+        mx.eval(self.caches.moved())
         for sequence in step.drop:
             self.samplings.pop(sequence, None)
         outputs: list[mx.array] = []
@@ -135,10 +141,11 @@ class StepLoop:
         return outputs
 
     def _sample(self, step: Step, parts: list[Part], logits: list[mx.array]) -> mx.array:
-        rows = [row for part in parts for row in part.rows]
+        rows = [row for part in parts for row in part.rows if row is not None]
         samplings = [self.samplings[step.rows[n].sequence] for n in rows]
         positions = [step.rows[n].position + step.rows[n].num_tokens for n in rows]
-        tokens = sample(mx.concatenate([part[:, -1] for part in logits]), samplings, positions)
+        last = [part.own_rows(output[:, -1]) for part, output in zip(parts, logits, strict=True)]
+        tokens = sample(mx.concatenate(last), samplings, positions)
         return tokens[mx.argsort(mx.array(rows))] if len(parts) > 1 else tokens
 
     def _note(self, step: Step, started: float) -> None:
@@ -164,7 +171,7 @@ class Worker:
         while (message := self.parent.receive()) is not None:
             kind, body = message
             if kind == wire.Kind.STEP:
-                self._running_loop().transport.send(wire.decode_step(body), [])
+                self._running_loop().outbox.put(wire.decode_step(body))
             else:
                 self._obey(wire.parse_json(body))
 

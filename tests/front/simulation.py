@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from serve.core.types import Event, Sampling, Sequence, Step
 from serve.front.scheduler import Scheduler
+from serve.rank.outbox import Outbox
 
 VOCABULARY = 997
 
@@ -18,22 +19,40 @@ def next_token(sequence: int, position: int) -> int:
     return (sequence * 31 + position * 7) % VOCABULARY
 
 
-def make_sequence(id: int, prompt: int, max_tokens: int, eos: frozenset[int] = frozenset()):
-    return Sequence(id, list(range(1, prompt + 1)), max_tokens, Sampling(temperature=0), eos)
+def make_sequence(
+    id: int, prompt: int | list[int], max_tokens: int, eos: frozenset[int] = frozenset()
+) -> Sequence:
+    tokens = list(range(1, prompt + 1)) if isinstance(prompt, int) else prompt
+    return Sequence(id, tokens, max_tokens, Sampling(temperature=0), eos)
 
 
 @dataclass
 class StageModel:
-    held: dict[int, int] = field(default_factory=dict)
+    """held are the tokens whose keys and values it would have."""
+
+    held: dict[int, list[int]] = field(default_factory=dict)
+
+    @property
+    def num_held(self) -> int:
+        return sum(map(len, self.held.values()))
 
     def run(self, step: Step) -> None:
+        for take in step.take:
+            assert len(self.held[take.source]) >= take.num_tokens, f"{take} of too little"
+            assert take.sequence not in self.held
+            self.held[take.sequence] = self.held[take.source][: take.num_tokens]
         for sequence in step.drop:
             assert sequence in self.held, f"step {step.number} drops {sequence}, which is not here"
             del self.held[sequence]
         assert len({row.sequence for row in step.rows}) == len(step.rows)
+        at = 0
         for row in step.rows:
-            assert self.held.get(row.sequence, 0) == row.position, f"out of step at {step}"
-            self.held[row.sequence] = row.position + row.num_tokens
+            held = self.held.setdefault(row.sequence, [])
+            assert len(held) == row.position, f"out of step at {step}"
+            held += step.tokens[at : at + row.num_tokens]
+            at += row.num_tokens
+        if len({row.num_tokens for row in step.rows}) > 1:
+            assert not any(row.position for row in step.rows), "begun rows of different lengths"
 
 
 @dataclass
@@ -53,21 +72,32 @@ class Pipeline:
             prefill_chunk=self.prefill_chunk,
         )
         self.stages = [StageModel() for _ in range(self.num_stages)]
+        self.outbox = Outbox(self._send)
         self.queues: list[deque[Step]] = [deque() for _ in range(self.num_stages)]
         self.events: list[Event] = []
         self.steps: list[Step] = []
         self.num_ticks = self.num_busy = self.num_overlapping = 0
+        self.most_held = 0
+        self.added: dict[int, Sequence] = {}
+
+    def add(self, sequence: Sequence) -> None:
+        self.added[sequence.id] = sequence
+        self.scheduler.add(sequence)
 
     def pump(self) -> None:
         while step := self.scheduler.schedule():
-            self.steps.append(step)
-            self.queues[0].append(step)
+            self.outbox.put(step)
+
+    def _send(self, step: Step) -> None:
+        self.steps.append(step)
+        self.queues[0].append(step)
 
     def tick(self) -> None:
         """Every stage runs one step, if one has arrived."""
         self.pump()
         running = [queue.popleft() if queue else None for queue in self.queues]
         num_busy = sum(step is not None for step in running)
+        self.most_held = max(self.most_held, *(stage.num_held for stage in self.stages))
         self.num_ticks += 1
         self.num_busy += num_busy
         self.num_overlapping += num_busy > 1
@@ -88,8 +118,16 @@ class Pipeline:
             assert max_ticks, "the scheduler does not come to an end"
 
     def _finish(self, step: Step) -> None:
-        tokens = [next_token(r.sequence, r.position + r.num_tokens) for r in step.rows]
-        self.events += self.scheduler.update(step.number, tuple(tokens) if step.sample else ())
+        tokens: tuple[int, ...] = ()
+        for row in step.rows:
+            # What a stage holds is what the sequence says, however it came there.
+            held, prompt = self.stages[-1].held[row.sequence], self.added[row.sequence].prompt
+            answer = [next_token(row.sequence, i) for i in range(len(prompt), len(held))]
+            assert held == (prompt + answer)[: len(held)]
+        if step.sample:
+            tokens = tuple(next_token(r.sequence, r.position + r.num_tokens) for r in step.rows)
+            self.outbox.sampled(step, tokens)
+        self.events += self.scheduler.update(step.number, tokens)
 
     def output(self, sequence: int) -> list[int]:
         return [e.token for e in self.events if e.sequence == sequence and e.token is not None]

@@ -2,13 +2,15 @@
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve.core.errors import OverloadedError
-from tests.front.simulation import Pipeline, make_sequence, next_token
+from serve.front.scheduler import Reuse
+from tests.front.simulation import VOCABULARY, Pipeline, make_sequence, next_token
 
 
 def expected(id: int, prompt: int, max_tokens: int) -> list[int]:
@@ -20,7 +22,9 @@ def check_all_ended(pipeline: Pipeline) -> None:
     ends = [e.sequence for e in pipeline.events if e.finish_reason]
     assert len(ends) == len(set(ends)), "a request ended twice"
     pipeline.run()
-    assert all(not stage.held for stage in pipeline.stages)
+    assert all(set(stage.held) == set(pipeline.scheduler.kept) for stage in pipeline.stages)
+    assert pipeline.stages[0].num_held == pipeline.scheduler.num_held_tokens
+    assert not pipeline.outbox._steps
     assert pipeline.scheduler.num_running == 0
     assert not any(group.sequences for group in pipeline.scheduler.groups)
 
@@ -29,7 +33,7 @@ def check_all_ended(pipeline: Pipeline) -> None:
 @pytest.mark.parametrize("prompt", [1, 2, 8, 9, 10, 100])
 def test_one_sequence_gets_its_tokens(num_stages: int, prompt: int) -> None:
     pipeline = Pipeline(num_stages)
-    pipeline.scheduler.add(make_sequence(5, prompt, 4))
+    pipeline.add(make_sequence(5, prompt, 4))
     pipeline.run()
     assert pipeline.output(5) == expected(5, prompt, 4)
     assert [e.finish_reason for e in pipeline.events] == [None, None, None, "length"]
@@ -42,7 +46,7 @@ def test_every_arrival_order_gives_the_same_tokens() -> None:
         for gap in (0, 1, 3):
             pipeline = Pipeline(2)
             for id, prompt, max_tokens in order:
-                pipeline.scheduler.add(make_sequence(id, prompt, max_tokens))
+                pipeline.add(make_sequence(id, prompt, max_tokens))
                 for _ in range(gap):
                     pipeline.tick()
             pipeline.run()
@@ -55,7 +59,7 @@ def test_a_drop_at_every_tick_leaves_nothing_behind_and_harms_nobody() -> None:
     for at in range(40):
         pipeline = Pipeline(3, max_num_sequences=4)
         for id in range(6):
-            pipeline.scheduler.add(make_sequence(id, 12 + id, 6))
+            pipeline.add(make_sequence(id, 12 + id, 6))
         for _ in range(at):
             pipeline.tick()
         pipeline.scheduler.drop(2)
@@ -67,14 +71,38 @@ def test_a_drop_at_every_tick_leaves_nothing_behind_and_harms_nobody() -> None:
         check_all_ended(pipeline)
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.integers(1, 8), st.integers(1, 12), st.integers(1, 20), st.randoms(use_true_random=False))
-def test_random_lives(num_stages: int, most: int, chunk: int, chance: random.Random) -> None:
+def make_prompt(chance: random.Random, pipeline: Pipeline) -> list[int]:
+    """New, or like the beginning of another one, or going on where a chat has ended."""
+    kind = chance.random()
+    tokens = [chance.randrange(VOCABULARY) for _ in range(chance.randint(1, 40))]
+    if kind < 0.4 or not pipeline.added:
+        return tokens
+    other = chance.choice(list(pipeline.added.values()))
+    whole = other.tokens if kind < 0.7 else other.prompt
+    return whole[: chance.randint(1, len(whole))] + tokens
+
+
+LIVES = st.tuples(
+    st.integers(1, 8),
+    st.integers(1, 12),
+    st.integers(1, 20),
+    st.sampled_from([None, 130, 200, 500]),
+    st.sampled_from(["any", "whole", "none"]),
+    st.integers(0, 2**32),
+)
+
+
+def check_random_lives(
+    num_stages: int, most: int, chunk: int, held: int | None, reuse: Reuse, seed: int
+) -> None:
+    chance = random.Random(seed)
     pipeline = Pipeline(num_stages, max_num_sequences=most, prefill_chunk=chunk)
+    pipeline.scheduler.max_held_tokens, pipeline.scheduler.reuse = held, reuse
     dropped, shapes = set(), {}
     for id in range(25):
-        shapes[id] = (chance.randint(1, 40), chance.randint(1, 12))
-        pipeline.scheduler.add(make_sequence(id, *shapes[id]))
+        prompt, max_tokens = make_prompt(chance, pipeline)[:100], chance.randint(1, 12)
+        shapes[id] = len(prompt), max_tokens
+        pipeline.add(make_sequence(id, prompt, max_tokens))
         for _ in range(chance.randint(0, 4)):
             pipeline.tick()
         if chance.random() < 0.3:
@@ -85,13 +113,28 @@ def test_random_lives(num_stages: int, most: int, chunk: int, chance: random.Ran
         output = pipeline.output(id)
         whole = expected(id, prompt, max_tokens)
         assert output == whole if id not in dropped else output == whole[: len(output)]
+    # A copy may wait for its source, and what makes room for it behind it.
+    assert held is None or pipeline.most_held <= held + 100
     check_all_ended(pipeline)
+
+
+@settings(max_examples=300, deadline=None)
+@given(LIVES)
+def test_random_lives(life: tuple[Any, ...]) -> None:
+    check_random_lives(*life)
+
+
+@pytest.mark.slow
+@settings(max_examples=10_000, deadline=None)
+@given(LIVES)
+def test_ten_thousand_random_lives(life: tuple[Any, ...]) -> None:
+    check_random_lives(*life)
 
 
 def test_eos_ends_a_sequence_and_counts_as_its_last_token() -> None:
     eos = next_token(0, 12)
     pipeline = Pipeline(2)
-    pipeline.scheduler.add(make_sequence(0, 10, 100, frozenset({eos})))
+    pipeline.add(make_sequence(0, 10, 100, frozenset({eos})))
     pipeline.run()
     assert pipeline.output(0) == expected(0, 10, 3)
     assert pipeline.events[-1].finish_reason == "stop"
@@ -101,32 +144,32 @@ def test_eos_ends_a_sequence_and_counts_as_its_last_token() -> None:
 def test_stages_are_busy_when_there_are_as_many_sequences(num_stages: int) -> None:
     pipeline = Pipeline(num_stages)
     for id in range(num_stages):
-        pipeline.scheduler.add(make_sequence(id, 2, 200))
+        pipeline.add(make_sequence(id, 2, 200))
     pipeline.run()
     assert pipeline.busy_share > 0.9
 
 
 def test_one_sequence_never_overlaps_with_itself() -> None:
     pipeline = Pipeline(4)
-    pipeline.scheduler.add(make_sequence(0, 1, 50))
+    pipeline.add(make_sequence(0, 1, 50))
     pipeline.run()
     assert pipeline.num_overlapping == 0
 
 
 def test_chunks_of_one_prompt_follow_each_other_through_the_stages() -> None:
     pipeline = Pipeline(4, prefill_chunk=10)
-    pipeline.scheduler.add(make_sequence(0, 1001, 1))
+    pipeline.add(make_sequence(0, 1001, 1))
     pipeline.run()
     assert pipeline.busy_share > 0.85
 
 
 def test_a_long_prompt_does_not_stop_the_others() -> None:
     pipeline = Pipeline(2, prefill_chunk=4)
-    pipeline.scheduler.add(make_sequence(0, 2, 300))
+    pipeline.add(make_sequence(0, 2, 300))
     for _ in range(10):
         pipeline.tick()
     before = len(pipeline.output(0))
-    pipeline.scheduler.add(make_sequence(1, 401, 1))
+    pipeline.add(make_sequence(1, 401, 1))
     for _ in range(100):
         pipeline.tick()
     # One token takes two ticks alone; chunks may at most double and a half that.
@@ -138,7 +181,7 @@ def test_no_group_is_empty_while_others_are_full(num_stages: int) -> None:
     """Whoever leaves, rows move to a group that has run empty."""
     pipeline = Pipeline(num_stages)
     for id in range(4 * num_stages):
-        pipeline.scheduler.add(make_sequence(id, 3, 10 + 5 * (id % num_stages)))
+        pipeline.add(make_sequence(id, 3, 10 + 5 * (id % num_stages)))
     while pipeline.scheduler.num_running or pipeline.scheduler.waiting:
         pipeline.tick()
         # A group can give rows only when its step is back.
@@ -151,8 +194,8 @@ def test_no_group_is_empty_while_others_are_full(num_stages: int) -> None:
 def test_a_full_queue_refuses() -> None:
     pipeline = Pipeline(2, max_num_sequences=2, max_queue=3)
     for id in range(5):
-        pipeline.scheduler.add(make_sequence(id, 5, 5))
+        pipeline.add(make_sequence(id, 5, 5))
     with pytest.raises(OverloadedError, match="5 requests wait"):
-        pipeline.scheduler.add(make_sequence(5, 5, 5))
+        pipeline.add(make_sequence(5, 5, 5))
     pipeline.run()
     assert sorted(e.sequence for e in pipeline.events if e.finish_reason) == [0, 1, 2, 3, 4]

@@ -16,6 +16,7 @@ from serve.core.plan import even_split
 from serve.core.types import Sampling, Sequence
 from serve.core.wire import Result
 from serve.front.scheduler import Scheduler
+from serve.rank.outbox import Outbox
 from serve.rank.stage import Stage
 from serve.rank.transport import local_ring
 from serve.rank.worker import StepLoop
@@ -35,6 +36,7 @@ class LocalPipeline:
         self.ring = local_ring(num_ranks)
         self.results = results
         self.samplings: dict[int, Sampling] = {}
+        self.outbox = Outbox(lambda step: self.ring[0].send(step, []))
         self.scheduler = Scheduler(num_ranks, max_num_sequences=32, max_queue=64, prefill_chunk=4)
         self.threads = [
             threading.Thread(target=self._run, args=(rank, layers))
@@ -46,6 +48,7 @@ class LocalPipeline:
         with BUILDING:
             stage = Stage(self.make(), *layers)
         loop = StepLoop(stage, self.ring[rank])
+        loop.outbox = self.outbox
         loop.samplings = self.samplings
         for result in loop.run():
             self.results.put(result)
@@ -64,7 +67,7 @@ class LocalPipeline:
 
     def _pump(self) -> None:
         while step := self.scheduler.schedule():
-            self.ring[0].send(step, [])
+            self.outbox.put(step)
 
 
 @contextmanager

@@ -1,0 +1,68 @@
+"""Where rank 0 keeps steps whose tokens are not sampled yet. No MLX.
+
+The scheduler sends a group's next step before it has seen the result of the one before:
+in place of the token that this samples stands LAST_TOKEN. So no stage waits while the
+front counts, decodes text and writes to its clients.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+from serve.core.types import LAST_TOKEN, Step
+
+
+class Outbox:
+    """Sends steps in the order in which they come, but for those that wait: another may
+    go before them if it has neither a sequence nor the group in common with them.
+    May be used by several threads."""
+
+    def __init__(self, send: Callable[[Step], None]) -> None:
+        self._send = send
+        self._steps: list[Step] = []
+        self._sampled: dict[int, tuple[int, int]] = {}
+        self._lock = threading.Lock()
+
+    def put(self, step: Step) -> None:
+        with self._lock:
+            self._steps.append(step)
+            self._send_ready()
+
+    def sampled(self, step: Step, tokens: tuple[int, ...]) -> None:
+        """What a step has sampled, one token for each row."""
+        with self._lock:
+            for row, token in zip(step.rows, tokens, strict=True):
+                self._sampled[row.sequence] = row.position + row.num_tokens, token
+            self._send_ready()
+
+    def _send_ready(self) -> None:
+        waiting: list[Step] = []
+        in_use: set[int] = set()
+        groups: set[int] = set()
+        for step in self._steps:
+            filled = None
+            if not (step.rows and step.group in groups) and in_use.isdisjoint(step.sequences):
+                filled = self._filled(step)
+            if filled is None:
+                waiting.append(step)
+                groups.add(step.group)
+                in_use.update(step.sequences)
+                continue
+            self._send(filled)
+            for sequence in step.drop:
+                self._sampled.pop(sequence, None)
+        self._steps = waiting
+
+    def _filled(self, step: Step) -> Step | None:
+        """The step with its tokens, or None if one is still to come."""
+        if LAST_TOKEN not in step.tokens:
+            return step
+        tokens, at = list(step.tokens), 0
+        for row in step.rows:
+            if tokens[at] == LAST_TOKEN:
+                position, token = self._sampled.get(row.sequence, (-1, -1))
+                if position != row.position:
+                    return None
+                tokens[at] = token
+            at += row.num_tokens
+        return replace(step, tokens=tuple(tokens))

@@ -1,0 +1,255 @@
+"""Keys and values of several rows in the slots of one buffer for each layer.
+
+mlx-lm's batch cache copies the whole batch when a row joins or leaves. Here a row is
+written into a slot of its own, and one that leaves stays where it is until its slot is
+needed. Rows end in the same column; where they start is their left padding.
+
+    slot 0   . . . a a a a a |          end = 8, starts: a 3, c 0
+    slot 1   - - - - - - - - |          free: fed with a token that is not used
+    slot 2   c c c c c c c c |
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import BatchKVCache, KVCache
+
+_ROUND_TOKENS = 256
+_GROWTH = 1.25
+_SMALL_TOKENS = 512
+_MOST_WASTE = 1.5
+_CLASSES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+
+
+def num_slots(num_rows: int, multiple: int = 64) -> int:
+    """Sizes whose matrix products cost little more than smaller ones."""
+    return next((c for c in _CLASSES if c >= num_rows), -(-num_rows // multiple) * multiple)
+
+
+def _num_rows(sequences: list[int], num_tokens: int) -> int:
+    """Of a forward: filled up where that costs less than an odd number of rows does."""
+    num_rows = len(sequences)
+    return num_rows if num_rows <= 2 or num_tokens > 1 else -(-num_rows // 4) * 4
+
+
+class SlotCache(BatchKVCache):
+    """One layer's buffers, (slots, heads, columns, D). The batch is the first rows of it.
+
+    What rows are where is the same in all layers, so SlotBatch knows it and sets offset
+    and left_padding, each (B,), before a forward.
+    """
+
+    keys: Any  # None before there are any
+    values: Any
+
+    def __init__(self, rows: int) -> None:
+        super().__init__([0] * rows)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        num_rows, _, length, _ = keys.shape
+        start, end = self._idx, self._idx + length
+        self.reserve(num_rows, end, keys, values)
+        self.keys[:num_rows, :, start:end] = keys
+        self.values[:num_rows, :, start:end] = values
+        self.offset = self.offset + length
+        self._idx = end
+        return self.keys[:num_rows, :, :end], self.values[:num_rows, :, :end]
+
+    def reserve(self, rows: int, columns: int, keys: mx.array, values: mx.array) -> None:
+        """Room for so many rows and columns like these. Grows by a share of what is there,
+        because growing copies."""
+        held_rows, held = (0, 0) if self.keys is None else self.keys.shape[0:3:2]
+        if rows <= held_rows and columns <= held:
+            return
+        rows = max(num_slots(rows), held_rows)
+        if columns > held:
+            spare = int(held * (_GROWTH - 1)) if held else 0
+            columns = -(-(columns + max(spare, 1)) // _ROUND_TOKENS) * _ROUND_TOKENS
+        self._move_to(rows, max(columns, held), 0, keys, values)
+
+    def shrink(self, rows: int) -> None:
+        """Gives slots back when most of them are free."""
+        if self.keys is not None and self.keys.shape[0] > 2 * num_slots(rows):
+            self.keys, self.values = self.keys[: num_slots(rows)], self.values[: num_slots(rows)]
+
+    def shift(self, by: int) -> None:
+        """Moves all columns to the right, or left."""
+        if self.keys is not None:
+            columns = max(self._idx + by, self.keys.shape[2])
+            self._move_to(self.keys.shape[0], columns, by, self.keys, self.values)
+        self._idx += by
+
+    def write(self, slot: int, start: int, keys: mx.array, values: mx.array) -> None:
+        """keys and values are (1, heads, length, D)."""
+        end = start + keys.shape[2]
+        self.reserve(slot + 1, end, keys, values)
+        self.keys[slot : slot + 1, :, start:end] = keys
+        self.values[slot : slot + 1, :, start:end] = values
+
+    def read(self, slot: int, start: int, end: int) -> tuple[mx.array, mx.array]:
+        rows = slice(slot, slot + 1)
+        return self.keys[rows, :, start:end], self.values[rows, :, start:end]
+
+    def _move_to(self, rows: int, columns: int, by: int, keys: mx.array, values: mx.array) -> None:
+        held, end = (self.keys, self.values), self._idx
+        self.keys, self.values = (
+            mx.zeros((rows, like.shape[1], columns, like.shape[3]), like.dtype)
+            for like in (keys, values)
+        )
+        if held[0] is not None:
+            source, target = slice(max(0, -by), end), slice(max(0, by), end + by)
+            num_rows = held[0].shape[0]
+            self.keys[:num_rows, :, target] = held[0][:, :, source]
+            self.values[:num_rows, :, target] = held[1][:, :, source]
+
+
+class SlotBatch:
+    """Rows that run in one forward. A lone row that never shared has mlx-lm's plain caches."""
+
+    def __init__(self) -> None:
+        self.caches: list[Any] = []
+        self._slots: list[int | None] = []
+        self._starts: dict[int, int] = {}
+        self._end = 0
+        self._fed: list[int] = []
+
+    @classmethod
+    def of_new(cls, lengths: dict[int, int], num_layers: int) -> "SlotBatch":
+        """Rows that are about to be fed so many tokens, padded on the left."""
+        batch = cls()
+        batch._slots = list(lengths)
+        batch._starts = {s: max(lengths.values()) - n for s, n in lengths.items()}
+        batch._fed = list(lengths)
+        batch.caches = [SlotCache(len(lengths)) for _ in range(num_layers)]
+        return batch
+
+    @property
+    def sequences(self) -> list[int]:
+        return list(self._starts)
+
+    def stay(self, sequences: Collection[int]) -> list[int]:
+        """Which of them were in the last forward, and so end where the batch does. The other
+        rows only keep their slots from here on."""
+        self._fed = [s for s in self._fed if s in sequences]
+        return self._fed
+
+    def idle(self) -> list[int]:
+        return [s for s in self._starts if s not in self._fed]
+
+    def in_the_way(self) -> list[int]:
+        """Rows that should have caches of their own before another one joins: there is no
+        slot free, or more of them than there are rows to feed."""
+        idle = self.idle()
+        is_full = None not in self._slots and len(self._slots) == num_slots(len(self._slots))
+        return idle[: max(int(is_full), len(idle) - len(self._fed))]
+
+    def has_room(self, length: int) -> bool:
+        """Whether a row of this length may join without wasting much on padding."""
+        lengths = [self._end - self._starts[s] for s in self._fed]
+        end = max([length, *lengths])
+        needed = sum(lengths) + length
+        return end <= _SMALL_TOKENS or end * (len(lengths) + 1) <= _MOST_WASTE * needed
+
+    def add(self, rows: list[tuple[int, list[Any], int]]) -> None:
+        """Sequences that join, their plain caches and how many tokens these hold."""
+        for sequence, caches, length in rows:
+            self._add(sequence, caches, length)
+
+    def _add(self, sequence: int, caches: list[Any], length: int) -> None:
+        self._fed.append(sequence)
+        if not self._slots:
+            self.caches, self._slots = caches, [sequence]
+            self._starts, self._end = {sequence: 0}, length
+            return
+        if not isinstance(self.caches[0], SlotCache):
+            self._make_slots()
+        self._justify(max([length, *(self._end - self._starts[s] for s in self._fed[:-1])]))
+        slot = self._slots.index(None) if None in self._slots else len(self._slots)
+        self._slots[slot : slot + 1] = [sequence]
+        self._starts[sequence] = start = self._end - length
+        for cache, joining in zip(self.caches, caches, strict=True):
+            cache.write(slot, start, joining.keys[..., :length, :], joining.values[..., :length, :])
+
+    def remove(self, sequence: int) -> None:
+        self._slots[self._slots.index(sequence)] = None
+        del self._starts[sequence]
+        if sequence in self._fed:
+            self._fed.remove(sequence)
+
+    def extract(self, sequence: int, length: int) -> list[Any]:
+        """Plain caches with the first tokens of a row, not evaluated."""
+        slot, start = self._slots.index(sequence), self._starts[sequence]
+        plain = []
+        for cache in self.caches:
+            if isinstance(cache, SlotCache):
+                keys, values = cache.read(slot, start, start + length)
+            else:
+                keys, values = cache.keys[..., :length, :], cache.values[..., :length, :]
+            row: Any = KVCache()
+            row.keys, row.values, row.offset = keys, values, length
+            plain.append(row)
+        return plain
+
+    def to_park(self, sequences: list[int], num_tokens: int) -> list[int]:
+        """Idle rows whose slots these need in the next forward."""
+        if not isinstance(self.caches[0], SlotCache):
+            return []
+        first = self._slots[: _num_rows(sequences, num_tokens)]
+        num_behind = sum(s not in first for s in sequences)
+        idle = [s for s in first if s is not None and s not in sequences]
+        return idle[: max(0, num_behind - first.count(None))]
+
+    def arrange(self, sequences: list[int], num_tokens: int) -> list[int | None]:
+        """Makes these the rows of the next forward, which feeds so many tokens. Returns them
+        in the order of the batch, None for a slot that is free."""
+        self._fed = list(sequences)
+        if not isinstance(self.caches[0], SlotCache):
+            self._end += num_tokens
+            return list(sequences)
+        num_rows = _num_rows(sequences, num_tokens)
+        self._pack(num_rows)
+        self._slots += [None] * (num_rows - len(self._slots))
+        order = [s if s in sequences else None for s in self._slots[:num_rows]]
+        # A free slot needs a column to look at: the mean of none is not a number.
+        unused = max(0, self._end - 1)
+        starts = [unused if s is None else self._starts[s] for s in order]
+        offset = mx.array([self._end - start for start in starts])
+        padding = mx.array(starts)
+        for cache in self.caches:
+            cache.offset, cache.left_padding = offset, padding
+        self._end += num_tokens
+        return order
+
+    def _pack(self, num_rows: int) -> None:
+        """Moves fed rows from behind into free slots before."""
+        for source in range(num_rows, len(self._slots)):
+            sequence = self._slots[source]
+            if sequence is None or sequence not in self._fed:
+                continue
+            slot, start = self._slots.index(None), self._starts[sequence]
+            for cache in self.caches:
+                cache.write(slot, start, *cache.read(source, start, self._end))
+            self._slots[slot], self._slots[source] = sequence, None
+        while self._slots and self._slots[-1] is None:
+            self._slots.pop()
+        for cache in self.caches:
+            cache.shrink(max(num_rows, len(self._slots)))
+
+    def _make_slots(self) -> None:
+        plain, self.caches = self.caches, [SlotCache(1) for _ in self.caches]
+        for cache, lone in zip(self.caches, plain, strict=True):
+            cache.write(0, 0, lone.keys[..., : self._end, :], lone.values[..., : self._end, :])
+            cache._idx = self._end
+
+    def _justify(self, longest: int) -> None:
+        """Moves the rows so that the longest one fits, and not much more is held."""
+        by = longest - self._end
+        if by <= 0 and self._end <= max(_SMALL_TOKENS, _GROWTH * longest):
+            return
+        by = max(by, -min(self._starts.values()))
+        if by:
+            for cache in self.caches:
+                cache.shift(by)
+            self._starts = {s: start + by for s, start in self._starts.items()}
+            self._end += by
