@@ -70,8 +70,8 @@ def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint]
         )
     if config.split not in ("auto", "even"):
         parse_split(config.split, checkpoint.num_layers, num_ranks)
-    if config.memory:
-        parse_memory(config.memory, num_ranks)
+    for memory in filter(None, (config.memory, config.kv_memory)):
+        parse_memory(memory, num_ranks)
     return config, checkpoint
 
 

@@ -34,6 +34,10 @@ class ServeConfig:
     max_num_sequences: int = flag("sequences that run at the same time", 32, least=1)
     max_queue: int = flag("requests that may wait; more get 429", 256, least=0)
     max_context: int | None = flag("longest prompt and answer, in tokens", None, least=2)
+    kv_memory: str | None = flag(
+        "for keys and values: 8GB, or 8GB,16GB for each rank (default: what is free)", None
+    )
+    no_prefix_cache: bool = flag("compute every prompt from its first token", False)
     prefill_chunk: int = flag("prompt tokens that one step takes at most", 512, least=1)
     join_timeout: float = flag(
         "seconds to wait for all ranks at the start", 60.0, least=1, most=10**6

@@ -66,12 +66,16 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """Bytes of one rank, and its share of the time that a decode step takes in all."""
+    """Bytes of one rank, and its share of the time that a decode step takes in all. A
+    sequence holds cache_bytes_per_token for each token and at most cache_bytes_per_sequence
+    besides, of layers that look back a limited way."""
 
     rank: int
     layers: LayerRange
     weight_bytes: int
     cache_bytes: int
+    cache_bytes_per_token: int
+    cache_bytes_per_sequence: int
     fetch_bytes: int
     step_share: float
     memory_bytes: int | None
@@ -226,6 +230,11 @@ def stage_plan(
         layers=layers,
         weight_bytes=sum(part.weight_bytes for part in own) - twice.weight_bytes,
         cache_bytes=demand.concurrency * sum(part.caches(demand.context) for part in own),
+        cache_bytes_per_token=sum(p.cache_bytes_per_token for p in own if not p.max_cached_tokens),
+        cache_bytes_per_sequence=sum(
+            part.cache_bytes + (part.max_cached_tokens or 0) * part.cache_bytes_per_token
+            for part in own
+        ),
         fetch_bytes=sum(part.fetch_bytes for part in own) - twice.fetch_bytes,
         step_share=step_share,
         memory_bytes=memory[rank] if memory else None,

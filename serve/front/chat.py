@@ -29,8 +29,12 @@ class Generation(Protocol):
     """One sequence's events, the last with a finish reason.
 
     __anext__ raises BrigadeError when the engine broke. close drops the sequence on all
-    ranks if it still runs, and may be called more than once.
+    ranks if it still runs, and may be called more than once. num_cached counts the
+    tokens of the prompt that were not computed anew.
     """
+
+    @property
+    def num_cached(self) -> int: ...
 
     def __aiter__(self) -> AsyncIterator[Event]: ...
 
@@ -232,6 +236,8 @@ class Chat:
         if self._num_tokens == 0:
             self._record.ttft_seconds = now - self._record.started
             self._metrics.first_token(self._record.ttft_seconds)
+            num_prompt = self._record.prompt_tokens or 0
+            self._metrics.prefix_cache(num_prompt, self._generation.num_cached)
         else:
             self._metrics.next_token(now - self._last_token)
         self._last_token = now
@@ -249,4 +255,5 @@ class Chat:
         return replies.server_sent(replies.error_object(error))
 
     def _usage(self) -> Json:
-        return replies.usage(self._record.prompt_tokens or 0, self._num_tokens)
+        num_prompt, num_cached = self._record.prompt_tokens or 0, self._generation.num_cached
+        return replies.usage(num_prompt, self._num_tokens, num_cached)

@@ -14,7 +14,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from serve.core import wire
 from serve.core.config import Cluster, ServeConfig
@@ -23,18 +23,28 @@ from serve.core.errors import (
     ClusterError,
     EngineError,
     ModelError,
+    PlanError,
     UnavailableError,
     from_exit_code,
 )
-from serve.core.plan import StagePlan
+from serve.core.plan import StagePlan, parse_memory
 from serve.core.types import Event, Sampling, Sequence
-from serve.front.scheduler import Scheduler
-from serve.front.stages import StageStatus, chrome_trace, is_silent, suspect
+from serve.front.scheduler import Reuse, Scheduler
+from serve.front.stages import (
+    StageStatus,
+    better_split,
+    chrome_trace,
+    chunk_beside_decoding,
+    is_silent,
+    max_held_tokens,
+    suspect,
+)
 from serve.parent.control import Hello, Hub, engine_ended, raise_if_error
 from serve.parent.engine import EngineProcess
 
 _WATCH_SECONDS = 0.5
 _BLAME_SECONDS = 0.5
+_LEAST_HELD_TOKENS = 256
 _NUM_SEQUENCE_IDS = 2**30  # they are int32 on the wire, and group numbers are above them
 
 _logger = logging.getLogger(__name__)
@@ -73,6 +83,11 @@ class Generation:
 
     def put(self, event: Event | BrigadeError) -> None:
         self._events.put_nowait(event)
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens of the prompt that were not computed anew."""
+        return self._sequence.num_cached
 
     def close(self) -> None:
         """Drops the sequence on all ranks if it still runs."""
@@ -141,6 +156,7 @@ class Engine:
             joined = {"fetching", "loading", "ready"}
             await self._until_all(joined, self._config.join_timeout, "join the ring")
             await self._until_all({"ready"}, self._config.load_timeout, "load its layers")
+            self._share_out_memory()
             await asyncio.gather(reading, self._watch())
         except BrigadeError as error:
             self._fail(error)
@@ -224,6 +240,21 @@ class Engine:
                     f"{timeout_seconds:g} s, look at its log."
                 ) from error
 
+    def _share_out_memory(self) -> None:
+        """Raises PlanError if there is not even room for a short sequence."""
+        config, num_ranks = self._config, self._cluster.num_ranks
+        kv_bytes = parse_memory(config.kv_memory, num_ranks) if config.kv_memory else None
+        most = max_held_tokens(self._stages, kv_bytes, config.max_num_sequences)
+        if most < _LEAST_HELD_TOKENS:
+            raise PlanError(
+                f"There is room for keys and values of {max(0, most)} tokens only: give "
+                "--kv-memory or --max-num-sequences that fit, or more ranks."
+            )
+        self._scheduler.max_held_tokens = most
+        if not config.no_prefix_cache:
+            self._scheduler.reuse = cast(Reuse, self._stages[0].reuse)
+        _logger.info("event=kv_room tokens=%d reuse=%s", most, self._scheduler.reuse)
+
     async def _watch(self) -> None:
         """Raises ClusterError when steps are under way and none comes back. A rank that
         is stopped breaks no connection."""
@@ -254,6 +285,9 @@ class Engine:
     def _update_stage(self, stage: StageStatus, message: dict[str, Any]) -> None:
         before = stage.state, stage.done
         stage.update(message, time.time())
+        self._scheduler.chunk_beside_decoding = chunk_beside_decoding(
+            self._stages, self._config.prefill_chunk
+        )
         if (stage.state, stage.done) != before:
             self._progressed.set()
             self._view.progressed(stage)
@@ -354,6 +388,9 @@ class Engine:
             "stages": [stage.to_json() for stage in self._stages],
             "num_running": self._scheduler.num_running,
             "num_waiting": len(self._scheduler.waiting),
+            "kv_tokens": self._scheduler.num_held_tokens,
+            "max_kv_tokens": self._scheduler.max_held_tokens,
+            "better_split": better_split(self._stages),
         }
 
     def timeline(self, seconds: float) -> dict[str, Any]:

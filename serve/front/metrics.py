@@ -4,7 +4,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
@@ -21,7 +26,7 @@ class Metrics:
         for state, meaning in (("running", "being answered"), ("waiting", "in the queue")):
             gauge = Gauge(f"brigade_num_requests_{state}", f"Requests {meaning}", registry=registry)
             gauge.set_function(_reader(pipeline, f"num_{state}"))
-        registry.register(_StageBytes(pipeline))
+        registry.register(_Stages(pipeline))
         self._first_token = Histogram(
             "brigade_time_to_first_token_seconds",
             "From a request's arrival to its first token",
@@ -44,12 +49,22 @@ class Metrics:
         self._generated = Counter(
             "brigade_generation_tokens", "Tokens of answers", registry=registry
         )
+        self._queried = Counter(
+            "brigade_prefix_cache_queries", "Tokens of prompts looked up", registry=registry
+        )
+        self._hits = Counter(
+            "brigade_prefix_cache_hits", "Tokens of prompts not computed anew", registry=registry
+        )
         self._requests = Counter(
             "brigade_requests", "API requests by HTTP status", ["status"], registry=registry
         )
 
     def prompt(self, num_tokens: int) -> None:
         self._prompt.inc(num_tokens)
+
+    def prefix_cache(self, num_tokens: int, num_cached: int) -> None:
+        self._queried.inc(num_tokens)
+        self._hits.inc(num_cached)
 
     def first_token(self, seconds: float) -> None:
         self._generated.inc()
@@ -72,23 +87,45 @@ class Metrics:
         return encode(self._registry), content_type
 
 
-class _StageBytes(Collector):
-    """Bytes of each stage, as /admin/pipeline has them; those that are unknown are absent."""
+class _Stages(Collector):
+    """What /admin/pipeline says of each stage; what is unknown is absent."""
 
     def __init__(self, pipeline: Callable[[], dict[str, Any]]) -> None:
         self._pipeline = pipeline
 
     def collect(self) -> Iterator[Metric]:
-        for kind in ("owned", "read", "fetched"):
-            family = GaugeMetricFamily(
-                f"brigade_stage_{kind}_bytes",
-                f"Bytes of weights {kind} by a stage",
-                labels=["stage"],
-            )
-            for stage in self._pipeline()["stages"]:
-                if stage.get(f"bytes_{kind}") is not None:
-                    family.add_metric([str(stage["rank"])], stage[f"bytes_{kind}"])
-            yield family
+        stages = self._pipeline()["stages"]
+        for kind, meaning in (
+            ("owned_bytes", "Bytes of weights that a stage has"),
+            ("read_bytes", "Bytes that a stage has read from files"),
+            ("fetched_bytes", "Bytes of weights that a stage has fetched"),
+            ("kv_bytes", "Bytes of keys and values that a stage holds"),
+        ):
+            key = kind if kind == "kv_bytes" else "bytes_" + kind.removesuffix("_bytes")
+            family = GaugeMetricFamily(f"brigade_stage_{kind}", meaning, labels=["stage"])
+            yield _filled(family, stages, key)
+        yield _filled(
+            CounterMetricFamily(
+                "brigade_stage_busy_seconds", "Seconds that a stage computed", labels=["stage"]
+            ),
+            stages,
+            "busy_seconds",
+        )
+        hops = SummaryMetricFamily(
+            "brigade_hop_seconds", "From a hop's header to its tensors", labels=["stage"]
+        )
+        for stage in stages:
+            if "num_hops" in stage:
+                hops.add_metric([str(stage["rank"])], stage["num_hops"], stage["hop_seconds"])
+        yield hops
+
+
+def _filled(family: Any, stages: list[dict[str, Any]], key: str) -> Metric:
+    for stage in stages:
+        if stage.get(key) is not None:
+            family.add_metric([str(stage["rank"])], stage[key])
+    filled: Metric = family
+    return filled
 
 
 def _reader(pipeline: Callable[[], dict[str, Any]], name: str) -> Callable[[], float]:

@@ -63,11 +63,12 @@ def _public_message(error: BrigadeError) -> str:
 # --- answers
 
 
-def usage(num_prompt_tokens: int, num_completion_tokens: int) -> Json:
+def usage(num_prompt_tokens: int, num_completion_tokens: int, num_cached: int = 0) -> Json:
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_completion_tokens,
         "total_tokens": num_prompt_tokens + num_completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
     }
 
 

@@ -14,6 +14,27 @@ from serve.core.plan import StagePlan
 _WINDOW_SECONDS = 10.0
 _NUM_SPANS = 20_000
 _SILENT_SECONDS = 1.5
+_NEW_SHARE = 0.1  # of the latest step in a running mean
+_CHUNK_BY_DECODE = 1.5
+"""A chunk of a prompt may take so many times what a decode step does. All stages take turns
+with both, so a stream that runs then waits two and a half times as long for its tokens."""
+_LEAST_CHUNK, _UNKNOWN_CHUNK = 16, 64
+_SLACK = 1.5
+"""Padding and spare room may take half as much again as keys and values do."""
+_WARM_STEPS = 200
+_WORTHWHILE = 0.95
+_REPORTED = (
+    "bytes_owned",
+    "bytes_read",
+    "bytes_fetched",
+    "free_bytes",
+    "reuse",
+    "kv_bytes",
+    "num_hops",
+    "hop_seconds",
+    "busy_seconds",
+    "num_steps",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +55,29 @@ class Span:
 
 
 @dataclass(slots=True)
+class Pace:
+    """How long steps take on a stage, as a running mean; None before there was one."""
+
+    decode_seconds: float | None = None
+    prefill_seconds_per_token: float | None = None
+    num_decode_steps: int = 0
+
+    def update(self, spans: list[Span]) -> None:
+        for span in spans:
+            seconds = span.end - span.start
+            if span.num_tokens > span.num_rows:
+                per_token = seconds / span.num_tokens
+                self.prefill_seconds_per_token = _mean(self.prefill_seconds_per_token, per_token)
+            elif span.num_rows:
+                self.decode_seconds = _mean(self.decode_seconds, seconds)
+                self.num_decode_steps += 1
+
+
+def _mean(before: float | None, value: float) -> float:
+    return value if before is None else before + _NEW_SHARE * (value - before)
+
+
+@dataclass(slots=True)
 class StageStatus:
     """One stage, as its engine last reported it."""
 
@@ -47,7 +91,14 @@ class StageStatus:
     bytes_owned: int = 0
     bytes_read: int | None = None
     bytes_fetched: int = 0
+    free_bytes: int = 0
+    reuse: str = "none"
+    kv_bytes: int = 0
+    num_hops: int = 0
+    hop_seconds: float = 0.0
+    busy_seconds: float = 0.0
     num_steps: int = 0
+    pace: Pace = field(default_factory=Pace)
     heard_at: float = 0.0
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=_NUM_SPANS))
     _busy: deque[tuple[float, float]] = field(default_factory=deque)
@@ -55,12 +106,13 @@ class StageStatus:
     def update(self, message: dict[str, Any], now: float) -> None:
         self.state = message["state"]
         self.done, self.total = message.get("done", 0), message.get("total", 0)
-        self.bytes_owned = message.get("bytes_owned", self.bytes_owned)
-        self.bytes_read = message.get("bytes_read", self.bytes_read)
-        self.bytes_fetched = message.get("bytes_fetched", self.bytes_fetched)
-        self.num_steps, self.heard_at = message.get("num_steps", 0), now
-        self.spans.extend(Span(*span) for span in message.get("spans", ()))
-        self._busy.append((now, message.get("busy_seconds", 0.0)))
+        for name in _REPORTED:
+            setattr(self, name, message.get(name, getattr(self, name)))
+        self.heard_at = now
+        spans = [Span(*span) for span in message.get("spans", ())]
+        self.spans.extend(spans)
+        self.pace.update(spans)
+        self._busy.append((now, self.busy_seconds))
         while len(self._busy) > 2 and self._busy[1][0] < now - _WINDOW_SECONDS:
             self._busy.popleft()
 
@@ -99,6 +151,11 @@ class StageStatus:
             "bytes_read": self.bytes_read,
             "bytes_fetched": self.bytes_fetched,
             "busy_share": round(self.busy_share, 3),
+            "busy_seconds": round(self.busy_seconds, 3),
+            "decode_seconds": self.pace.decode_seconds and round(self.pace.decode_seconds, 5),
+            "kv_bytes": self.kv_bytes,
+            "num_hops": self.num_hops,
+            "hop_seconds": round(self.hop_seconds, 5),
         }
 
 
@@ -112,6 +169,50 @@ def suspect(stages: list[StageStatus], now: float) -> StageStatus:
     else the one that has done the fewest steps."""
     silent = [stage for stage in stages if now - stage.heard_at > _SILENT_SECONDS]
     return min(silent or stages, key=lambda stage: (stage.num_steps, -stage.rank))
+
+
+def chunk_beside_decoding(stages: list[StageStatus], most: int) -> int:
+    """How many tokens a prefill step may have for streams to keep their pace."""
+    known = [
+        stage.pace.decode_seconds / stage.pace.prefill_seconds_per_token
+        for stage in stages
+        if stage.pace.decode_seconds and stage.pace.prefill_seconds_per_token
+    ]
+    chunk = int(_CHUNK_BY_DECODE * min(known)) if known else _UNKNOWN_CHUNK
+    return max(1, min(most, max(_LEAST_CHUNK, chunk)))
+
+
+def max_held_tokens(stages: list[StageStatus], kv_bytes: list[int] | None, concurrency: int) -> int:
+    """Of how many tokens all stages can hold keys and values. kv_bytes is what each rank may
+    use, None for what is free there."""
+    most: float = 2**31 - 1
+    for stage in stages:
+        assert stage.plan is not None
+        room = (kv_bytes[stage.rank] if kv_bytes else stage.free_bytes) / _SLACK
+        room -= concurrency * stage.plan.cache_bytes_per_sequence
+        most = min(most, room / max(1, stage.plan.cache_bytes_per_token))
+    return int(most)
+
+
+def better_split(stages: list[StageStatus]) -> list[int] | None:
+    """Layers of each rank that would make the slowest stage faster, from what decode steps
+    really took; None as long as nothing is known, or nothing to gain."""
+    if len(stages) < 2 or any(
+        s.plan is None or s.pace.num_decode_steps < _WARM_STEPS for s in stages
+    ):
+        return None
+    counts = [s.plan.layers[1] - s.plan.layers[0] for s in stages if s.plan]
+    seconds = [stage.pace.decode_seconds or 0.0 for stage in stages]
+    per_layer = [t / n for t, n in zip(seconds, counts, strict=True)]
+    # Rank 0 has the head as well. Its layers take about as long as those of others.
+    per_layer[0] = min(per_layer[0], sum(per_layer[1:]) / (len(stages) - 1))
+    head = [seconds[0] - counts[0] * per_layer[0]] + [0.0] * (len(stages) - 1)
+    best = [1] * len(stages)
+    for _ in range(sum(counts) - len(stages)):
+        rank = min(range(len(stages)), key=lambda r: head[r] + (best[r] + 1) * per_layer[r])
+        best[rank] += 1
+    slowest = max(h + n * t for h, n, t in zip(head, best, per_layer, strict=True))
+    return best if slowest < _WORTHWHILE * max(seconds) else None
 
 
 def chrome_trace(stages: list[StageStatus], since: float) -> dict[str, Any]:

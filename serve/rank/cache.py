@@ -49,7 +49,8 @@ class GroupCaches:
     def __init__(self, make_cache: Callable[[], list[Any]], can_batch: bool = True) -> None:
         self._make_cache = make_cache
         self._can_batch = can_batch
-        self._in_slots = can_batch and all(type(cache) is KVCache for cache in make_cache())
+        self._is_plain = all(type(cache) is KVCache for cache in make_cache())
+        self._in_slots = can_batch and self._is_plain
         self._free_keys = count()
         self._batches: dict[int, MergedBatch | SlotBatch] = {}
         self._keys_of_group: dict[int, list[int]] = {}
@@ -73,6 +74,11 @@ class GroupCaches:
         for row in step.rows:
             self._positions[row.sequence] = row.position + row.num_tokens
         return parts
+
+    @property
+    def reuse(self) -> str:
+        """Whether a sequence can begin as "any" part of another one, or only as the "whole"."""
+        return "any" if self._is_plain else "whole"
 
     def moved(self) -> list[mx.array]:
         """Copies to evaluate before the forward: until then they keep the buffers that they

@@ -27,6 +27,8 @@ class Transport(Protocol):
     peer has announced or has to take; None while nothing is on the way."""
 
     waiting_since: float | None
+    num_hops: int  # messages with tensors that were received,
+    hop_seconds: float  # and the time from their headers to their tensors
 
     def send(self, step: Step, arrays: Sequence[mx.array]) -> None: ...
 
@@ -45,6 +47,7 @@ class LocalTransport:
 
     def __init__(self) -> None:
         self.waiting_since: float | None = None
+        self.num_hops, self.hop_seconds = 0, 0.0
         self._inbox: queue.SimpleQueue[tuple[Step, list[mx.array]] | None] = queue.SimpleQueue()
         self._left = self
 
@@ -86,6 +89,7 @@ class RingTransport:
 
     def __init__(self, ring: Ring) -> None:
         self.waiting_since: float | None = None
+        self.num_hops, self.hop_seconds = 0, 0.0
         self._rank, self._num_ranks = ring.rank, len(ring.hosts)
         self._stream = mx.new_stream(mx.cpu)
         self._group = mx.distributed.init(strict=True, backend="ring")
@@ -120,11 +124,14 @@ class RingTransport:
         step, specs = wire.decode_hop(body)
         if not specs:
             return step, []
+        started = time.perf_counter()
         right = (self._rank + 1) % self._num_ranks
         packed = mx.distributed.recv(
             (_packed_bytes(specs),), mx.uint8, right, group=self._group, stream=self._stream
         )
         self._wait_for(packed)
+        self.num_hops += 1
+        self.hop_seconds += time.perf_counter() - started
         return step, _unpack(step, specs, packed)
 
     def close(self) -> None:

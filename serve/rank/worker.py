@@ -26,6 +26,7 @@ from serve.core.errors import BrigadeError, ClusterError, EngineError
 from serve.core.types import Sampling, Step
 from serve.hub.partial import PartialModel, open_partial
 from serve.rank.cache import GroupCaches, Part
+from serve.rank.memory import free_bytes
 from serve.rank.outbox import Outbox
 from serve.rank.planning import PlanRequest, make_plan
 from serve.rank.sampling import sample
@@ -99,6 +100,7 @@ class StepLoop:
         self.samplings: dict[int, Sampling] = {}
         self.busy_seconds = 0.0
         self.num_steps = 0
+        self.kv_bytes = 0
         self.spans: deque[tuple[int, int, int, int, float, float]] = deque(maxlen=_NUM_SPANS)
 
     def run(self) -> Iterator[wire.Result]:
@@ -152,6 +154,7 @@ class StepLoop:
         ended = time.time()
         self.busy_seconds += ended - started
         self.num_steps += 1
+        self.kv_bytes = self.caches.num_bytes
         num_rows, num_tokens = len(step.rows), len(step.tokens)
         self.spans.append((step.number, step.group, num_rows, num_tokens, started, ended))
 
@@ -206,6 +209,8 @@ class Worker:
             "bytes_owned": loaded.bytes_owned,
             "bytes_read": loaded.bytes_read,
             "bytes_fetched": loaded.bytes_fetched,
+            "free_bytes": free_bytes() // order.hosts.count(order.hosts[order.rank]),
+            "reuse": self.loop.caches.reuse,
         }
         return self.loop
 
@@ -253,6 +258,9 @@ class Worker:
             status |= {
                 "busy_seconds": loop.busy_seconds,
                 "num_steps": loop.num_steps,
+                "kv_bytes": loop.kv_bytes,
+                "num_hops": self.transport.num_hops if self.transport else 0,
+                "hop_seconds": self.transport.hop_seconds if self.transport else 0.0,
                 "spans": spans,
             }
         self.parent.send(wire.json_frame(status))

@@ -97,6 +97,7 @@ class FakeGeneration:
         self._events = iter(events)
         self._delay = delay
         self.closed = threading.Event()
+        self.num_cached = 0
 
     def __aiter__(self) -> "FakeGeneration":
         return self

@@ -81,4 +81,4 @@ async def test_folding_keeps_role_text_end_and_usage() -> None:
             "finish_reason": "length",
         }
     ]
-    assert reply["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+    assert reply["usage"] == replies.usage(2, 3)
