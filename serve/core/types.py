@@ -111,6 +111,12 @@ class Step:
     take: tuple[Take, ...] = ()
 
     @property
+    def begun(self) -> list[int]:
+        """Sequences of which the stages hold nothing before it."""
+        new = [row.sequence for row in self.rows if row.position == 0]
+        return new + [take.sequence for take in self.take]
+
+    @property
     def sequences(self) -> set[int]:
         """All that it has to do with."""
         taken = {id for take in self.take for id in (take.sequence, take.source)}

@@ -353,9 +353,8 @@ class Engine:
             step = self._scheduler.schedule()
             if step is None:
                 return
-            for row in step.rows:
-                if row.position == 0:
-                    self._admit(row.sequence)
+            for sequence_id in step.begun:
+                self._admit(sequence_id)
             self._process.link.send(wire.frame(wire.Kind.STEP, wire.encode_step(step)))
 
     def _admit(self, sequence_id: int) -> None:

@@ -20,8 +20,10 @@ def mlx_lm_answer() -> Callable[[str], str]:
 
     model, tokenizer = mlx_lm.load(str(TINY_CHAT))
 
-    def answer(question: str, max_tokens: int = 48) -> str:
-        messages = [{"role": "user", "content": question}]
+    def answer(question: str | list[dict], max_tokens: int = 48) -> str:
+        messages = question
+        if isinstance(question, str):
+            messages = [{"role": "user", "content": question}]
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
         return mlx_lm.generate(model, tokenizer, prompt, max_tokens=max_tokens)
 

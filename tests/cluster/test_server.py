@@ -1,6 +1,7 @@
 """A real two-rank server and the official client."""
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -52,6 +53,25 @@ def test_a_system_prompt_is_followed(server: Server) -> None:
     messages = [{"role": "system", "content": "Answer in capitals."}, *user(QUESTIONS[0])]
     reply = server.client().chat.completions.create(**CHAT, messages=messages)
     assert "PARIS" in (reply.choices[0].message.content or "")
+
+
+def test_a_second_turn_goes_on_where_the_first_ended(
+    server: Server, mlx_lm_answer: Callable[[Any], str]
+) -> None:
+    create = server.client().chat.completions.create
+    system = {"role": "system", "content": "You are called Zoe. " + "the cat sat on the mat " * 10}
+    messages = [system, *user("Tell me about yourself.")]
+    first = create(**CHAT, messages=messages)
+    messages += [first.choices[0].message.to_dict(), *user("What is the capital of Spain?")]
+    second = create(**CHAT, messages=messages)
+    assert first.usage
+    assert second.usage
+    assert second.usage.prompt_tokens_details
+    cached = second.usage.prompt_tokens_details.cached_tokens or 0
+    assert cached >= first.usage.total_tokens - 2
+    assert second.choices[0].message.content == mlx_lm_answer(messages)
+    metrics = httpx.get(f"{server.url}/metrics").text
+    assert float(re.findall(r"^brigade_prefix_cache_hits_total (\S+)", metrics, re.M)[0]) >= cached
 
 
 def test_max_tokens_and_stop(server: Server) -> None:
