@@ -23,6 +23,7 @@ class _Answer:
     """What has come of one answer so far."""
 
     times: list[float] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
     usage: dict[str, Any] = field(default_factory=dict)
     done: bool = False
     touched: bool = False  # whether any byte of it has come
@@ -39,8 +40,10 @@ class _Answer:
         self.usage = chunk.get("usage") or self.usage
         for choice in chunk.get("choices", ()):
             delta = choice.get("delta") or {}
-            if any(delta.get(name) for name in ("content", "reasoning_content", "reasoning")):
+            texts = [delta.get(name) for name in ("content", "reasoning_content", "reasoning")]
+            if any(texts):
                 self.times.append(came)
+                self.texts.append(texts[0] or "")
         return None
 
 
@@ -73,6 +76,7 @@ class Server:
             times=tuple(answer.times),
             tokens=answer.usage.get("completion_tokens"),
             prompt_tokens=answer.usage.get("prompt_tokens"),
+            text="".join(answer.texts),
             error=error,
             reconnected=reconnected,
         )

@@ -19,6 +19,7 @@ class Record:
     times: tuple[float, ...] = ()
     tokens: int | None = None
     prompt_tokens: int | None = None
+    text: str = ""
     error: str | None = None
     reconnected: bool = False
 
