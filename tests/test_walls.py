@@ -284,7 +284,7 @@ print(*sorted(set(sys.argv[1].split(",")) & set(sys.modules)))
         ("serve/core", ["mlx", "numpy", "starlette", "transformers", "rich"]),
         ("serve/hub", ["mlx", "mlx_lm", "starlette", "transformers"]),
         ("serve/parent", ["mlx", "mlx_lm", "numpy", "starlette", "transformers"]),
-        ("serve/bench", ["mlx", "mlx_lm", "starlette", "transformers", "matplotlib", "rich"]),
+        ("serve/bench", ["mlx", "mlx_lm", "starlette", "transformers", "matplotlib"]),
         ("serve/front", ["mlx", "mlx_lm"]),
         ("launcher", ["mlx", "mlx_lm", "starlette", "transformers"]),
     ],

@@ -54,7 +54,9 @@ async def measure(config: BenchConfig, runs: Runs) -> None:
             target = await Target.calibrated(config, await stack.enter_async_context(link))
             # Not by URL: one may be given twice, to see how much equal servers differ.
             targets["AB"[len(targets)]] = target
-        with Live(get_renderable=lambda: table(runs), console=Console(), refresh_per_second=4):
+        with Live(
+            get_renderable=lambda: table(config, runs), console=Console(), refresh_per_second=4
+        ):
             for level in config.levels:
                 for round_ in range(config.rounds):
                     for name, target in targets.items():
@@ -63,11 +65,12 @@ async def measure(config: BenchConfig, runs: Runs) -> None:
                         await target.run(level, round_, records.append)
 
 
-def table(runs: Runs) -> Table:
+def table(config: BenchConfig, runs: Runs) -> Table:
     """One row for each load and server, seconds as milliseconds; below it, each error's reason."""
-    shown = Table(caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
+    shown = Table(box=SIMPLE_HEAD, title_justify="left", caption_justify="left")
+    shown.title = "\n".join(f"{name}: {url}" for name, url in zip("AB", config.url, strict=False))
     shown.add_column("load", no_wrap=True)
-    shown.add_column("url")
+    shown.add_column("")
     columns = ("answers", "errors", "prompt", "tok/s", "TTFT p50", "p99", "ITL p50", "p99 ms")
     for column in columns:
         shown.add_column(column, justify="right")
