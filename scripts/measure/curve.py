@@ -38,7 +38,8 @@ def curve(settings: Settings) -> Row:
             runs.setdefault((name, clients), []).append(records)
 
     in_turn(settings, servers.SERVERS, run)
-    summaries = {key: summarise(each) for key, each in runs.items()}
+    keys = [(name, clients) for name in servers.SERVERS for clients in settings.levels]
+    summaries = {key: summarise(runs.get(key, [])) for key in keys}
     return Row(
         data={
             "curve": [
@@ -64,7 +65,9 @@ def _tables(settings: Settings, summaries: Summaries) -> dict[str, Table]:
         "between tokens, p50 / p99, ms": lambda name, n: (
             f"{_ms(summaries[name, n].itl_p50_seconds)} / {_ms(summaries[name, n].itl_p99_seconds)}"
         ),
-        "whole answers, errors, second connects": lambda name, n: _counts(summaries[name, n]),
+        "whole answers and their tokens, errors, second connects": lambda name, n: _counts(
+            summaries[name, n]
+        ),
     }
     columns = ["server, by clients", *map(str, settings.levels)]
     return {
@@ -76,7 +79,8 @@ def _tables(settings: Settings, summaries: Summaries) -> dict[str, Table]:
 def _counts(summary: Summary) -> str:
     whole = summary.num_requests - sum(summary.errors.values())
     errors = "; ".join(f"{count} x {reason}" for reason, count in summary.errors.items())
-    return f"{whole}, {errors or 0}, {summary.num_reconnected}"
+    each = f"{summary.tokens / whole:g}" if whole else "-"
+    return f"{whole} x {each}, {errors or 0}, {summary.num_reconnected}"
 
 
 def _ms(seconds: float | None) -> str:

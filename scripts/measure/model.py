@@ -44,7 +44,11 @@ def make_model(folder: Path) -> Path:
     tokenizer["model_max_length"] = CONFIG["max_position_embeddings"]
     (model / "tokenizer_config.json").write_text(json.dumps(tokenizer, indent=2))
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}))
-    save_file(_weights(), model / "model.safetensors", {"format": "pt"})
+    weights = _weights()
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    # `mlx_lm.server --pipeline` looks for it, for a single file too.
+    index = {"weight_map": dict.fromkeys(weights, "model.safetensors")}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
     # Last, because it says that the folder is whole.
     (model / "config.json").write_text(json.dumps(CONFIG, indent=2))
     return model

@@ -26,6 +26,10 @@ MLX_LM_2 = "mlx_lm.server --pipeline, 2 ranks"
 SERVERS = (BRIGADE_1, BRIGADE_2, MLX_LM_1, MLX_LM_2)
 
 
+class StartError(Exception):
+    """A server that never answered; the others' turns go on."""
+
+
 def model_name(name: str, model: Path) -> str:
     """What the server calls the model."""
     return model.name if name in (BRIGADE_1, BRIGADE_2) else str(model)
@@ -101,7 +105,7 @@ def _wait_until_ready(
         except httpx.TransportError:
             pass
         time.sleep(0.2)
-    raise SystemExit(f"scripts/bench: a server did not start:\n{log.read_text()[-3000:]}")
+    raise StartError(f"the server did not start:\n{log.read_text()[-3000:]}")
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -46,7 +46,10 @@ def in_turn(settings: Settings, names: Sequence[str], run: Callable[[str, int], 
     for round_ in range(settings.rounds):
         for name in names:
             print(f"round {round_ + 1}: {name}", file=sys.stderr, flush=True)
-            run(name, round_)
+            try:
+                run(name, round_)
+            except servers.StartError as error:
+                print(error, file=sys.stderr, flush=True)
 
 
 class Asked:
