@@ -49,6 +49,12 @@ def plan(words: Sequence[str]) -> int:
     return run_plan(list(words))
 
 
+def bench(words: Sequence[str]) -> int:
+    from serve.cli.bench import run as run_bench
+
+    return run_bench(list(words))
+
+
 def launch(flags: argparse.Namespace) -> int:
     from serve.cli.main import check
 
@@ -97,6 +103,7 @@ def add_demo_flags(parser: argparse.ArgumentParser) -> None:
 HANDED_OVER: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "serve": ("run one rank", serve),
     "plan": ("who would get which layers", plan),
+    "bench": ("put load on servers, and measure", bench),
 }
 
 SUBCOMMANDS = {

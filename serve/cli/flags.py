@@ -27,7 +27,8 @@ def parse(config: type[Config], argv: Sequence[str], program: str, description: 
     kinds = typing.get_type_hints(config)
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         _add_flag(parser, field, kinds[field.name])
-    return config(**vars(parser.parse_args(argv)))
+    flags = vars(parser.parse_args(argv))
+    return config(**{k: tuple(v) if isinstance(v, list) else v for k, v in flags.items()})
 
 
 def _add_flag(
@@ -37,6 +38,9 @@ def _add_flag(
     kind = _plain_type(annotation)
     if kind is bool:
         parser.add_argument(*names, action="store_true", help=field.metadata["help"])
+        return
+    if typing.get_origin(annotation) is tuple:  # given once or more
+        parser.add_argument(*names, action="append", required=True, help=field.metadata["help"])
         return
     required = field.default is dataclasses.MISSING
     shown = "" if required or field.default is None else f" (default: {field.default})"

@@ -85,6 +85,57 @@ class PlanConfig:
         return hub_id(self.model)
 
 
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One load: so many clients (closed loop), or so many requests a second (open loop)."""
+
+    value: float
+    is_open: bool
+
+    def __str__(self) -> str:
+        return f"{self.value:g} {'requests/s' if self.is_open else 'clients'}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchConfig:
+    url: tuple[str, ...] = flag("server, such as http://127.0.0.1:8080; twice: both in turn")
+    model: str | None = flag("name of the model (default: the first that the server has)", None)
+    concurrency: str | None = flag("closed loop: clients, in turn (default: 1,8,16,32)", None)
+    rate: str | None = flag("open loop: requests a second, in turn, such as 0.5,2", None)
+    requests: int | None = flag("of a level and round (4 for each client; 32)", None, least=1)
+    rounds: int = flag("how often each server gets each level", 2, least=1)
+    prompt_tokens: int = flag("length of the prompts, which are random words", 66, least=1)
+    prompts: Path | None = flag("ask the questions of this ShareGPT file instead", None)
+    max_tokens: int = flag("longest answer", 48, least=1)
+    temperature: float = flag("sampling temperature", 0.0, least=0, most=2)
+    seed: int = flag("of prompts and arrivals", 0)
+    timeout: float = flag("seconds that a server may be silent", 300.0, least=1, most=10**6)
+    output: Path | None = flag("write the results to this JSON file", None)
+    plot: Path | None = flag("draw the results into this file, .png or .svg", None)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if len(self.url) > 2:
+            raise UsageError("--url is for one server or two.")
+        for url in self.url:
+            if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", url):
+                raise UsageError(f"--url {url!r} is not a URL: write http://HOST:PORT.")
+        if self.concurrency is not None and self.rate is not None:
+            raise UsageError("--concurrency and --rate exclude each other: give one of them.")
+        _ = self.levels
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        if self.rate is not None:
+            pattern, name, text = r"\d+(\.\d+)?", "--rate", self.rate
+        else:
+            pattern, name, text = r"\d+", "--concurrency", self.concurrency or "1,8,16,32"
+        words = text.split(",")
+        if not all(re.fullmatch(pattern, word) and float(word) > 0 for word in words):
+            raise UsageError(f"{name} {text!r} is wrong: give numbers above 0 such as 1,8.")
+        return tuple(Level(float(word), self.rate is not None) for word in words)
+
+
 def hub_id(model: Path) -> str | None:
     """`org/name` of a model on the hub; None for a folder, which comes first."""
     return str(model) if _HUB_ID.fullmatch(str(model)) and not model.exists() else None

@@ -1,0 +1,94 @@
+"""A model that costs what a real one of its size does, and answers with words without end."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+TOKENIZER = Path(__file__).resolve().parent.parent.parent / "examples" / "tiny-chat"
+SEED = 0
+SPREAD = 0.02  # standard deviation of the weights
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"],
+    # One of the few that `mlx_lm.server --pipeline` can split.
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "num_hidden_layers": 16,
+    "intermediate_size": 2752,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "vocab_size": 1024,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+
+
+def make_model(folder: Path) -> Path:
+    """A folder with 150 M random float32 weights; made once."""
+    model = folder / f"random-150m-{SEED}"
+    if (model / "config.json").exists():
+        return model
+    model.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        shutil.copy(TOKENIZER / name, model / name)
+    tokenizer = json.loads((TOKENIZER / "tokenizer_config.json").read_text())
+    tokenizer["model_max_length"] = CONFIG["max_position_embeddings"]
+    (model / "tokenizer_config.json").write_text(json.dumps(tokenizer, indent=2))
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}))
+    weights = _weights()
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    # `mlx_lm.server --pipeline` looks for it, for a single file too.
+    index = {"weight_map": dict.fromkeys(weights, "model.safetensors")}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    # Last, because it says that the folder is whole.
+    (model / "config.json").write_text(json.dumps(CONFIG, indent=2))
+    return model
+
+
+def _weights() -> dict[str, np.ndarray]:
+    random = np.random.default_rng(SEED)
+
+    def drawn(*shape: int) -> np.ndarray:
+        return random.standard_normal(shape, np.float32) * np.float32(SPREAD)
+
+    hidden, inner, vocab = (
+        int(CONFIG[name])  # type: ignore[call-overload]
+        for name in ("hidden_size", "intermediate_size", "vocab_size")
+    )
+    heads = 2 * hidden // 14  # keys and values of the two key-value heads
+    weights = {"model.embed_tokens.weight": drawn(vocab, hidden)}
+    for i in range(16):
+        layer = f"model.layers.{i}."
+        for name, rows in (("q", hidden), ("k", heads), ("v", heads)):
+            weights[f"{layer}self_attn.{name}_proj.weight"] = drawn(rows, hidden)
+            weights[f"{layer}self_attn.{name}_proj.bias"] = drawn(rows)
+        weights[f"{layer}self_attn.o_proj.weight"] = drawn(hidden, hidden)
+        weights[f"{layer}mlp.gate_proj.weight"] = drawn(inner, hidden)
+        weights[f"{layer}mlp.up_proj.weight"] = drawn(inner, hidden)
+        weights[f"{layer}mlp.down_proj.weight"] = drawn(hidden, inner)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{layer}{name}.weight"] = np.ones(hidden, np.float32)
+    weights["model.norm.weight"] = np.ones(hidden, np.float32)
+    # Any token but a plain word has logit 0, and of many random logits one is above it: greedy
+    # answers never end early, and each token is a piece of text that servers send at once.
+    weights["lm_head.weight"] = drawn(vocab, hidden) * _is_word(vocab)[:, None]
+    return weights
+
+
+def _is_word(vocab: int) -> np.ndarray:
+    tokenizer = json.loads((TOKENIZER / "tokenizer.json").read_text())
+    special = {token["id"] for token in tokenizer["added_tokens"]}
+    found = np.zeros(vocab, np.float32)
+    for text, token in tokenizer["model"]["vocab"].items():
+        word = text.removeprefix("Ġ")  # how byte-level tokenizers write a space
+        found[token] = word.isascii() and word.isalpha() and token not in special
+    return found

@@ -1,0 +1,91 @@
+"""What MLX alone can do here: decode passes through some layers, with no server around them.
+
+A process of its own, because it needs OpenBLAS from its start. After its warm-up it says "ready",
+waits for a line, runs, and prints the seconds of its passes as JSON.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.cache import KVCache
+from mlx_lm.utils import load_model
+
+CONTEXT = 66
+MOST_POSITIONS = CONTEXT + 128
+WARM_UP_PASSES = 3
+
+
+class Passes:
+    """Layers [start, end) of the model, decoding `batch` rows; nothing leaves the process."""
+
+    def __init__(self, folder: Path, start: int, end: int) -> None:
+        self._model: Any = load_model(folder, lazy=True)[0]
+        layers = self._model.model.layers
+        self._first, self._last = start == 0, end == len(layers)
+        self._layers = layers[start:end]
+        # The other layers' weights are never read.
+        mx.eval([layer.parameters() for layer in self._layers])
+
+    def begin(self, batch: int) -> None:
+        self._caches = [KVCache() for _ in self._layers]
+        self._next = self._input(batch, CONTEXT)
+        mx.eval(self._forward(self._next), [cache.state for cache in self._caches])
+        self._next = self._input(batch, 1)
+        for _ in range(WARM_UP_PASSES):
+            self.step()
+
+    def step(self) -> None:
+        if self._caches[0].offset >= MOST_POSITIONS:
+            for cache in self._caches:
+                cache.offset = CONTEXT
+        output = self._forward(self._next)
+        mx.eval(output)
+        if self._first and self._last:
+            self._next = output
+
+    def _input(self, batch: int, length: int) -> mx.array:
+        if self._first:
+            return mx.random.randint(10, 500, (batch, length))
+        return mx.random.normal((batch, length, self._model.args.hidden_size))
+
+    def _forward(self, x: mx.array) -> mx.array:
+        """Tokens (B, L) or hidden states (B, L, D) to hidden states or tokens (B, 1)."""
+        model = self._model.model
+        hidden = model.embed_tokens(x) if self._first else x
+        mask = create_attention_mask(hidden, self._caches[0])
+        for layer, cache in zip(self._layers, self._caches, strict=True):
+            hidden = layer(hidden, mask, cache)
+        if not self._last:
+            return hidden
+        return mx.argmax(self._model.lm_head(model.norm(hidden[:, -1:])), axis=-1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--start", type=int, required=True)
+    parser.add_argument("--end", type=int, required=True)
+    parser.add_argument("--batch", type=int, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    flags = parser.parse_args()
+    passes = Passes(flags.model, flags.start, flags.end)
+    passes.begin(flags.batch)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    seconds = []
+    ends = time.perf_counter() + flags.seconds
+    while time.perf_counter() < ends:
+        start = time.perf_counter()
+        passes.step()
+        seconds.append(time.perf_counter() - start)
+    print(json.dumps(seconds))
+
+
+if __name__ == "__main__":
+    main()

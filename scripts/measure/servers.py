@@ -1,0 +1,120 @@
+"""The servers that are compared: each alone on random ports of this machine."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from launcher.supervisor import free_ports
+from serve.parent.engine import engine_environment
+
+READY_SECONDS = 120.0
+END_SECONDS = 20.0
+MOST_SEQUENCES = 64
+
+BRIGADE_1 = "Brigade, 1 rank"
+BRIGADE_2 = "Brigade, 2 ranks"
+MLX_LM_1 = "mlx_lm.server, 1 rank"
+MLX_LM_2 = "mlx_lm.server --pipeline, 2 ranks"
+SERVERS = (BRIGADE_1, BRIGADE_2, MLX_LM_1, MLX_LM_2)
+
+
+class StartError(Exception):
+    """A server that never answered; the others' turns go on."""
+
+
+def model_name(name: str, model: Path) -> str:
+    """What the server calls the model."""
+    return model.name if name in (BRIGADE_1, BRIGADE_2) else str(model)
+
+
+@contextmanager
+def running(name: str, model: Path) -> Iterator[str]:
+    """The URL of a server that answers. Only one runs at a time: some spin while idle."""
+    port, *ring = free_ports(3)
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        start = _brigade if name in (BRIGADE_1, BRIGADE_2) else _mlx_lm
+        num_ranks = 1 if name in (BRIGADE_1, MLX_LM_1) else 2
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            with log.open("w") as output:
+                for words, environment in start(model, port, ring[:num_ranks], Path(folder)):
+                    processes.append(
+                        subprocess.Popen(
+                            words,
+                            env={**os.environ, **environment},
+                            stdin=subprocess.DEVNULL,
+                            stdout=output,
+                            stderr=output,
+                        )
+                    )
+            url = f"http://127.0.0.1:{port}"
+            _wait_until_ready(url, model_name(name, model), processes, log)
+            yield url
+        finally:
+            _end(processes)
+
+
+Command = tuple[list[str], dict[str, str]]
+
+
+def _brigade(model: Path, port: int, ring: Sequence[int], _: Path) -> list[Command]:
+    words = ["-m", "launcher.cli", "launch", "-n", str(len(ring)), "--", "serve"]
+    flags = ["--model", str(model), "--port", str(port)]
+    return [
+        ([sys.executable, *words, *flags, "--max-num-sequences", str(MOST_SEQUENCES)], {}),
+    ]
+
+
+def _mlx_lm(model: Path, port: int, ring: Sequence[int], folder: Path) -> list[Command]:
+    """Without mlx.launch, which keeps most of a core busy itself."""
+    words = [sys.executable, "-m", "mlx_lm", "server", "--model", str(model), "--port", str(port)]
+    words += ["--decode-concurrency", str(MOST_SEQUENCES)]
+    environment = engine_environment({})  # the same BLAS as Brigade's ranks
+    if len(ring) == 1:
+        return [(words, environment)]
+    hostfile = folder / "hosts.json"
+    hostfile.write_text(json.dumps([[f"127.0.0.1:{each}"] for each in ring]))
+    environment["MLX_HOSTFILE"] = str(hostfile)
+    return [
+        ([*words, "--pipeline"], {**environment, "MLX_RANK": str(rank)})
+        for rank in range(len(ring))
+    ]
+
+
+def _wait_until_ready(
+    url: str, model: str, processes: Sequence[subprocess.Popen[bytes]], log: Path
+) -> None:
+    """Until a first token has come: some servers listen before they have loaded the model."""
+    chat = [{"role": "user", "content": "and the day"}]
+    body = {"model": model, "messages": chat, "max_tokens": 1, "temperature": 0.0}
+    deadline = time.monotonic() + READY_SECONDS
+    while time.monotonic() < deadline and all(each.poll() is None for each in processes):
+        try:
+            answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=READY_SECONDS)
+            if answer.status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.2)
+    raise StartError(f"the server did not start:\n{log.read_text()[-3000:]}")
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """`brigade launch` ends its ranks itself, and they end when it is killed."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,0 +1,120 @@
+"""`brigade bench`: load on any OpenAI-compatible server, or on two in turn, and what came of it."""
+
+import asyncio
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from serve.bench.client import connected
+from serve.bench.load import Target
+from serve.bench.plot import check_plot, draw
+from serve.bench.records import Record, Summary, summarise
+from serve.cli.flags import parse
+from serve.core.config import BenchConfig, Level
+from serve.core.errors import ClusterError, UsageError
+
+Runs = dict[tuple[Level, str], list[list[Record]]]
+"""Of each level and server: the records of each round."""
+
+
+def run(argv: Sequence[str]) -> int:
+    config = parse(BenchConfig, argv, "brigade bench", __doc__)
+    if config.plot:
+        check_plot(config.plot)
+    runs: Runs = {}
+    try:
+        asyncio.run(measure(config, runs))
+    except KeyboardInterrupt:
+        return 130
+    summaries = {key: summarise(rounds) for key, rounds in runs.items()}
+    try:
+        write(config, summaries)
+    except OSError as error:
+        raise UsageError(f"{error.filename} cannot be written: {error.strerror}.") from error
+    for (level, name), summary in summaries.items():
+        if not summary.chunks:
+            raise ClusterError(f"{name} gave no whole answer at {level}: see the table.")
+    return 0
+
+
+async def measure(config: BenchConfig, runs: Runs) -> None:
+    """Fills runs, and shows them meanwhile. Raises BrigadeError if a server is not there."""
+    async with AsyncExitStack() as stack:
+        targets: dict[str, Target] = {}
+        for url in config.url:
+            link = connected(url, config.model, os.environ.get("OPENAI_API_KEY"), config.timeout)
+            target = await Target.calibrated(config, await stack.enter_async_context(link))
+            # Not by URL: one may be given twice, to see how much equal servers differ.
+            targets["AB"[len(targets)]] = target
+        with Live(
+            get_renderable=lambda: table(config, runs), console=Console(), refresh_per_second=4
+        ):
+            for level in config.levels:
+                for round_ in range(config.rounds):
+                    for name, target in targets.items():
+                        records: list[Record] = []
+                        runs.setdefault((level, name), []).append(records)
+                        await target.run(level, round_, records.append)
+
+
+def table(config: BenchConfig, runs: Runs) -> Table:
+    """One row for each load and server, seconds as milliseconds; below it, each error's reason."""
+    shown = Table(box=SIMPLE_HEAD, title_justify="left", caption_justify="left")
+    shown.title = "\n".join(f"{name}: {url}" for name, url in zip("AB", config.url, strict=False))
+    shown.add_column("load", no_wrap=True)
+    shown.add_column("")
+    columns = ("answers", "errors", "prompt", "tok/s", "TTFT p50", "p99", "ITL p50", "p99 ms")
+    for column in columns:
+        shown.add_column(column, justify="right")
+    reasons = []
+    for (level, name), rounds in runs.items():
+        each = summarise(rounds)
+        num_errors = sum(each.errors.values())
+        ttft = (each.ttft_p50_seconds, each.ttft_p99_seconds)
+        itl = (each.itl_p50_seconds, each.itl_p99_seconds)
+        shown.add_row(
+            str(level),
+            name,
+            str(each.num_requests - num_errors),
+            str(num_errors),
+            "" if each.prompt_tokens is None else f"{each.prompt_tokens:g}",
+            f"{each.tokens_per_second:.1f}",
+            *("" if value is None else f"{value * 1000:.1f}" for value in ttft + itl),
+        )
+        reasons += [f"{level}, {name}: {n} x {reason}" for reason, n in each.errors.items()]
+        if each.num_reconnected:
+            reasons.append(f"{level}, {name}: {each.num_reconnected} x connected at the second try")
+    shown.caption = Text("\n".join(reasons))
+    return shown
+
+
+def write(config: BenchConfig, summaries: Mapping[tuple[Level, str], Summary]) -> None:
+    if config.output:
+        results = [
+            {
+                "url": config.url["AB".index(name)],
+                "server": name,
+                "load": str(level),
+                **asdict(summary),
+            }
+            for (level, name), summary in summaries.items()
+        ]
+        text = json.dumps({"flags": asdict(config), "results": results}, indent=2, default=str)
+        config.output.write_text(text + "\n", "utf-8")
+    if config.plot:
+        names = dict.fromkeys(name for _, name in summaries)
+        curves = {
+            f"{name} {config.url['AB'.index(name)]}": [
+                (at.value, each) for (at, owner), each in summaries.items() if owner == name
+            ]
+            for name in names
+        }
+        draw(config.plot, "requests a second" if config.rate else "clients", curves)

@@ -1,0 +1,97 @@
+"""A server that streams with known delays, or fails in known ways, by the words of the question."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from launcher.supervisor import free_ports
+
+FIRST_SECONDS = 0.1
+GAP_SECONDS = 0.02
+TEMPLATE_TOKENS = 4
+
+
+class StreamingServer:
+    """bodies: what was asked. running and most_running: answers at the same time.
+
+    A prompt has a token for each word and TEMPLATE_TOKENS more; each chunk of an answer holds
+    tokens_per_chunk tokens. fault: what goes wrong with every answer of more than one token.
+    """
+
+    def __init__(self, tokens_per_chunk: int = 1, fault: str = "") -> None:
+        self.tokens_per_chunk, self.fault = tokens_per_chunk, fault
+        self.bodies: list[dict[str, Any]] = []
+        self.arrivals: list[float] = []
+        self.running = self.most_running = 0
+
+    async def models(self, _: Request) -> Response:
+        return JSONResponse({"data": [{"id": "made-up"}]})
+
+    async def chat(self, request: Request) -> Response:
+        body = await request.json()
+        self.arrivals.append(time.monotonic())
+        self.bodies.append(body)
+        if self.fault == "busy" and body["max_tokens"] > 1:
+            error = {"error": {"message": "the queue is full", "type": "rate_limit_error"}}
+            return JSONResponse(error, 429)
+        return StreamingResponse(self.answer(body), media_type="text/event-stream")
+
+    async def answer(self, body: dict[str, Any]) -> AsyncIterator[str]:
+        self.running += 1
+        self.most_running = max(self.running, self.most_running)
+        fault = self.fault if body["max_tokens"] > 1 else ""
+        words = len(body["messages"][-1]["content"].split())
+        yield ": keepalive\n\n"
+        yield event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+        await asyncio.sleep(FIRST_SECONDS)
+        for i in range(0, body["max_tokens"], self.tokens_per_chunk):
+            if i:
+                await asyncio.sleep(GAP_SECONDS)
+            yield event({"choices": [{"delta": {"content": " word"}}]})
+            if fault == "error":
+                yield event({"error": {"message": "a rank was lost"}})
+        yield event({"choices": [{"delta": {}, "finish_reason": "length"}]})
+        usage = {"prompt_tokens": words + TEMPLATE_TOKENS, "completion_tokens": body["max_tokens"]}
+        yield event({"choices": [], "usage": usage})
+        self.running -= 1
+        if fault != "cut":
+            yield "data: [DONE]\n\n"
+
+
+def event(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body)}\n\n"
+
+
+@contextmanager
+def streaming(**options: Any) -> Iterator[tuple[str, StreamingServer]]:
+    """Its URL, and what it saw."""
+    state = StreamingServer(**options)
+    app = Starlette(
+        routes=[
+            Route("/v1/models", state.models),
+            Route("/v1/chat/completions", state.chat, methods=["POST"]),
+        ]
+    )
+    port = free_ports(1)[0]
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", ws="none"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        deadline = time.monotonic() + 10
+        while not server.started:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{port}", state
+    finally:
+        server.should_exit = True
+        thread.join(10)

@@ -1,0 +1,119 @@
+"""`brigade bench` as people run it."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from launcher.cli import main
+from tests.bench.sse_server import streaming
+from tests.cluster.servers import running
+
+
+def bench(*flags: str) -> int:
+    return main(["bench", *flags])
+
+
+QUICK = ["--concurrency", "1,2", "--requests", "2", "--max-tokens", "4"]
+
+
+def test_one_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output, plot = tmp_path / "results.json", tmp_path / "results.svg"
+    with streaming() as (url, _):
+        files = ["--output", str(output), "--plot", str(plot)]
+        assert bench("--url", f"{url}/v1", *QUICK, *files) == 0
+    shown = capsys.readouterr().out
+    assert "1 clients" in shown
+    assert "2 clients" in shown
+    results = json.loads(output.read_text())
+    assert results["flags"]["max_tokens"] == 4
+    assert [each["load"] for each in results["results"]] == ["1 clients", "2 clients"]
+    for each in results["results"]:
+        assert (each["num_requests"], each["tokens"], each["errors"]) == (4, 16, {})
+        assert each["prompt_tokens"] == 66
+    assert "</svg>" in plot.read_text()
+
+
+def test_two_servers_get_the_same_in_turn() -> None:
+    """A after B, or other prompts for B, would compare something else than the servers."""
+    with streaming() as (a, seen_a), streaming() as (b, seen_b):
+        assert bench("--url", a, "--url", b, *QUICK) == 0
+    assert sorted(map(str, seen_a.bodies)) == sorted(map(str, seen_b.bodies))
+    turns = sorted(
+        [(time, "A") for time in seen_a.arrivals[2:]]  # without the two that count tokens
+        + [(time, "B") for time in seen_b.arrivals[2:]]
+    )
+    changes = "".join(name for i, (_, name) in enumerate(turns) if not i or turns[i - 1][1] != name)
+    assert changes == "ABABABAB"
+
+
+def test_an_open_loop_with_questions(tmp_path: Path) -> None:
+    path = tmp_path / "sharegpt.json"
+    path.write_text(json.dumps([{"conversations": [{"from": "human", "value": "Who?"}]}]))
+    with streaming() as (url, state):
+        flags = ["--rate", "20,40", "--requests", "4", "--rounds", "1", "--prompts", str(path)]
+        assert bench("--url", url, *flags) == 0
+    assert {body["messages"][0]["content"] for body in state.bodies} == {"Who?"}
+
+
+def test_errors_are_shown_with_their_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    with streaming(fault="busy") as (url, _):
+        assert bench("--url", url, "--concurrency", "1", "--requests", "3", "--rounds", "1") == 6
+    out, err = capsys.readouterr()
+    assert "3 x HTTP 429: the queue is full" in " ".join(out.split())
+    assert err.count("\n") == 1
+    assert "gave no whole answer" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        ([], "--url"),
+        (["--url", "localhost:8080"], "http://HOST:PORT"),
+        (["--url", "http://a", "--url", "http://b", "--url", "http://c"], "--url"),
+        (["--url", "http://a", "--concurrency", "0"], "--concurrency"),
+        (["--url", "http://a", "--concurrency", "1,,2"], "--concurrency"),
+        (["--url", "http://a", "--concurrency", "1.5"], "--concurrency"),
+        (["--url", "http://a", "--rate", "-1"], "--rate"),
+        (["--url", "http://a", "--rate", "1", "--concurrency", "1"], "exclude"),
+        (["--url", "http://a", "--max-tokens", "0"], "--max-tokens"),
+        (["--url", "http://a", "--plot", "a.gif"], ".svg"),
+        (["--url", "http://a", "--stream"], "--stream"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(
+    flags: list[str], word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(*flags) == 2
+    err = capsys.readouterr().err
+    assert word in err
+    assert err.count("\n") == 1
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert bench("--url", "http://127.0.0.1:9", "--plot", "a.svg") == 2
+    assert "mlx-brigade[bench]" in capsys.readouterr().err
+
+
+def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("--url", "http://127.0.0.1:9") == 5
+    err = capsys.readouterr().err
+    assert "does not answer" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_two_real_ranks(tmp_path: Path) -> None:
+    output = tmp_path / "results.json"
+    with running(2) as server:
+        flags = ["--concurrency", "1,4", "--requests", "4", "--rounds", "1"]
+        assert bench("--url", server.url, *flags, "--output", str(output)) == 0
+    for each in json.loads(output.read_text())["results"]:
+        assert (each["num_requests"], each["errors"]) == (4, {})
+        assert each["prompt_tokens"] == 66
+        assert 0 < each["chunks"] <= each["tokens"] <= 4 * 48
+        assert 0 < each["itl_p50_seconds"] <= each["itl_p99_seconds"] < 5

@@ -1,0 +1,209 @@
+"""Loops and their client, against a server with known delays."""
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from statistics import mean
+
+import pytest
+
+from serve.bench.client import Server, connected
+from serve.bench.load import Target, closed_loop, open_loop, poisson_arrivals
+from serve.bench.records import Record, summarise
+from serve.core.config import BenchConfig, Level
+from serve.core.errors import AddressError, UsageError
+from tests.bench.sse_server import (
+    FIRST_SECONDS,
+    GAP_SECONDS,
+    TEMPLATE_TOKENS,
+    streaming,
+)
+
+CHAT = [{"role": "user", "content": "How are you?"}]
+Question = Callable[[Server], Awaitable[Record]]
+
+
+def ask(url: str, max_tokens: int = 5) -> Record:
+    async def run() -> Record:
+        async with connected(url, None, None, 10.0) as server:
+            return await server.ask(CHAT, max_tokens)
+
+    return asyncio.run(run())
+
+
+def test_times_are_the_servers() -> None:
+    with streaming() as (url, state):
+        record = ask(url, 10)
+    assert record.error is None
+    assert (record.tokens, len(record.times), record.text) == (10, 10, " word" * 10)
+    assert record.prompt_tokens == 3 + TEMPLATE_TOKENS
+    # The first event is a role without text: that is no first token.
+    assert record.times[0] - record.start == pytest.approx(FIRST_SECONDS, abs=0.05)
+    assert mean(record.gaps) == pytest.approx(GAP_SECONDS, rel=0.5)
+    assert state.bodies == [
+        {
+            "model": "made-up",
+            "messages": CHAT,
+            "max_tokens": 10,
+            "temperature": 0.0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("busy", "HTTP 429: the queue is full"),
+        ("error", "a rank was lost"),
+        ("cut", "the stream ended without [DONE]"),
+    ],
+)
+def test_what_fails_is_a_record_with_the_reason(fault: str, reason: str) -> None:
+    with streaming(fault=fault) as (url, _):
+        assert ask(url).error == reason
+
+
+def test_nobody_there_is_one_line() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        with pytest.raises(AddressError, match="does not answer"):
+            ask(url)
+
+
+def test_something_else_there_is_one_line() -> None:
+    with streaming() as (url, _), pytest.raises(UsageError, match="names no model"):
+        ask(f"{url}/other")
+
+
+class Resetting:
+    """Takes connections and resets the first `count`; the rest get an empty stream."""
+
+    def __init__(self, count: int) -> None:
+        self.listening = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.listening.getsockname()[1]}"
+        self.thread = threading.Thread(target=self.run, args=(count,))
+        self.thread.start()
+
+    def run(self, count: int) -> None:
+        answer = b"data: [DONE]\n\n"
+        head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(answer)}\r\nConnection: close\r\n\r\n"
+        for i in range(2):
+            connection, _ = self.listening.accept()
+            with connection:
+                connection.recv(65536)
+                if i < count:
+                    # Closing with 0 seconds to linger sends a reset.
+                    linger = b"\x01\x00\x00\x00\x00\x00\x00\x00"
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                else:
+                    connection.sendall(head.encode() + answer)
+                    return
+
+    async def ask(self) -> Record:
+        import httpx
+
+        async with httpx.AsyncClient(base_url=f"{self.url}/v1") as http:
+            return await Server(http, "m").ask(CHAT, 1)
+
+
+@pytest.mark.parametrize(
+    ("resets", "error"), [(1, None), (2, "refused or reset before the answer began")]
+)
+def test_a_reset_connection_is_tried_once_more_and_told(resets: int, error: str | None) -> None:
+    """mlx_lm.server resets some of 16 connections that come at once."""
+    server = Resetting(resets)
+    record = asyncio.run(server.ask())
+    server.thread.join(10)
+    server.listening.close()
+    assert record.reconnected
+    assert record.error == error
+
+
+def run_level(url: str, level: Level, **flags: object) -> list[Record]:
+    config = BenchConfig(url=(url,), **flags)  # type: ignore[arg-type]
+
+    async def run() -> list[Record]:
+        records: list[Record] = []
+        async with connected(url, None, None, 10.0) as server:
+            target = await Target.calibrated(config, server)
+            await target.run(level, 0, records.append)
+        return records
+
+    return asyncio.run(run())
+
+
+def test_a_closed_loop_keeps_so_many_running() -> None:
+    with streaming() as (url, state):
+        records = run_level(url, Level(3, False), requests=9, max_tokens=12)
+    assert len(records) == 9
+    assert state.most_running == 3
+    assert {record.prompt_tokens for record in records} == {66}
+    prompts = [body["messages"][0]["content"] for body in state.bodies]
+    assert len(set(prompts)) == len(prompts) == 2 + 3 + 9  # lengths, warm-up, measured
+
+
+def test_the_rate_of_a_known_server() -> None:
+    """Chunks of 4 tokens: the rate counts tokens, the latency chunks."""
+    with streaming(tokens_per_chunk=4) as (url, _):
+        summary = summarise([run_level(url, Level(2, False), requests=4, max_tokens=40)])
+    seconds = 2 * (FIRST_SECONDS + 9 * GAP_SECONDS)
+    assert (summary.tokens, summary.chunks, summary.errors) == (160, 40, {})
+    assert summary.tokens_per_second == pytest.approx(160 / seconds, rel=0.25)
+    assert summary.itl_p50_seconds == pytest.approx(GAP_SECONDS, rel=0.3)
+
+
+def test_an_open_loop_does_not_wait_for_answers() -> None:
+    with streaming() as (url, state):
+        records = run_level(url, Level(100, True), requests=20, max_tokens=10)
+    assert len(records) == 20
+    assert state.most_running > 5
+    arrived = state.arrivals[-20:]
+    wanted = poisson_arrivals(100, 20, seed=0)
+    assert arrived[-1] - arrived[0] == pytest.approx(wanted[-1], abs=0.15)
+
+
+def test_failures_of_the_warm_up_are_seen() -> None:
+    with streaming(fault="busy") as (url, _):
+        records = run_level(url, Level(1, False), requests=1)
+    assert [record.error for record in records] == [
+        "warm-up: HTTP 429: the queue is full",
+        "HTTP 429: the queue is full",
+    ]
+
+
+def test_arrivals_are_poissons_and_seeded() -> None:
+    times = poisson_arrivals(5.0, 4000, seed=1)
+    gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+    assert times[0] == 0
+    assert mean(gaps) == pytest.approx(1 / 5, rel=0.05)
+    # Of exponential gaps, a share of 1/e is longer than the mean.
+    assert mean(gap > 1 / 5 for gap in gaps) == pytest.approx(0.368, abs=0.03)
+    assert times == poisson_arrivals(5.0, 4000, seed=1) != poisson_arrivals(5.0, 4000, seed=2)
+
+
+def test_loops_start_as_they_should() -> None:
+    """Without a server: clients start one after the other, arrivals at their times."""
+
+    async def run() -> tuple[list[float], list[float]]:
+        began = time.monotonic()
+        starts: list[float] = []
+
+        async def note(_: str) -> Record:
+            starts.append(time.monotonic() - began)
+            await asyncio.sleep(0.2)
+            return Record(0, 0)
+
+        await closed_loop(note, ["a"] * 4, 4, lambda _: None)
+        closed = starts[:]
+        began = time.monotonic()
+        await open_loop(note, ["a"] * 3, [0.0, 0.05, 0.15], lambda _: None)
+        return closed, starts[4:]
+
+    closed, opened = asyncio.run(run())
+    assert closed == pytest.approx([0.0, 0.02, 0.04, 0.06], abs=0.015)
+    assert opened == pytest.approx([0.0, 0.05, 0.15], abs=0.03)

@@ -1,0 +1,48 @@
+"""What scripts/bench works out of records and timelines."""
+
+import pytest
+
+from scripts.measure.__main__ import markdown
+from scripts.measure.sums import (
+    busy_shares,
+    gaps_in,
+    ratio,
+    steady_tokens_per_second,
+    steady_window,
+)
+from serve.bench.records import Record
+
+EARLY = Record(start=0.0, end=5.0, times=(1.0, 2.0, 3.0, 4.0, 5.0))
+LATE = Record(start=0.0, end=7.0, times=(2.5, 3.5, 4.5, 6.0, 7.0))
+
+
+def test_the_steady_rate_leaves_out_what_is_not_pure_decode() -> None:
+    """Before the last first token, prompts are read; after the first end, fewer decode."""
+    assert steady_window([EARLY, LATE]) == (2.5, 5.0)
+    assert steady_tokens_per_second([EARLY, LATE]) == pytest.approx(5 / 2.5)
+
+
+def test_a_gap_counts_where_any_part_of_it_is_in_the_window() -> None:
+    """The longest gap begins before a disturbance or ends after it."""
+    assert gaps_in([EARLY], (2.5, 3.5)) == [1.0, 1.0]
+    assert gaps_in([LATE], (5.0, 5.5)) == [1.5]
+    assert gaps_in([EARLY], (8.0, 9.0)) == []
+
+
+def test_busy_shares_count_what_is_in_the_window() -> None:
+    events = [
+        {"ph": "M", "pid": 0, "name": "process_name"},
+        {"ph": "X", "pid": 0, "ts": 0.0, "dur": 1.5e6},
+        {"ph": "X", "pid": 0, "ts": 2e6, "dur": 0.25e6},
+        {"ph": "X", "pid": 1, "ts": 1e6, "dur": 5e6},
+        {"ph": "X", "pid": 1, "ts": 9e6, "dur": 5e6},
+    ]
+    assert busy_shares(events, (1.0, 3.0)) == pytest.approx({0: 0.375, 1: 1.0})
+
+
+def test_ratios_are_of_medians() -> None:
+    assert ratio([1.0, 2.0, 90.0], [4.0]) == 0.5
+
+
+def test_tables_are_markdown() -> None:
+    assert markdown((["a", "b"], [[1, "x"]])) == "| a | b |\n| --- | --- |\n| 1 | x |"
