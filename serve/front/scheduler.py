@@ -28,6 +28,7 @@ of it (some caches cannot go back), or nothing."""
 _NUM_STEPS_OF_A_GROUP = 2  # one is computed, one waits for its tokens
 _LEAST_CHUNK = 64
 _CHUNKS_OF_A_STAGE = 4  # of what waits for prefill: with fewer, stages would wait for each other
+_REST = 1.25
 _SPARE_TOKENS = 64  # a sequence is not admitted to be sent back at once
 
 
@@ -37,6 +38,11 @@ class _InFlight:
 
     group: Group | None
     sequences: tuple[Sequence, ...]
+
+
+def _next_chunk(num_left: int, chunk: int) -> int:
+    """A short rest goes along: a step of its own would cost more."""
+    return num_left if num_left <= _REST * chunk else chunk
 
 
 class Scheduler:
@@ -168,7 +174,7 @@ class Scheduler:
         chunk = self._chunk()
         first = self.prefilling[0]
         sequences = [first, *self._alike(chunk)]
-        num_tokens = [min(chunk, s.num_tokens - 1 - s.num_computed) for s in sequences]
+        num_tokens = [_next_chunk(s.num_tokens - 1 - s.num_computed, chunk) for s in sequences]
         if not self._make_room(sum(num_tokens)):
             return None
         if any(sequence not in self.prefilling for sequence in sequences):
@@ -194,7 +200,7 @@ class Scheduler:
         are as long as the longest, which must be less than twice the shortest."""
         first = self.prefilling[0]
         num_rows, least, most = 1, first.num_tokens - 1, first.num_tokens - 1
-        if first.num_computed or most > chunk:
+        if first.num_computed or most > _REST * chunk:
             return
         for sequence in list(self.prefilling)[1:]:
             length = sequence.num_tokens - 1

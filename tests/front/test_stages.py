@@ -1,0 +1,63 @@
+"""What rank 0 makes of the numbers that the stages report."""
+
+import pytest
+
+from serve.core.plan import StagePlan
+from serve.front.stages import (
+    Span,
+    StageStatus,
+    better_split,
+    chunk_beside_decoding,
+    max_held_tokens,
+)
+
+
+def make_stage(
+    rank: int, layers: tuple[int, int], decode: float, prefill: float = 0.001, steps: int = 500
+) -> StageStatus:
+    plan = StagePlan(rank, layers, 100, 0, 10, 1000, 100, 0.5, None)
+    stage = StageStatus(rank, "127.0.0.1", plan, free_bytes=300_000 * (rank + 1))
+    stage.pace.update([Span(n, 0, 4, 4, 0.0, decode) for n in range(steps)])
+    stage.pace.update([Span(9999, 5, 1, 100, 0.0, 100 * prefill)])
+    return stage
+
+
+def test_a_chunk_takes_as_long_as_one_and_a_half_decode_steps_of_the_slowest_stage() -> None:
+    stages = [make_stage(0, (4, 8), 0.1), make_stage(1, (0, 4), 0.08)]
+    assert chunk_beside_decoding(stages, 512) == 120
+    assert chunk_beside_decoding(stages, 100) == 100
+
+
+def test_before_anything_is_known_chunks_are_small() -> None:
+    assert chunk_beside_decoding([StageStatus(0, "h")], 512) == 64
+    assert chunk_beside_decoding([StageStatus(0, "h")], 8) == 8
+
+
+def test_room_is_that_of_the_rank_with_least() -> None:
+    stages = [make_stage(0, (4, 8), 0.1), make_stage(1, (0, 4), 0.1)]
+    # 300,000 bytes less half as much again, less 8 sequences of 1,000 bytes, by 10 a token.
+    assert max_held_tokens(stages, None, 8) == 19_200
+    assert max_held_tokens(stages, [600_000, 45_000], 8) == 2_200
+
+
+@pytest.mark.parametrize(
+    ("layers", "seconds", "expected"),
+    [
+        (((8, 16), (0, 8)), (0.10, 0.10), None),  # nothing to gain
+        (((8, 16), (0, 8)), (0.16, 0.08), [4, 12]),  # rank 0 has a large head
+        (((4, 16), (0, 4)), (0.12, 0.04), [8, 8]),  # unequal shares of equal machines
+        (((8, 12), (4, 8), (0, 4)), (0.04, 0.04, 0.12), [6, 5, 1]),  # one slow machine
+    ],
+)
+def test_a_better_split(
+    layers: tuple[tuple[int, int], ...], seconds: tuple[float, ...], expected: list[int] | None
+) -> None:
+    stages = [
+        make_stage(r, part, s) for r, (part, s) in enumerate(zip(layers, seconds, strict=True))
+    ]
+    assert better_split(stages) == expected
+
+
+def test_no_split_is_suggested_before_there_are_enough_steps() -> None:
+    stages = [make_stage(0, (8, 16), 0.16, steps=50), make_stage(1, (0, 8), 0.08, steps=50)]
+    assert better_split(stages) is None
