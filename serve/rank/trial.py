@@ -250,7 +250,7 @@ def can_batch(model: nn.Module) -> bool:
             step = Step(number, 0, rows, (0,) * sum(feeds.values()), sample=True)
             for part in caches.apply(step):
                 tokens = part.tokens(step)
-                ragged = len({row.position for row in rows}) > 1
+                ragged = len({rows[n].position for n in part.rows if n is not None}) > 1
                 with _numbers_as_positions_refused() if ragged else nullcontext():
                     (output,) = trace.arrays_in(model(tokens, cache=part.caches))
                 if output.shape[:2] != tokens.shape:

@@ -63,6 +63,12 @@ def test_a_model_whose_own_forward_fails_is_refused() -> None:
         Stage(model, 0, 2)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "deepseek_v3"])
+def test_rows_of_these_can_share_a_forward(name: str) -> None:
+    with trial.without_weights(model := build(name)):
+        assert trial.can_batch(model)
+
+
 def test_the_rotation_is_restored() -> None:
     rope = mx.fast.rope
     trial.can_batch(build("llama"))
