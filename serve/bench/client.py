@@ -96,7 +96,7 @@ class Server:
         except httpx.TransportError as error:
             return f"{type(error).__name__}: {error}" if answer.touched else _CUT_OFF
         except (ValueError, AttributeError, TypeError) as error:
-            return f"unreadable stream: {error}"[:_LONGEST_REASON]
+            return f"unreadable stream: {_short(str(error))}"
         return None if answer.done else "the stream ended without [DONE]"
 
 
@@ -139,14 +139,16 @@ async def _model_name(http: httpx.AsyncClient, url: str, wanted: str | None) -> 
 
 def _reason(body: bytes) -> str:
     """OpenAI's error message, or the body's beginning."""
-    text = body.decode("utf-8", "replace")
     try:
-        return _message(json.loads(text))
+        return _message(json.loads(body))
     except (ValueError, AttributeError):
-        return " ".join(text.split())[:_LONGEST_REASON]
+        return _short(body.decode("utf-8", "replace"))
 
 
 def _message(body: dict[str, Any]) -> str:
     error = body.get("error", body)
-    text = error.get("message") if isinstance(error, dict) else error
-    return " ".join(str(text or body).split())[:_LONGEST_REASON]
+    return _short(str(error.get("message", error) if isinstance(error, dict) else error))
+
+
+def _short(text: str) -> str:
+    return " ".join(text.split())[:_LONGEST_REASON]

@@ -22,13 +22,17 @@ from serve.core.config import BenchConfig, Level
 from serve.core.errors import ClusterError, UsageError
 
 Runs = dict[tuple[Level, str], list[list[Record]]]
-"""Of each level and server: the records of each round."""
+"""Of each level and server, the records of each round. A server is `A: URL` or `B: URL`, as
+one URL may be given twice, to see how much equal servers differ."""
 
 
 def run(argv: Sequence[str]) -> int:
     config = parse(BenchConfig, argv, "brigade bench", __doc__)
     if config.plot:
         check_plot(config.plot)
+    for path in filter(None, (config.output, config.plot)):
+        if not path.parent.is_dir():
+            raise UsageError(f"{path.parent} is no folder: {path} cannot be written there.")
     runs: Runs = {}
     try:
         asyncio.run(measure(config, runs))
@@ -52,11 +56,8 @@ async def measure(config: BenchConfig, runs: Runs) -> None:
         for url in config.url:
             link = connected(url, config.model, os.environ.get("OPENAI_API_KEY"), config.timeout)
             target = await Target.calibrated(config, await stack.enter_async_context(link))
-            # Not by URL: one may be given twice, to see how much equal servers differ.
-            targets["AB"[len(targets)]] = target
-        with Live(
-            get_renderable=lambda: table(config, runs), console=Console(), refresh_per_second=4
-        ):
+            targets[f"{'AB'[len(targets)]}: {url}"] = target
+        with Live(get_renderable=lambda: table(runs), console=Console(), refresh_per_second=4):
             for level in config.levels:
                 for round_ in range(config.rounds):
                     for name, target in targets.items():
@@ -65,10 +66,10 @@ async def measure(config: BenchConfig, runs: Runs) -> None:
                         await target.run(level, round_, records.append)
 
 
-def table(config: BenchConfig, runs: Runs) -> Table:
+def table(runs: Runs) -> Table:
     """One row for each load and server, seconds as milliseconds; below it, each error's reason."""
     shown = Table(box=SIMPLE_HEAD, title_justify="left", caption_justify="left")
-    shown.title = "\n".join(f"{name}: {url}" for name, url in zip("AB", config.url, strict=False))
+    shown.title = Text("\n".join(dict.fromkeys(name for _, name in runs)))
     shown.add_column("load", no_wrap=True)
     shown.add_column("")
     columns = ("answers", "errors", "prompt", "tok/s", "TTFT p50", "p99", "ITL p50", "p99 ms")
@@ -82,16 +83,18 @@ def table(config: BenchConfig, runs: Runs) -> Table:
         itl = (each.itl_p50_seconds, each.itl_p99_seconds)
         shown.add_row(
             str(level),
-            name,
+            name[0],
             str(each.num_requests - num_errors),
             str(num_errors),
             "" if each.prompt_tokens is None else f"{each.prompt_tokens:g}",
             f"{each.tokens_per_second:.1f}",
             *("" if value is None else f"{value * 1000:.1f}" for value in ttft + itl),
         )
-        reasons += [f"{level}, {name}: {n} x {reason}" for reason, n in each.errors.items()]
+        reasons += [f"{level}, {name[0]}: {n} x {reason}" for reason, n in each.errors.items()]
         if each.num_reconnected:
-            reasons.append(f"{level}, {name}: {each.num_reconnected} x connected at the second try")
+            reasons.append(
+                f"{level}, {name[0]}: {each.num_reconnected} x connected at the second try"
+            )
     shown.caption = Text("\n".join(reasons))
     return shown
 
@@ -99,22 +102,13 @@ def table(config: BenchConfig, runs: Runs) -> Table:
 def write(config: BenchConfig, summaries: Mapping[tuple[Level, str], Summary]) -> None:
     if config.output:
         results = [
-            {
-                "url": config.url["AB".index(name)],
-                "server": name,
-                "load": str(level),
-                **asdict(summary),
-            }
-            for (level, name), summary in summaries.items()
+            {"server": name, "load": str(level), **asdict(each)}
+            for (level, name), each in summaries.items()
         ]
         text = json.dumps({"flags": asdict(config), "results": results}, indent=2, default=str)
         config.output.write_text(text + "\n", "utf-8")
     if config.plot:
-        names = dict.fromkeys(name for _, name in summaries)
-        curves = {
-            f"{name} {config.url['AB'.index(name)]}": [
-                (at.value, each) for (at, owner), each in summaries.items() if owner == name
-            ]
-            for name in names
-        }
+        curves: dict[str, list[tuple[float, Summary]]] = {}
+        for (level, name), each in summaries.items():
+            curves.setdefault(name, []).append((level.value, each))
         draw(config.plot, "requests a second" if config.rate else "clients", curves)

