@@ -15,9 +15,9 @@ _WINDOW_SECONDS = 10.0
 _NUM_SPANS = 20_000
 _SILENT_SECONDS = 1.5
 _NEW_SHARE = 0.1  # of the latest step in a running mean
-_CHUNK_BY_DECODE = 1.5
+_CHUNK_BY_DECODE = 1.8
 """A chunk of a prompt may take so many times what a decode step does. All stages take turns
-with both, so a stream that runs then waits two and a half times as long for its tokens."""
+with both, so a stream that runs then waits 2.8 times as long for its tokens."""
 _LEAST_CHUNK, _UNKNOWN_CHUNK = 16, 64
 _SLACK = 1.5
 """Padding and spare room may take half as much again as keys and values do."""
@@ -56,7 +56,11 @@ class Span:
 
 @dataclass(slots=True)
 class Pace:
-    """How long steps take on a stage, as a running mean; None before there was one."""
+    """How long steps take on a stage, as running means; None before there was one.
+
+    A prefill step takes as long as a decode step, for reading the weights, and
+    prefill_seconds_per_token besides.
+    """
 
     decode_seconds: float | None = None
     prefill_seconds_per_token: float | None = None
@@ -66,7 +70,7 @@ class Pace:
         for span in spans:
             seconds = span.end - span.start
             if span.num_tokens > span.num_rows:
-                per_token = seconds / span.num_tokens
+                per_token = max(0.0, seconds - (self.decode_seconds or 0.0)) / span.num_tokens
                 self.prefill_seconds_per_token = _mean(self.prefill_seconds_per_token, per_token)
             elif span.num_rows:
                 self.decode_seconds = _mean(self.decode_seconds, seconds)
@@ -178,7 +182,7 @@ def chunk_beside_decoding(stages: list[StageStatus], most: int) -> int:
         for stage in stages
         if stage.pace.decode_seconds and stage.pace.prefill_seconds_per_token
     ]
-    chunk = int(_CHUNK_BY_DECODE * min(known)) if known else _UNKNOWN_CHUNK
+    chunk = int((_CHUNK_BY_DECODE - 1) * min(known)) if known else _UNKNOWN_CHUNK
     return max(1, min(most, max(_LEAST_CHUNK, chunk)))
 
 

@@ -18,14 +18,14 @@ def make_stage(
     plan = StagePlan(rank, layers, 100, 0, 10, 1000, 100, 0.5, None)
     stage = StageStatus(rank, "127.0.0.1", plan, free_bytes=300_000 * (rank + 1))
     stage.pace.update([Span(n, 0, 4, 4, 0.0, decode) for n in range(steps)])
-    stage.pace.update([Span(9999, 5, 1, 100, 0.0, 100 * prefill)])
+    stage.pace.update([Span(9999, 5, 1, 100, 0.0, decode + 100 * prefill)])
     return stage
 
 
-def test_a_chunk_takes_as_long_as_one_and_a_half_decode_steps_of_the_slowest_stage() -> None:
+def test_a_chunk_takes_less_than_two_decode_steps_of_the_slowest_stage() -> None:
     stages = [make_stage(0, (4, 8), 0.1), make_stage(1, (0, 4), 0.08)]
-    assert chunk_beside_decoding(stages, 512) == 120
-    assert chunk_beside_decoding(stages, 100) == 100
+    assert chunk_beside_decoding(stages, 512) == 64
+    assert chunk_beside_decoding(stages, 50) == 50
 
 
 def test_before_anything_is_known_chunks_are_small() -> None:
