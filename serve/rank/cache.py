@@ -109,10 +109,9 @@ class GroupCaches:
         old = [n for n in range(len(step.rows)) if n not in new]
         split: dict[int, list[int]] = {}
         for rows in self._divide_new(step, new):
-            key = self._begin(step, rows)
-            split[key] = rows
-            if not old:
-                self._keys_of_group.setdefault(step.group, []).append(key)
+            split[self._begin(step, rows)] = rows
+        if not old:
+            self._keys_of_group[step.group] = list(split)[:1]
         for n in old if not self._can_batch else ():
             split[self._place[step.rows[n].sequence]] = [n]
         if self._can_batch and old:
@@ -145,7 +144,12 @@ class GroupCaches:
         split: dict[int, list[int]] = {}
         for key in list(keys):
             batch = self._batches[key]
-            for sequence in (staying := batch.stay(number)):
+            staying = batch.stay(number)
+            if key != keys[0]:
+                # What was too long to share with the first may fit now.
+                first = self._batches[keys[0]]
+                staying = [s for s in staying if not first.has_room(self._positions[s])]
+            for sequence in staying:
                 split.setdefault(key, []).append(number[sequence])
             if not staying:
                 for sequence in list(batch.sequences):

@@ -148,7 +148,7 @@ class StepLoop:
         positions = [step.rows[n].position + step.rows[n].num_tokens for n in rows]
         last = [part.own_rows(output[:, -1]) for part, output in zip(parts, logits, strict=True)]
         tokens = sample(mx.concatenate(last), samplings, positions)
-        return tokens[mx.argsort(mx.array(rows))] if len(parts) > 1 else tokens
+        return tokens if rows == sorted(rows) else tokens[mx.argsort(mx.array(rows))]
 
     def _note(self, step: Step, started: float) -> None:
         ended = time.time()
