@@ -15,6 +15,7 @@ from scripts.measure.curve import curve
 from scripts.measure.latency import interrupted, long_prompt, second_turn
 from scripts.measure.limits import decode, passes
 from scripts.measure.model import make_model
+from scripts.measure.moves import moves
 from scripts.measure.settings import Row, Settings, Table
 from serve import __version__
 from serve.bench.plot import check_plot, draw
@@ -28,6 +29,7 @@ ROWS: dict[str, Callable[[Settings], Row]] = {
     "long-prompt": long_prompt,
     "second-turn": second_turn,
     "interrupted": interrupted,
+    "moves": moves,
 }
 FOLDER = Path.home() / ".cache" / "brigade-bench"
 

@@ -29,7 +29,7 @@ _NUM_STEPS_OF_A_GROUP = 2  # one is computed, one waits for its tokens
 _LEAST_CHUNK = 64
 _CHUNKS_OF_A_STAGE = 4  # of what waits for prefill: with fewer, stages would wait for each other
 _REST = 1.25
-_SHORT_PROMPT = 128  # or what is left of a long one: cut up it would cost everybody more
+_SHORT_PROMPT = 128  # cut up it would cost everybody more
 _SPARE_TOKENS = 64  # a sequence is not admitted to be sent back at once
 
 
@@ -190,7 +190,7 @@ class Scheduler:
         few enough for them to keep their pace; else so few that all stages get their share."""
         if any(group.sequences for group in self.groups):
             first = self.prefilling[0]
-            is_short = first.num_tokens - 1 - first.num_computed <= _SHORT_PROMPT
+            is_short = first.num_tokens - 1 - first.num_cached <= _SHORT_PROMPT
             chunk = max(self.chunk_beside_decoding, _SHORT_PROMPT if is_short else 0)
             return min(self._prefill_chunk, chunk)
         if len(self.groups) == 1:

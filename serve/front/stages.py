@@ -15,10 +15,11 @@ _WINDOW_SECONDS = 10.0
 _NUM_SPANS = 20_000
 _SILENT_SECONDS = 1.5
 _NEW_SHARE = 0.1  # of the latest step in a running mean
-_CHUNK_BY_DECODE = 1.8
+_NEW_CHUNK_SHARE = 0.4
+_CHUNK_BY_DECODE = 1.6
 """A chunk of a prompt may take so many times what a decode step does. All stages take turns
-with both, so a stream that runs then waits 2.8 times as long for its tokens."""
-_LEAST_CHUNK, _UNKNOWN_CHUNK = 16, 64
+with both, so a stream that runs then waits 2.6 times as long for its tokens."""
+_LEAST_CHUNK, _UNKNOWN_CHUNK = 8, 32
 _SLACK = 1.5
 """Padding and spare room may take half as much again as keys and values do."""
 _WARM_STEPS = 200
@@ -71,14 +72,16 @@ class Pace:
             seconds = span.end - span.start
             if span.num_tokens > span.num_rows:
                 per_token = max(0.0, seconds - (self.decode_seconds or 0.0)) / span.num_tokens
-                self.prefill_seconds_per_token = _mean(self.prefill_seconds_per_token, per_token)
+                before = self.prefill_seconds_per_token
+                # Later chunks of a prompt look back further and take longer: be quick.
+                self.prefill_seconds_per_token = _mean(before, per_token, _NEW_CHUNK_SHARE)
             elif span.num_rows:
                 self.decode_seconds = _mean(self.decode_seconds, seconds)
                 self.num_decode_steps += 1
 
 
-def _mean(before: float | None, value: float) -> float:
-    return value if before is None else before + _NEW_SHARE * (value - before)
+def _mean(before: float | None, value: float, new_share: float = _NEW_SHARE) -> float:
+    return value if before is None else before + new_share * (value - before)
 
 
 @dataclass(slots=True)

@@ -24,12 +24,12 @@ def make_stage(
 
 def test_a_chunk_takes_less_than_two_decode_steps_of_the_slowest_stage() -> None:
     stages = [make_stage(0, (4, 8), 0.1), make_stage(1, (0, 4), 0.08)]
-    assert chunk_beside_decoding(stages, 512) == 64
-    assert chunk_beside_decoding(stages, 50) == 50
+    assert chunk_beside_decoding(stages, 512) == 48
+    assert chunk_beside_decoding(stages, 40) == 40
 
 
 def test_before_anything_is_known_chunks_are_small() -> None:
-    assert chunk_beside_decoding([StageStatus(0, "h")], 512) == 64
+    assert chunk_beside_decoding([StageStatus(0, "h")], 512) == 32
     assert chunk_beside_decoding([StageStatus(0, "h")], 8) == 8
 
 
