@@ -242,7 +242,7 @@ class Scheduler:
     def _admit(self) -> None:
         while self.waiting and self.num_running < self._max_num_sequences:
             sequence = self.waiting[0]
-            if not self._make_room(sequence.num_tokens + min(_SPARE_TOKENS, sequence.num_left), 0):
+            if not self._has_room_for(sequence):
                 return
             self.waiting.popleft()
             self._reuse_prefix(sequence)
@@ -283,7 +283,8 @@ class Scheduler:
             reason = "length"
         if reason:
             self._take_out(sequence.id)
-            if self.reuse != "none" and sequence.num_computed:
+            # With two more steps under way it is not known what the last one feeds.
+            if self.reuse != "none" and sequence.num_computed <= sequence.num_tokens:
                 held = sequence.tokens[: sequence.num_computed]
                 self._to_drop += self.kept.keep(sequence.id, held)
             else:
@@ -314,7 +315,19 @@ class Scheduler:
 
     # --- room on the stages
 
-    def _make_room(self, num_tokens: int, num_to_send_back: int = 1) -> bool:
+    def _has_room_for(self, sequence: Sequence) -> bool:
+        """Beside what runs and is still to be prefilled. Kept sequences go only if that helps."""
+        if self.max_held_tokens is None:
+            return True
+        promised = sum(s.num_tokens - s.num_computed for s in self.prefilling)
+        wanted = sequence.num_tokens + min(_SPARE_TOKENS, sequence.num_left) + promised
+        running = self.num_held_tokens - self.kept.num_tokens
+        # Alone it fits, even if there is nothing to spare.
+        if running and running + wanted > self.max_held_tokens:
+            return False
+        return self._make_room(min(wanted, self.max_held_tokens - running))
+
+    def _make_room(self, num_tokens: int) -> bool:
         """Whether the stages can hold so many more tokens: kept sequences go for that, and
         then some that run."""
         while (
@@ -325,11 +338,7 @@ class Scheduler:
             if oldest is not None:
                 self.kept.forget(oldest)
                 self._to_drop.append(oldest)
-            elif num_to_send_back and self._leaving:
-                return False
-            elif num_to_send_back and self._send_back_youngest():
-                num_to_send_back -= 1
-            else:
+            elif self._leaving or not self._send_back_youngest():
                 return False
         return True
 

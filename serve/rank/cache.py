@@ -18,6 +18,8 @@ from serve.core.errors import EngineError
 from serve.core.types import Row, Step, Take
 from serve.rank.slots import SlotBatch
 
+_MANY_GROUPS = 256
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -111,12 +113,21 @@ class GroupCaches:
         for rows in self._divide_new(step, new):
             split[self._begin(step, rows)] = rows
         if not old:
+            if len(self._keys_of_group) > _MANY_GROUPS:
+                self._forget_groups()
             self._keys_of_group[step.group] = list(split)[:1]
         for n in old if not self._can_batch else ():
             split[self._place[step.rows[n].sequence]] = [n]
         if self._can_batch and old:
             split |= self._gather(step, old)
         return split
+
+    def _forget_groups(self) -> None:
+        """Of prompts, which have a group each, until their rows have joined another one."""
+        live = {
+            g: [k for k in keys if k in self._batches] for g, keys in self._keys_of_group.items()
+        }
+        self._keys_of_group = {group: keys for group, keys in live.items() if keys}
 
     def _divide_new(self, step: Step, new: list[int]) -> list[list[int]]:
         lengths = {step.rows[n].num_tokens for n in new}

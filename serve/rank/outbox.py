@@ -35,6 +35,10 @@ class Outbox:
                 self._sampled[row.sequence] = row.position + row.num_tokens, token
             self._send_ready()
 
+    def forget(self, sequence: int) -> None:
+        with self._lock:
+            self._sampled.pop(sequence, None)
+
     def _send_ready(self) -> None:
         waiting: list[Step] = []
         in_use: set[int] = set()
@@ -49,8 +53,6 @@ class Outbox:
                 in_use.update(step.sequences)
                 continue
             self._send(filled)
-            for sequence in step.drop:
-                self._sampled.pop(sequence, None)
         self._steps = waiting
 
     def _filled(self, step: Step) -> Step | None:

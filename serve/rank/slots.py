@@ -68,6 +68,10 @@ class SlotCache(BatchKVCache):
             columns = -(-(columns + max(spare, 1)) // _ROUND_TOKENS) * _ROUND_TOKENS
         self._move_to(rows, max(columns, held), 0, keys, values)
 
+    @property
+    def num_columns(self) -> int:
+        return 0 if self.keys is None else int(self.keys.shape[2])
+
     def shrink(self, rows: int) -> None:
         """Gives slots back when most of them are free."""
         if self.keys is not None and self.keys.shape[0] > 2 * num_slots(rows):
@@ -192,9 +196,11 @@ class SlotBatch:
         return plain
 
     def to_park(self, sequences: list[int], num_tokens: int) -> list[int]:
-        """Idle rows whose slots these need in the next forward."""
+        """Idle rows that are in the way of the next forward, which feeds these."""
         if not isinstance(self.caches[0], SlotCache):
             return []
+        if self._end + num_tokens > self.caches[0].num_columns:
+            return [s for s in self._starts if s not in sequences]  # They must not grow as well.
         first = self._slots[: _num_rows(sequences, num_tokens)]
         num_behind = sum(s not in first for s in sequences)
         idle = [s for s in first if s is not None and s not in sequences]

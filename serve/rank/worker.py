@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +98,8 @@ class StepLoop:
         self.caches = GroupCaches(stage.make_cache, stage.can_batch)
         self.outbox = Outbox(lambda step: transport.send(step, []))
         self.samplings: dict[int, Sampling] = {}
+        self._num_begun: Counter[int] = Counter()
+        self._lock = threading.Lock()
         self.busy_seconds = 0.0
         self.num_steps = 0
         self.kv_bytes = 0
@@ -128,8 +130,7 @@ class StepLoop:
         """
         parts = self.caches.apply(step)
         mx.eval(self.caches.moved())
-        for sequence in step.drop:
-            self.samplings.pop(sequence, None)
+        self._forget(step.drop)
         outputs: list[mx.array] = []
         for n, part in enumerate(parts):
             size = len(received) // len(parts)
@@ -141,6 +142,21 @@ class StepLoop:
             outputs = [self._sample(step, parts, outputs)] if step.sample else []
         mx.eval(outputs, self.caches.states(step))
         return outputs
+
+    def admit(self, sequence: int, sampling: Sampling) -> None:
+        """May come before the drop of the same sequence, which began before, has gone round."""
+        with self._lock:
+            self.samplings[sequence] = sampling
+            self._num_begun[sequence] += 1
+
+    def _forget(self, sequences: tuple[int, ...]) -> None:
+        with self._lock:
+            for sequence in sequences:
+                self._num_begun[sequence] -= 1
+                if self._num_begun[sequence] <= 0:
+                    del self._num_begun[sequence]
+                    self.samplings.pop(sequence, None)
+                    self.outbox.forget(sequence)
 
     def _sample(self, step: Step, parts: list[Part], logits: list[mx.array]) -> mx.array:
         rows = [row for part in parts for row in part.rows if row is not None]
@@ -181,7 +197,7 @@ class Worker:
     def _obey(self, message: dict[str, Any]) -> None:
         if message["type"] == "admit":
             sampling = Sampling(**message["sampling"])
-            self._running_loop().samplings[message["sequence"]] = sampling
+            self._running_loop().admit(message["sequence"], sampling)
         else:
             raise EngineError(f"The parent sent a message of unknown type {message['type']!r}.")
 
