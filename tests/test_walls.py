@@ -31,6 +31,7 @@ WALLS = {
 }
 
 OWNERS = {
+    "psutil": ["serve.rank.memory"],
     "starlette": ["serve.front.app*"],
     "sse_starlette": ["serve.front.app*"],
     "uvicorn": ["serve.front.app*"],

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, quantiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +79,10 @@ def summarise(runs: Sequence[Sequence[Record]]) -> Summary:
 
 def quantile(values: Iterable[float], share: float) -> float | None:
     """Between the two nearest values in proportion, as numpy does; None of nothing."""
-    ordered = sorted(values)
-    if not ordered:
-        return None
-    below, rest = divmod(share * (len(ordered) - 1), 1)
-    low, high = ordered[int(below)], ordered[min(int(below) + 1, len(ordered) - 1)]
-    return low + rest * (high - low)
+    known = list(values)
+    if len(known) < 2:
+        return known[0] if known else None
+    return quantiles(known, n=100, method="inclusive")[round(100 * share) - 1]
 
 
 def tokens_per_second(run: Sequence[Record]) -> float:

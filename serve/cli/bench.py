@@ -21,9 +21,9 @@ from serve.cli.flags import parse
 from serve.core.config import BenchConfig, Level
 from serve.core.errors import ClusterError, UsageError
 
+# Of each level and server, the records of each round. A server is `A: URL` or `B: URL`, as
+# one URL may be given twice, to see how much equal servers differ.
 Runs = dict[tuple[Level, str], list[list[Record]]]
-"""Of each level and server, the records of each round. A server is `A: URL` or `B: URL`, as
-one URL may be given twice, to see how much equal servers differ."""
 
 
 def run(argv: Sequence[str]) -> int:

@@ -1,5 +1,4 @@
-"""What people see while a cluster starts: who gets what, how far the ranks are, and what
-each of them has read and fetched in the end."""
+"""What people see while a cluster starts: the plan, progress, and what was read and fetched."""
 
 import time
 from collections.abc import Sequence
@@ -25,9 +24,8 @@ _LINE_COLUMNS = 100
 
 
 class StartView:
-    """Tables on stdout; and on stderr a bar for each rank that fetches or loads, with bytes,
-    speed and the time that is left: live on a terminal, else as lines now and then, which a
-    launcher can pass on."""
+    """Tables on stdout, and on stderr a bar for each rank that fetches or loads: live on a
+    terminal, else as lines now and then, which a launcher can pass on."""
 
     def __init__(self) -> None:
         console = Console(stderr=True, highlight=False)

@@ -8,13 +8,14 @@ import hashlib
 import json
 import math
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from serve.core.errors import ModelError
 
-PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
+_PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 _MAX_HEADER_BYTES = 100 << 20
 _LAYER_KEYS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
 _DTYPE_BITS = {
@@ -182,14 +183,19 @@ def _weight_files(folder: Path) -> list[Path]:
         return [folder / shard for shard in sorted(set(shards.values()))]
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
-        pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLE_SUFFIXES)
-        if pickles:
-            raise ModelError(
-                f"{folder} has its weights as pickles only ({pickles[0]}), which could run code "
-                "when they are read: convert them to safetensors."
-            )
+        refuse_pickles(str(folder), [path.name for path in folder.iterdir()])
         raise ModelError(f"{folder} has no model*.safetensors: convert or fetch the weights.")
     return files
+
+
+def refuse_pickles(place: str, names: Iterable[str]) -> None:
+    """Raises ModelError if there are any among the files of a place without safetensors."""
+    for name in sorted(names):
+        if Path(name).suffix in _PICKLE_SUFFIXES:
+            raise ModelError(
+                f"{place} has its weights as pickles only ({name}), which could run code when "
+                "they are read: convert them to safetensors."
+            )
 
 
 def _first_number(config: dict[str, Any], keys: tuple[str, ...]) -> int | None:

@@ -7,8 +7,7 @@ serve.rank.stage, Transport in serve.rank.transport.
 from dataclasses import dataclass, field
 from typing import Literal
 
-LAST_TOKEN = -1
-"""In a step: the token that the step before of this row samples."""
+LAST_TOKEN = -1  # In a step: the token that the step before of this row samples.
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

@@ -95,37 +95,29 @@ class _Stages(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stages = self._pipeline()["stages"]
-        for kind, meaning in (
-            ("owned_bytes", "Bytes of weights that a stage has"),
-            ("read_bytes", "Bytes that a stage has read from files"),
-            ("fetched_bytes", "Bytes of weights that a stage has fetched"),
-            ("kv_bytes", "Bytes of keys and values that a stage holds"),
+        for key, family in (
+            ("bytes_owned", _gauge("owned_bytes", "Bytes of weights that a stage has")),
+            ("bytes_read", _gauge("read_bytes", "Bytes that a stage has read from files")),
+            ("bytes_fetched", _gauge("fetched_bytes", "Bytes of weights that a stage has fetched")),
+            ("kv_bytes", _gauge("kv_bytes", "Bytes of keys and values that a stage holds")),
+            ("busy_seconds", CounterMetricFamily(*_BUSY, labels=["stage"])),
         ):
-            key = kind if kind == "kv_bytes" else "bytes_" + kind.removesuffix("_bytes")
-            family = GaugeMetricFamily(f"brigade_stage_{kind}", meaning, labels=["stage"])
-            yield _filled(family, stages, key)
-        yield _filled(
-            CounterMetricFamily(
-                "brigade_stage_busy_seconds", "Seconds that a stage computed", labels=["stage"]
-            ),
-            stages,
-            "busy_seconds",
-        )
-        hops = SummaryMetricFamily(
-            "brigade_hop_seconds", "From a hop's header to its tensors", labels=["stage"]
-        )
+            for stage in stages:
+                if stage.get(key) is not None:
+                    family.add_metric([str(stage["rank"])], stage[key])
+            yield family
+        hops = SummaryMetricFamily(*_HOPS, labels=["stage"])
         for stage in stages:
-            if "num_hops" in stage:
-                hops.add_metric([str(stage["rank"])], stage["num_hops"], stage["hop_seconds"])
+            hops.add_metric([str(stage["rank"])], stage["num_hops"], stage["hop_seconds"])
         yield hops
 
 
-def _filled(family: Any, stages: list[dict[str, Any]], key: str) -> Metric:
-    for stage in stages:
-        if stage.get(key) is not None:
-            family.add_metric([str(stage["rank"])], stage[key])
-    filled: Metric = family
-    return filled
+_BUSY = ("brigade_stage_busy_seconds", "Seconds that a stage computed")
+_HOPS = ("brigade_hop_seconds", "From a hop's header to its tensors")
+
+
+def _gauge(name: str, meaning: str) -> Any:
+    return GaugeMetricFamily(f"brigade_stage_{name}", meaning, labels=["stage"])
 
 
 def _reader(pipeline: Callable[[], dict[str, Any]], name: str) -> Callable[[], float]:

@@ -4,8 +4,7 @@ not be computed again. Only rank 0 decides; it tells the stages in its steps."""
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
-LEAST_TOKENS = 16
-"""A shorter common beginning is not worth a copy."""
+LEAST_TOKENS = 16  # A shorter common beginning is not worth a copy.
 
 
 class PrefixIndex:
@@ -14,9 +13,6 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._kept: OrderedDict[int, list[int]] = OrderedDict()
         self.num_tokens = 0
-
-    def __len__(self) -> int:
-        return len(self._kept)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._kept)

@@ -15,15 +15,15 @@ import itertools
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from serve.core.errors import OverloadedError, RequestError
 from serve.core.types import Event, FinishReason, Group, Row, Sequence, Step, Take
 from serve.front.prefix import PrefixIndex, best_match
 
+# What of another sequence a new one can begin with: any part from its start, or only all of
+# it (some caches cannot go back), or nothing.
 Reuse = Literal["any", "whole", "none"]
-"""What of another sequence a new one can begin with: any part from its start, or only all
-of it (some caches cannot go back), or nothing."""
 
 _NUM_STEPS_OF_A_GROUP = 2  # one is computed, one waits for its tokens
 _LEAST_CHUNK = 64
@@ -160,7 +160,7 @@ class Scheduler:
 
     def _decode_step(self, group: Group, sequences: list[Sequence]) -> Step:
         group.num_in_flight += 1
-        step = self._step(sequences, [1] * len(sequences), group=group)
+        step = self._step(sequences, [1] * len(sequences), group)
         for sequence in sequences:
             sequence.num_pending += 1
         return step
@@ -223,7 +223,14 @@ class Scheduler:
         if step:
             self._ready.append(step)
 
-    def _step(self, fed: list[Sequence], num_tokens: list[int], **fields: Any) -> Step:
+    def _step(
+        self,
+        fed: list[Sequence],
+        num_tokens: list[int],
+        group: Group | None = None,
+        drop: tuple[int, ...] = (),
+        take: tuple[Take, ...] = (),
+    ) -> Step:
         """Feeds so many tokens of each sequence."""
         self.num_steps = (self.num_steps + 1) % 2**31  # int32 on the wire
         rows, tokens = [], []
@@ -232,10 +239,10 @@ class Scheduler:
             tokens += sequence.next_tokens(count)
             sequence.num_computed += count
             sequence.is_held = True
-        group: Group | None = fields.pop("group", None)
         self._in_flight[self.num_steps] = _InFlight(group, tuple(fed))
         key = group.id if group else len(self.groups) + fed[0].id if fed else -1
-        return Step(self.num_steps, key, tuple(rows), tuple(tokens), group is not None, **fields)
+        sample = group is not None
+        return Step(self.num_steps, key, tuple(rows), tuple(tokens), sample, drop, take)
 
     # --- what becomes of sequences
 

@@ -16,25 +16,16 @@ _NUM_SPANS = 20_000
 _SILENT_SECONDS = 1.5
 _NEW_SHARE = 0.1  # of the latest step in a running mean
 _NEW_CHUNK_SHARE = 0.4
+# A chunk of a prompt may take so many times what a decode step does. All stages take turns
+# with both, so a stream that runs then waits 2.6 times as long for its tokens.
 _CHUNK_BY_DECODE = 1.6
-"""A chunk of a prompt may take so many times what a decode step does. All stages take turns
-with both, so a stream that runs then waits 2.6 times as long for its tokens."""
 _LEAST_CHUNK, _UNKNOWN_CHUNK = 8, 32
-_SLACK = 1.5
-"""Padding and spare room may take half as much again as keys and values do."""
+_SLACK = 1.5  # Padding and spare room may take half as much again as keys and values do.
 _WARM_STEPS = 200
 _WORTHWHILE = 0.95
 _REPORTED = (
-    "bytes_owned",
-    "bytes_read",
-    "bytes_fetched",
-    "free_bytes",
-    "reuse",
-    "kv_bytes",
-    "num_hops",
-    "hop_seconds",
-    "busy_seconds",
-    "num_steps",
+    *("bytes_owned", "bytes_read", "bytes_fetched", "free_bytes", "reuse", "kv_bytes"),
+    *("num_hops", "hop_seconds", "busy_seconds", "num_steps"),
 )
 
 
@@ -57,11 +48,8 @@ class Span:
 
 @dataclass(slots=True)
 class Pace:
-    """How long steps take on a stage, as running means; None before there was one.
-
-    A prefill step takes as long as a decode step, for reading the weights, and
-    prefill_seconds_per_token besides.
-    """
+    """Running means on a stage, None before there was one. A prefill step takes as long as
+    a decode step, for reading the weights, and prefill_seconds_per_token besides."""
 
     decode_seconds: float | None = None
     prefill_seconds_per_token: float | None = None

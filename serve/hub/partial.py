@@ -35,15 +35,17 @@ _logger = logging.getLogger(__name__)
 
 
 class PartialModel:
-    """tensors are those of all weight files. num_header_bytes is what reading the
-    headers has cost this time."""
+    """tensors are those of all weight files."""
 
-    def __init__(self, folder: Path, snapshot: Snapshot, names: list[str], sizes: Sizes) -> None:
+    def __init__(
+        self, folder: Path, snapshot: Snapshot, remotes: list[RemoteFile], sizes: Sizes
+    ) -> None:
         self.folder, self.snapshot = folder, snapshot
         self._sizes = sizes
+        names = [remote.file.name for remote in remotes]
         self._shards = {
-            name: Shard(folder / name, _journal(folder, name), _remote(snapshot, name))
-            for name in names
+            name: Shard(folder / name, _journal(folder, name), remote)
+            for name, remote in zip(names, remotes, strict=True)
             if not (folder / name).is_symlink()
         }
         self.tensors: dict[str, TensorRange] = {
@@ -127,14 +129,15 @@ def open_partial(
                     raise ModelError(f"The hub gave {known.commit} for {repo} at {commit}.")
                 if known.complete:
                     known.save(saved)
-            names = _make(folder, known)
+            remotes = _make(folder, known)
     except OSError as error:
         raise ModelError(f"{folder} cannot be made: {error.strerror or error}.") from error
-    return PartialModel(folder, known, names, sizes)
+    return PartialModel(folder, known, remotes, sizes)
 
 
-def _make(folder: Path, snapshot: Snapshot) -> list[str]:
-    """The small files and the places of the weights; returns the weight files' names."""
+def _make(folder: Path, snapshot: Snapshot) -> list[RemoteFile]:
+    """The small files and the places of the weights; returns where the weights come from.
+    Who has read a header fetches the rest, and sees if the file is another one by then."""
     if "config.json" not in snapshot.files:
         raise ModelError(f"{snapshot.repo} has no config.json: is this a language model?")
     index = folder / INDEX if INDEX in snapshot.files else None
@@ -144,26 +147,28 @@ def _make(folder: Path, snapshot: Snapshot) -> list[str]:
             _link(folder / name, cached_whole(snapshot, name) or fetch_whole(snapshot, name))
         if name == INDEX:
             snapshot.weight_files(index)
-    names = snapshot.weight_files(index)
+    remotes = [
+        RemoteFile(snapshot.repo, snapshot.commit, snapshot.files[name])
+        for name in snapshot.weight_files(index)
+    ]
     with ThreadPoolExecutor(8, "header") as pool:
-        list(pool.map(lambda name: _place(folder, snapshot, name), names))
-    return names
+        list(pool.map(lambda remote: _place(folder, snapshot, remote), remotes))
+    return remotes
 
 
-def _place(folder: Path, snapshot: Snapshot, name: str) -> None:
+def _place(folder: Path, snapshot: Snapshot, remote: RemoteFile) -> None:
     """A link to the whole file, or a sparse one with its header."""
-    path, size = folder / name, snapshot.files[name].size
+    name, size = remote.file.name, remote.file.size
+    path = folder / name
     if path.exists() and path.stat().st_size == size:
         return
     whole = cached_whole(snapshot, name)
+    try:
+        header = b"" if whole else _read_header(remote, path)
+    except NoRanges:
+        whole = _whole(snapshot, name)
     if whole:
         _link(path, whole)
-        return
-    remote = _remote(snapshot, name)
-    try:
-        header = _read_header(remote, path)
-    except NoRanges:
-        _link(path, _whole(snapshot, name))
         return
     _journal(folder, name).unlink(missing_ok=True)
     sparse = path.with_name(name + ".new")
@@ -211,7 +216,3 @@ def _link(path: Path, target: Path) -> None:
 
 def _journal(folder: Path, name: str) -> Path:
     return folder / ".brigade" / f"{name}.journal"
-
-
-def _remote(snapshot: Snapshot, name: str) -> RemoteFile:
-    return RemoteFile(snapshot.repo, snapshot.commit, snapshot.files[name])

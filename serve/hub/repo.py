@@ -22,7 +22,7 @@ from huggingface_hub import (
 )
 
 from serve import __version__
-from serve.core.checkpoint import PICKLE_SUFFIXES, read_json
+from serve.core.checkpoint import read_json, refuse_pickles
 from serve.core.errors import ModelError
 from serve.hub.access import FAILURES, explain, is_refusal, patiently
 
@@ -89,12 +89,7 @@ class Snapshot:
                 raise ModelError(f"{self.repo} has no {name}{here}; its {INDEX} names it.")
         if names:
             return names
-        pickles = sorted(n for n in self.files if Path(n).suffix in PICKLE_SUFFIXES)
-        if pickles:
-            raise ModelError(
-                f"{self.repo} has its weights as pickles only ({pickles[0]}), which could run "
-                "code: use a repository with safetensors."
-            )
+        refuse_pickles(self.repo, self.files)
         raise ModelError(f"{self.repo} has no model*.safetensors.")
 
 

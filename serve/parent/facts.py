@@ -9,11 +9,8 @@ from serve.core.errors import DisagreementError
 
 _PACKAGES = ("mlx-brigade", "mlx", "mlx-lm")
 _FILES = (
-    "config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "generation_config.json",
+    *("config.json", "generation_config.json"),
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
 )
 _NONE = "-"
 

@@ -83,8 +83,8 @@ class GroupCaches:
         return "any" if self._is_plain else "whole"
 
     def moved(self) -> list[mx.array]:
-        """Copies to evaluate before the forward: until then they keep the buffers that they
-        are copied from alive, and these could not be written in place."""
+        """Copies to evaluate before the forward: until then they keep buffers from being
+        written in place."""
         moved, self._moved = _arrays(self._moved), []
         return moved
 
@@ -96,8 +96,9 @@ class GroupCaches:
 
     @property
     def num_bytes(self) -> int:
-        """Of all keys and values."""
-        return sum(cache.nbytes for batch in self._batches.values() for cache in batch.caches)
+        """Of all keys and values. May be asked from another thread than the steps'."""
+        batches = list(self._batches.values())
+        return sum(cache.nbytes for batch in batches for cache in list(batch.caches))
 
     # --- which rows go where
 

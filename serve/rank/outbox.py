@@ -13,9 +13,8 @@ from serve.core.types import LAST_TOKEN, Step
 
 
 class Outbox:
-    """Sends steps in the order in which they come, but for those that wait: another may
-    go before them if it has neither a sequence nor the group in common with them.
-    May be used by several threads."""
+    """Sends steps in the order in which they come, but for those that wait: one that has
+    neither a sequence nor the group in common goes before. For several threads."""
 
     def __init__(self, send: Callable[[Step], None]) -> None:
         self._send = send

@@ -22,9 +22,9 @@ _MOST_WASTE = 1.5
 _CLASSES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 
 
-def num_slots(num_rows: int, multiple: int = 64) -> int:
-    """Sizes whose matrix products cost little more than smaller ones."""
-    return next((c for c in _CLASSES if c >= num_rows), -(-num_rows // multiple) * multiple)
+def num_slots(num_rows: int) -> int:
+    """Sizes that grow by a share, so that few joins make a buffer grow."""
+    return next((c for c in _CLASSES if c >= num_rows), -(-num_rows // 64) * 64)
 
 
 def _num_rows(sequences: list[int], num_tokens: int) -> int:

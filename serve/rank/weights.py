@@ -24,8 +24,8 @@ _PART_BYTES = 64 << 20
 _NUM_TRACED = 400  # arrays in one call of the tracer
 
 Item = TypeVar("Item")
+# Told what goes on ("fetching" or "loading"), the bytes that are done, and all of them.
 Progress = Callable[[str, int, int], None]
-"""Told what goes on ("fetching" or "loading"), the bytes that are done, and all of them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,6 @@ class StepLoop:
         self._lock = threading.Lock()
         self.busy_seconds = 0.0
         self.num_steps = 0
-        self.kv_bytes = 0
         self.spans: deque[tuple[int, int, int, int, float, float]] = deque(maxlen=_NUM_SPANS)
 
     def run(self) -> Iterator[wire.Result]:
@@ -170,7 +169,6 @@ class StepLoop:
         ended = time.time()
         self.busy_seconds += ended - started
         self.num_steps += 1
-        self.kv_bytes = self.caches.num_bytes
         num_rows, num_tokens = len(step.rows), len(step.tokens)
         self.spans.append((step.number, step.group, num_rows, num_tokens, started, ended))
 
@@ -274,7 +272,7 @@ class Worker:
             status |= {
                 "busy_seconds": loop.busy_seconds,
                 "num_steps": loop.num_steps,
-                "kv_bytes": loop.kv_bytes,
+                "kv_bytes": loop.caches.num_bytes,
                 "num_hops": self.transport.num_hops if self.transport else 0,
                 "hop_seconds": self.transport.hop_seconds if self.transport else 0.0,
                 "spans": spans,

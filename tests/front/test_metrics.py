@@ -22,15 +22,23 @@ def test_gauges_are_read_when_asked() -> None:
     assert "brigade_num_requests_waiting 3.0" in lines(metrics)
 
 
+def ran(busy_seconds: float) -> dict:
+    return {"busy_seconds": busy_seconds, "kv_bytes": 64, "num_hops": 4, "hop_seconds": 0.02}
+
+
 def test_bytes_of_stages_where_they_are_known() -> None:
     stages = [
-        {"rank": 0, "bytes_owned": 10, "bytes_read": None, "bytes_fetched": 0},
-        {"rank": 1, "bytes_owned": 20, "bytes_read": 21, "bytes_fetched": 5},
+        {"rank": 0, "bytes_owned": 10, "bytes_read": None, "bytes_fetched": 0} | ran(0.5),
+        {"rank": 1, "bytes_owned": 20, "bytes_read": 21, "bytes_fetched": 5} | ran(0.25),
     ]
     found = lines(Metrics(lambda: {**STATE, "stages": stages}))
     assert 'brigade_stage_owned_bytes{stage="1"} 20.0' in found
     assert 'brigade_stage_fetched_bytes{stage="0"} 0.0' in found
     assert 'brigade_stage_read_bytes{stage="1"} 21.0' in found
+    assert 'brigade_stage_kv_bytes{stage="0"} 64.0' in found
+    assert 'brigade_stage_busy_seconds_total{stage="1"} 0.25' in found
+    assert 'brigade_hop_seconds_count{stage="1"} 4.0' in found
+    assert 'brigade_hop_seconds_sum{stage="0"} 0.02' in found
     assert not any(line.startswith('brigade_stage_read_bytes{stage="0"}') for line in found)
 
 
