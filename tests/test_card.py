@@ -4,6 +4,7 @@ import ast
 import io
 import re
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median, quantiles
@@ -15,7 +16,20 @@ MOST_FUNCTION_LINES = 80
 MOST_FUNCTION_LINES_OF_95_PERCENT = 45
 MOST_MEDIAN_FUNCTION_LINES = 10
 MOST_FILE_LINES = 350
-MOST_PRODUCT_LINES = 8_000
+
+# Each room's share, so that one cannot grow at another's cost. docs/architecture.md says why
+# they are 14,000 together and not the 8,000 of the first plan.
+MOST_LINES = {
+    "launcher": 1_300,
+    "serve/bench": 390,
+    "serve/cli": 800,
+    "serve/core": 1_100,
+    "serve/front": 3_800,
+    "serve/hub": 930,
+    "serve/parent": 550,
+    "serve/rank": 3_200,
+    "serve/tune": 1_900,
+}
 
 UNOWNED = re.compile(r"\b(TODO|FIXME|XXX)\b(?!\([\w@-]+\))")
 
@@ -84,8 +98,17 @@ def test_every_file_keeps_the_card() -> None:
     assert not found, "\n" + "\n".join(found)
 
 
-def test_the_product_stays_small() -> None:
-    assert sum(map(code_lines, product().values())) <= MOST_PRODUCT_LINES
+def rooms() -> dict[str, int]:
+    """Lines of code, docstrings among them, of each folder."""
+    sizes: Counter[str] = Counter()
+    for path, source in product().items():
+        sizes[path.rpartition("/")[0]] += code_lines(source)
+    return sizes
+
+
+def test_every_room_stays_small() -> None:
+    too_large = {room: size for room, size in rooms().items() if size > MOST_LINES.get(room, 1)}
+    assert not too_large
 
 
 def test_most_functions_are_short() -> None:
