@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -21,9 +22,12 @@ MOST_SEQUENCES = 64
 
 BRIGADE_1 = "Brigade, 1 rank"
 BRIGADE_2 = "Brigade, 2 ranks"
+LOCKSTEP = "Brigade, 2 ranks, one group"
 MLX_LM_1 = "mlx_lm.server, 1 rank"
 MLX_LM_2 = "mlx_lm.server --pipeline, 2 ranks"
-SERVERS = (BRIGADE_1, BRIGADE_2, MLX_LM_1, MLX_LM_2)
+SERVERS = (BRIGADE_1, BRIGADE_2, LOCKSTEP, MLX_LM_1, MLX_LM_2)
+_NUM_RANKS = dict(zip(SERVERS, (1, 2, 2, 1, 2), strict=True))
+_FLAGS = {LOCKSTEP: ("--num-groups", "1")}
 
 
 class StartError(Exception):
@@ -32,7 +36,11 @@ class StartError(Exception):
 
 def model_name(name: str, model: Path) -> str:
     """What the server calls the model."""
-    return model.name if name in (BRIGADE_1, BRIGADE_2) else str(model)
+    return model.name if _is_ours(name) else str(model)
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith("Brigade")
 
 
 @contextmanager
@@ -41,12 +49,13 @@ def running(name: str, model: Path) -> Iterator[str]:
     port, *ring = free_ports(3)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        start = _brigade if name in (BRIGADE_1, BRIGADE_2) else _mlx_lm
-        num_ranks = 1 if name in (BRIGADE_1, MLX_LM_1) else 2
+        start = partial(_brigade, _FLAGS.get(name, ())) if _is_ours(name) else _mlx_lm
         processes: list[subprocess.Popen[bytes]] = []
         try:
             with log.open("w") as output:
-                for words, environment in start(model, port, ring[:num_ranks], Path(folder)):
+                for words, environment in start(
+                    model, port, ring[: _NUM_RANKS[name]], Path(folder)
+                ):
                     processes.append(
                         subprocess.Popen(
                             words,
@@ -66,12 +75,12 @@ def running(name: str, model: Path) -> Iterator[str]:
 Command = tuple[list[str], dict[str, str]]
 
 
-def _brigade(model: Path, port: int, ring: Sequence[int], _: Path) -> list[Command]:
+def _brigade(
+    more: Sequence[str], model: Path, port: int, ring: Sequence[int], _: Path
+) -> list[Command]:
     words = ["-m", "launcher.cli", "launch", "-n", str(len(ring)), "--", "serve"]
-    flags = ["--model", str(model), "--port", str(port)]
-    return [
-        ([sys.executable, *words, *flags, "--max-num-sequences", str(MOST_SEQUENCES)], {}),
-    ]
+    flags = ["--model", str(model), "--port", str(port), "--max-num-sequences", str(MOST_SEQUENCES)]
+    return [([sys.executable, *words, *flags, *more], {})]
 
 
 def _mlx_lm(model: Path, port: int, ring: Sequence[int], folder: Path) -> list[Command]:

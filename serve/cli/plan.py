@@ -24,6 +24,7 @@ def run(argv: Sequence[str]) -> int:
         concurrency=config.concurrency,
         memory=config.memory,
         split=config.split,
+        kv_bits=config.kv_bits,
     )
     folder = config.model
     if config.hub_id:

@@ -38,8 +38,12 @@ class ServeConfig:
     kv_memory: str | None = flag(
         "for keys and values: 8GB, or 8GB,16GB for each rank (default: what is free)", None
     )
+    kv_bits: int | None = flag("quantise keys and values to 8 or 4 bits", None, among=(4, 8))
     no_prefix_cache: bool = flag("compute every prompt from its first token", False)
     prefill_chunk: int = flag("prompt tokens that one step takes at most", 512, least=1)
+    num_groups: int | None = flag(
+        "groups that decode in turn (default: one for each rank; 1 is lockstep)", None, least=1
+    )
     join_timeout: float = flag(
         "seconds to wait for all ranks at the start", 60.0, least=1, most=10**6
     )
@@ -75,6 +79,7 @@ class PlanConfig:
     concurrency: int = flag("sequences at the same time", 1, least=1)
     memory: str | None = flag("for weights and caches: 24GB, or 24GB,48GB for each rank", None)
     split: str = flag("auto, even, or layers of each rank such as 20,12", "auto")
+    kv_bits: int | None = flag("quantise keys and values to 8 or 4 bits", None, among=(4, 8))
     json: bool = flag("print JSON", False)
 
     def __post_init__(self) -> None:
@@ -161,7 +166,9 @@ def check_ranges(config: Any) -> None:
 
 def check_range(name: str, value: Any, checks: Mapping[str, Any]) -> None:
     flag_name = "--" + name.replace("_", "-")
-    least, most = checks.get("least"), checks.get("most")
+    least, most, among = checks.get("least"), checks.get("most"), checks.get("among")
+    if value is not None and among and value not in among:
+        raise UsageError(f"{flag_name} {value} is not one of {', '.join(map(str, among))}.")
     if value is None or (least is None and most is None):
         return
     if not (least is None or value >= least) or not (most is None or value <= most):

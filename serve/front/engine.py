@@ -115,6 +115,7 @@ class Engine:
             max_num_sequences=config.max_num_sequences,
             max_queue=config.max_queue,
             prefill_chunk=config.prefill_chunk,
+            num_groups=config.num_groups,
         )
         self._hub = Hub(Hello.of(cluster, facts, os.getpid()), self._on_message)
         self._process: EngineProcess | None = None
@@ -210,6 +211,7 @@ class Engine:
             "concurrency": config.max_num_sequences,
             "memory": config.memory,
             "split": config.split,
+            "kv_bits": config.kv_bits,
         }
 
     def _order(self, stage: StagePlan, nonce: int) -> dict[str, Any]:
@@ -222,6 +224,7 @@ class Engine:
             "commit": self._config.revision,
             "cache_dir": self._config.cache_dir and str(self._config.cache_dir),
             "layers": list(stage.layers),
+            "kv_bits": self._config.kv_bits,
             "join_timeout": self._config.join_timeout,
             "stall_timeout": self._config.stall_timeout,
         }

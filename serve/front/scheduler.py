@@ -47,7 +47,7 @@ def _next_chunk(num_left: int, chunk: int) -> int:
 
 
 class Scheduler:
-    """num_groups is the number of stages: with fewer groups a stage would idle.
+    """There is a group for each stage unless num_groups is given: with fewer a stage idles.
 
     What is known only when the stages run is set later: max_held_tokens, of which they
     may hold keys and values; reuse; and how many tokens a prefill step may have beside
@@ -55,9 +55,16 @@ class Scheduler:
     """
 
     def __init__(
-        self, num_groups: int, *, max_num_sequences: int, max_queue: int, prefill_chunk: int
+        self,
+        num_stages: int,
+        *,
+        max_num_sequences: int,
+        max_queue: int,
+        prefill_chunk: int,
+        num_groups: int | None = None,
     ) -> None:
-        self.groups = [Group(id) for id in range(num_groups)]
+        self.groups = [Group(id) for id in range(num_groups or num_stages)]
+        self._num_stages = num_stages
         self.waiting: deque[Sequence] = deque()
         self.prefilling: deque[Sequence] = deque()
         self.kept = PrefixIndex()
@@ -170,7 +177,7 @@ class Scheduler:
         each stage may be under way, so that chunks of one prompt follow each other
         through the stages."""
         num_in_flight = sum(f.group is None and bool(f.sequences) for f in self._in_flight.values())
-        if not self.prefilling or num_in_flight >= len(self.groups):
+        if not self.prefilling or num_in_flight >= self._num_stages:
             return None
         chunk = self._chunk()
         first = self.prefilling[0]
@@ -193,10 +200,10 @@ class Scheduler:
             is_short = first.num_tokens - 1 - first.num_cached <= _SHORT_PROMPT
             chunk = max(self.chunk_beside_decoding, _SHORT_PROMPT if is_short else 0)
             return min(self._prefill_chunk, chunk)
-        if len(self.groups) == 1:
+        if self._num_stages == 1:
             return self._prefill_chunk
         num_left = sum(s.num_tokens - 1 - s.num_computed for s in self.prefilling)
-        share = -(-num_left // (_CHUNKS_OF_A_STAGE * len(self.groups)))
+        share = -(-num_left // (_CHUNKS_OF_A_STAGE * self._num_stages))
         return min(self._prefill_chunk, max(_LEAST_CHUNK, share))
 
     def _alike(self, chunk: int) -> Iterator[Sequence]:

@@ -11,11 +11,17 @@ from itertools import count
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache, can_trim_prompt_cache, trim_prompt_cache
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.cache import (
+    KVCache,
+    QuantizedKVCache,
+    can_trim_prompt_cache,
+    trim_prompt_cache,
+)
 
 from serve.core.errors import EngineError
 from serve.core.types import Row, Step, Take
+from serve.rank import trace
 from serve.rank.slots import SlotBatch
 
 _MANY_GROUPS = 256
@@ -51,7 +57,7 @@ class GroupCaches:
     def __init__(self, make_cache: Callable[[], list[Any]], can_batch: bool = True) -> None:
         self._make_cache = make_cache
         self._can_batch = can_batch
-        self._is_plain = all(type(cache) is KVCache for cache in make_cache())
+        self._is_plain = all(type(c) in (KVCache, QuantizedKVCache) for c in make_cache())
         self._in_slots = can_batch and self._is_plain
         self._free_keys = count()
         self._batches: dict[int, MergedBatch | SlotBatch] = {}
@@ -98,7 +104,7 @@ class GroupCaches:
     def num_bytes(self) -> int:
         """Of all keys and values. May be asked from another thread than the steps'."""
         batches = list(self._batches.values())
-        return sum(cache.nbytes for batch in batches for cache in list(batch.caches))
+        return sum(a.nbytes for b in batches for a in trace.arrays_in(list(b.caches)))
 
     # --- which rows go where
 
@@ -141,7 +147,7 @@ class GroupCaches:
         key = next(self._free_keys)
         lengths = {step.rows[n].sequence: step.rows[n].num_tokens for n in rows}
         if self._in_slots and len(rows) > 1:
-            self._batches[key] = SlotBatch.of_new(lengths, len(self._make_cache()))
+            self._batches[key] = SlotBatch.of_new(lengths, self._make_cache())
         else:
             self._batches[key] = self._new_batch()
             self._batches[key].add([(sequence, self._make_cache(), 0) for sequence in lengths])
@@ -219,7 +225,8 @@ class GroupCaches:
         caches = self._batches[self._place[source]].extract(source, length)
         for cache in caches:
             if self._in_slots:
-                cache.keys, cache.values = mx.contiguous(cache.keys), mx.contiguous(cache.values)
+                cache.keys = tree_map(mx.contiguous, cache.keys)
+                cache.values = tree_map(mx.contiguous, cache.values)
         too_many = self._positions[source] - length
         if too_many and not self._in_slots:
             if not can_trim_prompt_cache(caches):

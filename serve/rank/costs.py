@@ -20,20 +20,29 @@ from serve.core.checkpoint import Checkpoint
 from serve.core.errors import PlanError
 from serve.core.plan import LayerCost, ModelCost
 from serve.rank import trace
-from serve.rank.trial import Crossing, named_arrays, stand_in_for_weights, writable
+from serve.rank.slots import quantized
+from serve.rank.trial import FAILURES, Crossing, named_arrays, stand_in_for_weights, writable
 
 _LAYER_NAME = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k")
 _NUM_TOKENS = 4  # of the run
 
 
-def measure(model: nn.Module, checkpoint: Checkpoint) -> ModelCost:
-    """model is built on the lazy arrays of checkpoint, and is of no use afterwards."""
+def measure(model: nn.Module, checkpoint: Checkpoint, kv_bits: int | None = None) -> ModelCost:
+    """model is built on the lazy arrays of checkpoint, and is of no use afterwards.
+
+    Raises PlanError, also if its attention does not know caches of kv_bits a value.
+    """
     stand_in_for_weights(model)  # Graphs then show who uses a weight, not how it is made.
     layers = list(model.layers)
     outside = _outside_bytes(model, layers)
     held = _fetch_bytes(checkpoint, len(layers), outside)
-    run = _run(model, layers)
+    try:
+        run = _run(model, layers, quantized(make_prompt_cache(model), kv_bits))
+    except FAILURES as error:
+        if kv_bits is None:
+            raise
+        raise PlanError(f"This model cannot have --kv-bits {kv_bits}: {error}.") from error
     costs = tuple(
         LayerCost(
             weight_bytes=_num_bytes(array for _, array in named_arrays(layer)),
@@ -94,9 +103,8 @@ class _Run:
         self.result: list[mx.array] = []
 
 
-def _run(model: nn.Module, layers: list[nn.Module]) -> _Run:
+def _run(model: nn.Module, layers: list[nn.Module], caches: list[Any]) -> _Run:
     run = _Run(len(layers))
-    caches = make_prompt_cache(model)
 
     def seam(i: int) -> trace.Seam:
         def record(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -170,12 +178,14 @@ def _cache_cost(caches: list[Any]) -> dict[str, Any]:
     """Caches with keys and values grow with each token, to their maximal size; others
     hold a state of one size. After a lazy run all have the shapes of a real one."""
     parts = [part for cache in caches for part in _parts(cache)]
-    growing = [part for part in parts if isinstance(getattr(part, "keys", None), mx.array)]
+    growing = [part for part in parts if getattr(part, "keys", None) is not None]
     fixed = [part for part in parts if part not in growing]
     limits = [int(getattr(part, "max_size", None) or 0) for part in growing]
     return {
         "cache_bytes_per_token": sum(
-            (part.keys.nbytes + part.values.nbytes) // part.keys.shape[-2] for part in growing
+            array.nbytes // array.shape[-2]
+            for part in growing
+            for array in trace.arrays_in([part.keys, part.values])
         ),
         "cache_bytes": sum(_num_bytes(trace.arrays_in(part.state)) for part in fixed),
         "max_cached_tokens": max(limits) if limits and all(limits) else None,

@@ -37,6 +37,7 @@ class PlanRequest:
     concurrency: int = 1
     memory: str | None = None
     split: str = "auto"
+    kv_bits: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ def make_plan(folder: Path, request: PlanRequest) -> Plan:
     check_num_ranks(checkpoint.num_layers, request.num_ranks)
     memory = parse_memory(request.memory, request.num_ranks) if request.memory else None
     model = build_model(folder)
-    cost = measure(model, checkpoint)
+    cost = measure(model, checkpoint, request.kv_bits)
     demand = Demand(request.context or checkpoint.max_context or 4096, request.concurrency)
     if request.split == "auto":
         ranges = _balance(model, cost, request.num_ranks, demand, memory)

@@ -9,17 +9,54 @@ needed. Rows end in the same column; where they start is their left padding.
     slot 2   c c c c c c c c |
 """
 
+import copy
 from collections.abc import Collection
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import BatchKVCache, KVCache
+from mlx.utils import tree_map
+from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
+
+from serve.core.errors import PlanError
 
 _ROUND_TOKENS = 256
 _GROWTH = 1.25
 _SMALL_TOKENS = 512
 _MOST_WASTE = 1.5
 _CLASSES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+_GROUP_SIZE = 32  # values with a scale and a bias of their own: divides more sizes than 64
+_ALL = slice(None)
+
+# Keys, or values: (B, heads, columns, D), or the three such arrays of quantised ones.
+Held = Any
+
+
+def quantized(caches: list[Any], bits: int | None) -> list[Any]:
+    """New caches that keep so many bits of a value; None changes nothing. Raises PlanError
+    if not all of them are of plain keys and values."""
+    if bits is None:
+        return caches
+    if not all(type(cache) is KVCache for cache in caches):
+        raise PlanError("--kv-bits is for models whose layers all keep plain keys and values.")
+    return [QuantizedKVCache(_GROUP_SIZE, bits) for _ in caches]
+
+
+def _cut(held: Held, rows: slice, columns: slice) -> Held:
+    return tree_map(lambda array: array[rows, :, columns], held)
+
+
+def _put(held: Held, rows: slice, columns: slice, new: Held) -> None:
+    pairs = zip(held, new, strict=True) if isinstance(held, tuple) else ((held, new),)
+    for array, values in pairs:
+        array[rows, :, columns] = values
+
+
+def _size(held: Held) -> tuple[int, int]:
+    """Rows and columns; none before there are any."""
+    if held is None:
+        return 0, 0
+    rows, _, columns, _ = (held[0] if isinstance(held, tuple) else held).shape
+    return rows, columns
 
 
 def num_slots(num_rows: int) -> int:
@@ -40,26 +77,45 @@ class SlotCache(BatchKVCache):
     and left_padding, each (B,), before a forward.
     """
 
-    keys: Any  # None before there are any
-    values: Any
+    keys: Held  # None before there are any
+    values: Held
 
     def __init__(self, rows: int) -> None:
         super().__init__([0] * rows)
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    @staticmethod
+    def like(plain: Any, rows: int) -> "SlotCache":
+        """For rows with such caches."""
+        if isinstance(plain, QuantizedKVCache):
+            return QuantizedSlotCache(rows, plain.group_size, plain.bits)
+        return SlotCache(rows)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Held, Held]:
         num_rows, _, length, _ = keys.shape
-        start, end = self._idx, self._idx + length
-        self.reserve(num_rows, end, keys, values)
-        self.keys[:num_rows, :, start:end] = keys
-        self.values[:num_rows, :, start:end] = values
+        end = self._idx + length
+        fed = slice(self._idx, end)
+        self._write(slice(num_rows), fed, self._kept(keys), self._kept(values))
         self.offset = self.offset + length
         self._idx = end
-        return self.keys[:num_rows, :, :end], self.values[:num_rows, :, :end]
+        rows, columns = slice(num_rows), slice(end)
+        return _cut(self.keys, rows, columns), _cut(self.values, rows, columns)
 
-    def reserve(self, rows: int, columns: int, keys: mx.array, values: mx.array) -> None:
+    def lone(self) -> Any:
+        """A new cache of one row."""
+        return KVCache()
+
+    def _kept(self, new: mx.array) -> Held:
+        return new
+
+    def _write(self, rows: slice, columns: slice, keys: Held, values: Held) -> None:
+        self.reserve(rows.stop, columns.stop, keys, values)
+        _put(self.keys, rows, columns, keys)
+        _put(self.values, rows, columns, values)
+
+    def reserve(self, rows: int, columns: int, keys: Held, values: Held) -> None:
         """Room for so many rows and columns like these. Grows by a share of what is there,
         because growing copies."""
-        held_rows, held = (0, 0) if self.keys is None else self.keys.shape[0:3:2]
+        held_rows, held = _size(self.keys)
         if rows <= held_rows and columns <= held:
             return
         rows = max(num_slots(rows), held_rows)
@@ -70,42 +126,60 @@ class SlotCache(BatchKVCache):
 
     @property
     def num_columns(self) -> int:
-        return 0 if self.keys is None else int(self.keys.shape[2])
+        return _size(self.keys)[1]
 
     def shrink(self, rows: int) -> None:
         """Gives slots back when most of them are free."""
-        if self.keys is not None and self.keys.shape[0] > 2 * num_slots(rows):
-            self.keys, self.values = self.keys[: num_slots(rows)], self.values[: num_slots(rows)]
+        if _size(self.keys)[0] > 2 * num_slots(rows):
+            kept = slice(num_slots(rows))
+            self.keys, self.values = _cut(self.keys, kept, _ALL), _cut(self.values, kept, _ALL)
 
     def shift(self, by: int) -> None:
         """Moves all columns to the right, or left."""
         if self.keys is not None:
-            columns = max(self._idx + by, self.keys.shape[2])
-            self._move_to(self.keys.shape[0], columns, by, self.keys, self.values)
+            rows, columns = _size(self.keys)
+            self._move_to(rows, max(self._idx + by, columns), by, self.keys, self.values)
         self._idx += by
 
-    def write(self, slot: int, start: int, keys: mx.array, values: mx.array) -> None:
+    def write(self, slot: int, start: int, keys: Held, values: Held) -> None:
         """keys and values are (1, heads, length, D)."""
-        end = start + keys.shape[2]
-        self.reserve(slot + 1, end, keys, values)
-        self.keys[slot : slot + 1, :, start:end] = keys
-        self.values[slot : slot + 1, :, start:end] = values
+        columns = slice(start, start + _size(keys)[1])
+        self._write(slice(slot, slot + 1), columns, keys, values)
 
-    def read(self, slot: int, start: int, end: int) -> tuple[mx.array, mx.array]:
-        rows = slice(slot, slot + 1)
-        return self.keys[rows, :, start:end], self.values[rows, :, start:end]
+    def read(self, slot: int, start: int, end: int) -> tuple[Held, Held]:
+        rows, columns = slice(slot, slot + 1), slice(start, end)
+        return _cut(self.keys, rows, columns), _cut(self.values, rows, columns)
 
-    def _move_to(self, rows: int, columns: int, by: int, keys: mx.array, values: mx.array) -> None:
+    def _move_to(self, rows: int, columns: int, by: int, keys: Held, values: Held) -> None:
         held, end = (self.keys, self.values), self._idx
-        self.keys, self.values = (
-            mx.zeros((rows, like.shape[1], columns, like.shape[3]), like.dtype)
-            for like in (keys, values)
-        )
+
+        def empty(like: mx.array) -> mx.array:
+            return mx.zeros((rows, like.shape[1], columns, like.shape[3]), like.dtype)
+
+        self.keys, self.values = tree_map(empty, keys), tree_map(empty, values)
         if held[0] is not None:
             source, target = slice(max(0, -by), end), slice(max(0, by), end + by)
-            num_rows = held[0].shape[0]
-            self.keys[:num_rows, :, target] = held[0][:, :, source]
-            self.values[:num_rows, :, target] = held[1][:, :, source]
+            for new, old in zip((self.keys, self.values), held, strict=True):
+                _put(new, slice(_size(old)[0]), target, _cut(old, _ALL, source))
+
+
+class QuantizedSlotCache(SlotCache):
+    """mlx-lm's attention knows quantised keys and values by these attributes."""
+
+    def __init__(self, rows: int, group_size: int, bits: int) -> None:
+        super().__init__(rows)
+        self.group_size, self.bits = group_size, bits
+
+    def lone(self) -> Any:
+        return QuantizedKVCache(self.group_size, self.bits)
+
+    def _kept(self, new: mx.array) -> Held:
+        return tuple(mx.quantize(new, group_size=self.group_size, bits=self.bits))
+
+
+def _first(plain: Any, length: int) -> tuple[Held, Held]:
+    """The first keys and values of a row's own cache."""
+    return _cut(plain.keys, _ALL, slice(length)), _cut(plain.values, _ALL, slice(length))
 
 
 class SlotBatch:
@@ -119,13 +193,14 @@ class SlotBatch:
         self._fed: list[int] = []
 
     @classmethod
-    def of_new(cls, lengths: dict[int, int], num_layers: int) -> "SlotBatch":
-        """Rows that are about to be fed so many tokens, padded on the left."""
+    def of_new(cls, lengths: dict[int, int], plain: list[Any]) -> "SlotBatch":
+        """Rows that are about to be fed so many tokens, padded on the left. plain are new
+        caches of one row."""
         batch = cls()
         batch._slots = list(lengths)
         batch._starts = {s: max(lengths.values()) - n for s, n in lengths.items()}
         batch._fed = list(lengths)
-        batch.caches = [SlotCache(len(lengths)) for _ in range(num_layers)]
+        batch.caches = [SlotCache.like(cache, len(lengths)) for cache in plain]
         return batch
 
     @property
@@ -173,7 +248,7 @@ class SlotBatch:
         self._slots[slot : slot + 1] = [sequence]
         self._starts[sequence] = start = self._end - length
         for cache, joining in zip(self.caches, caches, strict=True):
-            cache.write(slot, start, joining.keys[..., :length, :], joining.values[..., :length, :])
+            cache.write(slot, start, *_first(joining, length))
 
     def remove(self, sequence: int) -> None:
         self._slots[self._slots.index(sequence)] = None
@@ -187,11 +262,12 @@ class SlotBatch:
         plain = []
         for cache in self.caches:
             if isinstance(cache, SlotCache):
-                keys, values = cache.read(slot, start, start + length)
+                row = cache.lone()
+                row.keys, row.values = cache.read(slot, start, start + length)
             else:
-                keys, values = cache.keys[..., :length, :], cache.values[..., :length, :]
-            row: Any = KVCache()
-            row.keys, row.values, row.offset = keys, values, length
+                row = copy.copy(cache)
+                row.keys, row.values = _first(cache, length)
+            row.offset = length
             plain.append(row)
         return plain
 
@@ -243,9 +319,9 @@ class SlotBatch:
             cache.shrink(max(num_rows, len(self._slots)))
 
     def _make_slots(self) -> None:
-        plain, self.caches = self.caches, [SlotCache(1) for _ in self.caches]
+        plain, self.caches = self.caches, [SlotCache.like(cache, 1) for cache in self.caches]
         for cache, lone in zip(self.caches, plain, strict=True):
-            cache.write(0, 0, lone.keys[..., : self._end, :], lone.values[..., : self._end, :])
+            cache.write(0, 0, *_first(lone, self._end))
             cache._idx = self._end
 
     def _justify(self, longest: int) -> None:

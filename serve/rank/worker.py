@@ -30,6 +30,7 @@ from serve.rank.memory import free_bytes
 from serve.rank.outbox import Outbox
 from serve.rank.planning import PlanRequest, make_plan
 from serve.rank.sampling import sample
+from serve.rank.slots import quantized
 from serve.rank.stage import Stage
 from serve.rank.transport import LocalTransport, Ring, RingTransport, Transport
 from serve.rank.weights import load_stage
@@ -50,6 +51,7 @@ class Order:
     commit: str | None
     cache_dir: Path | None
     layers: tuple[int, int]
+    kv_bits: int | None
     join_timeout: float
     stall_timeout: float
 
@@ -92,10 +94,10 @@ class StepLoop:
     """Receive, forward, send. samplings holds those of the sequences that rank 0 was
     told about; other ranks never sample."""
 
-    def __init__(self, stage: Stage, transport: Transport) -> None:
+    def __init__(self, stage: Stage, transport: Transport, kv_bits: int | None = None) -> None:
         self.stage = stage
         self.transport = transport
-        self.caches = GroupCaches(stage.make_cache, stage.can_batch)
+        self.caches = GroupCaches(lambda: quantized(stage.make_cache(), kv_bits), stage.can_batch)
         self.outbox = Outbox(lambda step: transport.send(step, []))
         self.samplings: dict[int, Sampling] = {}
         self._num_begun: Counter[int] = Counter()
@@ -217,7 +219,7 @@ class Worker:
         self.transport = self._join()
         self.status = {"state": "loading"}
         loaded = load_stage(self._model(), *order.layers, progress=self._loading)
-        self.loop = StepLoop(loaded.stage, self.transport)
+        self.loop = StepLoop(loaded.stage, self.transport, order.kv_bits)
         self.status = {
             "state": "ready",
             "bytes_owned": loaded.bytes_owned,

@@ -63,6 +63,7 @@ class Pipeline:
     max_num_sequences: int = 32
     prefill_chunk: int = 8
     max_queue: int = 1000
+    num_groups: int | None = None
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(
@@ -70,6 +71,7 @@ class Pipeline:
             max_num_sequences=self.max_num_sequences,
             max_queue=self.max_queue,
             prefill_chunk=self.prefill_chunk,
+            num_groups=self.num_groups,
         )
         self.stages = [StageModel() for _ in range(self.num_stages)]
         self.outbox = Outbox(self._send)

@@ -88,15 +88,24 @@ LIVES = st.tuples(
     st.integers(1, 20),
     st.sampled_from([None, 130, 200, 500]),
     st.sampled_from(["any", "whole", "none"]),
+    st.sampled_from([None, 1, 3]),
     st.integers(0, 2**32),
 )
 
 
 def check_random_lives(
-    num_stages: int, most: int, chunk: int, held: int | None, reuse: Reuse, seed: int
+    num_stages: int,
+    most: int,
+    chunk: int,
+    held: int | None,
+    reuse: Reuse,
+    num_groups: int | None,
+    seed: int,
 ) -> None:
     chance = random.Random(seed)
-    pipeline = Pipeline(num_stages, max_num_sequences=most, prefill_chunk=chunk)
+    pipeline = Pipeline(
+        num_stages, max_num_sequences=most, prefill_chunk=chunk, num_groups=num_groups
+    )
     pipeline.scheduler.max_held_tokens, pipeline.scheduler.reuse = held, reuse
     dropped, shapes = set(), {}
     for id in range(25):
@@ -125,6 +134,7 @@ def test_random_lives(life: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @settings(max_examples=10_000, deadline=None)
 @given(LIVES)
 def test_ten_thousand_random_lives(life: tuple[Any, ...]) -> None:
@@ -147,6 +157,31 @@ def test_stages_are_busy_when_there_are_as_many_sequences(num_stages: int) -> No
         pipeline.add(make_sequence(id, 2, 200))
     pipeline.run()
     assert pipeline.busy_share > 0.9
+
+
+@pytest.mark.parametrize("num_stages", [2, 4, 8])
+@pytest.mark.parametrize("num_clients_of_a_stage", [1, 4])
+def test_stages_are_busy_with_prompts_and_answers(
+    num_stages: int, num_clients_of_a_stage: int
+) -> None:
+    """Clients that ask one after the other; each step takes as long on each stage."""
+    chance, pipeline = random.Random(7), Pipeline(num_stages, prefill_chunk=32)
+    num_clients, num_ended = num_stages * num_clients_of_a_stage, 0
+    for id in range(12 * num_clients):
+        while id - num_ended >= num_clients:
+            pipeline.tick()
+            num_ended = sum(event.finish_reason is not None for event in pipeline.events)
+        pipeline.add(make_sequence(id, chance.randint(2, 400), chance.randint(4, 120)))
+    assert pipeline.busy_share > 0.98
+
+
+def test_one_group_is_lockstep() -> None:
+    """Its steps follow each other only when all stages have run."""
+    pipeline = Pipeline(4, num_groups=1)
+    for id in range(8):
+        pipeline.add(make_sequence(id, 2, 200))
+    pipeline.run()
+    assert pipeline.busy_share < 0.3
 
 
 def test_one_sequence_never_overlaps_with_itself() -> None:

@@ -10,6 +10,7 @@ from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 from serve.core.errors import EngineError
 from serve.core.types import Row, Step, Take
 from serve.rank.cache import GroupCaches
+from serve.rank.slots import quantized
 from serve.rank.stage import Stage
 from tests.models import build
 
@@ -17,10 +18,14 @@ from tests.models import build
 class Rig:
     """One stage that is the whole model, and beside it each sequence alone."""
 
-    def __init__(self, can_batch: bool) -> None:
-        self.stage = Stage(build("llama"), 0, 4)
-        self.caches = GroupCaches(self.stage.make_cache, can_batch)
-        self.whole = build("llama")
+    def __init__(self, can_batch: bool, kv_bits: int | None = None) -> None:
+        config = {"head_dim": 32} if kv_bits else {}
+        self.stage = Stage(build("llama", **config), 0, 4)
+        self.kv_bits = kv_bits
+        self.caches = GroupCaches(
+            lambda: quantized(self.stage.make_cache(), self.kv_bits), can_batch
+        )
+        self.whole = build("llama", **config)
         self.alone: dict[int, list] = {}
         self.length: dict[int, int] = {}
         self.number = 0
@@ -50,15 +55,19 @@ class Rig:
             logits |= dict(zip(own, part.own_rows(output), strict=True))
         mx.eval(logits, self.caches.states(step))
         for n, (sequence, fed) in enumerate(feeds.items()):
-            cache = self.alone.setdefault(sequence, make_prompt_cache(self.whole))
+            new = quantized(make_prompt_cache(self.whole), self.kv_bits)
+            cache = self.alone.setdefault(sequence, new)
             expected = self.whole(mx.array([fed]), cache=cache)
             assert mx.allclose(logits[n][-len(fed) :], expected[0], rtol=1e-4, atol=1e-4), sequence
             self.length[sequence] = self.length.get(sequence, 0) + len(fed)
 
 
-@pytest.fixture(params=[True, False], ids=["together", "one by one"])
+@pytest.fixture(
+    params=[(True, None), (False, None), (True, 8), (False, 8)],
+    ids=["together", "one by one", "8 bits together", "8 bits one by one"],
+)
 def rig(request: pytest.FixtureRequest) -> Rig:
-    return Rig(request.param)
+    return Rig(*request.param)
 
 
 def test_ragged_rows_join_one_after_another_and_leave(rig: Rig) -> None:
@@ -136,11 +145,10 @@ def test_a_sequence_begins_as_a_copy_of_another(rig: Rig) -> None:
         rig.caches.apply(Step(99, 0, (), (), False, (), (Take(4, 3, 99),)))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_random_lives(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "kv_bits"), [(0, None), (1, None), (2, None), (3, 8)])
+def test_random_lives(seed: int, kv_bits: int | None) -> None:
     """Rows of very different lengths join, leave for a while, move, are copied and dropped."""
-    chance, rig = random.Random(seed), Rig(can_batch=True)
-    rig.caches = GroupCaches(rig.stage.make_cache)
+    chance, rig = random.Random(seed), Rig(can_batch=True, kv_bits=kv_bits)
     groups: dict[int, list[int]] = {0: [], 1: []}
     away: list[int] = []
     ids = iter(range(1000))

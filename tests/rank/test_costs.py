@@ -6,11 +6,13 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
 
 from serve.cli import plan as plan_command
 from serve.core.checkpoint import read_checkpoint
 from serve.core.errors import PlanError, UsageError
 from serve.rank.planning import PlanRequest, make_plan
+from serve.rank.slots import quantized
 from serve.rank.weights import load_stage
 from tests import architectures, shapes
 from tests.models import ARCHITECTURES, save
@@ -48,6 +50,29 @@ def test_planned_caches_are_those_of_a_sequence(tmp_path: Path, name: str) -> No
         mx.eval(received, [c.state for c in cache])
         assert planned.cache_bytes == 3 * sum(c.nbytes for c in cache)
     assert plan.hop_bytes_per_token == 4 * 32
+
+
+@pytest.mark.parametrize(("kv_bits", "num_bytes"), [(None, 4), (8, 1 + 8 / 32), (4, 0.5 + 8 / 32)])
+def test_quantised_caches_take_as_much_less(
+    tmp_path: Path, kv_bits: int | None, num_bytes: float
+) -> None:
+    """A scale and a bias of four bytes for 32 values."""
+    folder = save(tmp_path, "qwen3", head_dim=32)
+    plan = make_plan(folder, PlanRequest(num_ranks=2, context=256, kv_bits=kv_bits))
+    values_of_a_token = 4 * 2 * 2 * 32  # layers, keys and values, heads, D
+    assert sum(s.cache_bytes for s in plan.stages) == 256 * values_of_a_token * num_bytes
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "llama"])
+def test_caches_that_cannot_be_quantised_are_refused(tmp_path: Path, name: str) -> None:
+    """One has no attention for them, the other heads of 8 values."""
+    with pytest.raises(PlanError, match="--kv-bits 8"):
+        make_plan(save(tmp_path, name), PlanRequest(num_ranks=2, kv_bits=8))
+
+
+def test_caches_that_forget_are_not_quantised() -> None:
+    with pytest.raises(PlanError, match="plain keys and values"):
+        quantized(make_prompt_cache(architectures.build("gemma3_text")), 8)
 
 
 def test_experts_cost_time_by_their_use(tmp_path: Path) -> None:

@@ -11,12 +11,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
 
 from serve.core.plan import even_split
 from serve.core.types import Sampling, Sequence
 from serve.core.wire import Result
 from serve.front.scheduler import Scheduler
 from serve.rank.outbox import Outbox
+from serve.rank.slots import quantized
 from serve.rank.stage import Stage
 from serve.rank.transport import local_ring
 from serve.rank.worker import StepLoop
@@ -31,8 +33,10 @@ BUILDING = threading.Lock()
 
 
 class LocalPipeline:
-    def __init__(self, num_ranks: int, results: "queue.Queue[Result]", make: Make) -> None:
-        self.make = make
+    def __init__(
+        self, num_ranks: int, results: "queue.Queue[Result]", make: Make, kv_bits: int | None
+    ) -> None:
+        self.make, self.kv_bits = make, kv_bits
         self.ring = local_ring(num_ranks)
         self.results = results
         self.samplings: dict[int, Sampling] = {}
@@ -47,7 +51,7 @@ class LocalPipeline:
         # One after another, as in processes: the seed and the trial's seams are global.
         with BUILDING:
             stage = Stage(self.make(), *layers)
-        loop = StepLoop(stage, self.ring[rank])
+        loop = StepLoop(stage, self.ring[rank], self.kv_bits)
         loop.outbox = self.outbox
         loop.samplings = self.samplings
         for result in loop.run():
@@ -71,8 +75,10 @@ class LocalPipeline:
 
 
 @contextmanager
-def pipeline(num_ranks: int, make: Make = LLAMA) -> Iterator[LocalPipeline]:
-    local = LocalPipeline(num_ranks, queue.Queue(), make)
+def pipeline(
+    num_ranks: int, make: Make = LLAMA, kv_bits: int | None = None
+) -> Iterator[LocalPipeline]:
+    local = LocalPipeline(num_ranks, queue.Queue(), make, kv_bits)
     for thread in local.threads:
         thread.start()
     try:
@@ -85,8 +91,12 @@ def pipeline(num_ranks: int, make: Make = LLAMA) -> Iterator[LocalPipeline]:
             assert not thread.is_alive()
 
 
-def whole_model(prompt: list[int], num_tokens: int, make: Make = LLAMA) -> list[int]:
-    steps = generate_step(mx.array(prompt), make(), max_tokens=num_tokens)
+def whole_model(
+    prompt: list[int], num_tokens: int, make: Make = LLAMA, kv_bits: int | None = None
+) -> list[int]:
+    model = make()
+    cache = quantized(make_prompt_cache(model), kv_bits)
+    steps = generate_step(mx.array(prompt), model, max_tokens=num_tokens, prompt_cache=cache)
     return [token for token, _ in steps]
 
 
@@ -112,6 +122,18 @@ def test_greedy_tokens_of_other_architectures(name: str) -> None:
         sequences = [Sequence(i, p, 9, GREEDY, frozenset()) for i, p in enumerate(prompts)]
         together = local.answer(sequences)
     assert together == {i: whole_model(prompt, 9, make) for i, prompt in enumerate(prompts)}
+
+
+@pytest.mark.parametrize("kv_bits", [4, 8])
+def test_greedy_tokens_with_quantised_keys_and_values(kv_bits: int) -> None:
+    make = partial(build, "qwen3", head_dim=32)
+    with pipeline(2, make, kv_bits) as local:
+        sequences = [Sequence(i, p, 12, GREEDY, frozenset()) for i, p in enumerate(PROMPTS)]
+        together = local.answer(sequences)
+    expected = {i: whole_model(prompt, 12, make, kv_bits) for i, prompt in enumerate(PROMPTS)}
+    assert together == expected
+    exact = {i: whole_model(prompt, 12, make) for i, prompt in enumerate(PROMPTS)}
+    assert together != exact, "nothing was quantised"
 
 
 def test_a_seed_gives_the_same_tokens_whoever_shares_the_batch() -> None:
