@@ -30,6 +30,7 @@ _LEAST_CHUNK = 64
 _CHUNKS_OF_A_STAGE = 4  # of what waits for prefill: with fewer, stages would wait for each other
 _REST = 1.25
 _SHORT_PROMPT = 128  # cut up it would cost everybody more
+_SHORT_PROMPTS = 264  # tokens of several together: their step costs less than one for each
 _SPARE_TOKENS = 64  # a sequence is not admitted to be sent back at once
 
 
@@ -173,11 +174,9 @@ class Scheduler:
         return step
 
     def _prefill(self) -> Step | None:
-        """A chunk of the oldest prompt, or several short ones together. One such step for
-        each stage may be under way, so that chunks of one prompt follow each other
-        through the stages."""
+        """A chunk of the oldest prompt, or several short ones together."""
         num_in_flight = sum(f.group is None and bool(f.sequences) for f in self._in_flight.values())
-        if not self.prefilling or num_in_flight >= self._num_stages:
+        if not self.prefilling or num_in_flight >= self._most_chunks_in_flight():
             return None
         chunk = self._chunk()
         first = self.prefilling[0]
@@ -192,14 +191,23 @@ class Scheduler:
             self._join_if_prefilled(sequence)
         return step
 
+    def _must_make_way(self) -> bool:
+        """Whether the next prompt is a long one beside sequences that decode."""
+        first = self.prefilling[0]
+        is_long = first.num_tokens - 1 - first.num_cached > _SHORT_PROMPT
+        return is_long and any(group.sequences for group in self.groups)
+
+    def _most_chunks_in_flight(self) -> int:
+        """One for each stage, so that chunks of one prompt follow each other through them.
+        Beside decoding fewer and larger ones: each has to read all that is before it."""
+        return max(1, self._num_stages // 2) if self._must_make_way() else self._num_stages
+
     def _chunk(self) -> int:
         """How many tokens the next prefill step may have. Beside sequences that decode,
         few enough for them to keep their pace; else so few that all stages get their share."""
         if any(group.sequences for group in self.groups):
-            first = self.prefilling[0]
-            is_short = first.num_tokens - 1 - first.num_cached <= _SHORT_PROMPT
-            chunk = max(self.chunk_beside_decoding, _SHORT_PROMPT if is_short else 0)
-            return min(self._prefill_chunk, chunk)
+            short = 0 if self._must_make_way() else _SHORT_PROMPTS
+            return min(self._prefill_chunk, max(self.chunk_beside_decoding, short))
         if self._num_stages == 1:
             return self._prefill_chunk
         num_left = sum(s.num_tokens - 1 - s.num_computed for s in self.prefilling)

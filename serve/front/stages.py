@@ -16,9 +16,10 @@ _NUM_SPANS = 20_000
 _SILENT_SECONDS = 1.5
 _NEW_SHARE = 0.1  # of the latest step in a running mean
 _NEW_CHUNK_SHARE = 0.4
-# A chunk of a prompt may take so many times what a decode step does. All stages take turns
-# with both, so a stream that runs then waits 2.6 times as long for its tokens.
-_CHUNK_BY_DECODE = 1.6
+# A chunk of a long prompt may take so many times what a decode step does. With it a round of
+# two stages and two groups, for which a stream waits, is 2.2 times as long.
+_CHUNK_BY_DECODE = 2.4
+_CHUNK_BY_DECODE_ALONE = 1.6  # on one stage there is one chunk for each decode step
 _LEAST_CHUNK, _UNKNOWN_CHUNK = 8, 32
 _SLACK = 1.5  # Padding and spare room may take half as much again as keys and values do.
 _WARM_STEPS = 200
@@ -173,7 +174,8 @@ def chunk_beside_decoding(stages: list[StageStatus], most: int) -> int:
         for stage in stages
         if stage.pace.decode_seconds and stage.pace.prefill_seconds_per_token
     ]
-    chunk = int((_CHUNK_BY_DECODE - 1) * min(known)) if known else _UNKNOWN_CHUNK
+    by_decode = _CHUNK_BY_DECODE if len(stages) > 1 else _CHUNK_BY_DECODE_ALONE
+    chunk = int((by_decode - 1) * min(known)) if known else _UNKNOWN_CHUNK
     return max(1, min(most, max(_LEAST_CHUNK, chunk)))
 
 

@@ -211,6 +211,39 @@ def test_a_long_prompt_does_not_stop_the_others() -> None:
     assert len(pipeline.output(0)) - before >= 20
 
 
+@pytest.mark.parametrize(("num_stages", "most"), [(1, 1), (2, 1), (3, 1), (4, 2), (8, 4)])
+def test_beside_decoding_half_of_the_stages_have_a_chunk_of_a_long_prompt(
+    num_stages: int, most: int
+) -> None:
+    pipeline = Pipeline(num_stages, prefill_chunk=4)
+    pipeline.add(make_sequence(0, 401, 1))
+    pipeline.pump()
+    assert len(pipeline.queues[0]) == num_stages
+    pipeline.run()
+    for id in range(1, 1 + num_stages):
+        pipeline.add(make_sequence(id, 1, 300))
+    for _ in range(10):
+        pipeline.tick()
+    pipeline.add(make_sequence(99, 401, 1))
+    for _ in range(50):
+        pipeline.tick()
+        waiting = [step for queue in pipeline.queues for step in queue]
+        assert sum(not step.sample and bool(step.rows) for step in waiting) <= most
+
+
+def test_short_prompts_share_a_step_beside_decoding() -> None:
+    pipeline = Pipeline(2, prefill_chunk=512)
+    pipeline.scheduler.chunk_beside_decoding = 8
+    pipeline.add(make_sequence(0, 2, 100))
+    for _ in range(4):
+        pipeline.tick()
+    for id in range(1, 7):
+        pipeline.add(make_sequence(id, 66, 5))
+    pipeline.run()
+    shared = [len(step.rows) for step in pipeline.steps if not step.sample and step.rows]
+    assert shared == [1, 4, 2]
+
+
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_no_group_is_empty_while_others_are_full(num_stages: int) -> None:
     """Whoever leaves, rows move to a group that has run empty."""
