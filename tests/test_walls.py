@@ -31,6 +31,7 @@ WALLS = {
 }
 
 OWNERS = {
+    "numpy": ["serve.rank.grammar"],
     "psutil": ["serve.rank.memory"],
     "starlette": ["serve.front.app*"],
     "sse_starlette": ["serve.front.app*"],
@@ -45,7 +46,7 @@ OWNERS = {
     "safetensors": ["serve.rank.weights"],
     "mlx": ["serve.rank.*", "serve.tune.*"],
     "mlx_lm": ["serve.rank.*", "serve.tune.*"],
-    "llguidance": ["serve.rank.grammar"],
+    "llguidance": ["serve.front.structured", "serve.rank.grammar"],
     "httpx": ["serve.bench.client"],
     "matplotlib": ["serve.bench.plot"],
     "rich": ["serve.cli.*", "launcher.*"],

@@ -28,7 +28,7 @@ class StopMatcher:
         if ends:
             self.matched, self._held = True, ""
             return text[: min(ends)[1]]
-        split = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
+        split = len(text) - max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[split:]
         return text[:split]
 
@@ -38,7 +38,7 @@ class StopMatcher:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest beginning of stop, short of all of it, that text ends with."""
     for length in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:length]):

@@ -1,0 +1,154 @@
+"""An answer's text taken apart while it comes: thoughts, content and calls of tools.
+
+Pure: what comes out does not depend on how the text was cut into deltas, but for how it
+is cut into pieces itself.
+"""
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from serve.front.formats import Format
+from serve.front.text import overlap
+from serve.front.tools import called
+
+Kind = Literal["content", "reasoning", "call"]
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text of a kind. Of a call, name is given once, and text adds up to its arguments."""
+
+    kind: Kind
+    text: str
+    name: str | None = None
+
+
+class Plain:
+    """An answer without marks."""
+
+    def feed(self, delta: str) -> Iterator[Piece]:
+        if delta:
+            yield Piece("content", delta)
+
+    def finish(self) -> Iterator[Piece]:
+        return iter(())
+
+
+class NamedCall(Plain):
+    """All of the answer is the arguments of one call, as a grammar has seen to."""
+
+    def __init__(self, name: str) -> None:
+        self._name: str | None = name
+
+    def feed(self, delta: str) -> Iterator[Piece]:
+        if delta:
+            yield Piece("call", delta, self._name)
+            self._name = None
+
+
+class ListedCalls(Plain):
+    """The answer is a JSON list of {"name", "parameters"}, as a grammar has seen to."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._decoder = json.JSONDecoder()
+
+    def feed(self, delta: str) -> Iterator[Piece]:
+        self._text += delta
+        while "}" in delta and (found := self._next_call()):
+            yield found
+
+    def _next_call(self) -> Piece | None:
+        start = self._text.find("{")
+        if start < 0:
+            return None
+        try:
+            call, end = self._decoder.raw_decode(self._text, start)
+        except ValueError:  # It is not complete.
+            return None
+        self._text = self._text[end:]
+        ((name, arguments),) = called(call)
+        return Piece("call", arguments, name)
+
+
+class Marked:
+    """Text with the marks of a model's format. A call that its parser does not understand
+    stays content. Blanks between calls count for nothing."""
+
+    def __init__(self, format: Format, has_tools: bool, is_thinking: bool) -> None:
+        self._tools = format.tools if has_tools else None
+        self._thoughts = format.thoughts
+        self._kind: Kind = "reasoning" if is_thinking else "content"
+        self._text = ""
+        self._blanks = ""
+        self._has_called = False
+
+    def feed(self, delta: str) -> Iterator[Piece]:
+        self._text += delta
+        while (found := self._first_mark()) is not None:
+            start, mark, kind = found
+            before, self._text = self._text[:start], self._text[start + len(mark) :]
+            yield from self._give(before)
+            self._kind = kind
+        if self._kind != "call":
+            held = max((overlap(self._text, mark) for mark, _ in self._marks()), default=0)
+            end = len(self._text) - held
+            given, self._text = self._text[:end], self._text[end:]
+            yield from self._give(given)
+
+    def finish(self) -> Iterator[Piece]:
+        """What was held back. A call without its end may be whole all the same."""
+        text, self._text = self._text, ""
+        yield from self._give(text)
+        if self._blanks and not self._has_called:
+            yield Piece("content", self._blanks)
+
+    def _marks(self) -> Iterator[tuple[str, Kind]]:
+        """Those that may come here, and the kind of what follows."""
+        if self._kind == "content":
+            if self._tools:
+                yield self._tools.start, "call"
+            if self._thoughts:
+                yield self._thoughts[0], "reasoning"
+        elif self._kind == "reasoning" and self._thoughts:
+            yield self._thoughts[1], "content"
+        elif self._tools and self._tools.end:
+            yield self._tools.end, "content"
+
+    def _first_mark(self) -> tuple[int, str, Kind] | None:
+        found = [(self._text.find(mark), mark, kind) for mark, kind in self._marks()]
+        return min((each for each in found if each[0] >= 0), default=None)
+
+    def _give(self, text: str) -> Iterator[Piece]:
+        if self._kind == "call":
+            yield from self._calls(text)
+        elif self._kind == "reasoning":
+            if text:
+                yield Piece("reasoning", text)
+        else:
+            yield from self._content(text)
+
+    def _content(self, text: str) -> Iterator[Piece]:
+        text = self._blanks + text
+        shown = text.rstrip() if self._tools else text
+        self._blanks = text[len(shown) :]
+        if shown:
+            yield Piece("content", shown)
+
+    def _calls(self, text: str) -> Iterator[Piece]:
+        assert self._tools is not None
+        try:
+            calls = called(self._tools.parse(text))
+        # A parser of mlx-lm reads what a model has written: it may raise anything.
+        except Exception as error:
+            _logger.info("event=tool_call_not_understood error=%r", f"{error!r:.200}")
+            yield from self._content(self._tools.start + text + self._tools.end)
+            return
+        self._blanks, self._has_called = "", True
+        for name, arguments in calls:
+            yield Piece("call", arguments, name)

@@ -1,0 +1,194 @@
+"""Answers taken apart, whatever pieces they come in, with each parser of mlx-lm."""
+
+import json
+import random
+import subprocess
+import sys
+
+import pytest
+from pydantic import ValidationError
+from transformers import AutoTokenizer
+
+from serve.core.errors import RequestError, UsageError
+from serve.front.formats import Format, ToolFormat, _tool_format, format_of, tool_parsers
+from serve.front.marks import ListedCalls, Marked, NamedCall, Piece, Plain
+from serve.front.tools import NamedTool, Tool, grammar_of_call
+from tests.front.test_structured import MODEL, accepts, tokenizer
+
+__all__ = ["tokenizer"]
+
+JSON_TOOLS = Format(_tool_format("json_tools"), ("<think>", "</think>"))
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    Tool.model_validate(
+        {"type": "function", "function": {"name": "weather", "parameters": WEATHER}}
+    ),
+    Tool.model_validate({"type": "function", "function": {"name": "time"}}),
+]
+
+
+def taken_apart(parser: Plain | Marked, deltas: list[str]) -> list[tuple[str, str | None, str]]:
+    """Neighbouring pieces of a kind as one."""
+    pieces = [piece for delta in deltas for piece in parser.feed(delta)]
+    pieces += parser.finish()
+    joined: list[tuple[str, str | None, str]] = []
+    for piece in pieces:
+        if joined and joined[-1][0] == piece.kind and piece.name is None:
+            joined[-1] = (*joined[-1][:2], joined[-1][2] + piece.text)
+        else:
+            joined.append((piece.kind, piece.name, piece.text))
+    return joined
+
+
+def cut(text: str, chance: random.Random) -> list[str]:
+    at = sorted(chance.randrange(len(text) + 1) for _ in range(chance.randint(0, 12)))
+    return [text[a:b] for a, b in zip([0, *at], [*at, len(text)], strict=True)]
+
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+CALLED = ("call", "weather", '{"city": "Rome"}')
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Just text, a < b.", [("content", None, "Just text, a < b.")]),
+        ("trailing blanks \n", [("content", None, "trailing blanks \n")]),
+        (CALL, [CALLED]),
+        (f"\n\n{CALL}\n{CALL}\n", [CALLED, CALLED]),
+        (f"Let me look.\n{CALL}", [("content", None, "Let me look."), CALLED]),
+        (f"<think>Hm.</think>\n\n{CALL}", [("reasoning", None, "Hm."), CALLED]),
+        ("<think>no end", [("reasoning", None, "no end")]),
+        (
+            "<tool_call>{not json}</tool_call>",
+            [("content", None, "<tool_call>{not json}</tool_call>")],
+        ),
+        (
+            '<tool_call>{"no": "name"}</tool_call>!',
+            [("content", None, '<tool_call>{"no": "name"}</tool_call>!')],
+        ),
+        (CALL.removesuffix("</tool_call>"), [CALLED]),
+        ("half a mark <tool_c", [("content", None, "half a mark <tool_c")]),
+    ],
+)
+def test_marks_are_found_however_the_text_is_cut(
+    text: str, expected: list[tuple[str, str | None, str]]
+) -> None:
+    chance = random.Random(5)
+    for deltas in ([text], list(text), *(cut(text, chance) for _ in range(60))):
+        assert taken_apart(Marked(JSON_TOOLS, True, False), deltas) == expected
+
+
+def test_thoughts_may_have_begun_in_the_prompt() -> None:
+    deltas = ["I think", "</thi", "nk>so"]
+    expected = [("reasoning", None, "I think"), ("content", None, "so")]
+    assert taken_apart(Marked(JSON_TOOLS, True, True), deltas) == expected
+
+
+def test_without_tools_a_call_is_text() -> None:
+    assert taken_apart(Marked(JSON_TOOLS, False, False), [CALL]) == [("content", None, CALL)]
+
+
+def test_text_is_given_on_as_soon_as_it_is_no_mark() -> None:
+    parser = Marked(JSON_TOOLS, True, False)
+    assert list(parser.feed("a <tool")) == [Piece("content", "a")]
+    assert list(parser.feed("box")) == [Piece("content", " <toolbox")]
+
+
+def test_a_format_without_an_end_ends_with_the_answer() -> None:
+    text = '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}'
+    parser = Marked(Format(_tool_format("mistral")), True, False)
+    assert taken_apart(parser, list(text)) == [CALLED]
+
+
+def test_a_named_call_is_all_arguments() -> None:
+    deltas = ['{"city"', "", ': "Rome"}']
+    assert list(NamedCall("weather").feed("")) == []
+    assert taken_apart(NamedCall("weather"), deltas) == [CALLED]
+
+
+def test_listed_calls_come_one_by_one() -> None:
+    text = (
+        '[{"name": "weather", "parameters": {"city": "Rome"}}, {"name": "time", "parameters": {}}]'
+    )
+    expected = [CALLED, ("call", "time", "{}")]
+    chance = random.Random(6)
+    for deltas in ([text], list(text), *(cut(text, chance) for _ in range(60))):
+        assert taken_apart(ListedCalls(), deltas) == expected
+
+
+# --- what mlx-lm knows
+
+
+def test_every_parser_of_mlx_lm_has_a_format() -> None:
+    names = tool_parsers()
+    assert {"json_tools", "mistral", "qwen3_coder", "laguna"} <= set(names)
+    for name in names:
+        assert isinstance(_tool_format(name), ToolFormat)
+        assert _tool_format(name).start
+
+
+def test_the_format_is_found_by_the_model_and_can_be_chosen() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    found = format_of(tokenizer)
+    assert (found.tools.start, found.thoughts) == ("<tool_call>", None)
+    assert format_of(tokenizer, "mistral").tools.start == "[TOOL_CALLS]"
+    with pytest.raises(UsageError, match="--tool-parser hermes is not known: give one of"):
+        format_of(tokenizer, "hermes")
+
+
+def test_mlx_stays_out_of_this_process() -> None:
+    """mlx_lm's package would bring it."""
+    code = (
+        "import sys; from serve.front.formats import _tool_format, _module; "
+        "_module('tokenizer_utils'); _tool_format('laguna'); "
+        "assert not {'mlx', 'mlx.core', 'mlx_lm'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- calls that must come
+
+
+def test_demanded_calls_have_a_grammar(tokenizer) -> None:  # noqa: ANN001, F811
+    any_call = grammar_of_call(TOOLS, "required", parallel=True)
+    one_call = grammar_of_call(TOOLS, "required", parallel=False)
+    rome = {"name": "weather", "parameters": {"city": "Rome"}}
+    time_ = {"name": "time", "parameters": {}}
+    assert accepts(tokenizer, any_call, json.dumps([rome, time_]))
+    assert accepts(tokenizer, one_call, json.dumps([rome]))
+    for wrong in (
+        [rome, time_],
+        [],
+        [{"name": "other", "parameters": {}}],
+        [{**rome, "parameters": {}}],
+    ):
+        assert not accepts(tokenizer, one_call, json.dumps(wrong))
+    choice = NamedTool.model_validate({"type": "function", "function": {"name": "weather"}})
+    named = grammar_of_call(TOOLS, choice, parallel=True)
+    assert accepts(tokenizer, named, '{"city": "Rome"}')
+    assert not accepts(tokenizer, named, "{}")
+
+
+def test_nothing_is_demanded_unless_it_is() -> None:
+    assert grammar_of_call(TOOLS, "auto", True) is None
+    assert grammar_of_call([], "none", True) is None
+    for tools, choice in (
+        ([], "required"),
+        (TOOLS, {"type": "function", "function": {"name": "x"}}),
+    ):
+        choice = choice if isinstance(choice, str) else NamedTool.model_validate(choice)
+        with pytest.raises(RequestError) as caught:
+            grammar_of_call(tools, choice, True)
+        assert caught.value.param == "tool_choice"
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a" * 65, "ü", "a\n"])
+def test_names_of_tools_are_plain(name: str) -> None:
+    with pytest.raises(ValidationError):
+        Tool.model_validate({"type": "function", "function": {"name": name}})
