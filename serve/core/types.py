@@ -5,7 +5,7 @@ serve.rank.stage, Transport in serve.rank.transport.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 LAST_TOKEN = -1  # In a step: the token that the step before of this row samples.
 
@@ -14,11 +14,59 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token of a sequence is chosen. temperature 0 is greedy."""
+    """How the next token of a sequence is chosen. temperature 0 is greedy.
+
+    Presence and frequency count generated tokens, repetition those of the prompt too.
+    bias_ids and biases go together. Of allowed_ids nothing means all. No end_ids come
+    within the first min_tokens. (prompt_)logprobs is how many of the likeliest tokens to
+    tell beside each one; None is not to score them at all.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     seed: int = 0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    bias_ids: tuple[int, ...] = ()
+    biases: tuple[float, ...] = ()
+    allowed_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+    end_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    @property
+    def has_penalties(self) -> bool:
+        unused = 0.0, 0.0, 1.0
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != unused
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether choosing or scoring needs the tokens so far."""
+        return bool(self.has_penalties or self.bad_words or self.prompt_logprobs is not None)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "Sampling":
+        flat: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in fields.items()
+        }
+        flat["bad_words"] = tuple(map(tuple, flat["bad_words"]))
+        return cls(**flat)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The log-probability that the model gives a token, and the likeliest ones in its
+    place, best first; before any parameter of sampling."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -27,19 +75,21 @@ class Sequence:
 
     Once every step issued so far has run, the stages hold keys and values of
     num_computed tokens, and num_pending more tokens are sampled. is_held says whether
-    they hold anything. The first num_cached tokens came from another sequence.
+    they hold anything. The first num_cached tokens came from another sequence. original
+    has the same prompt, which is computed once for both.
     """
 
     id: int
     prompt: list[int]
     max_tokens: int
     sampling: Sampling
-    eos_ids: frozenset[int]
+    end_ids: frozenset[int]
     output: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_pending: int = 0
     num_cached: int = 0
     is_held: bool = False
+    original: "Sequence | None" = None
 
     @property
     def tokens(self) -> list[int]:
@@ -124,8 +174,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What became of a sequence: a token, its end, or both."""
+    """What became of a sequence: a token, its end, or both. score if it was asked for."""
 
     sequence: int
     token: int | None = None
     finish_reason: FinishReason | None = None
+    score: Score | None = None

@@ -13,7 +13,7 @@ from enum import IntEnum
 from typing import Any
 
 from serve.core.errors import ClusterError
-from serve.core.types import Row, Step, Take
+from serve.core.types import Row, Score, Step, Take
 
 VERSION = 1
 MAX_BODY_BYTES = 64 << 20
@@ -37,11 +37,22 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Scores:
+    """Of the tokens of a sequence from a position on."""
+
+    sequence: int
+    position: int
+    scores: tuple[Score, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
-    """The tokens sampled in a step, one a row; none when it did not sample."""
+    """The tokens sampled in a step, one a row; none when it did not sample. scores, which
+    few ask for, travel in JSON frames before it."""
 
     number: int
     tokens: tuple[int, ...]
+    scores: tuple[Scores, ...] = ()
 
 
 def frame(kind: Kind, body: bytes) -> bytes:
@@ -147,6 +158,20 @@ def encode_result(result: Result) -> bytes:
 def decode_result(body: bytes) -> Result:
     number, *tokens = _Ints(body).take(len(body) // 4)
     return Result(number, tuple(tokens))
+
+
+def scores_frame(scores: Scores) -> bytes:
+    told = [[score.token, score.logprob, score.top] for score in scores.scores]
+    place = {"sequence": scores.sequence, "position": scores.position}
+    return json_frame({"type": "scores", **place, "scores": told})
+
+
+def parse_scores(message: dict[str, Any]) -> Scores:
+    scores = tuple(
+        Score(token, logprob, tuple((id, value) for id, value in top))
+        for token, logprob, top in message["scores"]
+    )
+    return Scores(message["sequence"], message["position"], scores)
 
 
 def _ints(values: Sequence[int]) -> bytes:

@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import SendTimeoutError
@@ -29,11 +29,11 @@ from serve.core.errors import (
     RequestError,
     UnavailableError,
 )
-from serve.front import guard, replies
+from serve.front import chat, completions, guard, replies, tokenize
+from serve.front.answer import Answer, Engine, Job
 from serve.front.app_server import BACKLOG, Server
-from serve.front.chat import Chat, Engine, Prompt, prepare
 from serve.front.metrics import Metrics
-from serve.front.openai import ChatBody, parse_chat
+from serve.front.openai import ChatBody, CompletionBody, parse, parse_json
 from serve.front.record import Record
 from serve.front.tokens import Tokenizer
 
@@ -44,6 +44,7 @@ _MOST_TRACE_SECONDS = 3600.0
 _PROMPT_THREADS = 2
 
 _logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -106,7 +107,7 @@ async def serve(
 
 
 class Front:
-    """The endpoints, and the chats that are under way."""
+    """The endpoints, and the answers that are under way."""
 
     def __init__(
         self, config: ServeConfig, engine: Engine, tokenizer: Tokenizer, max_context: int
@@ -117,15 +118,15 @@ class Front:
         self._max_context = max_context
         self._created = int(time.time())
         self._metrics = Metrics(engine.pipeline)
-        self._chats: weakref.WeakSet[Chat] = weakref.WeakSet()
+        self._answers: weakref.WeakSet[Answer] = weakref.WeakSet()
         self._threads = ThreadPoolExecutor(_PROMPT_THREADS, "prompt")
         routes = Starlette(routes=self._routes(), exception_handlers=_ERROR_HANDLERS)
         routes.router.redirect_slashes = False
         self.app = guard.Guard(routes, self._metrics)
 
     def end_streams(self, error: BrigadeError) -> None:
-        for chat in list(self._chats):
-            chat.interrupt(error)
+        for answer in list(self._answers):
+            answer.interrupt(error)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -133,6 +134,9 @@ class Front:
     def _routes(self) -> list[Route]:
         return [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
             Route("/health", self.health),
@@ -144,27 +148,51 @@ class Front:
         ]
 
     async def chat(self, request: Request) -> Response:
+        return await self._generate(request, self._read_chat)
+
+    async def completions(self, request: Request) -> Response:
+        return await self._generate(request, self._read_completion)
+
+    def _read_chat(self, data: bytes) -> Job:
+        body = parse(ChatBody, parse_json(data))
+        self._check_model(body.model)
+        return chat.prepare(body, self._tokenizer, self._max_context)
+
+    def _read_completion(self, data: bytes) -> Job:
+        body = parse(CompletionBody, parse_json(data))
+        self._check_model(body.model)
+        return completions.prepare(body, self._tokenizer, self._max_context)
+
+    async def _generate(self, request: Request, read: Callable[[bytes], Job]) -> Response:
         record: Record = request.scope[guard.RECORD]
-        data = await guard.read_body(request.scope["headers"], request.receive)
-        loop = asyncio.get_running_loop()
-        body, prompt = await loop.run_in_executor(self._threads, self._prepare, data)
-        generation = self._engine.submit(
-            prompt.ids, prompt.max_tokens, prompt.sampling, self._tokenizer.eos_ids
-        )
-        chat = Chat(self._model, prompt, generation, self._tokenizer, record, self._metrics)
-        self._chats.add(chat)
-        if body.stream:
-            return _Stream(chat, body.include_usage)
-        reply = replies.fold(chat.chunks(include_usage=True))
+        job = await self._in_thread(request, read)
+        generation = self._engine.submit(job.prompts)
+        answer = Answer(self._model, job, generation, self._tokenizer, record, self._metrics)
+        self._answers.add(answer)
+        if job.body.stream:
+            return _Stream(answer, job.body.include_usage)
+        reply = replies.fold(answer.chunks(include_usage=True))
         try:
             return _json(await guard.unless_gone(request.receive, reply))
         finally:
-            chat.close()
+            answer.close()
 
-    def _prepare(self, data: bytes) -> tuple[ChatBody, Prompt]:
-        body = parse_chat(data)
-        self._check_model(body.model)
-        return body, prepare(body, self._tokenizer, self._max_context)
+    async def _in_thread(self, request: Request, read: Callable[[bytes], Result]) -> Result:
+        """What reading a request's body gives. Long texts take seconds."""
+        data = await guard.read_body(request.scope["headers"], request.receive)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, read, data)
+
+    async def tokenize(self, request: Request) -> Response:
+        return _json(await self._in_thread(request, self._read_tokenize))
+
+    async def detokenize(self, request: Request) -> Response:
+        return _json(await self._in_thread(request, self._read_detokenize))
+
+    def _read_tokenize(self, data: bytes) -> replies.Json:
+        return tokenize.tokenize(data, self._tokenizer, self._max_context, self._check_model)
+
+    def _read_detokenize(self, data: bytes) -> replies.Json:
+        return tokenize.detokenize(data, self._tokenizer, self._check_model)
 
     def _check_model(self, name: str) -> None:
         if name != self._model:
@@ -228,17 +256,17 @@ def _seconds(text: str) -> float:
 
 
 class _Stream(EventSourceResponse):
-    """Ends the chat also when the client is gone before its first event."""
+    """Ends the answer also when the client is gone before its first event."""
 
-    def __init__(self, chat: Chat, include_usage: bool) -> None:
+    def __init__(self, answer: Answer, include_usage: bool) -> None:
         super().__init__(
-            chat.server_sent_events(include_usage),
+            answer.server_sent_events(include_usage),
             headers={"cache-control": "no-cache"},
             ping=KEEP_ALIVE_SECONDS,
             ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
             send_timeout=SEND_SECONDS,
         )
-        self._chat = chat
+        self._answer = answer
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
@@ -246,7 +274,7 @@ class _Stream(EventSourceResponse):
         except SendTimeoutError:
             _logger.warning("A client took nothing for %g seconds: given up.", SEND_SECONDS)
         finally:
-            self._chat.close()
+            self._answer.close()
 
 
 # --- errors

@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import time
+from collections.abc import Sequence as ReadableList
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -28,7 +29,9 @@ from serve.core.errors import (
     from_exit_code,
 )
 from serve.core.plan import StagePlan, parse_memory
-from serve.core.types import Event, Sampling, Sequence
+from serve.core.types import Sequence
+from serve.front.generation import Generation
+from serve.front.prompt import Prompt
 from serve.front.scheduler import Reuse, Scheduler
 from serve.front.stages import (
     StageStatus,
@@ -58,41 +61,6 @@ class View(Protocol):
     def progressed(self, stage: StageStatus) -> None: ...
 
     def ready(self, stages: list[StageStatus]) -> None: ...
-
-
-class Generation:
-    """The events of one sequence, as an async iterator."""
-
-    def __init__(self, engine: "Engine", sequence: Sequence) -> None:
-        self._engine, self._sequence = engine, sequence
-        self._events: asyncio.Queue[Event | BrigadeError] = asyncio.Queue()
-        self._ended = False
-
-    def __aiter__(self) -> "Generation":
-        return self
-
-    async def __anext__(self) -> Event:
-        if self._ended:
-            raise StopAsyncIteration
-        event = await self._events.get()
-        if isinstance(event, BrigadeError):
-            self._ended = True
-            raise event
-        self._ended = event.finish_reason is not None
-        return event
-
-    def put(self, event: Event | BrigadeError) -> None:
-        self._events.put_nowait(event)
-
-    @property
-    def num_cached(self) -> int:
-        """Tokens of the prompt that were not computed anew."""
-        return self._sequence.num_cached
-
-    def close(self) -> None:
-        """Drops the sequence on all ranks if it still runs."""
-        self._ended = True
-        self._engine.drop(self._sequence.id)
 
 
 class Engine:
@@ -282,6 +250,10 @@ class Engine:
     def _on_message(self, rank: int, message: dict[str, Any]) -> None:
         if message["type"] == "error":
             self._fail_with_reason(from_exit_code(message["exit_code"], message["message"]))
+        elif message["type"] == "scores":
+            scores = wire.parse_scores(message)
+            if generation := self._generations.get(scores.sequence):
+                generation.put_scores(scores)
         else:
             self._update_stage(self._stages[rank], message)
 
@@ -314,24 +286,33 @@ class Engine:
         _logger.error("event=failed reason=%s", json.dumps(str(error)))
         self._failure.set_result(error)
         self._progressed.set()
-        for generation in self._generations.values():
+        for generation in set(self._generations.values()):
             generation.put(error)
         self._generations.clear()
 
     # --- requests
 
-    def submit(
-        self, prompt: list[int], max_tokens: int, sampling: Sampling, eos_ids: frozenset[int]
-    ) -> Generation:
-        """Raises UnavailableError or OverloadedError at once."""
+    def submit(self, prompts: ReadableList[Prompt]) -> Generation:
+        """Raises UnavailableError, OverloadedError or RequestError at once."""
         if reason := self._not_ready():
             raise UnavailableError(f"The cluster is not ready ({reason}): try again later.")
-        sequence = Sequence(next(self._sequence_ids), prompt, max_tokens, sampling, eos_ids)
-        self._scheduler.add(sequence)
-        generation = Generation(self, sequence)
-        self._generations[sequence.id] = generation
+        sequences = [sequence for prompt in prompts for sequence in self._sequences(prompt)]
+        self._scheduler.add(*sequences)
+        generation = Generation(sequences, self.drop)
+        self._generations |= {sequence.id: generation for sequence in sequences}
         self._pump()
         return generation
+
+    def _sequences(self, prompt: Prompt) -> list[Sequence]:
+        """One for each answer. The first one's prompt is computed, the others copy it."""
+        sequences: list[Sequence] = []
+        max_tokens = max(1, prompt.max_tokens)  # For an echo alone a token is computed, too.
+        for sampling in prompt.samplings:
+            new_id = next(self._sequence_ids)
+            sequence = Sequence(new_id, prompt.ids, max_tokens, sampling, prompt.end_ids)
+            sequence.original = sequences[0] if sequences else None
+            sequences.append(sequence)
+        return sequences
 
     def drop(self, sequence_id: int) -> None:
         if self._generations.pop(sequence_id, None):
@@ -361,9 +342,16 @@ class Engine:
             self._process.link.send(wire.frame(wire.Kind.STEP, wire.encode_step(step)))
 
     def _admit(self, sequence_id: int) -> None:
-        """The fixed part of a request goes to rank 0 once, before its first step."""
-        sampling = asdict(self._scheduler.sequence(sequence_id).sampling)
-        message = {"type": "admit", "sequence": sequence_id, "sampling": sampling}
+        """What choosing its tokens needs goes to rank 0 before its first step, and again if it
+        begins anew."""
+        sequence = self._scheduler.sequence(sequence_id)
+        message = {
+            "type": "admit",
+            "sequence": sequence_id,
+            "sampling": asdict(sequence.sampling),
+            "num_prompt": len(sequence.prompt),
+            "tokens": sequence.tokens if sequence.sampling.reads_tokens else [],
+        }
         if self._process:
             self._process.link.send_json(message)
 
@@ -389,7 +377,7 @@ class Engine:
             "num_ranks": self._cluster.num_ranks,
             "stages": [stage.to_json() for stage in self._stages],
             "num_running": self._scheduler.num_running,
-            "num_waiting": len(self._scheduler.waiting),
+            "num_waiting": self._scheduler.num_waiting,
             "kv_tokens": self._scheduler.num_held_tokens,
             "max_kv_tokens": self._scheduler.max_held_tokens,
             "better_split": better_split(self._stages),

@@ -12,8 +12,9 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-def refuse(message: str) -> NoReturn:
-    raise PydanticCustomError("refused", "{message}", {"message": message})
+def refuse(message: str, param: str | None = None) -> NoReturn:
+    """In a validator. param is the field that is wrong, where pydantic cannot tell."""
+    raise PydanticCustomError("refused", "{message}", {"message": message, "param": param})
 
 
 def _join_parts(content: Any) -> Any:

@@ -1,73 +1,75 @@
-"""The body of a chat request: what is accepted, and what is refused with which words.
+"""The bodies of requests: what is accepted, and what is refused with which words.
 
-Strict: a field that is not supported must hold the value that changes nothing, and an
-unknown field is an error, so that nothing is accepted and ignored.
+Strict: a field of OpenAI or vLLM that is not supported must hold the value that changes
+nothing. Fields that nobody knows are ignored with a line in the log, as vLLM does.
 """
 
-from typing import Annotated, Any, Literal
+import json
+import logging
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, FailFast, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, from_json
 
 from serve.core.errors import RequestError
 from serve.front.messages import Body, Message, refuse, template_message
+from serve.front.sampling import MOST_LOGPROBS, SamplingBody, TokenIds
+from serve.front.tokens import Tokenizer
 
-MOST_STOPS = 16
-MOST_STOP_CHARACTERS = 1024
+MOST_PROMPTS = 1024
 _MOST_PATH_CHARACTERS = 120
+_MOST_NAMES_LOGGED = 8
 
 # Fields of OpenAI and vLLM that are not supported, with the values that change nothing.
-# None is always among them.
+# None is always among them. A body that has such a field of its own is asked first.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
-    "allowed_token_ids": (),
     "audio": (),
-    "bad_words": ([],),
     "best_of": (1,),
+    "cache_salt": (),
+    "chat_template": (),
     "continue_final_message": (False,),
     "detokenize": (True,),
+    "documents": (),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "ignore_eos": (False,),
     "include_reasoning": (True,),
-    "include_stop_str_in_output": (False,),
+    "kv_transfer_params": (),
     "length_penalty": (1,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "min_p": (0,),
-    "min_tokens": (0,),
+    "logprob_token_ids": (),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": (),
     "modalities": (["text"],),
-    "n": (1,),
     "parallel_tool_calls": (True, False),
     "prediction": (),
-    "presence_penalty": (0,),
     "priority": (0,),
+    "prompt_embeds": (),
     "prompt_logprobs": (),
     "reasoning_effort": (),
-    "repetition_penalty": (1,),
+    "repetition_detection": (),
     "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
     "service_tier": ("auto", "default"),
-    "skip_special_tokens": (True,),
-    "stop_token_ids": ([],),
+    "spaces_between_special_tokens": (True,),
     "store": (False,),
     "structured_outputs": (),
-    "suffix": (),
+    "suffix": ("",),
+    "thinking_token_budget": (-1,),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_k": (-1, 0),
-    "top_logprobs": (0,),
-    "truncate_prompt_tokens": (),
+    "truncation_side": ("left",),
     "use_beam_search": (False,),
     "verbosity": (),
+    "vllm_xargs": (),
     "web_search_options": (),
 }
+
+_logger = logging.getLogger(__name__)
+Parsed = TypeVar("Parsed", bound=Body)
 
 
 class StreamOptions(Body):
@@ -76,48 +78,77 @@ class StreamOptions(Body):
     continuous_usage_stats: Literal[False] | None = None
 
 
-def _list_stops(stop: Any) -> Any:
-    stops = [stop] if isinstance(stop, str) else stop
-    if stops is None:
-        return ()
-    if not isinstance(stops, list) or not all(isinstance(text, str) for text in stops):
-        refuse("must be a string or a list of strings")
-    if len(stops) > MOST_STOPS:
-        refuse(f"has {len(stops)} strings, {MOST_STOPS} are allowed")
-    if not all(0 < len(text) <= MOST_STOP_CHARACTERS for text in stops):
-        refuse(f"needs strings of 1 to {MOST_STOP_CHARACTERS} characters")
-    return tuple(stops)
-
-
-Number = Annotated[float, Field(allow_inf_nan=False)]
-
-
-class ChatBody(Body):
-    """A chat request. user, metadata and the two keys change no answer."""
+class GenerationBody(SamplingBody):
+    """What asks for answers. user and the like change no answer."""
 
     model: str
-    messages: Annotated[list[Message], Field(min_length=1), FailFast()]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
-    stop: Annotated[tuple[str, ...], BeforeValidator(_list_stops)] = ()
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
     @model_validator(mode="after")
+    def _stream_fits(self) -> "GenerationBody":
+        if self.stream_options is not None and not self.stream:
+            refuse("stream_options is allowed only with stream=true", "stream_options")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def num_top(self) -> int | None:
+        """How many of the likeliest tokens are told with each one; None for no scores."""
+        raise NotImplementedError
+
+
+class Templated(Body):
+    """What a prompt is rendered from."""
+
+    messages: Annotated[list[Message], Field(min_length=1), FailFast()]
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> "Templated":
+        if self.continue_final_message and self.add_generation_prompt:
+            refuse(
+                "continue_final_message cannot go with add_generation_prompt",
+                "continue_final_message",
+            )
+        return self
+
+    def render(self, tokenizer: Tokenizer) -> str:
+        prompted = self.add_generation_prompt
+        return tokenizer.render(
+            [template_message(message) for message in self.messages],
+            self.chat_template_kwargs or {},
+            not self.continue_final_message if prompted is None else prompted,
+            bool(self.continue_final_message),
+        )
+
+
+class ChatBody(Templated, GenerationBody):
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
     def _fits_together(self) -> "ChatBody":
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
-            refuse("max_tokens and max_completion_tokens differ: give one of them")
-        if self.stream_options is not None and not self.stream:
-            refuse("stream_options are allowed only with stream=true")
+            refuse("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
+        if self.top_logprobs and not self.logprobs:
+            refuse("top_logprobs needs logprobs=true", "top_logprobs")
         return self
 
     @property
@@ -125,38 +156,106 @@ class ChatBody(Body):
         return self.max_completion_tokens or self.max_tokens
 
     @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    def template_messages(self) -> list[dict[str, Any]]:
-        return [template_message(message) for message in self.messages]
+    def num_top(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
-def parse_chat(data: bytes) -> ChatBody:
-    """Raises RequestError, which names the first field that is wrong."""
+def _list_prompts(prompt: Any) -> Any:
+    """One prompt or several, text or token ids: always a tuple of several."""
+    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _are_ids(prompt)):
+        prompt = [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        refuse("must be a string, a list of strings, of token ids, or of lists of token ids")
+    if len(prompt) > MOST_PROMPTS:
+        refuse(f"has {len(prompt)} prompts, {MOST_PROMPTS} are allowed")
+    for one in prompt:
+        if not one or not (isinstance(one, str) or (isinstance(one, list) and _are_ids(one))):
+            refuse("has an empty prompt, or one that is neither text nor a list of token ids")
+    return tuple(prompt)
+
+
+def _are_ids(ids: list[Any]) -> bool:
+    return all(type(id) is int and 0 <= id < 2**31 for id in ids)
+
+
+class CompletionBody(GenerationBody):
+    prompt: Annotated[tuple[str | list[int], ...], BeforeValidator(_list_prompts)]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "CompletionBody":
+        if self.max_tokens == 0 and not self.echo:
+            refuse("max_tokens may be 0 only with echo=true", "max_tokens")
+        if self.best_of is not None and self.best_of != self.num_choices:
+            refuse("best_of other than n is not supported: leave it out", "best_of")
+        return self
+
+    @property
+    def num_top(self) -> int | None:
+        return self.logprobs
+
+
+class TokenizeBody(Body):
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatBody(Templated):
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: TokenIds
+
+
+# --- from JSON
+
+
+def parse_json(data: bytes) -> dict[str, Any]:
     try:
         body = from_json(data, allow_inf_nan=False)
     except ValueError as error:
         raise RequestError(f"The body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise RequestError("The body is not a JSON object.")
-    supported = {name: value for name, value in body.items() if not _is_neutral(name, value)}
+    return body
+
+
+def parse(kind: type[Parsed], body: dict[str, Any]) -> Parsed:
+    """Raises RequestError, which names the first field that is wrong."""
+    unknown = body.keys() - kind.model_fields.keys() - _NEUTRAL.keys()
+    if unknown:
+        names = [name[:_MOST_PATH_CHARACTERS] for name in sorted(unknown)[:_MOST_NAMES_LOGGED]]
+        _logger.warning("event=ignored_fields num=%d names=%s", len(unknown), json.dumps(names))
+    supported = {name: body[name] for name in body if name in kind.model_fields}
+    for name in body.keys() - supported.keys() - unknown:
+        _check_neutral(name, body[name])
     try:
-        return ChatBody.model_validate(supported)
+        return kind.model_validate(supported)
     except ValidationError as error:
         raise _request_error(error, supported) from error
 
 
-def _is_neutral(name: str, value: Any) -> bool:
-    """Whether the field can be left out. Raises RequestError if it asks for something."""
-    if name not in _NEUTRAL:
-        return False
+def parse_chat(data: bytes) -> ChatBody:
+    return parse(ChatBody, parse_json(data))
+
+
+def _check_neutral(name: str, value: Any) -> None:
+    """Raises RequestError if a field that is not supported asks for something."""
     for neutral in (None, *_NEUTRAL[name]):
         if value == neutral and isinstance(value, bool) == isinstance(neutral, bool):
-            return True
+            return
     allowed = ", ".join(str(encoded) for encoded in _NEUTRAL[name]) or "null"
     raise RequestError(
-        f"{name} is not supported yet: leave it out (or give {allowed}).",
+        f"{name} is not supported: leave it out (or give {allowed}).",
         param=name,
         code="unsupported_parameter",
     )
@@ -168,13 +267,14 @@ def _is_neutral(name: str, value: Any) -> bool:
 def _request_error(error: ValidationError, body: dict[str, Any]) -> RequestError:
     first = error.errors(include_url=False)[0]
     is_missing = first["type"] == "missing"
-    path = _path(first["loc"], body, is_missing)
+    path = _path(first["loc"], body, is_missing) or first.get("ctx", {}).get("param") or ""
     if first["type"] == "extra_forbidden":
         return RequestError(f"Unknown field {path!r}: it is not supported.", param=path)
     if is_missing:
         return RequestError(f"The field {path!r} is missing.", param=path)
     message = _reason(first)
-    return RequestError(f"{path}: {message}." if path else f"{message}.", param=path or None)
+    said = path and not message.startswith(f"{path} ")
+    return RequestError(f"{path}: {message}." if said else f"{message}.", param=path or None)
 
 
 def _reason(error: ErrorDetails) -> str:

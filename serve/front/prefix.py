@@ -3,6 +3,7 @@ not be computed again. Only rank 0 decides; it tells the stages in its steps."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 LEAST_TOKENS = 16  # A shorter common beginning is not worth a copy.
 
@@ -32,11 +33,16 @@ class PrefixIndex:
     def oldest(self) -> int | None:
         return next(iter(self._kept), None)
 
-    def longest(self, tokens: Sequence[int], whole: bool) -> tuple[int, int] | None:
-        """The kept sequence that begins most like tokens, and how many are the same. If
-        whole, only one that tokens begin with as a whole."""
-        best = best_match(self._kept.items(), tokens, whole)
-        if best:
+    def longest(
+        self,
+        tokens: Sequence[int],
+        whole: bool,
+        others: Iterable[tuple[int, Sequence[int]]] = (),
+    ) -> tuple[int, int] | None:
+        """The sequence, kept or of others, that begins most like tokens, and how many are the
+        same. If whole, only one that tokens begin with as a whole."""
+        best = best_match(chain(self._kept.items(), others), tokens, whole)
+        if best and best[0] in self._kept:
             self._kept.move_to_end(best[0])
         return best
 

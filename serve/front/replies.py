@@ -72,20 +72,28 @@ def usage(num_prompt_tokens: int, num_completion_tokens: int, num_cached: int = 
     }
 
 
-def choice(delta: Json, finish_reason: str | None = None) -> Json:
-    return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-
-
 async def fold(chunks: AsyncIterator[Json]) -> Json:
     """The full reply: what a client would get by adding the stream's chunks up."""
     reply: Json = {}
-    message: Json = {"content": ""}
-    finish_reason = None
+    choices: dict[int, Json] = {}
     async for chunk in chunks:
-        reply = {**chunk, "object": "chat.completion"}
+        reply |= {name: value for name, value in chunk.items() if name != "choices"}
         for part in chunk["choices"]:
-            message["role"] = part["delta"].get("role", message.get("role"))
-            message["content"] += part["delta"].get("content", "")
-            finish_reason = part["finish_reason"]
-    answer = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason}
-    return {**reply, "choices": [answer]}
+            choices[part["index"]] = _added(choices.get(part["index"], {}), part)
+    reply["object"] = reply["object"].removesuffix(".chunk")
+    return {**reply, "choices": [_whole(choices[index]) for index in sorted(choices)]}
+
+
+def _added(total: Any, part: Any) -> Any:
+    """Texts and lists are put together, objects by their fields; else the last one counts."""
+    if total is None or part is None:
+        return total if part is None else part
+    if isinstance(part, dict):
+        return {**total, **{name: _added(total.get(name), part[name]) for name in part}}
+    return total + part if isinstance(part, str | list) else part
+
+
+def _whole(choice: Json) -> Json:
+    if "delta" not in choice:
+        return choice
+    return {"message" if name == "delta" else name: value for name, value in choice.items()}

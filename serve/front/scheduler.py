@@ -19,7 +19,7 @@ from typing import Literal
 
 from serve.core.errors import OverloadedError, RequestError
 from serve.core.types import Event, FinishReason, Group, Row, Sequence, Step, Take
-from serve.front.prefix import PrefixIndex, best_match
+from serve.front.prefix import PrefixIndex
 
 # What of another sequence a new one can begin with: any part from its start, or only all of
 # it (some caches cannot go back), or nothing.
@@ -77,6 +77,7 @@ class Scheduler:
         self._max_queue = max_queue
         self._prefill_chunk = prefill_chunk
         self._live: dict[int, Sequence] = {}
+        self._copies: list[Sequence] = []  # live, but their originals are not prefilled yet
         self._leaving: list[Sequence] = []  # out of all groups, but steps of it are under way
         self._in_flight: dict[int, _InFlight] = {}
         self._to_drop: list[int] = []
@@ -84,7 +85,11 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._live) - len(self.waiting)
+        return len(self._live) - self.num_waiting
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + len(self._copies)
 
     @property
     def num_in_flight(self) -> int:
@@ -102,29 +107,41 @@ class Scheduler:
     def sequence(self, sequence_id: int) -> Sequence:
         return self._live[sequence_id]
 
-    def add(self, sequence: Sequence) -> None:
-        """Raises OverloadedError if too many wait already, RequestError if the stages
-        could not even hold this one alone."""
-        room = self._max_num_sequences - self.num_running
-        if len(self.waiting) >= self._max_queue + room:
-            raise OverloadedError(
-                f"{len(self.waiting)} requests wait already: try again later.", code="queue_full"
+    def add(self, *sequences: Sequence) -> None:
+        """All or none. Raises OverloadedError if too many wait already, RequestError if the
+        stages could not even hold one of them alone."""
+        most = self._max_queue + self._max_num_sequences
+        if len(sequences) > most:
+            raise RequestError(
+                f"The request asks for {len(sequences)} answers, {most} are the most at a time: "
+                "send fewer prompts or a smaller n."
             )
-        if self.max_held_tokens is not None:
-            num_left = self.max_held_tokens - len(sequence.prompt)
-            if num_left < 1:
-                raise RequestError(
-                    f"The prompt has {len(sequence.prompt)} tokens, and the memory for keys and "
-                    f"values is enough for {self.max_held_tokens}: shorten it.",
-                    code="context_length_exceeded",
-                )
-            sequence.max_tokens = min(sequence.max_tokens, num_left)
-        self._live[sequence.id] = sequence
-        self.waiting.append(sequence)
+        if self.num_waiting + self.num_running + len(sequences) > most:
+            raise OverloadedError(
+                f"{self.num_waiting} requests wait already: try again later.", code="queue_full"
+            )
+        for sequence in sequences:
+            sequence.max_tokens = min(sequence.max_tokens, self._room_alone(sequence))
+        for sequence in sequences:
+            self._live[sequence.id] = sequence
+            (self._copies if sequence.original else self.waiting).append(sequence)
+
+    def _room_alone(self, sequence: Sequence) -> int:
+        """For how many tokens beside its prompt there is room."""
+        if self.max_held_tokens is None:
+            return sequence.max_tokens
+        if (num_left := self.max_held_tokens - len(sequence.prompt)) < 1:
+            raise RequestError(
+                f"The prompt has {len(sequence.prompt)} tokens, and the memory for keys and "
+                f"values is enough for {self.max_held_tokens}: shorten it.",
+                code="context_length_exceeded",
+            )
+        return num_left
 
     def drop(self, sequence_id: int) -> None:
         """Ends a sequence wherever it is; unknown and ended ones are fine."""
         if sequence := self._take_out(sequence_id):
+            self._free_copies(sequence)
             self._leaving.append(sequence)
             self._let_go()
 
@@ -272,16 +289,7 @@ class Scheduler:
             self._join_if_prefilled(sequence)
 
     def _reuse_prefix(self, sequence: Sequence) -> None:
-        if self.reuse == "none":
-            return
-        wanted = sequence.tokens[:-1]
-        found = self.kept.longest(wanted, whole=self.reuse == "whole")
-        if self.reuse == "any":
-            decoding = (s for group in self.groups for s in group.sequences)
-            prompts = ((s.id, s.prompt) for s in decoding if s.num_computed >= len(s.prompt))
-            other = best_match(prompts, wanted)
-            if other and (found is None or other[1] > found[1]):
-                found = other
+        found = self._prefix_of_original(sequence) or self._prefix(sequence)
         if not found:
             return
         source, sequence.num_computed = found
@@ -290,16 +298,40 @@ class Scheduler:
             sequence.num_cached = sequence.num_computed
         self._emit(self._step([], [], take=(Take(sequence.id, source, sequence.num_computed),)))
 
+    def _prefix_of_original(self, sequence: Sequence) -> tuple[int, int] | None:
+        """All that an original holds that has just been prefilled: this every cache can copy."""
+        original, num_tokens = sequence.original, len(sequence.prompt) - 1
+        if original and original.id in self._live and original.num_computed == num_tokens > 0:
+            return original.id, num_tokens
+        return None
+
+    def _prefix(self, sequence: Sequence) -> tuple[int, int] | None:
+        """The sequence that begins most like this one, and how many tokens are the same.
+        What is to be scored has to be computed."""
+        if self.reuse == "none" or sequence.sampling.prompt_logprobs is not None:
+            return None
+        decoding = (s for group in self.groups for s in group.sequences)
+        prompts = ((s.id, s.prompt) for s in decoding if s.num_computed >= len(s.prompt))
+        others = prompts if self.reuse == "any" else ()
+        return self.kept.longest(sequence.tokens[:-1], self.reuse == "whole", others)
+
     def _join_if_prefilled(self, sequence: Sequence) -> None:
         if sequence.num_computed == sequence.num_tokens - 1:
             self.prefilling.remove(sequence)
             smallest = min(self.groups, key=lambda g: (len(g.sequences), g.num_in_flight))
             smallest.sequences.append(sequence)
+            self._free_copies(sequence)
+
+    def _free_copies(self, original: Sequence) -> None:
+        """To the front of the queue: so they begin before the original goes on."""
+        free = [copy for copy in self._copies if copy.original is original]
+        self._copies = [copy for copy in self._copies if copy.original is not original]
+        self.waiting.extendleft(reversed(free))
 
     def _advance(self, sequence: Sequence, token: int) -> Event:
         sequence.output.append(token)
         reason: FinishReason | None = None
-        if token in sequence.eos_ids:
+        if token in sequence.end_ids:
             reason = "stop"
         elif len(sequence.output) >= sequence.max_tokens:
             reason = "length"
@@ -325,7 +357,7 @@ class Scheduler:
     def _take_out(self, sequence_id: int) -> Sequence | None:
         sequence = self._live.pop(sequence_id, None)
         if sequence:
-            queues = (self.waiting, self.prefilling, self._leaving)
+            queues = (self.waiting, self._copies, self.prefilling, self._leaving)
             for queue in (*queues, *(g.sequences for g in self.groups)):
                 if sequence in queue:
                     queue.remove(sequence)
@@ -365,7 +397,8 @@ class Scheduler:
         return True
 
     def _send_back_youngest(self) -> bool:
-        running = [s for s in self._live.values() if s not in self.waiting]
+        idle = [*self.waiting, *self._copies]
+        running = [s for s in self._live.values() if s not in idle]
         if len(running) < 2:
             return False
         youngest = running[-1]

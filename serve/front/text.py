@@ -11,10 +11,11 @@ class StopMatcher:
     same character the longer one counts.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], keep: bool = False) -> None:
         if not all(stops):
             raise ValueError("An empty stop string matches everywhere.")
         self._stops = tuple(stops)
+        self._keep = keep
         self._held = ""
         self.matched = False
 
@@ -27,7 +28,8 @@ class StopMatcher:
         ends = [(start + length, start) for start, length in starts if start >= 0]
         if ends:
             self.matched, self._held = True, ""
-            return text[: min(ends)[1]]
+            end, start = min(ends)
+            return text[: end if self._keep else start]
         split = len(text) - max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[split:]
         return text[:split]

@@ -4,9 +4,11 @@ The only module that knows transformers and tokenizers. Reads local files only a
 none of the folder's Python.
 """
 
+import functools
 import inspect
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ _MOST_TOKENS_OF_A_CHARACTER = 4
 _MOST_OPEN_TOKENS = 64
 _MOST_SHRINKAGE_OF_NFC = 4
 _REPLACEMENT = "\ufffd"
+_MOST_TEXTS_KEPT = 1 << 16
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
 class Tokenizer:
@@ -37,11 +41,21 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = frozenset(id for id, token in added.items() if token.special)
         self._template_arguments = _argument_names(self._transformers.apply_chat_template)
+        pre_tokenizer = _parts(self._backend.pre_tokenizer, "pretokenizers")
+        self._is_byte_level = any(part["type"] == "ByteLevel" for part in pre_tokenizer)
         self._most_bytes_of_a_token = _most_bytes_of_a_token(self._backend)
-        self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
+        self._text_before = self.encode("a")
+        self.token_text = functools.lru_cache(_MOST_TEXTS_KEPT)(self._token_text)
+        self.vocab_size = _vocab_size(folder, self._backend)
         self.eos_ids = _read_eos_ids(folder, self._transformers.eos_token_id)
 
-    def render(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        options: Mapping[str, Any],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
         """The prompt's text by the model's chat template. options are its variables."""
         for name in options:
             if name in self._template_arguments:
@@ -55,7 +69,11 @@ class Tokenizer:
         try:
             return str(
                 self._transformers.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=True, **options
+                    messages,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    **options,
                 )
             )
         # A template is a program of the model's author: whatever it raises is its answer.
@@ -65,16 +83,38 @@ class Tokenizer:
                 f"The model's chat template refuses these messages: {reason}", param="messages"
             ) from error
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids; special tokens written out in text become their ids.
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Token ids; special tokens written out in text become their ids. Those added are
+        what the tokenizer puts around every text.
 
         By batch, because encoding a single text keeps Python's lock for all its time.
         """
-        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 
-    def decode(self, ids: list[int]) -> str:
-        return str(self._backend.decode(ids, skip_special_tokens=True))
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def _token_text(self, id: int) -> str:
+        """What a token adds to a text. Some decoders take the space of a first one away."""
+        before = self.decode(self._text_before)
+        text = self.decode([*self._text_before, id], skip_special_tokens=False)
+        return text.removeprefix(before) if text.startswith(before) else self.decode([id], False)
+
+    def token_bytes(self, id: int) -> list[int]:
+        """Of its text in UTF-8; also of tokens that are a part of a character."""
+        text = self.token_text(id)
+        if _REPLACEMENT in text:
+            token = self.token_name(id)
+            if byte := _BYTE_TOKEN.fullmatch(token):
+                return [int(byte[1], 16)]
+            if self._is_byte_level and all(character in _BYTES for character in token):
+                return [_BYTES[character] for character in token]
+        return list(text.encode())
+
+    def token_name(self, id: int) -> str:
+        """As the vocabulary has it, with marks for spaces and bytes."""
+        return self._backend.id_to_token(id) or ""
 
     def least_tokens(self, text: str) -> int:
         """A lower bound of len(encode(text)) without encoding; 0 if none can be told."""
@@ -82,8 +122,13 @@ class Tokenizer:
             return 0
         return len(text.encode()) // self._most_bytes_of_a_token
 
-    def stream(self) -> "TextStream":
-        return TextStream(self.decode, self._special_ids)
+    def stream(
+        self, skip_special_tokens: bool = True, after: list[int] | None = None
+    ) -> "TextStream":
+        """after are tokens that the text goes on from."""
+        skipped = self._special_ids if skip_special_tokens else frozenset()
+        decode = functools.partial(self.decode, skip_special_tokens=skip_special_tokens)
+        return TextStream(decode, skipped, after or [])
 
 
 class TextStream:
@@ -95,11 +140,16 @@ class TextStream:
     is incomplete at the end.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], skipped: frozenset[int]) -> None:
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        skipped: frozenset[int],
+        after: list[int] | None = None,
+    ) -> None:
         self._decode = decode
         self._skipped = skipped
-        self._window: list[int] = []
-        self._num_given = 0
+        self._window = [id for id in after or () if id not in skipped][-_CONTEXT_TOKENS:]
+        self._num_given = len(decode(self._window).rstrip(_REPLACEMENT)) if self._window else 0
         self._num_open = 0
 
     def push(self, token: int) -> str:
@@ -173,6 +223,17 @@ def _load(folder: Path) -> Any:
     return loaded
 
 
+def _vocab_size(folder: Path, backend: Any) -> int:
+    """Ids below it have a token, and a row in the model's matrices."""
+    size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    if (folder / "config.json").exists():
+        config = read_json(folder / "config.json")
+        for part in (config, config.get("text_config")):
+            if isinstance(part, dict) and isinstance(part.get("vocab_size"), int):
+                size = min(size, part["vocab_size"])
+    return size
+
+
 def _argument_names(apply_chat_template: Callable[..., Any]) -> frozenset[str]:
     """What chat_template_kwargs would override instead of reaching the template."""
     parameters = inspect.signature(apply_chat_template).parameters.values()
@@ -214,6 +275,18 @@ def _most_bytes_of_a_token(backend: Any) -> int | None:
         return None
     longest = max(max(map(len, base)), *(len(token.content.encode()) for token in added), 1)
     return longest * _MOST_SHRINKAGE_OF_NFC if normalizer else longest
+
+
+def _bytes_by_character() -> dict[str, int]:
+    """How byte-level vocabularies write each byte: printable ones as themselves, others as
+    the characters from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    written = {chr(byte): byte for byte in printable}
+    return written | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTES = _bytes_by_character()
 
 
 def _parts(component: Any, name: str) -> list[dict[str, Any]]:

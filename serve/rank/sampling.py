@@ -5,8 +5,9 @@ same request gives the same tokens, whoever shares its batch.
 """
 
 import hashlib
+import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import mlx.core as mx
@@ -15,21 +16,111 @@ from mlx_lm.sample_utils import apply_top_p
 from serve.core.types import Sampling
 
 _GREEDY_BELOW = 1e-5  # as in vLLM: dividing by less overflows
+# Above -inf, which is what is not allowed at all: if all that is allowed is banned, it
+# comes all the same.
+_BANNED = -1e30
 
 
-def sample(logits: mx.array, samplings: Sequence[Sampling], positions: Sequence[int]) -> mx.array:
+class Sampler:
+    """Chooses the tokens of one sequence. tokens are those of its prompt and of its answer
+    so far, which only some samplings read."""
+
+    def __init__(self, sampling: Sampling, num_prompt: int = 0, tokens: Iterable[int] = ()) -> None:
+        self.sampling = sampling
+        self.num_prompt = num_prompt
+        self.tokens = list(tokens)
+        self._is_greedy = sampling.temperature <= _GREEDY_BELOW
+        lists = (sampling.bias_ids, sampling.allowed_ids, sampling.bad_words)
+        self._adjusts = sampling.has_penalties or any(lists)
+        self._counts: mx.array | None = None
+        self._prompted: mx.array | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it always takes the likeliest token."""
+        return self._is_greedy and not self._adjusts and not self.sampling.min_tokens
+
+    def choose(self, logits: mx.array, position: int) -> mx.array:
+        """The token at a position, lazily, from logits (vocabulary,)."""
+        num_generated = position - self.num_prompt
+        ends = self.sampling.end_ids if num_generated < self.sampling.min_tokens else ()
+        if self._adjusts or ends:
+            logits = self._adjusted(logits.astype(mx.float32), ends)
+        if self._is_greedy:
+            return mx.argmax(logits)
+        return _draw(logits, self.sampling, position)
+
+    def note(self, token: int) -> None:
+        """What has been chosen."""
+        if self.sampling.reads_tokens:
+            self.tokens.append(token)
+        if self._counts is not None:
+            self._counts[token] += 1
+
+    def _adjusted(self, logits: mx.array, ends: tuple[int, ...]) -> mx.array:
+        """In vLLM's order: what may not come, biases, penalties."""
+        sampling = self.sampling
+        if banned := [*ends, *self._ends_of_bad_words()]:
+            logits[mx.array(banned)] = _BANNED
+        if sampling.allowed_ids:
+            allowed = mx.array(sampling.allowed_ids)
+            only = mx.full(logits.shape, -math.inf)
+            only[allowed] = logits[allowed]
+            logits = only
+        if sampling.bias_ids:
+            logits = logits.at[mx.array(sampling.bias_ids)].add(mx.array(sampling.biases))
+        return self._penalised(logits) if sampling.has_penalties else logits
+
+    def _ends_of_bad_words(self) -> list[int]:
+        """Last tokens of those words of which the answer ends with all before."""
+        answer = self.tokens[self.num_prompt :] if self.sampling.bad_words else []
+        return [
+            last
+            for *start, last in self.sampling.bad_words
+            if not start or answer[-len(start) :] == start
+        ]
+
+    def _penalised(self, logits: mx.array) -> mx.array:
+        counts, prompted = self._history(logits.size)
+        sampling, came = self.sampling, counts > 0
+        if (penalty := sampling.repetition_penalty) != 1:
+            weakened = mx.where(logits > 0, logits / penalty, logits * penalty)
+            logits = mx.where(came | prompted, weakened, logits)
+        return logits - sampling.frequency_penalty * counts - sampling.presence_penalty * came
+
+    def _history(self, size: int) -> tuple[mx.array, mx.array]:
+        """How often each token of the vocabulary came in the answer, and which ones came in
+        the prompt. Kept, because making them takes time with a long prompt."""
+        if self._counts is None or self._prompted is None:
+            prompt, answer = (
+                mx.array(tokens, dtype=mx.uint32)
+                for tokens in (self.tokens[: self.num_prompt], self.tokens[self.num_prompt :])
+            )
+            self._counts = mx.zeros(size).at[answer].add(1.0)
+            self._prompted = mx.zeros(size).at[prompt].add(1.0) > 0
+        return self._counts, self._prompted
+
+
+def sample(logits: mx.array, samplers: Sequence[Sampler], positions: Sequence[int]) -> mx.array:
     """The next token ids (B,), lazily, from the logits (B, vocabulary) of the rows'
     last tokens. positions are those of the tokens to come."""
     tokens = mx.argmax(logits, axis=-1)
-    for row, (sampling, position) in enumerate(zip(samplings, positions, strict=True)):
-        if sampling.temperature > _GREEDY_BELOW:
-            tokens[row] = _draw(logits[row], sampling, position)
+    for row, (sampler, position) in enumerate(zip(samplers, positions, strict=True)):
+        if not sampler.is_plain:
+            tokens[row] = sampler.choose(logits[row], position)
     return tokens
 
 
 def _draw(logits: mx.array, sampling: Sampling, position: int) -> mx.array:
-    """The temperature comes before top_p, as in vLLM."""
+    """In vLLM's order: temperature, min_p, top_k, top_p.
+
+    mlx_lm's apply_min_p and apply_top_k would be compiled anew for each number.
+    """
     scaled = logits.astype(mx.float32) / sampling.temperature
+    if sampling.min_p > 0:
+        scaled = mx.where(scaled < scaled.max() + math.log(sampling.min_p), -math.inf, scaled)
+    if 0 < sampling.top_k < scaled.size:
+        scaled = mx.where(scaled < mx.topk(scaled, sampling.top_k).min(), -math.inf, scaled)
     if sampling.top_p < 1:
         # An array, because apply_top_p is compiled: a number would be compiled in, each anew.
         top_p = cast(float, mx.array(sampling.top_p))
@@ -40,3 +131,18 @@ def _draw(logits: mx.array, sampling: Sampling, position: int) -> mx.array:
 def _key(seed: int, position: int) -> mx.array:
     digest = hashlib.blake2b(f"{seed} {position}".encode(), digest_size=8).digest()
     return mx.array(struct.unpack("<2I", digest), dtype=mx.uint32)
+
+
+def score(logits: mx.array, tokens: mx.array, num_top: int) -> list[mx.array]:
+    """Lazily, from logits (n, vocabulary): the log-probabilities (n,) of tokens (n,), and ids
+    and log-probabilities (n, num_top) of the likeliest tokens, best first."""
+    logits = logits.astype(mx.float32)
+    total = mx.logsumexp(logits, axis=-1, keepdims=True)
+    num_top = min(num_top, logits.shape[-1])
+    top = mx.argmax(logits, axis=-1, keepdims=True)[:, :num_top]
+    if num_top > 1:
+        top = mx.argpartition(-logits, num_top - 1, axis=-1)[:, :num_top]
+        best_first = mx.argsort(-mx.take_along_axis(logits, top, axis=-1), axis=-1)
+        top = mx.take_along_axis(top, best_first, axis=-1)
+    own = mx.take_along_axis(logits, tokens[:, None], axis=-1) - total
+    return [own[:, 0], top, mx.take_along_axis(logits, top, axis=-1) - total]

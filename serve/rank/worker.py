@@ -13,11 +13,11 @@ import socket
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import mlx.core as mx
 
@@ -25,11 +25,11 @@ from serve.core import wire
 from serve.core.errors import BrigadeError, ClusterError, EngineError
 from serve.core.types import Sampling, Step
 from serve.hub.partial import PartialModel, open_partial
-from serve.rank.cache import GroupCaches, Part
+from serve.rank.cache import GroupCaches
+from serve.rank.chooser import Chooser
 from serve.rank.memory import free_bytes
 from serve.rank.outbox import Outbox
 from serve.rank.planning import PlanRequest, make_plan
-from serve.rank.sampling import sample
 from serve.rank.slots import quantized
 from serve.rank.stage import Stage
 from serve.rank.transport import LocalTransport, Ring, RingTransport, Transport
@@ -91,17 +91,14 @@ class Parent:
 
 
 class StepLoop:
-    """Receive, forward, send. samplings holds those of the sequences that rank 0 was
-    told about; other ranks never sample."""
+    """Receive, forward, send. On the last stage, which is rank 0's, tokens are chosen."""
 
     def __init__(self, stage: Stage, transport: Transport, kv_bits: int | None = None) -> None:
         self.stage = stage
         self.transport = transport
         self.caches = GroupCaches(lambda: quantized(stage.make_cache(), kv_bits), stage.can_batch)
         self.outbox = Outbox(lambda step: transport.send(step, []))
-        self.samplings: dict[int, Sampling] = {}
-        self._num_begun: Counter[int] = Counter()
-        self._lock = threading.Lock()
+        self.chooser = Chooser()
         self.busy_seconds = 0.0
         self.num_steps = 0
         self.spans: deque[tuple[int, int, int, int, float, float]] = deque(maxlen=_NUM_SPANS)
@@ -113,25 +110,26 @@ class StepLoop:
             started = time.time()
             outputs = self.forward(step, received)
             if self.stage.is_last:
-                tokens = cast(list[int], outputs[0].tolist()) if outputs else []
+                result = self.chooser.result(step, outputs)
                 self._note(step, started)
                 # The next step of the group goes first: the result is for the clients.
                 if step.sample:
-                    self.outbox.sampled(step, tuple(tokens))
-                yield wire.Result(step.number, tuple(tokens))
+                    self.outbox.sampled(step, result.tokens)
+                yield result
             else:
                 self._note(step, started)
                 self.transport.send(step, outputs)
 
     def forward(self, step: Step, received: list[mx.array]) -> list[mx.array]:
-        """What goes on to the next stage; on the last one the sampled tokens (B,).
+        """What goes on to the next stage; on the last one the tokens (B,) and their scores.
 
         Stages divide the rows into the same parts, so the arrays of one part follow
         those of the other.
         """
         parts = self.caches.apply(step)
         mx.eval(self.caches.moved())
-        self._forget(step.drop)
+        for sequence in self.chooser.forget(step.drop):
+            self.outbox.forget(sequence)
         outputs: list[mx.array] = []
         for n, part in enumerate(parts):
             size = len(received) // len(parts)
@@ -139,33 +137,9 @@ class StepLoop:
                 part.tokens(step), part.caches, received[n * size : (n + 1) * size]
             )
         if self.stage.is_last and parts:
-            # A step that does not sample never evaluates its logits: no head.
-            outputs = [self._sample(step, parts, outputs)] if step.sample else []
+            outputs = self.chooser.choose(step, parts, outputs)
         mx.eval(outputs, self.caches.states(step))
         return outputs
-
-    def admit(self, sequence: int, sampling: Sampling) -> None:
-        """May come before the drop of the same sequence, which began before, has gone round."""
-        with self._lock:
-            self.samplings[sequence] = sampling
-            self._num_begun[sequence] += 1
-
-    def _forget(self, sequences: tuple[int, ...]) -> None:
-        with self._lock:
-            for sequence in sequences:
-                self._num_begun[sequence] -= 1
-                if self._num_begun[sequence] <= 0:
-                    del self._num_begun[sequence]
-                    self.samplings.pop(sequence, None)
-                    self.outbox.forget(sequence)
-
-    def _sample(self, step: Step, parts: list[Part], logits: list[mx.array]) -> mx.array:
-        rows = [row for part in parts for row in part.rows if row is not None]
-        samplings = [self.samplings[step.rows[n].sequence] for n in rows]
-        positions = [step.rows[n].position + step.rows[n].num_tokens for n in rows]
-        last = [part.own_rows(output[:, -1]) for part, output in zip(parts, logits, strict=True)]
-        tokens = sample(mx.concatenate(last), samplings, positions)
-        return tokens if rows == sorted(rows) else tokens[mx.argsort(mx.array(rows))]
 
     def _note(self, step: Step, started: float) -> None:
         ended = time.time()
@@ -196,8 +170,10 @@ class Worker:
 
     def _obey(self, message: dict[str, Any]) -> None:
         if message["type"] == "admit":
-            sampling = Sampling(**message["sampling"])
-            self._running_loop().admit(message["sequence"], sampling)
+            sampling = Sampling.from_json(message["sampling"])
+            self._running_loop().chooser.admit(
+                message["sequence"], sampling, message["num_prompt"], message["tokens"]
+            )
         else:
             raise EngineError(f"The parent sent a message of unknown type {message['type']!r}.")
 
@@ -209,6 +185,8 @@ class Worker:
     def _run_engine(self) -> None:
         try:
             for result in self._start().run():
+                for scores in result.scores:
+                    self.parent.send(wire.scores_frame(scores))
                 self.parent.send(wire.frame(wire.Kind.RESULT, wire.encode_result(result)))
             raise ClusterError(f"Rank {self.order.rank}: its right neighbour is gone.")
         except Exception as error:  # The top of the thread: the process ends with it.

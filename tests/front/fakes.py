@@ -4,7 +4,9 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,9 @@ from transformers import PreTrainedTokenizerFast
 
 from serve.core.config import ServeConfig
 from serve.core.errors import BrigadeError
-from serve.core.types import Event, Sampling
+from serve.core.types import Event, FinishReason, Sampling, Score
 from serve.front.app import bind, serve
+from serve.front.prompt import Prompt
 from serve.front.tokens import Tokenizer
 
 CONFIG = ServeConfig(model=Path("."), served_model_name="tiny")
@@ -30,7 +33,7 @@ TEMPLATE = (
     "{% if m.role == 'tool' and not m.content %}{{ raise_exception('empty tool') }}{% endif %}"
     "<|{{ m.role }}|>{{ m.content }}"
     "{% for c in m.tool_calls or [] %}{{ c.function.arguments.x }}{% endfor %}"
-    "{% endfor %}{{ extra }}<|assistant|>"
+    "{% endfor %}{{ extra }}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 
@@ -90,33 +93,53 @@ def save(backend: Backend, folder: Path, template: str | None = TEMPLATE) -> Pat
     return folder
 
 
-class FakeGeneration:
-    """Gives its events out, `delay` seconds before each; after an error raises it."""
+Events = list[Event | BrigadeError]
 
-    def __init__(self, events: list[Event | BrigadeError], delay: float) -> None:
+
+class FakeGeneration:
+    """Gives out events, each with its sequence's number, `delay` seconds before each; raises
+    an error among them."""
+
+    def __init__(self, events: Events, delay: float, prompt: tuple[Score, ...] = ()) -> None:
         self._events = iter(events)
         self._delay = delay
+        self._prompt = prompt
         self.closed = threading.Event()
+        self.closed_numbers: set[int] = set()
         self.num_cached = 0
 
     def __aiter__(self) -> "FakeGeneration":
         return self
 
-    async def __anext__(self) -> Event:
+    async def __anext__(self) -> tuple[int, Event]:
         await asyncio.sleep(self._delay)
-        event = next(self._events, None)
-        if event is None:
-            raise StopAsyncIteration
-        if isinstance(event, BrigadeError):
-            raise event
-        return event
+        for event in self._events:
+            if isinstance(event, BrigadeError):
+                raise event
+            if event.sequence not in self.closed_numbers:
+                return event.sequence, event
+        raise StopAsyncIteration
 
-    def close(self) -> None:
-        self.closed.set()
+    def prompt_scores(self, number: int) -> list[Score]:
+        return list(self._prompt)
+
+    def close(self, number: int | None = None) -> None:
+        if number is None:
+            self.closed.set()
+        else:
+            self.closed_numbers.add(number)
+
+
+def scored(token: int, num_top: int | None) -> Score | None:
+    """Made up: a token's log-probability is minus its id."""
+    if num_top is None:
+        return None
+    return Score(token, -float(token), tuple((id, -float(id)) for id in range(num_top)))
 
 
 class FakeEngine:
-    """Answers every prompt with `answer`. Set its fields to make it misbehave."""
+    """Answers every prompt with `answer`, all in turn token by token. Set its fields to make
+    it misbehave."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -127,28 +150,43 @@ class FakeEngine:
         self.delay = 0.0
         self.prompts: list[list[int]] = []
         self.samplings: list[Sampling] = []
+        self.end_ids: list[frozenset[int]] = []
         self.generations: list[FakeGeneration] = []
         self.failure: asyncio.Future[BrigadeError] | None = None
 
-    def submit(
-        self, prompt: list[int], max_tokens: int, sampling: Sampling, eos_ids: frozenset[int]
-    ) -> FakeGeneration:
+    def submit(self, prompts: Sequence[Prompt]) -> FakeGeneration:
         if self.refuses_with is not None:
             raise self.refuses_with
-        self.prompts.append(prompt)
-        self.samplings.append(sampling)
-        generation = FakeGeneration(self._events(max_tokens, eos_ids), self.delay)
+        answers: list[Events] = []
+        scores: list[Score] = []
+        for prompt in prompts:
+            self.prompts.append(prompt.ids)
+            self.samplings += prompt.samplings
+            self.end_ids.append(prompt.end_ids)
+            num_top = prompt.samplings[0].prompt_logprobs
+            scores = [score for id in prompt.ids[1:] if (score := scored(id, num_top))]
+            for sampling in prompt.samplings:
+                answers.append(self._events(prompt, sampling, len(answers)))
+        events = [event for turn in zip_longest(*answers) for event in turn if event]
+        generation = FakeGeneration(events, self.delay, tuple(scores))
         self.generations.append(generation)
         return generation
 
-    def _events(self, max_tokens: int, eos_ids: frozenset[int]) -> list[Event | BrigadeError]:
+    def _events(self, prompt: Prompt, sampling: Sampling, number: int) -> Events:
         ids = self.tokenizer.encode(self.answer)
-        events: list[Event | BrigadeError] = [Event(1, token) for token in ids[:max_tokens]]
+        max_tokens = max(1, prompt.max_tokens)
+        events: Events = []
+        for token in ids[:max_tokens]:
+            reason: FinishReason | None = "stop" if token in prompt.end_ids else None
+            if len(events) + 1 == max_tokens:
+                reason = reason or "length"
+            events.append(Event(number, token, reason, scored(token, sampling.logprobs)))
+            if reason and self.breaks_with is None:
+                return events
         if self.breaks_with is not None:
-            return [*events, self.breaks_with]
-        if len(ids) < max_tokens:
-            return [*events, Event(1, min(eos_ids), "stop")]
-        return [*events[:-1], Event(1, ids[max_tokens - 1], "length")]
+            return [*(replace(e, finish_reason=None) for e in events), self.breaks_with]
+        eos = min(self.tokenizer.eos_ids)
+        return [*events, Event(number, eos, "stop", scored(eos, sampling.logprobs))]
 
     def ready_reason(self) -> str | None:
         return self.reason

@@ -1,28 +1,28 @@
-"""A request's life without HTTP: prompts that fit, text that stops, ends that are told."""
+"""From messages to a prompt that fits, with the parameters of the request."""
 
-import asyncio
 import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
-from serve.core.errors import EngineError, RequestError, UnavailableError
-from serve.core.types import Event
-from serve.front import replies
-from serve.front.chat import Chat, Prompt, prepare
-from serve.front.metrics import Metrics
+from serve.core.errors import RequestError
+from serve.core.types import Sampling
+from serve.front.answer import Job
+from serve.front.chat import prepare
 from serve.front.openai import parse_chat
-from serve.front.record import Record
+from serve.front.prompt import Prompt
 from serve.front.tokens import Tokenizer
-from tests.front.fakes import FakeEngine, FakeGeneration
 
-pytestmark = pytest.mark.anyio
+
+def job(tokenizer: Tokenizer, max_context: int, content: str = "hi", **fields: Any) -> Job:
+    body = {"model": "m", "messages": [{"role": "user", "content": content}], **fields}
+    return prepare(parse_chat(json.dumps(body).encode()), tokenizer, max_context)
 
 
 def prepared(tokenizer: Tokenizer, max_context: int, content: str = "hi", **fields: Any) -> Prompt:
-    messages = [{"role": "user", "content": content}]
-    body = {"model": "m", "messages": messages, **fields}
-    return prepare(parse_chat(json.dumps(body).encode()), tokenizer, max_context)
+    (prompt,) = job(tokenizer, max_context, content, **fields).prompts
+    return prompt
 
 
 def test_without_a_limit_the_context_is_the_limit(tokenizer: Tokenizer) -> None:
@@ -50,177 +50,112 @@ def test_prompt_and_answer_must_fit_together(tokenizer: Tokenizer) -> None:
 def test_an_absurd_prompt_is_not_encoded(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizer, "encode", lambda text: pytest.fail("encoded"))
+    monkeypatch.setattr(tokenizer, "encode", lambda *_: pytest.fail("encoded"))
     with pytest.raises(RequestError, match="at least") as told:
         prepared(tokenizer, 200, "hello " * 100_000)
     assert told.value.code == "context_length_exceeded"
 
 
 def test_defaults_of_sampling(tokenizer: Tokenizer) -> None:
-    first, second = (prepared(tokenizer, 200).sampling for _ in range(2))
-    assert (first.temperature, first.top_p) == (1.0, 1.0)
+    (first,), (second,) = (prepared(tokenizer, 200).samplings for _ in range(2))
+    ends = tuple(sorted(tokenizer.eos_ids))
+    assert first == Sampling(seed=first.seed, end_ids=ends)
     assert first.seed != second.seed
-    assert prepared(tokenizer, 200, seed=-5, temperature=0).sampling.seed == -5
+    (seeded,) = prepared(tokenizer, 200, seed=-5, temperature=0).samplings
+    assert seeded.seed == -5
 
 
-# --- generations
+def test_every_parameter_reaches_the_sampling(tokenizer: Tokenizer) -> None:
+    prompt = prepared(
+        tokenizer,
+        200,
+        temperature=0.5,
+        top_p=0.25,
+        top_k=7,
+        min_p=0.125,
+        presence_penalty=-1,
+        frequency_penalty=2,
+        repetition_penalty=1.5,
+        logit_bias={"5": -100, "6": 1.5},
+        allowed_token_ids=[5, 6, 7],
+        min_tokens=3,
+        stop_token_ids=[9],
+        logprobs=True,
+        top_logprobs=4,
+        seed=8,
+    )
+    (sampling,) = prompt.samplings
+    assert sampling == Sampling(
+        temperature=0.5,
+        top_p=0.25,
+        seed=8,
+        top_k=7,
+        min_p=0.125,
+        presence_penalty=-1,
+        frequency_penalty=2,
+        repetition_penalty=1.5,
+        bias_ids=(5, 6),
+        biases=(-100, 1.5),
+        allowed_ids=(5, 6, 7),
+        min_tokens=3,
+        end_ids=tuple(sorted({9, *tokenizer.eos_ids})),
+        logprobs=4,
+    )
+    assert prompt.end_ids == {9, *tokenizer.eos_ids}
+    assert Sampling.from_json(json.loads(json.dumps(asdict(sampling)))) == sampling
 
 
-def start(engine: FakeEngine, record: Record, stops: tuple[str, ...] = (), limit: int = 99) -> Chat:
-    prompt = prepared(engine.tokenizer, 512, max_tokens=limit)
-    generation = engine.submit(prompt.ids, limit, prompt.sampling, engine.tokenizer.eos_ids)
-    prompt = Prompt(prompt.ids, limit, prompt.sampling, stops)
-    return Chat("m", prompt, generation, engine.tokenizer, record, Metrics(engine.pipeline))
+def test_ignored_ends_are_still_banned_at_first(tokenizer: Tokenizer) -> None:
+    prompt = prepared(tokenizer, 200, ignore_eos=True, stop_token_ids=[9])
+    assert prompt.end_ids == {9}
+    assert set(prompt.samplings[0].end_ids) == {9, *tokenizer.eos_ids}
 
 
-@pytest.fixture
-def record() -> Record:
-    return Record("id", "POST", "/v1/chat/completions")
+def test_bad_words_are_banned_at_the_start_and_after_a_space(tokenizer: Tokenizer) -> None:
+    (sampling,) = prepared(tokenizer, 200, bad_words=["you", "two three"]).samplings
+    plain, spaced = (tuple(tokenizer.encode(text)) for text in ("you", " you"))
+    assert len(plain) == len(spaced), "the tokenizer cuts them differently"
+    assert {plain, spaced} <= set(sampling.bad_words)
+    assert Sampling.from_json(json.loads(json.dumps(asdict(sampling)))) == sampling
 
 
-async def answer(chat: Chat) -> tuple[str, str]:
-    reply = await replies.fold(chat.chunks(include_usage=True))
-    (choice,) = reply["choices"]
-    return choice["message"]["content"], choice["finish_reason"]
+def test_choices_have_seeds_of_their_own(tokenizer: Tokenizer) -> None:
+    samplings = prepared(tokenizer, 200, n=3, seed=7).samplings
+    assert [sampling.seed for sampling in samplings] == [7, 8, 9]
 
 
-async def test_a_stop_string_over_tokens_ends_the_generation(
-    engine: FakeEngine, record: Record
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logit_bias": {"400": 1}}, "logit_bias"),
+        ({"stop_token_ids": [1, 2**31 - 1]}, "stop_token_ids"),
+        ({"allowed_token_ids": [999_999]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [1], "min_tokens": 2}, "allowed_token_ids"),
+        ({"min_tokens": 6, "max_tokens": 5}, "min_tokens"),
+        ({"min_tokens": 200}, "min_tokens"),
+    ],
+)
+def test_what_only_the_tokenizer_can_tell_is_refused(
+    tokenizer: Tokenizer, fields: dict[str, Any], param: str
 ) -> None:
-    engine.answer = "one two three. STOP one two"
-    assert len(engine.tokenizer.encode("ee. ST")) > 1
-    assert await answer(start(engine, record, ("ee. ST",))) == ("one two thr", "stop")
-    assert engine.generations[0].closed.is_set()
-    num_tokens = record.completion_tokens
-    assert num_tokens is not None
-    assert num_tokens < len(engine.tokenizer.encode(engine.answer)), "it ran on to the end"
+    with pytest.raises(RequestError) as told:
+        prepared(tokenizer, 200, **fields)
+    assert told.value.param == param
 
 
-async def test_a_slow_client_keeps_no_row_of_a_finished_answer(
-    engine: FakeEngine, record: Record
-) -> None:
-    """The generation is closed at the stop string, not when the client has read of it."""
-    engine.answer = "one two three. STOP one two"
-    chunks = start(engine, record, ("STOP",)).chunks(include_usage=False)
-    while (await anext(chunks))["choices"][0]["finish_reason"] is None:
-        pass
-    assert engine.generations[0].closed.is_set()
-    await chunks.aclose()  # type: ignore[attr-defined]
+def test_a_final_message_is_continued(tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello wor"}]
+    open_ended = job(tokenizer, 200, messages=messages, continue_final_message=True)
+    text = tokenizer.decode(open_ended.prompts[0].ids)
+    assert text == "<|user|>hi<|assistant|>hello wor"
+    assert open_ended.shape.continues
+    bare = prepared(tokenizer, 200, messages=messages, add_generation_prompt=False)
+    assert tokenizer.decode(bare.ids) == text
 
 
-async def test_the_beginning_of_a_stop_string_is_given_out_at_the_end(
-    engine: FakeEngine, record: Record
-) -> None:
-    engine.answer = "one two three"
-    assert await answer(start(engine, record, ("threesome",))) == ("one two three", "stop")
-
-
-async def test_the_limit_is_told(engine: FakeEngine, record: Record) -> None:
-    text, reason = await answer(start(engine, record, limit=2))
-    assert reason == "length"
-    assert engine.answer.startswith(text)
-    assert record.completion_tokens == 2
-
-
-async def test_a_character_cut_by_the_limit_is_given_out(
-    engine: FakeEngine, record: Record
-) -> None:
-    engine.answer = "👍"
-    assert len(engine.tokenizer.encode("👍")) > 1
-    assert await answer(start(engine, record, limit=1)) == ("\ufffd", "length")
-
-
-async def test_the_token_that_ends_is_counted_but_no_text(
-    engine: FakeEngine, record: Record
-) -> None:
-    """Also if it is a common token, as some models' generation configs have it."""
-    (hello, *_) = engine.tokenizer.encode("hello")
-    prompt = prepared(engine.tokenizer, 512)
-    generation = FakeGeneration([Event(1, hello), Event(1, hello, "stop")], 0)
-    metrics = Metrics(engine.pipeline)
-    chat = Chat("m", prompt, generation, engine.tokenizer, record, metrics)
-    text, _ = await answer(chat)
-    assert text == engine.tokenizer.decode([hello])
-    assert record.completion_tokens == 2
-
-
-async def test_an_empty_answer_has_a_role_and_an_end(engine: FakeEngine, record: Record) -> None:
-    engine.answer = ""
-    chunks = [chunk async for chunk in start(engine, record).chunks(include_usage=False)]
-    assert [chunk["choices"][0]["delta"] for chunk in chunks] == [
-        {"role": "assistant", "content": ""},
-        {},
-    ]
-    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
-
-
-async def test_a_broken_engine_ends_the_stream_with_an_error(
-    engine: FakeEngine, record: Record
-) -> None:
-    engine.breaks_with = EngineError("rank 1 at 10.0.0.2 died")
-    stream = start(engine, record).server_sent_events(include_usage=False)
-    events = [event async for event in stream]
-    assert b'"error"' in events[-1]
-    assert b"10.0.0.2" not in events[-1]
-    assert replies.DONE not in events
-    assert (record.finish_reason, record.status) == ("error", 503)
-    assert engine.generations[0].closed.is_set()
-
-
-async def test_an_exception_of_ours_ends_that_stream_alone(
-    engine: FakeEngine, record: Record, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Chat, "_take", lambda self, event: 1 / 0)
-    stream = start(engine, record).server_sent_events(include_usage=False)
-    (event,) = [event async for event in stream]
-    assert b"server_error" in event
-    assert b"division" not in event
-    assert record.status == 500
-
-
-@pytest.mark.parametrize("events", [[], [Event(1, None, "error")], [Event(1, 5)]])
-async def test_a_generation_without_a_right_end_is_an_error(
-    engine: FakeEngine, record: Record, events: list[Any]
-) -> None:
-    prompt = prepared(engine.tokenizer, 512)
-    generation = FakeGeneration(events, 0)
-    chat = Chat("m", prompt, generation, engine.tokenizer, record, Metrics(engine.pipeline))
-    with pytest.raises(EngineError):
-        await answer(chat)
-    assert generation.closed.is_set()
-
-
-async def test_an_interruption_reaches_a_chat_that_waits(
-    engine: FakeEngine, record: Record
-) -> None:
-    engine.delay = 60
-    chat = start(engine, record)
-    answering = asyncio.ensure_future(answer(chat))
-    await asyncio.sleep(0.01)
-    chat.interrupt(UnavailableError("stopping"))
-    await asyncio.wait({answering}, timeout=5)
-    assert answering.done()
-    assert isinstance(answering.exception(), UnavailableError)
-    assert engine.generations[0].closed.is_set()
-
-
-async def test_an_interruption_reaches_a_chat_whose_client_is_slow(
-    engine: FakeEngine, record: Record
-) -> None:
-    chat = start(engine, record)
-    chunks = chat.chunks(include_usage=False)
-    await anext(chunks)
-    chat.interrupt(UnavailableError("stopping"))
-    with pytest.raises(UnavailableError):
-        await replies.fold(chunks)
-
-
-async def test_a_cancelled_reply_closes_its_generation(engine: FakeEngine, record: Record) -> None:
-    engine.delay = 60
-    answering = asyncio.ensure_future(answer(start(engine, record)))
-    await asyncio.sleep(0.01)
-    answering.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await answering
-    assert engine.generations[0].closed.is_set()
-    assert record.finish_reason == "abort"
+def test_a_prompt_is_cut_from_the_left(tokenizer: Tokenizer) -> None:
+    whole = prepared(tokenizer, 2000, "hello " * 100)
+    cut = prepared(tokenizer, 2000, "hello " * 100, truncate_prompt_tokens=20)
+    assert cut.ids == whole.ids[-20:]
+    fitted = prepared(tokenizer, 50, "hello " * 100, truncate_prompt_tokens=-1, max_tokens=10)
+    assert fitted.ids == whole.ids[-40:]

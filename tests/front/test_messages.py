@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tests.front.test_openai import CALL, USER, parse, refusal
+from serve.front.messages import template_message
+from tests.front.test_openai import CALL, USER, chat, refusal
 
 
 def messages(*given: Any) -> list[dict[str, Any]]:
-    return parse(messages=list(given)).template_messages()
+    return [template_message(message) for message in chat(messages=list(given)).messages]
 
 
 def test_messages_reach_the_template() -> None:

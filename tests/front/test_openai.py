@@ -1,29 +1,32 @@
 """Bodies: what is honoured, what is refused, and that the refusal names the field."""
 
 import json
+import math
 from typing import Any
 
 import pytest
 
 from serve.core.errors import RequestError
-from serve.front.openai import MOST_STOPS, ChatBody, parse_chat
+from serve.front.messages import template_message
+from serve.front.openai import ChatBody, CompletionBody, parse, parse_chat
+from serve.front.sampling import MOST_STOPS, SamplingBody
 
 USER = {"role": "user", "content": "hi"}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 
 
-def parse(**fields: Any) -> ChatBody:
+def chat(**fields: Any) -> ChatBody:
     return parse_chat(json.dumps({"model": "m", "messages": [USER], **fields}).encode())
 
 
 def refusal(**fields: Any) -> RequestError:
     with pytest.raises(RequestError) as raised:
-        parse(**fields).template_messages()
+        [template_message(message) for message in chat(**fields).messages]
     return raised.value
 
 
 def test_everything_supported_arrives() -> None:
-    body = parse(
+    body = chat(
         max_completion_tokens=5,
         temperature=0,
         top_p=0.5,
@@ -43,7 +46,7 @@ def test_everything_supported_arrives() -> None:
 
 def test_null_is_absent() -> None:
     names = set(ChatBody.model_fields) - {"model", "messages"}
-    body = parse(**dict.fromkeys(names))
+    body = chat(**dict.fromkeys(names))
     assert (body.most_tokens, body.temperature, body.seed, body.stop) == (None, None, None, ())
 
 
@@ -94,32 +97,23 @@ def test_a_wrong_value_is_refused_by_name(name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("n", 2),
-        ("n", True),
         ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
         ("tool_choice", {"type": "function"}),
-        ("logprobs", True),
-        ("top_logprobs", 1),
         ("response_format", {"type": "json_object"}),
-        ("logit_bias", {"1": 5}),
-        ("presence_penalty", 0.1),
-        ("frequency_penalty", -1),
-        ("repetition_penalty", 1.1),
-        ("top_k", 5),
-        ("min_p", 0.1),
         ("best_of", 2),
         ("echo", True),
         ("audio", {}),
         ("modalities", ["text", "audio"]),
-        ("ignore_eos", True),
-        ("ignore_eos", 1),
         ("store", True),
         ("service_tier", "flex"),
-        ("min_tokens", 1),
         ("functions", [{}]),
         ("structured_outputs", {}),
         ("reasoning_effort", "high"),
+        ("prompt_logprobs", 0),
+        ("logprob_token_ids", [1]),
+        ("spaces_between_special_tokens", False),
+        ("chat_template", "{{ 1 }}"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(name: str, value: Any) -> None:
@@ -154,13 +148,78 @@ def test_what_is_not_supported_is_refused_by_name(name: str, value: Any) -> None
     ],
 )
 def test_what_changes_nothing_is_accepted(name: str, value: Any) -> None:
-    parse(**{name: value})
+    chat(**{name: value})
 
 
-def test_an_unknown_field_is_refused_by_name() -> None:
-    error = refusal(temprature=1)
-    assert error.param == "temprature"
-    assert "Unknown" in str(error)
+def test_a_field_that_nobody_knows_is_ignored_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    chat(**{"temprature\n": 1, "x" * 9999: 2, "temperature": 0})
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert '"temprature\\n"' in line
+    assert "\n" not in line
+    assert len(line) < 400
+
+
+NUMBERS = [math.nan, math.inf, -math.inf, -1e308, 1e308, 2**63, -(2**63) - 1, 10**40, "1", True]
+OTHERS = [[], {}, [[]], "x", 1.5, -7]
+WRONG: dict[str, list[Any]] = {
+    "temperature": [-0.1, 2.1, *NUMBERS, *OTHERS[:4]],
+    "top_p": [0, 1.01, *NUMBERS, *OTHERS[:4]],
+    "top_k": [-2, 2**31, *NUMBERS, *OTHERS],
+    "min_p": [-0.1, 1.01, *NUMBERS, *OTHERS[:4]],
+    "presence_penalty": [-2.1, 2.1, *NUMBERS, *OTHERS[:4]],
+    "frequency_penalty": [-2.1, 2.1, *NUMBERS, *OTHERS[:4]],
+    "repetition_penalty": [0, -1, 0.001, 101, *NUMBERS, *OTHERS[:4]],
+    "logit_bias": [
+        *([], "x", 5, {"a": 1}, {"-1": 1}, {"1.5": 1}, {"١": 1}, {"": 1}, {"1": 101}, {"1": "2"}),
+        *({"1": True}, {"1": None}, {"1": math.inf}, {"1": 10**400}, {"9" * 5000: 1}),
+        {str(id): 1 for id in range(2000)},
+    ],
+    "allowed_token_ids": [[], 5, "x", {}, [1.5], ["1"], [True], [-1], [2**31], [10**40], [None]],
+    "stop_token_ids": [5, "x", {}, [1.5], ["1"], [True], [-1], [2**31], [10**40], [None]],
+    "bad_words": [5, "x", {}, [""], [1], [None], ["x" * 2000], ["x"] * 1000],
+    "seed": [1 << 63, -(1 << 63) - 1, 1.0, "1", math.nan, [], True],
+    "n": [0, -1, 129, *NUMBERS, *OTHERS],
+    "min_tokens": [-1, *NUMBERS, *OTHERS],
+    "stop": [[""], [1], {}, 5, ["x"] * 100, ["x" * 2000], [None], [["x"]]],
+    "include_stop_str_in_output": [0, 1, "true", [], 1.0],
+    "ignore_eos": [0, 1, "true", [], 1.0],
+    "skip_special_tokens": [0, 1, "true", [], 1.0],
+}
+
+
+def test_every_field_of_sampling_is_tried_with_wrong_values() -> None:
+    assert set(WRONG) == set(SamplingBody.model_fields)
+
+
+@pytest.mark.parametrize("kind", [ChatBody, CompletionBody])
+@pytest.mark.parametrize("name", WRONG)
+def test_every_wrong_value_is_refused_by_name(name: str, kind: Any) -> None:
+    given = {"messages": [USER]} if kind is ChatBody else {"prompt": "a"}
+    for value in WRONG[name]:
+        with pytest.raises(RequestError) as told:
+            parse(kind, {"model": "m", **given, name: value})
+        assert (told.value.param or "").startswith(name), value
+        assert len(str(told.value)) < 400
+    parse(kind, {"model": "m", **given, name: None})
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logprobs": 1}, "logprobs"),
+        ({"logprobs": "true"}, "logprobs"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"return_token_ids": 1}, "return_token_ids"),
+    ],
+)
+def test_wrong_fields_of_a_chat(fields: dict[str, Any], param: str) -> None:
+    assert refusal(**fields).param == param
 
 
 def test_a_missing_field_is_named() -> None:
@@ -170,7 +229,7 @@ def test_a_missing_field_is_named() -> None:
 
 def test_limits_that_differ_are_refused() -> None:
     assert "differ" in str(refusal(max_tokens=1, max_completion_tokens=2))
-    assert parse(max_tokens=2, max_completion_tokens=2).most_tokens == 2
+    assert chat(max_tokens=2, max_completion_tokens=2).most_tokens == 2
 
 
 def test_stream_options_need_a_stream() -> None:
@@ -190,6 +249,8 @@ def test_stream_options_need_a_stream() -> None:
         b"{} {}",
         b"\xff\xfe{}",
         b'{"a": NaN}',
+        b'{"model": "m", "messages": [{"role": "user", "content": ""}], "top_k": 1e999}',
+        b'{"model": "m", "messages": [{"role": "user", "content": ""}], "logit_bias": {"1":1e999}}',
         b'{"temperature": Infinity}',
         b'{"model": "m", "messages": [{"role": "user", "content": "\\ud800"}]}',
         b'{"model": "m", "messages": [{"role": "user", "content": "\xed\xa0\x80"}]}',
@@ -207,6 +268,6 @@ def test_a_body_that_is_no_request_is_refused(data: bytes) -> None:
 
 
 def test_a_long_wrong_name_makes_no_long_error() -> None:
-    error = refusal(**{"x" * 100_000: 1})
+    error = refusal(messages=[{**USER, "x" * 100_000: 1}])
     assert len(str(error)) < 400
     assert len(str(error.param)) < 200

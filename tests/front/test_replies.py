@@ -62,16 +62,21 @@ def test_an_event_is_one_line() -> None:
     assert event == 'data: {"text":"a\\nb\\r\u2028 ü"}\n\n'.encode()
 
 
+async def stream(*chunks: replies.Json) -> AsyncIterator[replies.Json]:
+    for chunk in chunks:
+        yield {"id": "1", "object": "chat.completion.chunk", **chunk}
+
+
+def part(index: int, delta: replies.Json, reason: str | None = None) -> replies.Json:
+    choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+    return {"choices": [choice], "usage": None}
+
+
 @pytest.mark.anyio
 async def test_folding_keeps_role_text_end_and_usage() -> None:
-    async def chunks() -> AsyncIterator[replies.Json]:
-        head = {"id": "1", "object": "chat.completion.chunk"}
-        for delta in ({"role": "assistant", "content": ""}, {"content": "a"}, {"content": "b"}):
-            yield {**head, "choices": [replies.choice(delta)]}
-        yield {**head, "choices": [replies.choice({}, "length")]}
-        yield {**head, "choices": [], "usage": replies.usage(2, 3)}
-
-    reply = await replies.fold(chunks())
+    chunks = [part(0, {"role": "assistant", "content": ""}), part(0, {"content": "a"})]
+    chunks += [part(0, {"content": "b"}), part(0, {}, "length")]
+    reply = await replies.fold(stream(*chunks, {"choices": [], "usage": replies.usage(2, 3)}))
     assert reply["object"] == "chat.completion"
     assert reply["choices"] == [
         {
@@ -82,3 +87,16 @@ async def test_folding_keeps_role_text_end_and_usage() -> None:
         }
     ]
     assert reply["usage"] == replies.usage(2, 3)
+
+
+@pytest.mark.anyio
+async def test_folding_puts_lists_together_and_choices_in_order() -> None:
+    chunks = [part(1, {"content": "x"}, "stop"), part(0, {"content": "a"})]
+    chunks[1]["choices"][0]["logprobs"] = {"content": [1]}
+    chunks.append(part(0, {"content": "b"}, "length"))
+    chunks[2]["choices"][0]["logprobs"] = {"content": [2, 3]}
+    reply = await replies.fold(stream(*chunks))
+    assert [c["index"] for c in reply["choices"]] == [0, 1]
+    assert reply["choices"][0]["logprobs"] == {"content": [1, 2, 3]}
+    assert reply["choices"][0]["finish_reason"] == "length"
+    assert reply["choices"][1]["logprobs"] is None

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve.core.errors import OverloadedError
+from serve.core.errors import OverloadedError, RequestError
 from serve.front.scheduler import Reuse
 from tests.front.simulation import VOCABULARY, Pipeline, make_sequence, next_token
 
@@ -267,3 +267,68 @@ def test_a_full_queue_refuses() -> None:
         pipeline.add(make_sequence(5, 5, 5))
     pipeline.run()
     assert sorted(e.sequence for e in pipeline.events if e.finish_reason) == [0, 1, 2, 3, 4]
+
+
+# --- copies
+
+
+def copies(pipeline: Pipeline, first: int, prompt: int, num: int) -> list[int]:
+    """Adds a sequence and copies of it, as one request."""
+    sequences = [make_sequence(first + i, prompt, 3 + i) for i in range(num)]
+    for copy in sequences[1:]:
+        copy.original = sequences[0]
+    pipeline.added |= {sequence.id: sequence for sequence in sequences}
+    pipeline.scheduler.add(*sequences)
+    return [sequence.id for sequence in sequences]
+
+
+@pytest.mark.parametrize("reuse", ["any", "whole", "none"])
+@pytest.mark.parametrize("prompt", [1, 2, 9, 100])
+def test_a_prompt_is_computed_once_for_all_its_copies(reuse: Reuse, prompt: int) -> None:
+    pipeline = Pipeline(3)
+    pipeline.scheduler.reuse = reuse
+    ids = copies(pipeline, 0, prompt, 4)
+    pipeline.run()
+    for i, id in enumerate(ids):
+        assert pipeline.output(id) == expected(id, prompt, 3 + i)
+    fed = sum(len(step.tokens) for step in pipeline.steps if not step.sample)
+    assert fed == prompt - 1
+    assert sum(len(step.take) for step in pipeline.steps) == (3 if prompt > 1 else 0)
+    check_all_ended(pipeline)
+
+
+def test_copies_survive_the_drop_of_their_original_at_every_tick() -> None:
+    for at in range(30):
+        pipeline = Pipeline(2)
+        ids = copies(pipeline, 0, 40, 3)
+        for _ in range(at):
+            pipeline.tick()
+        pipeline.scheduler.drop(0)
+        pipeline.run()
+        for i, id in enumerate(ids[1:], 1):
+            assert pipeline.output(id) == expected(id, 40, 3 + i)
+        check_all_ended(pipeline)
+
+
+def test_copies_with_room_for_few_come_all_the_same() -> None:
+    pipeline = Pipeline(2, max_num_sequences=4)
+    pipeline.scheduler.max_held_tokens = 100
+    first, second = copies(pipeline, 0, 40, 5), copies(pipeline, 10, 30, 5)
+    pipeline.run()
+    for ids, prompt in ((first, 40), (second, 30)):
+        for i, id in enumerate(ids):
+            assert pipeline.output(id) == expected(id, prompt, 3 + i)
+    check_all_ended(pipeline)
+
+
+def test_a_request_is_queued_as_a_whole_or_not_at_all() -> None:
+    pipeline = Pipeline(2, max_num_sequences=2, max_queue=4)
+    copies(pipeline, 0, 10, 4)
+    with pytest.raises(OverloadedError):
+        copies(pipeline, 10, 10, 3)
+    with pytest.raises(RequestError, match="7 answers, 6 are"):
+        copies(pipeline, 20, 10, 7)
+    assert (pipeline.scheduler.num_running, pipeline.scheduler.num_waiting) == (0, 4)
+    copies(pipeline, 30, 10, 2)
+    pipeline.run()
+    check_all_ended(pipeline)

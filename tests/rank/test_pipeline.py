@@ -3,20 +3,23 @@ against mlx_lm on the whole model."""
 
 import queue
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from serve.core.plan import even_split
-from serve.core.types import Sampling, Sequence
+from serve.core.types import Sampling, Score, Sequence
 from serve.core.wire import Result
 from serve.front.scheduler import Scheduler
+from serve.rank.chooser import Chooser
 from serve.rank.outbox import Outbox
 from serve.rank.slots import quantized
 from serve.rank.stage import Stage
@@ -39,7 +42,8 @@ class LocalPipeline:
         self.make, self.kv_bits = make, kv_bits
         self.ring = local_ring(num_ranks)
         self.results = results
-        self.samplings: dict[int, Sampling] = {}
+        self.chooser = Chooser()
+        self.scores: dict[int, dict[int, Score]] = defaultdict(dict)
         self.outbox = Outbox(lambda step: self.ring[0].send(step, []))
         self.scheduler = Scheduler(num_ranks, max_num_sequences=32, max_queue=64, prefill_chunk=4)
         self.threads = [
@@ -53,24 +57,27 @@ class LocalPipeline:
             stage = Stage(self.make(), *layers)
         loop = StepLoop(stage, self.ring[rank], self.kv_bits)
         loop.outbox = self.outbox
-        loop.samplings = self.samplings
+        loop.chooser = self.chooser
         for result in loop.run():
             self.results.put(result)
 
     def answer(self, sequences: list[Sequence]) -> dict[int, list[int]]:
         """Runs the sequences to their end, as serve.front.engine does."""
-        for sequence in sequences:
-            self.samplings[sequence.id] = sequence.sampling
-            self.scheduler.add(sequence)
+        self.scheduler.add(*sequences)
         self._pump()
         while self.scheduler.num_running or self.scheduler.waiting:
             result = self.results.get(timeout=30)
+            for told in result.scores:
+                self.scores[told.sequence] |= dict(enumerate(told.scores, told.position))
             self.scheduler.update(result.number, result.tokens)
             self._pump()
         return {sequence.id: sequence.output for sequence in sequences}
 
     def _pump(self) -> None:
         while step := self.scheduler.schedule():
+            for id in step.begun:
+                sequence = self.scheduler.sequence(id)
+                self.chooser.admit(id, sequence.sampling, len(sequence.prompt), sequence.tokens)
             self.outbox.put(step)
 
 
@@ -145,3 +152,126 @@ def test_a_seed_gives_the_same_tokens_whoever_shares_the_batch() -> None:
         crowd = local.answer([sampled(i, seed=i) for i in range(8)])
     assert crowd[3] == alone
     assert len({tuple(tokens) for tokens in crowd.values()}) == 8, "seeds make no difference"
+
+
+# --- scores, penalties, copies
+
+
+def log_softmax(tokens: list[int]) -> np.ndarray:
+    """(L, vocabulary): of the whole model, after each token."""
+    (logits,) = LLAMA()(mx.array([tokens])).astype(mx.float32)
+    return np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+
+
+def check_scores(
+    scores: dict[int, Score], tokens: list[int], positions: range, num_top: int
+) -> None:
+    exact = log_softmax(tokens)
+    assert sorted(scores) == list(positions)
+    for position, score in scores.items():
+        likely = exact[position - 1]
+        assert score.token == tokens[position]
+        assert score.logprob == pytest.approx(likely[score.token], abs=1e-4)
+        assert len(score.top) == num_top
+        for (id, logprob), best in zip(score.top, np.sort(likely)[::-1], strict=False):
+            assert logprob == pytest.approx(likely[id], abs=1e-4)
+            assert logprob == pytest.approx(best, abs=1e-4)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("chunk", [3, 4, 64])
+def test_prompt_scores_equal_the_whole_model(num_ranks: int, chunk: int) -> None:
+    """In one chunk and in many, alone and beside others that ask for nothing."""
+    asking = Sampling(temperature=0, logprobs=2, prompt_logprobs=2)
+    with pipeline(num_ranks) as local:
+        local.scheduler = Scheduler(
+            num_ranks, max_num_sequences=32, max_queue=64, prefill_chunk=chunk
+        )
+        sequences = [
+            Sequence(i, prompt, 3, GREEDY if i % 3 == 2 else asking, frozenset())
+            for i, prompt in enumerate(PROMPTS)
+        ]
+        answers = local.answer(sequences)
+    for i, prompt in enumerate(PROMPTS):
+        assert answers[i] == whole_model(prompt, 3)
+        whole = prompt + answers[i]
+        if i % 3 == 2:
+            assert i not in local.scores
+        else:
+            check_scores(local.scores[i], whole, range(1, len(whole)), 2)
+
+
+def test_scores_of_a_prompt_that_is_held_already() -> None:
+    prompt = [*range(1, 30)]
+    asking = Sampling(temperature=0, prompt_logprobs=0)
+    with pipeline(2) as local:
+        local.scheduler.reuse = "any"
+        local.answer([Sequence(0, prompt, 2, GREEDY, frozenset())])
+        taken, scored = (
+            Sequence(i, prompt, 1, s, frozenset()) for i, s in ((1, GREEDY), (2, asking))
+        )
+        local.answer([taken])
+        local.answer([scored])
+    assert taken.num_cached == len(prompt) - 1
+    assert scored.num_cached == 0
+    check_scores(local.scores[2], prompt, range(1, len(prompt)), 0)
+
+
+def slow_penalties(prompt: list[int], sampling: Sampling, num_tokens: int) -> list[int]:
+    """Greedy, on the whole model, from nothing at each token."""
+    answer: list[int] = []
+    for _ in range(num_tokens):
+        logits = np.array(LLAMA()(mx.array([prompt + answer]))[0, -1], dtype=np.float64)
+        for token in range(len(logits)):
+            if token in prompt + answer:
+                positive = logits[token] > 0
+                logits[token] *= (1 / 1.3) if positive else 1.3
+            logits[token] -= sampling.frequency_penalty * answer.count(token)
+            logits[token] -= sampling.presence_penalty * (token in answer)
+        answer.append(int(logits.argmax()))
+    return answer
+
+
+def test_penalties_follow_what_was_generated_also_when_it_begins_anew() -> None:
+    """There is room for two sequences at a time: the others are sent back again and again."""
+    wanted = Sampling(0, frequency_penalty=0.6, presence_penalty=0.4, repetition_penalty=1.3)
+    prompts = PROMPTS[2:7]
+    with pipeline(2) as local:
+        local.scheduler.max_held_tokens = 36
+        sequences = [Sequence(i, p, 14, wanted, frozenset()) for i, p in enumerate(prompts)]
+        num_sent_back = count_calls(local.scheduler, "_send_back_youngest")
+        answers = local.answer(sequences)
+    assert num_sent_back() > 2
+    assert answers == {i: slow_penalties(p, wanted, 14) for i, p in enumerate(prompts)}
+    assert answers != {i: whole_model(p, 14) for i, p in enumerate(prompts)}
+
+
+def count_calls(owner: object, name: str) -> Callable[[], int]:
+    calls, original = [], getattr(owner, name)
+
+    def counted() -> bool:
+        calls.append(original())
+        return bool(calls[-1])
+
+    setattr(owner, name, counted)
+    return lambda: sum(calls)
+
+
+@pytest.mark.parametrize("name", ["llama", "recurrent_gemma"])
+def test_copies_begin_with_what_the_original_computed(name: str) -> None:
+    """Also where caches cannot go back, and without a prefix cache."""
+    make = LLAMA if name == "llama" else partial(architectures.build, name)
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+    samplings = [Sampling(1.5, seed=seed, logprobs=0) for seed in (7, 8, 9)]
+    with pipeline(2, make) as local:
+        alone = [
+            local.answer([Sequence(50 + i, prompt, 9, s, frozenset())])[50 + i]
+            for i, s in enumerate(samplings)
+        ]
+        sequences = [Sequence(i, prompt, 9, s, frozenset()) for i, s in enumerate(samplings)]
+        for copy in sequences[1:]:
+            copy.original = sequences[0]
+        together = local.answer(sequences)
+    assert [together[i] for i in range(3)] == alone
+    assert len(set(map(tuple, alone))) == 3
+    assert [s.num_cached for s in sequences] == [0, len(prompt) - 1, len(prompt) - 1]

@@ -1,14 +1,16 @@
 """Draws against the slow, obvious way in numpy; keys by seed and position."""
 
 import math
+import random
 from collections import Counter
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from serve.core.types import Sampling
-from serve.rank.sampling import sample
+from serve.rank.sampling import Sampler, sample, score
 
 LOGITS = [2.0, 1.0, 0.5, 0.0, -1.0, -8.0]
 
@@ -16,7 +18,7 @@ LOGITS = [2.0, 1.0, 0.5, 0.0, -1.0, -8.0]
 def draws(sampling: Sampling, count: int = 4000) -> Counter[int]:
     """How often each token comes, over many positions."""
     rows = mx.array([LOGITS] * count)
-    return Counter(sample(rows, [sampling] * count, range(count)).tolist())
+    return Counter(sample(rows, [Sampler(sampling)] * count, range(count)).tolist())
 
 
 def nucleus(temperature: float, top_p: float) -> np.ndarray:
@@ -52,18 +54,22 @@ def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
 
 def test_rows_have_their_own_sampling() -> None:
     rows = mx.array([LOGITS, LOGITS[::-1], LOGITS])
-    samplings = [Sampling(0), Sampling(0), Sampling(1, 0.001, 5)]
-    assert sample(rows, samplings, [1, 2, 3]).tolist() == [0, 5, 0]
+    samplers = [Sampler(s) for s in (Sampling(0), Sampling(0), Sampling(1, 0.001, 5))]
+    assert sample(rows, samplers, [1, 2, 3]).tolist() == [0, 5, 0]
+
+
+def seeded(seed: int) -> Sampler:
+    return Sampler(Sampling(1, 1, seed))
 
 
 def test_a_draw_depends_on_seed_and_position_alone() -> None:
     flat = mx.zeros((3, 1000))
-    once = sample(flat, [Sampling(1, 1, seed) for seed in (7, 8, 7)], [4, 4, 4]).tolist()
+    once = sample(flat, [seeded(seed) for seed in (7, 8, 7)], [4, 4, 4]).tolist()
     assert once[0] == once[2] != once[1]
-    alone = sample(flat[:1], [Sampling(1, 1, 7)], [4]).tolist()
+    alone = sample(flat[:1], [seeded(7)], [4]).tolist()
     assert alone == once[:1]
-    assert sample(flat[:1], [Sampling(1, 1, 7)], [5]).tolist() != alone
-    far = sample(flat, [Sampling(1, 1, s) for s in (-(2**63), 2**63 - 1, 0)], [4, 4, 4]).tolist()
+    assert sample(flat[:1], [seeded(7)], [5]).tolist() != alone
+    far = sample(flat, [seeded(s) for s in (-(2**63), 2**63 - 1, 0)], [4, 4, 4]).tolist()
     assert len(set(far)) == 3
 
 
@@ -71,5 +77,142 @@ def test_each_top_p_is_not_compiled_anew() -> None:
     """mx.compile takes seconds for a number that it has not seen; an array is one of many.
     Two hundred compilations would run into the test's time-out."""
     rows = mx.array([LOGITS] * 200)
-    samplings = [Sampling(1, 0.5 + n / 1000, n) for n in range(200)]
-    assert len(sample(rows, samplings, range(200)).tolist()) == 200
+    samplers = [Sampler(Sampling(1, 0.5 + n / 1000, n)) for n in range(200)]
+    assert len(sample(rows, samplers, range(200)).tolist()) == 200
+
+
+# --- against definitions
+
+
+def allowed_scores(
+    logits: list[float], sampling: Sampling, prompt: list[int], answer: list[int]
+) -> np.ndarray:
+    """Logits after all that changes them, token by token."""
+    changed = np.array(logits, dtype=np.float64)
+    for token in range(len(logits)):
+        if token in sampling.bias_ids:
+            changed[token] += sampling.biases[sampling.bias_ids.index(token)]
+        if token in prompt + answer and sampling.repetition_penalty != 1:
+            strong = changed[token] > 0
+            penalty = sampling.repetition_penalty
+            changed[token] = changed[token] / penalty if strong else changed[token] * penalty
+        changed[token] -= sampling.frequency_penalty * answer.count(token)
+        changed[token] -= sampling.presence_penalty * (token in answer)
+        banned = len(answer) < sampling.min_tokens and token in sampling.end_ids
+        for word in sampling.bad_words:
+            banned |= tuple([*answer, token][-len(word) :]) == word
+        if banned or (sampling.allowed_ids and token not in sampling.allowed_ids):
+            changed[token] = -math.inf
+    return changed
+
+
+def distribution(scores: np.ndarray, sampling: Sampling) -> np.ndarray:
+    """Filters one after the other, each on what the one before left."""
+
+    def softmax(scores: np.ndarray) -> np.ndarray:
+        weights = np.exp(scores - scores.max())
+        return weights / weights.sum()
+
+    scores = scores / sampling.temperature
+    likely = softmax(scores)
+    scores = np.where(likely < sampling.min_p * likely.max() * (1 - 1e-6), -math.inf, scores)
+    if sampling.top_k:
+        least = np.sort(scores)[::-1][: sampling.top_k][-1]
+        scores = np.where(scores < least, -math.inf, scores)
+    probabilities, kept, mass = softmax(scores), np.zeros(len(scores)), 0.0
+    for token in np.argsort(-probabilities):
+        if mass >= sampling.top_p:
+            break
+        kept[token], mass = probabilities[token], mass + probabilities[token]
+    return kept / kept.sum()
+
+
+WAYS = [
+    Sampling(top_k=2),
+    Sampling(top_k=100),
+    Sampling(min_p=0.2),
+    Sampling(temperature=2, top_k=4, min_p=0.05, top_p=0.8),
+    Sampling(presence_penalty=1.5),
+    Sampling(frequency_penalty=-1),
+    Sampling(repetition_penalty=1.8),
+    Sampling(repetition_penalty=0.5, presence_penalty=-0.5, frequency_penalty=0.3),
+    Sampling(bias_ids=(4, 0), biases=(3.0, -100.0)),
+    Sampling(allowed_ids=(3, 5)),
+    Sampling(bad_words=((0,), (2, 1), (1, 2, 3))),
+    Sampling(min_tokens=4, end_ids=(0, 1)),
+    Sampling(min_tokens=3, end_ids=(0, 1)),
+    Sampling(allowed_ids=(0, 1, 2), min_tokens=9, end_ids=(0,), bad_words=((1,),), top_k=2),
+    Sampling(bias_ids=(5,), biases=(9.0,), repetition_penalty=1.3, top_p=0.7, min_p=0.1),
+]
+PROMPT, ANSWER = [5, 5, 1], [2, 2, 0]
+
+
+@pytest.mark.parametrize("sampling", WAYS)
+def test_each_way_of_sampling_follows_its_definition(sampling: Sampling) -> None:
+    """By draws with many seeds at one position, and greedily."""
+    scores = allowed_scores(LOGITS, sampling, PROMPT, ANSWER)
+    position, count = len(PROMPT + ANSWER), 3000
+    for greedy in (True, False):
+        fields = {"temperature": 0.0} if greedy else {}
+        samplers = [
+            Sampler(replace(sampling, seed=seed, **fields), len(PROMPT), PROMPT + ANSWER)
+            for seed in range(1 if greedy else count)
+        ]
+        rows = mx.array([LOGITS] * len(samplers))
+        found = Counter(sample(rows, samplers, [position] * len(samplers)).tolist())
+        if greedy:
+            assert found == {int(scores.argmax()): 1}
+            continue
+        for token, probability in enumerate(distribution(scores, sampling)):
+            spread = 5 * math.sqrt(probability * (1 - probability) / count)
+            assert abs(found[token] / count - probability) <= spread + 1e-9, token
+
+
+def test_a_sampler_remembers_what_it_chose() -> None:
+    """Token by token the same as one that was told the whole history at once, as when a
+    sequence begins anew."""
+    chance = random.Random(4)
+    sampling = Sampling(
+        temperature=0, frequency_penalty=0.7, repetition_penalty=1.2, bad_words=((1, 2),)
+    )
+    sampler, tokens = Sampler(sampling, len(PROMPT), PROMPT), list(PROMPT)
+    chosen = []
+    for position in range(len(PROMPT), 40):
+        logits = [chance.gauss(0, 2) for _ in LOGITS]
+        (token,) = sample(mx.array([logits]), [sampler], [position]).tolist()
+        anew = Sampler(sampling, len(PROMPT), tokens)
+        assert sample(mx.array([logits]), [anew], [position]).tolist() == [token]
+        wanted = allowed_scores(logits, sampling, PROMPT, tokens[len(PROMPT) :])
+        assert token == int(wanted.argmax())
+        sampler.note(token)
+        tokens.append(token)
+        chosen.append(token)
+    assert len(set(chosen)) == len(LOGITS)
+
+
+def test_what_is_banned_comes_if_nothing_else_may() -> None:
+    sampling = Sampling(0, allowed_ids=(3,), bad_words=((3,),))
+    assert sample(mx.array([LOGITS]), [Sampler(sampling)], [0]).tolist() == [3]
+    drawn = Sampler(replace(sampling, temperature=1.0, top_p=0.5))
+    assert sample(mx.array([LOGITS]), [drawn], [0]).tolist() == [3]
+
+
+def test_a_row_without_parameters_is_not_touched() -> None:
+    assert Sampler(Sampling(0)).is_plain
+    assert Sampler(Sampling(0, end_ids=(1,), logprobs=5, prompt_logprobs=0)).is_plain
+    for sampling in WAYS[4:]:
+        assert not Sampler(replace(sampling, temperature=0)).is_plain
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 3, 6, 20])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_scores_are_the_log_softmax(num_top: int, dtype: mx.Dtype) -> None:
+    logits = mx.array([LOGITS, LOGITS[::-1], [0.0, -math.inf, 1.0, 2.0, 3.0, 4.0]]).astype(dtype)
+    own, ids, values = score(logits, mx.array([4, 0, 1]), num_top)
+    exact = np.array(logits.astype(mx.float32), dtype=np.float64)
+    exact = exact - np.log(np.exp(exact).sum(axis=-1, keepdims=True))
+    assert np.allclose(own, exact[[0, 1, 2], [4, 0, 1]], atol=1e-5)
+    best = np.argsort(-exact, axis=-1)[:, :num_top]
+    assert ids.shape == (3, min(num_top, 6))
+    assert np.array(ids).tolist() == best.tolist()
+    assert np.allclose(values, np.take_along_axis(exact, best, axis=-1), atol=1e-5)

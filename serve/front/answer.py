@@ -1,0 +1,220 @@
+"""A request's answers on their way to its client: one stream of chunks. Knows no HTTP.
+
+The full reply and the stream are the same chunks; replies.fold adds them up.
+"""
+
+import asyncio
+import logging
+import secrets
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from serve.core.errors import BrigadeError, EngineError
+from serve.core.types import Event, Score
+from serve.front import replies
+from serve.front.choice import Choice, Piece
+from serve.front.metrics import Metrics
+from serve.front.openai import GenerationBody
+from serve.front.prompt import Prompt
+from serve.front.record import Record
+from serve.front.replies import Json
+from serve.front.tokens import Tokenizer
+
+_logger = logging.getLogger(__name__)
+
+
+class Generation(Protocol):
+    """The events of a request's sequences with their numbers, the last of each with a
+    finish reason. Sequences are in the order of prompts and, within, of samplings.
+
+    __anext__ raises BrigadeError when the engine broke. close drops one sequence or all on
+    all ranks if they still run, and may be called more than once. num_cached counts the
+    tokens of prompts that were not computed anew.
+    """
+
+    @property
+    def num_cached(self) -> int: ...
+
+    def __aiter__(self) -> AsyncIterator[tuple[int, Event]]: ...
+
+    async def __anext__(self) -> tuple[int, Event]: ...
+
+    def prompt_scores(self, number: int) -> list[Score]: ...
+
+    def close(self, number: int | None = None) -> None: ...
+
+
+class Engine(Protocol):
+    """What the front needs of the cluster."""
+
+    def submit(self, prompts: Sequence[Prompt]) -> Generation:
+        """Raises OverloadedError, UnavailableError or RequestError at once."""
+
+    def ready_reason(self) -> str | None:
+        """None when ready, else one line for clients that says what is under way."""
+
+    def pipeline(self) -> dict[str, Any]: ...
+
+    def timeline(self, seconds: float) -> dict[str, Any]: ...
+
+    async def failed(self) -> BrigadeError:
+        """Returns when the cluster broke for good."""
+
+
+class Shape(Protocol):
+    """How chunks look: chat's, or completions'. continues says whether an answer's text goes
+    on from the prompt's."""
+
+    id_prefix: str
+    object: str
+    continues: bool
+
+    def chunks(self, number: int, piece: Piece, prompt_scores: list[Score]) -> Iterator[Json]:
+        """Of a piece of an answer, without what is the same in all chunks. prompt_scores
+        come with the first piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request that has been read: what to generate, and how to tell it."""
+
+    body: GenerationBody
+    prompts: list[Prompt]
+    shape: Shape
+
+
+class Answer:
+    """A generation on its way to a client. Ends it when it is closed, whatever happened."""
+
+    def __init__(
+        self,
+        model: str,
+        job: Job,
+        generation: Generation,
+        tokenizer: Tokenizer,
+        record: Record,
+        metrics: Metrics,
+    ) -> None:
+        self._generation = generation
+        self._shape = shape = job.shape
+        self._choices = [
+            Choice(job.body, prompt, tokenizer, prompt.ids if shape.continues else [])
+            for prompt in job.prompts
+            for _ in prompt.samplings
+        ]
+        self._num_open = len(self._choices)
+        self._record = record
+        self._metrics = metrics
+        self._times: dict[int, float] = {}
+        self._interruption: BrigadeError | None = None
+        self._reader: asyncio.Task[Any] | None = None
+        self._head: Json = {
+            "id": f"{shape.id_prefix}-{secrets.token_hex(16)}",
+            "object": shape.object,
+            "created": int(time.time()),
+            "model": model,
+        }
+        record.prompt_tokens = sum(len(prompt.ids) for prompt in job.prompts)
+        record.completion_tokens = 0
+        metrics.prompt(record.prompt_tokens)
+
+    async def chunks(self, include_usage: bool) -> AsyncIterator[Json]:
+        """OpenAI's chunks. Raises BrigadeError if the engine breaks or the server stops."""
+        tail: Json = {"usage": None} if include_usage else {}
+        try:
+            while self._num_open:
+                number, event = await self._next()
+                for chunk in self._take(number, event):
+                    yield {**self._head, **chunk, **tail}
+            if include_usage:
+                yield {**self._head, "choices": [], "usage": self._usage()}
+        except BrigadeError:
+            self._record.finish_reason = "error"
+            raise
+        finally:
+            self.close()
+
+    async def server_sent_events(self, include_usage: bool) -> AsyncIterator[bytes]:
+        """The chunks as an event stream; after an error there is no [DONE]."""
+        try:
+            async for chunk in self.chunks(include_usage):
+                yield replies.server_sent(chunk)
+            yield replies.DONE
+        except BrigadeError as error:
+            yield self._failure(error)
+        except Exception as error:
+            _logger.exception("request=%s failed in its stream", self._record.request)
+            yield self._failure(BrigadeError(str(error)))
+
+    def interrupt(self, error: BrigadeError) -> None:
+        """Ends the answer with error, also while it waits for the engine."""
+        self._interruption = error
+        if self._reader is not None:
+            self._reader.cancel()
+
+    def close(self) -> None:
+        self._generation.close()
+        if self._record.finish_reason is None:
+            self._record.finish_reason = "abort"
+
+    async def _next(self) -> tuple[int, Event]:
+        self._check_interruption()
+        self._reader = asyncio.current_task()
+        try:
+            return await self._generation.__anext__()
+        except StopAsyncIteration:
+            raise EngineError("A generation ended without a finish reason.") from None
+        except asyncio.CancelledError:
+            if sys.version_info >= (3, 11) and self._interruption and self._reader:
+                self._reader.uncancel()
+            self._check_interruption()
+            raise
+        finally:
+            self._reader = None
+
+    def _check_interruption(self) -> None:
+        if self._interruption is not None:
+            raise self._interruption
+
+    def _take(self, number: int, event: Event) -> Iterator[Json]:
+        choice = self._choices[number]
+        piece = choice.take(event)
+        scores: list[Score] = []
+        if piece.is_first and choice.prompt.samplings[0].prompt_logprobs is not None:
+            scores = self._generation.prompt_scores(number)
+        if piece.tokens:
+            self._count_token(number)
+        if piece.finish_reason is not None:
+            self._finish(number, piece.finish_reason)
+        return self._shape.chunks(number, piece, scores)
+
+    def _count_token(self, number: int) -> None:
+        now = time.perf_counter()
+        if not self._times:
+            self._record.ttft_seconds = now - self._record.started
+            self._metrics.first_token(self._record.ttft_seconds)
+            num_prompt = self._record.prompt_tokens or 0
+            self._metrics.prefix_cache(num_prompt, self._generation.num_cached)
+        else:
+            self._metrics.next_token(now - self._times.get(number, max(self._times.values())))
+        self._times[number] = now
+        self._record.completion_tokens = sum(choice.num_tokens for choice in self._choices)
+
+    def _finish(self, number: int, reason: str) -> None:
+        self._num_open -= 1
+        self._generation.close(number)
+        if not self._num_open:
+            self._record.finish_reason = reason
+            self._metrics.answered(self._record.seconds())
+
+    def _failure(self, error: BrigadeError) -> bytes:
+        self._record.status = error.http_status
+        _logger.warning("request=%s failed in its stream: %s", self._record.request, error)
+        return replies.server_sent(replies.error_object(error))
+
+    def _usage(self) -> Json:
+        num_prompt, num_tokens = self._record.prompt_tokens or 0, self._record.completion_tokens
+        return replies.usage(num_prompt, num_tokens or 0, self._generation.num_cached)

@@ -1,0 +1,65 @@
+"""The events of one request's sequences, on their way from the engine to an answer."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+
+from serve.core.errors import BrigadeError
+from serve.core.types import Event, Score, Sequence
+from serve.core.wire import Scores
+
+
+class Generation:
+    """As an async iterator of (number of the sequence, event). drop ends a sequence on all
+    ranks, if it still runs."""
+
+    def __init__(self, sequences: list[Sequence], drop: Callable[[int], None]) -> None:
+        self._sequences, self._drop = sequences, drop
+        self._numbers = {sequence.id: n for n, sequence in enumerate(sequences)}
+        self._running = set(self._numbers)
+        self._events: asyncio.Queue[Event | BrigadeError] = asyncio.Queue()
+        self._scores: defaultdict[int, dict[int, Score]] = defaultdict(dict)
+
+    def __aiter__(self) -> "Generation":
+        return self
+
+    async def __anext__(self) -> tuple[int, Event]:
+        while self._running:
+            event = await self._events.get()
+            if isinstance(event, BrigadeError):
+                self._running.clear()
+                raise event
+            if event.sequence in self._running:
+                if event.finish_reason is not None:
+                    self._running.remove(event.sequence)
+                return self._numbers[event.sequence], event
+        raise StopAsyncIteration
+
+    def put(self, event: Event | BrigadeError) -> None:
+        if isinstance(event, Event) and event.sequence in self._scores:
+            position = self._sequences[self._numbers[event.sequence]].num_tokens - 1
+            event = replace(event, score=self._scores[event.sequence].get(position))
+        self._events.put_nowait(event)
+
+    def put_scores(self, scores: Scores) -> None:
+        """Of tokens whose event comes after. A prompt that is computed anew gives its again."""
+        for position, score in enumerate(scores.scores, scores.position):
+            self._scores[scores.sequence][position] = score
+
+    def prompt_scores(self, number: int) -> list[Score]:
+        """Of all its tokens but the first; there before the first event."""
+        original = self._sequences[number].original or self._sequences[number]
+        scores = self._scores[original.id]
+        return [scores[position] for position in range(1, len(original.prompt))]
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens of the prompts that were not computed anew."""
+        return sum(s.num_cached for s in self._sequences if s.original is None)
+
+    def close(self, number: int | None = None) -> None:
+        """One sequence, or all."""
+        for sequence in self._sequences if number is None else [self._sequences[number]]:
+            self._running.discard(sequence.id)
+            self._drop(sequence.id)

@@ -1,0 +1,49 @@
+"""Scores as OpenAI tells them, in chat and in completions."""
+
+from collections.abc import Sequence
+
+from serve.core.types import Score
+from serve.front.replies import Json
+from serve.front.tokens import Tokenizer
+
+_LEAST = -9999.0  # JSON has no -inf
+
+
+def chat_logprobs(scores: Sequence[Score], tokenizer: Tokenizer, as_ids: bool) -> Json:
+    """{"content": [...]}: of each token its text, bytes and log-probability, and the same of
+    the likeliest in its place."""
+
+    def told(token: int, logprob: float) -> Json:
+        return {
+            "token": _text(token, tokenizer, as_ids),
+            "logprob": max(logprob, _LEAST),
+            "bytes": tokenizer.token_bytes(token),
+        }
+
+    content = [
+        {**told(s.token, s.logprob), "top_logprobs": [told(*top) for top in s.top]} for s in scores
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(
+    tokens: Sequence[int], scores: Sequence[Score | None], tokenizer: Tokenizer, as_ids: bool
+) -> Json:
+    """Lists side by side. The first token of a prompt has no score."""
+    return {
+        "tokens": [_text(token, tokenizer, as_ids) for token in tokens],
+        "token_logprobs": [None if s is None else max(s.logprob, _LEAST) for s in scores],
+        "top_logprobs": [None if s is None else _top(s, tokenizer, as_ids) for s in scores],
+    }
+
+
+def _top(score: Score, tokenizer: Tokenizer, as_ids: bool) -> dict[str, float]:
+    """By text, the token itself among them. Of two with the same text the likelier counts."""
+    told: dict[str, float] = {}
+    for token, logprob in (*score.top, (score.token, score.logprob)):
+        told.setdefault(_text(token, tokenizer, as_ids), max(logprob, _LEAST))
+    return told
+
+
+def _text(token: int, tokenizer: Tokenizer, as_id: bool) -> str:
+    return f"token_id:{token}" if as_id else tokenizer.token_text(token)

@@ -1,0 +1,132 @@
+"""What rank 0 does with the logits of a step: tokens, and scores for those who ask."""
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from serve.core.types import Row, Sampling, Score, Step
+from serve.core.wire import Result, Scores
+from serve.rank.cache import Part
+from serve.rank.sampling import Sampler, sample, score
+
+_ARRAYS_OF_A_SCORING = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Scoring:
+    """Tokens of a row, from a position on, that are to be scored; None for those that the
+    step samples."""
+
+    row: int
+    position: int
+    tokens: list[int] | None
+    num_top: int
+
+
+class Chooser:
+    """Has a sampler for each sequence that rank 0 was told about. choose and result are of
+    one thread, admit and forget of any."""
+
+    def __init__(self) -> None:
+        self._samplers: dict[int, Sampler] = {}
+        self._num_begun: Counter[int] = Counter()
+        self._lock = threading.Lock()
+
+    def admit(self, sequence: int, sampling: Sampling, num_prompt: int, tokens: list[int]) -> None:
+        """May come before the drop of the same sequence, which began before, has gone round:
+        no step of that one samples any more."""
+        with self._lock:
+            self._samplers[sequence] = Sampler(sampling, num_prompt, tokens)
+            self._num_begun[sequence] += 1
+
+    def forget(self, sequences: tuple[int, ...]) -> list[int]:
+        """Those of which nothing is left."""
+        gone = []
+        with self._lock:
+            for sequence in sequences:
+                self._num_begun[sequence] -= 1
+                if self._num_begun[sequence] <= 0:
+                    del self._num_begun[sequence]
+                    self._samplers.pop(sequence, None)
+                    gone.append(sequence)
+        return gone
+
+    def choose(self, step: Step, parts: list[Part], logits: list[mx.array]) -> list[mx.array]:
+        """Lazily, from each part's logits (B, L, vocabulary): tokens (B,) if the step samples,
+        then those of the scores. Nothing of a step that does neither, which so needs no head."""
+        outputs = [self._sample(step, parts, logits)] if step.sample else []
+        if scorings := list(self._scorings(step)):
+            rows = _logits_of_rows(step, parts, logits)
+            for scoring in scorings:
+                if scoring.tokens is None:
+                    of, tokens = rows[scoring.row][-1:], outputs[0][scoring.row : scoring.row + 1]
+                else:
+                    tokens = mx.array(scoring.tokens)
+                    of = rows[scoring.row][: tokens.size]
+                outputs += score(of, tokens, scoring.num_top)
+        return outputs
+
+    def result(self, step: Step, outputs: list[mx.array]) -> Result:
+        """outputs are what choose gave, evaluated."""
+        tokens: tuple[int, ...] = ()
+        if step.sample:
+            tokens = tuple(outputs[0].tolist())  # type: ignore[arg-type]
+        scores = []
+        for n, scoring in enumerate(self._scorings(step)):
+            at = int(step.sample) + n * _ARRAYS_OF_A_SCORING
+            chosen = scoring.tokens or [tokens[scoring.row]]
+            told = _scores(chosen, outputs[at : at + _ARRAYS_OF_A_SCORING])
+            scores.append(Scores(step.rows[scoring.row].sequence, scoring.position, told))
+        for row, token in zip(step.rows, tokens, strict=False):
+            self._samplers[row.sequence].note(token)
+        return Result(step.number, tokens, tuple(scores))
+
+    def _sample(self, step: Step, parts: list[Part], logits: list[mx.array]) -> mx.array:
+        rows = [row for part in parts for row in part.rows if row is not None]
+        samplers = [self._samplers[step.rows[n].sequence] for n in rows]
+        positions = [step.rows[n].position + step.rows[n].num_tokens for n in rows]
+        last = [part.own_rows(output[:, -1]) for part, output in zip(parts, logits, strict=True)]
+        tokens = sample(mx.concatenate(last), samplers, positions)
+        return tokens if rows == sorted(rows) else tokens[mx.argsort(mx.array(rows))]
+
+    def _scorings(self, step: Step) -> Iterator[_Scoring]:
+        for n, row in enumerate(step.rows):
+            sampler = self._samplers[row.sequence]
+            asked = sampler.sampling
+            if step.sample and asked.logprobs is not None:
+                yield _Scoring(n, row.position + row.num_tokens, None, asked.logprobs)
+            elif (
+                not step.sample
+                and asked.prompt_logprobs is not None
+                and (tokens := _followers(row, sampler))
+            ):
+                yield _Scoring(n, row.position + 1, tokens, asked.prompt_logprobs)
+
+
+def _logits_of_rows(step: Step, parts: list[Part], logits: list[mx.array]) -> dict[int, mx.array]:
+    """Those (num_tokens, vocabulary) of each row, without what fills up batch and length."""
+    return {
+        n: output[i, -step.rows[n].num_tokens :]
+        for part, output in zip(parts, logits, strict=True)
+        for i, n in enumerate(part.rows)
+        if n is not None
+    }
+
+
+def _followers(row: Row, sampler: Sampler) -> list[int]:
+    """What comes after each token that is fed, as far as it is of the prompt: an answer that
+    is computed anew has been scored."""
+    first = row.position + 1
+    return sampler.tokens[first : min(first + row.num_tokens, sampler.num_prompt)]
+
+
+def _scores(tokens: list[int], arrays: list[mx.array]) -> tuple[Score, ...]:
+    lists: list[Any] = [array.tolist() for array in arrays]
+    return tuple(
+        Score(token, logprob, tuple(zip(ids, logprobs, strict=True)))
+        for token, logprob, ids, logprobs in zip(tokens, *lists, strict=True)
+    )

@@ -1,0 +1,288 @@
+"""Answers on their way: text that stops, ends that are told, several choices at once."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from serve.core.errors import EngineError, UnavailableError
+from serve.core.types import Event
+from serve.front import replies
+from serve.front.answer import Answer
+from serve.front.metrics import Metrics
+from serve.front.record import Record
+from tests.front.fakes import FakeEngine, FakeGeneration
+from tests.front.test_chat import job
+
+pytestmark = pytest.mark.anyio
+
+
+def start(
+    engine: FakeEngine, record: Record, stops: Sequence[str] = (), limit: int = 99, **fields: Any
+) -> Answer:
+    asked = job(engine.tokenizer, 512, max_tokens=limit, stop=list(stops), **fields)
+    generation = engine.submit(asked.prompts)
+    metrics = Metrics(engine.pipeline)
+    return Answer("m", asked, generation, engine.tokenizer, record, metrics)
+
+
+@pytest.fixture
+def record() -> Record:
+    return Record("id", "POST", "/v1/chat/completions")
+
+
+async def answer(chat: Answer) -> tuple[str, str]:
+    reply = await replies.fold(chat.chunks(include_usage=True))
+    (choice,) = reply["choices"]
+    return choice["message"]["content"], choice["finish_reason"]
+
+
+async def test_a_stop_string_over_tokens_ends_the_generation(
+    engine: FakeEngine, record: Record
+) -> None:
+    engine.answer = "one two three. STOP one two"
+    assert len(engine.tokenizer.encode("ee. ST")) > 1
+    assert await answer(start(engine, record, ("ee. ST",))) == ("one two thr", "stop")
+    assert engine.generations[0].closed_numbers == {0}
+    num_tokens = record.completion_tokens
+    assert num_tokens is not None
+    assert num_tokens < len(engine.tokenizer.encode(engine.answer)), "it ran on to the end"
+
+
+async def test_a_slow_client_keeps_no_row_of_a_finished_answer(
+    engine: FakeEngine, record: Record
+) -> None:
+    """The generation is closed at the stop string, not when the client has read of it."""
+    engine.answer = "one two three. STOP one two"
+    chunks = start(engine, record, ("STOP",)).chunks(include_usage=False)
+    while (await anext(chunks))["choices"][0]["finish_reason"] is None:
+        pass
+    assert engine.generations[0].closed_numbers == {0}
+    await chunks.aclose()  # type: ignore[attr-defined]
+
+
+async def test_the_beginning_of_a_stop_string_is_given_out_at_the_end(
+    engine: FakeEngine, record: Record
+) -> None:
+    engine.answer = "one two three"
+    assert await answer(start(engine, record, ("threesome",))) == ("one two three", "stop")
+
+
+async def test_the_limit_is_told(engine: FakeEngine, record: Record) -> None:
+    text, reason = await answer(start(engine, record, limit=2))
+    assert reason == "length"
+    assert engine.answer.startswith(text)
+    assert record.completion_tokens == 2
+
+
+async def test_a_character_cut_by_the_limit_is_given_out(
+    engine: FakeEngine, record: Record
+) -> None:
+    engine.answer = "👍"
+    assert len(engine.tokenizer.encode("👍")) > 1
+    assert await answer(start(engine, record, limit=1)) == ("\ufffd", "length")
+
+
+async def test_the_token_that_ends_is_counted_but_no_text(
+    engine: FakeEngine, record: Record
+) -> None:
+    """Also if it is a common token, as some models' generation configs have it."""
+    (hello, *_) = engine.tokenizer.encode("hello")
+    generation = FakeGeneration([Event(0, hello), Event(0, hello, "stop")], 0)
+    asked, metrics = job(engine.tokenizer, 512), Metrics(engine.pipeline)
+    chat = Answer("m", asked, generation, engine.tokenizer, record, metrics)
+    text, _ = await answer(chat)
+    assert text == engine.tokenizer.decode([hello])
+    assert record.completion_tokens == 2
+
+
+async def test_an_empty_answer_has_a_role_and_an_end(engine: FakeEngine, record: Record) -> None:
+    engine.answer = ""
+    chunks = [chunk async for chunk in start(engine, record).chunks(include_usage=False)]
+    assert [chunk["choices"][0]["delta"] for chunk in chunks] == [
+        {"role": "assistant", "content": ""},
+        {},
+    ]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_a_broken_engine_ends_the_stream_with_an_error(
+    engine: FakeEngine, record: Record
+) -> None:
+    engine.breaks_with = EngineError("rank 1 at 10.0.0.2 died")
+    stream = start(engine, record).server_sent_events(include_usage=False)
+    events = [event async for event in stream]
+    assert b'"error"' in events[-1]
+    assert b"10.0.0.2" not in events[-1]
+    assert replies.DONE not in events
+    assert (record.finish_reason, record.status) == ("error", 503)
+    assert engine.generations[0].closed.is_set()
+
+
+async def test_an_exception_of_ours_ends_that_stream_alone(
+    engine: FakeEngine, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Answer, "_take", lambda *_: 1 / 0)
+    stream = start(engine, record).server_sent_events(include_usage=False)
+    (event,) = [event async for event in stream]
+    assert b"server_error" in event
+    assert b"division" not in event
+    assert record.status == 500
+
+
+@pytest.mark.parametrize("events", [[], [Event(0, None, "error")], [Event(0, 5)]])
+async def test_a_generation_without_a_right_end_is_an_error(
+    engine: FakeEngine, record: Record, events: list[Any]
+) -> None:
+    generation = FakeGeneration(events, 0)
+    asked, metrics = job(engine.tokenizer, 512), Metrics(engine.pipeline)
+    chat = Answer("m", asked, generation, engine.tokenizer, record, metrics)
+    with pytest.raises(EngineError):
+        await answer(chat)
+    assert generation.closed.is_set()
+
+
+async def test_an_interruption_reaches_a_chat_that_waits(
+    engine: FakeEngine, record: Record
+) -> None:
+    engine.delay = 60
+    chat = start(engine, record)
+    answering = asyncio.ensure_future(answer(chat))
+    await asyncio.sleep(0.01)
+    chat.interrupt(UnavailableError("stopping"))
+    await asyncio.wait({answering}, timeout=5)
+    assert answering.done()
+    assert isinstance(answering.exception(), UnavailableError)
+    assert engine.generations[0].closed.is_set()
+
+
+async def test_an_interruption_reaches_a_chat_whose_client_is_slow(
+    engine: FakeEngine, record: Record
+) -> None:
+    chat = start(engine, record)
+    chunks = chat.chunks(include_usage=False)
+    await anext(chunks)
+    chat.interrupt(UnavailableError("stopping"))
+    with pytest.raises(UnavailableError):
+        await replies.fold(chunks)
+
+
+async def test_a_cancelled_reply_closes_its_generation(engine: FakeEngine, record: Record) -> None:
+    engine.delay = 60
+    answering = asyncio.ensure_future(answer(start(engine, record)))
+    await asyncio.sleep(0.01)
+    answering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await answering
+    assert engine.generations[0].closed.is_set()
+    assert record.finish_reason == "abort"
+
+
+# --- parameters of the text
+
+
+async def test_a_stop_string_can_be_kept(engine: FakeEngine, record: Record) -> None:
+    engine.answer = "one two three. STOP one two"
+    kept = start(engine, record, ["ee. ST"], include_stop_str_in_output=True)
+    assert await answer(kept) == ("one two three. ST", "stop")
+
+
+async def test_a_stop_token_ends_and_can_be_kept(engine: FakeEngine, record: Record) -> None:
+    engine.answer = "one two three"
+    ids = engine.tokenizer.encode(engine.answer)
+    before, with_it = (engine.tokenizer.decode(ids[:n]) for n in (1, 2))
+    assert await answer(start(engine, record, stop_token_ids=[ids[1]])) == (before, "stop")
+    fields = {"stop_token_ids": [ids[1]], "include_stop_str_in_output": True}
+    record.finish_reason = None
+    assert await answer(start(engine, record, **fields)) == (with_it, "stop")
+
+
+async def test_stop_strings_wait_for_min_tokens(engine: FakeEngine, record: Record) -> None:
+    engine.answer = "one one one one"
+    first, *_ = engine.tokenizer.encode("one")
+    num_first = engine.tokenizer.encode(engine.answer).count(first)
+    assert num_first <= 2
+    text, _ = await answer(start(engine, record, ["one"], min_tokens=3))
+    assert text.startswith("one")
+    record.finish_reason = None
+    assert (await answer(start(engine, record, ["one"])))[0] == ""
+
+
+async def test_special_tokens_are_text_if_asked_for(engine: FakeEngine, record: Record) -> None:
+    engine.answer = "a<s>b"
+    assert (await answer(start(engine, record)))[0] == "ab"
+    record.finish_reason = None
+    assert (await answer(start(engine, record, skip_special_tokens=False)))[0] == "a<s>b"
+
+
+# --- scores and ids
+
+
+async def test_scores_come_with_their_tokens(engine: FakeEngine, record: Record) -> None:
+    """Also of the token that ends, and also while text is held back."""
+    fields = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+    chat = start(engine, record, ["zzz"], **fields)
+    chunks = [chunk async for chunk in chat.chunks(include_usage=False)]
+    ids = [*engine.tokenizer.encode(engine.answer), min(engine.tokenizer.eos_ids)]
+    assert chunks[0]["prompt_token_ids"] == engine.prompts[0]
+    told = [chunk["choices"][0] for chunk in chunks[1:-1]]
+    assert [choice["token_ids"] for choice in told] == [[id] for id in ids]
+    scores = [score for choice in told for score in choice["logprobs"]["content"]]
+    assert [score["logprob"] for score in scores] == [-id for id in ids]
+    assert {tuple(top["logprob"] for top in score["top_logprobs"]) for score in scores} == {(0, -1)}
+    joined = b"".join(bytes(score["bytes"]) for score in scores[:-1])
+    assert joined.decode() == engine.answer, "of an emoji in two tokens each has its own bytes"
+
+
+async def test_the_full_reply_has_the_same_scores(engine: FakeEngine, record: Record) -> None:
+    chat = start(engine, record, logprobs=True, return_token_ids=True)
+    (choice,) = (await replies.fold(chat.chunks(include_usage=True)))["choices"]
+    assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
+    assert choice["message"]["content"] == engine.answer
+
+
+async def test_tokens_can_be_told_as_ids(engine: FakeEngine, record: Record) -> None:
+    chat = start(engine, record, logprobs=True, return_tokens_as_token_ids=True, limit=2)
+    (choice,) = (await replies.fold(chat.chunks(include_usage=True)))["choices"]
+    ids = engine.tokenizer.encode(engine.answer)[:2]
+    assert [t["token"] for t in choice["logprobs"]["content"]] == [f"token_id:{i}" for i in ids]
+
+
+# --- several choices
+
+
+async def test_choices_come_in_one_stream(engine: FakeEngine, record: Record) -> None:
+    chat = start(engine, record, n=3)
+    chunks = [chunk async for chunk in chat.chunks(include_usage=True)]
+    indices = [chunk["choices"][0]["index"] for chunk in chunks[:-1]]
+    assert sorted(set(indices)) == [0, 1, 2]
+    assert indices != sorted(indices), "one after the other"
+    reply = await replies.fold(_again(chunks))
+    assert [c["message"]["content"] for c in reply["choices"]] == [engine.answer] * 3
+    assert [c["index"] for c in reply["choices"]] == [0, 1, 2]
+    assert sum("role" in chunk["choices"][0]["delta"] for chunk in chunks[:-1]) == 3
+    assert chunks[-1]["choices"] == []
+    num_tokens = len(engine.tokenizer.encode(engine.answer)) + 1
+    assert chunks[-1]["usage"]["completion_tokens"] == 3 * num_tokens
+    assert chunks[-1]["usage"]["prompt_tokens"] == len(engine.prompts[0])
+
+
+async def _again(chunks: list[Any]) -> Any:
+    for chunk in chunks:
+        yield chunk
+
+
+async def test_a_choice_that_stops_leaves_the_others(engine: FakeEngine, record: Record) -> None:
+    ids = engine.tokenizer.encode("one two three")
+    events = [Event(n, id) for id in ids for n in (0, 1)]
+    events = [event for event in events if event != Event(1, ids[0])]
+    events += [Event(0, ids[-1], "length"), Event(1, ids[-1], "length")]
+    generation = FakeGeneration(events, 0)
+    asked, metrics = job(engine.tokenizer, 512, n=2, stop=["one"]), Metrics(engine.pipeline)
+    chat = Answer("m", asked, generation, engine.tokenizer, record, metrics)
+    first, second = (await replies.fold(chat.chunks(include_usage=True)))["choices"]
+    assert (first["message"]["content"], first["finish_reason"]) == ("", "stop")
+    assert second["finish_reason"] == "length"
+    assert second["message"]["content"].endswith("three" + engine.tokenizer.decode(ids[-1:]))
+    assert 0 in generation.closed_numbers

@@ -1,0 +1,214 @@
+"""Completions: prompts of every kind, echoes, scores of prompts."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from serve.core.errors import RequestError
+from serve.core.types import Score
+from serve.front import replies
+from serve.front.answer import Answer, Job
+from serve.front.completions import prepare
+from serve.front.logprobs import chat_logprobs, completion_logprobs
+from serve.front.metrics import Metrics
+from serve.front.openai import MOST_PROMPTS, CompletionBody, parse
+from serve.front.record import Record
+from serve.front.tokens import Tokenizer
+from tests.front.fakes import FakeEngine
+
+pytestmark = pytest.mark.anyio
+
+
+def body(**fields: Any) -> CompletionBody:
+    return parse(CompletionBody, json.loads(json.dumps({"model": "m", "prompt": "hi", **fields})))
+
+
+def job(tokenizer: Tokenizer, max_context: int = 200, **fields: Any) -> Job:
+    return prepare(body(**fields), tokenizer, max_context)
+
+
+def start(engine: FakeEngine, **fields: Any) -> Answer:
+    asked = job(engine.tokenizer, **fields)
+    record = Record("id", "POST", "/v1/completions")
+    metrics = Metrics(engine.pipeline)
+    return Answer("m", asked, engine.submit(asked.prompts), engine.tokenizer, record, metrics)
+
+
+async def reply(engine: FakeEngine, **fields: Any) -> dict[str, Any]:
+    return await replies.fold(start(engine, **fields).chunks(include_usage=True))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [
+        ("hello world", ["hello world"]),
+        (["hello", "one two"], ["hello", "one two"]),
+    ],
+)
+async def test_prompts_as_text_and_as_ids(
+    engine: FakeEngine, tokenizer: Tokenizer, prompt: Any, texts: list[str]
+) -> None:
+    ids = [tokenizer.encode(text) for text in texts]
+    as_text = await reply(engine, prompt=prompt)
+    as_ids = await reply(engine, prompt=ids if len(ids) > 1 else ids[0])
+    assert engine.prompts == ids + ids
+    assert [c["text"] for c in as_text["choices"]] == [engine.answer] * len(ids)
+    assert as_text["choices"] == as_ids["choices"]
+    assert as_text["object"] == "text_completion"
+    assert as_text["id"].startswith("cmpl-")
+    assert as_text["usage"]["prompt_tokens"] == sum(map(len, ids))
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        None,
+        "",
+        [],
+        [[]],
+        ["a", ""],
+        [[1], []],
+        5,
+        {"a": 1},
+        [1, "a"],
+        ["a", [1]][:1] + [None],
+        [1.5],
+        [True],
+        [[True]],
+        [-1],
+        [[-1]],
+        [2**31],
+        ["a"] * (MOST_PROMPTS + 1),
+        [10**30],
+        [[[1]]],
+    ],
+)
+def test_a_prompt_that_is_none_is_refused(prompt: Any) -> None:
+    with pytest.raises(RequestError) as told:
+        body(prompt=prompt)
+    assert told.value.param == "prompt"
+
+
+def test_an_id_outside_of_the_vocabulary_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match=str(tokenizer.vocab_size)) as told:
+        job(tokenizer, prompt=[1, tokenizer.vocab_size])
+    assert told.value.param == "prompt"
+
+
+def test_text_and_ids_may_be_mixed_in_one_request(tokenizer: Tokenizer) -> None:
+    asked = job(tokenizer, prompt=["hello", [5, 6]])
+    assert [prompt.ids for prompt in asked.prompts] == [tokenizer.encode("hello"), [5, 6]]
+
+
+def test_the_default_limit_is_sixteen_or_what_is_left(tokenizer: Tokenizer) -> None:
+    assert job(tokenizer).prompts[0].max_tokens == 16
+    assert job(tokenizer, max_context=8, prompt=[5] * 5).prompts[0].max_tokens == 3
+    with pytest.raises(RequestError, match="8 tokens. Your prompt has 8"):
+        job(tokenizer, max_context=8, prompt=[5] * 8)
+    assert job(tokenizer, 8, prompt=[5] * 8, max_tokens=0, echo=True).prompts[0].max_tokens == 0
+    with pytest.raises(RequestError, match="asked for 9 tokens"):
+        job(tokenizer, max_context=8, prompt=[5] * 5, max_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"best_of": 2}, "best_of"),
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"suffix": "end"}, "suffix"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"echo": 1}, "echo"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as told:
+        body(**fields)
+    assert told.value.param == param
+
+
+async def test_prompts_and_choices_are_numbered_in_order(engine: FakeEngine) -> None:
+    chunks = start(engine, prompt=["hello", "one two"], n=2).chunks(include_usage=True)
+    told = [chunk async for chunk in chunks]
+    assert {c["index"] for chunk in told for c in chunk["choices"]} == {0, 1, 2, 3}
+    assert [bool(chunk["choices"]) for chunk in told[-2:]] == [True, False]
+    assert [bool(chunk["usage"]) for chunk in told].count(True) == 1
+    assert told[-1]["usage"]["prompt_tokens"] == sum(map(len, engine.prompts))
+    assert len(engine.prompts) == 2, "a prompt is computed once for all its choices"
+
+
+async def test_an_echo_comes_first(engine: FakeEngine) -> None:
+    (choice,) = (await reply(engine, prompt="one two", echo=True))["choices"]
+    assert choice["text"] == "one two" + engine.answer
+    assert choice["logprobs"] is None
+    ids = engine.tokenizer.encode("one two")
+    (choice,) = (await reply(engine, prompt=ids, echo=True))["choices"]
+    assert choice["text"] == "one two" + engine.answer
+
+
+async def test_an_echo_alone_generates_nothing(engine: FakeEngine) -> None:
+    """What lm-evaluation-harness and others score prompts with."""
+    ids = engine.tokenizer.encode("one two three")
+    told = await reply(engine, prompt=ids, echo=True, max_tokens=0, logprobs=1)
+    (choice,) = told["choices"]
+    assert choice["text"] == "one two three"
+    assert choice["finish_reason"] == "length"
+    assert told["usage"]["completion_tokens"] == 0
+    assert choice["logprobs"]["token_logprobs"] == [None, *(-id for id in ids[1:])]
+
+
+async def test_scores_of_prompt_and_answer_side_by_side(engine: FakeEngine) -> None:
+    ids = engine.tokenizer.encode("one two three")
+    told = await reply(engine, prompt=ids, echo=True, max_tokens=2, logprobs=2)
+    (choice,) = told["choices"]
+    logprobs = choice["logprobs"]
+    answer = engine.tokenizer.encode(engine.answer)[:2]
+    assert logprobs["token_logprobs"] == [None, *(-id for id in [*ids[1:], *answer])]
+    assert {len(column) for column in logprobs.values()} == {len(ids) + 2}
+    assert "".join(logprobs["tokens"]) == choice["text"]
+    for text, begin in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        assert choice["text"][begin : begin + len(text)] == text
+    assert logprobs["top_logprobs"][0] is None
+    for token, own, top in zip(
+        logprobs["tokens"][1:],
+        logprobs["token_logprobs"][1:],
+        logprobs["top_logprobs"][1:],
+        strict=True,
+    ):
+        assert top[token] == own
+        assert len(top) == 3, "the two likeliest and the token itself"
+
+
+async def test_an_answers_offsets_begin_at_zero_without_an_echo(engine: FakeEngine) -> None:
+    (choice,) = (await reply(engine, prompt="one", logprobs=0))["choices"]
+    assert choice["logprobs"]["text_offset"][0] == 0
+    assert all(len(top) == 1 for top in choice["logprobs"]["top_logprobs"])
+
+
+async def test_choices_share_the_scores_of_their_prompt(engine: FakeEngine) -> None:
+    told = await reply(engine, prompt="one two", n=2, echo=True, logprobs=1, max_tokens=1)
+    first, second = told["choices"]
+    assert first["logprobs"] == second["logprobs"]
+    assert [s.prompt_logprobs for s in engine.samplings] == [1, None]
+
+
+async def test_ids_of_prompt_and_answer(engine: FakeEngine) -> None:
+    (choice,) = (await reply(engine, prompt="one two", return_token_ids=True))["choices"]
+    assert choice["prompt_token_ids"] == engine.tokenizer.encode("one two")
+    eos = min(engine.tokenizer.eos_ids)
+    assert choice["token_ids"] == [*engine.tokenizer.encode(engine.answer), eos]
+
+
+def test_minus_infinity_is_a_number_in_json(tokenizer: Tokenizer) -> None:
+    """Some models write -inf to the logits of tokens that do not exist."""
+    score = Score(5, -math.inf, ((6, -0.5), (7, -math.inf)))
+    told = completion_logprobs([5], [score], tokenizer, as_ids=False)
+    assert told["token_logprobs"] == [-9999.0]
+    assert sorted(told["top_logprobs"][0].values()) == [-9999.0, -9999.0, -0.5]
+    assert chat_logprobs([score], tokenizer, as_ids=False)["content"][0]["logprob"] == -9999.0

@@ -1,0 +1,55 @@
+"""/tokenize and /detokenize over HTTP, as vLLM's clients use them."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.front.fakes import MAX_CONTEXT, Running
+
+
+def post(server: Running, path: str, **body: Any) -> httpx.Response:
+    return httpx.post(server.url + path, json=body, timeout=10)
+
+
+def test_a_prompt_there_and_back(shared: Running) -> None:
+    tokenizer = shared.engine.tokenizer
+    told = post(shared, "/tokenize", model="tiny", prompt="hello <s>world").json()
+    assert told["tokens"] == tokenizer.encode("hello <s>world")
+    assert told["count"] == len(told["tokens"])
+    assert told["max_model_len"] == MAX_CONTEXT
+    assert told["token_strs"] is None
+    back = post(shared, "/detokenize", tokens=told["tokens"]).json()
+    assert back == {"prompt": "hello <s>world"}
+
+
+def test_messages_as_the_chat_sees_them(shared: Running) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    told = post(shared, "/tokenize", messages=messages, return_token_strs=True).json()
+    assert shared.engine.tokenizer.decode(told["tokens"]) == "<|user|>hi<|assistant|>"
+    assert "".join(told["token_strs"]) == "<|user|>hi<|assistant|>"
+    bare = post(shared, "/tokenize", messages=messages, add_generation_prompt=False).json()
+    assert shared.engine.tokenizer.decode(bare["tokens"]) == "<|user|>hi"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/tokenize", {}, 400, "prompt"),
+        ("/tokenize", {"prompt": 5}, 400, "prompt"),
+        ("/tokenize", {"prompt": "a", "model": "other"}, 404, "model"),
+        ("/tokenize", {"messages": []}, 400, "messages"),
+        ("/tokenize", {"prompt": "a", "add_special_tokens": 1}, 400, "add_special_tokens"),
+        ("/detokenize", {}, 400, "tokens"),
+        ("/detokenize", {"tokens": "a"}, 400, "tokens"),
+        ("/detokenize", {"tokens": [10**6]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, 400, "tokens[0]"),
+        ("/detokenize", {"tokens": [1], "model": "other"}, 404, "model"),
+    ],
+)
+def test_what_is_wrong_is_told(
+    shared: Running, path: str, body: dict[str, Any], status: int, param: str
+) -> None:
+    reply = post(shared, path, **body)
+    assert reply.status_code == status
+    assert reply.json()["error"]["param"] == param
