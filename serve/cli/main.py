@@ -123,7 +123,7 @@ async def _run_front(
         await engine.listen()
         engine.start()
         logging.info("event=listening url=http://%s:%d", *listening.getsockname()[:2])
-        tokenizer = await asyncio.to_thread(Tokenizer, checkpoint.folder)
+        tokenizer = await asyncio.to_thread(Tokenizer, checkpoint.folder, config.tool_parser)
         max_context = min(filter(None, [config.max_context, checkpoint.max_context]), default=4096)
         await app.serve(config, engine, tokenizer, listening, max_context)
     except asyncio.CancelledError:

@@ -39,6 +39,7 @@ class ServeConfig:
         "for keys and values: 8GB, or 8GB,16GB for each rank (default: what is free)", None
     )
     kv_bits: int | None = flag("quantise keys and values to 8 or 4 bits", None, among=(4, 8))
+    tool_parser: str | None = flag("how the model calls tools (default: found out)", None)
     no_prefix_cache: bool = flag("compute every prompt from its first token", False)
     prefill_chunk: int = flag("prompt tokens that one step takes at most", 512, least=1)
     num_groups: int | None = flag(

@@ -18,8 +18,9 @@ class Sampling:
 
     Presence and frequency count generated tokens, repetition those of the prompt too.
     bias_ids and biases go together. Of allowed_ids nothing means all. No end_ids come
-    within the first min_tokens. (prompt_)logprobs is how many of the likeliest tokens to
-    tell beside each one; None is not to score them at all.
+    within the first min_tokens. An answer follows the grammar, which is llguidance's, from
+    its start or after the token free_until. (prompt_)logprobs is how many of the likeliest
+    tokens to tell beside each one; None is not to score them at all.
     """
 
     temperature: float = 1.0
@@ -36,6 +37,8 @@ class Sampling:
     bad_words: tuple[tuple[int, ...], ...] = ()
     min_tokens: int = 0
     end_ids: tuple[int, ...] = ()
+    grammar: str | None = None
+    free_until: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
@@ -47,7 +50,8 @@ class Sampling:
     @property
     def reads_tokens(self) -> bool:
         """Whether choosing or scoring needs the tokens so far."""
-        return bool(self.has_penalties or self.bad_words or self.prompt_logprobs is not None)
+        asked = self.grammar, self.prompt_logprobs
+        return self.has_penalties or bool(self.bad_words) or asked != (None, None)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "Sampling":

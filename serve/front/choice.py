@@ -33,7 +33,8 @@ class Choice:
         self._is_new = True
         self._min_tokens = body.min_tokens or 0
         self._keeps_stop = bool(body.include_stop_str_in_output)
-        self._text = tokenizer.stream(body.skip_special_tokens is not False, after)
+        skip = body.skip_special_tokens is not False
+        self._text = tokenizer.stream(skip, after, prompt.has_marks)
         self._stop = StopMatcher(body.stop, self._keeps_stop)
 
     def take(self, event: Event) -> Piece:

@@ -35,6 +35,11 @@ class Format:
     tools: ToolFormat | None = None
     thoughts: tuple[str, str] | None = None
 
+    @property
+    def marks(self) -> tuple[str, ...]:
+        tools = (self.tools.start, self.tools.end) if self.tools else ()
+        return (*tools, *(self.thoughts or ()))
+
 
 def format_of(tokenizer: Any, tool_parser: str | None = None) -> Format:
     """Of a tokenizer of transformers, by its template and vocabulary. tool_parser is a name

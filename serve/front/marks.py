@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from serve.front.formats import Format
+from serve.front.openai import ChatBody
 from serve.front.text import overlap
-from serve.front.tools import called
+from serve.front.tools import NamedTool, called
 
 Kind = Literal["content", "reasoning", "call"]
 
@@ -29,7 +30,7 @@ class Piece:
 
 
 class Plain:
-    """An answer without marks."""
+    """An answer without marks. finish gives what was held back."""
 
     def feed(self, delta: str) -> Iterator[Piece]:
         if delta:
@@ -76,13 +77,13 @@ class ListedCalls(Plain):
         return Piece("call", arguments, name)
 
 
-class Marked:
-    """Text with the marks of a model's format. A call that its parser does not understand
-    stays content. Blanks between calls count for nothing."""
+class Marked(Plain):
+    """Text with the marks of a model's format, and what content there is for inner. A call
+    that its parser does not understand stays content. Blanks between calls count for nothing.
+    """
 
-    def __init__(self, format: Format, has_tools: bool, is_thinking: bool) -> None:
-        self._tools = format.tools if has_tools else None
-        self._thoughts = format.thoughts
+    def __init__(self, format: Format, is_thinking: bool, inner: Plain) -> None:
+        self._tools, self._thoughts, self._inner = format.tools, format.thoughts, inner
         self._kind: Kind = "reasoning" if is_thinking else "content"
         self._text = ""
         self._blanks = ""
@@ -102,11 +103,11 @@ class Marked:
             yield from self._give(given)
 
     def finish(self) -> Iterator[Piece]:
-        """What was held back. A call without its end may be whole all the same."""
+        """A call without its end may be whole all the same."""
         text, self._text = self._text, ""
         yield from self._give(text)
-        if self._blanks and not self._has_called:
-            yield Piece("content", self._blanks)
+        if not self._has_called:
+            yield from self._inner.feed(self._blanks)
 
     def _marks(self) -> Iterator[tuple[str, Kind]]:
         """Those that may come here, and the kind of what follows."""
@@ -137,8 +138,7 @@ class Marked:
         text = self._blanks + text
         shown = text.rstrip() if self._tools else text
         self._blanks = text[len(shown) :]
-        if shown:
-            yield Piece("content", shown)
+        yield from self._inner.feed(shown)
 
     def _calls(self, text: str) -> Iterator[Piece]:
         assert self._tools is not None
@@ -152,3 +152,17 @@ class Marked:
         self._blanks, self._has_called = "", True
         for name, arguments in calls:
             yield Piece("call", arguments, name)
+
+
+def parser_of(body: ChatBody, format: Format, is_thinking: bool) -> Plain:
+    """For one answer to a request."""
+    choice = body.tool_choice or "auto"
+    inner = Plain()
+    if isinstance(choice, NamedTool):
+        inner = NamedCall(choice.function.name)
+    elif choice == "required":
+        inner = ListedCalls()
+    tools = format.tools if body.tools and choice == "auto" else None
+    if not tools and not format.thoughts:
+        return inner
+    return Marked(Format(tools, format.thoughts), is_thinking, inner)

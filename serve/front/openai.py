@@ -15,6 +15,7 @@ from serve.core.errors import RequestError
 from serve.front.messages import Body, Message, refuse, template_message
 from serve.front.sampling import MOST_LOGPROBS, SamplingBody, TokenIds
 from serve.front.tokens import Tokenizer
+from serve.front.tools import ToolChoice, Tools, grammar_of_call
 
 MOST_PROMPTS = 1024
 _MOST_PATH_CHARACTERS = 120
@@ -38,29 +39,23 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "include_reasoning": (True,),
     "kv_transfer_params": (),
     "length_penalty": (1,),
     "logprob_token_ids": (),
     "logits_processors": ([],),
     "mm_processor_kwargs": (),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
     "priority": (0,),
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "reasoning_effort": (),
     "repetition_detection": (),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
-    "structured_outputs": (),
     "suffix": ("",),
     "thinking_token_budget": (-1,),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "truncation_side": ("left",),
     "use_beam_search": (False,),
     "verbosity": (),
@@ -114,6 +109,7 @@ class Templated(Body):
     """What a prompt is rendered from."""
 
     messages: Annotated[list[Message], Field(min_length=1), FailFast()]
+    tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -134,6 +130,7 @@ class Templated(Body):
             self.chat_template_kwargs or {},
             not self.continue_final_message if prompted is None else prompted,
             bool(self.continue_final_message),
+            [tool.model_dump(exclude_none=True) for tool in self.tools or ()],
         )
 
 
@@ -141,6 +138,9 @@ class ChatBody(Templated, GenerationBody):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> "ChatBody":
@@ -150,6 +150,11 @@ class ChatBody(Templated, GenerationBody):
         if self.top_logprobs and not self.logprobs:
             refuse("top_logprobs needs logprobs=true", "top_logprobs")
         return self
+
+    def grammars(self) -> dict[str, str]:
+        parallel = self.parallel_tool_calls is not False
+        call = grammar_of_call(self.tools or (), self.tool_choice or "auto", parallel)
+        return super().grammars() | ({"tool_choice": call} if call else {})
 
     @property
     def most_tokens(self) -> int | None:

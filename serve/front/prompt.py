@@ -11,13 +11,15 @@ _WHOSE = {"messages": "Your messages have", "prompt": "Your prompt has"}
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """As many answers are wanted as there are samplings. text is what an echo gives back."""
+    """As many answers are wanted as there are samplings. text is what an echo gives back;
+    has_marks is whether calls and thoughts are looked for in the answers."""
 
     ids: list[int]
     max_tokens: int
     samplings: tuple[Sampling, ...]
     end_ids: frozenset[int]
     text: str = ""
+    has_marks: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,12 +88,26 @@ def _added(total: Any, part: Any) -> Any:
     """Texts and lists are put together, objects by their fields; else the last one counts."""
     if total is None or part is None:
         return total if part is None else part
+    if isinstance(part, list) and total and isinstance(total[0], dict) and "index" in total[0]:
+        return _added_by_index(total, part)
     if isinstance(part, dict):
         return {**total, **{name: _added(total.get(name), part[name]) for name in part}}
     return total + part if isinstance(part, str | list) else part
 
 
+def _added_by_index(total: list[Json], part: list[Json]) -> list[Json]:
+    """Calls of tools, whose arguments may come in pieces."""
+    by_index = {each["index"]: each for each in total}
+    for each in part:
+        by_index[each["index"]] = _added(by_index.get(each["index"]), each)
+    return list(by_index.values())
+
+
 def _whole(choice: Json) -> Json:
     if "delta" not in choice:
         return choice
-    return {"message" if name == "delta" else name: value for name, value in choice.items()}
+    message = choice.pop("delta")
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in calls]
+        message["content"] = message["content"] or None
+    return {"index": choice.pop("index"), "message": message, **choice}

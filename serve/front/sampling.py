@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from serve.core.errors import RequestError
 from serve.core.types import Sampling
 from serve.front.messages import Body, refuse
+from serve.front.structured import ResponseFormat, StructuredOutputs
 from serve.front.tokens import Tokenizer
 
 MOST_STOPS = 16
@@ -87,6 +88,8 @@ class SamplingBody(Body):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def num_choices(self) -> int:
@@ -110,6 +113,7 @@ class SamplingBody(Body):
         """One for each choice, with a seed of its own. Raises RequestError for what only the
         tokenizer can tell."""
         self._check_ids(tokenizer.vocab_size)
+        grammar = self._checked_grammar(tokenizer)
         first = Sampling(
             temperature=_given(self.temperature, 1.0),
             top_p=_given(self.top_p, 1.0),
@@ -125,12 +129,32 @@ class SamplingBody(Body):
             bad_words=self._bad_words(tokenizer),
             min_tokens=self.min_tokens or 0,
             end_ids=self._banned_first(tokenizer),
+            grammar=grammar,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
         _check_something_is_left(first)
         others = range(1, self.num_choices)
         return first, *(replace(first, seed=first.seed + i, prompt_logprobs=None) for i in others)
+
+    def grammars(self) -> dict[str, str]:
+        """What an answer must follow, by the field that says so. Raises RequestError."""
+        fields = {
+            "response_format": self.response_format,
+            "structured_outputs": self.structured_outputs,
+        }
+        found = {name: field.grammar() for name, field in fields.items() if field}
+        return {name: grammar for name, grammar in found.items() if grammar}
+
+    def _checked_grammar(self, tokenizer: Tokenizer) -> str | None:
+        grammars = self.grammars()
+        if len(grammars) > 1:
+            both = " and ".join(grammars)
+            raise RequestError(f"{both} cannot go together.", param=next(iter(grammars)))
+        for param, grammar in grammars.items():
+            tokenizer.grammars.check(grammar, param)
+            return grammar
+        return None
 
     def _banned_first(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         """What does not come before min_tokens, as in vLLM also with ignore_eos."""

@@ -13,12 +13,12 @@ first, then the youngest running one goes back to the queue and is computed anew
 
 import itertools
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from serve.core.errors import OverloadedError, RequestError
 from serve.core.types import Event, FinishReason, Group, Row, Sequence, Step, Take
+from serve.front.chunks import alike, next_chunk
 from serve.front.prefix import PrefixIndex
 
 # What of another sequence a new one can begin with: any part from its start, or only all of
@@ -28,7 +28,6 @@ Reuse = Literal["any", "whole", "none"]
 _NUM_STEPS_OF_A_GROUP = 2  # one is computed, one waits for its tokens
 _LEAST_CHUNK = 64
 _CHUNKS_OF_A_STAGE = 4  # of what waits for prefill: with fewer, stages would wait for each other
-_REST = 1.25
 _SHORT_PROMPT = 128  # cut up it would cost everybody more
 _SHORT_PROMPTS = 264  # tokens of several together: their step costs less than one for each
 _SPARE_TOKENS = 64  # a sequence is not admitted to be sent back at once
@@ -40,11 +39,6 @@ class _InFlight:
 
     group: Group | None
     sequences: tuple[Sequence, ...]
-
-
-def _next_chunk(num_left: int, chunk: int) -> int:
-    """A short rest goes along: a step of its own would cost more."""
-    return num_left if num_left <= _REST * chunk else chunk
 
 
 class Scheduler:
@@ -197,8 +191,8 @@ class Scheduler:
             return None
         chunk = self._chunk()
         first = self.prefilling[0]
-        sequences = [first, *self._alike(chunk)]
-        num_tokens = [_next_chunk(s.num_tokens - 1 - s.num_computed, chunk) for s in sequences]
+        sequences = [first, *alike(self.prefilling, chunk)]
+        num_tokens = [next_chunk(s.num_tokens - 1 - s.num_computed, chunk) for s in sequences]
         if not self._make_room(sum(num_tokens)):
             return None
         if any(sequence not in self.prefilling for sequence in sequences):
@@ -230,21 +224,6 @@ class Scheduler:
         num_left = sum(s.num_tokens - 1 - s.num_computed for s in self.prefilling)
         share = -(-num_left // (_CHUNKS_OF_A_STAGE * self._num_stages))
         return min(self._prefill_chunk, max(_LEAST_CHUNK, share))
-
-    def _alike(self, chunk: int) -> Iterator[Sequence]:
-        """Prompts that can share a step with the first one: whole and new, as it is. Rows
-        are as long as the longest, which must be less than twice the shortest."""
-        first = self.prefilling[0]
-        num_rows, least, most = 1, first.num_tokens - 1, first.num_tokens - 1
-        if first.num_computed or most > _REST * chunk:
-            return
-        for sequence in list(self.prefilling)[1:]:
-            length = sequence.num_tokens - 1
-            least, most = min(least, length), max(most, length)
-            if sequence.num_computed or (num_rows + 1) * most > chunk or most >= 2 * least:
-                return
-            num_rows += 1
-            yield sequence
 
     def _emit(self, step: Step | None) -> None:
         """What goes is told first, in a step of its own, which no other has to wait for: its

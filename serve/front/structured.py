@@ -7,7 +7,7 @@ engine follows it. Limits of the library bound what a check may cost.
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -91,11 +91,13 @@ class Grammars:
     Thread-safe; checking gives Python's lock back.
     """
 
-    def __init__(self, folder: Path, eos_ids: Iterable[int]) -> None:
-        self._tokenizer = LLTokenizer(
-            str(folder / "tokenizer.json"), eos_token=sorted(eos_ids) or None
-        )
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "tokenizer.json"
         self._known: OrderedDict[str, None] = OrderedDict()
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        return LLTokenizer(str(self._file))
 
     def check(self, grammar: str, param: str) -> None:
         """Raises RequestError if no answer can follow it, or it is too large or wrong."""

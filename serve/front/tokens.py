@@ -9,7 +9,7 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from serve.core.checkpoint import read_json
 from serve.core.errors import ModelError, RequestError
+from serve.front.formats import format_of
+from serve.front.structured import Grammars
 
 _CONTEXT_TOKENS = 6
 _WINDOW_TOKENS = 24
@@ -31,8 +33,9 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 class Tokenizer:
     """encode, decode and render may be called from several threads at once."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises ModelError if the folder has no tokenizer that can be loaded."""
+    def __init__(self, folder: Path, tool_parser: str | None = None) -> None:
+        """tool_parser is one of mlx-lm's. Raises ModelError if the folder has no tokenizer
+        that can be loaded, UsageError."""
         self._transformers = _load(folder)
         self._backend = self._transformers.backend_tokenizer
         # Both may be set in tokenizer.json and would silently change prompts.
@@ -48,6 +51,9 @@ class Tokenizer:
         self.token_text = functools.lru_cache(_MOST_TEXTS_KEPT)(self._token_text)
         self.vocab_size = _vocab_size(folder, self._backend)
         self.eos_ids = _read_eos_ids(folder, self._transformers.eos_token_id)
+        self.format = format_of(self._transformers, tool_parser)
+        self._marks = frozenset(self._special_ids_in(self.format.marks))
+        self.grammars = Grammars(folder)
 
     def render(
         self,
@@ -55,6 +61,7 @@ class Tokenizer:
         options: Mapping[str, Any],
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
     ) -> str:
         """The prompt's text by the model's chat template. options are its variables."""
         for name in options:
@@ -70,6 +77,7 @@ class Tokenizer:
             return str(
                 self._transformers.apply_chat_template(
                     messages,
+                    tools=tools or None,
                     tokenize=False,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
@@ -122,12 +130,27 @@ class Tokenizer:
             return 0
         return len(text.encode()) // self._most_bytes_of_a_token
 
+    def id_of(self, token: str) -> int | None:
+        """None if it is not a token of the vocabulary."""
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
+    def _special_ids_in(self, texts: Iterable[str]) -> Iterator[int]:
+        tokens = self._backend.get_added_tokens_decoder()
+        for text in texts:
+            yield from (id for id in self._special_ids if tokens[id].content in text)
+
     def stream(
-        self, skip_special_tokens: bool = True, after: list[int] | None = None
+        self,
+        skip_special_tokens: bool = True,
+        after: list[int] | None = None,
+        keep_marks: bool = False,
     ) -> "TextStream":
-        """after are tokens that the text goes on from."""
+        """after are tokens that the text goes on from. Marks are those of the format."""
         skipped = self._special_ids if skip_special_tokens else frozenset()
-        decode = functools.partial(self.decode, skip_special_tokens=skip_special_tokens)
+        if keep_marks:
+            skipped -= self._marks
+        decode = functools.partial(self.decode, skip_special_tokens=skipped == self._special_ids)
         return TextStream(decode, skipped, after or [])
 
 

@@ -4,6 +4,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -11,6 +12,7 @@ import mlx.core as mx
 from serve.core.types import Row, Sampling, Score, Step
 from serve.core.wire import Result, Scores
 from serve.rank.cache import Part
+from serve.rank.grammar import Grammars
 from serve.rank.sampling import Sampler, sample, score
 
 _ARRAYS_OF_A_SCORING = 3
@@ -29,9 +31,10 @@ class _Scoring:
 
 class Chooser:
     """Has a sampler for each sequence that rank 0 was told about. choose and result are of
-    one thread, admit and forget of any."""
+    one thread, admit and forget of any. folder has the model's tokenizer."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
+        self._grammars = Grammars(folder) if folder else None
         self._samplers: dict[int, Sampler] = {}
         self._num_begun: Counter[int] = Counter()
         self._lock = threading.Lock()
@@ -40,7 +43,7 @@ class Chooser:
         """May come before the drop of the same sequence, which began before, has gone round:
         no step of that one samples any more."""
         with self._lock:
-            self._samplers[sequence] = Sampler(sampling, num_prompt, tokens)
+            self._samplers[sequence] = Sampler(sampling, num_prompt, tokens, self._grammars)
             self._num_begun[sequence] += 1
 
     def forget(self, sequences: tuple[int, ...]) -> list[int]:

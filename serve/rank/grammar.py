@@ -1,66 +1,84 @@
 """Which tokens a sequence may go on with, by a grammar. Only rank 0 has logits.
 
 A mask is computed in a thread as soon as its token is known, while other groups run:
-llguidance gives Python's lock back meanwhile. The only module here that knows it.
+llguidance gives Python's lock back meanwhile.
 """
 
-from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
+from numpy.typing import NDArray
 
 from serve.core.errors import RequestError
+from serve.core.types import Sampling
 
 _NUM_THREADS = 2
 
+Mask = NDArray[np.bool_]
+
 
 class Grammars:
-    """folder has the model's tokenizer.json; num_logits is the width of its head."""
+    """folder has the model's tokenizer.json."""
 
-    def __init__(self, folder: Path, num_logits: int, eos_ids: Iterable[int]) -> None:
+    def __init__(self, folder: Path) -> None:
         self._file = folder / "tokenizer.json"
-        self._num_logits, self._eos_ids = num_logits, sorted(eos_ids)
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, "grammar")
+        self.threads = ThreadPoolExecutor(_NUM_THREADS, "grammar")
 
     @cached_property
-    def _tokenizer(self) -> LLTokenizer:
-        eos_ids = [id for id in self._eos_ids if id < self._num_logits]
-        return LLTokenizer(str(self._file), n_vocab=self._num_logits, eos_token=eos_ids or None)
-
-    def begin(self, grammar: str, output: list[int]) -> "Constraint":
-        """Of a sequence that has so much output already. May take a second: call it from
-        a thread that nobody waits for."""
-        return Constraint(LLMatcher(self._tokenizer, grammar, log_level=0), output, self._threads)
+    def tokenizer(self) -> LLTokenizer:
+        return LLTokenizer(str(self._file))
 
 
 class Constraint:
-    """A grammar and how far one sequence has come in it."""
+    """sampling.grammar, and how far one sequence has come in it, which has so much output
+    already. With sampling.free_until it begins after that token. Where it is complete the
+    end_ids may come."""
 
-    def __init__(self, matcher: LLMatcher, output: list[int], threads: ThreadPoolExecutor) -> None:
-        self._matcher, self._threads = matcher, threads
-        if output:
-            matcher.consume_tokens(output)
-        self._mask = self._next_mask()
+    def __init__(self, grammars: Grammars, sampling: Sampling, output: list[int]) -> None:
+        self._grammars, self._sampling = grammars, sampling
+        self._is_free = sampling.free_until is not None
+        self._matcher: LLMatcher | None = None
+        self._mask = grammars.threads.submit(self._advance, output)
 
-    def allowed(self) -> mx.array:
-        """Of each token (vocabulary,), whether it may come next. Raises RequestError when
-        the grammar has become too complex to follow."""
+    def apply(self, logits: mx.array) -> mx.array:
+        """logits (vocabulary,) with -inf for what may not come. Raises RequestError when the
+        grammar has become too complex to follow."""
         mask = self._mask.result()
-        if self._matcher.is_error():
-            reason = self._matcher.get_error().partition("<state>")[0]
-            raise RequestError(f"The grammar of this request cannot be followed: {reason}")
-        return mx.array(np.frombuffer(mask, np.uint8)) != 0
+        if mask is None:
+            return logits
+        allowed = mx.array(mask[: logits.size])
+        only = mx.full(logits.shape, -mx.inf)
+        only[: allowed.size] = mx.where(allowed, logits[: allowed.size], -mx.inf)
+        return only
 
     def accept(self, token: int) -> None:
-        """The token that was sampled; what comes after an end token is not looked at."""
-        self._mask.result()  # The matcher must not change while it is computed.
-        if not self._matcher.is_stopped():
-            self._matcher.consume_token(token)
-            self._mask = self._next_mask()
+        """The token that was chosen."""
+        self._mask.result()  # The matcher must not change while it is asked.
+        self._mask = self._grammars.threads.submit(self._advance, [token])
 
-    def _next_mask(self) -> "Future[bytes]":
-        return self._threads.submit(self._matcher.compute_logit_bias)
+    def _advance(self, tokens: list[int]) -> Mask | None:
+        """The mask after tokens; None if every one may come."""
+        if self._matcher is None:
+            assert self._sampling.grammar is not None
+            tokenizer = self._grammars.tokenizer
+            self._matcher = LLMatcher(tokenizer, self._sampling.grammar, log_level=0)
+        for token in tokens:
+            if self._is_free:
+                self._is_free = token != self._sampling.free_until
+            elif token not in self._sampling.end_ids:
+                self._matcher.consume_token(token)
+        return None if self._is_free else self._look(self._matcher)
+
+    def _look(self, matcher: LLMatcher) -> Mask:
+        mask: Mask = np.frombuffer(matcher.compute_logit_bias(), np.uint8) != 0
+        if matcher.is_error():
+            reason = matcher.get_error().partition("<state>")[0]
+            raise RequestError(f"The grammar of this request cannot be followed: {reason}")
+        mask[self._grammars.tokenizer.eos_token] = False  # llguidance's guess
+        ends = [id for id in self._sampling.end_ids if id < mask.size]
+        mask[ends] = matcher.is_accepting()
+        return mask

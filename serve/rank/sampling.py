@@ -14,6 +14,7 @@ import mlx.core as mx
 from mlx_lm.sample_utils import apply_top_p
 
 from serve.core.types import Sampling
+from serve.rank.grammar import Constraint, Grammars
 
 _GREEDY_BELOW = 1e-5  # as in vLLM: dividing by less overflows
 # Above -inf, which is what is not allowed at all: if all that is allowed is banned, it
@@ -23,22 +24,33 @@ _BANNED = -1e30
 
 class Sampler:
     """Chooses the tokens of one sequence. tokens are those of its prompt and of its answer
-    so far, which only some samplings read."""
+    so far, which only some samplings read. grammars are needed by those that have one."""
 
-    def __init__(self, sampling: Sampling, num_prompt: int = 0, tokens: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        sampling: Sampling,
+        num_prompt: int = 0,
+        tokens: Iterable[int] = (),
+        grammars: Grammars | None = None,
+    ) -> None:
         self.sampling = sampling
         self.num_prompt = num_prompt
         self.tokens = list(tokens)
         self._is_greedy = sampling.temperature <= _GREEDY_BELOW
         lists = (sampling.bias_ids, sampling.allowed_ids, sampling.bad_words)
         self._adjusts = sampling.has_penalties or any(lists)
+        self._constraint: Constraint | None = None
+        if sampling.grammar is not None:
+            assert grammars is not None
+            self._constraint = Constraint(grammars, sampling, self.tokens[num_prompt:])
         self._counts: mx.array | None = None
         self._prompted: mx.array | None = None
 
     @property
     def is_plain(self) -> bool:
         """Whether it always takes the likeliest token."""
-        return self._is_greedy and not self._adjusts and not self.sampling.min_tokens
+        adjusts = self._adjusts or self.sampling.min_tokens or self._constraint
+        return self._is_greedy and not adjusts
 
     def choose(self, logits: mx.array, position: int) -> mx.array:
         """The token at a position, lazily, from logits (vocabulary,)."""
@@ -46,6 +58,8 @@ class Sampler:
         ends = self.sampling.end_ids if num_generated < self.sampling.min_tokens else ()
         if self._adjusts or ends:
             logits = self._adjusted(logits.astype(mx.float32), ends)
+        if self._constraint:
+            logits = self._constraint.apply(logits.astype(mx.float32))
         if self._is_greedy:
             return mx.argmax(logits)
         return _draw(logits, self.sampling, position)
@@ -56,6 +70,8 @@ class Sampler:
             self.tokens.append(token)
         if self._counts is not None:
             self._counts[token] += 1
+        if self._constraint:
+            self._constraint.accept(token)
 
     def _adjusted(self, logits: mx.array, ends: tuple[int, ...]) -> mx.array:
         """In vLLM's order: what may not come, biases, penalties."""

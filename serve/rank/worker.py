@@ -93,12 +93,18 @@ class Parent:
 class StepLoop:
     """Receive, forward, send. On the last stage, which is rank 0's, tokens are chosen."""
 
-    def __init__(self, stage: Stage, transport: Transport, kv_bits: int | None = None) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        transport: Transport,
+        kv_bits: int | None = None,
+        folder: Path | None = None,
+    ) -> None:
         self.stage = stage
         self.transport = transport
         self.caches = GroupCaches(lambda: quantized(stage.make_cache(), kv_bits), stage.can_batch)
         self.outbox = Outbox(lambda step: transport.send(step, []))
-        self.chooser = Chooser()
+        self.chooser = Chooser(folder)
         self.busy_seconds = 0.0
         self.num_steps = 0
         self.spans: deque[tuple[int, int, int, int, float, float]] = deque(maxlen=_NUM_SPANS)
@@ -196,8 +202,10 @@ class Worker:
         order = self.order
         self.transport = self._join()
         self.status = {"state": "loading"}
-        loaded = load_stage(self._model(), *order.layers, progress=self._loading)
-        self.loop = StepLoop(loaded.stage, self.transport, order.kv_bits)
+        model = self._model()
+        folder = model if isinstance(model, Path) else model.folder
+        loaded = load_stage(model, *order.layers, progress=self._loading)
+        self.loop = StepLoop(loaded.stage, self.transport, order.kv_bits, folder)
         self.status = {
             "state": "ready",
             "bytes_owned": loaded.bytes_owned,

@@ -81,28 +81,30 @@ def test_marks_are_found_however_the_text_is_cut(
 ) -> None:
     chance = random.Random(5)
     for deltas in ([text], list(text), *(cut(text, chance) for _ in range(60))):
-        assert taken_apart(Marked(JSON_TOOLS, True, False), deltas) == expected
+        assert taken_apart(Marked(JSON_TOOLS, False, Plain()), deltas) == expected
 
 
 def test_thoughts_may_have_begun_in_the_prompt() -> None:
     deltas = ["I think", "</thi", "nk>so"]
     expected = [("reasoning", None, "I think"), ("content", None, "so")]
-    assert taken_apart(Marked(JSON_TOOLS, True, True), deltas) == expected
+    assert taken_apart(Marked(JSON_TOOLS, True, Plain()), deltas) == expected
 
 
 def test_without_tools_a_call_is_text() -> None:
-    assert taken_apart(Marked(JSON_TOOLS, False, False), [CALL]) == [("content", None, CALL)]
+    assert taken_apart(Marked(Format(None, JSON_TOOLS.thoughts), False, Plain()), [CALL]) == [
+        ("content", None, CALL)
+    ]
 
 
 def test_text_is_given_on_as_soon_as_it_is_no_mark() -> None:
-    parser = Marked(JSON_TOOLS, True, False)
+    parser = Marked(JSON_TOOLS, False, Plain())
     assert list(parser.feed("a <tool")) == [Piece("content", "a")]
     assert list(parser.feed("box")) == [Piece("content", " <toolbox")]
 
 
 def test_a_format_without_an_end_ends_with_the_answer() -> None:
     text = '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}'
-    parser = Marked(Format(_tool_format("mistral")), True, False)
+    parser = Marked(Format(_tool_format("mistral")), False, Plain())
     assert taken_apart(parser, list(text)) == [CALLED]
 
 
@@ -110,6 +112,13 @@ def test_a_named_call_is_all_arguments() -> None:
     deltas = ['{"city"', "", ': "Rome"}']
     assert list(NamedCall("weather").feed("")) == []
     assert taken_apart(NamedCall("weather"), deltas) == [CALLED]
+
+
+def test_a_demanded_call_may_come_after_thoughts() -> None:
+    format = Format(None, JSON_TOOLS.thoughts)
+    text = 'Hm.</think>\n{"city": "Rome"}'
+    expected = [("reasoning", None, "Hm."), ("call", "weather", '\n{"city": "Rome"}')]
+    assert taken_apart(Marked(format, True, NamedCall("weather")), list(text)) == expected
 
 
 def test_listed_calls_come_one_by_one() -> None:

@@ -97,10 +97,6 @@ def test_a_wrong_value_is_refused_by_name(name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("tools", [{"type": "function"}]),
-        ("tool_choice", "required"),
-        ("tool_choice", {"type": "function"}),
-        ("response_format", {"type": "json_object"}),
         ("best_of", 2),
         ("echo", True),
         ("audio", {}),
@@ -108,7 +104,6 @@ def test_a_wrong_value_is_refused_by_name(name: str, value: Any) -> None:
         ("store", True),
         ("service_tier", "flex"),
         ("functions", [{}]),
-        ("structured_outputs", {}),
         ("reasoning_effort", "high"),
         ("prompt_logprobs", 0),
         ("logprob_token_ids", [1]),
@@ -164,6 +159,8 @@ def test_a_field_that_nobody_knows_is_ignored_and_logged(
 NUMBERS = [math.nan, math.inf, -math.inf, -1e308, 1e308, 2**63, -(2**63) - 1, 10**40, "1", True]
 OTHERS = [[], {}, [[]], "x", 1.5, -7]
 WRONG: dict[str, list[Any]] = {
+    "response_format": ["json", {}, {"type": "yaml"}, {"type": "json_schema"}, []],
+    "structured_outputs": ["a", {}, {"regex": "a", "choice": ["b"]}, {"choice": []}, {"xml": "a"}],
     "temperature": [-0.1, 2.1, *NUMBERS, *OTHERS[:4]],
     "top_p": [0, 1.01, *NUMBERS, *OTHERS[:4]],
     "top_k": [-2, 2**31, *NUMBERS, *OTHERS],

@@ -126,7 +126,7 @@ HOPELESS: list[tuple[str, Any]] = [
 def test_what_no_answer_can_follow_is_refused_soon(body: Any) -> None:
     def check() -> None:
         grammar = StructuredOutputs.model_validate(body).grammar()
-        Grammars(MODEL, [2]).check(grammar, "structured_outputs")
+        Grammars(MODEL).check(grammar, "structured_outputs")
 
     started = time.monotonic()
     with pytest.raises(RequestError) as caught:
@@ -137,7 +137,7 @@ def test_what_no_answer_can_follow_is_refused_soon(body: Any) -> None:
 
 
 def test_what_can_be_followed_is_checked_once() -> None:
-    grammars = Grammars(MODEL, [2])
+    grammars = Grammars(MODEL)
     for n in range(300):
         grammars.check(StructuredOutputs(regex=f"a{{{n + 1}}}").grammar(), "structured_outputs")
     assert len(grammars._known) == 256

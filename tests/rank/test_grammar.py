@@ -9,12 +9,14 @@ from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 from serve.core.errors import RequestError
+from serve.core.types import Sampling
 from serve.rank.grammar import Constraint, Grammars
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny-chat"
 TOKENIZER = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
 END = TOKENIZER.token_to_id("<|end|>")
 NUM_LOGITS = 1100  # a head may be wider than the vocabulary
+CHOICE = LLMatcher.grammar_from_regex("(red|green|blue)( and (red|green|blue))?")
 NUMBERS = LLMatcher.grammar_from_json_schema(
     {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2}
 )
@@ -22,19 +24,24 @@ NUMBERS = LLMatcher.grammar_from_json_schema(
 
 @pytest.fixture
 def grammars() -> Grammars:
-    return Grammars(MODEL, NUM_LOGITS, [END])
+    return Grammars(MODEL)
+
+
+def begin(grammars: Grammars, grammar: str, output: list[int], **fields: int) -> Constraint:
+    sampling = Sampling(grammar=grammar, end_ids=(END,), **fields)
+    return Constraint(grammars, sampling, output)
+
+
+def allowed(constraint: Constraint) -> mx.array:
+    return constraint.apply(mx.zeros(NUM_LOGITS)) == 0
 
 
 def drawn(constraint: Constraint, seed: int, output: list[int], stop: int = 60) -> list[int]:
     """Random tokens among those that are allowed, until the end."""
     mx.random.seed(seed)
     while len(output) < stop and output[-1:] != [END]:
-        allowed = constraint.allowed()
-        assert allowed.shape == (NUM_LOGITS,)
-        assert not mx.any(allowed[TOKENIZER.get_vocab_size() :]).item()
-        logits = mx.where(allowed, mx.random.normal((NUM_LOGITS,)), -mx.inf)
-        # Digits would go on for ever if the end were as likely as each of them.
-        logits[END] += 4
+        logits = constraint.apply(mx.random.normal((NUM_LOGITS,)))
+        assert logits[TOKENIZER.get_vocab_size() :].max().item() == -mx.inf
         output.append(int(mx.argmax(logits).item()))
         constraint.accept(output[-1])
     return output
@@ -42,8 +49,7 @@ def drawn(constraint: Constraint, seed: int, output: list[int], stop: int = 60) 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_whatever_is_drawn_follows_the_grammar(grammars: Grammars, seed: int) -> None:
-    choice = LLMatcher.grammar_from_regex("(red|green|blue)( and (red|green|blue))?")
-    output = drawn(grammars.begin(choice, []), seed, [])
+    output = drawn(begin(grammars, CHOICE, []), seed, [])
     words = TOKENIZER.decode(output).split(" and ")
     assert output[-1] == END
     assert set(words) <= {"red", "green", "blue"}
@@ -52,17 +58,17 @@ def test_whatever_is_drawn_follows_the_grammar(grammars: Grammars, seed: int) ->
 @pytest.mark.parametrize("num_tokens", [0, 1, 3])
 def test_one_that_begins_anew_goes_on_where_it_was(grammars: Grammars, num_tokens: int) -> None:
     before = TOKENIZER.encode("[12, 7]", add_special_tokens=False).ids[:num_tokens]
-    fresh, again = grammars.begin(NUMBERS, []), grammars.begin(NUMBERS, before)
+    fresh, again = begin(grammars, NUMBERS, []), begin(grammars, NUMBERS, before)
     for token in before:
         fresh.accept(token)
-    assert mx.array_equal(fresh.allowed(), again.allowed())
+    assert mx.array_equal(allowed(fresh), allowed(again))
 
 
 def test_after_the_last_token_only_the_end_is_allowed(grammars: Grammars) -> None:
     tokens = TOKENIZER.encode("[1,2]", add_special_tokens=False).ids
-    constraint = grammars.begin(NUMBERS, tokens)
-    assert mx.argmax(constraint.allowed()).item() == END
-    assert constraint.allowed().sum().item() == 1
+    constraint = begin(grammars, NUMBERS, tokens)
+    assert mx.argmax(allowed(constraint)).item() == END
+    assert allowed(constraint).sum().item() == 1
     constraint.accept(END)
     constraint.accept(5)  # a step that was on its way
     assert json.loads(TOKENIZER.decode(tokens)) == [1, 2]
@@ -71,4 +77,12 @@ def test_after_the_last_token_only_the_end_is_allowed(grammars: Grammars) -> Non
 def test_what_does_not_fit_is_an_error_of_the_request(grammars: Grammars) -> None:
     wrong = TOKENIZER.encode("no list", add_special_tokens=False).ids
     with pytest.raises(RequestError, match="cannot be followed"):
-        grammars.begin(NUMBERS, wrong).allowed()
+        allowed(begin(grammars, NUMBERS, wrong))
+
+
+def test_before_it_begins_everything_is_allowed(grammars: Grammars) -> None:
+    thought = TOKENIZER.encode("first a thought", add_special_tokens=False).ids
+    constraint = begin(grammars, CHOICE, thought, free_until=END)
+    assert allowed(constraint).all().item()
+    constraint.accept(END)
+    assert 0 < allowed(constraint).sum().item() < 20

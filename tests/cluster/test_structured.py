@@ -1,0 +1,157 @@
+"""Grammars and demanded calls over two real ranks, with the official client."""
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+
+from tests.cluster.servers import Server
+
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather in a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 12}, "days": {"enum": [1, 2]}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+CLOCK: dict[str, Any] = {"type": "function", "function": {"name": "clock"}}
+NAMED: Any = {"type": "function", "function": {"name": "weather"}}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "colour": {"enum": ["red", "green"]},
+        "sizes": {"type": "array", "items": {"type": "integer", "maximum": 99}, "maxItems": 3},
+    },
+    "required": ["colour", "sizes"],
+    "additionalProperties": False,
+}
+
+
+def ask(server: Server, text: str = "What colour is grass?", **fields: Any) -> Any:
+    create = server.client().chat.completions.create
+    messages: list[Any] = [{"role": "user", "content": text}]
+    return create(model="tiny-chat", messages=messages, **{"max_tokens": 120, **fields})
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_answer_follows_its_schema(server: Server, seed: int) -> None:
+    format: Any = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}
+    reply = ask(server, response_format=format, temperature=1, seed=seed)
+    assert reply.choices[0].finish_reason == "stop"
+    answer = json.loads(reply.choices[0].message.content)
+    assert answer.keys() == {"colour", "sizes"}
+    assert answer["colour"] in ("red", "green")
+    assert len(answer["sizes"]) <= 3
+    assert all(size <= 99 for size in answer["sizes"])
+
+
+@pytest.mark.parametrize(
+    ("outputs", "pattern"),
+    [
+        ({"choice": ["yes", "no"]}, "yes|no"),
+        ({"regex": r"\d{3}-\d{4}"}, r"\d{3}-\d{4}"),
+        ({"grammar": 'start: "a"+ "b"'}, "a+b"),
+    ],
+)
+def test_structured_outputs_of_vllm(server: Server, outputs: Any, pattern: str) -> None:
+    extra = {"structured_outputs": outputs}
+    chat = ask(server, extra_body=extra, temperature=0, max_tokens=300)
+    create = server.client().completions.create
+    text = create(model="tiny-chat", prompt="x", max_tokens=300, temperature=0, extra_body=extra)
+    assert re.fullmatch(pattern, chat.choices[0].message.content)
+    assert re.fullmatch(pattern, text.choices[0].text)
+
+
+def test_others_are_not_touched(server: Server) -> None:
+    """Rows with and without a grammar share their steps."""
+    plain = ask(server, "Say who you are.", temperature=0).choices[0].message.content
+
+    def one(number: int) -> str:
+        if number % 2:
+            return ask(server, "Say who you are.", temperature=0).choices[0].message.content
+        extra = {"structured_outputs": {"regex": "[0-9]{20}"}}
+        return ask(server, extra_body=extra, temperature=0).choices[0].message.content
+
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(one, range(12)))
+    assert set(answers[1::2]) == {plain}
+    assert all(re.fullmatch("[0-9]{20}", answer) for answer in answers[::2])
+
+
+def test_a_hopeless_schema_is_refused(server: Server) -> None:
+    format: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nil"}}}
+    with pytest.raises(openai.BadRequestError) as told:
+        ask(server, response_format=format)
+    assert told.value.param == "response_format"
+    assert "nil" in str(told.value)
+
+
+def test_a_named_tool_is_called(server: Server) -> None:
+    reply = ask(server, tools=[WEATHER, CLOCK], tool_choice=NAMED, temperature=1, seed=1)
+    (call,) = reply.choices[0].message.tool_calls
+    assert reply.choices[0].message.content is None
+    assert (reply.choices[0].finish_reason, call.type) == ("stop", "function")
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments).keys() == {"city", "days"}
+
+
+def test_some_tool_is_called_when_one_is_required(server: Server) -> None:
+    fields: Any = {"tools": [WEATHER, CLOCK], "tool_choice": "required"}
+    reply = ask(server, **fields, parallel_tool_calls=False, temperature=1, seed=2)
+    (call,) = reply.choices[0].message.tool_calls
+    assert reply.choices[0].finish_reason == "tool_calls"
+    assert call.function.name in ("weather", "clock")
+    assert isinstance(json.loads(call.function.arguments), dict)
+
+
+def test_calls_are_streamed_as_they_are_told_whole(server: Server) -> None:
+    fields: Any = {"tools": [WEATHER], "tool_choice": NAMED, "temperature": 1, "seed": 3}
+    whole = ask(server, **fields).choices[0].message.tool_calls[0]
+    deltas = [
+        call
+        for chunk in ask(server, **fields, stream=True)
+        for call in chunk.choices[0].delta.tool_calls or ()
+    ]
+    assert [deltas[0].function.name, deltas[0].index] == ["weather", 0]
+    assert deltas[0].id.startswith("call_")
+    assert not any(delta.id or delta.function.name for delta in deltas[1:])
+    assert len(deltas) > 3, "arguments come as they are written"
+    assert "".join(delta.function.arguments for delta in deltas) == whole.function.arguments
+
+
+def test_with_tools_at_hand_the_model_may_just_answer(server: Server) -> None:
+    reply = ask(server, "What is the capital of France?", tools=[WEATHER], temperature=0)
+    assert reply.choices[0].message.content
+    assert reply.choices[0].message.tool_calls is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [CLOCK], "tool_choice": NAMED}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [CLOCK] * 129}, "tools"),
+        (
+            {
+                "tools": [CLOCK],
+                "tool_choice": "required",
+                "response_format": {"type": "json_object"},
+            },
+            "response_format",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(server: Server, fields: Any, param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as told:
+        ask(server, **fields)
+    assert told.value.param == param
