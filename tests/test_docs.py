@@ -1,8 +1,10 @@
-"""The documents name what there is: every module, every exit code, every flag."""
+"""The documents name what there is: every module, every exit code, every parameter."""
 
+import re
 from pathlib import Path
 
 from serve.core import errors
+from serve.front.openai import _NEUTRAL, ChatBody, CompletionBody
 
 ROOT = Path(__file__).parent.parent
 
@@ -23,3 +25,16 @@ def test_readme_gives_every_exit_code() -> None:
     text = (ROOT / "README.md").read_text()
     for code in errors._BY_EXIT_CODE:
         assert f"| {code} |" in text, f"exit code {code}"
+
+
+def test_api_gives_every_parameter() -> None:
+    text = (ROOT / "docs" / "api.md").read_text()
+    supported, refused = text.split("## Not supported")
+    rows = re.findall(r"^\| `(\w+)` \| (both|chat|completions) \| (.+) \|", supported, re.M)
+    for body, own in ((ChatBody, "chat"), (CompletionBody, "completions")):
+        assert {name for name, of, _ in rows if of in (own, "both")} == set(body.model_fields)
+    assert len(rows) == len({name for name, *_ in rows})
+    assert set(re.findall(r"`(\w+)`", refused)) == _NEUTRAL.keys() - {
+        "add_generation_prompt",  # Refused in completions: they have no template.
+        "continue_final_message",
+    }

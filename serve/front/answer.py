@@ -109,6 +109,8 @@ class Answer:
         self._record = record
         self._metrics = metrics
         self._times: dict[int, float] = {}
+        self._last_time = 0.0
+        self._num_tokens = 0
         self._interruption: BrigadeError | None = None
         self._reader: asyncio.Task[Any] | None = None
         self._head: Json = {
@@ -196,12 +198,11 @@ class Answer:
         if not self._times:
             self._record.ttft_seconds = now - self._record.started
             self._metrics.first_token(self._record.ttft_seconds)
-            num_prompt = self._record.prompt_tokens or 0
-            self._metrics.prefix_cache(num_prompt, self._generation.num_cached)
         else:
-            self._metrics.next_token(now - self._times.get(number, max(self._times.values())))
-        self._times[number] = now
-        self._record.completion_tokens = sum(choice.num_tokens for choice in self._choices)
+            self._metrics.next_token(now - self._times.get(number, self._last_time))
+        self._times[number] = self._last_time = now
+        self._num_tokens += 1
+        self._record.completion_tokens = self._num_tokens
 
     def _finish(self, number: int, reason: str) -> None:
         self._num_open -= 1
@@ -209,6 +210,8 @@ class Answer:
         if not self._num_open:
             self._record.finish_reason = reason
             self._metrics.answered(self._record.seconds())
+            num_prompt = self._record.prompt_tokens or 0
+            self._metrics.prefix_cache(num_prompt, self._generation.num_cached)
 
     def _failure(self, error: BrigadeError) -> bytes:
         self._record.status = error.http_status
@@ -216,5 +219,5 @@ class Answer:
         return replies.server_sent(replies.error_object(error))
 
     def _usage(self) -> Json:
-        num_prompt, num_tokens = self._record.prompt_tokens or 0, self._record.completion_tokens
-        return replies.usage(num_prompt, num_tokens or 0, self._generation.num_cached)
+        num_prompt, num_cached = self._record.prompt_tokens or 0, self._generation.num_cached
+        return replies.usage(num_prompt, self._num_tokens, num_cached)

@@ -21,12 +21,12 @@ def prepare(body: CompletionBody, tokenizer: Tokenizer, max_context: int) -> Job
     max_context tokens."""
     room = Room(max_context, "prompt", body.truncate_prompt_tokens)
     scored = body.logprobs if body.echo else None
-    samplings = body.samplings(tokenizer, body.logprobs, scored)
     prompts = []
     for given in body.prompt:
         ids = _encode(given, body, room, tokenizer)
         max_tokens = room.max_tokens(ids, body.max_tokens, _DEFAULT_MAX_TOKENS, "max_tokens")
         body.check_min_tokens(max_tokens)
+        samplings = body.samplings(tokenizer, body.logprobs, scored)
         text = given if isinstance(given, str) and room.keep is None else None
         if body.echo and text is None:
             text = tokenizer.decode(ids, skip_special_tokens=False)

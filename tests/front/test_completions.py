@@ -198,6 +198,15 @@ async def test_choices_share_the_scores_of_their_prompt(engine: FakeEngine) -> N
     assert [s.prompt_logprobs for s in engine.samplings] == [1, None]
 
 
+@pytest.mark.parametrize(("seed", "num"), [(None, 4), (5, 2)])
+def test_prompts_share_a_seed_only_if_it_is_given(
+    tokenizer: Tokenizer, seed: int | None, num: int
+) -> None:
+    asked = job(tokenizer, prompt=["a", "a"], n=2, seed=seed)
+    seeds = [sampling.seed for prompt in asked.prompts for sampling in prompt.samplings]
+    assert len(set(seeds)) == num
+
+
 async def test_ids_of_prompt_and_answer(engine: FakeEngine) -> None:
     (choice,) = (await reply(engine, prompt="one two", return_token_ids=True))["choices"]
     assert choice["prompt_token_ids"] == engine.tokenizer.encode("one two")
