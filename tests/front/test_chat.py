@@ -160,9 +160,9 @@ async def test_a_broken_engine_ends_the_stream_with_an_error(
     engine.breaks_with = EngineError("rank 1 at 10.0.0.2 died")
     stream = start(engine, record).server_sent_events(include_usage=False)
     events = [event async for event in stream]
-    assert b'"error"' in events[-1]
-    assert b"10.0.0.2" not in events[-1]
-    assert replies.DONE not in events
+    assert b'"error"' in events[-2]
+    assert b"10.0.0.2" not in events[-2]
+    assert events[-1] == replies.DONE
     assert (record.finish_reason, record.status) == ("error", 503)
     assert engine.generations[0].closed.is_set()
 
@@ -172,7 +172,8 @@ async def test_an_exception_of_ours_ends_that_stream_alone(
 ) -> None:
     monkeypatch.setattr(Chat, "_take", lambda self, event: 1 / 0)
     stream = start(engine, record).server_sent_events(include_usage=False)
-    (event,) = [event async for event in stream]
+    event, done = [event async for event in stream]
+    assert done == replies.DONE
     assert b"server_error" in event
     assert b"division" not in event
     assert record.status == 500

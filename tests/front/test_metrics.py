@@ -49,8 +49,8 @@ def test_everything_is_counted_under_its_name() -> None:
     metrics.next_token(0.02)
     metrics.next_token(0.02)
     metrics.answered(1.0)
-    metrics.request(200)
-    metrics.request(499)
+    metrics.request("/v1/models", 200)
+    metrics.request("other", 499)
     found = lines(metrics)
     for line in (
         "brigade_prompt_tokens_total 11.0",
@@ -58,8 +58,8 @@ def test_everything_is_counted_under_its_name() -> None:
         "brigade_time_to_first_token_seconds_count 1.0",
         "brigade_inter_token_latency_seconds_count 2.0",
         "brigade_e2e_request_latency_seconds_sum 1.0",
-        'brigade_requests_total{status="200"} 1.0',
-        'brigade_requests_total{status="499"} 1.0',
+        'brigade_requests_total{endpoint="/v1/models",status="200"} 1.0',
+        'brigade_requests_total{endpoint="other",status="499"} 1.0',
     ):
         assert line in found
 
