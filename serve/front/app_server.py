@@ -59,6 +59,7 @@ class Protocol(H11Protocol):
 
     config: Config
     _deadline: asyncio.TimerHandle | None = None
+    _owed: object = None  # of their states in h11, the one with the deadline
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -81,6 +82,9 @@ class Protocol(H11Protocol):
         self._refuse(replies.StatusError(hint, msg))
 
     def _watch(self) -> None:
+        if self.conn.their_state is not self._owed:
+            self._clear()
+        self._owed = self.conn.their_state
         if self.conn.their_state is h11.IDLE:
             self._arm(self.config.limits.header_timeout)
         elif self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE:

@@ -1,4 +1,5 @@
-"""Who is let in: keys, this host's admin calls, and nobody new while draining. Plain ASGI."""
+"""Who and what is let in: keys, this host's admin calls, nobody new while draining, no
+request that ends in two places. Plain ASGI."""
 
 import asyncio
 import hashlib
@@ -33,6 +34,7 @@ class Door:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
+            _check_framing(scope)
             self._check_key(scope)
             self._check_room(scope)
         except BrigadeError as error:
@@ -86,6 +88,20 @@ class Door:
             raise UnavailableError("The server is draining: ask another one.")
         if len(scope["state"].get(_CONNECTIONS, ())) > self._max_connections:
             raise UnavailableError("The server has too many connections: try again later.")
+
+
+def _check_framing(scope: Scope) -> None:
+    """Raises StatusError for another protocol, and for a body whose end is told in two ways: a
+    proxy before this server may have taken the other one."""
+    if scope["http_version"] not in ("1.0", "1.1"):
+        raise StatusError(505, "This server speaks HTTP/1.1.", {"connection": "close"})
+    names = {name for name, _ in scope["headers"]}
+    if {b"content-length", b"transfer-encoding"} <= names:
+        raise StatusError(
+            400,
+            "Content-Length and Transfer-Encoding exclude each other: send one of them.",
+            {"connection": "close"},
+        )
 
 
 def _digest(key: bytes) -> bytes:

@@ -7,9 +7,10 @@ unknown field is an error, so that nothing is accepted and ignored.
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails, from_json
+from pydantic_core import ErrorDetails
 
 from serve.core.errors import RequestError
+from serve.front.body import json_object
 from serve.front.messages import Body, Message, refuse, template_message
 
 MOST_STOPS = 16
@@ -134,12 +135,7 @@ class ChatBody(Body):
 
 def parse_chat(data: bytes) -> ChatBody:
     """Raises RequestError, which names the first field that is wrong."""
-    try:
-        body = from_json(data, allow_inf_nan=False)
-    except ValueError as error:
-        raise RequestError(f"The body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise RequestError("The body is not a JSON object.")
+    body = json_object(data)
     supported = {name: value for name, value in body.items() if not _is_neutral(name, value)}
     try:
         return ChatBody.model_validate(supported)
