@@ -38,7 +38,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The tokens sampled in a step, one a row; none when it did not sample."""
+    """The tokens sampled in a step, one a row (or FAILED_TOKEN); none when it did not sample."""
 
     number: int
     tokens: tuple[int, ...]

@@ -214,6 +214,8 @@ class Chat:
 
     def _take(self, event: Event) -> str:
         """The text that is certain with this event. Ends the generation at a stop string."""
+        if event.finish_reason == "error":
+            raise BrigadeError("No token could be drawn: rank 0's log says why.")
         if event.finish_reason not in (None, "stop", "length"):
             raise EngineError(f"A generation ended with {event.finish_reason}.")
         delta = ""

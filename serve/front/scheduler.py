@@ -18,7 +18,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from serve.core.errors import OverloadedError, RequestError
-from serve.core.types import Event, FinishReason, Group, Row, Sequence, Step, Take
+from serve.core.types import (
+    FAILED_TOKEN,
+    Event,
+    FinishReason,
+    Group,
+    Row,
+    Sequence,
+    Step,
+    Take,
+)
 from serve.front.prefix import PrefixIndex, best_match
 
 # What of another sequence a new one can begin with: any part from its start, or only all of
@@ -282,6 +291,9 @@ class Scheduler:
             smallest.sequences.append(sequence)
 
     def _advance(self, sequence: Sequence, token: int) -> Event:
+        if token == FAILED_TOKEN:
+            self.drop(sequence.id)
+            return Event(sequence.id, None, "error")
         sequence.output.append(token)
         reason: FinishReason | None = None
         if token in sequence.eos_ids:

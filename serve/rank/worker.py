@@ -7,6 +7,8 @@ ends at once: there is nothing in it that is worth saving.
 """
 
 import faulthandler
+import json
+import logging
 import os
 import signal
 import socket
@@ -23,7 +25,7 @@ import mlx.core as mx
 
 from serve.core import wire
 from serve.core.errors import BrigadeError, ClusterError, EngineError
-from serve.core.types import Sampling, Step
+from serve.core.types import FAILED_TOKEN, Sampling, Step
 from serve.hub.partial import PartialModel, open_partial
 from serve.rank.cache import GroupCaches, Part
 from serve.rank.memory import free_bytes
@@ -33,6 +35,8 @@ from serve.rank.sampling import sample
 from serve.rank.stage import Stage
 from serve.rank.transport import LocalTransport, Ring, RingTransport, Transport
 from serve.rank.weights import load_stage
+
+_logger = logging.getLogger(__name__)
 
 _STATUS_SECONDS = 0.25
 _NUM_SPANS = 4096
@@ -162,7 +166,7 @@ class StepLoop:
         samplings = [self.samplings[step.rows[n].sequence] for n in rows]
         positions = [step.rows[n].position + step.rows[n].num_tokens for n in rows]
         last = [part.own_rows(output[:, -1]) for part, output in zip(parts, logits, strict=True)]
-        tokens = sample(mx.concatenate(last), samplings, positions)
+        tokens = _sample_each(mx.concatenate(last), samplings, positions)
         return tokens if rows == sorted(rows) else tokens[mx.argsort(mx.array(rows))]
 
     def _note(self, step: Step, started: float) -> None:
@@ -171,6 +175,20 @@ class StepLoop:
         self.num_steps += 1
         num_rows, num_tokens = len(step.rows), len(step.tokens)
         self.spans.append((step.number, step.group, num_rows, num_tokens, started, ended))
+
+
+def _sample_each(logits: mx.array, samplings: list[Sampling], positions: list[int]) -> mx.array:
+    """The next tokens (B,) of logits (B, vocabulary). What breaks the draw of one row is
+    its request's own doing: that row gets FAILED_TOKEN, the others what is theirs."""
+    try:
+        return sample(logits, samplings, positions).astype(mx.int32)
+    except Exception as error:
+        if len(samplings) > 1:
+            rows = range(len(samplings))
+            each = [_sample_each(logits[n : n + 1], [samplings[n]], [positions[n]]) for n in rows]
+            return mx.concatenate(each)
+        _logger.error("event=row_failed reason=%s", json.dumps(repr(error)))
+        return mx.array([FAILED_TOKEN])
 
 
 class Worker:

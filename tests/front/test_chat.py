@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from serve.core.errors import EngineError, RequestError, UnavailableError
+from serve.core.errors import BrigadeError, EngineError, RequestError, UnavailableError
 from serve.core.types import Event
 from serve.front import replies
 from serve.front.chat import Chat, Prompt, prepare
@@ -179,7 +179,18 @@ async def test_an_exception_of_ours_ends_that_stream_alone(
     assert record.status == 500
 
 
-@pytest.mark.parametrize("events", [[], [Event(1, None, "error")], [Event(1, 5)]])
+async def test_a_row_that_failed_is_a_mistake_of_ours_and_no_broken_cluster(
+    engine: FakeEngine, record: Record
+) -> None:
+    chat = start(engine, record)
+    chat._generation = FakeGeneration([Event(1, 5), Event(1, None, "error")], 0)
+    with pytest.raises(BrigadeError) as raised:
+        await replies.fold(chat.chunks(include_usage=False))
+    assert raised.value.http_status == 500
+    assert record.finish_reason == "error"
+
+
+@pytest.mark.parametrize("events", [[], [Event(1, None, "abort")], [Event(1, 5)]])
 async def test_a_generation_without_a_right_end_is_an_error(
     engine: FakeEngine, record: Record, events: list[Any]
 ) -> None:
