@@ -139,6 +139,7 @@ def test_a_client_that_goes_while_it_waits_never_runs(slow: Server, stream: bool
     first = threading.Thread(target=ask, args=(slow,), kwargs={"max_tokens": 12})
     first.start()
     wait_for(slow, num_running=1)
+    time.sleep(5 * STEP_SECONDS)  # until its prompt is on its way no more
     sent = time.time()
     with socket.create_connection(("127.0.0.1", slow.port)) as connection:
         connection.sendall(request(stream=stream, messages=said("Tell me a story.")))
