@@ -97,6 +97,7 @@ MESSAGES = [
         ("arguments that are no JSON", [{"role": "assistant", "tool_calls": [{
             "id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}]}], "JSON"),
         ("a hundred thousand messages", said("x") * 100_000, "maximum context length is"),
+        ("more than the server takes", said("word " * 1600), "this server takes 1500"),
         ("a prompt that is too long", said("word " * 5000), "maximum context length is"),
         ("a very long prompt", said("word " * 1_000_000), "maximum context length is"),
         ("one very long word", said("x" * 5_000_000), "maximum context length is"),

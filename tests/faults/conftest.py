@@ -1,4 +1,5 @@
-"""One two-rank cluster for all cases. It gives clients half a second where others get ten."""
+"""One two-rank cluster for all cases. It gives clients half a second where others get ten, and
+takes prompts that are shorter than its context."""
 
 from collections.abc import Callable, Iterator
 
@@ -10,11 +11,12 @@ from tests.cluster.servers import Server, running
 from tests.faults.cases import GOOD
 
 TIMEOUTS = ("--header-timeout", "0.5", "--body-timeout", "0.5")
+MAX_PROMPT_TOKENS = 1500
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Server]:
-    with running(2, *TIMEOUTS) as server:
+    with running(2, *TIMEOUTS, "--max-prompt-tokens", str(MAX_PROMPT_TOKENS)) as server:
         yield server
 
 
