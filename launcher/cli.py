@@ -1,6 +1,7 @@
 """The front door `brigade`: one table of subcommands, each with its flags and what it runs."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any, NoReturn
 
 from launcher.command import PROGRAMS, check_num_ranks, rank_command
 from launcher.demo import DEFAULT_MODEL, Demo
-from launcher.supervisor import Supervisor
+from launcher.supervisor import END_SECONDS, Supervisor
 from serve import __version__
 from serve.core.errors import BrigadeError, UsageError
 
@@ -61,14 +62,16 @@ def launch(flags: argparse.Namespace) -> int:
     num_ranks = check_num_ranks(flags.num_ranks)
     command = rank_command(flags.command)
     # All ranks are on this machine: what is wrong is said once, before any has started.
-    check(flags.command[1:], num_ranks)
-    return Supervisor(command, num_ranks).run()
+    config, _ = check(flags.command[1:], num_ranks)
+    return Supervisor(command, num_ranks, drain_seconds=config.drain_timeout + END_SECONDS).run()
 
 
 def demo(flags: argparse.Namespace) -> int:
     if flags.command:
         raise UsageError("`brigade demo` takes no command: leave `--` and what follows away.")
     num_ranks = check_num_ranks(flags.num_ranks)
+    for name in ("BRIGADE_API_KEY", "BRIGADE_ADMIN_KEY"):
+        os.environ.pop(name, None)  # It shows curl lines that work as they are.
     return Demo(flags.model, num_ranks, flags.port, once=flags.once).run()
 
 

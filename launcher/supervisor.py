@@ -30,7 +30,8 @@ from serve.core.errors import AddressError, ClusterError
 
 FOLLOW_SECONDS = 5.0  # how long the others may go on once a rank has ended well
 GRACE_SECONDS = 3.0  # how long a rank may take to end by itself when another failed
-DRAIN_SECONDS = 12.0  # how long after a signal: rank 0 lets running streams finish
+END_SECONDS = 7.0  # how long after a signal, once rank 0 has let running streams finish
+DRAIN_SECONDS = 5.0 + END_SECONDS
 GONE_SECONDS = 1.0  # how long the kernel may take to end a killed rank
 OUTPUT_SECONDS = 1.0  # how long output may still come after a rank's end
 LONGEST_LINE_BYTES = 65536

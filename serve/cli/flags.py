@@ -39,10 +39,17 @@ def _add_flag(
     if kind is bool:
         parser.add_argument(*names, action="store_true", help=field.metadata["help"])
         return
-    if typing.get_origin(annotation) is tuple:  # given once or more
-        parser.add_argument(*names, action="append", required=True, help=field.metadata["help"])
-        return
     required = field.default is dataclasses.MISSING
+    if typing.get_origin(annotation) is tuple:  # may be repeated
+        parser.add_argument(
+            *names,
+            action="append",
+            required=required,
+            default=None if field.default is dataclasses.MISSING else list(field.default),
+            metavar="STR",
+            help=field.metadata["help"] + " (may be repeated)",
+        )
+        return
     shown = "" if required or field.default is None else f" (default: {field.default})"
     parser.add_argument(
         *names,

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from serve.cli.flags import parse
 from serve.core.checkpoint import Checkpoint, read_checkpoint
-from serve.core.config import Cluster, ServeConfig, read_cluster
+from serve.core.config import Cluster, ServeConfig, read_cluster, with_keys
 from serve.core.errors import BrigadeError, DisagreementError, UsageError
 from serve.core.plan import check_num_ranks, parse_memory, parse_split
 from serve.parent.facts import files, versions
@@ -92,6 +92,7 @@ def _check_first(argv: Sequence[str], cluster: Cluster) -> Callable[[], Coroutin
     facts = _facts(asked, checkpoint)
     if cluster.rank:
         return functools.partial(run_member, config, cluster, facts)
+    config = with_keys(config, os.environ)
     return functools.partial(_run_front, config, cluster, checkpoint, facts)
 
 

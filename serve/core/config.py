@@ -6,20 +6,24 @@ Both are read once, checked, and frozen. Defaults are said here and nowhere else
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from serve.core.errors import UsageError
 
+_KEY = re.compile(r"[!-~]{1,512}")  # what fits into a header
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def flag(help: str, default: Any = ..., **checks: Any) -> Any:
     """A config field that is also a command line flag; no default makes it required."""
     metadata = {"help": help, **checks}
-    return field(metadata=metadata) if default is ... else field(default=default, metadata=metadata)
+    if default is ...:
+        return field(metadata=metadata)
+    return field(default=default, metadata=metadata, repr=not checks.get("secret"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +58,38 @@ class ServeConfig:
     stall_timeout: float = flag(
         "seconds a rank waits for a tensor on its way", 30.0, least=1, most=10**6
     )
+    api_key: tuple[str, ...] = flag(
+        "a key that clients must send; also BRIGADE_API_KEY. Others see it in the list of "
+        "processes: a file does not show it",
+        (),
+        secret=True,
+    )
+    api_key_file: Path | None = flag("file with such keys, one a line", None)
+    admin_key: tuple[str, ...] = flag(
+        "a key for /admin/, which is for this host alone without one; also BRIGADE_ADMIN_KEY",
+        (),
+        secret=True,
+    )
+    admin_key_file: Path | None = flag("file with such keys, one a line", None)
+    cors_origin: tuple[str, ...] = flag("web page that may call, such as https://a.example", ())
+    max_connections: int = flag("connections at once; more get 503", 1024, least=1)
+    max_header_bytes: int = flag("of a request", 64 << 10, least=1024)
+    max_body_bytes: int = flag("of a request", 8 << 20, least=1024)
+    header_timeout: float = flag("seconds for a request's header", 10.0, least=0.05, most=10**6)
+    body_timeout: float = flag("seconds for a request's body", 30.0, least=0.05, most=10**6)
+    max_prompt_tokens: int | None = flag("longest prompt (default: the context)", None, least=1)
+    drain_timeout: float = flag(
+        "seconds that running answers get after a signal", 5.0, least=0.05, most=10**6
+    )
 
     def __post_init__(self) -> None:
         check_ranges(self)
         check_revision(self.model, self.revision)
+        for origin in self.cors_origin:
+            if not _ORIGIN.fullmatch(origin):
+                raise UsageError(
+                    f"--cors-origin {origin!r} is no origin: write https://HOST[:PORT], or *."
+                )
 
     @property
     def hub_id(self) -> str | None:
@@ -175,6 +207,44 @@ def check_range(name: str, value: Any, checks: Mapping[str, Any]) -> None:
     if not (least is None or value >= least) or not (most is None or value <= most):
         bounds = f"at least {least}" if most is None else f"from {least} to {most}"
         raise UsageError(f"{flag_name} {value} is out of range: give a number {bounds}.")
+
+
+# --- keys
+
+
+def with_keys(config: ServeConfig, environment: Mapping[str, str]) -> ServeConfig:
+    """The config with the keys of files and environment beside those of its flags. For rank 0:
+    other ranks need none, and may not have the files. Raises UsageError."""
+    return replace(
+        config,
+        api_key=_keys("api", config.api_key, config.api_key_file, environment),
+        admin_key=_keys("admin", config.admin_key, config.admin_key_file, environment),
+    )
+
+
+def _keys(
+    kind: str, given: tuple[str, ...], file: Path | None, environment: Mapping[str, str]
+) -> tuple[str, ...]:
+    variable = f"BRIGADE_{kind.upper()}_KEY"
+    sources = {f"--{kind}-key": given} if given else {}
+    if variable in environment:
+        sources[variable] = (environment[variable],)
+    if file is not None:
+        sources[f"--{kind}-key-file {file}"] = _read_lines(file, f"--{kind}-key-file")
+    for source, keys in sources.items():
+        # An empty one must not open the server to everybody.
+        if not keys or not all(_KEY.fullmatch(key) for key in keys):
+            raise UsageError(f"{source} holds no key: give 1 to 512 characters without spaces.")
+    return tuple(key for keys in sources.values() for key in keys)
+
+
+def _read_lines(file: Path, flag_name: str) -> tuple[str, ...]:
+    try:
+        lines = [line.strip() for line in file.read_text("utf-8").splitlines()]
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise UsageError(f"{flag_name} {file} cannot be read: {reason}.") from error
+    return tuple(filter(None, lines))
 
 
 # --- the cluster, as the launcher's environment tells it

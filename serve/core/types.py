@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 LAST_TOKEN = -1  # In a step: the token that the step before of this row samples.
+FAILED_TOKEN = -2  # In a result: no token could be drawn for this row.
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

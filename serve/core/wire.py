@@ -47,8 +47,8 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The tokens sampled in a step, one a row; none when it did not sample. scores, which
-    few ask for, travel in JSON frames before it."""
+    """The tokens sampled in a step, one a row (or FAILED_TOKEN); none when it did not sample.
+    scores, which few ask for, travel in JSON frames before it."""
 
     number: int
     tokens: tuple[int, ...]

@@ -140,16 +140,16 @@ class Answer:
             self.close()
 
     async def server_sent_events(self, include_usage: bool) -> AsyncIterator[bytes]:
-        """The chunks as an event stream; after an error there is no [DONE]."""
+        """The chunks as an event stream. [DONE] ends it also after an error, as vLLM's."""
         try:
             async for chunk in self.chunks(include_usage):
                 yield replies.server_sent(chunk)
-            yield replies.DONE
         except BrigadeError as error:
             yield self._failure(error)
         except Exception as error:
             _logger.exception("request=%s failed in its stream", self._record.request)
             yield self._failure(BrigadeError(str(error)))
+        yield replies.DONE
 
     def interrupt(self, error: BrigadeError) -> None:
         """Ends the answer with error, also while it waits for the engine."""

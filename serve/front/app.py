@@ -16,6 +16,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import SendTimeoutError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -32,8 +33,10 @@ from serve.core.errors import (
 from serve.front import chat, completions, guard, replies, tokenize
 from serve.front.answer import Answer, Engine, Job
 from serve.front.app_server import BACKLOG, Server
+from serve.front.body import json_object
+from serve.front.door import Door
 from serve.front.metrics import Metrics
-from serve.front.openai import ChatBody, CompletionBody, parse, parse_json
+from serve.front.openai import ChatBody, CompletionBody, parse
 from serve.front.record import Record
 from serve.front.tokens import Tokenizer
 
@@ -86,23 +89,25 @@ async def serve(
     listening: socket.socket,
     max_context: int,
 ) -> None:
-    """Answers until SIGTERM or SIGINT. Raises what engine.failed() gave, if it did."""
+    """Answers until it is drained, or until SIGTERM or SIGINT. Raises what engine.failed()
+    gave, if it did."""
     front = Front(config, engine, tokenizer, max_context)
-    server = Server(front.app, front.end_streams)
+    server = Server(front.app, config, front.end_streams)
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
     failing = asyncio.ensure_future(engine.failed())
+    draining = asyncio.ensure_future(front.door.drained())
     try:
-        await asyncio.wait({serving, failing}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({serving, failing, draining}, return_when=asyncio.FIRST_COMPLETED)
         if failing.done() and not serving.done():
             front.end_streams(failing.result())
-            server.should_exit = True
+        server.should_exit = True
         await serving
         if failing.done():
             raise failing.result()
     finally:
-        serving.cancel()
-        failing.cancel()
-        await asyncio.gather(serving, failing, return_exceptions=True)
+        for task in (serving, failing, draining):
+            task.cancel()
+        await asyncio.gather(serving, failing, draining, return_exceptions=True)
         front.close()
 
 
@@ -120,9 +125,12 @@ class Front:
         self._metrics = Metrics(engine.pipeline)
         self._answers: weakref.WeakSet[Answer] = weakref.WeakSet()
         self._threads = ThreadPoolExecutor(_PROMPT_THREADS, "prompt")
-        routes = Starlette(routes=self._routes(), exception_handlers=_ERROR_HANDLERS)
-        routes.router.redirect_slashes = False
-        self.app = guard.Guard(routes, self._metrics)
+        routes = self._routes()
+        starlette = Starlette(routes=routes, exception_handlers=_ERROR_HANDLERS)
+        starlette.router.redirect_slashes = False
+        self.door = Door(starlette, config)
+        paths = [route.path for route in routes]
+        self.app = guard.Guard(_with_cors(self.door, config), self._metrics, config, paths)
 
     def end_streams(self, error: BrigadeError) -> None:
         for answer in list(self._answers):
@@ -145,6 +153,7 @@ class Front:
             Route("/version", self.version),
             Route("/admin/pipeline", self.pipeline),
             Route("/admin/trace", self.trace),
+            Route("/admin/drain", self.drain, methods=["POST"]),
         ]
 
     async def chat(self, request: Request) -> Response:
@@ -154,12 +163,12 @@ class Front:
         return await self._generate(request, self._read_completion)
 
     def _read_chat(self, data: bytes) -> Job:
-        body = parse(ChatBody, parse_json(data))
+        body = parse(ChatBody, json_object(data))
         self._check_model(body.model)
         return chat.prepare(body, self._tokenizer, self._max_context)
 
     def _read_completion(self, data: bytes) -> Job:
-        body = parse(CompletionBody, parse_json(data))
+        body = parse(CompletionBody, json_object(data))
         self._check_model(body.model)
         return completions.prepare(body, self._tokenizer, self._max_context)
 
@@ -179,7 +188,7 @@ class Front:
 
     async def _in_thread(self, request: Request, read: Callable[[bytes], Result]) -> Result:
         """What reading a request's body gives. Long texts take seconds."""
-        data = await guard.read_body(request.scope["headers"], request.receive)
+        data = await guard.read_body(request.scope, request.receive)
         return await asyncio.get_running_loop().run_in_executor(self._threads, read, data)
 
     async def tokenize(self, request: Request) -> Response:
@@ -234,13 +243,30 @@ class Front:
     async def version(self, _: Request) -> Response:
         return _json({"version": __version__})
 
-    async def pipeline(self, request: Request) -> Response:
-        guard.check_local(request.scope)
+    async def pipeline(self, _: Request) -> Response:
         return _json(self._engine.pipeline())
 
     async def trace(self, request: Request) -> Response:
-        guard.check_local(request.scope)
         return _json(self._engine.timeline(_seconds(request.query_params.get("seconds", "10"))))
+
+    async def drain(self, _: Request) -> Response:
+        """The process ends with code 0 when the last answer is finished."""
+        self.door.drain()
+        return _json({"status": "draining"}, 202)
+
+
+def _with_cors(app: guard.Application, config: ServeConfig) -> guard.Application:
+    """Around the door, because a browser asks without a key whether it may ask. Never with
+    credentials: a key is a header, so no page can use what a browser remembers."""
+    if not config.cors_origin:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=config.cors_origin,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["X-Request-Id", "Retry-After"],
+    )
 
 
 def _seconds(text: str) -> float:

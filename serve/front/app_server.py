@@ -2,6 +2,9 @@
 
 import asyncio
 import contextlib
+import logging
+import math
+import resource
 import signal
 import socket
 import sys
@@ -12,25 +15,57 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from serve.core.config import ServeConfig
 from serve.core.errors import BrigadeError, UnavailableError
 from serve.front import replies
 from serve.front.guard import Application
+from serve.front.record import Record, request_id
 
 BACKLOG = 2048
-HEADER_SECONDS = 10.0
 LINGER_SECONDS = 10.0
-GRACE_SECONDS = 5
+_CANCEL_SECONDS = 2  # after the streams were ended
+_NUM_OTHER_FILES = 256
+_MOST_CROWD = 2  # times max_connections: only so many are told that there are too many
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+_logger = logging.getLogger(__name__)
+
+
+class Config(uvicorn.Config):
+    """uvicorn's, with limits that it does not have."""
+
+    def __init__(self, app: Application, limits: ServeConfig) -> None:
+        super().__init__(
+            app,
+            http=Protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            # A header must not say who the client is.
+            proxy_headers=False,
+            server_header=False,
+            backlog=BACKLOG,
+            h11_max_incomplete_event_size=limits.max_header_bytes,
+            timeout_graceful_shutdown=math.ceil(limits.drain_timeout) + _CANCEL_SECONDS,
+        )
+        self.limits = limits
 
 
 class Protocol(H11Protocol):
     """One connection. A deadline runs while its client owes a header or, after an early
     answer, the rest of a body that nobody reads any more."""
 
+    config: Config
     _deadline: asyncio.TimerHandle | None = None
+    _owed: object = None  # of their states in h11, the one with the deadline
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.app_state = {"connections": self.connections}
+        if len(self.connections) > _MOST_CROWD * self.config.limits.max_connections:
+            transport.abort()
         self._watch()
 
     def data_received(self, data: bytes) -> None:
@@ -47,8 +82,11 @@ class Protocol(H11Protocol):
         self._refuse(replies.StatusError(hint, msg))
 
     def _watch(self) -> None:
+        if self.conn.their_state is not self._owed:
+            self._clear()
+        self._owed = self.conn.their_state
         if self.conn.their_state is h11.IDLE:
-            self._arm(HEADER_SECONDS)
+            self._arm(self.config.limits.header_timeout)
         elif self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE:
             self._arm(LINGER_SECONDS)
         else:
@@ -71,12 +109,15 @@ class Protocol(H11Protocol):
 
     def _refuse(self, error: replies.StatusError) -> None:
         """Answers without the application, if an answer can still be given, and closes."""
+        record = Record(request_id([]), "-", "-", status=error.http_status)
+        _logger.info("%s", record.line())
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = replies.encode(replies.error_object(error))
             headers = [
                 (b"content-type", b"application/json"),
                 (b"content-length", str(len(body)).encode()),
                 (b"connection", b"close"),
+                (b"x-request-id", record.request.encode()),
             ]
             response = h11.Response(status_code=error.http_status, headers=headers)
             for event in (response, h11.Data(data=body), h11.EndOfMessage()):
@@ -87,24 +128,13 @@ class Protocol(H11Protocol):
 class Server(uvicorn.Server):
     """end_streams is called when the answers that run have had their time to finish."""
 
-    def __init__(self, app: Application, end_streams: Callable[[BrigadeError], None]) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http=Protocol,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                log_level="warning",
-                access_log=False,
-                # A header must not say who the client is.
-                proxy_headers=False,
-                server_header=False,
-                backlog=BACKLOG,
-                timeout_graceful_shutdown=GRACE_SECONDS + 2,
-            )
-        )
+    def __init__(
+        self, app: Application, limits: ServeConfig, end_streams: Callable[[BrigadeError], None]
+    ) -> None:
+        super().__init__(Config(app, limits))
+        self._grace_seconds = limits.drain_timeout
         self._end_streams = end_streams
+        _allow_files(_MOST_CROWD * limits.max_connections + _NUM_OTHER_FILES)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -124,7 +154,8 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         stopping = UnavailableError("The server is stopping.")
-        timer = asyncio.get_running_loop().call_later(GRACE_SECONDS, self._end_streams, stopping)
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(self._grace_seconds, self._end_streams, stopping)
         try:
             await super().shutdown(sockets)
         finally:
@@ -133,3 +164,13 @@ class Server(uvicorn.Server):
     def _stop(self, number: int) -> None:
         self.force_exit = self.should_exit and number == signal.SIGINT
         self.should_exit = True
+
+
+def _allow_files(wanted: int) -> None:
+    """A connection is a file, and systems allow a process as few as 256 unless it asks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < wanted:
+        _logger.warning("event=few_files allowed=%d wanted=%d", allowed, wanted)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from serve.core.errors import EngineError
+from serve.core.errors import BrigadeError, EngineError
 from serve.core.types import Event, Score
 from serve.front.prompt import Prompt
 from serve.front.sampling import SamplingBody
@@ -39,6 +39,8 @@ class Choice:
 
     def take(self, event: Event) -> Piece:
         """Ends at a stop string, which may be before the engine does."""
+        if event.finish_reason == "error":
+            raise BrigadeError("No token could be drawn: rank 0's log says why.")
         if event.finish_reason not in (None, "stop", "length"):
             raise EngineError(f"A generation ended with {event.finish_reason}.")
         is_first, self._is_new = self._is_new, False

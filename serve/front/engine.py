@@ -25,12 +25,14 @@ from serve.core.errors import (
     EngineError,
     ModelError,
     PlanError,
+    RequestError,
     UnavailableError,
     from_exit_code,
 )
 from serve.core.plan import StagePlan, parse_memory
 from serve.core.types import Sequence
 from serve.front.generation import Generation
+from serve.front.orders import order, plan_request
 from serve.front.prompt import Prompt
 from serve.front.scheduler import Reuse, Scheduler
 from serve.front.stages import (
@@ -139,20 +141,20 @@ class Engine:
     async def _start_engines(self) -> EngineProcess:
         """The engines start and rank 0's makes the plan while other ranks still join."""
         process = self._process = await EngineProcess.start()
-        process.link.send_json({"type": "plan", **self._plan_request()})
+        process.link.send_json(plan_request(self._config, self._cluster, str(self._folder)))
         plan = await self._receive_plan(process)
         await self._hub.wait_for_all(self._config.join_timeout)
         self._view.planned(plan)
         nonce = secrets.randbits(31)
         for stage, planned in zip(self._stages, plan, strict=True):
             stage.plan = planned
-            order = self._order(planned, nonce)
+            told = order(self._config, self._cluster, planned, nonce)
             if stage.rank:
                 stage.pid = self._hub.pid(stage.rank)
-                self._hub.send(stage.rank, {"type": "start", "order": order})
+                self._hub.send(stage.rank, {"type": "start", "order": told})
             else:
                 stage.pid = os.getpid()
-                process.link.send_json(order)
+                process.link.send_json(told)
         return process
 
     async def _receive_plan(self, process: EngineProcess) -> list[StagePlan]:
@@ -169,33 +171,6 @@ class Engine:
             message = engine_ended(0, await process.wait())
         raise_if_error(message)
         return [StagePlan.from_json(stage) for stage in message["stages"]]
-
-    def _plan_request(self) -> dict[str, Any]:
-        config = self._config
-        return {
-            "model": str(self._folder),
-            "num_ranks": self._cluster.num_ranks,
-            "context": config.max_context,
-            "concurrency": config.max_num_sequences,
-            "memory": config.memory,
-            "split": config.split,
-            "kv_bits": config.kv_bits,
-        }
-
-    def _order(self, stage: StagePlan, nonce: int) -> dict[str, Any]:
-        return {
-            "type": "order",
-            "rank": stage.rank,
-            "hosts": list(self._cluster.hosts),
-            "nonce": nonce,
-            "model": str(self._config.model),
-            "commit": self._config.revision,
-            "cache_dir": self._config.cache_dir and str(self._config.cache_dir),
-            "layers": list(stage.layers),
-            "kv_bits": self._config.kv_bits,
-            "join_timeout": self._config.join_timeout,
-            "stall_timeout": self._config.stall_timeout,
-        }
 
     async def _until_all(self, states: set[str], timeout_seconds: float, what: str) -> None:
         """The time counts from the last progress of any stage: a download may take hours."""
@@ -296,12 +271,21 @@ class Engine:
         """Raises UnavailableError, OverloadedError or RequestError at once."""
         if reason := self._not_ready():
             raise UnavailableError(f"The cluster is not ready ({reason}): try again later.")
+        self._check_lengths(prompts)
         sequences = [sequence for prompt in prompts for sequence in self._sequences(prompt)]
         self._scheduler.add(*sequences)
         generation = Generation(sequences, self.drop)
         self._generations |= {sequence.id: generation for sequence in sequences}
         self._pump()
         return generation
+
+    def _check_lengths(self, prompts: ReadableList[Prompt]) -> None:
+        most, longest = self._config.max_prompt_tokens, max(len(prompt.ids) for prompt in prompts)
+        if most and longest > most:
+            raise RequestError(
+                f"The prompt has {longest} tokens, and this server takes {most}: shorten it.",
+                code="context_length_exceeded",
+            )
 
     def _sequences(self, prompt: Prompt) -> list[Sequence]:
         """One for each answer. The first one's prompt is computed, the others copy it."""

@@ -1,11 +1,13 @@
-"""Around every request: its id and log line, its body's limits, who may ask. Plain ASGI."""
+"""Around every request: its id, log line and count, and its body's limits. Plain ASGI."""
 
 import asyncio
-import ipaddress
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, MutableMapping
 from typing import Any, TypeVar
 
+from serve.core.config import ServeConfig
+from serve.core.errors import BrigadeError
+from serve.front import replies
 from serve.front.metrics import Metrics
 from serve.front.record import Record, request_id
 from serve.front.replies import StatusError
@@ -15,29 +17,31 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
-Headers = Iterable[tuple[bytes, bytes]]
 Result = TypeVar("Result")
 
 RECORD = "brigade.record"
-MOST_BODY_BYTES = 8 << 20
-BODY_SECONDS = 30.0
+LIMITS = "brigade.limits"
 CLIENT_LEFT = 499
 _PROBES = {"/health", "/ready", "/metrics"}
-_PROXY_HEADERS = {b"forwarded", b"x-forwarded-for", b"x-real-ip"}
 
 _logger = logging.getLogger(__name__)
 
 
 class Guard:
-    """The outermost application: one log line and one count for each request."""
+    """The outermost application: one log line and one count for each request. paths are
+    those that are counted by name."""
 
-    def __init__(self, inner: Application, metrics: Metrics) -> None:
+    def __init__(
+        self, inner: Application, metrics: Metrics, limits: ServeConfig, paths: Collection[str]
+    ) -> None:
         self._inner = inner
         self._metrics = metrics
+        self._limits = limits
+        self._paths = frozenset(paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = Record(request_id(scope["headers"]), scope["method"], scope["path"])
-        scope[RECORD] = record
+        scope[RECORD], scope[LIMITS] = record, self._limits
 
         async def watched(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -57,41 +61,69 @@ class Guard:
     def _end(self, record: Record) -> None:
         if record.finish_reason == "abort" or record.status is None:
             record.status = CLIENT_LEFT
-        if record.path.startswith("/v1/"):
-            self._metrics.request(record.status)
+        endpoint = record.path if record.path in self._paths else "other"
+        self._metrics.request(endpoint, record.status)
         # Whoever polls while the cluster starts must not fill the log.
         quiet = record.path in _PROBES and record.status in (200, 503)
         _logger.log(logging.DEBUG if quiet else logging.INFO, "%s", record.line())
 
 
-async def read_body(headers: Headers, receive: Receive) -> bytes:
-    """Raises StatusError 413 before reading if the size is announced, 408 for a slow body."""
-    announced = dict(headers).get(b"content-length", b"0")
-    if announced.isdigit() and int(announced[:20]) > MOST_BODY_BYTES:
-        raise _too_large()
+async def answer(send: Send, error: BrigadeError) -> None:
+    """Where no framework does."""
+    body = replies.encode(replies.error_object(error))
+    headers = {
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        **replies.error_headers(error),
+    }
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": error.http_status, "headers": raw})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def read_body(scope: Scope, receive: Receive) -> bytes:
+    """Raises StatusError: 415 for what is no JSON and 413 for an announced size, both
+    before reading, and 408 for a slow body."""
+    limits: ServeConfig = scope[LIMITS]
+    headers = dict(scope["headers"])
+    _check_type(headers)
+    announced = headers.get(b"content-length", b"0")
+    if announced.isdigit() and int(announced[:20]) > limits.max_body_bytes:
+        raise _too_large(limits.max_body_bytes)
     try:
-        return await asyncio.wait_for(_collect(receive), BODY_SECONDS)
+        collecting = _collect(receive, limits.max_body_bytes)
+        return await asyncio.wait_for(collecting, limits.body_timeout)
     except (TimeoutError, asyncio.TimeoutError):
         raise StatusError(
-            408, f"The body took longer than {BODY_SECONDS:g} seconds.", {"connection": "close"}
+            408,
+            f"The body took longer than {limits.body_timeout:g} seconds.",
+            {"connection": "close"},
         ) from None
 
 
-async def _collect(receive: Receive) -> bytes:
+def _check_type(headers: dict[bytes, bytes]) -> None:
+    """Another type is what a web page may send to any server without asking it first."""
+    if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
+        raise StatusError(415, "The body must be JSON: send Content-Type: application/json.")
+    if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+        raise StatusError(415, "A compressed body is not read: send it without Content-Encoding.")
+
+
+async def _collect(receive: Receive, most_bytes: int) -> bytes:
     body = bytearray()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise StatusError(CLIENT_LEFT, "The client left.")
         body += message.get("body", b"")
-        if len(body) > MOST_BODY_BYTES:
-            raise _too_large()
+        if len(body) > most_bytes:
+            raise _too_large(most_bytes)
         if not message.get("more_body", False):
             return bytes(body)
 
 
-def _too_large() -> StatusError:
-    return StatusError(413, f"The body is larger than {MOST_BODY_BYTES} bytes.")
+def _too_large(most_bytes: int) -> StatusError:
+    return StatusError(413, f"The body is larger than {most_bytes} bytes.")
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
@@ -112,22 +144,3 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Re
 async def _gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def check_local(scope: Scope) -> None:
-    """Raises StatusError 403 unless the client is a process of this host.
-
-    A request that a proxy passed on is nobody's word: whoever sent it is elsewhere.
-    """
-    client = scope.get("client")
-    passed_on = any(name in _PROXY_HEADERS for name, _ in scope["headers"])
-    if client is None or passed_on or not _is_loopback(client[0]):
-        raise StatusError(403, "Admin calls are answered to clients on this host only.")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback

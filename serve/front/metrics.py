@@ -56,7 +56,10 @@ class Metrics:
             "brigade_prefix_cache_hits", "Tokens of prompts not computed anew", registry=registry
         )
         self._requests = Counter(
-            "brigade_requests", "API requests by HTTP status", ["status"], registry=registry
+            "brigade_requests",
+            "Requests by path and HTTP status",
+            ["endpoint", "status"],
+            registry=registry,
         )
 
     def prompt(self, num_tokens: int) -> None:
@@ -77,9 +80,9 @@ class Metrics:
     def answered(self, seconds: float) -> None:
         self._request.observe(seconds)
 
-    def request(self, status: int) -> None:
-        """status is HTTP's, or 499 for a client that left."""
-        self._requests.labels(status=str(status)).inc()
+    def request(self, endpoint: str, status: int) -> None:
+        """status is HTTP's, or 499 for a client that left. endpoint is one of few."""
+        self._requests.labels(endpoint=endpoint, status=str(status)).inc()
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """Body and content type, in the format that the Accept header asks for."""

@@ -9,9 +9,10 @@ import logging
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, FailFast, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails, from_json
+from pydantic_core import ErrorDetails
 
 from serve.core.errors import RequestError
+from serve.front.body import json_object
 from serve.front.messages import Body, Message, refuse, template_message
 from serve.front.sampling import MOST_LOGPROBS, SamplingBody, TokenIds
 from serve.front.tokens import Tokenizer
@@ -224,16 +225,6 @@ class DetokenizeBody(Body):
 # --- from JSON
 
 
-def parse_json(data: bytes) -> dict[str, Any]:
-    try:
-        body = from_json(data, allow_inf_nan=False)
-    except ValueError as error:
-        raise RequestError(f"The body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise RequestError("The body is not a JSON object.")
-    return body
-
-
 def parse(kind: type[Parsed], body: dict[str, Any]) -> Parsed:
     """Raises RequestError, which names the first field that is wrong."""
     unknown = body.keys() - kind.model_fields.keys() - _NEUTRAL.keys()
@@ -250,7 +241,7 @@ def parse(kind: type[Parsed], body: dict[str, Any]) -> Parsed:
 
 
 def parse_chat(data: bytes) -> ChatBody:
-    return parse(ChatBody, parse_json(data))
+    return parse(ChatBody, json_object(data))
 
 
 def _check_neutral(name: str, value: Any) -> None:

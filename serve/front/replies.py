@@ -25,8 +25,14 @@ DONE = b"data: [DONE]\n\n"
 class StatusError(RequestError):
     """A fault that is HTTP's own, such as 405 or 413. 499 is a client that left."""
 
-    def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(message)
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        headers: Mapping[str, str] | None = None,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message, code=code)
         self.http_status = status
         self.headers = dict(headers or {})
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 
+from serve.front.body import json_object
 from serve.front.openai import (
     DetokenizeBody,
     TokenizeBody,
     TokenizeChatBody,
     parse,
-    parse_json,
 )
 from serve.front.replies import Json
 from serve.front.sampling import check_ids
@@ -18,7 +18,7 @@ CheckModel = Callable[[str], None]
 
 def tokenize(data: bytes, tokenizer: Tokenizer, max_context: int, check_model: CheckModel) -> Json:
     """Of a prompt, or of messages as the chat template renders them."""
-    fields = parse_json(data)
+    fields = json_object(data)
     body: TokenizeBody | TokenizeChatBody
     if "messages" in fields:
         body = parse(TokenizeChatBody, fields)
@@ -35,7 +35,7 @@ def tokenize(data: bytes, tokenizer: Tokenizer, max_context: int, check_model: C
 
 
 def detokenize(data: bytes, tokenizer: Tokenizer, check_model: CheckModel) -> Json:
-    body = parse(DetokenizeBody, parse_json(data))
+    body = parse(DetokenizeBody, json_object(data))
     if body.model is not None:
         check_model(body.model)
     check_ids("tokens", body.tokens, tokenizer.vocab_size)

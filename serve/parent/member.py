@@ -15,7 +15,7 @@ from serve.parent.link import Link
 
 Result = TypeVar("Result")
 _LAST_WORD_SECONDS = 1.0
-_STOP_SECONDS = 8.0  # how long rank 0 may take to finish its streams after a signal
+_STOP_SECONDS = 3.0  # how long rank 0 may take once its streams are finished
 
 
 async def run_member(config: ServeConfig, cluster: Cluster, facts: dict[str, str]) -> None:
@@ -33,7 +33,8 @@ async def run_member(config: ServeConfig, cluster: Cluster, facts: dict[str, str
     hello = Hello.of(cluster, facts, os.getpid())
     hub = await _until(signalled, join(cluster.control, hello, config.join_timeout))
     if hub is not None:
-        await _until(signalled, _live(config, cluster.rank, hub), _STOP_SECONDS)
+        grace_seconds = config.drain_timeout + _STOP_SECONDS
+        await _until(signalled, _live(config, cluster.rank, hub), grace_seconds)
 
 
 async def _until(

@@ -1,5 +1,7 @@
 """What rank 0 does with the logits of a step: tokens, and scores for those who ask."""
 
+import json
+import logging
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -9,13 +11,15 @@ from typing import Any
 
 import mlx.core as mx
 
-from serve.core.types import Row, Sampling, Score, Step
+from serve.core.types import FAILED_TOKEN, Row, Sampling, Score, Step
 from serve.core.wire import Result, Scores
 from serve.rank.cache import Part
 from serve.rank.grammar import Grammars
 from serve.rank.sampling import Sampler, sample, score
 
 _ARRAYS_OF_A_SCORING = 3
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,8 @@ class Chooser:
             told = _scores(chosen, outputs[at : at + _ARRAYS_OF_A_SCORING])
             scores.append(Scores(step.rows[scoring.row].sequence, scoring.position, told))
         for row, token in zip(step.rows, tokens, strict=False):
-            self._samplers[row.sequence].note(token)
+            if token != FAILED_TOKEN:
+                self._samplers[row.sequence].note(token)
         return Result(step.number, tokens, tuple(scores))
 
     def _sample(self, step: Step, parts: list[Part], logits: list[mx.array]) -> mx.array:
@@ -93,7 +98,7 @@ class Chooser:
         samplers = [self._samplers[step.rows[n].sequence] for n in rows]
         positions = [step.rows[n].position + step.rows[n].num_tokens for n in rows]
         last = [part.own_rows(output[:, -1]) for part, output in zip(parts, logits, strict=True)]
-        tokens = sample(mx.concatenate(last), samplers, positions)
+        tokens = _sample_each(mx.concatenate(last), samplers, positions)
         return tokens if rows == sorted(rows) else tokens[mx.argsort(mx.array(rows))]
 
     def _scorings(self, step: Step) -> Iterator[_Scoring]:
@@ -108,6 +113,20 @@ class Chooser:
                 and (tokens := _followers(row, sampler))
             ):
                 yield _Scoring(n, row.position + 1, tokens, asked.prompt_logprobs)
+
+
+def _sample_each(logits: mx.array, samplers: list[Sampler], positions: list[int]) -> mx.array:
+    """The next tokens (B,) of logits (B, vocabulary). What breaks the draw of one row is
+    its request's own doing: that row gets FAILED_TOKEN, the others what is theirs."""
+    try:
+        return sample(logits, samplers, positions).astype(mx.int32)
+    except Exception as error:
+        if len(samplers) > 1:
+            rows = range(len(samplers))
+            each = [_sample_each(logits[n : n + 1], [samplers[n]], [positions[n]]) for n in rows]
+            return mx.concatenate(each)
+        _logger.error("event=row_failed reason=%s", json.dumps(repr(error)))
+        return mx.array([FAILED_TOKEN])
 
 
 def _logits_of_rows(step: Step, parts: list[Part], logits: list[mx.array]) -> dict[int, mx.array]:

@@ -28,10 +28,11 @@ class Outbox:
             self._send_ready()
 
     def sampled(self, step: Step, tokens: tuple[int, ...]) -> None:
-        """What a step has sampled, one token for each row."""
+        """What a step has sampled, one token for each row. One that failed is fed any token:
+        what comes of it is for nobody."""
         with self._lock:
             for row, token in zip(step.rows, tokens, strict=True):
-                self._sampled[row.sequence] = row.position + row.num_tokens, token
+                self._sampled[row.sequence] = row.position + row.num_tokens, max(token, 0)
             self._send_ready()
 
     def forget(self, sequence: int) -> None:

@@ -7,6 +7,7 @@ ends at once: there is nothing in it that is worth saving.
 """
 
 import faulthandler
+import logging
 import os
 import signal
 import socket
@@ -34,6 +35,8 @@ from serve.rank.slots import quantized
 from serve.rank.stage import Stage
 from serve.rank.transport import LocalTransport, Ring, RingTransport, Transport
 from serve.rank.weights import load_stage
+
+_logger = logging.getLogger(__name__)
 
 _STATUS_SECONDS = 0.25
 _NUM_SPANS = 4096

@@ -222,7 +222,7 @@ def test_an_unknown_model_is_404(server: Server) -> None:
 def test_models_and_metrics(server: Server) -> None:
     assert [model.id for model in server.client().models.list()] == ["tiny-chat"]
     text = httpx.get(f"{server.url}/metrics").text
-    assert 'brigade_requests_total{status="200"}' in text
+    assert 'brigade_requests_total{endpoint="/v1/models",status="200"}' in text
     assert "brigade_num_requests_running" in text
 
 

@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from serve.core.config import Address, Cluster, ServeConfig, parse_address, read_cluster
+from serve.core.config import (
+    Address,
+    Cluster,
+    ServeConfig,
+    parse_address,
+    read_cluster,
+    with_keys,
+)
 from serve.core.errors import UsageError
 
 
@@ -101,3 +108,50 @@ def test_a_folder_comes_before_a_name_on_the_hub(
         assert ServeConfig(model=Path(path)).hub_id is None
     with pytest.raises(UsageError, match="--revision"):
         ServeConfig(model=there, revision="v1")
+
+
+# --- keys
+
+MODEL = Path("m")
+
+
+def test_keys_come_from_flag_file_and_environment(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("k2\n\n  k3  \n")
+    config = ServeConfig(model=MODEL, api_key=("k1",), api_key_file=file, admin_key_file=file)
+    full = with_keys(config, {"BRIGADE_API_KEY": "k4", "BRIGADE_ADMIN_KEY": "a1"})
+    assert set(full.api_key) == {"k1", "k2", "k3", "k4"}
+    assert set(full.admin_key) == {"k2", "k3", "a1"}
+    assert with_keys(ServeConfig(model=MODEL), {}).api_key == ()
+
+
+def test_keys_are_not_shown() -> None:
+    assert "secret-1" not in repr(ServeConfig(model=MODEL, api_key=("secret-1",)))
+
+
+@pytest.mark.parametrize("text", ["", "\n \n", "two words", "tab\there", "é", "x" * 513])
+def test_what_is_no_key_does_not_open_the_server(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(text)
+    with pytest.raises(UsageError, match="holds no key"):
+        with_keys(ServeConfig(model=MODEL, api_key_file=file), {})
+    with pytest.raises(UsageError, match="BRIGADE_ADMIN_KEY holds no key"):
+        with_keys(ServeConfig(model=MODEL), {"BRIGADE_ADMIN_KEY": text})
+    with pytest.raises(UsageError, match="--api-key holds no key"):
+        with_keys(ServeConfig(model=MODEL, api_key=(text,)), {})
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe"])
+def test_a_key_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None) -> None:
+    file = tmp_path / "keys"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UsageError, match="--admin-key-file .*keys cannot be read"):
+        with_keys(ServeConfig(model=MODEL, admin_key_file=file), {})
+
+
+@pytest.mark.parametrize("origin", ["a.example", "https://a.example/", "https://u@a.example", ""])
+def test_a_wrong_origin_is_told(origin: str) -> None:
+    with pytest.raises(UsageError, match="--cors-origin"):
+        ServeConfig(model=MODEL, cors_origin=(origin,))
+    ServeConfig(model=MODEL, cors_origin=("*", "https://a.example:8443", "http://[::1]:3000"))

@@ -1,6 +1,7 @@
 """An engine without a cluster, a small real tokenizer, and a server around them."""
 
 import asyncio
+import dataclasses
 import json
 import socket
 import threading
@@ -205,8 +206,9 @@ class FakeEngine:
 class Running:
     """A server in a thread of its own, on a free loopback port."""
 
-    def __init__(self, engine: FakeEngine) -> None:
+    def __init__(self, engine: FakeEngine, **flags: Any) -> None:
         self.engine = engine
+        self._config = dataclasses.replace(CONFIG, **flags)
         self._listening = bind("127.0.0.1", 0)
         self.port: int = self._listening.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -215,7 +217,9 @@ class Running:
         self.ended_with: BrigadeError | None = None
 
     def _run(self) -> None:
-        serving = serve(CONFIG, self.engine, self.engine.tokenizer, self._listening, MAX_CONTEXT)
+        serving = serve(
+            self._config, self.engine, self.engine.tokenizer, self._listening, MAX_CONTEXT
+        )
         try:
             self._loop.run_until_complete(serving)
         except BrigadeError as error:

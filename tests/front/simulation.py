@@ -7,7 +7,7 @@ are held) and refuses a step that does not fit, so a scheduler that loses track 
 from collections import deque
 from dataclasses import dataclass, field
 
-from serve.core.types import Event, Sampling, Sequence, Step
+from serve.core.types import FAILED_TOKEN, Event, Sampling, Sequence, Step
 from serve.front.scheduler import Scheduler
 from serve.rank.outbox import Outbox
 
@@ -81,6 +81,7 @@ class Pipeline:
         self.num_ticks = self.num_busy = self.num_overlapping = 0
         self.most_held = 0
         self.added: dict[int, Sequence] = {}
+        self.failing: set[tuple[int, int]] = set()  # (sequence, position) without a token
 
     def add(self, sequence: Sequence) -> None:
         self.added[sequence.id] = sequence
@@ -124,12 +125,16 @@ class Pipeline:
         for row in step.rows:
             # What a stage holds is what the sequence says, however it came there.
             held, prompt = self.stages[-1].held[row.sequence], self.added[row.sequence].prompt
-            answer = [next_token(row.sequence, i) for i in range(len(prompt), len(held))]
+            answer = [max(self._draw(row.sequence, i), 0) for i in range(len(prompt), len(held))]
             assert held == (prompt + answer)[: len(held)]
         if step.sample:
-            tokens = tuple(next_token(r.sequence, r.position + r.num_tokens) for r in step.rows)
+            tokens = tuple(self._draw(r.sequence, r.position + r.num_tokens) for r in step.rows)
             self.outbox.sampled(step, tokens)
         self.events += self.scheduler.update(step.number, tokens)
+
+    def _draw(self, sequence: int, position: int) -> int:
+        failed = (sequence, position) in self.failing
+        return FAILED_TOKEN if failed else next_token(sequence, position)
 
     def output(self, sequence: int) -> list[int]:
         return [e.token for e in self.events if e.sequence == sequence and e.token is not None]

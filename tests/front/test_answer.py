@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from serve.core.errors import EngineError, UnavailableError
+from serve.core.errors import BrigadeError, EngineError, UnavailableError
 from serve.core.types import Event
 from serve.front import replies
 from serve.front.answer import Answer
@@ -113,9 +113,9 @@ async def test_a_broken_engine_ends_the_stream_with_an_error(
     engine.breaks_with = EngineError("rank 1 at 10.0.0.2 died")
     stream = start(engine, record).server_sent_events(include_usage=False)
     events = [event async for event in stream]
-    assert b'"error"' in events[-1]
-    assert b"10.0.0.2" not in events[-1]
-    assert replies.DONE not in events
+    assert b'"error"' in events[-2]
+    assert b"10.0.0.2" not in events[-2]
+    assert events[-1] == replies.DONE
     assert (record.finish_reason, record.status) == ("error", 503)
     assert engine.generations[0].closed.is_set()
 
@@ -125,13 +125,26 @@ async def test_an_exception_of_ours_ends_that_stream_alone(
 ) -> None:
     monkeypatch.setattr(Answer, "_take", lambda *_: 1 / 0)
     stream = start(engine, record).server_sent_events(include_usage=False)
-    (event,) = [event async for event in stream]
+    event, done = [event async for event in stream]
+    assert done == replies.DONE
     assert b"server_error" in event
     assert b"division" not in event
     assert record.status == 500
 
 
-@pytest.mark.parametrize("events", [[], [Event(0, None, "error")], [Event(0, 5)]])
+async def test_a_row_that_failed_is_a_mistake_of_ours_and_no_broken_cluster(
+    engine: FakeEngine, record: Record
+) -> None:
+    generation = FakeGeneration([Event(0, 5), Event(0, None, "error")], 0)
+    asked, metrics = job(engine.tokenizer, 512), Metrics(engine.pipeline)
+    chat = Answer("m", asked, generation, engine.tokenizer, record, metrics)
+    with pytest.raises(BrigadeError) as raised:
+        await answer(chat)
+    assert raised.value.http_status == 500
+    assert record.finish_reason == "error"
+
+
+@pytest.mark.parametrize("events", [[], [Event(0, None, "abort")], [Event(0, 5)]])
 async def test_a_generation_without_a_right_end_is_an_error(
     engine: FakeEngine, record: Record, events: list[Any]
 ) -> None:

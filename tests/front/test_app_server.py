@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -19,7 +20,7 @@ import httpx
 import pytest
 
 from serve.core.errors import BrigadeError, UnavailableError
-from serve.front import app, app_server, guard
+from serve.front import app, app_server
 from serve.front.app import bind, serve
 from tests.front.fakes import CONFIG, MAX_CONTEXT, FakeEngine, Running
 from tests.front.test_app import CHAT, HELLO, post, wait_until
@@ -28,11 +29,9 @@ from tests.front.test_app import CHAT, HELLO, post, wait_until
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> Iterator[Running]:
     """A server that waits a tenth of a second where others wait ten."""
-    monkeypatch.setattr(app_server, "HEADER_SECONDS", 0.1)
     monkeypatch.setattr(app_server, "LINGER_SECONDS", 0.3)
-    monkeypatch.setattr(guard, "BODY_SECONDS", 0.1)
     monkeypatch.setattr(app, "KEEP_ALIVE_SECONDS", 0.1)
-    with Running(engine) as server:
+    with Running(engine, header_timeout=0.1, body_timeout=0.1) as server:
         yield server
 
 
@@ -42,7 +41,9 @@ def request_bytes(**fields: Any) -> bytes:
 
 
 def head(content_length: int) -> bytes:
-    return f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {content_length}\r\n\r\n".encode()
+    json_type = "Content-Type: application/json\r\n"
+    first = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\n{json_type}"
+    return f"{first}Content-Length: {content_length}\r\n\r\n".encode()
 
 
 def send_for_ever(connection: socket.socket) -> None:
@@ -134,7 +135,7 @@ def test_while_nothing_comes_the_stream_has_signs_of_life(
 
 def test_a_large_body_is_refused_and_the_answer_arrives(hasty: Running) -> None:
     """Closing at once would reset the connection of a client that still sends."""
-    size = guard.MOST_BODY_BYTES + 1
+    size = CONFIG.max_body_bytes + 1
     with hasty.connect() as connection:
         connection.sendall(head(size))
         assert select.select([connection], [], [], 5)[0], "no answer before the body"
@@ -147,7 +148,9 @@ def test_a_large_body_is_refused_and_the_answer_arrives(hasty: Running) -> None:
 
 
 def test_the_official_way_of_sending_too_much(shared: Running) -> None:
-    reply = httpx.post(shared.url + CHAT, content=b" " * (guard.MOST_BODY_BYTES + 1), timeout=20)
+    body = b" " * (CONFIG.max_body_bytes + 1)
+    headers = {"Content-Type": "application/json"}
+    reply = httpx.post(shared.url + CHAT, content=body, headers=headers, timeout=20)
     assert reply.status_code == 413
 
 
@@ -169,7 +172,7 @@ def test_a_body_that_never_ends_is_hung_up_on(hasty: Running) -> None:
         (b"GET / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\n", 501),
         (b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 100_000, 431),
         (b"POST " + CHAT.encode() + b" HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
-         b"\r\nzz\r\n", 400),
+         b"Content-Type: application/json\r\n\r\nzz\r\n", 400),
     ],
 )  # fmt: skip
 def test_what_is_no_http_gets_an_error_object(shared: Running, data: bytes, status: int) -> None:
@@ -212,7 +215,7 @@ def test_a_client_that_leaves_ends_its_generation(
         wait_until(lambda: bool(engine.generations))
         assert not engine.generations[0].closed.is_set()
     assert engine.generations[0].closed.wait(2)
-    wait_until(lambda: 'status="499"} 1.0' in httpx.get(server.url + "/metrics").text)
+    wait_until(lambda: 'completions",status="499"} 1.0' in httpx.get(server.url + "/metrics").text)
 
 
 def test_a_client_that_leaves_in_the_middle_of_a_stream(
@@ -310,7 +313,8 @@ async def reply_after_a_signal(
     engine.delay = 60
     listening = bind("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listening.getsockname()[1]}{CHAT}"
-    serving = serve(CONFIG, engine, engine.tokenizer, listening, MAX_CONTEXT)
+    config = dataclasses.replace(CONFIG, drain_timeout=0.2)
+    serving = serve(config, engine, engine.tokenizer, listening, MAX_CONTEXT)
     serving_task = asyncio.ensure_future(serving)
     async with httpx.AsyncClient() as client:
         body = {**HELLO, "stream": stream}
@@ -326,19 +330,17 @@ async def reply_after_a_signal(
 
 @pytest.mark.anyio
 async def test_a_stream_that_takes_too_long_is_ended_with_an_error(
-    monkeypatch: pytest.MonkeyPatch, engine: FakeEngine
+    engine: FakeEngine,
 ) -> None:
-    monkeypatch.setattr(app_server, "GRACE_SECONDS", 0.2)
     reply = await reply_after_a_signal(engine, signal.SIGINT, stream=True)
     assert "The server is stopping." in reply.text
-    assert "[DONE]" not in reply.text
+    assert reply.text.endswith("data: [DONE]\n\n")
 
 
 @pytest.mark.anyio
 async def test_a_reply_that_takes_too_long_is_refused(
-    monkeypatch: pytest.MonkeyPatch, engine: FakeEngine
+    engine: FakeEngine,
 ) -> None:
-    monkeypatch.setattr(app_server, "GRACE_SECONDS", 0.2)
     reply = await reply_after_a_signal(engine, signal.SIGTERM, stream=False)
     assert reply.status_code == 503
     assert reply.headers["retry-after"]

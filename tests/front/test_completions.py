@@ -124,7 +124,7 @@ def test_the_default_limit_is_sixteen_or_what_is_left(tokenizer: Tokenizer) -> N
         ({"logprobs": True}, "logprobs"),
         ({"echo": 1}, "echo"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
-        ({"response_format": {"type": "yaml"}}, "response_format"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
     ],
 )
 def test_what_is_wrong_is_refused_by_name(fields: dict[str, Any], param: str) -> None:

@@ -1,8 +1,14 @@
-"""What Prometheus gets to read."""
+"""What Prometheus gets to read, by its own checks too, and the dashboard that asks for it."""
 
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from serve.front.metrics import Metrics
 
@@ -49,8 +55,8 @@ def test_everything_is_counted_under_its_name() -> None:
     metrics.next_token(0.02)
     metrics.next_token(0.02)
     metrics.answered(1.0)
-    metrics.request(200)
-    metrics.request(499)
+    metrics.request("/v1/models", 200)
+    metrics.request("other", 499)
     found = lines(metrics)
     for line in (
         "brigade_prompt_tokens_total 11.0",
@@ -58,8 +64,8 @@ def test_everything_is_counted_under_its_name() -> None:
         "brigade_time_to_first_token_seconds_count 1.0",
         "brigade_inter_token_latency_seconds_count 2.0",
         "brigade_e2e_request_latency_seconds_sum 1.0",
-        'brigade_requests_total{status="200"} 1.0',
-        'brigade_requests_total{status="499"} 1.0',
+        'brigade_requests_total{endpoint="/v1/models",status="200"} 1.0',
+        'brigade_requests_total{endpoint="other",status="499"} 1.0',
     ):
         assert line in found
 
@@ -78,3 +84,78 @@ def test_the_content_type_is_what_was_encoded(accept: str, content_type: str) ->
     body, given = Metrics(lambda: STATE).render(accept)
     assert given.startswith(content_type)
     assert body.endswith(b"# EOF\n") == (content_type != "text/plain")
+
+
+# --- Prometheus's own checks
+
+DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana.json"
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus)"
+)
+
+
+def rendered() -> str:
+    """With a sample of everything."""
+    stage = {"rank": 0, "bytes_owned": 1, "bytes_read": 1, "bytes_fetched": 1} | ran(0.5)
+    metrics = Metrics(lambda: {**STATE, "stages": [stage]})
+    metrics.prompt(11)
+    metrics.prefix_cache(11, 4)
+    metrics.first_token(0.3)
+    metrics.next_token(0.02)
+    metrics.answered(1.0)
+    metrics.request("/v1/models", 200)
+    return metrics.render("")[0].decode()
+
+
+def promtool(*command: str, given: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["promtool", "check", *command], input=given, text=True, capture_output=True
+    )
+
+
+@needs_promtool
+def test_promtool_finds_nothing_wrong() -> None:
+    checked = promtool("metrics", given=rendered())
+    assert (checked.returncode, checked.stderr) == (0, "")
+    assert promtool("metrics", given="bad_total 1\n").returncode, "it finds nothing at all"
+
+
+def test_names_have_units_and_help() -> None:
+    for family in text_string_to_metric_families(rendered()):
+        assert family.name.startswith("brigade_")
+        assert family.documentation
+        counts = family.type in ("gauge", "counter") or family.name.endswith("_seconds")
+        assert counts, family.name
+
+
+def queries() -> list[str]:
+    dashboard = json.loads(DASHBOARD.read_text())
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(ids) == len(set(ids)) >= 10
+    return [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+
+
+def test_every_query_of_the_dashboard_is_for_a_metric_that_exists() -> None:
+    text = rendered()
+    families = text_string_to_metric_families(text)
+    there = {sample.name: set(sample.labels) for f in families for sample in f.samples}
+    asked = {name for query in queries() for name in re.findall(r"brigade_\w+", query)}
+    assert asked <= set(there), asked - set(there)
+    own = {name for name in there if not name.endswith(("_created", "_sum", "_count"))}
+    assert own <= asked, "what nobody looks at"
+    for query in queries():
+        labels = {label for name in re.findall(r"brigade_\w+", query) for label in there[name]}
+        for group in re.findall(r"by \(([^)]+)\)", query):
+            assert set(group.split(", ")) <= labels, query
+
+
+@needs_promtool
+def test_every_query_of_the_dashboard_is_promql(tmp_path: Path) -> None:
+    rules = [
+        {"record": f"a:b{n}", "expr": query.replace("$__rate_interval", "1m")}
+        for n, query in enumerate(queries())
+    ]
+    file = tmp_path / "rules.json"
+    file.write_text(json.dumps({"groups": [{"name": "g", "rules": rules}]}))
+    checked = promtool("rules", str(file))
+    assert checked.returncode == 0, checked.stderr

@@ -71,6 +71,22 @@ def test_a_drop_at_every_tick_leaves_nothing_behind_and_harms_nobody() -> None:
         check_all_ended(pipeline)
 
 
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_a_row_that_fails_at_any_token_ends_alone(num_stages: int) -> None:
+    for at in range(12, 18):
+        pipeline = Pipeline(num_stages)
+        pipeline.failing = {(1, at)}
+        for id in range(4):
+            pipeline.add(make_sequence(id, 12, 6))
+        pipeline.run()
+        assert pipeline.output(1) == expected(1, 12, 6)[: at - 12]
+        ends = [e.finish_reason for e in pipeline.events if e.sequence == 1 and e.finish_reason]
+        assert ends == ["error"]
+        for id in (0, 2, 3):
+            assert pipeline.output(id) == expected(id, 12, 6)
+        check_all_ended(pipeline)
+
+
 def make_prompt(chance: random.Random, pipeline: Pipeline) -> list[int]:
     """New, or like the beginning of another one, or going on where a chat has ended."""
     kind = chance.random()

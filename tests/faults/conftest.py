@@ -1,0 +1,34 @@
+"""One two-rank cluster for all cases. It gives clients half a second where others get ten, and
+takes prompts that are shorter than its context."""
+
+from collections.abc import Callable, Iterator
+
+import httpx
+import pytest
+
+from tests.cluster.conftest import mlx_lm_answer  # noqa: F401
+from tests.cluster.servers import Server, running
+from tests.faults.cases import GOOD
+
+TIMEOUTS = ("--header-timeout", "0.5", "--body-timeout", "0.5")
+MAX_PROMPT_TOKENS = 1500
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Server]:
+    with running(2, *TIMEOUTS, "--max-prompt-tokens", str(MAX_PROMPT_TOKENS)) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def http(cluster: Server) -> Iterator[httpx.Client]:
+    """A connection for each request: the server soon closes one that is kept. Made once,
+    because to load certificates takes longer than to answer."""
+    no_keeping = httpx.Limits(max_keepalive_connections=0)
+    with httpx.Client(base_url=cluster.url, limits=no_keeping, timeout=20) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def right_answer(mlx_lm_answer: Callable[..., str]) -> str:  # noqa: F811
+    return mlx_lm_answer(GOOD["messages"][0]["content"], max_tokens=GOOD["max_tokens"])

@@ -1,0 +1,26 @@
+"""Python runs this first where PYTHONPATH has its folder: it breaks engines from inside.
+
+BROKEN_SEED is a seed with which drawing a token raises; STEP_SECONDS is how much longer
+each step takes.
+"""
+
+import os
+import sys
+import time
+
+if "serve.rank.worker" in sys.orig_argv:
+    from serve.rank import sampling
+    from serve.rank.stage import Stage
+
+    _key, _call = sampling._key, Stage.__call__
+
+    def _breaking_key(seed, position):
+        if str(seed) == os.environ.get("BROKEN_SEED"):
+            raise ValueError(f"seed {seed}\nFORGED line of /a/path")
+        return _key(seed, position)
+
+    def _slow_call(self, *arguments):
+        time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
+        return _call(self, *arguments)
+
+    sampling._key, Stage.__call__ = _breaking_key, _slow_call

@@ -1,0 +1,139 @@
+"""Thousands of generated bodies: near a good one, far from it, and broken bytes. Whatever they
+are, there is an answer that is no fault of the server's, and nothing of them stays."""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from serve.front.openai import _NEUTRAL, ChatBody
+from tests.cluster.servers import Server, running
+from tests.faults.cases import CHAT, GOOD, JSON
+
+BODIES_AT_ONCE = 20
+MOST_GROWTH_BYTES = 48 << 20
+FINE = {200, 400, 404, 413, 429}
+FIELDS = sorted({*ChatBody.model_fields, *_NEUTRAL})
+
+numbers = st.one_of(
+    st.integers(),
+    st.integers(-(10**30), 10**30),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.sampled_from([0, 1, -1, 0.5, 2, 2**31, 2**63, 1e308, 5e-324]),
+)
+leaves = st.none() | st.booleans() | numbers | st.text(max_size=40)
+anything = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+parts = st.fixed_dictionaries({"type": st.sampled_from(["text", "image_url"]), "text": st.text()})
+messages = st.lists(
+    st.fixed_dictionaries(
+        {
+            "role": st.sampled_from(["system", "developer", "user", "assistant", "tool"]) | leaves,
+            "content": st.text(max_size=60) | st.lists(parts, max_size=3) | leaves,
+        },
+        optional={"name": leaves, "tool_call_id": leaves, "tool_calls": anything},
+    ),
+    max_size=4,
+)
+LIKELY: dict[str, st.SearchStrategy[Any]] = {
+    "messages": messages,
+    "temperature": st.floats(0, 2),
+    "top_p": st.floats(0, 1),
+    "seed": st.integers(-(2**63), 2**63 - 1),
+    "max_tokens": st.integers(1, 40),
+    "stop": st.lists(st.text(min_size=1, max_size=4), max_size=5) | st.text(max_size=3),
+    "stream": st.booleans(),
+    "stream_options": st.fixed_dictionaries({"include_usage": st.booleans()}),
+    "chat_template_kwargs": st.dictionaries(st.text(max_size=12), anything, max_size=3),
+}
+
+
+@st.composite
+def bodies(draw: st.DrawFn) -> bytes:
+    body: dict[str, Any] = dict(GOOD)
+    for name in draw(st.lists(st.sampled_from(sorted(LIKELY)), max_size=4)):
+        body[name] = draw(LIKELY[name])
+    if draw(st.integers(0, 2)) == 0:
+        body |= draw(st.dictionaries(st.sampled_from(FIELDS) | st.text(), anything, max_size=3))
+    data = json.dumps(body).encode()
+    if draw(st.integers(0, 4)) == 0:
+        at = draw(st.integers(0, len(data)))
+        cut = draw(st.integers(0, 5))
+        data = data[:at] + draw(st.binary(max_size=6)) + data[at + cut :]
+    return data
+
+
+@pytest.fixture(scope="module")
+def fuzzed() -> Iterator[Server]:
+    """Its context is so short that no answer takes long."""
+    with running(2, "--max-context", "64", "--max-num-sequences", "8") as server:
+        yield server
+
+
+def resident_bytes(server: Server) -> int:
+    """Of all its processes."""
+    return sum(process.memory_info().rss for process in server.family())
+
+
+def run(server: Server, num_bodies: int) -> None:
+    counted: Counter[int] = Counter()
+    sizes = []
+    no_keeping = httpx.Limits(max_keepalive_connections=0)
+    with (
+        httpx.Client(base_url=server.url, timeout=20, limits=no_keeping) as client,
+        ThreadPoolExecutor(BODIES_AT_ONCE) as threads,
+    ):
+
+        def ask(body: bytes) -> httpx.Response:
+            return client.post(CHAT, content=body, headers=JSON)
+
+        @settings(
+            max_examples=num_bodies // BODIES_AT_ONCE,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(st.lists(bodies(), min_size=BODIES_AT_ONCE, max_size=BODIES_AT_ONCE))
+        def check(many: list[bytes]) -> None:
+            for body, reply in zip(many, threads.map(ask, many), strict=True):
+                counted[reply.status_code] += 1
+                assert reply.status_code in FINE, (body, reply.text)
+                if reply.headers["content-type"].startswith("text/event-stream"):
+                    assert reply.text.endswith("data: [DONE]\n\n"), (body, reply.text)
+                    assert '"error"' not in reply.text.rsplit("\n\n", 3)[1], (body, reply.text)
+                elif reply.status_code >= 400:
+                    assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
+            pipeline = client.get("/admin/pipeline").json()
+            assert pipeline["num_running"] + pipeline["num_waiting"] == 0
+            sizes.append(resident_bytes(server))
+
+        check()
+    warm = sizes[len(sizes) // 3]
+    assert max(sizes[-3:]) - warm < MOST_GROWTH_BYTES, [size >> 20 for size in sizes]
+    assert counted[200] > num_bodies / 20, counted
+    assert counted[400] > num_bodies / 20, counted
+    assert "Traceback" not in server.text
+
+
+def test_three_hundred_bodies(fuzzed: Server) -> None:
+    run(fuzzed, 300)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ten_thousand_bodies(fuzzed: Server) -> None:
+    began = time.monotonic()
+    run(fuzzed, 10_000)
+    assert time.monotonic() - began < 800

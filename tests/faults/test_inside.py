@@ -1,0 +1,159 @@
+"""Requests that break inside an engine end alone, and rows of clients that go end soon.
+
+The engines are real ones; what breaks or slows them comes from inside/sitecustomize.py.
+"""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.cluster.conftest import mlx_lm_answer  # noqa: F401
+from tests.cluster.servers import Server, running
+from tests.faults.cases import CHAT, GOOD, JSON, good_body, post, said
+
+INSIDE = str(Path(__file__).parent / "inside")
+BROKEN_SEED = 666
+STEP_SECONDS = 0.05
+MOST_STEPS = 2  # of a sequence, after its client has gone
+
+
+def ask(server: Server, **changes: Any) -> httpx.Response:
+    return httpx.post(server.url + CHAT, content=good_body(**changes), headers=JSON, timeout=20)
+
+
+# --- one row's sampling
+
+
+@pytest.fixture(scope="module")
+def broken() -> Iterator[Server]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", INSIDE)
+        patch.setenv("BROKEN_SEED", str(BROKEN_SEED))
+        with running(2) as server:
+            yield server
+
+
+def test_a_row_that_cannot_be_drawn_ends_alone(
+    broken: Server,
+    mlx_lm_answer: Callable[..., str],  # noqa: F811
+) -> None:
+    def answer(n: int) -> httpx.Response:
+        if n % 3 == 1:
+            return ask(broken, temperature=1, seed=BROKEN_SEED, stream=n % 2 == 0)
+        return ask(broken, max_tokens=30)
+
+    with ThreadPoolExecutor(12) as threads:
+        replies = list(threads.map(answer, range(12)))
+    expected = mlx_lm_answer(GOOD["messages"][0]["content"], max_tokens=30)
+    for n, reply in enumerate(replies):
+        if n % 3 != 1:
+            assert reply.json()["choices"][0]["message"]["content"] == expected
+        elif n % 2:
+            assert reply.status_code == 500
+            assert reply.json()["error"]["type"] == "server_error"
+        else:
+            events = reply.text.split("\n\n")
+            assert json.loads(events[-3].removeprefix("data: "))["error"]["type"] == "server_error"
+            assert events[-2:] == ["data: [DONE]", ""]
+        assert "seed" not in reply.text, "the reason is for the log"
+    line = broken.wait_for_log("event=row_failed .*")
+    assert "FORGED" in line, "it is one line"
+    assert not [line for line in broken.log if line.startswith("FORGED")]
+    assert broken.get("/ready") == {"status": "ready"}
+    assert broken.get("/admin/pipeline")["num_running"] == 0
+
+
+def test_a_seed_that_breaks_nothing_still_draws(broken: Server) -> None:
+    assert ask(broken, temperature=1, seed=BROKEN_SEED + 1).status_code == 200
+    assert ask(broken, temperature=0, seed=BROKEN_SEED).status_code == 200, "greedy needs no key"
+
+
+# --- clients that go
+
+
+@pytest.fixture(scope="module")
+def slow() -> Iterator[Server]:
+    """Each step takes so long that those after a client's end can be counted."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", INSIDE)
+        patch.setenv("STEP_SECONDS", str(STEP_SECONDS))
+        flags = ("--no-prefix-cache", "--prefill-chunk", "16", "--max-num-sequences", "1")
+        with running(2, *flags) as server:
+            yield server
+
+
+def request(**changes: Any) -> bytes:
+    body = good_body(**{"temperature": 2, "seed": 5, "max_tokens": 500, **changes})
+    return post(b"Content-Length: %d" % len(body), body=body)
+
+
+def begun(server: Server, since: float, kind: str = "") -> dict[int, int]:
+    """Steps of a kind that began on each rank since then."""
+    time.sleep(0.6)  # until the ranks have reported
+    trace = server.get("/admin/trace?seconds=60")["traceEvents"]
+    steps = [event for event in trace if event["ph"] == "X" and event["args"]["rows"]]
+    steps = [step for step in steps if step["name"].startswith(kind)]
+    return {rank: sum(s["pid"] == rank and s["ts"] / 1e6 > since for s in steps) for rank in (0, 1)}
+
+
+def kv_bytes(server: Server) -> list[int]:
+    return [stage["kv_bytes"] for stage in server.get("/admin/pipeline")["stages"]]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"messages": said("Tell me a story."), "stream": True},
+        {"messages": said("Tell me a story."), "stream": False},
+        {"messages": said("word " * 1000), "stream": True},
+        {"messages": said("word " * 1000), "stream": False},
+    ],
+    ids=["a stream", "a reply", "prefill of a stream", "prefill of a reply"],
+)
+def test_rows_of_a_client_that_goes_are_free_within_two_steps(
+    slow: Server, changes: dict[str, Any]
+) -> None:
+    with socket.create_connection(("127.0.0.1", slow.port)) as connection:
+        connection.sendall(request(**changes))
+        time.sleep(0.8)
+        assert slow.get("/admin/pipeline")["num_running"] == 1
+        assert min(kv_bytes(slow)) > 0
+    left = time.time()
+    steps = begun(slow, left)
+    assert max(steps.values()) <= MOST_STEPS, steps
+    pipeline = slow.get("/admin/pipeline")
+    assert (pipeline["num_running"], pipeline["kv_tokens"]) == (0, 0)
+    assert kv_bytes(slow) == [0, 0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_while_it_waits_never_runs(slow: Server, stream: bool) -> None:
+    first = threading.Thread(target=ask, args=(slow,), kwargs={"max_tokens": 12})
+    first.start()
+    wait_for(slow, num_running=1)
+    time.sleep(5 * STEP_SECONDS)  # until its prompt is on its way no more
+    sent = time.time()
+    with socket.create_connection(("127.0.0.1", slow.port)) as connection:
+        connection.sendall(request(stream=stream, messages=said("Tell me a story.")))
+        wait_for(slow, num_waiting=1)
+    wait_for(slow, num_waiting=0, num_running=1)
+    first.join()
+    wait_for(slow, num_running=0)
+    assert begun(slow, sent, "prefill") == {0: 0, 1: 0}
+    assert max(begun(slow, sent, "decode").values()) > 1
+    assert kv_bytes(slow) == [0, 0]
+
+
+def wait_for(server: Server, **state: int) -> None:
+    deadline = time.monotonic() + 5
+    while any(server.get("/admin/pipeline")[name] != value for name, value in state.items()):
+        assert time.monotonic() < deadline, state
+        time.sleep(0.01)
