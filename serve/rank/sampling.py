@@ -17,9 +17,10 @@ from serve.core.types import Sampling
 from serve.rank.grammar import Constraint, Grammars
 
 _GREEDY_BELOW = 1e-5  # as in vLLM: dividing by less overflows
-# Above -inf, which is what is not allowed at all: if all that is allowed is banned, it
-# comes all the same.
+# Above -inf, which is what is not allowed at all: if all that is allowed is banned, or
+# unknown to the model, it comes all the same.
 _BANNED = -1e30
+_LEAST_TOP_P = 1e-30  # 0 in float32 would leave no token
 
 
 class Sampler:
@@ -81,7 +82,7 @@ class Sampler:
         if sampling.allowed_ids:
             allowed = mx.array(sampling.allowed_ids)
             only = mx.full(logits.shape, -math.inf)
-            only[allowed] = logits[allowed]
+            only[allowed] = mx.maximum(logits[allowed], 2 * _BANNED)
             logits = only
         if sampling.bias_ids:
             logits = logits.at[mx.array(sampling.bias_ids)].add(mx.array(sampling.biases))
@@ -139,7 +140,7 @@ def _draw(logits: mx.array, sampling: Sampling, position: int) -> mx.array:
         scaled = mx.where(scaled < mx.topk(scaled, sampling.top_k).min(), -math.inf, scaled)
     if sampling.top_p < 1:
         # An array, because apply_top_p is compiled: a number would be compiled in, each anew.
-        top_p = cast(float, mx.array(sampling.top_p))
+        top_p = cast(float, mx.array(max(sampling.top_p, _LEAST_TOP_P)))
         scaled = apply_top_p(scaled - mx.logsumexp(scaled), top_p)
     return mx.random.categorical(scaled, key=_key(sampling.seed, position)).astype(mx.uint32)
 

@@ -348,3 +348,14 @@ def test_a_request_is_queued_as_a_whole_or_not_at_all() -> None:
     copies(pipeline, 30, 10, 2)
     pipeline.run()
     check_all_ended(pipeline)
+
+
+def test_copies_go_before_requests_that_came_later() -> None:
+    pipeline = Pipeline(2, max_num_sequences=2)
+    copies(pipeline, 0, 30, 3)
+    for id in (10, 11):
+        pipeline.add(make_sequence(id, 10, 3))
+    pipeline.run()
+    begun = list(dict.fromkeys(event.sequence for event in pipeline.events))
+    assert begun.index(1) < begun.index(2) < begun.index(11)
+    check_all_ended(pipeline)

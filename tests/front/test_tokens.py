@@ -241,3 +241,49 @@ async def test_encoding_in_a_thread_leaves_the_loop_running(tokenizer: Tokenizer
         longest, last = max(longest, time.perf_counter() - last), time.perf_counter()
     assert longest < (last - started) / 2
     assert len(await encoding) > 100_000
+
+
+# --- single tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_that_goes_on_keeps_its_first_space(
+    kind: Callable[[], Backend], tmp_path: Path
+) -> None:
+    """Decoders that take the space of a first token away would join two words."""
+    tokenizer = load(kind(), tmp_path)
+    ids = tokenizer.encode("hello world how are you")
+    whole = tokenizer.decode(ids)
+    for cut in range(1, len(ids)):
+        stream = tokenizer.stream(after=ids[:cut])
+        rest = "".join([*(stream.push(id) for id in ids[cut:]), stream.finish()])
+        assert tokenizer.decode(ids[:cut]) + rest == whole
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_of_tokens_add_up(kind: Callable[[], Backend], tmp_path: Path) -> None:
+    tokenizer = load(kind(), tmp_path)
+    ids = tokenizer.encode("hello world how are you")
+    assert "".join(map(tokenizer.token_text, ids)).strip() == "hello world how are you"
+    assert tokenizer.token_text(1) == "</s>", "special tokens are told, too"
+
+
+@pytest.mark.parametrize("kind", [byte_level, byte_fallback])
+def test_bytes_of_tokens_add_up_where_texts_cannot(
+    kind: Callable[[], Backend], tmp_path: Path
+) -> None:
+    tokenizer = load(kind(), tmp_path)
+    text = "hello 日本語 👍🏽 grüße"
+    ids = tokenizer.encode(text)
+    assert any("\ufffd" in tokenizer.token_text(id) for id in ids)
+    told = b"".join(bytes(tokenizer.token_bytes(id)) for id in ids)
+    assert told.decode().strip() == text
+
+
+def test_the_vocabulary_is_no_larger_than_the_models(tmp_path: Path) -> None:
+    """A model has no row for an id that only its tokenizer knows."""
+    assert load(byte_level(), tmp_path, config={"vocab_size": 100}).vocab_size == 100
+    nested = {"text_config": {"vocab_size": 120}}
+    assert load(byte_level(), tmp_path, config=nested).vocab_size == 120
+    own = byte_level().get_vocab_size()
+    assert load(byte_level(), tmp_path, config={"vocab_size": 9999}).vocab_size == own

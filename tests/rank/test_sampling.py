@@ -139,6 +139,7 @@ WAYS = [
     Sampling(bias_ids=(4, 0), biases=(3.0, -100.0)),
     Sampling(allowed_ids=(3, 5)),
     Sampling(bad_words=((0,), (2, 1), (1, 2, 3))),
+    Sampling(bad_words=((1, 2, 2, 0, 3), (2, 2, 0, 4))),  # the first begins in the prompt
     Sampling(min_tokens=4, end_ids=(0, 1)),
     Sampling(min_tokens=3, end_ids=(0, 1)),
     Sampling(allowed_ids=(0, 1, 2), min_tokens=9, end_ids=(0,), bad_words=((1,),), top_k=2),
@@ -216,3 +217,35 @@ def test_scores_are_the_log_softmax(num_top: int, dtype: mx.Dtype) -> None:
     assert ids.shape == (3, min(num_top, 6))
     assert np.array(ids).tolist() == best.tolist()
     assert np.allclose(values, np.take_along_axis(exact, best, axis=-1), atol=1e-5)
+
+
+def test_extremes_give_a_token_that_may_come() -> None:
+    """Whatever is in range must not break the engine, which all requests share."""
+    chance = random.Random(6)
+    choose = chance.choice
+    samplers, rows = [], []
+    for _ in range(300):
+        logits = [chance.uniform(-60, 60) for _ in LOGITS]
+        logits[chance.randrange(6)] = -math.inf
+        sampling = Sampling(
+            temperature=choose([0, 1e-5, 1.1e-5, 1, 2]),
+            top_p=choose([1e-300, 1e-9, 0.5, 1]),
+            seed=choose([-(2**63), 0, 2**63 + 127]),
+            top_k=choose([0, 1, 2, 6, 2**31 - 1]),
+            min_p=choose([0, 1e-300, 0.5, 1]),
+            presence_penalty=choose([-2, 0, 2]),
+            frequency_penalty=choose([-2, 0, 2]),
+            repetition_penalty=choose([0.01, 1, 100]),
+            bias_ids=(0, 5),
+            biases=(choose([-100, 100]), 0),
+            allowed_ids=choose([(), (2,), (0, 1, 2, 3)]),
+            bad_words=choose([(), ((0,), (2,)), ((2, 2, 2), (0,))]),
+            min_tokens=choose([0, 99]),
+            end_ids=(0, 1),
+        )
+        samplers.append(Sampler(sampling, len(PROMPT), PROMPT + [2] * 2000))
+        rows.append(logits)
+    tokens = sample(mx.array(rows), samplers, [len(PROMPT) + 2000] * 300).tolist()
+    for token, sampler in zip(tokens, samplers, strict=True):
+        assert 0 <= token < 6
+        assert token in (sampler.sampling.allowed_ids or range(6))
