@@ -56,8 +56,8 @@ class LocalPipeline:
         with BUILDING:
             stage = Stage(self.make(), *layers)
         loop = StepLoop(stage, self.ring[rank], self.kv_bits)
-        loop.outbox = self.outbox
-        loop.chooser = self.chooser
+        if rank == 0:  # Others forget what is dropped before rank 0 has done with it.
+            loop.outbox, loop.chooser = self.outbox, self.chooser
         for result in loop.run():
             self.results.put(result)
 
