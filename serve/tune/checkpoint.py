@@ -141,6 +141,7 @@ def _sync(path: Path) -> None:
 
 def _save_arrays(path: Path, arrays: Arrays) -> None:
     mx.save_safetensors(str(path), arrays, metadata={"format": "mlx"})
+    load_arrays(path)  # MLX looks at the length of the file there, and not when it writes.
 
 
 def load_arrays(path: Path) -> Arrays:

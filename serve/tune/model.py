@@ -18,7 +18,7 @@ from serve.rank.costs import measure
 from serve.rank.planning import balance
 from serve.rank.weights import build_model
 from serve.tune.backward import Arrays
-from serve.tune.checkpoint import load_arrays
+from serve.tune.checkpoint import ADAPTERS, load_arrays
 from serve.tune.config import FineTuneConfig
 
 
@@ -90,14 +90,16 @@ def load_adapter(weights: Arrays, name: str, model: nn.Module) -> None:
 
 
 def prepare(config: FineTuneConfig, draw: Draw, model: nn.Module) -> None:
-    """Raises UsageError if --resume-adapter-file does not fit the model."""
+    """Without training, what --adapter-path has is tested. Raises UsageError if an adapter
+    does not fit the model."""
     make_trainable(config, draw, model)
-    if path := config.resume_adapter_file:
+    path = config.resume_adapter_file or (None if config.trains else config.adapter_path / ADAPTERS)
+    if path:
         try:
             weights = load_arrays(path)
         except (OSError, RuntimeError, ValueError) as error:
-            raise UsageError(f"--resume-adapter-file {path} cannot be read: {error}.") from error
-        load_adapter(weights, f"--resume-adapter-file {path}", model)
+            raise UsageError(f"{path} cannot be read as an adapter: {error}.") from error
+        load_adapter(weights, str(path), model)
 
 
 def adapter_config(config: FineTuneConfig, num_layers: int) -> dict[str, Any]:
