@@ -1,13 +1,23 @@
 """What the ranks of a real ring do in test_transport: python -m … NAME."""
 
+import itertools
 import os
 import sys
+from typing import Any
 
 import mlx.core as mx
 
 from serve.core.errors import ClusterError
 from serve.rank.transport import Ring
 from serve.tune.transport import RingLinks, exchange, gather, sum_arrays
+from tests.tune.ranks import (
+    batches_of,
+    config_of,
+    largest_difference,
+    trainer,
+    tuned,
+    unsplit_gradients,
+)
 
 RANK = int(os.environ["MLX_RANK"])
 NUM_RANKS = int(os.environ["NUM_RANKS"])
@@ -75,5 +85,26 @@ def peer_ends() -> None:
     os._exit(0)
 
 
+def gradients() -> None:
+    """Those of every schedule and kind, gathered to rank 0, against the unsplit model."""
+    links, worst = join(), 0.0
+    settings: list[dict[str, Any]] = [{"schedule": s} for s in ("naive", "gpipe", "1f1b")]
+    settings += [{"schedule": "interleaved", "stages_per_rank": 2}, {"grad_checkpoint": True}]
+    settings += [{"schedule": "zero-bubble", "fine_tune_type": "full"}]
+    for name, changes in itertools.product(("llama", "deepseek_v3"), settings):
+        config, batches = config_of(**changes), batches_of([(9, 5), (3,), (12, 11), (7, 7)])
+        own = trainer(config, links, name)
+        scale = 1 / sum(batch.num_labels for batch in batches)
+        ran = own.pipeline.run(own.schedule(len(batches)), batches, scale)
+        found = gather(links, ran.gradients)
+        if RANK == 0:
+            _, expected = unsplit_gradients(tuned(config, name), batches)
+            worst = max(worst, largest_difference(found, expected))
+    exchange(links, "done")
+    links.close()
+    print(worst, flush=True)
+    os._exit(0)
+
+
 if __name__ == "__main__":
-    {"both_ways": both_ways, "peer_ends": peer_ends}[sys.argv[1]]()
+    {"both_ways": both_ways, "gradients": gradients, "peer_ends": peer_ends}[sys.argv[1]]()

@@ -25,6 +25,12 @@ def test_a_neighbour_that_ends_is_an_error_not_a_hang(tmp_path: Path) -> None:
     assert "Rank 1 has ended" in first or "link to rank 1 broke" in first
 
 
+def test_gradients_over_the_ring(tmp_path: Path) -> None:
+    first, second = run_ring(tmp_path, "gradients", 2, PROGRAMS)
+    assert float(second) == 0, "only rank 0 compares"
+    assert 0 < float(first) < 1e-5
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_what_all_ranks_do_together(num_ranks: int) -> None:
     def rank(links: LocalLinks) -> tuple[list[int], dict[str, mx.array]]:
