@@ -50,6 +50,12 @@ def plan(words: Sequence[str]) -> int:
     return run_plan(list(words))
 
 
+def fine_tune(words: Sequence[str]) -> int:
+    from serve.cli.fine_tune import main as fine_tune_main
+
+    return fine_tune_main(list(words))
+
+
 def bench(words: Sequence[str]) -> int:
     from serve.cli.bench import run as run_bench
 
@@ -57,11 +63,16 @@ def bench(words: Sequence[str]) -> int:
 
 
 def launch(flags: argparse.Namespace) -> int:
-    from serve.cli.main import check
-
     num_ranks = check_num_ranks(flags.num_ranks)
     command = rank_command(flags.command)
     # All ranks are on this machine: what is wrong is said once, before any has started.
+    if flags.command[0] == "fine-tune":
+        from serve.cli.fine_tune import check as check_fine_tune
+
+        check_fine_tune(flags.command[1:], num_ranks)
+        return Supervisor(command, num_ranks).run()
+    from serve.cli.main import check
+
     config, _ = check(flags.command[1:], num_ranks)
     return Supervisor(command, num_ranks, drain_seconds=config.drain_timeout + END_SECONDS).run()
 
@@ -105,6 +116,7 @@ def add_demo_flags(parser: argparse.ArgumentParser) -> None:
 # What serve.cli does, with the words after the subcommand as they are.
 HANDED_OVER: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "serve": ("run one rank", serve),
+    "fine-tune": ("train an adapter, or layers, as one rank", fine_tune),
     "plan": ("who would get which layers", plan),
     "bench": ("put load on servers, and measure", bench),
 }

@@ -13,7 +13,7 @@ from serve.core.errors import UsageError
 HOST = "127.0.0.1"
 
 # What stands first after `--`, and the module that a rank runs for it.
-PROGRAMS = {"serve": "serve.cli.main"}
+PROGRAMS = {"serve": "serve.cli.main", "fine-tune": "serve.cli.fine_tune"}
 
 # What a rank reads, here or in mlx: a value of the caller's own would send it to another cluster.
 RANK_VARIABLES = (

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from serve import __version__
@@ -20,26 +20,42 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}: see `{self.prog} --help`.")
 
 
-def parse(config: type[Config], argv: Sequence[str], program: str, description: str) -> Config:
-    """An instance of a config whose fields are serve.core.config.flag. Raises UsageError."""
+def parse(
+    config: type[Config],
+    argv: Sequence[str],
+    program: str,
+    description: str,
+    given: Mapping[str, Any] | None = None,
+) -> Config:
+    """An instance of a config whose fields are serve.core.config.flag. Raises UsageError.
+
+    given are values from elsewhere, such as a file; flags come first.
+    """
+    given = given or {}
     parser = Parser(prog=program, description=description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"mlx-brigade {__version__}")
     kinds = typing.get_type_hints(config)
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
-        _add_flag(parser, field, kinds[field.name])
+        if not field.metadata.get("file_only"):
+            _add_flag(parser, field, kinds[field.name], field.name not in given)
+    # As text, so that what a flag refuses is refused in a file too.
+    parser.set_defaults(**{k: str(v) if _is_number(v) else v for k, v in given.items()})
     flags = vars(parser.parse_args(argv))
     return config(**{k: tuple(v) if isinstance(v, list) else v for k, v in flags.items()})
 
 
 def _add_flag(
-    parser: argparse.ArgumentParser, field: "dataclasses.Field[Any]", annotation: Any
+    parser: argparse.ArgumentParser,
+    field: "dataclasses.Field[Any]",
+    annotation: Any,
+    may_be_required: bool,
 ) -> None:
     names = [*field.metadata.get("short", ()), "--" + field.name.replace("_", "-")]
     kind = _plain_type(annotation)
     if kind is bool:
         parser.add_argument(*names, action="store_true", help=field.metadata["help"])
         return
-    required = field.default is dataclasses.MISSING
+    required = field.default is dataclasses.MISSING and may_be_required
     if typing.get_origin(annotation) is tuple:  # may be repeated
         parser.add_argument(
             *names,
@@ -55,10 +71,14 @@ def _add_flag(
         *names,
         type=kind,
         required=required,
-        default=None if required else field.default,
+        default=None if field.default is dataclasses.MISSING else field.default,
         metavar=kind.__name__.upper(),
         help=field.metadata["help"] + shown,
     )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _plain_type(kind: Any) -> type:

@@ -24,25 +24,22 @@ from serve.parent.facts import files, versions
 from serve.parent.member import run_member
 
 _PARENT_SECONDS = 1.0
-_FIRST_WORD_SECONDS = 2.0  # how long other ranks leave it to rank 0 to say what is wrong
+FIRST_WORD_SECONDS = 2.0  # how long other ranks leave it to rank 0 to say what is wrong
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     for name in ("httpx", "httpx2"):  # a line for each request to the hub
         logging.getLogger(name).setLevel(logging.WARNING)
-    signal.signal(signal.SIGTERM, _stop_before_the_start)
+    signal.signal(signal.SIGTERM, stop_before_the_start)
     try:
         cluster = read_cluster(os.environ)
         run = _check_first(sys.argv[1:] if argv is None else argv, cluster)
-        if cluster.leash is not None:
-            _follow(cluster.leash)
-        elif cluster.num_ranks > 1:
-            _follow_parent()
+        follow_launcher(cluster)
         asyncio.run(run())
     except BrigadeError as error:
         if isinstance(error, DisagreementError):
-            Console(stderr=True, highlight=False).print(_who_has_what(error))
+            Console(stderr=True, highlight=False).print(who_has_what(error))
         print(f"serve: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:
@@ -87,7 +84,7 @@ def _check_first(argv: Sequence[str], cluster: Cluster) -> Callable[[], Coroutin
         config, checkpoint = check(argv, cluster.num_ranks)
     except BrigadeError:
         if cluster.rank:
-            time.sleep(_FIRST_WORD_SECONDS)
+            time.sleep(FIRST_WORD_SECONDS)
         raise
     facts = _facts(asked, checkpoint)
     if cluster.rank:
@@ -135,15 +132,23 @@ async def _run_front(
         listening.close()
 
 
-def _who_has_what(error: DisagreementError) -> Table:
+def who_has_what(error: DisagreementError) -> Table:
     table = Table("what differs", *(f"rank {rank}" for rank in next(iter(error.rows.values()))))
     for name, row in error.rows.items():
         table.add_row(name, *row.values())
     return table
 
 
-def _stop_before_the_start(*_: object) -> NoReturn:
+def stop_before_the_start(*_: object) -> NoReturn:
     raise SystemExit(0)
+
+
+def follow_launcher(cluster: Cluster) -> None:
+    """Ends this process when what has started it is gone."""
+    if cluster.leash is not None:
+        _follow(cluster.leash)
+    elif cluster.num_ranks > 1:
+        _follow_parent()
 
 
 def _follow_parent() -> None:

@@ -64,7 +64,7 @@ def make_plan(folder: Path, request: PlanRequest) -> Plan:
     cost = measure(model, checkpoint, request.kv_bits)
     demand = Demand(request.context or checkpoint.max_context or 4096, request.concurrency)
     if request.split == "auto":
-        ranges = _balance(model, cost, request.num_ranks, demand, memory)
+        ranges = balance(model, cost, request.num_ranks, demand, memory)
     else:
         ranges = (
             even_split(len(cost.layers), request.num_ranks)
@@ -83,7 +83,7 @@ def make_plan(folder: Path, request: PlanRequest) -> Plan:
     )
 
 
-def _balance(
+def balance(
     model: nn.Module,
     cost: ModelCost,
     num_ranks: int,

@@ -92,21 +92,16 @@ class RingTransport:
         self.num_hops, self.hop_seconds = 0, 0.0
         self._rank, self._num_ranks = ring.rank, len(ring.hosts)
         self._stream = mx.new_stream(mx.cpu)
-        self._group = mx.distributed.init(strict=True, backend="ring")
-        if (self._group.rank(), self._group.size()) != (ring.rank, self._num_ranks):
-            raise ClusterError("MLX formed a ring of another size than the hostfile says.")
         self._ready = wire.FrameReader()
         self._frames: list[tuple[wire.Kind, bytes]] = []
         self._sending: mx.array | None = None
-        with socket.create_server((ring.hosts[ring.rank], 0), backlog=2) as listening:
-            ports = self._exchange(ring.nonce, listening.getsockname()[1])
-            self._left, self._right = _ring_doorbells(ring, listening, ports)
+        self._group, self._left, self._right = form_ring(ring, self._stream)
 
     def send(self, step: Step, arrays: Sequence[mx.array]) -> None:
         """Starts to send and returns. Before that it waits until the neighbour has
         taken the message before, so that two can never change places."""
-        specs = [wire.TensorSpec(_dtype_name(a.dtype), tuple(a.shape)) for a in arrays]
-        packed = _pack(step, arrays) if specs else None
+        specs = tensor_specs(arrays)
+        packed = pack(step.number, arrays) if specs else None
         mx.eval(packed)
         self._wait_for(self._sending)
         self._write(wire.frame(wire.Kind.HOP, wire.encode_hop(step, specs)))
@@ -127,30 +122,16 @@ class RingTransport:
         started = time.perf_counter()
         right = (self._rank + 1) % self._num_ranks
         packed = mx.distributed.recv(
-            (_packed_bytes(specs),), mx.uint8, right, group=self._group, stream=self._stream
+            (packed_bytes(specs),), mx.uint8, right, group=self._group, stream=self._stream
         )
         self._wait_for(packed)
         self.num_hops += 1
         self.hop_seconds += time.perf_counter() - started
-        return step, _unpack(step, specs, packed)
+        return step, unpack(step.number, specs, packed)
 
     def close(self) -> None:
         for doorbell in (self._left, self._right):
             doorbell.close()
-
-    def _exchange(self, nonce: int, port: int) -> list[int]:
-        """The first collective: everyone's doorbell port, if all have the same nonce."""
-        mine = mx.array([[nonce, port]], dtype=mx.int32)
-        everyone = mx.distributed.all_gather(mine, group=self._group, stream=self._stream)
-        self._wait_for(everyone)
-        pairs = cast(list[list[int]], everyone.tolist())
-        nonces, ports = zip(*pairs, strict=True)
-        if set(nonces) != {nonce}:
-            raise ClusterError(
-                "Ranks of two launches met on the same ports: "
-                "stop the other cluster or start this one on other ports."
-            )
-        return list(ports)
 
     def _next_frame(self) -> bytes | None:
         while not self._frames:
@@ -184,6 +165,35 @@ class RingTransport:
             raise ClusterError(f"The ring broke: {error}.") from error
         finally:
             self.waiting_since = None
+
+
+def form_ring(
+    ring: Ring, stream: mx.Stream
+) -> tuple[mx.distributed.Group, socket.socket, socket.socket]:
+    """MLX's group, and the doorbells to the left and from the right neighbour."""
+    group = mx.distributed.init(strict=True, backend="ring")
+    if (group.rank(), group.size()) != (ring.rank, len(ring.hosts)):
+        raise ClusterError("MLX formed a ring of another size than the hostfile says.")
+    with socket.create_server((ring.hosts[ring.rank], 0), backlog=2) as listening:
+        ports = _exchange(ring.nonce, listening.getsockname()[1], group, stream)
+        return group, *_ring_doorbells(ring, listening, ports)
+
+
+def _exchange(nonce: int, port: int, group: mx.distributed.Group, stream: mx.Stream) -> list[int]:
+    """The first collective: everyone's doorbell port, if all have the same nonce."""
+    mine = mx.array([[nonce, port]], dtype=mx.int32)
+    everyone = mx.distributed.all_gather(mine, group=group, stream=stream)
+    try:
+        pairs = cast(list[list[int]], everyone.tolist())
+    except RuntimeError as error:
+        raise ClusterError(f"The ring broke: {error}.") from error
+    nonces, ports = zip(*pairs, strict=True)
+    if set(nonces) != {nonce}:
+        raise ClusterError(
+            "Ranks of two launches met on the same ports: "
+            "stop the other cluster or start this one on other ports."
+        )
+    return list(ports)
 
 
 def _ring_doorbells(
@@ -234,23 +244,27 @@ def _read_line(connection: socket.socket) -> bytes:
 # --- several tensors in one message, with the step's number behind them
 
 
-def _pack(step: Step, arrays: Sequence[mx.array]) -> mx.array:
+def tensor_specs(arrays: Sequence[mx.array]) -> list[wire.TensorSpec]:
+    return [wire.TensorSpec(_dtype_name(a.dtype), tuple(a.shape)) for a in arrays]
+
+
+def pack(number: int, arrays: Sequence[mx.array]) -> mx.array:
     parts = [array.reshape(-1).view(mx.uint8) for array in arrays]
-    return mx.concatenate([*parts, mx.array([step.number], dtype=mx.int32).view(mx.uint8)])
+    return mx.concatenate([*parts, mx.array([number], dtype=mx.int32).view(mx.uint8)])
 
 
-def _packed_bytes(specs: Sequence[wire.TensorSpec]) -> int:
+def packed_bytes(specs: Sequence[wire.TensorSpec]) -> int:
     return sum(_num_bytes(spec) for spec in specs) + mx.int32.size
 
 
-def _unpack(step: Step, specs: Sequence[wire.TensorSpec], packed: mx.array) -> list[mx.array]:
+def unpack(number: int, specs: Sequence[wire.TensorSpec], packed: mx.array) -> list[mx.array]:
     arrays, at = [], 0
     for spec in specs:
         end = at + _num_bytes(spec)
         arrays.append(packed[at:end].view(_DTYPES[spec.dtype]).reshape(spec.shape))
         at = end
-    if packed[at:].view(mx.int32).item() != step.number:
-        raise ClusterError(f"The tensors of another message came in place of step {step.number}'s.")
+    if packed[at:].view(mx.int32).item() != number:
+        raise ClusterError(f"The tensors of another message came in place of number {number}.")
     return arrays
 
 

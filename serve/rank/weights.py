@@ -26,6 +26,7 @@ _NUM_TRACED = 400  # arrays in one call of the tracer
 Item = TypeVar("Item")
 # Told what goes on ("fetching" or "loading"), the bytes that are done, and all of them.
 Progress = Callable[[str, int, int], None]
+Prepare = Callable[[nn.Module], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +40,25 @@ class LoadedStage:
     bytes_fetched: int
 
 
-def load_stage(model: Path | PartialModel, start: int, end: int, progress: Progress) -> LoadedStage:
-    """Builds layers [start, end) and reads their weights."""
+def load_stage(
+    model: Path | PartialModel,
+    start: int,
+    end: int,
+    progress: Progress,
+    prepare: Prepare = lambda _: None,
+) -> LoadedStage:
+    """Builds layers [start, end) and reads their weights. prepare may change the whole lazy
+    model before it is cut."""
     before = _bytes_read()
     bytes_fetched = 0
     if isinstance(model, PartialModel):
         folder = model.folder
-        stage, bytes_fetched = _fetch_stage(model, start, end, progress)
+        stage, bytes_fetched = _fetch_stage(model, start, end, progress, prepare)
     else:
         folder = model
-        stage = Stage(build_model(folder), start, end)
+        whole = build_model(folder)
+        prepare(whole)
+        stage = Stage(whole, start, end)
     weights = list(stage.weights().values())
     bytes_owned = sum(array.nbytes for array in weights)
     done = 0
@@ -105,7 +115,7 @@ def _recording(model: nn.Module, raw: dict[str, mx.array]) -> nn.Module:
 
 
 def _fetch_stage(
-    partial: PartialModel, start: int, end: int, progress: Progress
+    partial: PartialModel, start: int, end: int, progress: Progress, prepare: Prepare
 ) -> tuple[Stage, int]:
     """The stage, not evaluated, its bytes in place; and how many of them were fetched.
 
@@ -116,7 +126,9 @@ def _fetch_stage(
     bytes_fetched = 0
     while True:
         raw: dict[str, mx.array] = {}
-        stage = Stage(build_model(partial.folder, raw), start, end)
+        whole = build_model(partial.folder, raw)
+        prepare(whole)
+        stage = Stage(whole, start, end)
         early = _evaluated(raw) - wanted
         wanted |= early | _made_of(list(stage.weights().values()), raw)
         bytes_fetched += partial.fetch(wanted, functools.partial(progress, "fetching"))

@@ -18,13 +18,15 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def run_ring(tmp_path: Path, program: str, num_ranks: int) -> list[str]:
+def run_ring(
+    tmp_path: Path, program: str, num_ranks: int, programs: str = "tests.rank.ring_programs"
+) -> list[str]:
     """What each rank printed."""
     hostfile = tmp_path / "hosts.json"
     hostfile.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(num_ranks)]))
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.rank.ring_programs", program],
+            [sys.executable, "-m", programs, program],
             env={
                 **os.environ,
                 "MLX_RANK": str(rank),

@@ -1,0 +1,150 @@
+"""What a run leaves on disk, on rank 0: adapters as mlx_lm writes them, and checkpoints
+from which it can go on. Each is there whole or not at all."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from serve.core.errors import UsageError
+from serve.tune.backward import Arrays
+
+ADAPTERS = "adapters.safetensors"
+CONFIG = "adapter_config.json"
+METRICS = "metrics.jsonl"
+_FOLDER = "checkpoints"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Everything that the rest of a run follows from. iteration counts batches, step the
+    updates of the optimizer, settings are those that must not change."""
+
+    iteration: int
+    step: int
+    settings: dict[str, Any]
+    adapter: Arrays
+    optimizer: Arrays
+
+
+def begin(folder: Path, config: dict[str, Any]) -> None:
+    """Makes a new run's folder. Raises UsageError if another run is there."""
+    for name in (ADAPTERS, _FOLDER):
+        if (folder / name).exists():
+            raise UsageError(
+                f"--adapter-path {folder} holds a run: give another folder, or --resume to go on."
+            )
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        _replace(folder / CONFIG, lambda path: path.write_text(json.dumps(config, indent=2)))
+        (folder / METRICS).unlink(missing_ok=True)
+
+
+def save(folder: Path, checkpoint: Checkpoint) -> Path:
+    """Writes a checkpoint, then its adapter where mlx_lm looks, and removes the checkpoint
+    before. Raises UsageError; then what was there before is still whole."""
+    name = f"{checkpoint.iteration:07d}"
+    final = folder / _FOLDER / name
+    fields = ("iteration", "step", "settings")
+    state = {field: getattr(checkpoint, field) for field in fields}
+
+    def write(path: Path) -> None:
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True)
+        _save_arrays(path / ADAPTERS, checkpoint.adapter)
+        _save_arrays(path / "optimizer.safetensors", checkpoint.optimizer)
+        (path / "state.json").write_text(json.dumps(state))
+        for part in path.iterdir():
+            _sync(part)
+
+    with _writing(folder):
+        if not final.exists():
+            _replace(final, write)
+        for adapter in (folder / f"{name}_{ADAPTERS}", folder / ADAPTERS):
+            _replace(adapter, lambda path: shutil.copyfile(final / ADAPTERS, path))
+        for old in (folder / _FOLDER).iterdir():
+            if old != final:
+                shutil.rmtree(old)
+    return folder / ADAPTERS
+
+
+def load_last(folder: Path, settings: dict[str, Any]) -> Checkpoint:
+    """The last whole checkpoint. Raises UsageError if there is none, or it is of a run with
+    other settings."""
+    # Not those that are half written.
+    whole = sorted(path for path in (folder / _FOLDER).glob("*") if path.name.isdecimal())
+    if not whole:
+        raise UsageError(f"--resume: {folder} has no checkpoint: start without it.")
+    try:
+        state = json.loads((whole[-1] / "state.json").read_text())
+        arrays = [load_arrays(whole[-1] / name) for name in (ADAPTERS, "optimizer.safetensors")]
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UsageError(f"--resume: {whole[-1]} cannot be read: {error}.") from error
+    now = json.loads(json.dumps(settings))
+    if changed := [name for name in now if now[name] != state["settings"].get(name)]:
+        before = ", ".join(f"{name} was {state['settings'].get(name)}" for name in changed)
+        raise UsageError(f"--resume: {folder} is of a run with other settings: {before}.")
+    return Checkpoint(state["iteration"], state["step"], state["settings"], *arrays)
+
+
+def add_metrics(folder: Path, metrics: dict[str, Any]) -> None:
+    with _writing(folder), (folder / METRICS).open("a") as stream:
+        stream.write(json.dumps(metrics) + "\n")
+
+
+def forget_metrics_after(folder: Path, iteration: int) -> None:
+    """What a run that was killed has reported after its last checkpoint comes again."""
+    path = folder / METRICS
+    if path.exists():
+        lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
+        kept = [line for line in lines if json.loads(line)["iteration"] <= iteration]
+        text = "".join(line + "\n" for line in kept)
+        with _writing(folder):
+            _replace(path, lambda new: new.write_text(text))
+
+
+# --- files
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Any failure to write as one error."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"--adapter-path {folder} cannot be written: {reason}.") from error
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Writes beside a file or folder, and puts it in its place when it is on the disk."""
+    partial = path.with_name(path.name + ".new")
+    write(partial)
+    _sync(partial)
+    partial.replace(path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _save_arrays(path: Path, arrays: Arrays) -> None:
+    mx.save_safetensors(str(path), arrays, metadata={"format": "mlx"})
+    load_arrays(path)  # MLX looks at the length of the file there, and not when it writes.
+
+
+def load_arrays(path: Path) -> Arrays:
+    arrays = mx.load(str(path))
+    assert isinstance(arrays, dict)
+    return arrays

@@ -1,0 +1,210 @@
+"""What `brigade fine-tune` is told: flags and a YAML file with the names of mlx_lm.lora."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from serve.core.config import check_ranges, check_revision, flag, hub_id
+from serve.core.errors import UsageError
+from serve.core.plan import parse_memory
+from serve.tune.schedule import SCHEDULES
+
+KINDS = ("lora", "dora", "full")
+OPTIMIZERS = ("adam", "adamw", "muon", "sgd", "adafactor")
+LEARNING_RATE_SCHEDULES = ("cosine_decay", "exponential_decay", "linear_schedule", "step_decay")
+_LORA = {"rank": 8, "dropout": 0.0, "scale": 20.0}
+
+
+def _from_file(help: str) -> Any:
+    """A field that only the file has: it is no single value."""
+    return field(default=None, metadata={"help": help, "file_only": True})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FineTuneConfig:
+    model: Path = flag("folder of the model, or org/name of one on the Hugging Face hub")
+    revision: str | None = flag("branch, tag or commit of a model on the hub", None)
+    cache_dir: Path | None = flag("where parts of hub models are kept (HF_HOME/brigade)", None)
+    data: Path = flag("folder with train.jsonl, valid.jsonl and test.jsonl")
+    config: Path | None = flag("YAML file with these names; flags come first", None, short=("-c",))
+    adapter_path: Path = flag("folder to write", Path("adapters"))
+    train: bool = flag("train (the default without --test)", False)
+    test: bool = flag("loss on test.jsonl, after training if --train is given", False)
+    fine_tune_type: str = flag("lora, dora or full", "lora", choices=KINDS)
+    num_layers: int | None = flag("train the last so many layers, -1: all (16)", None, least=-1)
+    lora_parameters: dict[str, Any] | None = _from_file("rank, scale, dropout, keys")
+    batch_size: int = flag("examples of a batch", 4, least=1)
+    micro_batches: int | None = flag("parts of a batch (batch size; 1 on one rank)", None, least=1)
+    grad_accumulation_steps: int = flag("batches of an update", 1, least=1)
+    iters: int = flag("batches to train on", 1000, least=1)
+    optimizer: str = flag("adam, adamw, muon, sgd or adafactor", "adam", choices=OPTIMIZERS)
+    optimizer_config: dict[str, Any] | None = _from_file("arguments of each optimizer")
+    learning_rate: float = flag("of the optimizer", 1e-5, least=0, most=100)
+    lr_schedule: dict[str, Any] | None = _from_file("name, arguments, warmup, warmup_init")
+    max_grad_norm: float | None = flag("clip the norm of all gradients together", None, least=0)
+    mask_prompt: bool = flag("learn only what the assistant says, in every turn", False)
+    max_seq_length: int = flag("longest example in tokens", 2048, least=2)
+    long_examples: str = flag("cut or drop longer ones", "cut", choices=("cut", "drop"))
+    seed: int = flag("of the order, the first adapter and dropout", 0, least=0, most=2**32 - 1)
+    val_batches: int = flag("batches of a validation, -1: all", 25, least=-1)
+    test_batches: int = flag("batches of the test, -1: all", 500, least=-1)
+    steps_per_report: int = flag("batches between reports", 10, least=1)
+    steps_per_eval: int = flag("batches between validations", 200, least=1)
+    save_every: int = flag("batches between checkpoints", 100, least=1)
+    resume: bool = flag("go on from the last checkpoint in --adapter-path", False)
+    resume_adapter_file: Path | None = flag("begin with these adapter weights", None)
+    grad_checkpoint: bool = flag("compute layers again in the backward, for memory", False)
+    clear_cache_threshold: str = flag("empty MLX's cache between updates above this", "0")
+    schedule: str = flag(", ".join(SCHEDULES), "1f1b", choices=SCHEDULES)
+    stages_per_rank: int | None = flag("of --schedule interleaved (2)", None, least=1, most=64)
+    split: str = flag("auto, even, or layers of each stage such as 20,12", "auto")
+    trust_remote_code: bool = flag("refused: Brigade runs no code of a repository", False)
+    report_to: str | None = flag("refused: see metrics.jsonl in --adapter-path", None)
+    project_name: str | None = flag("only together with --report-to", None)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        check_revision(self.model, self.revision)
+        for each in fields(self):
+            choices, value = each.metadata.get("choices"), getattr(self, each.name)
+            if choices and value not in choices:
+                name = "--" + each.name.replace("_", "-")
+                raise UsageError(f"{name} {value} is unknown: choose {', '.join(choices)}.")
+        self._check_numbers()
+        self._check_structures()
+        if self.trust_remote_code or self.report_to or self.project_name:
+            raise UsageError(
+                "--trust-remote-code, --report-to and --project-name are not supported: no code "
+                "of a repository is run, and metrics.jsonl in --adapter-path has the figures."
+            )
+        _ = self.clear_cache_bytes
+
+    def _check_numbers(self) -> None:
+        if self.iters % self.grad_accumulation_steps or self.save_every % self._update:
+            raise UsageError(
+                f"--iters {self.iters} and --save-every {self.save_every} count batches: give "
+                f"multiples of --grad-accumulation-steps {self.grad_accumulation_steps}."
+            )
+        if self.micro_batches and self.batch_size % self.micro_batches:
+            raise UsageError(
+                f"--micro-batches {self.micro_batches} does not divide --batch-size "
+                f"{self.batch_size}."
+            )
+        if self.stages_per_rank and self.schedule != "interleaved":
+            raise UsageError("--stages-per-rank is for --schedule interleaved.")
+        if self.resume and self.resume_adapter_file:
+            raise UsageError("--resume and --resume-adapter-file exclude each other.")
+
+    def _check_structures(self) -> None:
+        lora = self.lora
+        unknown = set(lora) - {"rank", "scale", "dropout", "keys"}
+        right = isinstance(lora["rank"], int) and lora["rank"] > 0 and 0 <= lora["dropout"] < 1
+        if unknown or not right:
+            raise UsageError(
+                f"lora_parameters {lora} is wrong: give rank (above 0), scale, dropout (0 to 1) "
+                "and perhaps keys, the names of modules."
+            )
+        schedule = self.lr_schedule
+        if schedule is not None and (
+            set(schedule) - {"name", "arguments", "warmup", "warmup_init"}
+            or schedule.get("name") not in LEARNING_RATE_SCHEDULES
+            or not isinstance(schedule.get("arguments"), list)
+        ):
+            raise UsageError(
+                f"lr_schedule {schedule} is wrong: give name ({', '.join(LEARNING_RATE_SCHEDULES)})"
+                ", arguments (a list), and perhaps warmup and warmup_init."
+            )
+
+    @property
+    def _update(self) -> int:
+        return self.grad_accumulation_steps
+
+    @property
+    def hub_id(self) -> str | None:
+        return hub_id(self.model)
+
+    @property
+    def trains(self) -> bool:
+        return self.train or not self.test
+
+    @property
+    def lora(self) -> dict[str, Any]:
+        return {**_LORA, **(self.lora_parameters or {})}
+
+    @property
+    def clear_cache_bytes(self) -> int:
+        text = self.clear_cache_threshold
+        return int(text) if text.isdecimal() else parse_memory(text, 1)[0]
+
+    def num_trained_layers(self, num_layers: int) -> int:
+        """Raises UsageError if there are not so many."""
+        if self.num_layers is None:
+            return min(16, num_layers)
+        if self.num_layers > num_layers:
+            raise UsageError(
+                f"--num-layers {self.num_layers} is more than the model's {num_layers}."
+            )
+        return num_layers if self.num_layers == -1 else self.num_layers
+
+    def num_chunks(self) -> int:
+        return (self.stages_per_rank or 2) if self.schedule == "interleaved" else 1
+
+    def num_micro_batches(self, num_ranks: int) -> int:
+        return self.micro_batches or (self.batch_size if num_ranks > 1 else 1)
+
+    def decides_numbers(self) -> dict[str, Any]:
+        """The settings that a run must keep to be the same run when it is resumed."""
+        names = (
+            "fine_tune_type num_layers lora batch_size grad_accumulation_steps optimizer "
+            "optimizer_config learning_rate lr_schedule max_grad_norm mask_prompt max_seq_length "
+            "long_examples seed"
+        )
+        return {name: getattr(self, name) for name in names.split()}
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The settings of a file of mlx_lm.lora, or of ours. Raises UsageError."""
+    try:
+        values = yaml.load(path.read_text("utf-8"), _Loader)
+    except OSError as error:
+        raise UsageError(f"--config {path} cannot be read: {error.strerror}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config {path} is not YAML: {error}.") from error
+    if not isinstance(values, dict):
+        raise UsageError(f"--config {path} is not a list of `name: value` lines.")
+    known = {each.name: each for each in fields(FineTuneConfig) if each.name != "config"}
+    if unknown := [str(name) for name in values if name not in known]:
+        raise UsageError(
+            f"--config {path}: unknown {', '.join(unknown)}. Known: {', '.join(known)}."
+        )
+    given = {name: value for name, value in values.items() if value is not None}
+    for name, value in given.items():
+        _check_kind(path, name, value, known[name].metadata, known[name].type)
+    return given
+
+
+def _check_kind(path: Path, name: str, value: Any, metadata: Mapping[str, Any], kind: Any) -> None:
+    wanted: Any = str | int | float
+    if metadata.get("file_only"):
+        wanted = dict
+    elif kind is bool:
+        wanted = bool
+    wrong = isinstance(value, bool) != (wanted is bool) or not isinstance(value, wanted)
+    if wrong or (isinstance(value, float) and not math.isfinite(value)):
+        raise UsageError(f"--config {path}: {name}: {value!r} is not such a value.")
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """YAML 1.1 takes 1e-5 for text; mlx_lm.lora does not."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)

@@ -1,0 +1,223 @@
+"""Examples out of jsonl files, which of their tokens are learned, and the batches of a run.
+
+Formats and tokens are those of mlx_lm.tuner.datasets; labels, order and padding are not:
+every turn of the assistant can be learned, padding never is, and the order follows from
+the seed and the number of the batch alone, so a run can be resumed at any batch.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jinja2
+import mlx.core as mx
+import numpy as np
+from mlx_lm.tuner.datasets import ChatDataset, create_dataset
+
+from serve.core.errors import UsageError
+from serve.tune.config import FineTuneConfig
+
+# What tokenizers, templates and mlx-lm's datasets raise at a line that is not as they expect.
+_FAILURES = (
+    jinja2.TemplateError, AttributeError, LookupError, RuntimeError, TypeError, ValueError
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """labels are the ranges of tokens that are learned."""
+
+    tokens: tuple[int, ...]
+    labels: tuple[tuple[int, int], ...]
+
+    def cut(self, length: int) -> "Example":
+        labels = tuple((a, min(b, length)) for a, b in self.labels if a < length)
+        return Example(self.tokens[:length], labels)
+
+    @property
+    def num_labels(self) -> int:
+        """The first token is predicted by nothing."""
+        return sum(max(0, b - max(a, 1)) for a, b in self.labels)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """inputs, targets and mask are (B, L); mask is 1 where a target is learned."""
+
+    inputs: mx.array
+    targets: mx.array
+    mask: mx.array
+    num_labels: int
+    num_tokens: int
+
+    @property
+    def size(self) -> int:
+        """Positions that are computed, padding among them."""
+        return int(self.inputs.size)
+
+
+@dataclass(frozen=True)
+class Split:
+    """The examples of one file. num_cut and num_dropped are those longer than the window
+    or without a label; digest tells whether two ranks have read the same."""
+
+    examples: list[Example]
+    num_cut: int
+    num_dropped: int
+    digest: str
+
+    @cached_property
+    def lengths(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        return np.array([len(example.tokens) for example in self.examples], dtype=np.int64)
+
+
+def read_split(path: Path, tokenizer: Any, config: FineTuneConfig) -> Split:
+    """Raises UsageError that names the file and the line of what is wrong."""
+    lines = list(_read_lines(path))
+    if not lines:
+        raise UsageError(f"{path} has no examples.")
+    try:
+        options = SimpleNamespace(mask_prompt=config.mask_prompt)
+        dataset = create_dataset([item for _, item in lines], tokenizer, options)
+    except ValueError as error:
+        raise UsageError(f"{path}:{lines[0][0]}: {str(error).splitlines()[0]}") from error
+    examples, num_cut, num_dropped = [], 0, 0
+    digest = hashlib.sha256()
+    for number, item in lines:
+        try:
+            example = _example(dataset, item, config.mask_prompt)
+        except _FAILURES as error:
+            raise UsageError(
+                f"{path}:{number}: not an example such as the first one is "
+                f"({type(error).__name__}: {error})."
+            ) from error
+        if len(example.tokens) > config.max_seq_length:
+            if config.long_examples == "cut":
+                example = example.cut(config.max_seq_length)
+                num_cut += 1
+            else:
+                example = Example((), ())
+        digest.update(json.dumps([example.tokens, example.labels]).encode())
+        if example.num_labels:
+            examples.append(example)
+        else:
+            num_dropped += 1
+    if not examples:
+        raise UsageError(f"{path}: no example has anything to learn within --max-seq-length.")
+    return Split(examples, num_cut, num_dropped, digest.hexdigest()[:16])
+
+
+def _read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        text = path.read_text("utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}: see --data.") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text: {error}.") from error
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            item = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{path}:{number}: not JSON: {error}.") from error
+        if not isinstance(item, dict):
+            raise UsageError(f"{path}:{number}: not a JSON object.")
+        yield number, item
+
+
+# --- what is learned
+
+
+def _example(dataset: Any, item: dict[str, Any], mask_prompt: bool) -> Example:
+    tokens, offset = dataset.process(item)
+    tokens = tuple(tokens)
+    labels: tuple[tuple[int, int], ...] = ((offset, len(tokens)),)
+    if mask_prompt and isinstance(dataset, ChatDataset):
+        labels = _turns(dataset, item, tokens) or labels
+    return Example(tokens, labels)
+
+
+def _turns(
+    dataset: ChatDataset, item: dict[str, Any], tokens: tuple[int, ...]
+) -> tuple[tuple[int, int], ...]:
+    """The tokens of each turn of the assistant. None of a template that shows earlier turns
+    in another way than the last: then only that one can be learned."""
+    messages = item[dataset.chat_key]
+
+    def render(num_messages: int, prompt: bool) -> tuple[int, ...]:
+        shown, tools = messages[:num_messages], item.get("tools")
+        template = dataset.tokenizer.apply_chat_template
+        return tuple(template(shown, tools=tools, add_generation_prompt=prompt, return_dict=False))
+
+    labels = []
+    for n, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before, after = render(n, True), render(n + 1, False)
+            if tokens[: len(after)] != after or after[: len(before)] != before:
+                return ()
+            labels.append((len(before), len(after)))
+    return tuple(labels)
+
+
+# --- batches
+
+
+def batch_at(split: Split, number: int, batch_size: int, seed: int) -> list[int]:
+    """The examples of a batch, counted from 0 over all epochs, shortest first.
+
+    An epoch has examples of similar length in each batch and the batches in random order;
+    what does not fill a batch, other examples in each epoch, is left out.
+    """
+    count = len(split.examples)
+    if count < batch_size:
+        raise UsageError(
+            f"train.jsonl has {count} examples to learn from: --batch-size is {batch_size}."
+        )
+    epoch, at = divmod(number, count // batch_size)
+    random = np.random.default_rng([seed, epoch])
+    kept = random.permutation(count)[: count - count % batch_size]
+    order = kept[np.argsort(split.lengths[kept], kind="stable")].reshape(-1, batch_size)
+    batch: list[int] = order[random.permutation(len(order))[at]].tolist()
+    return batch
+
+
+def some_examples(split: Split, most: int | None, seed: int) -> list[int]:
+    """The same examples at each call, shortest first; all of them if most is None."""
+    order = np.random.default_rng(seed).permutation(len(split.examples))[:most]
+    chosen: list[int] = order[np.argsort(split.lengths[order], kind="stable")].tolist()
+    return chosen
+
+
+def micro_batches(split: Split, chosen: Sequence[int], num_rows: int) -> list[MicroBatch]:
+    """Parts of so many rows, each padded to its own longest."""
+    starts = range(0, len(chosen), num_rows)
+    return [_pad([split.examples[i] for i in chosen[a : a + num_rows]]) for a in starts]
+
+
+def largest(split: Split, num_rows: int) -> MicroBatch:
+    """A micro-batch of the longest examples, which needs most memory."""
+    order = np.argsort(split.lengths, kind="stable")[-num_rows:]
+    return micro_batches(split, order.tolist(), num_rows)[0]
+
+
+def _pad(examples: Sequence[Example]) -> MicroBatch:
+    length = max(len(example.tokens) for example in examples)
+    tokens = np.zeros((len(examples), length), np.int32)
+    learned = np.zeros((len(examples), length), np.float32)
+    for row, example in enumerate(examples):
+        tokens[row, : len(example.tokens)] = example.tokens
+        for start, end in example.labels:
+            learned[row, start:end] = 1
+    return MicroBatch(
+        inputs=mx.array(tokens[:, :-1]),
+        targets=mx.array(tokens[:, 1:]),
+        mask=mx.array(learned[:, 1:]),
+        num_labels=sum(example.num_labels for example in examples),
+        num_tokens=sum(len(example.tokens) - 1 for example in examples),
+    )

@@ -1,0 +1,67 @@
+"""What a run tells its user, on rank 0. Needs no MLX."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from serve.core.plan import LayerRange
+from serve.tune.forecast import Forecast
+from serve.tune.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """layers are those of each stage, in the order of the model."""
+
+    schedule: Schedule
+    layers: list[LayerRange]
+    num_trained: int
+    forecast: Forecast
+    num_examples: int
+    num_cut: int
+    num_dropped: int
+    iteration: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """loss is the mean over all tokens learned since the last report."""
+
+    iteration: int
+    loss: float
+    learning_rate: float
+    gradient_norm: float
+    tokens_per_second: float
+    iterations_per_second: float
+    utilisation: float
+    peak_bytes: list[int]
+    num_skipped: int
+
+
+@dataclass(frozen=True, slots=True)
+class Validated:
+    iteration: int
+    name: str
+    loss: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    iteration: int
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What was forecast at the start, and what came. expected_utilisation is that of the
+    schedule with the costs as they were measured in the run."""
+
+    forecast: Forecast
+    utilisation: float
+    expected_utilisation: float
+    peak_bytes: list[int]
+
+
+Event = Started | Reported | Validated | Saved | Finished
+Show = Callable[[Event], None]

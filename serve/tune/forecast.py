@@ -1,0 +1,108 @@
+"""What a schedule will take on these ranks, from a measured probe, and what it took. Pure."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from serve.tune.schedule import Op, OpCost, Schedule, simulate
+
+
+class OpRecord(NamedTuple):
+    """What an op took: seconds since the run began, waiting left out, and bytes of memory
+    before it, after it, and at most."""
+
+    op: Op
+    start: float
+    end: float
+    before: int
+    after: int
+    peak: int
+
+
+class OpSeconds:
+    """The mean time of each kind of op in each of a rank's stages."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[int, str], float] = defaultdict(float)
+        self._counts: dict[tuple[int, str], int] = defaultdict(int)
+
+    def add(self, records: Iterable[OpRecord]) -> None:
+        for record in records:
+            key = record.op.stage, record.op.kind
+            self._sums[key] += record.end - record.start
+            self._counts[key] += 1
+
+    def means(self) -> list[tuple[int, str, float]]:
+        return [(*key, total / self._counts[key]) for key, total in self._sums.items()]
+
+
+def utilisation(schedule: Schedule, means: Iterable[Sequence[Any]]) -> float:
+    """Of a schedule whose ops take as long as OpSeconds of all ranks say."""
+    seconds: dict[int, dict[str, float]] = defaultdict(dict)
+    for stage, kind, mean in means:
+        seconds[stage][kind] = mean
+    kinds = [[seconds[n].get(kind, 0.0) for kind in "FBW"] for n in range(len(seconds))]
+    return simulate(schedule, [OpCost(*each) for each in kinds]).utilisation
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One rank's bytes, found by running its largest micro-batch. base is held without any
+    micro-batch: weights and the optimizer's state, of which trained and state are the parts
+    that an update makes anew. A micro-batch holds `held` from F to W; extra is what each kind
+    of op needs beside what there is before it. means are OpSeconds'."""
+
+    base: int
+    trained: int
+    state: int
+    held: int
+    extra: Mapping[str, int]
+    means: list[tuple[int, str, float]]
+
+    @classmethod
+    def of(
+        cls, records: Sequence[OpRecord], base: int, trained: int, state: int, *, clips: bool
+    ) -> "Probe":
+        seconds = OpSeconds()
+        seconds.add(records)
+        held = max(r.after - r.before for r in records if r.op.kind == "F")
+        extra = {
+            kind: max((r.peak - r.before for r in records if r.op.kind == kind), default=0)
+            for kind in "FBW"
+        }
+        extra["update"] = trained * (2 if clips else 1) + state
+        return cls(base, trained, state, held, extra, seconds.means())
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def peak_bytes(self, num_in_flight: int) -> int:
+        """The most at any time, when so many micro-batches are held at once, and beside them
+        the gradients that are added up."""
+        before_forward = max(0, num_in_flight - 1) * self.held
+        before_backward = num_in_flight * self.held
+        return self.base + max(
+            self.trained + before_forward + self.extra["F"],
+            self.trained + before_backward + self.extra["B"],
+            # Here the first gradients are the sums.
+            self.trained + before_backward + max(0, self.extra["W"] - self.trained),
+            self.trained + self.extra["update"],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """in_flight and peak_bytes are those of each rank."""
+
+    utilisation: float
+    in_flight: list[int]
+    peak_bytes: list[int]
+
+
+def forecast(schedule: Schedule, probes: Sequence[Probe]) -> Forecast:
+    """probes are those of all ranks, rank 0's first."""
+    in_flight = schedule.in_flight[::-1]
+    means = [mean for probe in probes for mean in probe.means]
+    peaks = [probe.peak_bytes(n) for probe, n in zip(probes, in_flight, strict=True)]
+    return Forecast(utilisation(schedule, means), in_flight, peaks)

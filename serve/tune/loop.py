@@ -1,0 +1,322 @@
+"""The training loop of one rank: it runs schedules, sums with the other ranks what they
+must agree on, and updates its own parameters. Knows no files."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+from mlx import optimizers
+from mlx_lm.tuner.utils import build_schedule
+
+from serve.core.errors import UsageError
+from serve.tune.backward import Arrays, Pass, TrainedStage
+from serve.tune.config import FineTuneConfig
+from serve.tune.data import MicroBatch
+from serve.tune.forecast import OpRecord
+from serve.tune.model import Draw
+from serve.tune.schedule import Op, Schedule, Shape, check, make_schedule
+from serve.tune.transport import Links, exchange, sum_arrays
+
+_OPTIMIZERS = {
+    "adam": optimizers.Adam,
+    "adamw": optimizers.AdamW,
+    "muon": optimizers.Muon,
+    "sgd": optimizers.SGD,
+    "adafactor": optimizers.Adafactor,
+}
+_FORWARD_ROUND = 8  # micro-batches for each rank that a validation sends on their way at once
+
+
+@dataclass(slots=True)
+class Ran:
+    """What one rank knows after a schedule. loss is the sum of all micro-batches, on the
+    rank of the last stage."""
+
+    loss: float = 0.0
+    gradients: Arrays = field(default_factory=dict)
+    records: list[OpRecord] = field(default_factory=list)
+
+    @property
+    def busy_seconds(self) -> float:
+        return sum(record.end - record.start for record in self.records)
+
+    @property
+    def seconds(self) -> float:
+        return self.records[-1].end
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(record.peak for record in self.records)
+
+
+class Pipeline:
+    """This rank's stages, by their number in the pipeline."""
+
+    def __init__(self, stages: dict[int, TrainedStage], links: Links, draw: Draw) -> None:
+        self.stages, self.links, self._draw = stages, links, draw
+        self._passes: dict[tuple[int, int], Pass] = {}
+
+    def run(self, schedule: Schedule, batches: Sequence[MicroBatch], scale: float) -> Ran:
+        """Receives, computes and sends as the schedule says. Each loss is multiplied by
+        scale, and so are the gradients."""
+        ran, began = Ran(), time.perf_counter()
+        for op in schedule.of_rank(self.links.rank):
+            arrays = self._receive(op, schedule.shape)
+            before, start = mx.get_active_memory(), time.perf_counter()
+            mx.reset_peak_memory()
+            if op.kind == "F":
+                sent = self._forward(op, schedule.shape, batches, arrays, scale, ran)
+            elif op.kind == "B":
+                sent = self._backward(op, arrays)
+            else:
+                sent = None
+                self._add_gradients(op, ran)
+            times = start - began, time.perf_counter() - began
+            memory = before, mx.get_active_memory(), mx.get_peak_memory()
+            ran.records.append(OpRecord(op, *times, *memory))
+            if sent is not None:
+                self._send(op, schedule.shape, sent)
+        return ran
+
+    def _forward(
+        self,
+        op: Op,
+        shape: Shape,
+        batches: Sequence[MicroBatch],
+        received: list[mx.array],
+        scale: float,
+        ran: Ran,
+    ) -> list[mx.array] | None:
+        stage, batch = self.stages[op.stage], batches[op.micro_batch]
+        self._draw.micro_batch = op.micro_batch
+        if op.stage >= shape.first_trained:
+            needs_dx = op.stage > shape.first_trained
+            made = stage.forward_backward(batch, received, scale, needs_dx)
+            self._passes[op.micro_batch, op.stage] = made
+        else:
+            made = stage.forward(batch, received, scale)
+        # The forward alone: what it keeps for the backward stays in the graph.
+        mx.eval(made.outputs)
+        if not stage.stage.is_last:
+            return made.outputs
+        ran.loss += number(made.outputs[0])
+        return None
+
+    def _backward(self, op: Op, dy: list[mx.array]) -> list[mx.array] | None:
+        made = self._passes[op.micro_batch, op.stage]
+        made.give(dy)
+        # dx leaves before the parameters' gradients are computed. If layers are computed again
+        # for it, what that makes serves both, and would be held from here to W.
+        again = self.stages[op.stage].grad_checkpoint
+        mx.eval(made.dx, made.gradients if again else ())
+        return made.dx or None
+
+    def _add_gradients(self, op: Op, ran: Ran) -> None:
+        made = self._passes.pop((op.micro_batch, op.stage))
+        for name, gradient in made.gradients.items():
+            before = ran.gradients.get(name)
+            ran.gradients[name] = gradient if before is None else before + gradient
+        del made
+        # At each micro-batch, so that its activations go.
+        mx.eval(ran.gradients)
+
+    def _receive(self, op: Op, shape: Shape) -> list[mx.array]:
+        starts = {"F": op.stage == 0, "B": op.stage == shape.num_stages - 1, "W": True}
+        return [] if starts[op.kind] else self.links.receive(_tag(op))[1]
+
+    def _send(self, op: Op, shape: Shape, arrays: list[mx.array]) -> None:
+        to = op._replace(stage=op.stage + (1 if op.kind == "F" else -1))
+        self.links.send(shape.rank(to.stage), _tag(to), None, arrays)
+
+
+def number(array: mx.array) -> float:
+    return float(array.item())  # type: ignore[arg-type]
+
+
+def _tag(op: Op) -> str:
+    return f"{op.kind} {op.micro_batch} {op.stage}"
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One update as all ranks know it. loss is a mean over the learned tokens; is_skipped
+    says that something was not finite and no parameter has changed. Busy seconds and peak
+    bytes are those of each rank, records this rank's."""
+
+    loss: float
+    gradient_norm: float
+    num_labels: int
+    num_tokens: int
+    is_skipped: bool
+    seconds: float
+    busy_seconds: list[float]
+    peak_bytes: list[int]
+    records: list[OpRecord]
+
+    @property
+    def utilisation(self) -> float:
+        return sum(self.busy_seconds) / (len(self.busy_seconds) * self.seconds)
+
+
+class Trainer:
+    """Makes the same updates on all ranks, each of its own parameters."""
+
+    def __init__(
+        self, config: FineTuneConfig, stages: dict[int, TrainedStage], links: Links, draw: Draw
+    ) -> None:
+        self.config, self.stages, self.links, self._draw = config, stages, links, draw
+        self.pipeline = Pipeline(stages, links, draw)
+        own: list[Any] = [[number, stage.names] for number, stage in stages.items()]
+        named = exchange(links, own)
+        holders: dict[str, list[int]] = {}
+        for number, names in (pair for rank in named for pair in rank):
+            for name in names:
+                holders.setdefault(name, []).append(number)
+        if not holders:
+            raise UsageError("Nothing is trained: see num_layers, and keys of lora_parameters.")
+        num_stages = sum(len(rank) for rank in named)
+        self.shape = Shape(
+            links.num_ranks, 1, num_stages // links.num_ranks, min(map(min, holders.values()))
+        )
+        ranks = {name: {self.shape.rank(n) for n in held} for name, held in holders.items()}
+        self.shared = {name for name, on in ranks.items() if len(on) > 1}
+        self.owned = {n for n, held in holders.items() if self.shape.rank(min(held)) == links.rank}
+        self.optimizer = make_optimizer(config)
+        self.optimizer.init(self.parameters())
+        mx.eval(self.optimizer.state)
+        self._update_peak = 0  # of the update before, as ranks tell each other before theirs
+
+    def parameters(self) -> Arrays:
+        return {k: v for stage in self.stages.values() for k, v in stage.parameters().items()}
+
+    def set_parameters(self, parameters: Arrays) -> None:
+        for stage in self.stages.values():
+            stage.update(parameters)
+
+    def owned_state(self) -> Arrays:
+        """The optimizer's arrays for the parameters that this rank saves, each by the name of
+        the parameter and its own."""
+        state = self.optimizer.state
+        return {
+            f"{name}.{part}": array
+            for name in sorted(self.owned)
+            for part, array in state[name].items()
+        }
+
+    def restore(self, adapter: Arrays, state: Arrays, step: int) -> None:
+        """Takes its own part of what the ranks had saved after so many updates."""
+        self.set_parameters(adapter)
+        for key, array in state.items():
+            name, _, part = key.rpartition(".")
+            if name in self.optimizer.state:
+                self.optimizer.state[name][part] = array
+        self.optimizer.state["step"] = mx.array(step, mx.uint64)
+
+    def schedule(self, num_micro_batches: int, kind: str | None = None) -> Schedule:
+        """A schedule that is proved to run."""
+        shape = Shape(
+            self.shape.num_ranks,
+            num_micro_batches,
+            self.shape.num_chunks,
+            self.shape.first_trained,
+        )
+        schedule = make_schedule(kind or self.config.schedule, shape)
+        check(schedule)
+        return schedule
+
+    def update(self, number: int, batches: Sequence[MicroBatch], schedule: Schedule) -> Update:
+        """One update, the number-th, on the micro-batches of a whole batch."""
+        self._draw.update = number
+        num_labels = sum(batch.num_labels for batch in batches)
+        ran = self.pipeline.run(schedule, batches, 1 / num_labels)
+        self._sum_shared(ran.gradients)
+        note: dict[str, Any] = {
+            "loss": ran.loss,
+            "square": self._square(ran.gradients),
+            "busy": ran.busy_seconds,
+            "seconds": ran.seconds,
+            "peak": max(ran.peak_bytes, self._update_peak),
+        }
+        notes = exchange(self.links, note)
+        loss = sum(each["loss"] for each in notes)
+        norm = math.sqrt(sum(each["square"] for each in notes))
+        # All ranks see the same notes, so all skip it or none.
+        is_finite = math.isfinite(loss) and math.isfinite(norm)
+        if is_finite:
+            mx.reset_peak_memory()
+            self._apply(ran.gradients, norm)
+            self._update_peak = mx.get_peak_memory()
+        ran.gradients.clear()
+        if mx.get_cache_memory() > self.config.clear_cache_bytes:
+            mx.clear_cache()
+        return Update(
+            loss=loss,
+            gradient_norm=norm,
+            num_labels=num_labels,
+            num_tokens=sum(batch.num_tokens for batch in batches),
+            is_skipped=not is_finite,
+            seconds=max(each["seconds"] for each in notes),
+            busy_seconds=[each["busy"] for each in notes],
+            peak_bytes=[each["peak"] for each in notes],
+            records=ran.records,
+        )
+
+    def loss_of(self, batches: Sequence[MicroBatch]) -> float:
+        """The mean loss of what is learned, forward only, through the same pipeline."""
+        self._set_training(False)
+        total, size = 0.0, _FORWARD_ROUND * self.shape.num_ranks
+        for at in range(0, len(batches), size):
+            part = batches[at : at + size]
+            ran = self.pipeline.run(self.schedule(len(part), "forward"), part, 1.0)
+            # After each round all wait for all: else the first rank would run ahead.
+            total += sum(exchange(self.links, ran.loss))
+        self._set_training(True)
+        return total / sum(batch.num_labels for batch in batches)
+
+    def _set_training(self, mode: bool) -> None:
+        self._draw.is_on = mode
+        for stage in self.stages.values():
+            stage.stage.model.train(mode)
+
+    def _sum_shared(self, gradients: Arrays) -> None:
+        """A parameter on several ranks, such as an adapter of a tied embedding, gets the
+        gradients of all of them. Every rank passes the sum on, with or without a part."""
+        for name in sorted(self.shared):
+            own = gradients.get(name)
+            (total,) = sum_arrays(self.links, [mx.array(0.0) if own is None else own])
+            if own is not None:
+                gradients[name] = total
+
+    def _square(self, gradients: Arrays) -> float:
+        squares = [
+            gradients[name].astype(mx.float32).square().sum()
+            for name in sorted(self.owned & gradients.keys())
+        ]
+        mx.eval(squares)  # One number for each parameter, which ranks sum.
+        return sum(number(square) for square in squares)
+
+    def _apply(self, gradients: Arrays, norm: float) -> None:
+        most = self.config.max_grad_norm
+        if most is not None and norm > most:
+            gradients = {name: g * (most / (norm + 1e-6)) for name, g in gradients.items()}
+        parameters = self.optimizer.apply_gradients(gradients, self.parameters())
+        mx.eval(parameters, self.optimizer.state)  # Else the graphs of all updates would grow.
+        self.set_parameters(parameters)
+
+
+def make_optimizer(config: FineTuneConfig) -> Any:
+    """One of mlx's, as mlx_lm.lora makes it. Raises UsageError."""
+    options = (config.optimizer_config or {}).get(config.optimizer) or {}
+    try:
+        rate: Any = config.learning_rate
+        if config.lr_schedule:
+            rate = build_schedule(config.lr_schedule)
+            rate(mx.array(0))
+        return _OPTIMIZERS[config.optimizer](learning_rate=rate, **options)
+    except (TypeError, ValueError, LookupError) as error:
+        raise UsageError(
+            f"optimizer_config or lr_schedule does not fit {config.optimizer}: {error}."
+        ) from error

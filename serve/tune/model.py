@@ -1,0 +1,137 @@
+"""What of a model is tuned: its adapter, dropout, layers of each stage. Works on whole lazy
+models, before a stage is cut out of them, and evaluates nothing."""
+
+import hashlib
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from serve.core.checkpoint import read_checkpoint
+from serve.core.errors import UsageError
+from serve.core.plan import Demand, LayerCost, LayerRange, check_num_ranks, even_split, parse_split
+from serve.rank.costs import measure
+from serve.rank.planning import balance
+from serve.rank.weights import build_model
+from serve.tune.backward import Arrays
+from serve.tune.checkpoint import ADAPTERS, load_arrays
+from serve.tune.config import FineTuneConfig
+
+
+@dataclass(slots=True)
+class Draw:
+    """Of which update and micro-batch a dropout mask is. The masks follow from this and the
+    module's name alone: they are the same on any number of ranks, when layers are computed
+    again in the backward, and after a resume."""
+
+    seed: int
+    update: int = 0
+    micro_batch: int = 0
+    is_on: bool = True
+
+    def key(self, name: str) -> mx.array:
+        text = f"{self.seed} {self.update} {self.micro_batch} {name}".encode()
+        return mx.random.key(int.from_bytes(hashlib.sha256(text).digest()[:8], "little"))
+
+
+class KeyedDropout(nn.Module):
+    def __init__(self, name: str, keep: float, draw: Draw) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._name, self._keep, self._draw = name, keep, draw
+
+    def __call__(self, x: mx.array) -> mx.array:
+        # Not `training`: cutting a stage takes what has no weights out of reach of train().
+        if not self._draw.is_on:
+            return x
+        mask = mx.random.bernoulli(self._keep, x.shape, key=self._draw.key(self._name))
+        return (mask * x) * (1 / self._keep)
+
+
+def make_trainable(config: FineTuneConfig, draw: Draw, model: nn.Module) -> None:
+    """Makes a whole lazy model what is tuned of it. It is not cut yet, so each rank draws
+    the same first adapter for a layer, which is also that of mlx_lm.lora."""
+    num_layers = config.num_trained_layers(len(model.layers))
+    mx.random.seed(config.seed)
+    model.freeze()
+    if config.fine_tune_type == "full":
+        for layer in model.layers[len(model.layers) - num_layers :]:
+            layer.unfreeze()
+    else:
+        try:
+            use_dora = config.fine_tune_type == "dora"
+            linear_to_lora_layers(model, num_layers, config.lora, use_dora=use_dora)
+        except ValueError as error:
+            raise UsageError(f"--fine-tune-type {config.fine_tune_type}: {error}.") from error
+    dropouts = {
+        name: KeyedDropout(name, module._p_1, draw)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Dropout) and module._p_1 < 1
+    }
+    model.update_modules(tree_unflatten(list(dropouts.items())))
+    model.train()
+
+
+def load_adapter(weights: Arrays, name: str, model: nn.Module) -> None:
+    """Puts adapter weights into a model that is not cut yet. Raises UsageError if they are
+    not all of what is trained, by name and shape."""
+    trained = dict(tree_flatten(model.trainable_parameters()))
+    different = sorted(
+        key
+        for key in trained.keys() | weights.keys()
+        if key not in trained or key not in weights or trained[key].shape != weights[key].shape
+    )
+    if different:
+        raise UsageError(f"{name} is of another model or other settings: see {different[0]}.")
+    model.update(tree_unflatten(list(weights.items())))
+
+
+def prepare(config: FineTuneConfig, draw: Draw, model: nn.Module) -> None:
+    """Without training, what --adapter-path has is tested. Raises UsageError if an adapter
+    does not fit the model."""
+    make_trainable(config, draw, model)
+    path = config.resume_adapter_file or (None if config.trains else config.adapter_path / ADAPTERS)
+    if path:
+        try:
+            weights = load_arrays(path)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise UsageError(f"{path} cannot be read as an adapter: {error}.") from error
+        load_adapter(weights, str(path), model)
+
+
+def adapter_config(config: FineTuneConfig, num_layers: int) -> dict[str, Any]:
+    """What mlx_lm reads beside the weights, and how they came to be."""
+    settings = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(config).items()}
+    is_full = config.fine_tune_type == "full"
+    return settings | {
+        "num_layers": config.num_trained_layers(num_layers),
+        "lora_parameters": None if is_full else config.lora,
+    }
+
+
+def split_layers(config: FineTuneConfig, folder: Path, num_stages: int) -> list[LayerRange]:
+    """The layers of each stage, in the order of the model."""
+    checkpoint = read_checkpoint(folder)
+    num_layers = checkpoint.num_layers
+    check_num_ranks(num_layers, num_stages)
+    if config.split == "even":
+        return even_split(num_layers, num_stages)[::-1]
+    if config.split != "auto":
+        return parse_split(config.split, num_layers, num_stages)[::-1]
+    model = build_model(folder)
+    cost = measure(model, checkpoint)
+    num_frozen = num_layers - config.num_trained_layers(num_layers)
+    # Where there is a backward, it costs as much again, and for weight gradients once more.
+    trained = 3 if config.fine_tune_type == "full" else 2
+    layers = (_times(c, trained if i >= num_frozen else 1) for i, c in enumerate(cost.layers))
+    cost = replace(cost, layers=tuple(layers), last=_times(cost.last, 2))
+    return balance(model, cost, num_stages, Demand(1, 1), None)[::-1]
+
+
+def _times(cost: LayerCost, factor: int) -> LayerCost:
+    return replace(
+        cost, weight_bytes=cost.weight_bytes * factor, expert_bytes=cost.expert_bytes * factor
+    )

@@ -1,0 +1,236 @@
+"""How activations, gradients and what ranks agree on get from rank to rank in training.
+
+Every message has a tag, by which the receiver takes it when its schedule wants it: so
+messages may come in any order, and a send never waits for its receiver's turn. Each
+neighbour has a thread that sends and one that receives, with streams of their own, so
+that two large messages pass each other; a receive is posted when its doorbell rings,
+because one that waits costs a core. Nothing here is a collective of MLX.
+"""
+
+import queue
+import socket
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any, Protocol, TypeVar
+
+import mlx.core as mx
+
+from serve.core import wire
+from serve.core.errors import ClusterError
+from serve.rank.transport import Ring, form_ring, pack, packed_bytes, tensor_specs, unpack
+
+Payload = tuple[Any, list[mx.array]]
+"""A note, which is JSON, and arrays."""
+Note = TypeVar("Note")
+_FLUSH_SECONDS = 5.0
+
+
+class Inbox:
+    """Messages that have come, by their tags."""
+
+    def __init__(self) -> None:
+        self._messages: dict[str, deque[Payload]] = defaultdict(deque)
+        self._changed = threading.Condition()
+        self._error: ClusterError | None = None
+
+    def put(self, tag: str, payload: Payload) -> None:
+        with self._changed:
+            self._messages[tag].append(payload)
+            self._changed.notify_all()
+
+    def fail(self, error: ClusterError) -> None:
+        """Whoever waits from here on for what has not come gets the error."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def take(self, tag: str) -> Payload:
+        with self._changed:
+            while not self._messages[tag]:
+                if self._error:
+                    raise self._error
+                self._changed.wait()
+            return self._messages[tag].popleft()
+
+
+class Links(Protocol):
+    """This rank's neighbours: rank - 1 to the left, rank + 1 to the right."""
+
+    rank: int
+    num_ranks: int
+
+    def send(self, to: int, tag: str, note: Any, arrays: Sequence[mx.array]) -> None:
+        """Starts to send evaluated arrays to a neighbour, and returns."""
+
+    def receive(self, tag: str) -> Payload: ...
+
+    def close(self) -> None: ...
+
+
+# --- what all ranks do together, made of messages to the left
+
+
+def all_reduce(links: Links, mine: Payload, add: Callable[[Payload, Payload], Payload]) -> Payload:
+    """The payloads of all ranks added up from the last rank to rank 0, on every rank. add
+    gets the rank's own and that of the ranks above."""
+    return broadcast(links, reduce(links, mine, add))
+
+
+def reduce(links: Links, mine: Payload, add: Callable[[Payload, Payload], Payload]) -> Payload:
+    """The same, on rank 0; each other rank gets the sum of itself and those above."""
+    if links.rank < links.num_ranks - 1:
+        mine = add(mine, links.receive("reduce"))
+        mx.eval(mine[1])  # Here, because lazy arrays cannot leave the thread they are from.
+    if links.rank:
+        links.send(links.rank - 1, "reduce", *mine)
+    return mine
+
+
+def broadcast(links: Links, mine: Payload) -> Payload:
+    """Rank 0's payload on every rank. It goes to the left, so rank 1 is the last to get it."""
+    if links.rank:
+        mine = links.receive("broadcast")
+    if links.rank != 1 and links.num_ranks > 1:
+        mx.eval(mine[1])  # Here, because lazy arrays cannot leave the thread they are from.
+        links.send((links.rank - 1) % links.num_ranks, "broadcast", *mine)
+    return mine
+
+
+def exchange(links: Links, note: Note) -> list[Note]:
+    """The note of every rank, rank 0's first. No rank returns before all have called."""
+    notes, _ = all_reduce(links, ([note], []), lambda own, above: (own[0] + above[0], []))
+    return list(notes)
+
+
+def sum_arrays(links: Links, arrays: Sequence[mx.array]) -> list[mx.array]:
+    def add(own: Payload, above: Payload) -> Payload:
+        return None, [a + b for a, b in zip(own[1], above[1], strict=True)]
+
+    return all_reduce(links, (None, list(arrays)), add)[1]
+
+
+def gather(links: Links, named: dict[str, mx.array]) -> dict[str, mx.array]:
+    """On rank 0 the named arrays of all ranks."""
+
+    def add(own: Payload, above: Payload) -> Payload:
+        merged = dict(zip(above[0], above[1], strict=True)) | dict(zip(*own, strict=True))
+        return list(merged), list(merged.values())
+
+    names, arrays = reduce(links, (list(named), list(named.values())), add)
+    return dict(zip(names, arrays, strict=True))
+
+
+# --- inside one process
+
+
+class LocalLinks:
+    """Ranks that are threads of one process."""
+
+    def __init__(self, rank: int, inboxes: Sequence[Inbox]) -> None:
+        self.rank, self.num_ranks = rank, len(inboxes)
+        self._inboxes = inboxes
+
+    def send(self, to: int, tag: str, note: Any, arrays: Sequence[mx.array]) -> None:
+        self._inboxes[to].put(tag, (note, list(arrays)))
+
+    def receive(self, tag: str) -> Payload:
+        return self._inboxes[self.rank].take(tag)
+
+    def close(self) -> None:
+        """The others get an error if they wait for more."""
+        for inbox in self._inboxes:
+            inbox.fail(ClusterError(f"Rank {self.rank} has ended."))
+
+
+def local_links(num_ranks: int) -> list[LocalLinks]:
+    inboxes = [Inbox() for _ in range(num_ranks)]
+    return [LocalLinks(rank, inboxes) for rank in range(num_ranks)]
+
+
+# --- between processes
+
+
+class RingLinks:
+    """Raises ClusterError from receive when a neighbour is gone. That is the end of the
+    process: a group cannot be formed twice in one."""
+
+    def __init__(self, ring: Ring) -> None:
+        self.rank, self.num_ranks = ring.rank, len(ring.hosts)
+        self._inbox = Inbox()
+        self._group, self._left, self._right = form_ring(ring, mx.new_stream(mx.cpu))
+        left, right = (ring.rank - 1) % self.num_ranks, (ring.rank + 1) % self.num_ranks
+        writers, readers = {left: self._left}, {right: self._right}
+        if left != right:
+            writers[right], readers[left] = self._right, self._left
+        self._outboxes: dict[int, queue.SimpleQueue[tuple[str, Payload] | None]] = {}
+        self._senders = []
+        for peer, doorbell in writers.items():
+            self._outboxes[peer] = queue.SimpleQueue()
+            self._senders.append(self._start(self._send_all, peer, doorbell))
+        for peer, doorbell in readers.items():
+            self._start(self._receive_all, peer, doorbell)
+
+    def send(self, to: int, tag: str, note: Any, arrays: Sequence[mx.array]) -> None:
+        self._outboxes[to].put((tag, (note, list(arrays))))
+
+    def receive(self, tag: str) -> Payload:
+        return self._inbox.take(tag)
+
+    def close(self) -> None:
+        """What was sent goes out first, if the neighbours still take it."""
+        for outbox in self._outboxes.values():
+            outbox.put(None)
+        for sender in self._senders:
+            sender.join(_FLUSH_SECONDS)
+        for doorbell in (self._left, self._right):
+            doorbell.close()
+
+    def _start(
+        self, run: Callable[..., None], peer: int, doorbell: socket.socket
+    ) -> threading.Thread:
+        def top() -> None:
+            try:
+                run(peer, doorbell, mx.new_stream(mx.cpu))
+            except (OSError, RuntimeError, ValueError, ClusterError) as error:
+                self._inbox.fail(ClusterError(f"The link to rank {peer} broke: {error}."))
+
+        thread = threading.Thread(target=top, name=f"{run.__name__} {peer}", daemon=True)
+        thread.start()
+        return thread
+
+    def _send_all(self, peer: int, doorbell: socket.socket, stream: mx.Stream) -> None:
+        for number in count():
+            message = self._outboxes[peer].get()
+            if message is None:
+                return
+            tag, (note, arrays) = message
+            tensors = [[spec.dtype, spec.shape] for spec in tensor_specs(arrays)]
+            header = {"number": number, "tag": tag, "note": note, "tensors": tensors}
+            with mx.stream(stream):
+                packed = pack(number, arrays)
+                mx.eval(packed)  # Before the doorbell: a receive that waits costs a core.
+                doorbell.sendall(wire.json_frame(header))
+                if arrays:
+                    mx.eval(mx.distributed.send(packed, peer, group=self._group, stream=stream))
+
+    def _receive_all(self, peer: int, doorbell: socket.socket, stream: mx.Stream) -> None:
+        frames = wire.FrameReader()
+        while data := doorbell.recv(1 << 16):
+            for _, body in frames.feed(data):
+                header = wire.parse_json(body)
+                payload = header["note"], self._arrays(peer, header, stream)
+                self._inbox.put(header["tag"], payload)
+        self._inbox.fail(ClusterError(f"Rank {peer} has ended: look at what it said."))
+
+    def _arrays(self, peer: int, header: dict[str, Any], stream: mx.Stream) -> list[mx.array]:
+        specs = [wire.TensorSpec(dtype, tuple(shape)) for dtype, shape in header["tensors"]]
+        if not specs:
+            return []
+        with mx.stream(stream):
+            size = (packed_bytes(specs),)
+            packed = mx.distributed.recv(size, mx.uint8, peer, group=self._group, stream=stream)
+            arrays = unpack(header["number"], specs, packed)
+            mx.eval(arrays)  # Here, because lazy arrays cannot leave the thread they are from.
+        return arrays

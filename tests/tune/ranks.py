@@ -1,0 +1,129 @@
+"""Ranks as threads of one process, small models with something to train, and the slow,
+obvious gradients of the unsplit model."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+
+from serve.core.plan import even_split
+from serve.rank.stage import Stage
+from serve.tune.backward import Arrays, TrainedStage, loss_sum
+from serve.tune.config import FineTuneConfig
+from serve.tune.data import MicroBatch
+from serve.tune.loop import Trainer
+from serve.tune.model import Draw, make_trainable
+from serve.tune.schedule import Shape
+from serve.tune.transport import Links, LocalLinks, local_links
+from tests.models import build
+
+Result = TypeVar("Result")
+# One after another, as in processes: seeds and the trial's seams are global.
+BUILDING = threading.Lock()
+
+
+def config_of(**changes: Any) -> FineTuneConfig:
+    fields = {"model": Path("m"), "data": Path("d"), "lora_parameters": LORA}
+    return FineTuneConfig(**{**fields, **changes})
+
+
+LORA = {"rank": 4, "dropout": 0.0, "scale": 2.0}
+
+
+def run_ranks(num_ranks: int, rank: Callable[[LocalLinks], Result]) -> list[Result]:
+    """What each rank returns. The first error ends the others."""
+
+    def top(links: LocalLinks) -> Result:
+        try:
+            return rank(links)
+        except BaseException:
+            links.close()
+            raise
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        futures = [pool.submit(top, links) for links in local_links(num_ranks)]
+    for future in sorted(futures, key=lambda f: "has ended" in str(f.exception())):
+        future.result()
+    return [future.result() for future in futures]
+
+
+def tuned(
+    config: FineTuneConfig,
+    name: str = "llama",
+    draw: Draw | None = None,
+    make: Callable[[str], nn.Module] = build,
+) -> nn.Module:
+    """With adapters that are not zero, so that every gradient is something."""
+    model = make(name)
+    make_trainable(config, draw or Draw(config.seed), model)
+    mx.random.seed(3)
+    trained = sorted(dict(tree_flatten(model.trainable_parameters())).items())
+    moved = [(key, array + 0.05 * mx.random.normal(array.shape)) for key, array in trained]
+    model.update(tree_unflatten(moved))
+    mx.eval(model.parameters())
+    return model
+
+
+def trainer(
+    config: FineTuneConfig,
+    links: Links,
+    name: str = "llama",
+    make: Callable[[str], nn.Module] = build,
+) -> Trainer:
+    """A trainer of this rank's part of the same model."""
+    draw = Draw(config.seed)
+    shape = Shape(links.num_ranks, 1, config.num_chunks())
+    with BUILDING:
+        layers = even_split(4, shape.num_stages)[::-1]
+        stages = {
+            n: TrainedStage(
+                Stage(tuned(config, name, draw, make), *layers[n]), config.grad_checkpoint
+            )
+            for n in shape.stages(links.rank)
+        }
+    return Trainer(config, stages, links, draw)
+
+
+def batches_of(lengths: Sequence[Sequence[int]], seed: int = 1) -> list[MicroBatch]:
+    """Micro-batches of rows of these lengths, with labels at random."""
+    random, made = np.random.default_rng(seed), []
+    for rows in lengths:
+        tokens = random.integers(1, 96, (len(rows), max(rows)))
+        inside = np.arange(max(rows))[None] < np.array(rows)[:, None]
+        mask = (random.random(tokens.shape) < 0.6) & inside
+        tokens = (tokens * inside).astype(np.int32)
+        labels = mask[:, 1:].astype(np.float32)
+        arrays = mx.array(tokens[:, :-1]), mx.array(tokens[:, 1:]), mx.array(labels)
+        made.append(MicroBatch(*arrays, int(labels.sum()), sum(rows) - len(rows)))
+    return made
+
+
+def unsplit_gradients(model: nn.Module, batches: Sequence[MicroBatch]) -> tuple[float, Arrays]:
+    """The mean loss over all labels of all batches, and its gradients."""
+    num_labels = sum(batch.num_labels for batch in batches)
+
+    def loss(parameters: Any) -> mx.array:
+        model.update(parameters)
+        return sum(loss_sum(model(b.inputs), b) for b in batches) / num_labels
+
+    parameters = model.trainable_parameters()
+    value, gradients = mx.value_and_grad(loss)(parameters)
+    model.update(parameters)
+    mx.eval(value, gradients)
+    return float(value.item()), dict(tree_flatten(gradients))
+
+
+def largest_difference(found: Arrays, expected: Arrays) -> float:
+    """Of two sets of arrays with the same names: the worst norm of a difference, relative to
+    the norm of what is expected."""
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    return max(
+        (mx.linalg.norm(found[n] - expected[n]) / mx.linalg.norm(expected[n])).item()
+        for n in expected
+    )

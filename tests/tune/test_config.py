@@ -1,0 +1,150 @@
+"""Flags and YAML of mlx_lm.lora: names, precedence, and what is refused."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from mlx_lm import lora
+
+from serve.cli.fine_tune import _parse, check
+from serve.core.errors import BrigadeError, UsageError
+from serve.tune.config import FineTuneConfig
+from tests.cluster.servers import TINY_CHAT
+
+BASE = ["--model", "m", "--data", "d"]
+
+# The example of mlx-lm's LORA.md, with what differs from the defaults.
+YAML = """
+model: "some/folder"
+train: true
+data: "d"
+fine_tune_type: dora
+optimizer: adamw
+optimizer_config:
+  adamw: {betas: [0.9, 0.98], weight_decay: 0.01}
+seed: 3
+num_layers: -1
+batch_size: 8
+iters: 600
+val_batches: 5
+learning_rate: 2e-5
+resume_adapter_file: null
+lora_parameters:
+  keys: ["self_attn.q_proj", "self_attn.v_proj"]
+  rank: 16
+  scale: 10.0
+  dropout: 0.1
+lr_schedule:
+  name: cosine_decay
+  warmup: 100
+  warmup_init: 1e-7
+  arguments: [1e-5, 1000, 1e-7]
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Callable[[str], str]:
+    def write(text: str) -> str:
+        (tmp_path / "config.yaml").write_text(text)
+        return str(tmp_path / "config.yaml")
+
+    return write
+
+
+def test_every_setting_of_mlx_lm_is_known() -> None:
+    ours = {field.name for field in fields(FineTuneConfig)}
+    assert set(lora.CONFIG_DEFAULTS) <= ours
+
+
+def test_defaults_are_those_of_mlx_lm() -> None:
+    config = _parse(BASE)
+    same = set(lora.CONFIG_DEFAULTS) - {
+        "model", "data", "num_layers", "adapter_path", "clear_cache_threshold", "optimizer_config",
+        "lora_parameters",
+    }  # fmt: skip
+    assert {name: getattr(config, name) for name in same} == {
+        name: lora.CONFIG_DEFAULTS[name] for name in same
+    }
+    assert config.lora == lora.CONFIG_DEFAULTS["lora_parameters"]
+    assert str(config.adapter_path) == lora.CONFIG_DEFAULTS["adapter_path"]
+    assert config.num_trained_layers(100) == lora.CONFIG_DEFAULTS["num_layers"]
+    assert config.clear_cache_bytes == 0
+
+
+def test_a_file_of_mlx_lm_runs_and_flags_come_first(file: Callable[[str], str]) -> None:
+    config = _parse(["-c", file(YAML), "--batch-size", "2"])
+    assert (config.model, config.batch_size, config.iters) == (Path("some/folder"), 2, 600)
+    assert (config.learning_rate, config.num_trained_layers(24)) == (2e-5, 24)
+    assert config.lr_schedule is not None
+    assert config.lr_schedule["arguments"] == [1e-5, 1000, 1e-7]
+    assert config.lora["keys"] == ["self_attn.q_proj", "self_attn.v_proj"]
+    assert config.optimizer_config == {"adamw": {"betas": [0.9, 0.98], "weight_decay": 0.01}}
+    assert _parse([f"--config={file(YAML)}"]).batch_size == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("learning_rat: 1", "unknown learning_rat. Known: model"),
+        ("iters: many", "invalid int value"),
+        ("iters: 1.5", "invalid int value"),
+        ("iters: true", "iters: True is not such a value"),
+        ("mask_prompt: 1", "mask_prompt: 1 is not such a value"),
+        ("learning_rate: .nan", "nan is not such a value"),
+        ("lora_parameters: 8", "lora_parameters: 8 is not such a value"),
+        ("lora_parameters: {rank: 8, alpha: 16}", "lora_parameters"),
+        ("lora_parameters: {rank: 0}", "rank"),
+        ("lora_parameters: {dropout: 1.0}", "dropout"),
+        ("lr_schedule: {name: cosine, arguments: [1]}", "lr_schedule"),
+        ("lr_schedule: {name: cosine_decay}", "arguments"),
+        ("- a", "not a list of"),
+        ("a: [", "is not YAML"),
+        ("iters: 0", "--iters 0 is out of range"),
+    ],
+)
+def test_a_wrong_file_is_refused(file: Callable[[str], str], text: str, said: str) -> None:
+    with pytest.raises(UsageError) as error:
+        _parse([*BASE, "-c", file(text)])
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--fine-tune-type", "qlora"], "choose lora, dora, full"),
+        (["--optimizer", "lion"], "choose adam"),
+        (["--schedule", "dualpipe"], "choose naive"),
+        (["--batch-size", "4", "--micro-batches", "3"], "does not divide --batch-size 4"),
+        (["--iters", "10", "--grad-accumulation-steps", "4"], "multiples of --grad-acc"),
+        (["--stages-per-rank", "2"], "--schedule interleaved"),
+        (["--resume", "--resume-adapter-file", "a"], "exclude each other"),
+        (["--trust-remote-code"], "not supported"),
+        (["--report-to", "wandb"], "not supported"),
+        (["--clear-cache-threshold", "much"], "no amount"),
+        (["--config", "/no/such.yaml"], "cannot be read"),
+        (["--learning-rate", "-1"], "out of range"),
+    ],
+)
+def test_wrong_flags_are_refused(flags: list[str], said: str) -> None:
+    with pytest.raises(UsageError) as error:
+        _parse([*BASE, *flags])
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "flags", "said"),
+    [
+        (9, [], "9 ranks are more than the model's 8 layers"),
+        (2, ["--num-layers", "9"], "more than the model's 8"),
+        (3, ["--schedule", "interleaved"], "multiple of 3 micro-batches"),
+        (1, ["--data", "/no/such/folder"], "is no folder"),
+        (1, ["--model", "/no/such/model"], "is no folder"),
+    ],
+)
+def test_what_can_be_known_before_is_said_before(
+    tmp_path: Path, num_ranks: int, flags: list[str], said: str
+) -> None:
+    with pytest.raises(BrigadeError) as error:
+        check(["--model", str(TINY_CHAT), "--data", str(tmp_path), *flags], num_ranks)
+    assert said in str(error.value)

@@ -1,0 +1,228 @@
+"""What is read, what of it is learned, and in which order. With the embedded model's tokenizer."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.tokenizer_utils import load
+from mlx_lm.tuner.datasets import ChatDataset, CompletionsDataset, TextDataset
+
+from serve.core.errors import UsageError
+from serve.tune.data import (
+    Example,
+    Split,
+    batch_at,
+    largest,
+    micro_batches,
+    read_split,
+    some_examples,
+)
+from tests.cluster.servers import TINY_CHAT
+from tests.tune.ranks import config_of
+
+CHAT = {
+    "messages": [
+        {"role": "user", "content": "What is 2 plus 3?"},
+        {"role": "assistant", "content": "It is 5."},
+        {"role": "user", "content": "And 1 more?"},
+        {"role": "assistant", "content": "It is 6."},
+    ]
+}
+COMPLETION = {"prompt": "What is 2 plus 3?", "completion": "It is 5."}
+TEXT = {"text": "It is 5."}
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load(TINY_CHAT)
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def lines(*items: Any) -> Path:
+        path = tmp_path / "train.jsonl"
+        texts = (item if isinstance(item, str) else json.dumps(item) for item in items)
+        path.write_text("\n".join(texts) + "\n")
+        return path
+
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("item", "reference"),
+    [
+        (CHAT, lambda t: ChatDataset([CHAT], t)),
+        (COMPLETION, lambda t: CompletionsDataset([COMPLETION], t, "prompt", "completion", False)),
+        (TEXT, lambda t: TextDataset([TEXT], t)),
+    ],
+)
+def test_tokens_are_those_of_mlx_lm(
+    tokenizer: Any, write: Write, item: Any, reference: Any
+) -> None:
+    (example,) = read_split(write(item, ""), tokenizer, config_of()).examples
+    tokens, offset = reference(tokenizer).process(item)
+    assert (list(example.tokens), example.labels) == (tokens, ((offset, len(tokens)),))
+
+
+def learned(tokenizer: Any, example: Example) -> list[str]:
+    return [tokenizer.decode(example.tokens[a:b]) for a, b in example.labels]
+
+
+def test_every_turn_of_the_assistant_is_learned_and_nothing_else(
+    tokenizer: Any, write: Write
+) -> None:
+    config = config_of(mask_prompt=True)
+    (example,) = read_split(write(CHAT), tokenizer, config).examples
+    first, second = learned(tokenizer, example)
+    assert "It is 5." in first
+    assert "It is 6." in second
+    assert not any("plus" in text or "more" in text for text in (first, second))
+    (completion,) = read_split(write(COMPLETION), tokenizer, config).examples
+    (only,) = learned(tokenizer, completion)
+    assert "It is 5." in only
+    assert "plus" not in only
+
+
+class Forgetful:
+    """A template that leaves out what the assistant said before, as of models that think."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def apply_chat_template(self, messages: list[Any], **options: Any) -> list[int]:
+        last = len(messages) - 1
+        shown = [m for n, m in enumerate(messages) if m["role"] == "user" or n == last]
+        tokens: list[int] = self._tokenizer.apply_chat_template(shown, **options)
+        return tokens
+
+
+def test_of_a_template_that_hides_turns_the_last_is_learned(tokenizer: Any, write: Write) -> None:
+    config = config_of(mask_prompt=True)
+    (example,) = read_split(write(CHAT), Forgetful(tokenizer), config).examples
+    (only,) = learned(tokenizer, example)
+    assert "It is 6." in only
+
+
+def test_long_examples_are_cut_or_dropped_and_counted(tokenizer: Any, write: Write) -> None:
+    path = write(TEXT, {"text": "It is 5. " * 20}, TEXT)
+    cut = read_split(path, tokenizer, config_of(max_seq_length=12))
+    assert (len(cut.examples), cut.num_cut, cut.num_dropped) == (3, 1, 0)
+    assert max(len(example.tokens) for example in cut.examples) == 12
+    dropped = read_split(path, tokenizer, config_of(max_seq_length=12, long_examples="drop"))
+    assert (len(dropped.examples), dropped.num_cut, dropped.num_dropped) == (2, 0, 1)
+
+
+def test_a_prompt_longer_than_the_window_is_no_example(tokenizer: Any, write: Write) -> None:
+    """mlx_lm.lora would divide by no tokens, and all weights would be NaN."""
+    long = {"prompt": "What is 2 plus 3? " * 30, "completion": "5"}
+    config = config_of(mask_prompt=True, max_seq_length=64)
+    split = read_split(write(COMPLETION, long), tokenizer, config)
+    assert (len(split.examples), split.num_dropped) == (1, 1)
+    with pytest.raises(UsageError, match="no example has anything to learn"):
+        read_split(write(long), tokenizer, config)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"messages": [', "not JSON"),
+        ("[1, 2]", "not a JSON object"),
+        ('{"text": "another kind"}', "KeyError: 'messages'"),
+        ('{"messages": "hello"}', "not an example"),
+        ('{"messages": [{"role": "user"}]}', "not an example"),
+        ('{"messages": []}', "not an example"),
+    ],
+)
+def test_a_bad_line_is_named(tokenizer: Any, write: Write, line: str, said: str) -> None:
+    path = write(CHAT, "", line, CHAT)
+    with pytest.raises(UsageError, match=r"train\.jsonl:3: .*" + said):
+        read_split(path, tokenizer, config_of(mask_prompt=True))
+
+
+def test_bad_files_are_named(tokenizer: Any, write: Write, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="has no examples"):
+        read_split(write(""), tokenizer, config_of())
+    with pytest.raises(UsageError, match=r"nothing\.jsonl cannot be read"):
+        read_split(tmp_path / "nothing.jsonl", tokenizer, config_of())
+    with pytest.raises(UsageError, match=r"jsonl:1: Unsupported data format"):
+        read_split(write({"prompts": "?"}), tokenizer, config_of())
+    with pytest.raises(UsageError, match="Prompt masking not supported"):
+        read_split(write(TEXT), tokenizer, config_of(mask_prompt=True))
+    (tmp_path / "train.jsonl").write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError, match="UTF-8"):
+        read_split(tmp_path / "train.jsonl", tokenizer, config_of())
+
+
+# --- batches
+
+
+def split_of(lengths: list[int]) -> Split:
+    examples = [Example(tuple(range(1, n + 1)), ((0, n),)) for n in lengths]
+    return Split(examples, 0, 0, "")
+
+
+def test_an_epoch_has_each_example_once_but_for_a_rest() -> None:
+    split = split_of([3 + n * 7 % 11 for n in range(23)])
+    left_out = set()
+    for epoch in range(6):
+        seen = [i for n in range(5) for i in batch_at(split, epoch * 5 + n, 4, seed=1)]
+        assert len(seen) == len(set(seen)) == 20
+        left_out |= set(range(23)) - set(seen)
+    assert len(left_out) > 6, "it is not always the same rest"
+
+
+def test_a_batch_follows_from_seed_and_number_alone() -> None:
+    split = split_of([3 + n * 7 % 11 for n in range(40)])
+    batches = [batch_at(split, n, 4, seed=1) for n in range(30)]
+    assert [batch_at(split, n, 4, seed=1) for n in reversed(range(30))] == batches[::-1]
+    assert [batch_at(split, n, 4, seed=2) for n in range(30)] != batches
+    assert batches[:10] != batches[10:20]
+    for batch in batches:
+        lengths = [len(split.examples[i].tokens) for i in batch]
+        assert lengths == sorted(lengths)
+        assert lengths[-1] - lengths[0] <= 2
+
+
+def test_too_few_examples_for_a_batch_are_refused() -> None:
+    with pytest.raises(UsageError, match="3 examples to learn from: --batch-size is 4"):
+        batch_at(split_of([4, 5, 6]), 0, 4, seed=0)
+
+
+def test_no_padding_is_learned() -> None:
+    """mlx_lm.lora learns one padding token in each row."""
+    split = split_of([2, 5, 4])
+    (whole,) = micro_batches(split, [0, 1, 2], 3)
+    assert whole.mask.tolist() == [[1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 0]]
+    assert whole.num_labels == whole.num_tokens == whole.mask.sum().item() == 8
+    assert whole.targets.tolist()[2] == [2, 3, 4, 0]
+    parts = micro_batches(split, [0, 1, 2], 2)
+    assert [part.inputs.shape for part in parts] == [(2, 4), (1, 3)]
+    assert sum(part.num_labels for part in parts) == 8
+
+
+def test_labels_are_the_tokens_that_follow() -> None:
+    example = Example((10, 11, 12, 13, 14), ((2, 4),))
+    (batch,) = micro_batches(Split([example], 0, 0, ""), [0], 1)
+    chosen = np.array(batch.targets)[np.array(batch.mask) == 1]
+    assert chosen.tolist() == [12, 13]
+    assert example.cut(3).num_labels == 1
+    assert Example((10, 11), ((0, 2),)).num_labels == 1, "nothing predicts the first"
+
+
+def test_what_is_validated_is_the_same_each_time() -> None:
+    split = split_of(list(range(2, 32)))
+    chosen = some_examples(split, 12, seed=3)
+    assert chosen == some_examples(split, 12, seed=3) == sorted(chosen)
+    assert len(set(chosen)) == 12
+    assert some_examples(split, None, seed=3) == list(range(30))
+
+
+def test_the_largest_micro_batch_is_of_the_longest() -> None:
+    assert largest(split_of([4, 9, 3, 8]), 2).inputs.shape == (2, 8)
+    assert mx.array_equal(largest(split_of([4, 9]), 1).inputs, mx.arange(1, 9)[None])

@@ -1,0 +1,60 @@
+"""Memory and bubble from records of ops."""
+
+import pytest
+
+from serve.tune.forecast import OpRecord, OpSeconds, Probe, forecast, utilisation
+from serve.tune.schedule import Op, Shape, make_schedule
+
+# One micro-batch: it holds 10 bytes from F to W, and ops need 5, 4 and 3 more for a while.
+RECORDS = [
+    OpRecord(Op("F", 0, 0), 0.0, 1.0, 100, 110, 115),
+    OpRecord(Op("B", 0, 0), 2.0, 4.0, 110, 110, 114),
+    OpRecord(Op("W", 0, 0), 4.0, 4.5, 110, 102, 113),
+]
+
+
+def probe_of(**changes: int) -> Probe:
+    arguments = {"base": 100, "trained": 2, "state": 4, **changes}
+    return Probe.of(RECORDS, **arguments, clips=False)
+
+
+def test_seconds_are_means_of_each_stage_and_kind() -> None:
+    seconds = OpSeconds()
+    seconds.add(RECORDS)
+    seconds.add([OpRecord(Op("F", 1, 0), 5.0, 8.0, 0, 0, 0)])
+    assert seconds.means() == [(0, "F", 2.0), (0, "B", 2.0), (0, "W", 0.5)]
+
+
+def test_memory_grows_with_what_is_held() -> None:
+    probe = probe_of()
+    # base, gradients, n - 1 held, and a forward with its own; or n held, and a backward.
+    assert probe.peak_bytes(1) == 100 + 2 + max(15, 10 + 4)
+    assert probe.peak_bytes(4) == 100 + 2 + max(30 + 15, 40 + 4)
+    assert probe.peak_bytes(0) == 100 + 2 + 15, "a stage that only goes forward"
+    assert Probe(**probe.to_json()) == probe
+
+
+def test_an_update_can_need_most() -> None:
+    assert probe_of(trained=50, state=100).peak_bytes(1) == 100 + 50 + 50 + 100
+    clipped = Probe.of(RECORDS, 100, 50, 100, clips=True)
+    assert clipped.peak_bytes(1) == 100 + 50 + 2 * 50 + 100
+
+
+def test_a_forecast_has_the_ranks_in_their_order() -> None:
+    """Rank 0 has the last stage, which holds one micro-batch; rank 1 holds two."""
+    schedule = make_schedule("1f1b", Shape(2, 8))
+    probes = [
+        probe_of(),
+        Probe.of([r._replace(op=r.op._replace(stage=1)) for r in RECORDS], 200, 2, 4, clips=False),
+    ]
+    found = forecast(schedule, probes)
+    assert found.in_flight == [1, 2]
+    assert found.peak_bytes == [probes[0].peak_bytes(1), probes[1].peak_bytes(2)]
+
+
+def test_a_slow_stage_makes_the_others_wait() -> None:
+    schedule = make_schedule("1f1b", Shape(2, 50))
+    equal = [(stage, kind, 1.0) for stage in (0, 1) for kind in "FBW"]
+    slow = [(stage, kind, 1.0 + 2 * stage) for stage in (0, 1) for kind in "FBW"]
+    assert utilisation(schedule, equal) > 0.95
+    assert utilisation(schedule, slow) == pytest.approx(4 / 6, abs=0.03)

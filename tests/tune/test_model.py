@@ -1,0 +1,124 @@
+"""What is tuned of a model, which stage has which layers, and models of the hub."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from serve.core.errors import PlanError, UsageError
+from serve.rank.weights import load_stage
+from serve.tune.checkpoint import ADAPTERS, METRICS
+from serve.tune.model import Draw, KeyedDropout, load_adapter, make_trainable, split_layers
+from tests.cluster.servers import TINY_CHAT
+from tests.hub.server import REPO, FakeHub
+from tests.hub.test_serve import tiny_hub
+from tests.models import build, save
+from tests.tune.ranks import LORA, config_of
+from tests.tune.test_run import arrays_of, finish, flags, folder, launch
+
+__all__ = ["folder", "tiny_hub"]  # fixtures of others
+
+
+def test_the_first_adapter_is_mlx_lms_on_every_stage(tmp_path: Path) -> None:
+    """Each rank draws all of it and keeps its own."""
+    config, path = config_of(seed=5), save(tmp_path / "m", "llama")
+    mx.random.seed(5)
+    whole = build("llama")
+    mx.random.seed(5)
+    whole.freeze()
+    linear_to_lora_layers(whole, 4, LORA)
+    expected = dict(tree_flatten(whole.trainable_parameters()))
+    found = {}
+    for start, end in ((0, 1), (1, 4)):
+        loaded = load_stage(
+            path, start, end, lambda *_: None, lambda m: make_trainable(config, Draw(5), m)
+        )
+        found |= dict(tree_flatten(loaded.stage.model.trainable_parameters()))
+    assert found.keys() == expected.keys()
+    assert all(mx.array_equal(found[name], expected[name]) for name in expected)
+
+
+def test_an_adapter_that_does_not_fit_changes_nothing() -> None:
+    model = build("llama")
+    make_trainable(config_of(), Draw(0), model)
+    right = dict(tree_flatten(model.trainable_parameters()))
+    name = next(iter(right))
+    ones = {key: mx.ones(array.shape) for key, array in right.items()}
+    for wrong in (
+        {key: array for key, array in ones.items() if key != name},
+        ones | {"model.layers.9.lora_a": mx.ones((1,))},
+        ones | {name: mx.ones((2, 2))},
+    ):
+        with pytest.raises(UsageError, match="of another model or other settings"):
+            load_adapter(wrong, "file", model)
+    after = dict(tree_flatten(model.trainable_parameters()))
+    assert all(mx.array_equal(after[key], right[key]) for key in right)
+    load_adapter(ones, "file", model)
+    assert model.layers[3].self_attn.q_proj.lora_b.min().item() == 1
+
+
+def test_dora_of_experts_is_refused_in_words() -> None:
+    with pytest.raises(UsageError, match="--fine-tune-type dora: .*support DoRA"):
+        make_trainable(config_of(fine_tune_type="dora"), Draw(0), build("deepseek_v3"))
+
+
+def test_dropout_follows_from_seed_update_micro_batch_and_name() -> None:
+    x, draw = mx.ones((64, 64)), Draw(1)
+    masks = {}
+    for name in ("a", "b"):
+        dropout = KeyedDropout(name, 0.75, draw)
+        for draw.update in (0, 1):
+            for draw.micro_batch in (0, 1):
+                mask = dropout(x)
+                assert mx.array_equal(mask, dropout(x))
+                assert mask.mean().item() == pytest.approx(1, abs=0.05)
+                assert {round(value, 4) for value in mask.reshape(-1).tolist()} == {0, 1.3333}
+                masks[name, draw.update, draw.micro_batch] = mask.tolist()
+    assert len({json.dumps(mask) for mask in masks.values()}) == 8
+    draw.is_on = False
+    assert mx.array_equal(dropout(x), x)
+
+
+# --- splits
+
+
+def test_splits_as_told_and_by_cost() -> None:
+    config = replace(config_of(), model=TINY_CHAT)
+    even = replace(config, split="even")
+    assert split_layers(even, TINY_CHAT, 2) == [(0, 4), (4, 8)]
+    by_hand = replace(config, split="2,3,3")  # rank 0, with the last layers, first
+    assert split_layers(by_hand, TINY_CHAT, 3) == [(0, 3), (3, 6), (6, 8)]
+    with pytest.raises(PlanError, match="9 ranks are more"):
+        split_layers(config, TINY_CHAT, 9)
+
+
+def test_layers_without_a_backward_cost_half() -> None:
+    config = replace(config_of(), model=TINY_CHAT)
+    (_, all_trained), _ = split_layers(replace(config, num_layers=-1), TINY_CHAT, 2)
+    (_, two_trained), _ = split_layers(replace(config, num_layers=2), TINY_CHAT, 2)
+    assert all_trained == 4
+    assert two_trained > all_trained
+
+
+# --- the hub
+
+
+def test_a_model_of_the_hub_is_fetched_by_range_and_once(
+    tiny_hub: FakeHub, folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    words = flags(folder, out, "--iters", "2", "--save-every", "2")
+    words[words.index("--model") + 1] = REPO
+    finish(launch(2, words))
+    model, _ = mlx_lm.load(str(TINY_CHAT), adapter_path=str(out))
+    loaded = dict(tree_flatten(model.parameters()))
+    assert all(mx.array_equal(loaded[name], a) for name, a in arrays_of(out).items())
+    served = sum(s.end - s.start for s in tiny_hub.served if s.file.endswith(".safetensors"))
+    assert served < 1.1 * (TINY_CHAT / "model.safetensors").stat().st_size
+    assert (out / METRICS).exists()
+    assert (out / ADAPTERS).exists()

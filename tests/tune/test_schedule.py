@@ -1,0 +1,130 @@
+"""Every schedule for up to 8 ranks and 16 micro-batches, and broken ones that must be seen."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from serve.core.errors import PlanError, UsageError
+from serve.tune.schedule import (
+    SCHEDULES,
+    Op,
+    OpCost,
+    Schedule,
+    Shape,
+    check,
+    make_schedule,
+    simulate,
+)
+
+RANKS, MICRO_BATCHES = range(1, 9), range(1, 17)
+
+
+def chunks_of(kind: str) -> tuple[int, ...]:
+    return {"interleaved": (1, 2, 3), "forward": (1, 2)}.get(kind, (1,))
+
+
+@pytest.mark.parametrize("kind", [*SCHEDULES, "forward"])
+def test_every_schedule_can_be_run(kind: str) -> None:
+    """check proves completeness, order, memory and that nobody waits for ever."""
+    num_checked = 0
+    for ranks, count, chunks in itertools.product(RANKS, MICRO_BATCHES, chunks_of(kind)):
+        if kind == "interleaved" and count % ranks:
+            continue
+        for first_trained in {0, 1, ranks * chunks - 1} & set(range(ranks * chunks)):
+            check(make_schedule(kind, Shape(ranks, count, chunks, first_trained)))
+            num_checked += 1
+    assert num_checked > 60
+
+
+def rebuilt(schedule: Schedule, position: int, ops: list[Op]) -> Schedule:
+    changed = list(schedule.ops)
+    changed[position] = tuple(ops)
+    return dataclasses.replace(schedule, ops=tuple(changed))
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_broken_schedule_is_seen(kind: str) -> None:
+    schedule = make_schedule(kind, Shape(3, 6, 2 if kind == "interleaved" else 1))
+    for position, ops in enumerate(schedule.ops):
+        for at in range(len(ops)):
+            without = [*ops[:at], *ops[at + 1 :]]
+            with pytest.raises(PlanError, match="once"):
+                check(rebuilt(schedule, position, without))
+            with pytest.raises(PlanError, match="once"):
+                check(rebuilt(schedule, position, [*without, ops[at], ops[at]]))
+        backwards = list(reversed(ops))
+        with pytest.raises(PlanError):
+            check(rebuilt(schedule, position, backwards))
+
+
+def test_ranks_that_wait_for_each_other_are_seen() -> None:
+    schedule = make_schedule("naive", Shape(2, 2))
+    first = [Op(k, i, 0) for i in (0, 1) for k in "FBW"]
+    second = [Op(k, i, 1) for i in (1, 0) for k in "FBW"]
+    with pytest.raises(PlanError, match="waits for ever"):
+        check(rebuilt(rebuilt(schedule, 0, first), 1, second))
+
+
+def test_too_many_activations_are_seen() -> None:
+    gpipe = make_schedule("gpipe", Shape(2, 8))
+    with pytest.raises(PlanError, match="holds more than 2"):
+        check(dataclasses.replace(gpipe, kind="1f1b"))
+
+
+def test_memory_of_the_schedules() -> None:
+    """1F1B holds a micro-batch for each stage that follows, GPipe all of them."""
+    shape = Shape(4, 8)
+    assert make_schedule("naive", shape).in_flight == [1, 1, 1, 1]
+    assert make_schedule("gpipe", shape).in_flight == [8, 8, 8, 8]
+    assert make_schedule("1f1b", shape).in_flight == [4, 3, 2, 1]
+    assert make_schedule("zero-bubble", shape).in_flight == [4, 4, 4, 4]
+    assert make_schedule("1f1b", Shape(4, 8, first_trained=2)).in_flight == [0, 0, 2, 1]
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(2, 4), (4, 8), (8, 16), (3, 7)])
+def test_utilisation_is_the_textbooks(ranks: int, count: int) -> None:
+    """The bubble of GPipe and 1F1B is (P - 1) / (M + P - 1), of v stages a rank a v-th of
+    that beside the work; the naive one keeps one rank busy."""
+    lora = [OpCost(1, 2, 0)] * ranks
+    for kind in ("gpipe", "1f1b"):
+        busy = simulate(make_schedule(kind, Shape(ranks, count)), lora).utilisation
+        assert busy == pytest.approx(count / (count + ranks - 1))
+    naive = simulate(make_schedule("naive", Shape(ranks, count)), lora).utilisation
+    assert naive == pytest.approx(1 / ranks)
+    if count % ranks == 0:
+        interleaved = make_schedule("interleaved", Shape(ranks, count, 2))
+        busy = simulate(interleaved, [OpCost(1, 2, 0)] * 2 * ranks).utilisation
+        assert busy == pytest.approx(count / (count + (ranks - 1) / 2))
+
+
+def test_zero_bubble_fills_the_bubble_of_full_tuning() -> None:
+    shape, costs = Shape(4, 8), [OpCost(1, 1, 1)] * 4
+    plain = simulate(make_schedule("1f1b", shape), costs).utilisation
+    filled = simulate(make_schedule("zero-bubble", shape), costs).utilisation
+    # ZB-H1 leaves (P - 1)(F + B - W) of the bubble, 1F1B (P - 1)(F + B) with dx sent before W.
+    assert filled == pytest.approx(24 / 27)
+    assert filled > plain + 0.05
+
+
+def test_hops_and_frozen_stages_cost_what_they_cost() -> None:
+    schedule = make_schedule("naive", Shape(2, 1))
+    assert simulate(schedule, [OpCost(1, 2, 3)] * 2, hop=0.5).makespan == pytest.approx(10)
+    frozen = make_schedule("naive", Shape(2, 3, first_trained=1))
+    assert simulate(frozen, [OpCost()] * 2).makespan == pytest.approx(10)
+
+
+def test_what_cannot_be_scheduled_is_refused() -> None:
+    with pytest.raises(UsageError, match="choose naive, gpipe"):
+        make_schedule("2f2b", Shape(2, 2))
+    with pytest.raises(UsageError, match="multiple of 4 micro-batches"):
+        make_schedule("interleaved", Shape(4, 6, 2))
+    with pytest.raises(UsageError, match="--schedule interleaved"):
+        make_schedule("1f1b", Shape(4, 8, 2))
+
+
+def test_who_has_which_stage() -> None:
+    shape = Shape(3, 3, 2)
+    assert [shape.rank(stage) for stage in range(6)] == [2, 1, 0, 2, 1, 0]
+    assert shape.stages(0) == [2, 5]
+    assert make_schedule("interleaved", shape).of_rank(0)[0] == Op("F", 0, 2)

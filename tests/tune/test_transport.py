@@ -1,0 +1,59 @@
+"""Messages of training, over the real ring of MLX between real processes, and inside one."""
+
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from serve.core.errors import ClusterError
+from serve.tune.transport import Inbox, LocalLinks, exchange, gather, local_links
+from tests.rank.test_transport import run_ring
+from tests.tune.ranks import run_ranks
+
+PROGRAMS = "tests.tune.ring_programs"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_large_messages_pass_each_other_and_wait_for_their_turn(
+    tmp_path: Path, num_ranks: int
+) -> None:
+    assert run_ring(tmp_path, "both_ways", num_ranks, PROGRAMS) == ["fine"] * num_ranks
+
+
+def test_a_neighbour_that_ends_is_an_error_not_a_hang(tmp_path: Path) -> None:
+    first, _ = run_ring(tmp_path, "peer_ends", 2, PROGRAMS)
+    assert "Rank 1 has ended" in first or "link to rank 1 broke" in first
+
+
+def test_gradients_over_the_ring(tmp_path: Path) -> None:
+    first, second = run_ring(tmp_path, "gradients", 2, PROGRAMS)
+    assert float(second) == 0, "only rank 0 compares"
+    assert 0 < float(first) < 1e-5
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_what_all_ranks_do_together(num_ranks: int) -> None:
+    def rank(links: LocalLinks) -> tuple[list[int], dict[str, mx.array]]:
+        notes = exchange(links, links.rank)
+        return notes, gather(links, {str(links.rank): mx.array(links.rank)})
+
+    results = run_ranks(num_ranks, rank)
+    assert [notes for notes, _ in results] == [list(range(num_ranks))] * num_ranks
+    assert set(results[0][1]) == {str(rank) for rank in range(num_ranks)}
+
+
+def test_messages_of_one_tag_keep_their_order_and_outlive_an_error() -> None:
+    inbox = Inbox()
+    inbox.put("a", (1, []))
+    inbox.put("a", (2, []))
+    inbox.fail(ClusterError("Gone."))
+    assert [inbox.take("a")[0] for _ in range(2)] == [1, 2]
+    with pytest.raises(ClusterError, match="Gone"):
+        inbox.take("a")
+
+
+def test_a_rank_that_fails_ends_the_others() -> None:
+    first, second = local_links(2)
+    second.close()
+    with pytest.raises(ClusterError, match="Rank 1 has ended"):
+        first.receive("never")
