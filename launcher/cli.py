@@ -55,6 +55,12 @@ def bench(words: Sequence[str]) -> int:
     return run_bench(list(words))
 
 
+def convert_adapter(words: Sequence[str]) -> int:
+    from serve.cli.convert import run as run_convert
+
+    return run_convert(list(words))
+
+
 def launch(flags: argparse.Namespace) -> int:
     from serve.cli.main import check
 
@@ -104,6 +110,7 @@ HANDED_OVER: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "serve": ("run one rank", serve),
     "plan": ("who would get which layers", plan),
     "bench": ("put load on servers, and measure", bench),
+    "convert-adapter": ("mlx-lm's format of a LoRA adapter to PEFT's and back", convert_adapter),
 }
 
 SUBCOMMANDS = {

@@ -55,7 +55,7 @@ OWNERS = {
 }
 
 TRANSPORT = "serve.rank.transport"
-EVALUATING_FILES = {"worker", "transport", "weights", "loop"}
+EVALUATING_FILES = {"worker", "transport", "weights", "adapters", "loop"}
 EVALUATIONS = {"mlx.core.eval", "mlx.core.async_eval"}
 
 

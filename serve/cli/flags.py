@@ -36,13 +36,14 @@ def _add_flag(
 ) -> None:
     names = [*field.metadata.get("short", ()), "--" + field.name.replace("_", "-")]
     kind = _plain_type(annotation)
+    required = field.default is dataclasses.MISSING
     if kind is bool:
         parser.add_argument(*names, action="store_true", help=field.metadata["help"])
         return
-    if typing.get_origin(annotation) is tuple:  # given once or more
-        parser.add_argument(*names, action="append", required=True, help=field.metadata["help"])
+    if typing.get_origin(annotation) is tuple:  # given more than once
+        options: dict[str, Any] = {"required": True} if required else {"default": []}
+        parser.add_argument(*names, action="append", help=field.metadata["help"], **options)
         return
-    required = field.default is dataclasses.MISSING
     shown = "" if required or field.default is None else f" (default: {field.default})"
     parser.add_argument(
         *names,

@@ -27,7 +27,8 @@ class Sequence:
 
     Once every step issued so far has run, the stages hold keys and values of
     num_computed tokens, and num_pending more tokens are sampled. is_held says whether
-    they hold anything. The first num_cached tokens came from another sequence.
+    they hold anything. The first num_cached tokens came from another sequence. adapter
+    is the version of its LoRA adapter, 0 for none.
     """
 
     id: int
@@ -35,6 +36,7 @@ class Sequence:
     max_tokens: int
     sampling: Sampling
     eos_ids: frozenset[int]
+    adapter: int = 0
     output: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_pending: int = 0
@@ -74,11 +76,13 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one sequence feeds in a step: num_tokens tokens from position on."""
+    """What one sequence feeds in a step: num_tokens tokens from position on, to the model
+    with this version of an adapter, 0 for none."""
 
     sequence: int
     position: int
     num_tokens: int
+    adapter: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +98,8 @@ class Take:
 class Step:
     """The scheduler's one product: all that a stage needs to know to run once.
 
-    First what take says is copied, then the sequences in drop are gone. After that
+    First what take says is copied, then the sequences in drop are gone, and the adapter
+    versions in unload. After that
     `group` holds exactly `rows`, in this order: a stage moves a row from the group where
     it finds it, and starts one at position 0 with an empty cache. Rows that have begun
     feed the same number of tokens, new ones may differ. tokens is row after row. A step
@@ -108,6 +113,7 @@ class Step:
     sample: bool
     drop: tuple[int, ...] = ()
     take: tuple[Take, ...] = ()
+    unload: tuple[int, ...] = ()
 
     @property
     def begun(self) -> list[int]:

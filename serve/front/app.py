@@ -25,11 +25,11 @@ from serve.core.config import ServeConfig
 from serve.core.errors import (
     AddressError,
     BrigadeError,
-    NotFoundError,
     RequestError,
     UnavailableError,
 )
 from serve.front import guard, replies
+from serve.front.app_adapters import AdapterCalls
 from serve.front.app_server import BACKLOG, Server
 from serve.front.chat import Chat, Engine, Prompt, prepare
 from serve.front.metrics import Metrics
@@ -116,6 +116,7 @@ class Front:
         self._tokenizer = tokenizer
         self._max_context = max_context
         self._created = int(time.time())
+        self._adapters = engine.adapters
         self._metrics = Metrics(engine.pipeline)
         self._chats: weakref.WeakSet[Chat] = weakref.WeakSet()
         self._threads = ThreadPoolExecutor(_PROMPT_THREADS, "prompt")
@@ -141,6 +142,7 @@ class Front:
             Route("/version", self.version),
             Route("/admin/pipeline", self.pipeline),
             Route("/admin/trace", self.trace),
+            *AdapterCalls(self._adapters, self._model).routes(),
         ]
 
     async def chat(self, request: Request) -> Response:
@@ -148,42 +150,39 @@ class Front:
         data = await guard.read_body(request.scope["headers"], request.receive)
         loop = asyncio.get_running_loop()
         body, prompt = await loop.run_in_executor(self._threads, self._prepare, data)
+        adapter = await self._adapters.version(body.model)
+        headers = {"x-adapter-version": str(adapter)} if adapter else {}
         generation = self._engine.submit(
-            prompt.ids, prompt.max_tokens, prompt.sampling, self._tokenizer.eos_ids
+            prompt.ids, prompt.max_tokens, prompt.sampling, self._tokenizer.eos_ids, adapter
         )
-        chat = Chat(self._model, prompt, generation, self._tokenizer, record, self._metrics)
+        chat = Chat(body.model, prompt, generation, self._tokenizer, record, self._metrics)
         self._chats.add(chat)
         if body.stream:
-            return _Stream(chat, body.include_usage)
+            return _Stream(chat, body.include_usage, headers)
         reply = replies.fold(chat.chunks(include_usage=True))
         try:
-            return _json(await guard.unless_gone(request.receive, reply))
+            return _json(await guard.unless_gone(request.receive, reply), headers=headers)
         finally:
             chat.close()
 
     def _prepare(self, data: bytes) -> tuple[ChatBody, Prompt]:
         body = parse_chat(data)
-        self._check_model(body.model)
+        self._adapters.check(body.model)
         return body, prepare(body, self._tokenizer, self._max_context)
 
-    def _check_model(self, name: str) -> None:
-        if name != self._model:
-            raise NotFoundError(
-                f"The model {name[:100]!r} does not exist: this server has {self._model!r}.",
-                param="model",
-                code="model_not_found",
-            )
-
     async def models(self, _: Request) -> Response:
-        return _json({"object": "list", "data": [self._described()]})
+        described = [self._described(name) for name in self._adapters.names]
+        return _json({"object": "list", "data": described})
 
     async def model(self, request: Request) -> Response:
-        self._check_model(request.path_params["name"])
-        return _json(self._described())
+        name = request.path_params["name"]
+        self._adapters.check(name)
+        return _json(self._described(name))
 
-    def _described(self) -> replies.Json:
+    def _described(self, name: str) -> replies.Json:
         return {
-            "id": self._model,
+            "id": name,
+            "parent": None if name == self._model else self._model,
             "object": "model",
             "created": self._created,
             "owned_by": "brigade",
@@ -230,10 +229,10 @@ def _seconds(text: str) -> float:
 class _Stream(EventSourceResponse):
     """Ends the chat also when the client is gone before its first event."""
 
-    def __init__(self, chat: Chat, include_usage: bool) -> None:
+    def __init__(self, chat: Chat, include_usage: bool, headers: dict[str, str]) -> None:
         super().__init__(
             chat.server_sent_events(include_usage),
-            headers={"cache-control": "no-cache"},
+            headers={"cache-control": "no-cache", **headers},
             ping=KEEP_ALIVE_SECONDS,
             ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
             send_timeout=SEND_SECONDS,

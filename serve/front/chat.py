@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from serve.core.errors import BrigadeError, EngineError, RequestError
 from serve.core.types import Event, Sampling
 from serve.front import replies
+from serve.front.adapters import Adapters
 from serve.front.metrics import Metrics
 from serve.front.openai import ChatBody
 from serve.front.record import Record
@@ -46,10 +47,18 @@ class Generation(Protocol):
 class Engine(Protocol):
     """What the front needs of the cluster."""
 
+    @property
+    def adapters(self) -> Adapters: ...
+
     def submit(
-        self, prompt: list[int], max_tokens: int, sampling: Sampling, eos_ids: frozenset[int]
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        sampling: Sampling,
+        eos_ids: frozenset[int],
+        adapter: int = 0,
     ) -> Generation:
-        """Raises OverloadedError or UnavailableError at once."""
+        """adapter is a version. Raises OverloadedError or UnavailableError at once."""
 
     def ready_reason(self) -> str | None:
         """None when ready, else one line for clients that says what is under way."""

@@ -23,12 +23,13 @@ from serve.core.errors import (
     ClusterError,
     EngineError,
     ModelError,
-    PlanError,
     UnavailableError,
     from_exit_code,
 )
-from serve.core.plan import StagePlan, parse_memory
+from serve.core.plan import StagePlan
 from serve.core.types import Event, Sampling, Sequence
+from serve.front.adapters import Adapters
+from serve.front.orders import order, plan_request
 from serve.front.scheduler import Reuse, Scheduler
 from serve.front.stages import (
     StageStatus,
@@ -36,7 +37,7 @@ from serve.front.stages import (
     chrome_trace,
     chunk_beside_decoding,
     is_silent,
-    max_held_tokens,
+    room_for_tokens,
     suspect,
 )
 from serve.parent.control import Hello, Hub, engine_ended, raise_if_error
@@ -44,7 +45,6 @@ from serve.parent.engine import EngineProcess
 
 _WATCH_SECONDS = 0.5
 _BLAME_SECONDS = 0.5
-_LEAST_HELD_TOKENS = 256
 _NUM_SEQUENCE_IDS = 2**30  # they are int32 on the wire, and group numbers are above them
 
 _logger = logging.getLogger(__name__)
@@ -118,6 +118,8 @@ class Engine:
             num_groups=config.num_groups,
         )
         self._hub = Hub(Hello.of(cluster, facts, os.getpid()), self._on_message)
+        self.adapters = Adapters(config, cluster.num_ranks, self)
+        self._adapters_wanted = bool(config.lora)
         self._process: EngineProcess | None = None
         self._generations: dict[int, Generation] = {}
         self._sequence_ids = itertools.cycle(range(_NUM_SEQUENCE_IDS))
@@ -158,6 +160,11 @@ class Engine:
             await self._until_all(joined, self._config.join_timeout, "join the ring")
             await self._until_all({"ready"}, self._config.load_timeout, "load its layers")
             self._share_out_memory()
+            await self.adapters.load_at_start()
+            self._adapters_wanted = False
+            if not self._failure.done():
+                self._view.ready(self._stages)
+                _logger.info("event=ready num_ranks=%d", self._cluster.num_ranks)
             await asyncio.gather(reading, self._watch())
         except BrigadeError as error:
             self._fail(error)
@@ -171,20 +178,20 @@ class Engine:
     async def _start_engines(self) -> EngineProcess:
         """The engines start and rank 0's makes the plan while other ranks still join."""
         process = self._process = await EngineProcess.start()
-        process.link.send_json({"type": "plan", **self._plan_request()})
+        process.link.send_json(plan_request(self._config, self._cluster, str(self._folder)))
         plan = await self._receive_plan(process)
         await self._hub.wait_for_all(self._config.join_timeout)
         self._view.planned(plan)
         nonce = secrets.randbits(31)
         for stage, planned in zip(self._stages, plan, strict=True):
             stage.plan = planned
-            order = self._order(planned, nonce)
+            told = order(self._config, self._cluster, planned, nonce)
             if stage.rank:
                 stage.pid = self._hub.pid(stage.rank)
-                self._hub.send(stage.rank, {"type": "start", "order": order})
+                self._hub.send(stage.rank, {"type": "start", "order": told})
             else:
                 stage.pid = os.getpid()
-                process.link.send_json(order)
+                process.link.send_json(told)
         return process
 
     async def _receive_plan(self, process: EngineProcess) -> list[StagePlan]:
@@ -202,33 +209,6 @@ class Engine:
         raise_if_error(message)
         return [StagePlan.from_json(stage) for stage in message["stages"]]
 
-    def _plan_request(self) -> dict[str, Any]:
-        config = self._config
-        return {
-            "model": str(self._folder),
-            "num_ranks": self._cluster.num_ranks,
-            "context": config.max_context,
-            "concurrency": config.max_num_sequences,
-            "memory": config.memory,
-            "split": config.split,
-            "kv_bits": config.kv_bits,
-        }
-
-    def _order(self, stage: StagePlan, nonce: int) -> dict[str, Any]:
-        return {
-            "type": "order",
-            "rank": stage.rank,
-            "hosts": list(self._cluster.hosts),
-            "nonce": nonce,
-            "model": str(self._config.model),
-            "commit": self._config.revision,
-            "cache_dir": self._config.cache_dir and str(self._config.cache_dir),
-            "layers": list(stage.layers),
-            "kv_bits": self._config.kv_bits,
-            "join_timeout": self._config.join_timeout,
-            "stall_timeout": self._config.stall_timeout,
-        }
-
     async def _until_all(self, states: set[str], timeout_seconds: float, what: str) -> None:
         """The time counts from the last progress of any stage: a download may take hours."""
         while late := [stage for stage in self._stages if stage.state not in states]:
@@ -245,16 +225,8 @@ class Engine:
 
     def _share_out_memory(self) -> None:
         """Raises PlanError if there is not even room for a short sequence."""
-        config, num_ranks = self._config, self._cluster.num_ranks
-        kv_bytes = parse_memory(config.kv_memory, num_ranks) if config.kv_memory else None
-        most = max_held_tokens(self._stages, kv_bytes, config.max_num_sequences)
-        if most < _LEAST_HELD_TOKENS:
-            raise PlanError(
-                f"There is room for keys and values of {max(0, most)} tokens only: give "
-                "--kv-memory or --max-num-sequences that fit, or more ranks."
-            )
-        self._scheduler.max_held_tokens = most
-        if not config.no_prefix_cache:
+        most = self._scheduler.max_held_tokens = room_for_tokens(self._stages, self._config)
+        if not self._config.no_prefix_cache:
             self._scheduler.reuse = cast(Reuse, self._stages[0].reuse)
         _logger.info("event=kv_room tokens=%d reuse=%s", most, self._scheduler.reuse)
 
@@ -282,6 +254,8 @@ class Engine:
     def _on_message(self, rank: int, message: dict[str, Any]) -> None:
         if message["type"] == "error":
             self._fail_with_reason(from_exit_code(message["exit_code"], message["message"]))
+        elif message["type"] == "adapter":
+            self.adapters.on_answer(rank, message)
         else:
             self._update_stage(self._stages[rank], message)
 
@@ -296,9 +270,6 @@ class Engine:
             self._view.progressed(stage)
         if stage.state != before[0]:
             _logger.info("%s", stage.line())
-            if self.ready_reason() is None:
-                self._view.ready(self._stages)
-                _logger.info("event=ready num_ranks=%d", self._cluster.num_ranks)
 
     def _fail_with_reason(self, error: BrigadeError) -> None:
         """That a neighbour is gone is known first and says least: better reasons go before."""
@@ -314,6 +285,7 @@ class Engine:
         _logger.error("event=failed reason=%s", json.dumps(str(error)))
         self._failure.set_result(error)
         self._progressed.set()
+        self.adapters.fail(error)
         for generation in self._generations.values():
             generation.put(error)
         self._generations.clear()
@@ -321,12 +293,19 @@ class Engine:
     # --- requests
 
     def submit(
-        self, prompt: list[int], max_tokens: int, sampling: Sampling, eos_ids: frozenset[int]
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        sampling: Sampling,
+        eos_ids: frozenset[int],
+        adapter: int = 0,
     ) -> Generation:
         """Raises UnavailableError or OverloadedError at once."""
         if reason := self._not_ready():
             raise UnavailableError(f"The cluster is not ready ({reason}): try again later.")
-        sequence = Sequence(next(self._sequence_ids), prompt, max_tokens, sampling, eos_ids)
+        sequence = Sequence(
+            next(self._sequence_ids), prompt, max_tokens, sampling, eos_ids, adapter
+        )
         self._scheduler.add(sequence)
         generation = Generation(self, sequence)
         self._generations[sequence.id] = generation
@@ -367,6 +346,22 @@ class Engine:
         if self._process:
             self._process.link.send_json(message)
 
+    # --- adapters
+
+    def tell_engines(self, message: dict[str, Any]) -> None:
+        if (late := self._late()) or self._process is None:
+            raise UnavailableError(f"The cluster is not ready ({late}): try again later.")
+        self._process.link.send_json(message)
+        for rank in range(1, self._cluster.num_ranks):
+            self._hub.send(rank, message)
+
+    def retire_adapter(self, version: int) -> None:
+        self._scheduler.retire(version)
+        self._pump()
+
+    def num_with_adapter(self, version: int) -> int:
+        return self._scheduler.num_with_adapter(version)
+
     # --- what is seen from outside
 
     def ready_reason(self) -> str | None:
@@ -376,6 +371,9 @@ class Engine:
         return self._not_ready() or (f"rank {silent[0].rank}: silent" if silent else None)
 
     def _not_ready(self) -> str | None:
+        return self._late() or ("loading adapters" if self._adapters_wanted else None)
+
+    def _late(self) -> str | None:
         if self._failure.done():
             return "the cluster broke"  # The reason may name hosts: it is for the log.
         if missing := self._hub.missing():
@@ -393,6 +391,7 @@ class Engine:
             "kv_tokens": self._scheduler.num_held_tokens,
             "max_kv_tokens": self._scheduler.max_held_tokens,
             "better_split": better_split(self._stages),
+            "adapters": self.adapters.statistics(),
         }
 
     def timeline(self, seconds: float) -> dict[str, Any]:

@@ -8,34 +8,43 @@ LEAST_TOKENS = 16  # A shorter common beginning is not worth a copy.
 
 
 class PrefixIndex:
-    """The tokens of kept sequences, least recently used first."""
+    """The tokens of kept sequences, least recently used first. Only those with the same
+    adapter version are alike: keys and values depend on it."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[int, list[int]] = OrderedDict()
+        self._adapters: dict[int, int] = {}
         self.num_tokens = 0
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._kept)
 
-    def keep(self, sequence_id: int, tokens: list[int]) -> list[int]:
+    def keep(self, sequence_id: int, tokens: list[int], adapter: int = 0) -> list[int]:
         """Returns those that are not needed any more, because this one begins as they do."""
-        covered = [id for id, kept in self._kept.items() if tokens[: len(kept)] == kept]
+        alike = self.with_adapter(adapter)
+        covered = [id for id, kept in alike.items() if tokens[: len(kept)] == kept]
         for id in covered:
             self.forget(id)
-        self._kept[sequence_id] = tokens
+        self._kept[sequence_id], self._adapters[sequence_id] = tokens, adapter
         self.num_tokens += len(tokens)
         return covered
 
     def forget(self, sequence_id: int) -> None:
+        del self._adapters[sequence_id]
         self.num_tokens -= len(self._kept.pop(sequence_id))
 
     def oldest(self) -> int | None:
         return next(iter(self._kept), None)
 
-    def longest(self, tokens: Sequence[int], whole: bool) -> tuple[int, int] | None:
+    def with_adapter(self, adapter: int) -> dict[int, list[int]]:
+        return {id: kept for id, kept in self._kept.items() if self._adapters[id] == adapter}
+
+    def longest(
+        self, tokens: Sequence[int], whole: bool, adapter: int = 0
+    ) -> tuple[int, int] | None:
         """The kept sequence that begins most like tokens, and how many are the same. If
         whole, only one that tokens begin with as a whole."""
-        best = best_match(self._kept.items(), tokens, whole)
+        best = best_match(self.with_adapter(adapter).items(), tokens, whole)
         if best:
             self._kept.move_to_end(best[0])
         return best

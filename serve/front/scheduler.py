@@ -13,12 +13,12 @@ first, then the youngest running one goes back to the queue and is computed anew
 
 import itertools
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from serve.core.errors import OverloadedError, RequestError
 from serve.core.types import Event, FinishReason, Group, Row, Sequence, Step, Take
+from serve.front.chunks import alike, next_chunk
 from serve.front.prefix import PrefixIndex, best_match
 
 # What of another sequence a new one can begin with: any part from its start, or only all of
@@ -28,7 +28,6 @@ Reuse = Literal["any", "whole", "none"]
 _NUM_STEPS_OF_A_GROUP = 2  # one is computed, one waits for its tokens
 _LEAST_CHUNK = 64
 _CHUNKS_OF_A_STAGE = 4  # of what waits for prefill: with fewer, stages would wait for each other
-_REST = 1.25
 _SHORT_PROMPT = 128  # cut up it would cost everybody more
 _SHORT_PROMPTS = 264  # tokens of several together: their step costs less than one for each
 _SPARE_TOKENS = 64  # a sequence is not admitted to be sent back at once
@@ -40,11 +39,6 @@ class _InFlight:
 
     group: Group | None
     sequences: tuple[Sequence, ...]
-
-
-def _next_chunk(num_left: int, chunk: int) -> int:
-    """A short rest goes along: a step of its own would cost more."""
-    return num_left if num_left <= _REST * chunk else chunk
 
 
 class Scheduler:
@@ -80,6 +74,7 @@ class Scheduler:
         self._leaving: list[Sequence] = []  # out of all groups, but steps of it are under way
         self._in_flight: dict[int, _InFlight] = {}
         self._to_drop: list[int] = []
+        self._retired: set[int] = set()
         self._ready: deque[Step] = deque()
 
     @property
@@ -121,6 +116,17 @@ class Scheduler:
             sequence.max_tokens = min(sequence.max_tokens, num_left)
         self._live[sequence.id] = sequence
         self.waiting.append(sequence)
+
+    def retire(self, adapter: int) -> None:
+        """Nothing new comes with this adapter version. The stages free it when its last
+        sequence has ended."""
+        self._retired.add(adapter)
+        for id in self.kept.with_adapter(adapter):
+            self.kept.forget(id)
+            self._to_drop.append(id)
+
+    def num_with_adapter(self, adapter: int) -> int:
+        return sum(sequence.adapter == adapter for sequence in self._live.values())
 
     def drop(self, sequence_id: int) -> None:
         """Ends a sequence wherever it is; unknown and ended ones are fine."""
@@ -180,8 +186,8 @@ class Scheduler:
             return None
         chunk = self._chunk()
         first = self.prefilling[0]
-        sequences = [first, *self._alike(chunk)]
-        num_tokens = [_next_chunk(s.num_tokens - 1 - s.num_computed, chunk) for s in sequences]
+        sequences = [first, *alike(first, list(self.prefilling)[1:], chunk)]
+        num_tokens = [next_chunk(s.num_tokens - 1 - s.num_computed, chunk) for s in sequences]
         if not self._make_room(sum(num_tokens)):
             return None
         if any(sequence not in self.prefilling for sequence in sequences):
@@ -214,29 +220,25 @@ class Scheduler:
         share = -(-num_left // (_CHUNKS_OF_A_STAGE * self._num_stages))
         return min(self._prefill_chunk, max(_LEAST_CHUNK, share))
 
-    def _alike(self, chunk: int) -> Iterator[Sequence]:
-        """Prompts that can share a step with the first one: whole and new, as it is. Rows
-        are as long as the longest, which must be less than twice the shortest."""
-        first = self.prefilling[0]
-        num_rows, least, most = 1, first.num_tokens - 1, first.num_tokens - 1
-        if first.num_computed or most > _REST * chunk:
-            return
-        for sequence in list(self.prefilling)[1:]:
-            length = sequence.num_tokens - 1
-            least, most = min(least, length), max(most, length)
-            if sequence.num_computed or (num_rows + 1) * most > chunk or most >= 2 * least:
-                return
-            num_rows += 1
-            yield sequence
-
     def _emit(self, step: Step | None) -> None:
         """What goes is told first, in a step of its own, which no other has to wait for: its
         room may be needed."""
-        if self._to_drop:
+        unload = self._unused_adapters()
+        if self._to_drop or unload:
             drop, self._to_drop = tuple(self._to_drop), []
-            self._ready.append(self._step([], [], drop=drop))
+            self._ready.append(self._step([], [], drop=drop, unload=unload))
         if step:
             self._ready.append(step)
+
+    def _unused_adapters(self) -> tuple[int, ...]:
+        """Those that are retired and of which no step is under way or to come."""
+        if not self._retired:
+            return ()
+        under_way = (s for step in self._in_flight.values() for s in step.sequences)
+        sequences = itertools.chain(self._live.values(), self._leaving, under_way)
+        unused = self._retired.difference([sequence.adapter for sequence in sequences])
+        self._retired -= unused
+        return tuple(unused)
 
     def _step(
         self,
@@ -245,19 +247,20 @@ class Scheduler:
         group: Group | None = None,
         drop: tuple[int, ...] = (),
         take: tuple[Take, ...] = (),
+        unload: tuple[int, ...] = (),
     ) -> Step:
         """Feeds so many tokens of each sequence."""
         self.num_steps = (self.num_steps + 1) % 2**31  # int32 on the wire
         rows, tokens = [], []
         for sequence, count in zip(fed, num_tokens, strict=True):
-            rows.append(Row(sequence.id, sequence.num_computed, count))
+            rows.append(Row(sequence.id, sequence.num_computed, count, sequence.adapter))
             tokens += sequence.next_tokens(count)
             sequence.num_computed += count
             sequence.is_held = True
         self._in_flight[self.num_steps] = _InFlight(group, tuple(fed))
         key = group.id if group else len(self.groups) + fed[0].id if fed else -1
         sample = group is not None
-        return Step(self.num_steps, key, tuple(rows), tuple(tokens), sample, drop, take)
+        return Step(self.num_steps, key, tuple(rows), tuple(tokens), sample, drop, take, unload)
 
     # --- what becomes of sequences
 
@@ -275,10 +278,11 @@ class Scheduler:
         if self.reuse == "none":
             return
         wanted = sequence.tokens[:-1]
-        found = self.kept.longest(wanted, whole=self.reuse == "whole")
+        found = self.kept.longest(wanted, self.reuse == "whole", sequence.adapter)
         if self.reuse == "any":
             decoding = (s for group in self.groups for s in group.sequences)
-            prompts = ((s.id, s.prompt) for s in decoding if s.num_computed >= len(s.prompt))
+            same = (s for s in decoding if s.adapter == sequence.adapter)
+            prompts = ((s.id, s.prompt) for s in same if s.num_computed >= len(s.prompt))
             other = best_match(prompts, wanted)
             if other and (found is None or other[1] > found[1]):
                 found = other
@@ -306,9 +310,10 @@ class Scheduler:
         if reason:
             self._take_out(sequence.id)
             # With two more steps under way it is not known what the last one feeds.
-            if self.reuse != "none" and sequence.num_computed <= sequence.num_tokens:
+            is_known = sequence.num_computed <= sequence.num_tokens
+            if self.reuse != "none" and is_known and sequence.adapter not in self._retired:
                 held = sequence.tokens[: sequence.num_computed]
-                self._to_drop += self.kept.keep(sequence.id, held)
+                self._to_drop += self.kept.keep(sequence.id, held, sequence.adapter)
             else:
                 self._forget(sequence)
         return Event(sequence.id, token, reason)
