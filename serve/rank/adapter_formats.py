@@ -81,25 +81,28 @@ def _mlx_config(files: AdapterFiles) -> dict[str, Any]:
 
 def _peft_config(files: AdapterFiles) -> dict[str, Any]:
     target = next(iter(files.targets.values()))
+    alpha, is_stabilised = _alpha(target.rank, target.scale)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": files.config.get("model"),
         "r": target.rank,
-        "lora_alpha": _alpha(target.rank, target.scale),
+        "lora_alpha": alpha,
         "lora_dropout": files.config["lora_parameters"].get("dropout", 0.0),
         "use_dora": files.is_dora,
-        "use_rslora": False,
+        "use_rslora": is_stabilised,
         "bias": "none",
         "target_modules": sorted(files.targets),
         "inference_mode": True,
     }
 
 
-def _alpha(rank: int, scale: float) -> float:
-    """What gives exactly this scale when it is divided by the rank."""
-    near = rank * scale
-    for alpha in (near, math.nextafter(near, math.inf), math.nextafter(near, -math.inf)):
-        if alpha / rank == scale:
-            return int(alpha) if alpha.is_integer() else alpha
-    raise AdapterError(f"The scale {scale} is lora_alpha / {rank} of no number: PEFT needs one.")
+def _alpha(rank: int, scale: float) -> tuple[float, bool]:
+    """The lora_alpha that gives exactly this scale when it is divided by the rank or, if there
+    is none, by its root; and whether that is so."""
+    for divisor, is_stabilised in ((rank, False), (math.sqrt(rank), True)):
+        near = divisor * scale
+        for alpha in (near, math.nextafter(near, math.inf), math.nextafter(near, -math.inf)):
+            if alpha / divisor == scale:
+                return int(alpha) if alpha.is_integer() else alpha, is_stabilised
+    raise AdapterError(f"No lora_alpha gives the scale {scale} at rank {rank} in PEFT's format.")
