@@ -1,39 +1,27 @@
-"""The adapters of a stage: read and checked, and the matrices of all of them in its modules.
+"""The adapters of a stage: read and checked, put into its modules and taken out
+between steps.
 
-Rows of one forward may have different adapters. Each adapter has a slot; a module holds the
-matrices of all slots, and each row is multiplied with those of its own. Slot 0 is nobody's and
-stays zero.
+`serve.rank.adapted` has the modules in which they are used.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from serve.core.errors import AdapterError, EngineError
 from serve.core.types import Step
 from serve.rank import trace
+from serve.rank.adapted import EMBEDDINGS, EXPERTS, Adapted, Matrices, Rows, note_routing
 from serve.rank.adapter_files import AdapterFiles, Target, read_adapter
 from serve.rank.stage import Stage
 
-_EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
-_EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
-_ADAPTABLE = (nn.Linear, nn.QuantizedLinear, *_EMBEDDINGS, *_EXPERTS)
+_ADAPTABLE = (nn.Linear, nn.QuantizedLinear, *EMBEDDINGS, *EXPERTS)
 _LEAST_SLOTS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Matrices:
-    """For one module, in float32: a (in, rank), and b (rank, out) times the scale. With DoRA
-    gain (1, out) is what the magnitudes make of each output, less one."""
-
-    a: mx.array
-    b: mx.array
-    gain: mx.array | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +39,12 @@ class ReadAdapter:
 @dataclass(frozen=True, slots=True)
 class _Place:
     """A module of the stage: the number of its layer and its name in it; None and "" outside
-    of layers."""
+    of layers. router is what calls it with the experts of each token, if it is of experts."""
 
     module: nn.Module
     layer: int | None
     inside: str
+    router: nn.Module | None
 
 
 class Adapters:
@@ -68,8 +57,8 @@ class Adapters:
         self._read: dict[int, ReadAdapter] = {}
         self._slots: dict[int, int] = {}
         self._num_slots = 0
-        self._adapted: dict[str, _Adapted] = {}
-        self._rows = _Rows()
+        self._adapted: dict[str, Adapted] = {}
+        self._rows = Rows()
 
     @property
     def num_bytes(self) -> int:
@@ -88,7 +77,7 @@ class Adapters:
                 raise AdapterError(f"The adapter has no tensors for {name}; its config says so.")
         own = {name: t for name, t in files.targets.items() if name in self._places}
         for name, target in own.items():
-            _check(name, self._places[name].module, files, target)
+            _check(name, self._places[name], files, target)
         matrices = _read_matrices(files, own, {n: self._places[n].module for n in own})
         self._read[version] = ReadAdapter(files, matrices)
         return self._read[version]
@@ -138,7 +127,10 @@ class Adapters:
         self._slots[version] = slot
         for name, matrices in read.matrices.items():
             if name not in self._adapted:
-                self._adapted[name] = _Adapted(name, self._places[name].module, self._rows)
+                place = self._places[name]
+                self._adapted[name] = Adapted(name, place.module, self._rows)
+                if place.router:
+                    trace.open_seam(place.router, functools.partial(note_routing, self._rows))
             self._adapted[name].write(slot, matrices, self._num_slots)
 
     def _unload(self, version: int) -> None:
@@ -179,26 +171,38 @@ def _places(stage: Stage) -> Iterator[tuple[str, _Place]]:
         for i in range(stage.start, stage.end)
         for inside, module in stage.layers[i].named_modules()
     }
-    for name, module in stage.model.named_modules():
+    modules = list(stage.model.named_modules())
+    routers = {
+        id(child): module
+        for _, module in modules
+        if isinstance(module, (SwitchGLU, SwitchMLP))
+        for child in module.children().values()
+    }
+    for name, module in modules:
         if isinstance(module, _ADAPTABLE) and "weight" in module:
-            yield name, _Place(module, *layers.get(id(module), (None, "")))
+            place = layers.get(id(module), (None, ""))
+            yield name, _Place(module, *place, routers.get(id(module)))
 
 
 # --- reading
 
 
-def _check(name: str, module: nn.Module, files: AdapterFiles, target: Target) -> None:
+def _check(name: str, place: _Place, files: AdapterFiles, target: Target) -> None:
     """Raises AdapterError if the matrices do not fit the module."""
-    if isinstance(module, _EXPERTS) or (files.is_dora and isinstance(module, _EMBEDDINGS)):
-        kind = "DoRA" if files.is_dora else "LoRA"
-        raise AdapterError(f"{name} is a {type(module).__name__}: no {kind} on it is supported.")
-    rows, columns = module["weight"].shape
+    module = place.module
+    is_plain = not isinstance(module, (*EMBEDDINGS, *EXPERTS))
+    is_routed = isinstance(module, EXPERTS) and place.router and not files.is_peft
+    if not is_plain and (files.is_dora or not (is_routed or isinstance(module, EMBEDDINGS))):
+        kind = f"{'PEFT' if files.is_peft else 'mlx-lm'}'s {'DoRA' if files.is_dora else 'LoRA'}"
+        raise AdapterError(f"{name} is a {type(module).__name__}: {kind} on it is not supported.")
+    *experts, rows, columns = module["weight"].shape
     if "scales" in module:
         columns = columns * 32 // module.bits
-    num_in, num_out = (rows, columns) if isinstance(module, _EMBEDDINGS) else (columns, rows)
+    num_in, num_out = (rows, columns) if isinstance(module, EMBEDDINGS) else (columns, rows)
     shapes = {"a": (num_in, target.rank), "b": (target.rank, num_out), "m": (num_out,)}
     for part, tensor in target.parts.items():
-        shape = shapes[part][::-1] if files.is_peft else shapes[part]
+        is_turned = files.is_peft or bool(experts)
+        shape = (*experts, *(shapes[part][::-1] if is_turned else shapes[part]))
         if files.tensors[tensor].shape != shape:
             found = files.tensors[tensor].shape
             raise AdapterError(f"{tensor} has the shape {found}, this model needs {shape}.")
@@ -225,7 +229,8 @@ def _matrices(
     parts: dict[str, mx.array], target: Target, files: AdapterFiles, module: nn.Module
 ) -> Matrices:
     whole = {part: array.astype(mx.float32) for part, array in parts.items()}
-    a, b = (array.T if files.is_peft else array for array in (whole["a"], whole["b"]))
+    is_turned = files.is_peft or isinstance(module, EXPERTS)
+    a, b = (whole[part].swapaxes(-1, -2) if is_turned else whole[part] for part in "ab")
     a, b = mx.contiguous(a), target.scale * b
     gain = None
     if files.is_dora:
@@ -252,126 +257,3 @@ def _weight(module: nn.Module) -> mx.array:
         bits=module.bits,
         mode=module.mode,
     )
-
-
-# --- in the forward
-
-
-@dataclass(slots=True)
-class _Rows:
-    """The slots of the rows of the forward under way. alone is that of all, if it is the same
-    one, else index (B,) tells them."""
-
-    used: frozenset[int] | set[int] = frozenset()
-    alone: int | None = 0
-    index: mx.array | None = None
-
-    def apart(self, x: mx.array, name: str) -> mx.array:
-        """(B, L, D) out of (B, ..., D) or (B * L, D), if rows differ."""
-        if self.index is None:
-            return x
-        if x.shape[0] % self.index.size:
-            raise EngineError(f"{name} gets {x.shape}: its rows cannot be told from each other.")
-        return x.reshape(self.index.size, -1, x.shape[-1])
-
-    def pick(self, table: mx.array) -> mx.array:
-        return table[self.alone] if self.index is None else table[self.index]
-
-    def times(self, x: mx.array, table: mx.array) -> mx.array:
-        """Each row (L, in) times its own matrix in table (slots, in, out)."""
-        if self.index is None:
-            return x @ table[self.alone]
-        return mx.gather_mm(x, table, rhs_indices=self.index)
-
-
-class _Adapted:
-    """One module, which adds what the adapters of its rows say. Where none of them has
-    anything to say it is the plain module."""
-
-    def __init__(self, name: str, module: nn.Module, rows: _Rows) -> None:
-        self._name, self._rows = name, rows
-        self._bias = module["bias"] if "bias" in module else mx.array(0.0)
-        self._empty()
-        if isinstance(module, _EMBEDDINGS):
-            trace.open_seam(module, self._embed)
-            # A tied head. A seam is for calls only.
-            as_linear = functools.partial(self._as_linear, module.as_linear)
-            object.__setattr__(module, "as_linear", as_linear)
-        else:
-            trace.open_seam(module, self._project)
-
-    def arrays(self) -> list[mx.array]:
-        return [table for table in (self._a, self._b, self._gain) if table is not None]
-
-    # Tables: a (slots, in, rank), b (slots, rank, out) and with DoRA gain (slots, 1, out).
-
-    def _empty(self) -> None:
-        self._held: set[int] = set()
-        self._a: Any = None
-        self._b: Any = None
-        self._gain: Any = None
-
-    def write(self, slot: int, new: Matrices, num_slots: int) -> None:
-        (num_in, rank), num_out = new.a.shape, new.b.shape[1]
-        if self._a is None:
-            self._a = mx.zeros((num_slots, num_in, rank))
-            self._b = mx.zeros((num_slots, rank, num_out))
-        if (more := rank - self._a.shape[2]) > 0:
-            self._a = mx.pad(self._a, [(0, 0), (0, 0), (0, more)])
-            self._b = mx.pad(self._b, [(0, 0), (0, more), (0, 0)])
-        self._a[slot, :, :rank], self._b[slot, :rank] = new.a, new.b
-        if new.gain is not None:
-            if self._gain is None:
-                self._gain = mx.zeros((num_slots, 1, num_out))
-            self._gain[slot] = new.gain
-        self._held.add(slot)
-
-    def clear(self, slot: int) -> None:
-        if slot in self._held:
-            self._held.remove(slot)
-            for table in self.arrays():
-                table[slot] = 0
-        if not self._held:
-            self._empty()
-
-    def move(self, sources: list[int]) -> None:
-        """The slot of each new one; slot 0 for one that is free."""
-        self._held = {new for new, old in enumerate(sources) if old in self._held}
-        index = mx.array(sources)
-        self._a, self._b, self._gain = (
-            None if table is None else table[index] for table in (self._a, self._b, self._gain)
-        )
-
-    # Called in place of the module's own.
-
-    def _is_used(self) -> bool:
-        return not self._held.isdisjoint(self._rows.used)
-
-    def _project(self, call: Callable[..., mx.array], args: Any, kwargs: Any) -> mx.array:
-        y = call(*args, **kwargs)
-        if not self._is_used():
-            return y
-        x, base = (self._rows.apart(value, self._name) for value in (args[0], y))
-        delta = self._rows.times(self._rows.times(x, self._a), self._b).astype(y.dtype)
-        output = base + delta
-        if self._gain is not None:
-            # Zero for a row without DoRA, so that its output stays as it is.
-            gain = self._rows.pick(self._gain)
-            output = output + (gain * (base - self._bias + delta)).astype(y.dtype)
-        return output.reshape(y.shape)
-
-    def _embed(self, call: Callable[..., mx.array], args: Any, kwargs: Any) -> mx.array:
-        y = call(*args, **kwargs)
-        if not self._is_used():
-            return y
-        ids, index = args[0], self._rows.index
-        rows = self._a[self._rows.alone][ids] if index is None else self._a[index[:, None], ids]
-        return y + self._rows.times(rows, self._b).astype(y.dtype)
-
-    def _as_linear(self, call: Callable[..., mx.array], x: mx.array) -> mx.array:
-        y = call(x)
-        if not self._is_used():
-            return y
-        inner = self._rows.times(self._rows.apart(x, self._name), self._b.swapaxes(1, 2))
-        delta = self._rows.times(inner, self._a.swapaxes(1, 2))
-        return y + delta.reshape(y.shape).astype(y.dtype)

@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.utils import load_adapters
 
 from serve.core.errors import AdapterError, EngineError
@@ -20,7 +21,8 @@ from serve.rank.stage import Stage
 from tests import adapters
 from tests.models import build
 
-FED = ([[1, 2, 3, 4, 5], [9, 8, 7, 6, 5]], [[6], [7]], [[8], [9]])
+# Long enough for the tokens of experts to be sorted.
+FED = ([[*range(1, 14)], [*range(30, 17, -1)]], [[6], [7]], [[8], [9]])
 Make = Callable[[], nn.Module]
 
 
@@ -74,7 +76,15 @@ def quantized(**changes: Any) -> nn.Module:
     return model
 
 
+def quantized_experts() -> nn.Module:
+    model = build("deepseek_v3", hidden_size=64, moe_intermediate_size=64)
+    is_expert = lambda _, module: isinstance(module, SwitchLinear)  # noqa: E731
+    nn.quantize(model, group_size=32, bits=4, class_predicate=is_expert)
+    return model
+
+
 LLAMA = partial(build, "llama")
+EXPERTS = [f"mlp.switch_mlp.{name}_proj" for name in ("gate", "up", "down")]
 TIED = partial(build, "llama-tied")
 ALL = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
 ALL += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
@@ -93,6 +103,12 @@ CASES: dict[str, tuple[Make, dict[str, Any], dict[str, Any]]] = {
         {"keys": ["model.embed_tokens"]},
         {},
     ),
+    "experts": (
+        partial(build, "deepseek_v3"),
+        {"keys": EXPERTS},
+        {"keys": [EXPERTS[2], "mlp.up_proj"], "rank": 3},
+    ),
+    "4 bit experts": (quantized_experts, {"keys": EXPERTS[:1]}, {"keys": EXPERTS}),
     "latent attention": (
         partial(build, "deepseek_v3"),
         {"keys": ["self_attn.q_a_proj", "self_attn.o_proj", "mlp.shared_experts.up_proj"]},
@@ -340,13 +356,12 @@ def test_a_bad_peft_adapter_is_refused(tmp_path: Path, spoil: str) -> None:
         Pipeline(LLAMA, []).read(1, folder)
 
 
-def test_experts_are_refused_by_name(tmp_path: Path) -> None:
+def test_experts_in_peft_s_format_are_refused_by_name(tmp_path: Path) -> None:
     make = partial(build, "deepseek_v3")
-    folder = adapters.save_adapter(tmp_path / "a", make(), keys=["mlp.switch_mlp.up_proj"])
-    with pytest.raises(
-        AdapterError, match="model.layers.1.mlp.switch_mlp.up_proj is a SwitchLinear"
-    ):
-        Pipeline(make, []).read(1, folder)
+    folder = adapters.save_adapter(tmp_path / "a", make(), keys=EXPERTS[1:2])
+    peft = adapters.as_peft(folder, tmp_path / "peft")
+    with pytest.raises(AdapterError, match="layers.1.mlp.switch_mlp.up_proj is a SwitchLinear"):
+        Pipeline(make, []).read(1, peft)
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
