@@ -163,8 +163,8 @@ class Adapters:
             raise RequestError(f"{name!r} is the model itself: it stays.", param="lora_name")
         if preload or pin:
             await self._loaded(name)
-        if pin is not None:
-            self._adapters[name].is_pinned = pin
+        if pin is not None and (adapter := self._adapters.get(name)):
+            adapter.is_pinned = pin
         if default is not None:
             self.default = name if default else self._config.model_name
         return {"default": self.default, "data": self.described()}
@@ -178,7 +178,7 @@ class Adapters:
                 "scale": adapter.scale,
                 "targets": adapter.targets,
                 "bytes": adapter.num_bytes,
-                "num_running": self._ranks.num_with_adapter(adapter.version),
+                "num_running": self._num_running(adapter),
                 "loaded_at": adapter.loaded_at,
                 "source": adapter.path,
                 "pinned": adapter.is_pinned,
@@ -286,8 +286,11 @@ class Adapters:
             self._retire(going)
 
     def _is_idle(self, adapter: Adapter) -> bool:
-        is_running = self._ranks.num_with_adapter(adapter.version) > 0
-        return bool(adapter.version) and not adapter.is_pinned and not is_running
+        return bool(adapter.version) and not adapter.is_pinned and not self._num_running(adapter)
+
+    def _num_running(self, adapter: Adapter) -> int:
+        # Version 0 is everybody's who has none.
+        return self._ranks.num_with_adapter(adapter.version) if adapter.version else 0
 
     def _held_beside(self, old: Adapter | None) -> list[list[int]]:
         """The bytes of versions that are to stay, or are retired and still in use."""
