@@ -142,7 +142,7 @@ class Adapted:
             return y
         x, base = (self._rows.apart(value, self._name) for value in (args[0], y))
         delta = self._rows.times(self._rows.times(x, self._a), self._b).astype(y.dtype)
-        output = base + delta
+        output: mx.array = base + delta
         if self._gain is not None:
             # Zero for a row without DoRA, so that its output stays as it is.
             gain = self._rows.pick(self._gain)

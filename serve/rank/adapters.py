@@ -176,12 +176,12 @@ def _places(stage: Stage) -> Iterator[tuple[str, _Place]]:
         id(child): module
         for _, module in modules
         if isinstance(module, (SwitchGLU, SwitchMLP))
-        for child in module.children().values()
+        for child in module.values()
     }
     for name, module in modules:
         if isinstance(module, _ADAPTABLE) and "weight" in module:
-            place = layers.get(id(module), (None, ""))
-            yield name, _Place(module, *place, routers.get(id(module)))
+            layer, inside = layers.get(id(module), (None, ""))
+            yield name, _Place(module, layer, inside, routers.get(id(module)))
 
 
 # --- reading

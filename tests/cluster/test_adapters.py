@@ -22,9 +22,9 @@ from tests.cluster.servers import TINY_CHAT, Server, alone, serve_flags, started
 NAMES = ["a", "b", "c"]
 ALL = [f"self_attn.{x}_proj" for x in "qkvo"] + ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 SETTINGS: dict[str, dict[str, Any]] = {
-    "a": {"keys": ALL, "rank": 8},
-    "b": {"rank": 4, "num_layers": 5},
-    "c": {"dora": True, "rank": 2, "keys": ["self_attn.q_proj", "mlp.up_proj"]},
+    "a": {"keys": ALL, "rank": 8, "size": 0.2},
+    "b": {"rank": 4, "num_layers": 5, "size": 0.6},
+    "c": {"dora": True, "rank": 2, "keys": ALL, "size": 0.3},
 }
 NUM_TOKENS = 24
 Answer = Callable[[str, str], str]
@@ -36,7 +36,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     home = tmp_path_factory.mktemp("hosts")
     for seed, name in enumerate(NAMES):
         model, _ = mlx_lm.load(str(TINY_CHAT))
-        adapters.save_adapter(home / "0" / "lora" / name, model, seed, size=0.1, **SETTINGS[name])
+        adapters.save_adapter(home / "0" / "lora" / name, model, seed, **SETTINGS[name])
     adapters.as_peft(home / "0" / "lora" / "a", home / "0" / "lora" / "peft")
     shutil.copytree(home / "0", home / "1")
     return [home / "0", home / "1"]
