@@ -193,6 +193,23 @@ def test_a_step_with_a_version_that_is_not_there_is_an_error(tmp_path: Path) -> 
         pipeline.apply([1])
 
 
+def test_what_rank_0_gets_to_know(tmp_path: Path) -> None:
+    pipeline = Pipeline(LLAMA, [1])
+    folder = adapters.save_adapter(tmp_path / "a", LLAMA())
+    message = {"version": 3, "path": "a", "root": str(tmp_path), "max_rank": 4}
+    first, second = (json.loads(json.dumps(own.answer(message))) for own in pipeline.adapters)
+    assert first["error"] is None
+    assert first["digest"] == second["digest"]
+    assert sorted(first["own"] + second["own"]) == first["targets"] == second["targets"]
+    assert first["kinds"] == ["down_proj", "q_proj", "v_proj"]
+    assert (first["lora_rank"], first["scale"]) == (4, 1.7)
+    total = sum(array.nbytes for array in adapters.read(folder)[0].values())
+    assert first["num_bytes"] + second["num_bytes"] == total
+    refused = pipeline.adapters[0].answer({**message, "max_rank": 3, "version": 4})
+    assert refused["version"] == 4
+    assert refused["error"]["status"] == 400
+
+
 # --- formats
 
 
