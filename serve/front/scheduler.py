@@ -235,7 +235,7 @@ class Scheduler:
         if not self._retired:
             return ()
         under_way = (s for step in self._in_flight.values() for s in step.sequences)
-        sequences = itertools.chain(self._live.values(), self._leaving, under_way)
+        sequences = itertools.chain(self._live.values(), under_way)
         unused = self._retired.difference([sequence.adapter for sequence in sequences])
         self._retired -= unused
         return tuple(unused)
