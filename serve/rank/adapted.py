@@ -169,6 +169,7 @@ class Adapted:
         y = call(*args, **kwargs)
         if not self._is_used():
             return y
+        x: mx.array
         x, experts = args
         is_sorted = kwargs.get("sorted_indices", False)
         if self._rows.index is None:

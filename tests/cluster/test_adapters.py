@@ -57,7 +57,8 @@ def answer(folders: list[Path]) -> Answer:
             model, tokenizer = loaded[name]
             messages = [{"role": "user", "content": question}]
             prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-            known[name, question] = mlx_lm.generate(model, tokenizer, prompt, max_tokens=NUM_TOKENS)
+            text = mlx_lm.generate(model, tokenizer, prompt, max_tokens=NUM_TOKENS)
+            known[name, question] = text.lstrip()
         return known[name, question]
 
     return answer
@@ -94,7 +95,8 @@ def ask(server: Server, model: str, question: str) -> tuple[str, int]:
     reply = post(server, "/v1/chat/completions", **body)
     assert reply.status_code == 200, reply.text
     version = int(reply.headers.get("x-adapter-version", 0))
-    return reply.json()["choices"][0]["message"]["content"], version
+    # mlx_lm leaves out the space of a first token.
+    return reply.json()["choices"][0]["message"]["content"].lstrip(), version
 
 
 def held_bytes(server: Server) -> list[int]:
