@@ -62,6 +62,12 @@ def bench(words: Sequence[str]) -> int:
     return run_bench(list(words))
 
 
+def convert_adapter(words: Sequence[str]) -> int:
+    from serve.cli.convert import run as run_convert
+
+    return run_convert(list(words))
+
+
 def launch(flags: argparse.Namespace) -> int:
     num_ranks = check_num_ranks(flags.num_ranks)
     command = rank_command(flags.command)
@@ -119,6 +125,7 @@ HANDED_OVER: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "fine-tune": ("train an adapter, or layers, as one rank", fine_tune),
     "plan": ("who would get which layers", plan),
     "bench": ("put load on servers, and measure", bench),
+    "convert-adapter": ("mlx-lm's format of a LoRA adapter to PEFT's and back", convert_adapter),
 }
 
 SUBCOMMANDS = {

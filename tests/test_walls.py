@@ -58,7 +58,7 @@ OWNERS = {
 }
 
 TRANSPORTS = ("serve.rank.transport", "serve.tune.transport")
-EVALUATING_FILES = {"worker", "transport", "weights", "loop"}
+EVALUATING_FILES = {"worker", "transport", "weights", "adapters", "loop"}
 EVALUATIONS = {"mlx.core.eval", "mlx.core.async_eval"}
 
 

@@ -52,6 +52,7 @@ def _add_flag(
 ) -> None:
     names = [*field.metadata.get("short", ()), "--" + field.name.replace("_", "-")]
     kind = _plain_type(annotation)
+    required = field.default is dataclasses.MISSING
     if kind is bool:
         parser.add_argument(*names, action="store_true", help=field.metadata["help"])
         return

@@ -67,7 +67,7 @@ def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint]
         )
     if config.split not in ("auto", "even"):
         parse_split(config.split, checkpoint.num_layers, num_ranks)
-    for memory in filter(None, (config.memory, config.kv_memory)):
+    for memory in filter(None, (config.memory, config.kv_memory, config.adapter_memory)):
         parse_memory(memory, num_ranks)
     return config, checkpoint
 

@@ -147,7 +147,7 @@ def parse_header(text: bytes, file: Path, file_bytes: int) -> dict[str, TensorRa
                 tuple(entry["shape"]),
                 *(data + offset for offset in entry["data_offsets"]),
             )
-            for name, entry in json.loads(text).items()
+            for name, entry in json.loads(text, object_pairs_hook=_once).items()
             if name != "__metadata__"
         }
         _check_places(tensors, data)
@@ -157,6 +157,14 @@ def parse_header(text: bytes, file: Path, file_bytes: int) -> dict[str, TensorRa
     if file_bytes < expected:
         raise ModelError(f"{file} has {file_bytes} of {expected} bytes: fetch it again.")
     return tensors
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{max(names, key=names.count)} is there twice")
+    return entries
 
 
 def _check_places(tensors: dict[str, TensorRange], data: int) -> None:

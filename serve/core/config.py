@@ -45,6 +45,10 @@ class ServeConfig:
     kv_bits: int | None = flag("quantise keys and values to 8 or 4 bits", None, among=(4, 8))
     tool_parser: str | None = flag("how the model calls tools (default: found out)", None)
     no_prefix_cache: bool = flag("compute every prompt from its first token", False)
+    lora: tuple[str, ...] = flag("NAME=PATH of a LoRA adapter to start with", ())
+    adapter_root: Path | None = flag("folder below which adapters may be loaded by HTTP", None)
+    adapter_memory: str | None = flag("for adapters: 1GB, or 1GB,2GB for each rank", None)
+    max_lora_rank: int = flag("highest rank of an adapter", 64, least=1)
     prefill_chunk: int = flag("prompt tokens that one step takes at most", 512, least=1)
     num_groups: int | None = flag(
         "groups that decode in turn (default: one for each rank; 1 is lockstep)", None, least=1
@@ -90,6 +94,9 @@ class ServeConfig:
                 raise UsageError(
                     f"--cors-origin {origin!r} is no origin: write https://HOST[:PORT], or *."
                 )
+        for word in self.lora:
+            if "=" not in word.strip("="):
+                raise UsageError(f"--lora {word!r} is wrong: write NAME=PATH.")
 
     @property
     def hub_id(self) -> str | None:
@@ -122,6 +129,12 @@ class PlanConfig:
     @property
     def hub_id(self) -> str | None:
         return hub_id(self.model)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertConfig:
+    adapter: Path = flag("folder of the adapter")
+    output: Path = flag("new folder for the same in the other format")
 
 
 @dataclass(frozen=True, slots=True)

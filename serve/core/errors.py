@@ -4,6 +4,7 @@
     ├── UsageError                        2   400   a flag, variable or body is wrong
     │   └── RequestError                  -   400   one request is wrong; the server goes on
     │       ├── NotFoundError             -   404
+    │       ├── AdapterError              -   400   an adapter cannot be used; or 403, 404, 409
     │       └── OverloadedError           -   429
     ├── ModelError                        3   503   the model folder is missing or broken
     ├── PlanError                         4   503   the model does not split that way
@@ -44,6 +45,12 @@ class RequestError(UsageError):
 
 class NotFoundError(RequestError):
     http_status = 404
+
+
+class AdapterError(RequestError):
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message, param="lora_path")
+        self.http_status = status
 
 
 class OverloadedError(RequestError):

@@ -80,8 +80,9 @@ class Sequence:
 
     Once every step issued so far has run, the stages hold keys and values of
     num_computed tokens, and num_pending more tokens are sampled. is_held says whether
-    they hold anything. The first num_cached tokens came from another sequence. original
-    has the same prompt, which is computed once for both.
+    they hold anything. The first num_cached tokens came from another sequence. adapter is
+    the version of its LoRA adapter, 0 for none. original has the same prompt, which is
+    computed once for both.
     """
 
     id: int
@@ -89,6 +90,7 @@ class Sequence:
     max_tokens: int
     sampling: Sampling
     end_ids: frozenset[int]
+    adapter: int = 0
     output: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_pending: int = 0
@@ -129,11 +131,13 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one sequence feeds in a step: num_tokens tokens from position on."""
+    """What one sequence feeds in a step: num_tokens tokens from position on, to the model
+    with this version of an adapter, 0 for none."""
 
     sequence: int
     position: int
     num_tokens: int
+    adapter: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +153,8 @@ class Take:
 class Step:
     """The scheduler's one product: all that a stage needs to know to run once.
 
-    First what take says is copied, then the sequences in drop are gone. After that
+    First what take says is copied, then the sequences in drop are gone, and the adapter
+    versions in unload. After that
     `group` holds exactly `rows`, in this order: a stage moves a row from the group where
     it finds it, and starts one at position 0 with an empty cache. Rows that have begun
     feed the same number of tokens, new ones may differ. tokens is row after row. A step
@@ -163,6 +168,7 @@ class Step:
     sample: bool
     drop: tuple[int, ...] = ()
     take: tuple[Take, ...] = ()
+    unload: tuple[int, ...] = ()
 
     @property
     def begun(self) -> list[int]:

@@ -109,25 +109,26 @@ def _check_header(magic: bytes, version: int, kind: int, size: int) -> None:
 
 
 def encode_step(step: Step) -> bytes:
-    counts = (len(step.rows), len(step.tokens), len(step.drop), len(step.take))
-    rows = [n for row in step.rows for n in (row.sequence, row.position, row.num_tokens)]
+    counts = (len(s) for s in (step.rows, step.tokens, step.drop, step.take, step.unload))
+    rows = [n for r in step.rows for n in (r.sequence, r.position, r.num_tokens, r.adapter)]
     take = [n for take in step.take for n in (take.sequence, take.source, take.num_tokens)]
     head = (step.number, step.group, step.sample)
-    return _ints([*head, *counts, *rows, *step.tokens, *step.drop, *take])
+    return _ints([*head, *counts, *rows, *step.tokens, *step.drop, *take, *step.unload])
 
 
 def decode_step(body: bytes) -> Step:
     numbers = _Ints(body)
-    number, group, sample, num_rows, num_tokens, num_drop, num_take = numbers.take(7)
-    rows = numbers.take(3 * num_rows)
+    number, group, sample, num_rows, num_tokens, num_drop, num_take, num_unload = numbers.take(8)
+    rows = numbers.take(4 * num_rows)
     step = Step(
         number=number,
         group=group,
         sample=bool(sample),
-        rows=tuple(Row(*rows[i : i + 3]) for i in range(0, len(rows), 3)),
+        rows=tuple(Row(*rows[i : i + 4]) for i in range(0, len(rows), 4)),
         tokens=numbers.take(num_tokens),
         drop=numbers.take(num_drop),
         take=tuple(Take(*numbers.take(3)) for _ in range(num_take)),
+        unload=numbers.take(num_unload),
     )
     numbers.end()
     if sum(row.num_tokens for row in step.rows) != num_tokens:

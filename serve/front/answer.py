@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from serve.core.errors import BrigadeError, EngineError
 from serve.core.types import Event, Score
 from serve.front import replies
+from serve.front.adapters import Adapters
 from serve.front.choice import Choice, Piece
 from serve.front.metrics import Metrics
 from serve.front.openai import GenerationBody
@@ -50,8 +51,11 @@ class Generation(Protocol):
 class Engine(Protocol):
     """What the front needs of the cluster."""
 
-    def submit(self, prompts: Sequence[Prompt]) -> Generation:
-        """Raises OverloadedError, UnavailableError or RequestError at once."""
+    @property
+    def adapters(self) -> Adapters: ...
+
+    def submit(self, prompts: Sequence[Prompt], adapter: int = 0) -> Generation:
+        """adapter is a version. Raises OverloadedError, UnavailableError or RequestError."""
 
     def ready_reason(self) -> str | None:
         """None when ready, else one line for clients that says what is under way."""

@@ -26,12 +26,12 @@ from serve.core.config import ServeConfig
 from serve.core.errors import (
     AddressError,
     BrigadeError,
-    NotFoundError,
     RequestError,
     UnavailableError,
 )
 from serve.front import chat, completions, guard, replies, tokenize
 from serve.front.answer import Answer, Engine, Job
+from serve.front.app_adapters import AdapterCalls
 from serve.front.app_server import BACKLOG, Server
 from serve.front.body import json_object
 from serve.front.door import Door
@@ -122,6 +122,7 @@ class Front:
         self._tokenizer = tokenizer
         self._max_context = max_context
         self._created = int(time.time())
+        self._adapters = engine.adapters
         self._metrics = Metrics(engine.pipeline)
         self._answers: weakref.WeakSet[Answer] = weakref.WeakSet()
         self._threads = ThreadPoolExecutor(_PROMPT_THREADS, "prompt")
@@ -154,6 +155,7 @@ class Front:
             Route("/admin/pipeline", self.pipeline),
             Route("/admin/trace", self.trace),
             Route("/admin/drain", self.drain, methods=["POST"]),
+            *AdapterCalls(self._adapters, self._model).routes(),
         ]
 
     async def chat(self, request: Request) -> Response:
@@ -164,25 +166,27 @@ class Front:
 
     def _read_chat(self, data: bytes) -> Job:
         body = parse(ChatBody, json_object(data))
-        self._check_model(body.model)
+        self._adapters.check(body.model)
         return chat.prepare(body, self._tokenizer, self._max_context)
 
     def _read_completion(self, data: bytes) -> Job:
         body = parse(CompletionBody, json_object(data))
-        self._check_model(body.model)
+        self._adapters.check(body.model)
         return completions.prepare(body, self._tokenizer, self._max_context)
 
     async def _generate(self, request: Request, read: Callable[[bytes], Job]) -> Response:
         record: Record = request.scope[guard.RECORD]
         job = await self._in_thread(request, read)
-        generation = self._engine.submit(job.prompts)
-        answer = Answer(self._model, job, generation, self._tokenizer, record, self._metrics)
+        adapter = await self._adapters.version(job.body.model)
+        headers = {"x-adapter-version": str(adapter)} if adapter else {}
+        generation = self._engine.submit(job.prompts, adapter)
+        answer = Answer(job.body.model, job, generation, self._tokenizer, record, self._metrics)
         self._answers.add(answer)
         if job.body.stream:
-            return _Stream(answer, job.body.include_usage)
+            return _Stream(answer, job.body.include_usage, headers)
         reply = replies.fold(answer.chunks(include_usage=True))
         try:
-            return _json(await guard.unless_gone(request.receive, reply))
+            return _json(await guard.unless_gone(request.receive, reply), headers=headers)
         finally:
             answer.close()
 
@@ -198,29 +202,24 @@ class Front:
         return _json(await self._in_thread(request, self._read_detokenize))
 
     def _read_tokenize(self, data: bytes) -> replies.Json:
-        return tokenize.tokenize(data, self._tokenizer, self._max_context, self._check_model)
+        return tokenize.tokenize(data, self._tokenizer, self._max_context, self._adapters.check)
 
     def _read_detokenize(self, data: bytes) -> replies.Json:
-        return tokenize.detokenize(data, self._tokenizer, self._check_model)
-
-    def _check_model(self, name: str) -> None:
-        if name != self._model:
-            raise NotFoundError(
-                f"The model {name[:100]!r} does not exist: this server has {self._model!r}.",
-                param="model",
-                code="model_not_found",
-            )
+        return tokenize.detokenize(data, self._tokenizer, self._adapters.check)
 
     async def models(self, _: Request) -> Response:
-        return _json({"object": "list", "data": [self._described()]})
+        described = [self._described(name) for name in self._adapters.names]
+        return _json({"object": "list", "data": described})
 
     async def model(self, request: Request) -> Response:
-        self._check_model(request.path_params["name"])
-        return _json(self._described())
+        name = request.path_params["name"]
+        self._adapters.check(name)
+        return _json(self._described(name))
 
-    def _described(self) -> replies.Json:
+    def _described(self, name: str) -> replies.Json:
         return {
-            "id": self._model,
+            "id": name,
+            "parent": None if name == self._model else self._model,
             "object": "model",
             "created": self._created,
             "owned_by": "brigade",
@@ -284,10 +283,10 @@ def _seconds(text: str) -> float:
 class _Stream(EventSourceResponse):
     """Ends the answer also when the client is gone before its first event."""
 
-    def __init__(self, answer: Answer, include_usage: bool) -> None:
+    def __init__(self, answer: Answer, include_usage: bool, headers: dict[str, str]) -> None:
         super().__init__(
             answer.server_sent_events(include_usage),
-            headers={"cache-control": "no-cache"},
+            headers={"cache-control": "no-cache", **headers},
             ping=KEEP_ALIVE_SECONDS,
             ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
             send_timeout=SEND_SECONDS,

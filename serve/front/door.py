@@ -14,6 +14,8 @@ from serve.front.guard import Application, Receive, Scope, Send, answer
 from serve.front.replies import StatusError
 
 _CONNECTIONS = "connections"  # in the state that a server gives: all that are open
+# vLLM's calls about what the server has, and where from.
+_ADMIN = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/lora_adapters"}
 _OPEN = {"/health", "/ready", "/metrics"}
 _ALWAYS = {"/health", "/metrics"}
 _PROXY_HEADERS = {b"forwarded", b"x-forwarded-for", b"x-real-ip"}
@@ -65,7 +67,7 @@ class Door:
         path = scope["path"]
         if path in _OPEN:
             return
-        is_admin = path.startswith("/admin/")
+        is_admin = path.startswith("/admin/") or path in _ADMIN
         keys = self._admin_keys if is_admin else self._api_keys
         if keys and not _is_one_of(_token(scope), keys):
             raise StatusError(

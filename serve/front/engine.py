@@ -24,13 +24,13 @@ from serve.core.errors import (
     ClusterError,
     EngineError,
     ModelError,
-    PlanError,
     RequestError,
     UnavailableError,
     from_exit_code,
 )
-from serve.core.plan import StagePlan, parse_memory
+from serve.core.plan import StagePlan
 from serve.core.types import Sequence
+from serve.front.adapters import Adapters
 from serve.front.generation import Generation
 from serve.front.orders import order, plan_request
 from serve.front.prompt import Prompt
@@ -41,7 +41,7 @@ from serve.front.stages import (
     chrome_trace,
     chunk_beside_decoding,
     is_silent,
-    max_held_tokens,
+    room_for_tokens,
     suspect,
 )
 from serve.parent.control import Hello, Hub, engine_ended, raise_if_error
@@ -49,7 +49,6 @@ from serve.parent.engine import EngineProcess
 
 _WATCH_SECONDS = 0.5
 _BLAME_SECONDS = 0.5
-_LEAST_HELD_TOKENS = 256
 _NUM_SEQUENCE_IDS = 2**30  # they are int32 on the wire, and group numbers are above them
 
 _logger = logging.getLogger(__name__)
@@ -88,6 +87,8 @@ class Engine:
             num_groups=config.num_groups,
         )
         self._hub = Hub(Hello.of(cluster, facts, os.getpid()), self._on_message)
+        self.adapters = Adapters(config, cluster.num_ranks, self)
+        self._adapters_wanted = bool(config.lora)
         self._process: EngineProcess | None = None
         self._generations: dict[int, Generation] = {}
         self._sequence_ids = itertools.cycle(range(_NUM_SEQUENCE_IDS))
@@ -128,6 +129,11 @@ class Engine:
             await self._until_all(joined, self._config.join_timeout, "join the ring")
             await self._until_all({"ready"}, self._config.load_timeout, "load its layers")
             self._share_out_memory()
+            await self.adapters.load_at_start()
+            self._adapters_wanted = False
+            if not self._failure.done():
+                self._view.ready(self._stages)
+                _logger.info("event=ready num_ranks=%d", self._cluster.num_ranks)
             await asyncio.gather(reading, self._watch())
         except BrigadeError as error:
             self._fail(error)
@@ -188,16 +194,8 @@ class Engine:
 
     def _share_out_memory(self) -> None:
         """Raises PlanError if there is not even room for a short sequence."""
-        config, num_ranks = self._config, self._cluster.num_ranks
-        kv_bytes = parse_memory(config.kv_memory, num_ranks) if config.kv_memory else None
-        most = max_held_tokens(self._stages, kv_bytes, config.max_num_sequences)
-        if most < _LEAST_HELD_TOKENS:
-            raise PlanError(
-                f"There is room for keys and values of {max(0, most)} tokens only: give "
-                "--kv-memory or --max-num-sequences that fit, or more ranks."
-            )
-        self._scheduler.max_held_tokens = most
-        if not config.no_prefix_cache:
+        most = self._scheduler.max_held_tokens = room_for_tokens(self._stages, self._config)
+        if not self._config.no_prefix_cache:
             self._scheduler.reuse = cast(Reuse, self._stages[0].reuse)
         _logger.info("event=kv_room tokens=%d reuse=%s", most, self._scheduler.reuse)
 
@@ -229,6 +227,8 @@ class Engine:
             scores = wire.parse_scores(message)
             if generation := self._generations.get(scores.sequence):
                 generation.put_scores(scores)
+        elif message["type"] == "adapter":
+            self.adapters.on_answer(rank, message)
         else:
             self._update_stage(self._stages[rank], message)
 
@@ -243,9 +243,6 @@ class Engine:
             self._view.progressed(stage)
         if stage.state != before[0]:
             _logger.info("%s", stage.line())
-            if self.ready_reason() is None:
-                self._view.ready(self._stages)
-                _logger.info("event=ready num_ranks=%d", self._cluster.num_ranks)
 
     def _fail_with_reason(self, error: BrigadeError) -> None:
         """That a neighbour is gone is known first and says least: better reasons go before."""
@@ -261,18 +258,21 @@ class Engine:
         _logger.error("event=failed reason=%s", json.dumps(str(error)))
         self._failure.set_result(error)
         self._progressed.set()
+        self.adapters.fail(error)
         for generation in set(self._generations.values()):
             generation.put(error)
         self._generations.clear()
 
     # --- requests
 
-    def submit(self, prompts: ReadableList[Prompt]) -> Generation:
-        """Raises UnavailableError, OverloadedError or RequestError at once."""
+    def submit(self, prompts: ReadableList[Prompt], adapter: int = 0) -> Generation:
+        """adapter is a version. Raises UnavailableError, OverloadedError or RequestError."""
         if reason := self._not_ready():
             raise UnavailableError(f"The cluster is not ready ({reason}): try again later.")
         self._check_lengths(prompts)
-        sequences = [sequence for prompt in prompts for sequence in self._sequences(prompt)]
+        sequences = [
+            sequence for prompt in prompts for sequence in self._sequences(prompt, adapter)
+        ]
         self._scheduler.add(*sequences)
         generation = Generation(sequences, self.drop)
         self._generations |= {sequence.id: generation for sequence in sequences}
@@ -287,13 +287,13 @@ class Engine:
                 code="context_length_exceeded",
             )
 
-    def _sequences(self, prompt: Prompt) -> list[Sequence]:
+    def _sequences(self, prompt: Prompt, adapter: int) -> list[Sequence]:
         """One for each answer. The first one's prompt is computed, the others copy it."""
         sequences: list[Sequence] = []
         max_tokens = max(1, prompt.max_tokens)  # For an echo alone a token is computed, too.
         for sampling in prompt.samplings:
             new_id = next(self._sequence_ids)
-            sequence = Sequence(new_id, prompt.ids, max_tokens, sampling, prompt.end_ids)
+            sequence = Sequence(new_id, prompt.ids, max_tokens, sampling, prompt.end_ids, adapter)
             sequence.original = sequences[0] if sequences else None
             sequences.append(sequence)
         return sequences
@@ -339,6 +339,22 @@ class Engine:
         if self._process:
             self._process.link.send_json(message)
 
+    # --- adapters
+
+    def tell_engines(self, message: dict[str, Any]) -> None:
+        if (late := self._late()) or self._process is None:
+            raise UnavailableError(f"The cluster is not ready ({late}): try again later.")
+        self._process.link.send_json(message)
+        for rank in range(1, self._cluster.num_ranks):
+            self._hub.send(rank, message)
+
+    def retire_adapter(self, version: int) -> None:
+        self._scheduler.retire(version)
+        self._pump()
+
+    def num_with_adapter(self, version: int) -> int:
+        return self._scheduler.num_with_adapter(version)
+
     # --- what is seen from outside
 
     def ready_reason(self) -> str | None:
@@ -348,6 +364,9 @@ class Engine:
         return self._not_ready() or (f"rank {silent[0].rank}: silent" if silent else None)
 
     def _not_ready(self) -> str | None:
+        return self._late() or ("loading adapters" if self._adapters_wanted else None)
+
+    def _late(self) -> str | None:
         if self._failure.done():
             return "the cluster broke"  # The reason may name hosts: it is for the log.
         if missing := self._hub.missing():
@@ -365,6 +384,7 @@ class Engine:
             "kv_tokens": self._scheduler.num_held_tokens,
             "max_kv_tokens": self._scheduler.max_held_tokens,
             "better_split": better_split(self._stages),
+            "adapters": self.adapters.statistics(),
         }
 
     def timeline(self, seconds: float) -> dict[str, Any]:

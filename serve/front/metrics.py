@@ -27,6 +27,7 @@ class Metrics:
             gauge = Gauge(f"brigade_num_requests_{state}", f"Requests {meaning}", registry=registry)
             gauge.set_function(_reader(pipeline, f"num_{state}"))
         registry.register(_Stages(pipeline))
+        registry.register(_Adapters(pipeline))
         self._first_token = Histogram(
             "brigade_time_to_first_token_seconds",
             "From a request's arrival to its first token",
@@ -103,6 +104,7 @@ class _Stages(Collector):
             ("bytes_read", _gauge("read_bytes", "Bytes that a stage has read from files")),
             ("bytes_fetched", _gauge("fetched_bytes", "Bytes of weights that a stage has fetched")),
             ("kv_bytes", _gauge("kv_bytes", "Bytes of keys and values that a stage holds")),
+            ("adapter_bytes", _gauge("adapter_bytes", "Bytes of LoRA adapters of a stage")),
             ("busy_seconds", CounterMetricFamily(*_BUSY, labels=["stage"])),
         ):
             for stage in stages:
@@ -113,6 +115,31 @@ class _Stages(Collector):
         for stage in stages:
             hops.add_metric([str(stage["rank"])], stage["num_hops"], stage["hop_seconds"])
         yield hops
+
+
+class _Adapters(Collector):
+    """What the registry of adapters counts."""
+
+    def __init__(self, pipeline: Callable[[], dict[str, Any]]) -> None:
+        self._pipeline = pipeline
+
+    def collect(self) -> Iterator[Metric]:
+        counted = self._pipeline()["adapters"]
+        requests = CounterMetricFamily(
+            "brigade_adapter_requests", "Requests for a LoRA adapter", labels=["adapter"]
+        )
+        for name, number in counted["num_requests"].items():
+            requests.add_metric([name], number)
+        yield requests
+        yield CounterMetricFamily(
+            "brigade_adapter_swaps", "Adapters replaced in place", value=counted["num_swapped"]
+        )
+        yield SummaryMetricFamily(
+            "brigade_adapter_load_seconds",
+            "From a load to its being ready on all ranks",
+            count_value=counted["num_loaded"],
+            sum_value=counted["load_seconds"],
+        )
 
 
 _BUSY = ("brigade_stage_busy_seconds", "Seconds that a stage computed")

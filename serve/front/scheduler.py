@@ -1,9 +1,8 @@
 """Which step comes next. Pure: no clock, socket, array or asyncio.
 
-`schedule` is called until it returns None, `update` with each result. The stages
-run steps that have a sequence in common in the order in which they are scheduled, so
-what a step says about the caches (take, drop, join, move) holds for every later one
-without waiting for it.
+`schedule` is called until it returns None, `update` with each result. The stages run
+steps that have a sequence in common in the order in which they are scheduled: what a
+step says about the caches (take, drop, join, move) holds for every later one at once.
 
 A prompt is prefilled up to its last token in steps of its own, which need no
 result. Then the sequence joins the smallest group, and the last prompt token is
@@ -19,7 +18,7 @@ from typing import Literal
 from serve.core.errors import OverloadedError, RequestError
 from serve.core.types import FAILED_TOKEN, Event, FinishReason, Group, Row, Sequence, Step, Take
 from serve.front.chunks import alike, next_chunk
-from serve.front.prefix import PrefixIndex
+from serve.front.prefix import PrefixIndex, beginning, beginning_of_original
 
 # What of another sequence a new one can begin with: any part from its start, or only all of
 # it (some caches cannot go back), or nothing.
@@ -44,9 +43,8 @@ class _InFlight:
 class Scheduler:
     """There is a group for each stage unless num_groups is given: with fewer a stage idles.
 
-    What is known only when the stages run is set later: max_held_tokens, of which they
-    may hold keys and values; reuse; and how many tokens a prefill step may have beside
-    sequences that decode.
+    Known only when the stages run: max_held_tokens, of keys and values; reuse; and how many
+    tokens a prefill step may have beside sequences that decode.
     """
 
     def __init__(
@@ -75,6 +73,7 @@ class Scheduler:
         self._leaving: list[Sequence] = []  # out of all groups, but steps of it are under way
         self._in_flight: dict[int, _InFlight] = {}
         self._to_drop: list[int] = []
+        self._retired: set[int] = set()
         self._ready: deque[Step] = deque()
 
     @property
@@ -131,6 +130,16 @@ class Scheduler:
                 code="context_length_exceeded",
             )
         return num_left
+
+    def retire(self, adapter: int) -> None:
+        """Nothing new comes with this adapter version: it goes with its last sequence."""
+        self._retired.add(adapter)
+        for id in self.kept.with_adapter(adapter):
+            self.kept.forget(id)
+            self._to_drop.append(id)
+
+    def num_with_adapter(self, adapter: int) -> int:
+        return sum(sequence.adapter == adapter for sequence in self._live.values())
 
     def drop(self, sequence_id: int) -> None:
         """Ends a sequence wherever it is; unknown and ended ones are fine."""
@@ -222,17 +231,28 @@ class Scheduler:
         if self._num_stages == 1:
             return self._prefill_chunk
         num_left = sum(s.num_tokens - 1 - s.num_computed for s in self.prefilling)
-        share = -(-num_left // (_CHUNKS_OF_A_STAGE * self._num_stages))
-        return min(self._prefill_chunk, max(_LEAST_CHUNK, share))
+        share = max(_LEAST_CHUNK, -(-num_left // (_CHUNKS_OF_A_STAGE * self._num_stages)))
+        return min(self._prefill_chunk, share)
 
     def _emit(self, step: Step | None) -> None:
         """What goes is told first, in a step of its own, which no other has to wait for: its
         room may be needed."""
-        if self._to_drop:
+        unload = self._unused_adapters()
+        if self._to_drop or unload:
             drop, self._to_drop = tuple(self._to_drop), []
-            self._ready.append(self._step([], [], drop=drop))
+            self._ready.append(self._step([], [], drop=drop, unload=unload))
         if step:
             self._ready.append(step)
+
+    def _unused_adapters(self) -> tuple[int, ...]:
+        """Those that are retired and of which no step is under way or to come."""
+        if not self._retired:
+            return ()
+        under_way = (s for step in self._in_flight.values() for s in step.sequences)
+        sequences = itertools.chain(self._live.values(), under_way)
+        unused = self._retired.difference([sequence.adapter for sequence in sequences])
+        self._retired -= unused
+        return tuple(unused)
 
     def _step(
         self,
@@ -241,19 +261,20 @@ class Scheduler:
         group: Group | None = None,
         drop: tuple[int, ...] = (),
         take: tuple[Take, ...] = (),
+        unload: tuple[int, ...] = (),
     ) -> Step:
         """Feeds so many tokens of each sequence."""
         self.num_steps = (self.num_steps + 1) % 2**31  # int32 on the wire
         rows, tokens = [], []
         for sequence, count in zip(fed, num_tokens, strict=True):
-            rows.append(Row(sequence.id, sequence.num_computed, count))
+            rows.append(Row(sequence.id, sequence.num_computed, count, sequence.adapter))
             tokens += sequence.next_tokens(count)
             sequence.num_computed += count
             sequence.is_held = True
         self._in_flight[self.num_steps] = _InFlight(group, tuple(fed))
         key = group.id if group else len(self.groups) + fed[0].id if fed else -1
         sample = group is not None
-        return Step(self.num_steps, key, tuple(rows), tuple(tokens), sample, drop, take)
+        return Step(self.num_steps, key, tuple(rows), tuple(tokens), sample, drop, take, unload)
 
     # --- what becomes of sequences
 
@@ -268,7 +289,9 @@ class Scheduler:
             self._join_if_prefilled(sequence)
 
     def _reuse_prefix(self, sequence: Sequence) -> None:
-        found = self._prefix_of_original(sequence) or self._prefix(sequence)
+        found = beginning_of_original(sequence, self._live)
+        if not found and self.reuse != "none":
+            found = beginning(sequence, self.kept, self.groups, self.reuse == "whole")
         if not found:
             return
         source, sequence.num_computed = found
@@ -276,23 +299,6 @@ class Scheduler:
         if not sequence.output:
             sequence.num_cached = sequence.num_computed
         self._emit(self._step([], [], take=(Take(sequence.id, source, sequence.num_computed),)))
-
-    def _prefix_of_original(self, sequence: Sequence) -> tuple[int, int] | None:
-        """All that an original holds that has just been prefilled: this every cache can copy."""
-        original, num_tokens = sequence.original, len(sequence.prompt) - 1
-        if original and original.id in self._live and original.num_computed == num_tokens > 0:
-            return original.id, num_tokens
-        return None
-
-    def _prefix(self, sequence: Sequence) -> tuple[int, int] | None:
-        """The sequence that begins most like this one, and how many tokens are the same.
-        What is to be scored has to be computed."""
-        if self.reuse == "none" or sequence.sampling.prompt_logprobs is not None:
-            return None
-        decoding = (s for group in self.groups for s in group.sequences)
-        prompts = ((s.id, s.prompt) for s in decoding if s.num_computed >= len(s.prompt))
-        others = prompts if self.reuse == "any" else ()
-        return self.kept.longest(sequence.tokens[:-1], self.reuse == "whole", others)
 
     def _join_if_prefilled(self, sequence: Sequence) -> None:
         if sequence.num_computed == sequence.num_tokens - 1:
@@ -320,9 +326,10 @@ class Scheduler:
         if reason:
             self._take_out(sequence.id)
             # With two more steps under way it is not known what the last one feeds.
-            if self.reuse != "none" and sequence.num_computed <= sequence.num_tokens:
+            is_known = sequence.num_computed <= sequence.num_tokens
+            if self.reuse != "none" and is_known and sequence.adapter not in self._retired:
                 held = sequence.tokens[: sequence.num_computed]
-                self._to_drop += self.kept.keep(sequence.id, held)
+                self._to_drop += self.kept.keep(sequence.id, held, sequence.adapter)
             else:
                 self._forget(sequence)
         return Event(sequence.id, token, reason)

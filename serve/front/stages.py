@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from serve.core.plan import StagePlan
+from serve.core.config import ServeConfig
+from serve.core.errors import PlanError
+from serve.core.plan import StagePlan, parse_memory
 
 _WINDOW_SECONDS = 10.0
 _NUM_SPANS = 20_000
@@ -22,10 +24,12 @@ _CHUNK_BY_DECODE = 2.4
 _CHUNK_BY_DECODE_ALONE = 1.6  # on one stage there is one chunk for each decode step
 _LEAST_CHUNK, _UNKNOWN_CHUNK = 8, 32
 _SLACK = 1.5  # Padding and spare room may take half as much again as keys and values do.
+_LEAST_HELD_TOKENS = 256
 _WARM_STEPS = 200
 _WORTHWHILE = 0.95
 _REPORTED = (
     *("bytes_owned", "bytes_read", "bytes_fetched", "free_bytes", "reuse", "kv_bytes"),
+    "adapter_bytes",
     *("num_hops", "hop_seconds", "busy_seconds", "num_steps"),
 )
 
@@ -90,6 +94,7 @@ class StageStatus:
     free_bytes: int = 0
     reuse: str = "none"
     kv_bytes: int = 0
+    adapter_bytes: int = 0
     num_hops: int = 0
     hop_seconds: float = 0.0
     busy_seconds: float = 0.0
@@ -150,6 +155,7 @@ class StageStatus:
             "busy_seconds": round(self.busy_seconds, 3),
             "decode_seconds": self.pace.decode_seconds and round(self.pace.decode_seconds, 5),
             "kv_bytes": self.kv_bytes,
+            "adapter_bytes": self.adapter_bytes,
             "num_hops": self.num_hops,
             "hop_seconds": round(self.hop_seconds, 5),
         }
@@ -189,6 +195,22 @@ def max_held_tokens(stages: list[StageStatus], kv_bytes: list[int] | None, concu
         room -= concurrency * stage.plan.cache_bytes_per_sequence
         most = min(most, room / max(1, stage.plan.cache_bytes_per_token))
     return int(most)
+
+
+def room_for_tokens(stages: list[StageStatus], config: ServeConfig) -> int:
+    """max_held_tokens under the flags. Raises PlanError if that is not even a short sequence."""
+    num_ranks = len(stages)
+    kv_bytes = parse_memory(config.kv_memory, num_ranks) if config.kv_memory else None
+    if config.adapter_memory and not kv_bytes:
+        kept = parse_memory(config.adapter_memory, num_ranks)
+        kv_bytes = [stage.free_bytes - kept[stage.rank] for stage in stages]
+    most = max_held_tokens(stages, kv_bytes, config.max_num_sequences)
+    if most < _LEAST_HELD_TOKENS:
+        raise PlanError(
+            f"There is room for keys and values of {max(0, most)} tokens only: give "
+            "--kv-memory or --max-num-sequences that fit, or more ranks."
+        )
+    return most
 
 
 def better_split(stages: list[StageStatus]) -> list[int] | None:

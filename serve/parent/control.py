@@ -3,8 +3,8 @@
 They exist before any engine does and outlive it. Rank 0 waits for all others,
 tells them what to start, hears how their engines are, and stops them.
 
-    other -> rank 0   hello, status, error
-    rank 0 -> other   start, stop, refused
+    other -> rank 0   hello, status, error, and what its engine answers
+    rank 0 -> other   start, stop, refused, and what is for its engine
 """
 
 import asyncio

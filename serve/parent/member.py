@@ -77,7 +77,7 @@ async def _wait_for_start(hub: Link) -> dict[str, Any] | None:
 async def _relay(rank: int, hub: Link, engine: EngineProcess) -> None:
     tasks = {
         asyncio.create_task(_engine_to_hub(rank, hub, engine)),
-        asyncio.create_task(_until_stop(hub)),
+        asyncio.create_task(_hub_to_engine(hub, engine)),
     }
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -102,9 +102,10 @@ async def _engine_to_hub(rank: int, hub: Link, engine: EngineProcess) -> None:
     raise_if_error(message)
 
 
-async def _until_stop(hub: Link) -> None:
-    """After the start rank 0 says nothing but stop."""
-    await _hear(hub)
+async def _hub_to_engine(hub: Link, engine: EngineProcess) -> None:
+    """Until rank 0 says stop: what else it says is for the engine."""
+    while (message := await _hear(hub))["type"] != "stop":
+        engine.link.send_json(message)
 
 
 async def _hear(hub: Link) -> dict[str, Any]:

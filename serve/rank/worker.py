@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +27,7 @@ from serve.core import wire
 from serve.core.errors import BrigadeError, ClusterError, EngineError
 from serve.core.types import Sampling, Step
 from serve.hub.partial import PartialModel, open_partial
+from serve.rank.adapters import Adapters
 from serve.rank.cache import GroupCaches
 from serve.rank.chooser import Chooser
 from serve.rank.memory import free_bytes
@@ -106,6 +108,7 @@ class StepLoop:
         self.stage = stage
         self.transport = transport
         self.caches = GroupCaches(lambda: quantized(stage.make_cache(), kv_bits), stage.can_batch)
+        self.adapters = Adapters(stage)
         self.outbox = Outbox(lambda step: transport.send(step, []))
         self.chooser = Chooser(folder)
         self.busy_seconds = 0.0
@@ -136,12 +139,13 @@ class StepLoop:
         those of the other.
         """
         parts = self.caches.apply(step)
-        mx.eval(self.caches.moved())
+        mx.eval(self.caches.moved(), self.adapters.apply(step))
         for sequence in self.chooser.forget(step.drop):
             self.outbox.forget(sequence)
         outputs: list[mx.array] = []
         for n, part in enumerate(parts):
             size = len(received) // len(parts)
+            self.adapters.select([None if n is None else step.rows[n].adapter for n in part.rows])
             outputs += self.stage(
                 part.tokens(step), part.caches, received[n * size : (n + 1) * size]
             )
@@ -166,6 +170,8 @@ class Worker:
         self.transport: Transport | None = None
         self.loop: StepLoop | None = None
         self.status: dict[str, Any] = {"state": "joining"}
+        # Beside the steps, so that no stream has to wait for a file.
+        self.reader = ThreadPoolExecutor(1, "adapters")
 
     def run(self) -> None:
         threading.Thread(target=self._run_engine, name="mlx", daemon=True).start()
@@ -183,8 +189,17 @@ class Worker:
             self._running_loop().chooser.admit(
                 message["sequence"], sampling, message["num_prompt"], message["tokens"]
             )
+        elif message["type"] == "load_adapter":
+            self.reader.submit(self._read_adapter, message, self._running_loop().adapters)
         else:
             raise EngineError(f"The parent sent a message of unknown type {message['type']!r}.")
+
+    def _read_adapter(self, message: dict[str, Any], adapters: Adapters) -> None:
+        try:
+            answer = {"type": "adapter", "rank": self.order.rank, **adapters.answer(message)}
+            self.parent.send(wire.json_frame(answer))
+        except Exception as error:  # Nobody looks at what this thread raises.
+            fail(self.parent, error, f"Rank {self.order.rank}")
 
     def _running_loop(self) -> StepLoop:
         if self.loop is None:
@@ -264,6 +279,7 @@ class Worker:
                 "busy_seconds": loop.busy_seconds,
                 "num_steps": loop.num_steps,
                 "kv_bytes": loop.caches.num_bytes,
+                "adapter_bytes": loop.adapters.num_bytes,
                 "num_hops": self.transport.num_hops if self.transport else 0,
                 "hop_seconds": self.transport.hop_seconds if self.transport else 0.0,
                 "spans": spans,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from serve.cli.flags import parse
 from serve.core.config import (
     Address,
     Cluster,
@@ -155,3 +156,15 @@ def test_a_wrong_origin_is_told(origin: str) -> None:
     with pytest.raises(UsageError, match="--cors-origin"):
         ServeConfig(model=MODEL, cors_origin=(origin,))
     ServeConfig(model=MODEL, cors_origin=("*", "https://a.example:8443", "http://[::1]:3000"))
+
+
+def test_adapters_of_the_start_are_given_as_often_as_there_are() -> None:
+    words = ["--model", "m", "--lora", "x=/a/b", "--lora", "y=c=d"]
+    assert parse(ServeConfig, words, "serve", "").lora == ("x=/a/b", "y=c=d")
+    assert parse(ServeConfig, words[:2], "serve", "").lora == ()
+
+
+@pytest.mark.parametrize("word", ["x", "=x", "x=", "="])
+def test_an_adapter_without_name_or_path_is_refused(word: str) -> None:
+    with pytest.raises(UsageError, match="--lora .*NAME=PATH"):
+        ServeConfig(model=Path("m"), lora=(word,))

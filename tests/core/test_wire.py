@@ -14,7 +14,8 @@ small = st.integers(0, 2**31 - 1)
 
 @st.composite
 def steps(draw: st.DrawFn) -> Step:
-    rows = draw(st.lists(st.builds(Row, small, small, st.integers(1, 5)), max_size=6))
+    row = st.builds(Row, small, small, st.integers(1, 5), small)
+    rows = draw(st.lists(row, max_size=6))
     num_tokens = sum(row.num_tokens for row in rows)
     return Step(
         number=draw(small),
@@ -23,6 +24,7 @@ def steps(draw: st.DrawFn) -> Step:
         tokens=tuple(draw(st.lists(int32, min_size=num_tokens, max_size=num_tokens))),
         sample=draw(st.booleans()),
         drop=tuple(draw(st.lists(small, max_size=4))),
+        unload=tuple(draw(st.lists(small, max_size=3))),
     )
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -18,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from serve.core.config import ServeConfig
 from serve.core.errors import BrigadeError
 from serve.core.types import Event, FinishReason, Sampling, Score
+from serve.front.adapters import Adapters
 from serve.front.app import bind, serve
 from serve.front.prompt import Prompt
 from serve.front.tokens import Tokenizer
@@ -138,6 +140,48 @@ def scored(token: int, num_top: int | None) -> Score | None:
     return Score(token, -float(token), tuple((id, -float(id)) for id in range(num_top)))
 
 
+class FakeRanks:
+    """Two ranks that hold what they are told to. Set refusals to make a rank refuse."""
+
+    def __init__(self, **flags: Any) -> None:
+        config = dataclasses.replace(CONFIG, **{"adapter_root": Path("/adapters"), **flags})
+        self.adapters = Adapters(config, 2, self)
+        self.held: set[int] = set()
+        self.running: Counter[int] = Counter()
+        self.submitted: list[int] = []
+        self.refusals: dict[int, dict[str, Any]] = {}
+        self.num_bytes = [100_000, 50_000]
+        self.own = (["a"], ["b"])
+        self.paths: list[str] = []
+        self.is_silent = False
+
+    def tell_engines(self, message: dict[str, Any]) -> None:
+        self.paths.append(message["path"])
+        self.held.add(message["version"])
+        for rank in range(1 if self.is_silent else 2):
+            asyncio.get_running_loop().call_soon(self._answer, rank, message["version"])
+
+    def _answer(self, rank: int, version: int) -> None:
+        answer = {
+            "version": version,
+            "error": self.refusals.get(rank),
+            "digest": "d",
+            "targets": ["a", "b"],
+            "own": self.own[rank],
+            "kinds": ["q_proj"],
+            "lora_rank": 8,
+            "scale": 2.0,
+            "num_bytes": self.num_bytes[rank],
+        }
+        self.adapters.on_answer(rank, answer)
+
+    def retire_adapter(self, version: int) -> None:
+        self.held.discard(version)
+
+    def num_with_adapter(self, version: int) -> int:
+        return self.running[version]
+
+
 class FakeEngine:
     """Answers every prompt with `answer`, all in turn token by token. Set its fields to make
     it misbehave."""
@@ -154,8 +198,11 @@ class FakeEngine:
         self.end_ids: list[frozenset[int]] = []
         self.generations: list[FakeGeneration] = []
         self.failure: asyncio.Future[BrigadeError] | None = None
+        self.ranks = FakeRanks()
+        self.adapters = self.ranks.adapters
 
-    def submit(self, prompts: Sequence[Prompt]) -> FakeGeneration:
+    def submit(self, prompts: Sequence[Prompt], adapter: int = 0) -> FakeGeneration:
+        self.ranks.submitted.append(adapter)
         if self.refuses_with is not None:
             raise self.refuses_with
         answers: list[Events] = []
@@ -193,7 +240,8 @@ class FakeEngine:
         return self.reason
 
     def pipeline(self) -> dict[str, Any]:
-        return {"model": "m", "num_ranks": 1, "stages": [], "num_running": 2, "num_waiting": 3}
+        counts = {"num_running": 2, "num_waiting": 3, "adapters": self.adapters.statistics()}
+        return {"model": "m", "num_ranks": 1, "stages": [], **counts}
 
     def timeline(self, seconds: float) -> dict[str, Any]:
         return {"traceEvents": [], "seconds": seconds}

@@ -196,7 +196,7 @@ def test_what_is_no_call_has_an_error_object(
 def test_an_exception_of_ours_is_told_to_the_log_alone(
     server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(Front, "_described", lambda self: {}["/secret/path"])
+    monkeypatch.setattr(Front, "_described", lambda self, name: {}["/secret/path"])
     reply = get(server, "/v1/models")
     assert reply.status_code == 500
     assert reply.json()["error"]["type"] == "server_error"

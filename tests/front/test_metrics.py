@@ -12,7 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from serve.front.metrics import Metrics
 
-STATE: dict[str, Any] = {"num_running": 2, "num_waiting": 3, "stages": []}
+ADAPTERS = {"num_loaded": 3, "num_swapped": 1, "load_seconds": 0.5, "num_requests": {"x": 4}}
+STATE: dict[str, Any] = {"num_running": 2, "num_waiting": 3, "stages": [], "adapters": ADAPTERS}
 
 
 def lines(metrics: Metrics) -> list[str]:
@@ -29,7 +30,8 @@ def test_gauges_are_read_when_asked() -> None:
 
 
 def ran(busy_seconds: float) -> dict:
-    return {"busy_seconds": busy_seconds, "kv_bytes": 64, "num_hops": 4, "hop_seconds": 0.02}
+    hops = {"num_hops": 4, "hop_seconds": 0.02}
+    return {"busy_seconds": busy_seconds, "kv_bytes": 64, "adapter_bytes": 32, **hops}
 
 
 def test_bytes_of_stages_where_they_are_known() -> None:
@@ -43,9 +45,18 @@ def test_bytes_of_stages_where_they_are_known() -> None:
     assert 'brigade_stage_read_bytes{stage="1"} 21.0' in found
     assert 'brigade_stage_kv_bytes{stage="0"} 64.0' in found
     assert 'brigade_stage_busy_seconds_total{stage="1"} 0.25' in found
+    assert 'brigade_stage_adapter_bytes{stage="1"} 32.0' in found
     assert 'brigade_hop_seconds_count{stage="1"} 4.0' in found
     assert 'brigade_hop_seconds_sum{stage="0"} 0.02' in found
     assert not any(line.startswith('brigade_stage_read_bytes{stage="0"}') for line in found)
+
+
+def test_adapters_are_counted() -> None:
+    found = lines(Metrics(lambda: STATE))
+    assert 'brigade_adapter_requests_total{adapter="x"} 4.0' in found
+    assert "brigade_adapter_swaps_total 1.0" in found
+    assert "brigade_adapter_load_seconds_count 3.0" in found
+    assert "brigade_adapter_load_seconds_sum 0.5" in found
 
 
 def test_everything_is_counted_under_its_name() -> None:

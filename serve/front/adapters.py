@@ -1,0 +1,317 @@
+"""The registry of LoRA adapters: names that clients use, and which version each stands for.
+
+Each time that files are read they become a new version, a number that is never used again. All
+ranks read and check them first. When all are satisfied, the name gets the new version: sequences
+that begin from then on have it, and running ones keep theirs until they end.
+"""
+
+import asyncio
+import itertools
+import logging
+import re
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from serve.core.config import ServeConfig
+from serve.core.errors import (
+    AdapterError,
+    BrigadeError,
+    NotFoundError,
+    OverloadedError,
+    RequestError,
+    UnavailableError,
+)
+from serve.core.plan import parse_memory
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.:@-]{0,127}(/[A-Za-z0-9][\w.:@-]{0,127})?", re.ASCII)
+
+_logger = logging.getLogger(__name__)
+Json = dict[str, Any]
+
+
+class Ranks(Protocol):
+    """What the registry needs of the engine."""
+
+    def tell_engines(self, message: Json) -> None: ...
+
+    def retire_adapter(self, version: int) -> None:
+        """No new sequence has it; the stages free it after the last one."""
+
+    def num_with_adapter(self, version: int) -> int:
+        """Sequences that run or wait with it."""
+
+
+@dataclass(slots=True)
+class Adapter:
+    """version is 0 while no stage holds it. root is the folder that its path must lie below,
+    None for one that was named at the start. num_bytes is what each rank holds."""
+
+    name: str
+    path: str
+    root: str | None
+    version: int = 0
+    rank: int = 0
+    scale: float | None = None
+    targets: list[str] = field(default_factory=list)
+    num_bytes: list[int] = field(default_factory=list)
+    loaded_at: float = 0.0
+    used_at: float = 0.0
+    is_pinned: bool = False
+
+
+class Adapters:
+    def __init__(self, config: ServeConfig, num_ranks: int, ranks: Ranks) -> None:
+        self._config, self._num_ranks, self._ranks = config, num_ranks, ranks
+        self._adapters: dict[str, Adapter] = {}
+        self._versions = itertools.count(1)
+        self._held: dict[int, list[int]] = {}  # the bytes of versions that ranks may hold
+        self._answers: dict[int, dict[int, Json]] = {}
+        self._answered = asyncio.Event()
+        self._broken: BrigadeError | None = None
+        self._lock = asyncio.Lock()
+        self.default = config.model_name
+        self.num_loaded, self.num_swapped, self.load_seconds = 0, 0, 0.0
+        self.num_requests: Counter[str] = Counter()
+
+    # --- for requests
+
+    def check(self, name: str) -> None:
+        """Raises NotFoundError unless it is the model's name or that of an adapter."""
+        if name != self._config.model_name and name not in self._adapters:
+            raise NotFoundError(
+                f"The model {name[:100]!r} does not exist: this server has "
+                f"{', '.join(map(repr, [self._config.model_name, *self._adapters]))}.",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def version(self, name: str) -> int:
+        """What a sequence of this model begins with; 0 for none. Submit it before anything
+        else is awaited, because the next version may come. Raises RequestError."""
+        self.check(name)
+        if name == self._config.model_name:
+            return 0
+        try:
+            adapter = await self._loaded(name)
+        except AdapterError as error:
+            _logger.error("event=adapter_lost name=%s reason=%s", name, error)
+            raise UnavailableError(f"The adapter {name!r} cannot be read again.") from error
+        adapter.used_at = time.monotonic()
+        self.num_requests[name] += 1
+        return adapter.version
+
+    async def _loaded(self, name: str) -> Adapter:
+        """Read again if it was evicted. Raises NotFoundError, also if it goes meanwhile."""
+        while True:
+            self.check(name)
+            adapter = self._adapters[name]
+            if adapter.version:
+                return adapter
+            async with self._lock:
+                if adapter is self._adapters.get(name) and not adapter.version:
+                    await self._load(adapter)
+
+    # --- for whoever administrates
+
+    async def load_at_start(self) -> None:
+        for word in self._config.lora:
+            name, _, path = word.partition("=")
+            await self._add(Adapter(name, path, None), in_place=False)
+
+    async def load(self, name: str, path: str, in_place: bool) -> None:
+        """Raises AdapterError, and then everything is as it was."""
+        root = self._config.adapter_root
+        if root is None:
+            raise AdapterError("Adapters are loaded from below --adapter-root: start with it.", 403)
+        await self._add(Adapter(name, path, str(root)), in_place)
+
+    async def _add(self, adapter: Adapter, in_place: bool) -> None:
+        name = adapter.name
+        if name == self._config.model_name or not _NAME.fullmatch(name):
+            raise RequestError(f"{name[:100]!r} cannot be an adapter's name.", param="lora_name")
+        async with self._lock:
+            old = self._adapters.get(name)
+            if old and not in_place:
+                raise RequestError(
+                    f"The lora adapter '{name}' has already been loaded. If you want to load the "
+                    "adapter in place, set 'load_inplace' to True.",
+                    param="lora_name",
+                )
+            adapter.is_pinned = old is not None and old.is_pinned
+            await self._load(adapter, old)
+            self._adapters[name] = adapter
+            if old:
+                self.num_swapped += 1
+                self._retire(old)
+
+    async def unload(self, name: str) -> None:
+        async with self._lock:
+            adapter = self._adapters.pop(name, None)
+        if adapter is None:
+            raise NotFoundError(f"The lora adapter '{name}' cannot be found.", param="lora_name")
+        self._retire(adapter)
+        if self.default == name:
+            self.default = self._config.model_name
+
+    async def change(
+        self, name: str, pin: bool | None, default: bool | None, preload: bool
+    ) -> Json:
+        self.check(name)
+        if name == self._config.model_name and (preload or pin is not None):
+            raise RequestError(f"{name!r} is the model itself: it stays.", param="lora_name")
+        if preload or pin:
+            await self._loaded(name)
+        if pin is not None and (adapter := self._adapters.get(name)):
+            adapter.is_pinned = pin
+        if default is not None:
+            self.default = name if default else self._config.model_name
+        return {"default": self.default, "data": self.described()}
+
+    def described(self) -> list[Json]:
+        return [
+            {
+                "name": adapter.name,
+                "version": adapter.version or None,
+                "rank": adapter.rank,
+                "scale": adapter.scale,
+                "targets": adapter.targets,
+                "bytes": adapter.num_bytes,
+                "num_running": self._num_running(adapter),
+                "loaded_at": adapter.loaded_at,
+                "source": adapter.path,
+                "pinned": adapter.is_pinned,
+            }
+            for adapter in self._adapters.values()
+        ]
+
+    @property
+    def names(self) -> list[str]:
+        """Of the model and its adapters, the default first."""
+        names = [self._config.model_name, *self._adapters]
+        return sorted(names, key=lambda name: name != self.default)
+
+    def statistics(self) -> Json:
+        return {
+            "num_loaded": self.num_loaded,
+            "num_swapped": self.num_swapped,
+            "load_seconds": self.load_seconds,
+            "num_requests": dict(self.num_requests),
+        }
+
+    # --- loading
+
+    async def _load(self, adapter: Adapter, instead_of: Adapter | None = None) -> None:
+        """Gives the adapter a version that all ranks hold. Raises AdapterError."""
+        started, version = time.monotonic(), next(self._versions)
+        try:
+            answers = await self._ask(version, adapter)
+            num_bytes = [answers[rank]["num_bytes"] for rank in range(self._num_ranks)]
+            self._make_room(num_bytes, instead_of)
+        except BaseException:
+            self._ranks.retire_adapter(version)
+            raise
+        first = answers[0]
+        adapter.version, adapter.num_bytes = version, num_bytes
+        adapter.rank, adapter.scale, adapter.targets = (
+            first[name] for name in ("lora_rank", "scale", "kinds")
+        )
+        adapter.loaded_at, adapter.used_at = time.time(), time.monotonic()
+        self._held[version] = num_bytes
+        self.num_loaded += 1
+        self.load_seconds += time.monotonic() - started
+        _logger.info(
+            "event=adapter_loaded name=%s version=%d bytes=%d seconds=%.3f",
+            *(adapter.name, version, sum(num_bytes), time.monotonic() - started),
+        )
+
+    async def _ask(self, version: int, adapter: Adapter) -> dict[int, Json]:
+        """What every rank says after it has read and checked the files."""
+        answers: dict[int, Json] = {}
+        self._answers[version] = answers
+        message = {"type": "load_adapter", "version": version, "path": adapter.path}
+        settings = {"root": adapter.root, "max_rank": self._config.max_lora_rank}
+        deadline = time.monotonic() + self._config.load_timeout
+        try:
+            self._ranks.tell_engines({**message, **settings})
+            while len(answers) < self._num_ranks:
+                if self._broken:
+                    raise self._broken
+                self._answered.clear()
+                await asyncio.wait_for(self._answered.wait(), deadline - time.monotonic())
+        except (TimeoutError, asyncio.TimeoutError) as error:
+            late = [rank for rank in range(self._num_ranks) if rank not in answers]
+            raise AdapterError(f"Rank {late[0]} does not answer (--load-timeout).", 503) from error
+        finally:
+            del self._answers[version]
+        _check(answers)
+        return answers
+
+    def on_answer(self, rank: int, answer: Json) -> None:
+        if answer["version"] in self._answers:
+            self._answers[answer["version"]][rank] = answer
+            self._answered.set()
+        else:
+            self._ranks.retire_adapter(answer["version"])  # It took too long.
+
+    def fail(self, error: BrigadeError) -> None:
+        """Nobody answers any more."""
+        self._broken = error
+        self._answered.set()
+
+    def _retire(self, adapter: Adapter) -> None:
+        if adapter.version:
+            self._ranks.retire_adapter(adapter.version)
+            adapter.version = 0
+        current = {other.version for other in self._adapters.values()}
+        for version in self._held.keys() - current:
+            if not self._ranks.num_with_adapter(version):
+                del self._held[version]
+
+    def _make_room(self, num_bytes: list[int], old: Adapter | None) -> None:
+        """Idle adapters go, the least recently used first, until there is room for one more
+        in the place of the old one. Raises OverloadedError if there is none."""
+        if self._config.adapter_memory is None:
+            return
+        most = parse_memory(self._config.adapter_memory, self._num_ranks)
+        if not _fits([num_bytes], most):
+            raise AdapterError(f"The adapter has {max(num_bytes)} bytes: over --adapter-memory.")
+        while not _fits([num_bytes, *self._held_beside(old)], most):
+            idle = [a for a in self._adapters.values() if a is not old and self._is_idle(a)]
+            if not idle:
+                raise OverloadedError("All adapters in --adapter-memory are in use: try later.")
+            going = min(idle, key=lambda adapter: adapter.used_at)
+            _logger.info("event=adapter_evicted name=%s version=%d", going.name, going.version)
+            self._retire(going)
+
+    def _is_idle(self, adapter: Adapter) -> bool:
+        return bool(adapter.version) and not adapter.is_pinned and not self._num_running(adapter)
+
+    def _num_running(self, adapter: Adapter) -> int:
+        # Version 0 is everybody's who has none.
+        return self._ranks.num_with_adapter(adapter.version) if adapter.version else 0
+
+    def _held_beside(self, old: Adapter | None) -> list[list[int]]:
+        """The bytes of versions that are to stay, or are retired and still in use."""
+        staying = {a.version for a in self._adapters.values() if a is not old}
+        used = {v for v in self._held if v in staying or self._ranks.num_with_adapter(v)}
+        return [num_bytes for version, num_bytes in self._held.items() if version in used]
+
+
+def _fits(held: list[list[int]], most: list[int]) -> bool:
+    return all(sum(sizes) <= limit for *sizes, limit in zip(*held, most, strict=True))
+
+
+def _check(answers: dict[int, Json]) -> None:
+    """Raises AdapterError if a rank has refused, or tensors belong to none."""
+    for rank, answer in sorted(answers.items()):
+        if error := answer["error"]:
+            where = f"Rank {rank}: " if rank else ""
+            raise AdapterError(where + error["message"], error["status"])
+    if len({answer["digest"] for answer in answers.values()}) > 1:
+        raise AdapterError("The ranks have different files there: copy the same to all hosts.")
+    known = {name for answer in answers.values() for name in answer["own"]}
+    for name in answers[0]["targets"]:
+        if name not in known:
+            raise AdapterError(f"The adapter is for another model: this one has no {name}.")

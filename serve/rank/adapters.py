@@ -1,0 +1,259 @@
+"""The adapters of a stage: read and checked, put into its modules and taken out
+between steps.
+
+`serve.rank.adapted` has the modules in which they are used.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
+
+from serve.core.errors import AdapterError, EngineError
+from serve.core.types import Step
+from serve.rank import trace
+from serve.rank.adapted import EMBEDDINGS, EXPERTS, Adapted, Matrices, Rows, note_routing
+from serve.rank.adapter_files import AdapterFiles, Target, read_adapter
+from serve.rank.stage import Stage
+
+_ADAPTABLE = (nn.Linear, nn.QuantizedLinear, *EMBEDDINGS, *EXPERTS)
+_LEAST_SLOTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAdapter:
+    """What a stage has read of an adapter: all that belongs to its own modules."""
+
+    files: AdapterFiles
+    matrices: dict[str, Matrices]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(a.nbytes for m in self.matrices.values() for a in (m.a, m.b))
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A module of the stage: the number of its layer and its name in it; None and "" outside
+    of layers. router is what calls it with the experts of each token, if it is of experts."""
+
+    module: nn.Module
+    layer: int | None
+    inside: str
+    router: nn.Module | None
+
+
+class Adapters:
+    """Versions are numbers that rank 0 gives. `read` may be called from another thread than
+    the rest, which is the step loop's."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._places = dict(_places(stage))
+        self._num_layers = len(stage.layers)
+        self._read: dict[int, ReadAdapter] = {}
+        self._slots: dict[int, int] = {}
+        self._num_slots = 0
+        self._adapted: dict[str, Adapted] = {}
+        self._rows = Rows()
+
+    @property
+    def num_bytes(self) -> int:
+        waiting = sum(read.num_bytes for read in list(self._read.values()))
+        return waiting + sum(array.nbytes for array in self._arrays())
+
+    def read(self, version: int, path: str, root: str | None, max_rank: int) -> ReadAdapter:
+        """Checks the whole adapter and reads what belongs to this stage. Raises AdapterError,
+        and then nothing has changed."""
+        files = read_adapter(path, root)
+        if files.rank > max_rank:
+            raise AdapterError(f"The adapter has rank {files.rank}: --max-lora-rank is {max_rank}.")
+        for name, place in self._places.items():
+            wanted = files.expects(name, place.layer, place.inside, self._num_layers)
+            if wanted and name not in files.targets:
+                raise AdapterError(f"The adapter has no tensors for {name}; its config says so.")
+        own = {name: t for name, t in files.targets.items() if name in self._places}
+        for name, target in own.items():
+            _check(name, self._places[name], files, target)
+        matrices = _read_matrices(files, own, {n: self._places[n].module for n in own})
+        self._read[version] = ReadAdapter(files, matrices)
+        return self._read[version]
+
+    def answer(self, message: dict[str, Any]) -> dict[str, Any]:
+        """What rank 0 gets to know of a `read` that it has asked for. targets is all modules
+        that the adapter is for, own those of this stage."""
+        version = message["version"]
+        try:
+            read = self.read(version, *(message[name] for name in ("path", "root", "max_rank")))
+        except AdapterError as error:
+            refused = {"message": str(error), "status": error.http_status}
+            return {"version": version, "error": refused}
+        targets = read.files.targets
+        scales = {target.scale for target in targets.values()}
+        return {
+            "version": version,
+            "error": None,
+            "digest": read.files.digest,
+            "targets": sorted(targets),
+            "own": sorted(read.matrices),
+            "kinds": sorted({name.rpartition(".")[2] for name in targets}),
+            "lora_rank": read.files.rank,
+            "scale": scales.pop() if len(scales) == 1 else None,
+            "num_bytes": read.num_bytes,
+        }
+
+    # --- in the step loop
+
+    def apply(self, step: Step) -> list[mx.array]:
+        """Frees and makes ready what a step says. Returns the arrays to evaluate before its
+        forward: until then they keep tables from being written in place."""
+        new = {row.adapter for row in step.rows}.difference(self._slots, {0})
+        for version in step.unload:
+            self._unload(version)
+        for version in sorted(new):
+            self._install(version)
+        return self._arrays() if new or step.unload else []
+
+    def _install(self, version: int) -> None:
+        read = self._read.pop(version, None)
+        if read is None:
+            raise EngineError(f"A step names adapter version {version}, which is not here.")
+        slot = min(set(range(1, len(self._slots) + 2)).difference(self._slots.values()))
+        if slot >= self._num_slots:
+            self._move({s: s for s in self._slots.values()}, 2 * self._num_slots)
+        self._slots[version] = slot
+        for name, matrices in read.matrices.items():
+            if name not in self._adapted:
+                place = self._places[name]
+                self._adapted[name] = Adapted(name, place.module, self._rows)
+                if place.router:
+                    trace.open_seam(place.router, functools.partial(note_routing, self._rows))
+            self._adapted[name].write(slot, matrices, self._num_slots)
+
+    def _unload(self, version: int) -> None:
+        self._read.pop(version, None)
+        slot = self._slots.pop(version, None)
+        if slot is None:
+            return
+        for adapted in self._adapted.values():
+            adapted.clear(slot)
+        if 4 * (len(self._slots) + 1) <= self._num_slots > _LEAST_SLOTS:
+            moved = {old: new for new, old in enumerate(self._slots.values(), start=1)}
+            self._slots = {version: moved[slot] for version, slot in self._slots.items()}
+            self._move(moved, self._num_slots // 2)
+
+    def select(self, versions: Sequence[int | None]) -> None:
+        """The versions of the rows of the next forward; 0 is none, None a row that only fills
+        the batch up."""
+        slots = [self._slots[v] if v else 0 for v in versions]
+        own = {slot for slot, v in zip(slots, versions, strict=True) if v is not None}
+        self._rows.alone = min(own) if len(own) == 1 else None
+        self._rows.index = mx.array(slots) if len(own) > 1 else None
+        self._rows.used = own - {0}
+
+    def _move(self, moved: Mapping[int, int], num_slots: int) -> None:
+        """Puts old slots in the places of new ones. What is free becomes zero."""
+        self._num_slots = max(_LEAST_SLOTS, num_slots)
+        sources = {new: old for old, new in moved.items()}
+        for adapted in self._adapted.values():
+            adapted.move([sources.get(slot, 0) for slot in range(self._num_slots)])
+
+    def _arrays(self) -> list[mx.array]:
+        return [array for adapted in list(self._adapted.values()) for array in adapted.arrays()]
+
+
+def _places(stage: Stage) -> Iterator[tuple[str, _Place]]:
+    layers = {
+        id(module): (i, inside)
+        for i in range(stage.start, stage.end)
+        for inside, module in stage.layers[i].named_modules()
+    }
+    modules = list(stage.model.named_modules())
+    routers = {
+        id(child): module
+        for _, module in modules
+        if isinstance(module, (SwitchGLU, SwitchMLP))
+        for child in module.values()
+    }
+    for name, module in modules:
+        if isinstance(module, _ADAPTABLE) and "weight" in module:
+            layer, inside = layers.get(id(module), (None, ""))
+            yield name, _Place(module, layer, inside, routers.get(id(module)))
+
+
+# --- reading
+
+
+def _check(name: str, place: _Place, files: AdapterFiles, target: Target) -> None:
+    """Raises AdapterError if the matrices do not fit the module."""
+    module = place.module
+    is_plain = not isinstance(module, (*EMBEDDINGS, *EXPERTS))
+    is_routed = isinstance(module, EXPERTS) and place.router and not files.is_peft
+    if not is_plain and (files.is_dora or not (is_routed or isinstance(module, EMBEDDINGS))):
+        kind = f"{'PEFT' if files.is_peft else 'mlx-lm'}'s {'DoRA' if files.is_dora else 'LoRA'}"
+        raise AdapterError(f"{name} is a {type(module).__name__}: {kind} on it is not supported.")
+    *experts, rows, columns = module["weight"].shape
+    if "scales" in module:
+        columns = columns * 32 // module.bits
+    num_in, num_out = (rows, columns) if isinstance(module, EMBEDDINGS) else (columns, rows)
+    shapes = {"a": (num_in, target.rank), "b": (target.rank, num_out), "m": (num_out,)}
+    for part, tensor in target.parts.items():
+        is_turned = files.is_peft or bool(experts)
+        shape = (*experts, *(shapes[part][::-1] if is_turned else shapes[part]))
+        if files.tensors[tensor].shape != shape:
+            found = files.tensors[tensor].shape
+            raise AdapterError(f"{tensor} has the shape {found}, this model needs {shape}.")
+
+
+def _read_matrices(
+    files: AdapterFiles, targets: Mapping[str, Target], modules: Mapping[str, nn.Module]
+) -> dict[str, Matrices]:
+    """Reads no more of the file than these, and evaluates all of it: what is lazy belongs to
+    its thread."""
+    matrices = {}
+    try:
+        tensors = mx.load(str(files.file))
+        assert isinstance(tensors, dict)
+        for name, target in targets.items():
+            parts = {part: tensors[tensor] for part, tensor in target.parts.items()}
+            matrices[name] = _matrices(parts, target, files, modules[name])
+    except (RuntimeError, KeyError) as error:
+        raise AdapterError(f"{files.file.name} cannot be read: {error}.") from error
+    return matrices
+
+
+def _matrices(
+    parts: dict[str, mx.array], target: Target, files: AdapterFiles, module: nn.Module
+) -> Matrices:
+    whole = {part: array.astype(mx.float32) for part, array in parts.items()}
+    is_turned = files.is_peft or isinstance(module, EXPERTS)
+    a, b = (whole[part].swapaxes(-1, -2) if is_turned else whole[part] for part in "ab")
+    a, b = mx.contiguous(a), target.scale * b
+    gain = None
+    if files.is_dora:
+        norm = mx.linalg.norm(_weight(module) + (a @ b).T, axis=1)
+        gain = (whole["m"] / norm - 1)[None]
+    finite = {part: mx.isfinite(array).all() for part, array in whole.items()}
+    mx.eval(a, b, gain, finite)
+    for part, is_finite in finite.items():
+        if not is_finite.item():
+            raise AdapterError(f"{target.parts[part]} has values that are not finite numbers.")
+    return Matrices(a, b, gain)
+
+
+def _weight(module: nn.Module) -> mx.array:
+    """(out, in) of a linear module."""
+    weight: mx.array = module["weight"]
+    if "scales" not in module:
+        return weight
+    return mx.dequantize(
+        weight,
+        module["scales"],
+        module.get("biases"),
+        group_size=module.group_size,
+        bits=module.bits,
+        mode=module.mode,
+    )

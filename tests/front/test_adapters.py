@@ -1,0 +1,198 @@
+"""Names, versions, memory: the registry with two ranks that do as they are told."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from serve.core.errors import (
+    AdapterError,
+    BrigadeError,
+    EngineError,
+    NotFoundError,
+    OverloadedError,
+    RequestError,
+    UnavailableError,
+)
+from tests.front.fakes import CONFIG, FakeRanks
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_name_stands_for_its_newest_version() -> None:
+    ranks = FakeRanks()
+    adapters = ranks.adapters
+    await adapters.load("x", "a", in_place=False)
+    assert await adapters.version("x") == 1
+    assert await adapters.version("tiny") == 0
+    with pytest.raises(RequestError, match="already been loaded.*load_inplace"):
+        await adapters.load("x", "b", in_place=False)
+    await adapters.load("x", "b", in_place=True)
+    assert await adapters.version("x") == 2
+    assert ranks.held == {2}
+    await adapters.unload("x")
+    assert ranks.held == set()
+    with pytest.raises(NotFoundError):
+        await adapters.version("x")
+    with pytest.raises(NotFoundError, match="'x' cannot be found"):
+        await adapters.unload("x")
+    assert adapters.statistics()["num_requests"] == {"x": 2}
+    assert adapters.statistics()["num_swapped"] == 1
+
+
+async def refused(
+    ranks: FakeRanks, kind: type[BrigadeError], message: str, status: int | None = None
+) -> None:
+    before = ranks.adapters.described(), await ranks.adapters.version("x"), set(ranks.held)
+    with pytest.raises(kind, match=message) as raised:
+        await ranks.adapters.load("x", "b", in_place=True)
+    assert status is None or raised.value.http_status == status
+    after = ranks.adapters.described(), await ranks.adapters.version("x"), set(ranks.held)
+    assert after[0] == before[0]
+    assert after[1:] == before[1:]
+
+
+async def test_one_rank_that_refuses_leaves_all_as_it_was() -> None:
+    ranks = FakeRanks()
+    await ranks.adapters.load("x", "a", in_place=False)
+    ranks.refusals[1] = {"message": "No adapter found for b.", "status": 404}
+    await refused(ranks, AdapterError, "Rank 1: No adapter found", 404)
+    ranks.refusals[0] = {"message": "q_proj.lora_a has values", "status": 400}
+    await refused(ranks, AdapterError, "^q_proj.lora_a has values", 400)
+    ranks.refusals.clear()
+    ranks.own = (["a"], [])
+    await refused(ranks, AdapterError, "this one has no b")
+
+
+async def test_a_rank_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = FakeRanks(load_timeout=1.0)
+    await ranks.adapters.load("x", "a", in_place=False)
+    ranks.is_silent = True
+    await refused(ranks, AdapterError, "Rank 1 does not answer", 503)
+    ranks.held.add(2)  # It comes now.
+    ranks.adapters.on_answer(1, {"version": 2, "error": None})
+    assert ranks.held == {1}
+
+
+async def test_a_cluster_that_breaks_ends_the_waiting() -> None:
+    ranks = FakeRanks()
+    ranks.is_silent = True
+    loading = asyncio.create_task(ranks.adapters.load("x", "a", in_place=False))
+    await asyncio.sleep(0.01)
+    ranks.adapters.fail(EngineError("gone"))
+    with pytest.raises(EngineError, match="gone"):
+        await asyncio.wait_for(loading, 5)
+
+
+@pytest.mark.parametrize("name", ["tiny", "../x", "/etc", "a b", "x\n", "", "a/b/c", "x" * 200])
+async def test_names_that_are_none(name: str) -> None:
+    with pytest.raises(RequestError, match="cannot be an adapter's name"):
+        await FakeRanks().adapters.load(name, "a", in_place=False)
+
+
+async def test_without_a_root_nothing_is_loaded_by_http() -> None:
+    ranks = FakeRanks(adapter_root=None)
+    with pytest.raises(AdapterError, match="--adapter-root") as raised:
+        await ranks.adapters.load("x", "a", in_place=False)
+    assert raised.value.http_status == 403
+    assert not ranks.paths
+
+
+async def test_adapters_of_the_start_may_be_anywhere() -> None:
+    ranks = FakeRanks(adapter_root=None, lora=("x=/any/where", "y=/else=where"))
+    await ranks.adapters.load_at_start()
+    assert ranks.adapters.names == ["tiny", "x", "y"]
+    assert ranks.paths == ["/any/where", "/else=where"]
+
+
+# --- memory: two ranks with 100 and 50 KB for each adapter
+
+
+async def test_the_least_recently_used_goes_and_comes_back() -> None:
+    ranks = FakeRanks(adapter_memory="200KB,1MB")
+    adapters = ranks.adapters
+    for name in "abc":
+        await adapters.load(name, name, in_place=False)
+    assert ranks.held == {2, 3}
+    assert await adapters.version("b") == 2
+    assert await adapters.version("a") == 4
+    assert ranks.held == {2, 4}, "c was used least recently"
+    ranks.running[0] = 5
+    listed = [(a["version"], a["num_running"]) for a in adapters.described()]
+    assert listed == [(4, 0), (2, 0), (None, 0)]
+
+
+async def test_what_is_pinned_or_in_use_stays() -> None:
+    ranks = FakeRanks(adapter_memory="200KB")
+    adapters = ranks.adapters
+    await adapters.load("a", "a", in_place=False)
+    await adapters.load("b", "b", in_place=False)
+    await adapters.change("a", pin=True, default=None, preload=False)
+    ranks.running[2] = 1
+    with pytest.raises(OverloadedError, match="in use"):
+        await adapters.load("c", "c", in_place=False)
+    assert ranks.held == {1, 2}
+    ranks.running[2] = 0
+    await adapters.load("c", "c", in_place=False)
+    assert ranks.held == {1, 4}
+    await adapters.change("a", pin=False, default=None, preload=False)
+    assert await adapters.version("c") == 4
+    assert await adapters.version("b") == 5
+    assert ranks.held == {4, 5}
+
+
+async def test_a_replacement_takes_the_room_of_the_old_one_if_nobody_uses_it() -> None:
+    ranks = FakeRanks(adapter_memory="100KB")
+    await ranks.adapters.load("a", "a", in_place=False)
+    await ranks.adapters.load("a", "b", in_place=True)
+    assert ranks.held == {2}
+    ranks.running[2] = 1
+    await refused_overload(lambda: ranks.adapters.load("a", "c", in_place=True))
+    assert ranks.held == {2}
+    await ranks.adapters.unload("a")
+    await refused_overload(lambda: ranks.adapters.load("z", "z", in_place=False))
+    ranks.running[2] = 0
+    await ranks.adapters.load("z", "z", in_place=False)
+
+
+async def refused_overload(call: Callable[[], Awaitable[Any]]) -> None:
+    with pytest.raises(OverloadedError):
+        await call()
+
+
+async def test_one_that_can_never_fit() -> None:
+    ranks = FakeRanks(adapter_memory="99KB")
+    with pytest.raises(AdapterError, match="--adapter-memory"):
+        await ranks.adapters.load("a", "a", in_place=False)
+    assert not ranks.held
+
+
+async def test_an_adapter_whose_files_are_gone_is_503_for_clients() -> None:
+    ranks = FakeRanks(adapter_memory="100KB")
+    await ranks.adapters.load("a", "/secret/a", in_place=False)
+    await ranks.adapters.load("b", "b", in_place=False)
+    ranks.refusals[0] = {"message": "No adapter found for /secret/a.", "status": 404}
+    with pytest.raises(UnavailableError) as raised:
+        await ranks.adapters.version("a")
+    assert "secret" not in str(raised.value)
+    assert await ranks.adapters.version("b") == 2
+    ranks.refusals.clear()
+    assert await ranks.adapters.version("a") == 4
+
+
+async def test_many_requests_reload_once() -> None:
+    ranks = FakeRanks(adapter_memory="100KB")
+    await ranks.adapters.load("a", "a", in_place=False)
+    await ranks.adapters.load("b", "b", in_place=False)
+    versions = await asyncio.gather(*(ranks.adapters.version("a") for _ in range(9)))
+    assert versions == [3] * 9
+
+
+async def test_the_default_is_listed_first() -> None:
+    ranks = FakeRanks()
+    await ranks.adapters.load("x", "a", in_place=False)
+    await ranks.adapters.change("x", pin=None, default=True, preload=False)
+    assert ranks.adapters.names == ["x", CONFIG.model_name]
+    await ranks.adapters.unload("x")
+    assert ranks.adapters.names == [CONFIG.model_name]

@@ -1,0 +1,124 @@
+"""vLLM's calls for adapters, word for word, over a real socket."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.front.fakes import FakeEngine, Running
+from tests.front.test_app import post
+
+
+def call(server: Running, path: str, **body: Any) -> httpx.Response:
+    return httpx.post(server.url + path, json=body, timeout=10)
+
+
+def load(server: Running, name: str, **more: Any) -> httpx.Response:
+    return call(server, "/v1/load_lora_adapter", lora_name=name, lora_path=f"p/{name}", **more)
+
+
+def test_load_use_replace_unload(server: Running, engine: FakeEngine) -> None:
+    reply = load(server, "x", base_model_name="tiny")
+    assert (reply.status_code, reply.text) == (200, "Success: LoRA adapter 'x' added successfully.")
+    reply = post(server, model="x")
+    assert reply.headers["x-adapter-version"] == "1"
+    assert reply.json()["model"] == "x"
+    assert "x-adapter-version" not in post(server).headers
+    reply = load(server, "x")
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"] == (
+        "The lora adapter 'x' has already been loaded. If you want to load the adapter in place, "
+        "set 'load_inplace' to True."
+    )
+    assert load(server, "x", load_inplace=True).status_code == 200
+    with httpx.stream(
+        "POST",
+        server.url + "/v1/chat/completions",
+        json={"model": "x", "messages": [{"role": "user", "content": "hi"}], "stream": True},
+    ) as stream:
+        assert stream.headers["x-adapter-version"] == "2"
+        assert '"model":"x"' in stream.read().decode()
+    assert engine.ranks.submitted == [1, 0, 2]
+    reply = call(server, "/v1/unload_lora_adapter", lora_name="x", lora_int_id=7)
+    assert reply.text == "Success: LoRA adapter 'x' removed successfully."
+    reply = call(server, "/v1/unload_lora_adapter", lora_name="x")
+    assert reply.status_code == 404
+    assert reply.json()["error"]["message"] == "The lora adapter 'x' cannot be found."
+    assert post(server, model="x").status_code == 404
+
+
+def test_adapters_are_models_with_a_parent(server: Running) -> None:
+    load(server, "x")
+    models = httpx.get(f"{server.url}/v1/models").json()["data"]
+    assert [(model["id"], model["parent"]) for model in models] == [("tiny", None), ("x", "tiny")]
+    assert httpx.get(f"{server.url}/v1/models/x").json()["parent"] == "tiny"
+    (adapter,) = httpx.get(f"{server.url}/v1/lora_adapters").json()["data"]
+    assert (
+        adapter.items()
+        >= {
+            "name": "x",
+            "version": 1,
+            "rank": 8,
+            "scale": 2.0,
+            "targets": ["q_proj"],
+            "bytes": [100_000, 50_000],
+            "num_running": 0,
+            "source": "p/x",
+            "pinned": False,
+        }.items()
+    )
+    reply = call(server, "/admin/adapters", lora_name="x", pin=True, default=True, preload=True)
+    assert reply.json()["default"] == "x"
+    assert reply.json()["data"][0]["pinned"]
+    assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"] == "x"
+
+
+JSON = {"content-type": "application/json"}
+LOAD, UNLOAD, CHANGE = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/admin/adapters"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        (LOAD, {"lora_name": "x"}, 400, "Both 'lora_name' and 'lora_path' must be provided."),
+        (LOAD, {"lora_name": "", "lora_path": "y"}, 400, "Both 'lora_name' and"),
+        (LOAD, {"lora_name": 3, "lora_path": "y"}, 400, "lora_name: "),
+        (LOAD, {"lora_name": "a", "lora_path": "y", "is_3d_lora_weight": True}, 400, "is_3d_lora"),
+        (LOAD, {"lora_name": "a", "lora_path": "y", "base_model_name": "z"}, 400, "'tiny'"),
+        (LOAD, {"lora_name": "tiny", "lora_path": "y"}, 400, "cannot be an adapter's name"),
+        (LOAD, {"lora_name": "../a", "lora_path": "y"}, 400, "cannot be an adapter's name"),
+        (UNLOAD, {}, 400, "'lora_name' needs to be provided to unload a LoRA adapter."),
+        (UNLOAD, {"lora_name": "nobody"}, 404, "cannot be found"),
+        (CHANGE, {"lora_name": "nobody", "pin": True}, 404, "does not exist"),
+        (CHANGE, {"lora_name": "tiny", "pin": "yes"}, 400, "pin"),
+        (CHANGE, {"lora_name": "tiny", "pin": True}, 400, "the model itself"),
+    ],
+)
+def test_what_is_refused(
+    shared: Running, path: str, body: dict[str, Any], status: int, message: str
+) -> None:
+    reply = call(shared, path, **body)
+    assert reply.status_code == status
+    assert message in reply.json()["error"]["message"]
+    assert httpx.get(f"{shared.url}/v1/lora_adapters").json()["data"] == []
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b"[" * 99_999])
+def test_a_body_that_is_no_object(shared: Running, content: bytes) -> None:
+    assert httpx.post(shared.url + LOAD, content=content, headers=JSON).status_code == 400
+
+
+@pytest.mark.parametrize("path", [LOAD, UNLOAD, CHANGE, "/v1/lora_adapters"])
+def test_others_may_not(shared: Running, path: str) -> None:
+    method = "GET" if path.endswith("lora_adapters") else "POST"
+    reply = httpx.request(method, shared.url + path, headers={"X-Forwarded-For": "127.0.0.1"})
+    assert reply.status_code == 403
+
+
+def test_a_rank_that_refuses_has_its_status(server: Running, engine: FakeEngine) -> None:
+    engine.ranks.refusals[1] = {"message": "No adapter found for p/x.", "status": 404}
+    reply = load(server, "x")
+    assert reply.status_code == 404
+    assert "Rank 1: No adapter found" in reply.json()["error"]["message"]
+    assert post(server, model="x").status_code == 404
+    assert engine.ranks.held == set()

@@ -1,0 +1,170 @@
+"""Adapter versions come and go between the steps: what each stage must see, by simulation."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve.core.types import Sequence, Step
+from serve.front.prefix import PrefixIndex
+from tests.front.simulation import Pipeline, StageModel, make_sequence, next_token
+from tests.front.test_scheduler import check_all_ended, expected
+
+
+@dataclass
+class AdapterStage(StageModel):
+    """loaded are the versions that it could compute with."""
+
+    loaded: set[int] = field(default_factory=lambda: {0})
+    version: dict[int, int] = field(default_factory=dict)
+    sequences: dict[int, Sequence] = field(default_factory=dict)
+
+    def run(self, step: Step) -> None:
+        for take in step.take:
+            # Of the source it is known what it was fed with.
+            assert self.version[take.source] == self.sequences[take.sequence].adapter
+            self.version[take.sequence] = self.version[take.source]
+        super().run(step)
+        for version in step.unload:
+            self.loaded.remove(version)
+            assert not any(self.version[s] == version for s in self.held), "it is still held"
+        for row in step.rows:
+            assert row.adapter in self.loaded, f"version {row.adapter} is not there"
+            assert self.version.setdefault(row.sequence, row.adapter) == row.adapter
+            assert row.adapter == self.sequences[row.sequence].adapter
+
+
+class AdapterPipeline(Pipeline):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.stages = [AdapterStage() for _ in range(self.num_stages)]
+        for stage in self.stages:
+            stage.sequences = self.added
+        self.versions: Iterator[int] = count(1)
+        self.current: dict[str, int] = {"base": 0}
+
+    def load(self, name: str) -> None:
+        """The registry's part: a new version that all have, in place of the old one."""
+        version = next(self.versions)
+        for stage in self.stages:
+            assert isinstance(stage, AdapterStage)
+            stage.loaded.add(version)
+        self.unload(name)
+        self.current[name] = version
+
+    def unload(self, name: str) -> None:
+        if name in self.current:
+            self.scheduler.retire(self.current.pop(name))
+
+    def check_only_current_are_loaded(self) -> None:
+        self.pump()
+        self.run()
+        for stage in self.stages:
+            assert isinstance(stage, AdapterStage)
+            assert stage.loaded == set(self.current.values())
+            assert {stage.version[s] for s in stage.held} <= stage.loaded
+
+
+def drain(pipeline: Pipeline) -> None:
+    while any(pipeline.queues):
+        pipeline.tick()
+
+
+LIVES = st.tuples(
+    st.integers(1, 4),
+    st.integers(1, 12),
+    st.sampled_from([None, 130, 300]),
+    st.sampled_from(["any", "whole", "none"]),
+    st.integers(0, 2**32),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(LIVES)
+def test_random_loads_unloads_requests_and_aborts(
+    life: tuple[int, int, int | None, str, int],
+) -> None:
+    num_stages, most, held, reuse, seed = life
+    chance = random.Random(seed)
+    pipeline = AdapterPipeline(num_stages, max_num_sequences=most, prefill_chunk=8)
+    pipeline.scheduler.max_held_tokens, pipeline.scheduler.reuse = held, reuse
+    wanted: dict[int, list[int]] = {}
+    dropped = set()
+    for id in range(30):
+        name = chance.choice("xyz")
+        chance.choice([pipeline.load, pipeline.unload, lambda _: None, lambda _: None])(name)
+        # Few prompts, so that many begin alike.
+        prompt = [chance.randint(0, 1)] * chance.choice([20, 30, 40])
+        # Some end early, with a step under way that is computed for nothing.
+        end = next_token(id, len(prompt) + chance.randint(1, 12))
+        sequence = make_sequence(id, prompt, chance.randint(1, 9), frozenset({end}))
+        sequence.adapter = pipeline.current[chance.choice(list(pipeline.current))]
+        wanted[id] = expected(id, len(prompt), sequence.max_tokens)
+        if end in wanted[id]:
+            wanted[id] = wanted[id][: wanted[id].index(end) + 1]
+        pipeline.add(sequence)
+        for _ in range(chance.randint(0, 5)):
+            pipeline.tick()
+        if chance.random() < 0.2:
+            dropped.add(victim := chance.randint(0, id))
+            pipeline.scheduler.drop(victim)
+    pipeline.run()
+    drain(pipeline)
+    for id, whole in wanted.items():
+        output = pipeline.output(id)
+        assert output == whole if id not in dropped else output == whole[: len(output)]
+    pipeline.check_only_current_are_loaded()
+    check_all_ended(pipeline)
+
+
+def test_a_running_sequence_keeps_its_version_and_frees_it() -> None:
+    pipeline = AdapterPipeline(2)
+    pipeline.load("x")
+    old = make_sequence(0, 20, 30)
+    old.adapter = pipeline.current["x"]
+    pipeline.add(old)
+    for _ in range(10):
+        pipeline.tick()
+    pipeline.load("x")
+    new = make_sequence(1, 20, 3)
+    new.adapter = pipeline.current["x"]
+    pipeline.add(new)
+    while not pipeline.output(1):
+        pipeline.tick()
+    assert len(pipeline.output(0)) < 30
+    assert all(old.adapter in stage.loaded for stage in pipeline.stages)
+    pipeline.run()
+    assert [step.unload for step in pipeline.steps if step.unload] == [(old.adapter,)]
+    versions = {row.adapter for step in pipeline.steps for row in step.rows if row.sequence == 0}
+    assert versions == {old.adapter}
+
+
+def test_what_a_retired_version_has_kept_goes_at_once() -> None:
+    pipeline = AdapterPipeline(1)
+    pipeline.scheduler.reuse = "any"
+    pipeline.load("x")
+    for id, version in enumerate((pipeline.current["x"], 0)):
+        sequence = make_sequence(id, [7] * 20, 2)
+        sequence.adapter = version
+        pipeline.add(sequence)
+        pipeline.run()
+    assert set(pipeline.scheduler.kept) == {0, 1}, "versions share a prefix"
+    pipeline.unload("x")
+    pipeline.pump()
+    drain(pipeline)
+    assert set(pipeline.stages[0].held) == {1}
+    assert pipeline.stages[0].loaded == {0}
+
+
+def test_only_the_same_version_begins_alike() -> None:
+    index = PrefixIndex()
+    index.keep(1, [5] * 30, adapter=1)
+    assert index.keep(2, [5] * 40, adapter=2) == []
+    assert index.longest([5] * 40, whole=False, adapter=1) == (1, 30)
+    assert index.longest([5] * 40, whole=False, adapter=2) == (2, 40)
+    assert index.longest([5] * 40, whole=False) is None
+    assert index.keep(3, [5] * 35, adapter=1) == [1]
+    assert set(index.with_adapter(1)) == {3}

@@ -1,0 +1,423 @@
+"""Rows with different adapters in one forward, beside mlx_lm with one of them at a time."""
+
+import json
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.switch_layers import SwitchLinear
+from mlx_lm.tuner.utils import load_adapters
+
+from serve.core.errors import AdapterError, EngineError
+from serve.core.types import Row, Step
+from serve.rank.adapters import Adapters
+from serve.rank.stage import Stage
+from tests import adapters
+from tests.models import build
+
+# Long enough for the tokens of experts to be sorted.
+FED = ([[*range(1, 14)], [*range(30, 17, -1)]], [[6], [7]], [[8], [9]])
+Make = Callable[[], nn.Module]
+
+
+class Pipeline:
+    """Stages in a row, each with its adapters, without caches of rows that come and go."""
+
+    def __init__(self, make: Make, cuts: list[int]) -> None:
+        ends = [0, *cuts, len(make().layers)]
+        self.stages = [Stage(make(), a, b) for a, b in zip(ends, ends[1:], strict=False)]
+        self.adapters = [Adapters(stage) for stage in self.stages]
+
+    def read(self, version: int, folder: Path, **options: Any) -> set[str]:
+        """The modules that some stage has found."""
+        options = {"root": None, "max_rank": 64, **options}
+        read = [own.read(version, str(folder), **options) for own in self.adapters]
+        return {name for part in read for name in part.matrices}
+
+    def apply(self, versions: list[int], unload: tuple[int, ...] = ()) -> None:
+        rows = tuple(Row(n, 0, 1, version) for n, version in enumerate(versions))
+        step = Step(1, 0, rows, (0,) * len(rows), True, unload=unload)
+        for own in self.adapters:
+            mx.eval(own.apply(step))
+
+    def logits(self, versions: list[int], fed: Any = FED) -> list[mx.array]:
+        self.apply(versions)
+        caches = [stage.make_cache() for stage in self.stages]
+        outputs = []
+        for tokens in fed:
+            passed: list[mx.array] = []
+            for stage, own, cache in zip(self.stages, self.adapters, caches, strict=True):
+                own.select(versions)
+                rows = mx.array([tokens[n % 2] for n in range(len(versions))])
+                passed = stage(rows, cache, passed)
+            outputs += passed
+        mx.eval(outputs)
+        return outputs
+
+
+def alone(model: nn.Module, row: int) -> list[mx.array]:
+    cache = make_prompt_cache(model)
+    return [model(mx.array([tokens[row % 2]]), cache=cache)[0] for tokens in FED]
+
+
+def difference(a: mx.array, b: mx.array) -> float:
+    return float((mx.abs(a - b).max() / mx.abs(b).max()).item())
+
+
+def quantized(**changes: Any) -> nn.Module:
+    model = build("llama", hidden_size=64, intermediate_size=64, **changes)
+    nn.quantize(model, group_size=32, bits=4)
+    return model
+
+
+def quantized_experts() -> nn.Module:
+    model = build("deepseek_v3", hidden_size=64, moe_intermediate_size=64)
+    is_expert = lambda _, module: isinstance(module, SwitchLinear)  # noqa: E731
+    nn.quantize(model, group_size=32, bits=4, class_predicate=is_expert)
+    return model
+
+
+LLAMA = partial(build, "llama")
+EXPERTS = [f"mlp.switch_mlp.{name}_proj" for name in ("gate", "up", "down")]
+TIED = partial(build, "llama-tied")
+ALL = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+ALL += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+# Two adapters each; the third row of a batch has none.
+CASES: dict[str, tuple[Make, dict[str, Any], dict[str, Any]]] = {
+    "lora": (LLAMA, {}, {"rank": 2, "keys": ALL}),
+    "bias": (partial(build, "qwen2"), {"keys": ALL}, {"dora": True}),
+    "some layers": (LLAMA, {"num_layers": 2}, {"num_layers": 1, "keys": None}),
+    "head": (LLAMA, {"keys": ["lm_head", "mlp.up_proj"]}, {}),
+    "embedding": (TIED, {"keys": ["model.embed_tokens"]}, {"keys": ALL}),
+    "dora": (LLAMA, {"dora": True}, {"dora": True, "rank": 8, "keys": ALL}),
+    "dora and lora": (LLAMA, {"dora": True}, {}),
+    "4 bit": (quantized, {"keys": ALL}, {"dora": True}),
+    "4 bit, tied": (
+        partial(quantized, tie_word_embeddings=True),
+        {"keys": ["model.embed_tokens"]},
+        {},
+    ),
+    "experts": (
+        partial(build, "deepseek_v3"),
+        {"keys": EXPERTS},
+        {"keys": [EXPERTS[2], "mlp.up_proj"], "rank": 3},
+    ),
+    "4 bit experts": (quantized_experts, {"keys": EXPERTS[:1]}, {"keys": EXPERTS}),
+    "latent attention": (
+        partial(build, "deepseek_v3"),
+        {"keys": ["self_attn.q_a_proj", "self_attn.o_proj", "mlp.shared_experts.up_proj"]},
+        {"keys": ["self_attn.kv_a_proj_with_mqa", "mlp.down_proj"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("cuts", [[], [2], [1, 2, 3]], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_each_row_has_its_own_adapter(tmp_path: Path, case: str, cuts: list[int]) -> None:
+    make, *settings = CASES[case]
+    pipeline = Pipeline(make, cuts)
+    base = pipeline.logits([0, 0, 0])
+    whole = {0: make()}
+    for version, options in enumerate(settings, start=1):
+        folder = adapters.save_adapter(tmp_path / str(version), make(), version, **options)
+        whole[version] = load_adapters(make(), str(folder))
+        assert len(pipeline.read(version, folder)) == len(adapters.read(folder)[0]) // (
+            3 if options.get("dora") else 2
+        )
+    for versions in ([1, 2, 0], [0, 2, 1], [1, 1, 1], [2, 2, 2], [0, 0, 0]):
+        mixed = pipeline.logits(versions)
+        for row, version in enumerate(versions):
+            for got, expected, plain in zip(mixed, alone(whole[version], row), base, strict=True):
+                assert difference(got[row], expected) < 1e-5
+                if version:
+                    assert difference(got[row], plain[row]) > 1e-2, "the adapter says nothing"
+                else:
+                    assert mx.array_equal(got[row], plain[row]), "a row without one was changed"
+
+
+def test_no_adapter_no_operation(tmp_path: Path) -> None:
+    pipeline = Pipeline(LLAMA, [])
+    (stage,) = pipeline.stages
+
+    def graph() -> str:
+        mx.export_to_dot(str(tmp_path / "graph.dot"), *stage(mx.array([[1], [2]]), None, []))
+        return (tmp_path / "graph.dot").read_text()
+
+    before = graph()
+    pipeline.read(1, adapters.save_adapter(tmp_path / "a", LLAMA()))
+    pipeline.logits([1, 0])
+    assert graph().count("->") > before.count("->")
+    pipeline.adapters[0].select([0, 0])
+    assert graph().count("->") == before.count("->")
+
+
+def test_slots_come_and_go(tmp_path: Path) -> None:
+    """More versions than slots, ranks that grow, slots that are used again: the rest stays."""
+    pipeline, whole = Pipeline(LLAMA, [2]), {}
+    num_versions, empty = 11, [own.num_bytes for own in pipeline.adapters]
+    for version in range(1, num_versions + 1):
+        options = {"rank": version % 5 + 1, "keys": ALL if version % 2 else adapters.KEYS}
+        folder = adapters.save_adapter(tmp_path / str(version), LLAMA(), version, **options)
+        whole[version] = alone(load_adapters(LLAMA(), str(folder)), 0)
+        pipeline.read(version, folder)
+        pipeline.logits([version, 0])
+    full = [own.num_bytes for own in pipeline.adapters]
+    gone = [3, 4, 1, 11, 9, 10, 2, 6, 7, 8, 5]
+    for number, version in enumerate(gone, start=1):
+        pipeline.apply([0], unload=(version,))
+        left = gone[number:]
+        for row, got in enumerate(pipeline.logits([*left, 0], [[FED[0][0]] * 2])[0][:-1]):
+            assert difference(got, whole[left[row]][0]) < 1e-5
+        # One of a lower rank, for fewer modules, in a slot that was used.
+        pipeline.read(99, tmp_path / "10")
+        assert difference(pipeline.logits([99, 0])[0][0], whole[10][0]) < 1e-5
+        pipeline.apply([0], unload=(99,))
+        if number == 8:
+            halves = [2 * own.num_bytes for own in pipeline.adapters]
+            assert all(half <= size for half, size in zip(halves, full, strict=True))
+    assert [own.num_bytes for own in pipeline.adapters] == empty
+
+
+def test_a_step_with_a_version_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    pipeline = Pipeline(LLAMA, [])
+    with pytest.raises(EngineError, match="version 7"):
+        pipeline.apply([7])
+    pipeline.read(1, adapters.save_adapter(tmp_path / "a", LLAMA()))
+    pipeline.apply([0], unload=(1, 5))
+    with pytest.raises(EngineError, match="version 1"):
+        pipeline.apply([1])
+
+
+def test_what_rank_0_gets_to_know(tmp_path: Path) -> None:
+    pipeline = Pipeline(LLAMA, [1])
+    folder = adapters.save_adapter(tmp_path / "a", LLAMA())
+    message = {"version": 3, "path": "a", "root": str(tmp_path), "max_rank": 4}
+    first, second = (json.loads(json.dumps(own.answer(message))) for own in pipeline.adapters)
+    assert first["error"] is None
+    assert first["digest"] == second["digest"]
+    assert sorted(first["own"] + second["own"]) == first["targets"] == second["targets"]
+    assert first["kinds"] == ["down_proj", "q_proj", "v_proj"]
+    assert (first["lora_rank"], first["scale"]) == (4, 1.7)
+    total = sum(array.nbytes for array in adapters.read(folder)[0].values())
+    assert first["num_bytes"] + second["num_bytes"] == total
+    refused = pipeline.adapters[0].answer({**message, "max_rank": 3, "version": 4})
+    assert refused["version"] == 4
+    assert refused["error"]["status"] == 400
+
+
+# --- formats
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_peft_says_the_same(tmp_path: Path, dora: bool) -> None:
+    source = adapters.save_adapter(tmp_path / "mlx", LLAMA(), dora=dora)
+    pipeline = Pipeline(LLAMA, [2])
+    pipeline.read(1, source)
+    pipeline.read(2, adapters.as_peft(source, tmp_path / "peft"))
+    stabilised = {"use_rslora": True, "lora_alpha": 1.7 * math.sqrt(4)}
+    pipeline.read(3, adapters.as_peft(source, tmp_path / "rs", **stabilised))
+    for got in pipeline.logits([1, 2, 1, 3]):
+        assert difference(got[0], got[2]) < 1e-6
+        assert difference(got[1], got[3]) < 1e-6
+    for got, other in zip(pipeline.logits([1] * 2), pipeline.logits([2] * 2), strict=True):
+        assert difference(got, other) < 1e-6
+
+
+def test_peft_embeddings(tmp_path: Path) -> None:
+    source = adapters.save_adapter(tmp_path / "mlx", TIED(), keys=["model.embed_tokens"])
+    pipeline = Pipeline(TIED, [2])
+    pipeline.read(1, source)
+    peft = adapters.as_peft(source, tmp_path / "peft", target_modules=["embed_tokens"])
+    pipeline.read(2, peft)
+    for got, other in zip(pipeline.logits([1] * 2), pipeline.logits([2] * 2), strict=True):
+        assert difference(got, other) < 1e-6
+
+
+def test_peft_patterns_give_ranks_and_scales(tmp_path: Path) -> None:
+    source = adapters.save_adapter(tmp_path / "mlx", LLAMA(), keys=ALL)
+    tensors, config = adapters.read(adapters.as_peft(source, tmp_path / "peft"))
+    for name, array in tensors.items():
+        if "layers.1.mlp.up_proj" in name:
+            tensors[name] = array[:2] if "lora_A" in name else array[:, :2]
+    config |= {
+        "target_modules": r".*\.(self_attn|mlp)\..*_proj",
+        "rank_pattern": {r"layers\.1\.mlp\.up_proj": 2},
+        "alpha_pattern": {"k_proj": 8.0, "layers.1.mlp.up_proj": 3.4},
+    }
+    adapters.write(tmp_path / "peft", "adapter_model.safetensors", tensors, config)
+    pipeline = Pipeline(LLAMA, [2])
+    pipeline.read(1, tmp_path / "peft")
+    scales = {
+        name: target.scale
+        for own in pipeline.adapters
+        for name, target in own._read[1].files.targets.items()
+    }
+    assert scales["model.layers.1.mlp.up_proj"] == 1.7
+    assert scales["model.layers.0.self_attn.k_proj"] == 2.0
+    assert scales["model.layers.0.self_attn.q_proj"] == 1.7
+    pipeline.logits([1, 0])
+
+
+def test_half_precision_and_only_the_own_layers_are_read(tmp_path: Path) -> None:
+    folder = adapters.save_adapter(tmp_path / "a", LLAMA())
+    tensors, config = adapters.read(folder)
+    half = {name: array.astype(mx.bfloat16) for name, array in tensors.items()}
+    adapters.write(tmp_path / "half", "adapters.safetensors", half, config)
+    pipeline = Pipeline(LLAMA, [1])
+    names = [
+        set(own.read(1, str(tmp_path / "half"), None, 64).matrices) for own in pipeline.adapters
+    ]
+    assert {name.split(".")[2] for name in names[0]} == {"0"}
+    assert {name.split(".")[2] for name in names[1]} == {"1", "2", "3"}
+    whole = load_adapters(LLAMA(), str(tmp_path / "half"))
+    for got, expected in zip(pipeline.logits([1]), alone(whole, 0), strict=True):
+        assert difference(got[0], expected) < 1e-2
+
+
+# --- what is refused
+
+
+def spoiled(folder: Path, change: Callable[[dict[str, Any], dict[str, Any]], Any]) -> None:
+    tensors, config = adapters.read(folder)
+    change(tensors, config)
+    (file,) = folder.glob("*.safetensors")
+    adapters.write(folder, file.name, tensors, config)
+
+
+Q = "model.layers.1.self_attn.q_proj"
+NAN = mx.full((32, 4), math.nan)
+
+
+def rename(tensors: dict[str, Any], old: str, new: str) -> None:
+    tensors[new] = tensors.pop(old)
+
+
+SPOILS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "nan": (lambda t, c: t.update({f"{Q}.lora_a": NAN}), f"{Q}.lora_a .*finite"),
+    "other base": (
+        lambda t, c: t.update({f"{Q}.lora_a": mx.zeros((16, 4))}),
+        r"\(16, 4\).*\(32, 4\)",
+    ),
+    "rank": (lambda t, c: c["lora_parameters"].update(rank=5), "needs"),
+    "rank 4096": (
+        lambda t, c: c["lora_parameters"].update(rank=4096),
+        "rank 4096.*--max-lora-rank",
+    ),
+    "rank -1": (lambda t, c: c["lora_parameters"].update(rank=-1), "rank"),
+    "scale": (lambda t, c: c["lora_parameters"].update(scale="big"), "scale"),
+    "no parameters": (lambda t, c: c.pop("lora_parameters"), "lora_parameters"),
+    "integers": (lambda t, c: t.update({f"{Q}.lora_a": mx.zeros((32, 4), mx.int32)}), "I32"),
+    "half of a pair": (lambda t, c: t.pop(f"{Q}.lora_b"), f"{Q} has no matrix 'b'"),
+    "half of the layers": (
+        lambda t, c: [t.pop(name) for name in list(t) if ".layers.0." in name],
+        "no tensors for model.layers.0",
+    ),
+    "another tensor": (
+        lambda t, c: t.update({"x.weight": mx.zeros((2,))}),
+        "x.weight is no tensor",
+    ),
+    "magnitudes without dora": (
+        lambda t, c: t.update({f"{Q}.m": mx.zeros((32,))}),
+        "q_proj.m is no",
+    ),
+    "full": (lambda t, c: c.update(fine_tune_type="full"), "'full'"),
+    "empty": (lambda t, c: t.clear(), "no tensors"),
+    "a norm": (
+        lambda t, c: [
+            rename(t, f"{Q}.lora_{x}", f"model.layers.1.input_layernorm.lora_{x}") for x in "ab"
+        ],
+        f"no tensors for {Q}",
+    ),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_a_bad_adapter_is_refused_and_nothing_changes(tmp_path: Path, spoil: str) -> None:
+    pipeline = Pipeline(LLAMA, [2])
+    pipeline.read(1, adapters.save_adapter(tmp_path / "good", LLAMA(), 5))
+    before = pipeline.logits([1, 0])
+    folder = adapters.save_adapter(tmp_path / "bad", LLAMA())
+    change, message = SPOILS[spoil]
+    spoiled(folder, change)
+    sizes = [own.num_bytes for own in pipeline.adapters]
+    with pytest.raises(AdapterError, match=message):
+        pipeline.read(2, folder)
+    pipeline.apply([0], unload=(2,))
+    assert [own.num_bytes for own in pipeline.adapters] == sizes
+    assert all(mx.array_equal(a, b) for a, b in zip(before, pipeline.logits([1, 0]), strict=True))
+
+
+PEFT_SPOILS: dict[str, tuple[dict[str, Any], str]] = {
+    "other method": ({"peft_type": "IA3"}, "IA3"),
+    "bias": ({"bias": "all"}, "bias is 'all'"),
+    "whole modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    "changed base": ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4"),
+    "broken pattern": ({"rank_pattern": {"(": 3}}, "regular expression"),
+    "more modules": ({"target_modules": ["q_proj", "k_proj"]}, "no tensors for .*k_proj"),
+    "infinite alpha": ({"lora_alpha": math.inf}, "lora_alpha"),
+    "truth": ({"r": True}, "True"),
+}
+
+
+@pytest.mark.parametrize("spoil", PEFT_SPOILS)
+def test_a_bad_peft_adapter_is_refused(tmp_path: Path, spoil: str) -> None:
+    more, message = PEFT_SPOILS[spoil]
+    source = adapters.save_adapter(tmp_path / "mlx", LLAMA())
+    folder = adapters.as_peft(source, tmp_path / "peft", **more)
+    with pytest.raises(AdapterError, match=message):
+        Pipeline(LLAMA, []).read(1, folder)
+
+
+def test_experts_in_peft_s_format_are_refused_by_name(tmp_path: Path) -> None:
+    make = partial(build, "deepseek_v3")
+    folder = adapters.save_adapter(tmp_path / "a", make(), keys=EXPERTS[1:2])
+    peft = adapters.as_peft(folder, tmp_path / "peft", target_modules=["switch_mlp.up_proj"])
+    with pytest.raises(AdapterError, match="layers.1.mlp.switch_mlp.up_proj is a SwitchLinear"):
+        Pipeline(make, []).read(1, peft)
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    pipeline = Pipeline(LLAMA, [])
+    good = adapters.save_adapter(tmp_path / "good", LLAMA())
+    content, config = (good / "adapters.safetensors").read_bytes(), good / "adapter_config.json"
+
+    def refused(folder: Path, message: str, status: int = 400, **options: Any) -> None:
+        with pytest.raises(AdapterError, match=message) as raised:
+            pipeline.read(1, folder, **options)
+        assert raised.value.http_status == status
+
+    refused(tmp_path / "nowhere", "No adapter found", 404)
+    refused(tmp_path / ("x" * 5000), "no path")
+    refused(tmp_path / "a\0b", "no path")
+    refused(good, "not below", 403, root=str(tmp_path / "root"))
+    refused(Path("../good"), "not below", 403, root=str(tmp_path / "root"))
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "link").symlink_to(good)
+    refused(Path("link"), "not below", 403, root=str(tmp_path / "root"))
+    inside = tmp_path / "root" / "inside"
+    inside.mkdir()
+    (inside / "adapter_config.json").write_text(config.read_text())
+    refused(inside, "no adapters.safetensors", 404)
+    (inside / "adapters.safetensors").symlink_to(good / "adapters.safetensors")
+    refused(Path("inside"), "not below", 403, root=str(tmp_path / "root"))
+    (inside / "adapters.safetensors").unlink()
+    (inside / "adapter_model.bin").write_bytes(b"pickle")
+    refused(inside, "pickles")
+    for cut in (0, 4, 100, len(content) - 1):
+        (inside / "adapters.safetensors").write_bytes(content[:cut])
+        refused(inside, "safetensors|bytes")
+    header = json.dumps({"x": 1}).encode()
+    twice = b'{"x": 1, "x": 2}'
+    for text, message in ((header, "int"), (twice, "x is there twice")):
+        (inside / "adapters.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+        refused(inside, message)
+    for text in ("{", "[]"):
+        (inside / "adapter_config.json").write_text(text)
+        refused(inside, "JSON")
+    pipeline.read(1, Path("good"), root=str(tmp_path))
