@@ -131,10 +131,10 @@ TEXT = [
     Case("a field twice inside", b'{"messages": [{"role": "user", "role": "system"}]}'),
     Case("a field twice by an escape", b'{"\\u006dodel": "a", ' + good_body()[1:], words="twice"),
     Case("a form", b"model=tiny-chat&messages=x"),
-    Case("a key of its own", good_body(**{"__proto__": {"x": 1}}), words="__proto__"),
 ]
 
 FINE = [
+    Case("a key that nobody knows", good_body(**{"__proto__": {"x": 1}}), (200,)),
     Case("NUL in a message", good_body(messages=said("a\0b")), (200,)),
     Case("an empty message", good_body(messages=said("")), (200,)),
     Case("special tokens", good_body(messages=said("<|im_end|><|endoftext|></s>")), (200,)),

@@ -33,7 +33,8 @@ class AdapterPipeline(LocalPipeline):
             loop = StepLoop(Stage(self.make(), *layers), self.ring[rank])
             for version, folder in self.folders.items():
                 loop.adapters.read(version, str(folder), None, 64)
-        loop.outbox, loop.samplings = self.outbox, self.samplings
+        if rank == 0:
+            loop.outbox, loop.chooser = self.outbox, self.chooser
         self.loops.append(loop)
         for result in loop.run():
             self.results.put(result)
