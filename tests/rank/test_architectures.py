@@ -217,7 +217,7 @@ def test_what_crosses_a_cut_travels_in_one_message(
     assert len(sent) == num_arrays
     step = Step(7, 0, (Row(0, 0, 3), Row(1, 0, 3)), (1, 2, 3, 4, 5, 6), True)
     specs = [TensorSpec(transport._dtype_name(a.dtype), tuple(a.shape)) for a in sent]
-    passed = transport._unpack(step, specs, transport._pack(step, sent))
+    passed = transport.unpack(step.number, specs, transport.pack(step.number, sent))
     assert all(mx.array_equal(a, b) for a, b in zip(passed, sent, strict=True))
     (logits,) = second(tokens, second.make_cache(), passed)
     assert mx.array_equal(logits, model(tokens, cache=make_prompt_cache(model)))
@@ -234,7 +234,7 @@ def test_what_is_not_there_yet_crosses_as_nothing(name: str, model: nn.Module) -
         sent = first(tokens, caches[0], [])
         step = Step(token, 0, (Row(0, token, 1),), (token,), True)
         specs = [TensorSpec(transport._dtype_name(a.dtype), tuple(a.shape)) for a in sent]
-        passed = transport._unpack(step, specs, transport._pack(step, sent))
+        passed = transport.unpack(step.number, specs, transport.pack(step.number, sent))
         sizes.append(sum(array.size for array in passed))
         (logits,) = second(tokens, caches[1], passed)
         assert mx.array_equal(logits, model(tokens, cache=whole_cache))
