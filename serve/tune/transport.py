@@ -28,9 +28,10 @@ _FLUSH_SECONDS = 5.0
 
 
 class Inbox:
-    """Messages that have come, by their tags."""
+    """Messages that have come from so many neighbours, by their tags."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_peers: int = 1) -> None:
+        self._num_peers = num_peers
         self._messages: dict[str, deque[Payload]] = defaultdict(deque)
         self._changed = threading.Condition()
         self._error: ClusterError | None = None
@@ -45,6 +46,13 @@ class Inbox:
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
+
+    def part(self, error: ClusterError) -> None:
+        """A neighbour has done all that it had to. Another one may still have something."""
+        with self._changed:
+            self._num_peers -= 1
+            if self._num_peers <= 0:
+                self.fail(error)
 
     def take(self, tag: str) -> Payload:
         with self._changed:
@@ -140,13 +148,17 @@ class LocalLinks:
 
     def close(self) -> None:
         """The others get an error if they wait for more."""
-        for inbox in self._inboxes:
-            inbox.fail(ClusterError(f"Rank {self.rank} has ended."))
+        for peer in _neighbours(self.rank, self.num_ranks):
+            self._inboxes[peer].part(ClusterError(f"Rank {self.rank} has ended."))
 
 
 def local_links(num_ranks: int) -> list[LocalLinks]:
-    inboxes = [Inbox() for _ in range(num_ranks)]
+    inboxes = [Inbox(len(_neighbours(rank, num_ranks))) for rank in range(num_ranks)]
     return [LocalLinks(rank, inboxes) for rank in range(num_ranks)]
+
+
+def _neighbours(rank: int, num_ranks: int) -> set[int]:
+    return {(rank - 1) % num_ranks, (rank + 1) % num_ranks} - {rank}
 
 
 # --- between processes
@@ -158,7 +170,7 @@ class RingLinks:
 
     def __init__(self, ring: Ring) -> None:
         self.rank, self.num_ranks = ring.rank, len(ring.hosts)
-        self._inbox = Inbox()
+        self._inbox = Inbox(len(_neighbours(self.rank, self.num_ranks)))
         self._group, self._left, self._right = form_ring(ring, mx.new_stream(mx.cpu))
         left, right = (ring.rank - 1) % self.num_ranks, (ring.rank + 1) % self.num_ranks
         writers, readers = {left: self._left}, {right: self._right}
@@ -204,6 +216,7 @@ class RingLinks:
         for number in count():
             message = self._outboxes[peer].get()
             if message is None:
+                doorbell.sendall(wire.json_frame({"parting": True}))
                 return
             tag, (note, arrays) = message
             tensors = [[spec.dtype, spec.shape] for spec in tensor_specs(arrays)]
@@ -220,6 +233,9 @@ class RingLinks:
         while data := doorbell.recv(1 << 16):
             for _, body in frames.feed(data):
                 header = wire.parse_json(body)
+                if "parting" in header:
+                    self._inbox.part(ClusterError(f"Rank {peer} has ended."))
+                    return
                 payload = header["note"], self._arrays(peer, header, stream)
                 self._inbox.put(header["tag"], payload)
         self._inbox.fail(ClusterError(f"Rank {peer} has ended: look at what it said."))

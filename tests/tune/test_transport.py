@@ -31,6 +31,17 @@ def test_gradients_over_the_ring(tmp_path: Path) -> None:
     assert 0 < float(first) < 1e-5
 
 
+def test_a_neighbour_that_has_done_its_part_leaves_time_for_the_other() -> None:
+    """The last word goes round: rank 0 is gone before rank 1 has it from rank 2."""
+    _, first, second = links = local_links(3)
+    links[0].close()
+    second.send(1, "late", "from 2", [])
+    assert first.receive("late") == ("from 2", [])
+    second.close()
+    with pytest.raises(ClusterError, match="Rank 2 has ended"):
+        first.receive("never")
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_what_all_ranks_do_together(num_ranks: int) -> None:
     def rank(links: LocalLinks) -> tuple[list[int], dict[str, mx.array]]:
