@@ -164,7 +164,9 @@ def test_an_open_loop_does_not_wait_for_answers() -> None:
     assert state.most_running > 5
     arrived = state.arrivals[-20:]
     wanted = poisson_arrivals(100, 20, seed=0)
-    assert arrived[-1] - arrived[0] == pytest.approx(wanted[-1], abs=0.15)
+    # Never sooner than asked; on a busy machine later, but not one after the other.
+    one_by_one = 20 * (FIRST_SECONDS + 9 * GAP_SECONDS)
+    assert wanted[-1] - 0.05 <= arrived[-1] - arrived[0] < one_by_one / 2
 
 
 def test_failures_of_the_warm_up_are_seen() -> None:

@@ -19,6 +19,8 @@ from tests import adapters
 from tests.cluster.questions import QUESTIONS
 from tests.cluster.servers import TINY_CHAT, Server, alone, serve_flags, started
 
+pytestmark = pytest.mark.long
+
 NAMES = ["a", "b", "c"]
 ALL = [f"self_attn.{x}_proj" for x in "qkvo"] + ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -16,6 +16,8 @@ import pytest
 from tests.cluster.servers import Server, gone, running
 from tests.cluster.test_server import CHAT, user
 
+pytestmark = pytest.mark.long
+
 NUM_CLIENTS = 1000
 _HELLO = json.dumps({**CHAT, "messages": user("Hello!"), "max_tokens": 4}).encode()
 ASK = (

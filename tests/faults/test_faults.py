@@ -28,6 +28,8 @@ from tests.faults.cases import (
     post,
 )
 
+pytestmark = pytest.mark.long
+
 PAUSE_SECONDS = 0.02
 _SECRETS = re.compile(rb'Traceback|File "|\.py\b|0x[0-9a-f]{6}|/(home|root|work|usr|tmp|opt)/|::1')
 

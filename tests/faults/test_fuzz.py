@@ -17,6 +17,8 @@ from serve.front.openai import _NEUTRAL, ChatBody
 from tests.cluster.servers import Server, running
 from tests.faults.cases import CHAT, GOOD, JSON
 
+pytestmark = pytest.mark.long
+
 BODIES_AT_ONCE = 20
 MOST_GROWTH_BYTES = 48 << 20
 FINE = {200, 400, 404, 413, 429}

@@ -19,6 +19,8 @@ from tests.cluster.conftest import mlx_lm_answer  # noqa: F401
 from tests.cluster.servers import Server, running
 from tests.faults.cases import CHAT, GOOD, JSON, good_body, post, said
 
+pytestmark = pytest.mark.long
+
 INSIDE = str(Path(__file__).parent / "inside")
 BROKEN_SEED = 666
 STEP_SECONDS = 0.05

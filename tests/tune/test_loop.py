@@ -32,6 +32,8 @@ from tests.tune.ranks import (
     unsplit_gradients,
 )
 
+pytestmark = pytest.mark.long
+
 # Unequal rows, lengths and numbers of labels.
 BATCHES = [(9, 5), (3,), (12, 11, 4), (7, 7)]
 TOLERANCE = 1e-5

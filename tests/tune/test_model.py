@@ -21,6 +21,8 @@ from tests.models import build, save
 from tests.tune.ranks import LORA, config_of
 from tests.tune.test_run import arrays_of, finish, flags, folder, launch
 
+pytestmark = pytest.mark.long
+
 __all__ = ["folder", "tiny_hub"]  # fixtures of others
 
 

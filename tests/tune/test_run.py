@@ -27,6 +27,8 @@ from serve.tune.events import Event, Finished, Reported, Saved, Started, Validat
 from serve.tune.run import run
 from tests.cluster.servers import BIN, ROOT, TINY_CHAT, free_port_range
 
+pytestmark = pytest.mark.long
+
 QUESTIONS = [(a, b) for a in range(2, 20) for b in (1, 3, 8)]
 
 

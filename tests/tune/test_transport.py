@@ -10,6 +10,8 @@ from serve.tune.transport import Inbox, LocalLinks, exchange, gather, local_link
 from tests.rank.test_transport import run_ring
 from tests.tune.ranks import run_ranks
 
+pytestmark = pytest.mark.long
+
 PROGRAMS = "tests.tune.ring_programs"
 
 
