@@ -45,7 +45,10 @@ class Outbox:
         groups: set[int] = set()
         for step in self._steps:
             filled = None
-            if not (step.rows and step.group in groups) and in_use.isdisjoint(step.sequences):
+            # An adapter goes after all that came before: a drop of who used it may wait here.
+            is_last_of_all = bool(step.unload and waiting)
+            is_free = not (step.rows and step.group in groups) and not is_last_of_all
+            if is_free and in_use.isdisjoint(step.sequences):
                 filled = self._filled(step)
             if filled is None:
                 waiting.append(step)

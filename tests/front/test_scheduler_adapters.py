@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from serve.core.types import Sequence, Step
@@ -83,6 +83,7 @@ LIVES = st.tuples(
 
 
 @settings(max_examples=200, deadline=None)
+@example((3, 4, None, "none", 2585))  # a drop waits for tokens, and the adapter with it
 @given(LIVES)
 def test_random_loads_unloads_requests_and_aborts(
     life: tuple[int, int, int | None, str, int],
