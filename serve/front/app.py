@@ -264,7 +264,7 @@ def _with_cors(app: guard.Application, config: ServeConfig) -> guard.Application
         allow_origins=config.cors_origin,
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
-        expose_headers=["X-Request-Id", "Retry-After"],
+        expose_headers=["X-Request-Id", "X-Adapter-Version", "Retry-After"],
     )
 
 

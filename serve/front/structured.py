@@ -6,8 +6,7 @@ engine follows it. Limits of the library bound what a check may cost.
 
 import json
 import re
-from collections import OrderedDict
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -86,14 +85,15 @@ def of_schema(schema: dict[str, Any] | str) -> str:
 
 
 class Grammars:
-    """The model's tokenizer as llguidance sees it, and grammars that were found right.
+    """The model's tokenizer as llguidance sees it, and what it said of the last grammars.
 
     Thread-safe; checking gives Python's lock back.
     """
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "tokenizer.json"
-        self._known: OrderedDict[str, None] = OrderedDict()
+        # Python's lock is given back meanwhile, so two may check the same one.
+        self.objection = lru_cache(_MOST_KNOWN)(self._objection)
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
@@ -106,15 +106,12 @@ class Grammars:
                 f"{param} has {len(grammar)} characters, {MOST_GRAMMAR_CHARACTERS} are allowed.",
                 param=param,
             )
-        if grammar in self._known:
-            return
+        if reason := self.objection(grammar):
+            raise RequestError(f"{param} cannot be followed: {reason}", param=param)
+
+    def _objection(self, grammar: str) -> str:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
-        reason = matcher.get_error() if matcher.is_error() else ""
-        if not reason and not any(matcher.compute_logit_bias()):
-            reason = "no answer can follow it"
-        if reason or matcher.is_error():
-            reason = (reason or matcher.get_error()).partition("<state>")[0]
-            raise RequestError(f"{param} cannot be followed: {reason[:500]}", param=param)
-        self._known[grammar] = None
-        while len(self._known) > _MOST_KNOWN:
-            self._known.popitem(last=False)
+        can_begin = not matcher.is_error() and any(matcher.compute_logit_bias())
+        if matcher.is_error():
+            return matcher.get_error().partition("<state>")[0][:500]
+        return "" if can_begin else "no answer can follow it"

@@ -145,9 +145,11 @@ class Adapters:
             self._slots = {version: moved[slot] for version, slot in self._slots.items()}
             self._move(moved, self._num_slots // 2)
 
-    def select(self, versions: Sequence[int | None]) -> None:
-        """The versions of the rows of the next forward; 0 is none, None a row that only fills
-        the batch up."""
+    def select(self, step: Step, rows: Sequence[int | None]) -> None:
+        """The next forward has these rows of a step; None is one that only fills the batch up."""
+        if not self._slots:
+            return  # Then every module is the plain one, whatever was selected before.
+        versions = [None if n is None else step.rows[n].adapter for n in rows]
         slots = [self._slots[v] if v else 0 for v in versions]
         own = {slot for slot, v in zip(slots, versions, strict=True) if v is not None}
         self._rows.alone = min(own) if len(own) == 1 else None

@@ -21,7 +21,6 @@ from mlx_lm.models.cache import (
 
 from serve.core.errors import EngineError
 from serve.core.types import Row, Step, Take
-from serve.rank import trace
 from serve.rank.slots import SlotBatch
 
 _MANY_GROUPS = 256
@@ -104,7 +103,8 @@ class GroupCaches:
     def num_bytes(self) -> int:
         """Of all keys and values. May be asked from another thread than the steps'."""
         batches = list(self._batches.values())
-        return sum(a.nbytes for b in batches for a in trace.arrays_in(list(b.caches)))
+        caches = (cache for batch in batches for cache in list(batch.caches))
+        return sum(cache.nbytes for cache in caches if not cache.empty())
 
     # --- which rows go where
 

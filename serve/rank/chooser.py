@@ -40,6 +40,7 @@ class Chooser:
     def __init__(self, folder: Path | None = None) -> None:
         self._grammars = Grammars(folder) if folder else None
         self._samplers: dict[int, Sampler] = {}
+        self._scorings: list[_Scoring] = []  # of the step under way
         self._num_begun: Counter[int] = Counter()
         self._lock = threading.Lock()
 
@@ -66,9 +67,10 @@ class Chooser:
         """Lazily, from each part's logits (B, L, vocabulary): tokens (B,) if the step samples,
         then those of the scores. Nothing of a step that does neither, which so needs no head."""
         outputs = [self._sample(step, parts, logits)] if step.sample else []
-        if scorings := list(self._scorings(step)):
+        self._scorings = list(self._wanted_scores(step))
+        if self._scorings:
             rows = _logits_of_rows(step, parts, logits)
-            for scoring in scorings:
+            for scoring in self._scorings:
                 if scoring.tokens is None:
                     of, tokens = rows[scoring.row][-1:], outputs[0][scoring.row : scoring.row + 1]
                 else:
@@ -78,12 +80,12 @@ class Chooser:
         return outputs
 
     def result(self, step: Step, outputs: list[mx.array]) -> Result:
-        """outputs are what choose gave, evaluated."""
+        """outputs are what choose gave for the same step, evaluated."""
         tokens: tuple[int, ...] = ()
         if step.sample:
             tokens = tuple(outputs[0].tolist())  # type: ignore[arg-type]
         scores = []
-        for n, scoring in enumerate(self._scorings(step)):
+        for n, scoring in enumerate(self._scorings if step.rows else ()):
             at = int(step.sample) + n * _ARRAYS_OF_A_SCORING
             chosen = scoring.tokens or [tokens[scoring.row]]
             told = _scores(chosen, outputs[at : at + _ARRAYS_OF_A_SCORING])
@@ -101,7 +103,7 @@ class Chooser:
         tokens = _sample_each(mx.concatenate(last), samplers, positions)
         return tokens if rows == sorted(rows) else tokens[mx.argsort(mx.array(rows))]
 
-    def _scorings(self, step: Step) -> Iterator[_Scoring]:
+    def _wanted_scores(self, step: Step) -> Iterator[_Scoring]:
         for n, row in enumerate(step.rows):
             sampler = self._samplers[row.sequence]
             asked = sampler.sampling

@@ -42,7 +42,10 @@ def quantized(caches: list[Any], bits: int | None) -> list[Any]:
 
 
 def _cut(held: Held, rows: slice, columns: slice) -> Held:
-    return tree_map(lambda array: array[rows, :, columns], held)
+    # Not by tree_map: this is done several times in each layer of each step.
+    if isinstance(held, tuple):
+        return tuple(array[rows, :, columns] for array in held)
+    return held[rows, :, columns]
 
 
 def _put(held: Held, rows: slice, columns: slice, new: Held) -> None:
@@ -169,6 +172,10 @@ class QuantizedSlotCache(SlotCache):
     def __init__(self, rows: int, group_size: int, bits: int) -> None:
         super().__init__(rows)
         self.group_size, self.bits = group_size, bits
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in (*self.keys, *self.values))
 
     def lone(self) -> Any:
         return QuantizedKVCache(self.group_size, self.bits)

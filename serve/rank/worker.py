@@ -140,12 +140,13 @@ class StepLoop:
         """
         parts = self.caches.apply(step)
         mx.eval(self.caches.moved(), self.adapters.apply(step))
-        for sequence in self.chooser.forget(step.drop):
-            self.outbox.forget(sequence)
+        if self.stage.is_last:
+            for sequence in self.chooser.forget(step.drop):
+                self.outbox.forget(sequence)
         outputs: list[mx.array] = []
         for n, part in enumerate(parts):
             size = len(received) // len(parts)
-            self.adapters.select([None if n is None else step.rows[n].adapter for n in part.rows])
+            self.adapters.select(step, part.rows)
             outputs += self.stage(
                 part.tokens(step), part.caches, received[n * size : (n + 1) * size]
             )

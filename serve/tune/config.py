@@ -85,7 +85,8 @@ class FineTuneConfig:
         _ = self.clear_cache_bytes
 
     def _check_numbers(self) -> None:
-        if self.iters % self.grad_accumulation_steps or self.save_every % self._update:
+        update = self.grad_accumulation_steps
+        if self.iters % update or self.save_every % update:
             raise UsageError(
                 f"--iters {self.iters} and --save-every {self.save_every} count batches: give "
                 f"multiples of --grad-accumulation-steps {self.grad_accumulation_steps}."
@@ -119,10 +120,6 @@ class FineTuneConfig:
                 f"lr_schedule {schedule} is wrong: give name ({', '.join(LEARNING_RATE_SCHEDULES)})"
                 ", arguments (a list), and perhaps warmup and warmup_init."
             )
-
-    @property
-    def _update(self) -> int:
-        return self.grad_accumulation_steps
 
     @property
     def hub_id(self) -> str | None:

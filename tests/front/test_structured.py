@@ -140,4 +140,7 @@ def test_what_can_be_followed_is_checked_once() -> None:
     grammars = Grammars(MODEL)
     for n in range(300):
         grammars.check(StructuredOutputs(regex=f"a{{{n + 1}}}").grammar(), "structured_outputs")
-    assert len(grammars._known) == 256
+    told = grammars.objection.cache_info()
+    assert (told.misses, told.currsize) == (300, 256)
+    grammars.check(StructuredOutputs(regex="a{300}").grammar(), "structured_outputs")
+    assert grammars.objection.cache_info().hits == 1
