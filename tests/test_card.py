@@ -18,17 +18,17 @@ MOST_MEDIAN_FUNCTION_LINES = 10
 MOST_FILE_LINES = 350
 
 # Each room's share, so that one cannot grow at another's cost. docs/architecture.md says why
-# they are 15,000 together and not the 8,000 of the first plan.
+# they are 16,000 together and not the 8,000 of the first plan.
 MOST_LINES = {
-    "launcher": 1_300,
+    "launcher": 1_350,
     "serve/bench": 390,
-    "serve/cli": 800,
-    "serve/core": 1_100,
-    "serve/front": 4_400,
-    "serve/hub": 930,
-    "serve/parent": 550,
-    "serve/rank": 3_400,
-    "serve/tune": 1_900,
+    "serve/cli": 850,
+    "serve/core": 1_170,
+    "serve/front": 4_800,
+    "serve/hub": 960,
+    "serve/parent": 800,
+    "serve/rank": 3_450,
+    "serve/tune": 2_200,
 }
 
 UNOWNED = re.compile(r"\b(TODO|FIXME|XXX)\b(?!\([\w@-]+\))")
