@@ -31,6 +31,8 @@ from tests.cluster.servers import (
     started,
 )
 
+pytestmark = pytest.mark.long
+
 
 def run_to_its_end(command: list[str], seconds: float = 20.0) -> Server:
     with started(command) as server:
