@@ -43,6 +43,7 @@ from serve.front.tokens import Tokenizer
 KEEP_ALIVE_SECONDS = 15.0
 SEND_SECONDS = 60.0
 _MOST_SECONDS = 3600.0
+_BROKEN_DRAIN_SECONDS = 0.5
 # Encoding a long prompt takes seconds of a core that the ranks may need as well.
 _PROMPT_THREADS = 2
 
@@ -136,8 +137,10 @@ class Front:
 
     def begin_drain(self, seconds: float) -> None:
         """From here on nothing new is taken. What still runs after so many seconds ends with
-        an error."""
+        an error; sooner if a rank is gone, which most likely will not come again."""
         self.door.drain()
+        if not self._engine.is_complete:
+            seconds = min(seconds, _BROKEN_DRAIN_SECONDS)
         asyncio.get_running_loop().call_later(seconds, self._end_drain)
 
     def _end_drain(self) -> None:

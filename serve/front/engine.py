@@ -25,6 +25,7 @@ from serve.front.lives import Lives, View
 from serve.front.prompt import Prompt
 from serve.front.scheduler import Reuse, Scheduler
 from serve.front.stages import better_split, chrome_trace, chunk_beside_decoding, room_for_tokens
+from serve.front.suspects import MOST_FAULTS, Suspects
 
 _NUM_SEQUENCE_IDS = 2**30  # they are int32 on the wire, and group numbers are above them
 
@@ -53,6 +54,7 @@ class Engine:
         )
         self.adapters = Adapters(config, cluster.num_ranks, self)
         self._generations: dict[int, Generation] = {}
+        self._suspects = Suspects()
         self._sequence_ids = itertools.cycle(range(_NUM_SEQUENCE_IDS))
         self._has_worked = False
         self._loaded = asyncio.Event()
@@ -123,8 +125,18 @@ class Engine:
 
     def interrupt(self) -> None:
         self._loaded.clear()
+        sequences = [self._scheduler.sequence(id) for id in self._generations]
+        guilty = self._suspects.after_fault(s.id for s in sequences if s.is_held)
         self._scheduler.restart()
         self.adapters.interrupt()
+        if guilty is not None:
+            self._give_up(guilty)
+
+    def _give_up(self, sequence_id: int) -> None:
+        reason = f"The engines ended {MOST_FAULTS} times under this request: given up."
+        _logger.error("event=request_given_up sequence=%d", sequence_id)
+        self._generations[sequence_id].put(EngineError(reason))
+        self.drop(sequence_id)
 
     def waiting_seconds(self) -> float:
         return time.monotonic() - self._progress_at if self._scheduler.num_in_flight else 0.0
@@ -138,6 +150,7 @@ class Engine:
             generation = self._generations.get(event.sequence)
             if generation:
                 generation.put(event)
+            self._suspects.clear(event.sequence)
             if event.finish_reason:
                 self._generations.pop(event.sequence, None)
         self._pump()
@@ -188,6 +201,7 @@ class Engine:
 
     def drop(self, sequence_id: int) -> None:
         if self._generations.pop(sequence_id, None):
+            self._suspects.clear(sequence_id)
             self._scheduler.drop(sequence_id)
             self._pump()
 
@@ -240,6 +254,10 @@ class Engine:
                 self.drop(id)
 
     # --- what is seen from outside
+
+    @property
+    def is_complete(self) -> bool:
+        return not self._lives.hub.missing()
 
     def ready_reason(self) -> str | None:
         """None when requests can be served, else one line that says why not. A rank that

@@ -204,6 +204,7 @@ class FakeEngine:
         self.refuses_with: BrigadeError | None = None
         self.reason: str | None = None
         self.delay = 0.0
+        self.is_complete = True
         self.prompts: list[list[int]] = []
         self.samplings: list[Sampling] = []
         self.end_ids: list[frozenset[int]] = []

@@ -2,7 +2,7 @@
 
 Speaks as serve.rank.worker does. What its model says at a position is tests' next_token. Run as
 a program; argv[1] is the descriptor of the socket to the parent. BREAK_AT_ORDER makes a rank
-end with an exit code when it gets its order.
+end with an exit code when it gets its order, POISON is a token that ends rank 0's.
 """
 
 import json
@@ -59,6 +59,8 @@ class Standin:
         while self.todo:
             step = self.todo.pop(0)
             time.sleep(self.step_seconds)
+            if os.environ.get("POISON") in map(str, step.tokens):
+                os.abort()
             self.model.run(step)
             tokens: tuple[int, ...] = ()
             if step.sample:

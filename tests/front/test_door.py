@@ -242,10 +242,14 @@ def test_draining_finishes_what_runs_and_then_ends(server: Running, engine: Fake
 
 
 @pytest.mark.parametrize("query", ["?seconds=0.2", ""])
-def test_a_drain_waits_for_so_long_and_then_ends_answers(tokenizer: Tokenizer, query: str) -> None:
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_a_drain_waits_for_so_long_and_then_ends_answers(
+    tokenizer: Tokenizer, query: str, is_complete: bool
+) -> None:
+    """Not so long for a rank that is gone."""
     engine = FakeEngine(tokenizer)
-    engine.delay = 60
-    with Running(engine, drain_timeout=10 if query else 0.2) as server:
+    engine.delay, engine.is_complete = 60, is_complete
+    with Running(engine, drain_timeout=10 if query or not is_complete else 0.2) as server:
         stream = httpx.stream("POST", server.url + CHAT, json={**HELLO, "stream": True}, timeout=10)
         began = time.monotonic()
         with stream as reply:

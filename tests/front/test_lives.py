@@ -186,6 +186,22 @@ async def test_too_many_restarts_end_everything_with_the_reason() -> None:
             engine.submit([prompt(10, 5)])
 
 
+async def test_a_request_that_breaks_engines_goes_and_the_others_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("POISON", "996")
+    monkeypatch.setattr("serve.parent.restarts._FIRST_WAIT_SECONDS", 0.05)
+    async with cluster(max_restarts=5) as engine:
+        await ready(engine)
+        others = [asyncio.create_task(collect(engine, prompt(10, 30))) for _ in range(2)]
+        await asyncio.sleep(0)
+        poison = replace(prompt(10, 5), ids=[996] * 20)
+        with pytest.raises(EngineError, match="ended 4 times under this request"):
+            await collect(engine, poison)
+        await asyncio.wait_for(asyncio.gather(*others), 15)
+        assert engine.pipeline()["num_restarts"] == 4
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_a_rank_that_can_never_start_stops_the_cluster_at_once(
     monkeypatch: pytest.MonkeyPatch, rank: int
