@@ -60,7 +60,11 @@ class ServeConfig:
         "seconds a rank may load without progress", 300.0, least=1, most=10**6
     )
     stall_timeout: float = flag(
-        "seconds a rank waits for a tensor on its way", 30.0, least=1, most=10**6
+        "seconds that steps may be under way without any coming back", 30.0, least=1, most=10**6
+    )
+    max_restarts: int = flag("how often engines start anew in --restart-window", 5, least=0)
+    restart_window: float = flag(
+        "seconds in which --max-restarts counts", 300.0, least=1, most=10**6
     )
     api_key: tuple[str, ...] = flag(
         "a key that clients must send; also BRIGADE_API_KEY. Others see it in the list of "
@@ -83,7 +87,7 @@ class ServeConfig:
     body_timeout: float = flag("seconds for a request's body", 30.0, least=0.05, most=10**6)
     max_prompt_tokens: int | None = flag("longest prompt (default: the context)", None, least=1)
     drain_timeout: float = flag(
-        "seconds that running answers get after a signal", 5.0, least=0.05, most=10**6
+        "seconds that running answers get while draining", 5.0, least=0.05, most=10**6
     )
 
     def __post_init__(self) -> None:

@@ -111,6 +111,12 @@ class Sequence:
         """Tokens that it may still ask for."""
         return self.max_tokens - len(self.output) - self.num_pending
 
+    def begin_anew(self) -> None:
+        """The stages hold nothing of it any more; what it has answered stays."""
+        self.num_computed, self.num_pending, self.is_held = 0, 0, False
+        if not self.output:
+            self.num_cached = 0
+
     def next_tokens(self, count: int) -> list[int]:
         """Those that are fed next; LAST_TOKEN for one that is not known yet."""
         start = self.num_computed - len(self.prompt)

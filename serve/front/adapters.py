@@ -34,13 +34,34 @@ Json = dict[str, Any]
 class Ranks(Protocol):
     """What the registry needs of the engine."""
 
+    async def loaded(self) -> None:
+        """Returns when the engines can be told something, which may be some seconds after a
+        fault. Raises UnavailableError before they ever could."""
+
     def tell_engines(self, message: Json) -> None: ...
+
+    def end_with_adapter(self, version: int, error: BrigadeError) -> None:
+        """Ends the requests that run or wait with it."""
 
     def retire_adapter(self, version: int) -> None:
         """No new sequence has it; the stages free it after the last one."""
 
     def num_with_adapter(self, version: int) -> int:
         """Sequences that run or wait with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A version that ranks may hold: what it was read from, and the bytes on each rank."""
+
+    path: str
+    root: str | None
+    digest: str
+    num_bytes: list[int]
+
+
+class _Interrupted(Exception):
+    """The engines that were asked are gone."""
 
 
 @dataclass(slots=True)
@@ -66,10 +87,11 @@ class Adapters:
         self._config, self._num_ranks, self._ranks = config, num_ranks, ranks
         self._adapters: dict[str, Adapter] = {}
         self._versions = itertools.count(1)
-        self._held: dict[int, list[int]] = {}  # the bytes of versions that ranks may hold
+        self._held: dict[int, _Held] = {}
         self._answers: dict[int, dict[int, Json]] = {}
         self._answered = asyncio.Event()
         self._broken: BrigadeError | None = None
+        self._num_interrupted = 0
         self._lock = asyncio.Lock()
         self.default = config.model_name
         self.num_loaded, self.num_swapped, self.load_seconds = 0, 0, 0.0
@@ -118,7 +140,8 @@ class Adapters:
     async def load_at_start(self) -> None:
         for word in self._config.lora:
             name, _, path = word.partition("=")
-            await self._add(Adapter(name, path, None), in_place=False)
+            if name not in self._adapters:  # as it is after a fault
+                await self._add(Adapter(name, path, None), in_place=False)
 
     async def load(self, name: str, path: str, in_place: bool) -> None:
         """Raises AdapterError, and then everything is as it was."""
@@ -206,7 +229,7 @@ class Adapters:
         """Gives the adapter a version that all ranks hold. Raises AdapterError."""
         started, version = time.monotonic(), next(self._versions)
         try:
-            answers = await self._ask(version, adapter)
+            answers = await self._ask_until_answered(version, adapter)
             num_bytes = [answers[rank]["num_bytes"] for rank in range(self._num_ranks)]
             self._make_room(num_bytes, instead_of)
         except BaseException:
@@ -218,7 +241,7 @@ class Adapters:
             first[name] for name in ("lora_rank", "scale", "kinds")
         )
         adapter.loaded_at, adapter.used_at = time.time(), time.monotonic()
-        self._held[version] = num_bytes
+        self._held[version] = _Held(adapter.path, adapter.root, first["digest"], num_bytes)
         self.num_loaded += 1
         self.load_seconds += time.monotonic() - started
         _logger.info(
@@ -226,18 +249,29 @@ class Adapters:
             *(adapter.name, version, sum(num_bytes), time.monotonic() - started),
         )
 
-    async def _ask(self, version: int, adapter: Adapter) -> dict[int, Json]:
+    async def _ask_until_answered(self, version: int, adapter: Adapter) -> dict[int, Json]:
+        while True:
+            await self._ranks.loaded()
+            try:
+                return await self._ask(version, adapter.path, adapter.root)
+            except _Interrupted:
+                continue
+
+    async def _ask(self, version: int, path: str, root: str | None) -> dict[int, Json]:
         """What every rank says after it has read and checked the files."""
         answers: dict[int, Json] = {}
         self._answers[version] = answers
-        message = {"type": "load_adapter", "version": version, "path": adapter.path}
-        settings = {"root": adapter.root, "max_rank": self._config.max_lora_rank}
+        message = {"type": "load_adapter", "version": version, "path": path}
+        settings = {"root": root, "max_rank": self._config.max_lora_rank}
+        num_interrupted = self._num_interrupted
         deadline = time.monotonic() + self._config.load_timeout
         try:
             self._ranks.tell_engines({**message, **settings})
             while len(answers) < self._num_ranks:
                 if self._broken:
                     raise self._broken
+                if self._num_interrupted != num_interrupted:
+                    raise _Interrupted
                 self._answered.clear()
                 await asyncio.wait_for(self._answered.wait(), deadline - time.monotonic())
         except (TimeoutError, asyncio.TimeoutError) as error:
@@ -254,6 +288,38 @@ class Adapters:
             self._answered.set()
         else:
             self._ranks.retire_adapter(answer["version"])  # It took too long.
+
+    # --- engines that start anew
+
+    def interrupt(self) -> None:
+        """The engines are gone, and what they held and were asked."""
+        self._num_interrupted += 1
+        self._answered.set()
+
+    async def restore(self) -> None:
+        """Every rank reads again what it is to hold, under the same versions."""
+        for version, held in list(self._held.items()):
+            is_current = any(version == a.version for a in self._adapters.values())
+            if not is_current and not self._ranks.num_with_adapter(version):
+                del self._held[version]
+                continue
+            try:
+                answers = await self._ask(version, held.path, held.root)
+                if answers[0]["digest"] != held.digest:
+                    raise AdapterError(f"The files in {held.path} are others than before.")
+            except AdapterError as error:
+                self._lose(version, error)
+
+    def _lose(self, version: int, error: AdapterError) -> None:
+        """Its name is read again on use, as a new version."""
+        _logger.error("event=adapter_lost version=%d reason=%s", version, error)
+        for adapter in self._adapters.values():
+            if adapter.version == version:
+                adapter.version = 0
+        lost = UnavailableError("The adapter of this request cannot be read again.")
+        self._ranks.end_with_adapter(version, lost)
+        self._ranks.retire_adapter(version)
+        self._held.pop(version, None)
 
     def fail(self, error: BrigadeError) -> None:
         """Nobody answers any more."""
@@ -296,7 +362,7 @@ class Adapters:
         """The bytes of versions that are to stay, or are retired and still in use."""
         staying = {a.version for a in self._adapters.values() if a is not old}
         used = {v for v in self._held if v in staying or self._ranks.num_with_adapter(v)}
-        return [num_bytes for version, num_bytes in self._held.items() if version in used]
+        return [held.num_bytes for version, held in self._held.items() if version in used]
 
 
 def _fits(held: list[list[int]], most: list[int]) -> bool:

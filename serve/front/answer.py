@@ -54,6 +54,10 @@ class Engine(Protocol):
     @property
     def adapters(self) -> Adapters: ...
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether no rank is missing."""
+
     def submit(self, prompts: Sequence[Prompt], adapter: int = 0) -> Generation:
         """adapter is a version. Raises OverloadedError, UnavailableError or RequestError."""
 

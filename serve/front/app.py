@@ -42,7 +42,8 @@ from serve.front.tokens import Tokenizer
 
 KEEP_ALIVE_SECONDS = 15.0
 SEND_SECONDS = 60.0
-_MOST_TRACE_SECONDS = 3600.0
+_MOST_SECONDS = 3600.0
+_BROKEN_DRAIN_SECONDS = 0.5
 # Encoding a long prompt takes seconds of a core that the ranks may need as well.
 _PROMPT_THREADS = 2
 
@@ -92,7 +93,7 @@ async def serve(
     """Answers until it is drained, or until SIGTERM or SIGINT. Raises what engine.failed()
     gave, if it did."""
     front = Front(config, engine, tokenizer, max_context)
-    server = Server(front.app, config, front.end_streams)
+    server = Server(front.app, config, lambda: front.begin_drain(config.drain_timeout))
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
     failing = asyncio.ensure_future(engine.failed())
     draining = asyncio.ensure_future(front.door.drained())
@@ -121,6 +122,7 @@ class Front:
         self._engine = engine
         self._tokenizer = tokenizer
         self._max_context = max_context
+        self._drain_seconds = config.drain_timeout
         self._created = int(time.time())
         self._adapters = engine.adapters
         self._metrics = Metrics(engine.pipeline)
@@ -132,6 +134,18 @@ class Front:
         self.door = Door(starlette, config)
         paths = [route.path for route in routes]
         self.app = guard.Guard(_with_cors(self.door, config), self._metrics, config, paths)
+
+    def begin_drain(self, seconds: float) -> None:
+        """From here on nothing new is taken. What still runs after so many seconds ends with
+        an error; sooner if a rank is gone, which most likely will not come again."""
+        self.door.drain()
+        if not self._engine.is_complete:
+            seconds = min(seconds, _BROKEN_DRAIN_SECONDS)
+        asyncio.get_running_loop().call_later(seconds, self._end_drain)
+
+    def _end_drain(self) -> None:
+        self.end_streams(UnavailableError("The server is stopping."))
+        self.door.give_up()
 
     def end_streams(self, error: BrigadeError) -> None:
         for answer in list(self._answers):
@@ -248,9 +262,10 @@ class Front:
     async def trace(self, request: Request) -> Response:
         return _json(self._engine.timeline(_seconds(request.query_params.get("seconds", "10"))))
 
-    async def drain(self, _: Request) -> Response:
+    async def drain(self, request: Request) -> Response:
         """The process ends with code 0 when the last answer is finished."""
-        self.door.drain()
+        asked = request.query_params.get("seconds")
+        self.begin_drain(self._drain_seconds if asked is None else _seconds(asked))
         return _json({"status": "draining"}, 202)
 
 
@@ -273,9 +288,9 @@ def _seconds(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
-    if not 0 < seconds <= _MOST_TRACE_SECONDS:
+    if not 0 < seconds <= _MOST_SECONDS:
         raise RequestError(
-            f"seconds must be a number above 0 and up to {_MOST_TRACE_SECONDS:g}.", param="seconds"
+            f"seconds must be a number above 0 and up to {_MOST_SECONDS:g}.", param="seconds"
         )
     return seconds
 

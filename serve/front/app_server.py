@@ -6,7 +6,6 @@ import logging
 import math
 import resource
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -16,7 +15,6 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from serve.core.config import ServeConfig
-from serve.core.errors import BrigadeError, UnavailableError
 from serve.front import replies
 from serve.front.guard import Application
 from serve.front.record import Record, request_id
@@ -126,14 +124,13 @@ class Protocol(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """end_streams is called when the answers that run have had their time to finish."""
+    """drain is called at the first signal. It has should_exit set when nothing runs any more,
+    and until then whoever comes is told so, and not met by a closed port."""
 
-    def __init__(
-        self, app: Application, limits: ServeConfig, end_streams: Callable[[BrigadeError], None]
-    ) -> None:
+    def __init__(self, app: Application, limits: ServeConfig, drain: Callable[[], None]) -> None:
         super().__init__(Config(app, limits))
-        self._grace_seconds = limits.drain_timeout
-        self._end_streams = end_streams
+        self._drain = drain
+        self._is_asked = False
         _allow_files(_MOST_CROWD * limits.max_connections + _NUM_OTHER_FILES)
 
     @contextlib.contextmanager
@@ -152,18 +149,11 @@ class Server(uvicorn.Server):
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        stopping = UnavailableError("The server is stopping.")
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(self._grace_seconds, self._end_streams, stopping)
-        try:
-            await super().shutdown(sockets)
-        finally:
-            timer.cancel()
-
     def _stop(self, number: int) -> None:
-        self.force_exit = self.should_exit and number == signal.SIGINT
-        self.should_exit = True
+        if self._is_asked and number == signal.SIGINT:
+            self.force_exit = self.should_exit = True
+        self._is_asked = True
+        self._drain()
 
 
 def _allow_files(wanted: int) -> None:

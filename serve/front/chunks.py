@@ -1,10 +1,48 @@
 """Which prompts share a prefill step, and how much of a prompt it takes. Pure."""
 
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as ReadableList
+from dataclasses import dataclass
 
 from serve.core.types import Sequence
 
 _REST = 1.25
+_LEAST_CHUNK = 64
+_CHUNKS_OF_A_STAGE = 4  # of what waits for prefill: with fewer, stages would wait for each other
+_SHORT_PROMPT = 128  # cut up it would cost everybody more
+_SHORT_PROMPTS = 264  # tokens of several together: their step costs less than one for each
+
+
+@dataclass(frozen=True, slots=True)
+class Appetite:
+    """How much prefill the stages take. most are the tokens of a step; beside_decoding too,
+    where sequences decode, None where none does."""
+
+    num_stages: int
+    most: int
+    beside_decoding: int | None
+
+    def most_chunks(self, first: Sequence) -> int:
+        """One for each stage, so that chunks of one prompt follow each other through them.
+        Beside decoding fewer and larger ones: each has to read all that is before it."""
+        return max(1, self.num_stages // 2) if self._must_make_way(first) else self.num_stages
+
+    def chunk(self, prefilling: ReadableList[Sequence]) -> int:
+        """How many tokens the next prefill step may have. Beside sequences that decode,
+        few enough for them to keep their pace; else so few that all stages get their share."""
+        if self.beside_decoding is not None:
+            short = 0 if self._must_make_way(prefilling[0]) else _SHORT_PROMPTS
+            return min(self.most, max(self.beside_decoding, short))
+        if self.num_stages == 1:
+            return self.most
+        num_left = sum(s.num_tokens - 1 - s.num_computed for s in prefilling)
+        share = max(_LEAST_CHUNK, -(-num_left // (_CHUNKS_OF_A_STAGE * self.num_stages)))
+        return min(self.most, share)
+
+    def _must_make_way(self, first: Sequence) -> bool:
+        """Whether the next prompt is a long one beside sequences that decode."""
+        is_long = first.num_tokens - 1 - first.num_cached > _SHORT_PROMPT
+        return is_long and self.beside_decoding is not None
 
 
 def next_chunk(num_left: int, chunk: int) -> int:

@@ -54,8 +54,12 @@ class Door:
         self._draining = True
         self._tell_if_drained()
 
+    def give_up(self) -> None:
+        """As if what is still under way were answered."""
+        self._drained.set()
+
     async def drained(self) -> None:
-        """Returns when everything that was taken before `drain` is answered."""
+        """Returns when everything that was taken before `drain` is answered, or given up."""
         await self._drained.wait()
 
     def _tell_if_drained(self) -> None:

@@ -28,6 +28,7 @@ class Metrics:
             gauge.set_function(_reader(pipeline, f"num_{state}"))
         registry.register(_Stages(pipeline))
         registry.register(_Adapters(pipeline))
+        registry.register(_Recovery(pipeline))
         self._first_token = Histogram(
             "brigade_time_to_first_token_seconds",
             "From a request's arrival to its first token",
@@ -139,6 +140,24 @@ class _Adapters(Collector):
             "From a load to its being ready on all ranks",
             count_value=counted["num_loaded"],
             sum_value=counted["load_seconds"],
+        )
+
+
+class _Recovery(Collector):
+    """How often all engines started anew, and how long nobody could be answered for it."""
+
+    def __init__(self, pipeline: Callable[[], dict[str, Any]]) -> None:
+        self._pipeline = pipeline
+
+    def collect(self) -> Iterator[Metric]:
+        counted = self._pipeline()
+        yield CounterMetricFamily(
+            "brigade_restarts", "Starts of new engines after a fault", value=counted["num_restarts"]
+        )
+        yield CounterMetricFamily(
+            "brigade_recovery_seconds",
+            "From faults to engines that worked again",
+            value=counted["recovery_seconds"],
         )
 
 

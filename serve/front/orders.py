@@ -33,5 +33,4 @@ def order(config: ServeConfig, cluster: Cluster, stage: StagePlan, nonce: int) -
         "layers": list(stage.layers),
         "kv_bits": config.kv_bits,
         "join_timeout": config.join_timeout,
-        "stall_timeout": config.stall_timeout,
     }

@@ -17,7 +17,7 @@ from typing import Literal
 
 from serve.core.errors import OverloadedError, RequestError
 from serve.core.types import FAILED_TOKEN, Event, FinishReason, Group, Row, Sequence, Step, Take
-from serve.front.chunks import alike, next_chunk
+from serve.front.chunks import Appetite, alike, next_chunk
 from serve.front.prefix import PrefixIndex, beginning, beginning_of_original
 
 # What of another sequence a new one can begin with: any part from its start, or only all of
@@ -25,10 +25,6 @@ from serve.front.prefix import PrefixIndex, beginning, beginning_of_original
 Reuse = Literal["any", "whole", "none"]
 
 _NUM_STEPS_OF_A_GROUP = 2  # one is computed, one waits for its tokens
-_LEAST_CHUNK = 64
-_CHUNKS_OF_A_STAGE = 4  # of what waits for prefill: with fewer, stages would wait for each other
-_SHORT_PROMPT = 128  # cut up it would cost everybody more
-_SHORT_PROMPTS = 264  # tokens of several together: their step costs less than one for each
 _SPARE_TOKENS = 64  # a sequence is not admitted to be sent back at once
 
 
@@ -170,6 +166,26 @@ class Scheduler:
         self._let_go()
         return events
 
+    def restart(self) -> None:
+        """The stages hold nothing any more, and no step that they were given comes back. All
+        that runs is computed anew, from its prompt and what it has answered, in the order in
+        which it came and before what waits."""
+        self._in_flight.clear()
+        self._ready.clear()
+        self._leaving.clear()
+        self._to_drop.clear()
+        self.kept = PrefixIndex()
+        self.prefilling.clear()
+        for group in self.groups:
+            group.sequences.clear()
+            group.num_in_flight = 0
+        idle = {sequence.id for sequence in (*self.waiting, *self._copies)}
+        for sequence in self._live.values():
+            sequence.begin_anew()
+        running = [s for id, s in self._live.items() if id not in idle]
+        self.waiting.extendleft(reversed(running))
+        self._retired.intersection_update([s.adapter for s in self._live.values()])
+
     # --- the kinds of steps
 
     def _decode(self) -> Step | None:
@@ -196,11 +212,11 @@ class Scheduler:
     def _prefill(self) -> Step | None:
         """A chunk of the oldest prompt, or several short ones together."""
         num_in_flight = sum(f.group is None and bool(f.sequences) for f in self._in_flight.values())
-        if not self.prefilling or num_in_flight >= self._most_chunks_in_flight():
+        appetite = self._appetite()
+        if not self.prefilling or num_in_flight >= appetite.most_chunks(self.prefilling[0]):
             return None
-        chunk = self._chunk()
-        first = self.prefilling[0]
-        sequences = [first, *alike(self.prefilling, chunk)]
+        chunk = appetite.chunk(self.prefilling)
+        sequences = [self.prefilling[0], *alike(self.prefilling, chunk)]
         num_tokens = [next_chunk(s.num_tokens - 1 - s.num_computed, chunk) for s in sequences]
         if not self._make_room(sum(num_tokens)):
             return None
@@ -211,28 +227,10 @@ class Scheduler:
             self._join_if_prefilled(sequence)
         return step
 
-    def _must_make_way(self) -> bool:
-        """Whether the next prompt is a long one beside sequences that decode."""
-        first = self.prefilling[0]
-        is_long = first.num_tokens - 1 - first.num_cached > _SHORT_PROMPT
-        return is_long and any(group.sequences for group in self.groups)
-
-    def _most_chunks_in_flight(self) -> int:
-        """One for each stage, so that chunks of one prompt follow each other through them.
-        Beside decoding fewer and larger ones: each has to read all that is before it."""
-        return max(1, self._num_stages // 2) if self._must_make_way() else self._num_stages
-
-    def _chunk(self) -> int:
-        """How many tokens the next prefill step may have. Beside sequences that decode,
-        few enough for them to keep their pace; else so few that all stages get their share."""
-        if any(group.sequences for group in self.groups):
-            short = 0 if self._must_make_way() else _SHORT_PROMPTS
-            return min(self._prefill_chunk, max(self.chunk_beside_decoding, short))
-        if self._num_stages == 1:
-            return self._prefill_chunk
-        num_left = sum(s.num_tokens - 1 - s.num_computed for s in self.prefilling)
-        share = max(_LEAST_CHUNK, -(-num_left // (_CHUNKS_OF_A_STAGE * self._num_stages)))
-        return min(self._prefill_chunk, share)
+    def _appetite(self) -> Appetite:
+        is_decoding = any(group.sequences for group in self.groups)
+        beside = self.chunk_beside_decoding if is_decoding else None
+        return Appetite(self._num_stages, self._prefill_chunk, beside)
 
     def _emit(self, step: Step | None) -> None:
         """What goes is told first, in a step of its own, which no other has to wait for: its
@@ -403,5 +401,5 @@ class Scheduler:
             self._leaving.remove(sequence)
             self._forget(sequence)
             if sequence.id in self._live:
-                sequence.num_computed, sequence.is_held = 0, False
+                sequence.begin_anew()
                 self.waiting.appendleft(sequence)

@@ -31,6 +31,7 @@ _REPORTED = (
     *("bytes_owned", "bytes_read", "bytes_fetched", "free_bytes", "reuse", "kv_bytes"),
     "adapter_bytes",
     *("num_hops", "hop_seconds", "busy_seconds", "num_steps"),
+    *("waits_on", "step"),
 )
 
 
@@ -99,6 +100,8 @@ class StageStatus:
     hop_seconds: float = 0.0
     busy_seconds: float = 0.0
     num_steps: int = 0
+    waits_on: tuple[int, int] | None = None  # the hop of a tensor that is on its way
+    step: int | None = None  # the one that it computes
     pace: Pace = field(default_factory=Pace)
     heard_at: float = 0.0
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=_NUM_SPANS))
@@ -116,6 +119,13 @@ class StageStatus:
         self._busy.append((now, self.busy_seconds))
         while len(self._busy) > 2 and self._busy[1][0] < now - _WINDOW_SECONDS:
             self._busy.popleft()
+
+    def renew(self) -> None:
+        """Its engine is ended, and a new one has to come."""
+        self.state, self.done, self.total = "renewing", 0, 0
+        self.kv_bytes, self.adapter_bytes, self.num_steps = 0, 0, 0
+        self.waits_on, self.step = None, None
+        self._busy.clear()
 
     @property
     def busy_share(self) -> float:
@@ -166,11 +176,19 @@ def is_silent(stage: StageStatus, now: float) -> bool:
     return stage.state == "ready" and now - stage.heard_at > _SILENT_SECONDS
 
 
-def suspect(stages: list[StageStatus], now: float) -> StageStatus:
-    """The stage that holds the others up when no step comes back: one that is silent,
-    else the one that has done the fewest steps."""
-    silent = [stage for stage in stages if now - stage.heard_at > _SILENT_SECONDS]
-    return min(silent or stages, key=lambda stage: (stage.num_steps, -stage.rank))
+def suspicion(stages: list[StageStatus], now: float) -> str:
+    """Which rank or hop holds the others up when no step comes back: one that is silent, else
+    a hop whose tensors do not come, else who computes, else who has done the fewest steps."""
+    for stage in stages:
+        if (silent_seconds := now - stage.heard_at) > _SILENT_SECONDS:
+            return f"rank {stage.rank} on {stage.host} is silent since {silent_seconds:.1f} s"
+    for stage in stages:
+        if stage.waits_on:
+            source, target = stage.waits_on
+            return f"the hop from rank {source} to rank {target} is stuck"
+    behind = min(stages, key=lambda stage: (stage.step is None, stage.num_steps, -stage.rank))
+    doing = "is behind" if behind.step is None else f"does not finish step {behind.step}"
+    return f"rank {behind.rank} on {behind.host} {doing}"
 
 
 def chunk_beside_decoding(stages: list[StageStatus], most: int) -> int:

@@ -3,24 +3,39 @@
 They exist before any engine does and outlive it. Rank 0 waits for all others,
 tells them what to start, hears how their engines are, and stops them.
 
-    other -> rank 0   hello, status, error, and what its engine answers
-    rank 0 -> other   start, stop, refused, and what is for its engine
+    rank 0 -> other   challenge, then welcome or refused
+    other -> rank 0   hello, then status, error, and what its engine answers
+    rank 0 -> other   renew (a new engine), start, stop, and what is for its engine
+
+Both ends prove that they know the launch's secret, which itself is never sent. What an
+engine says carries its life: how often all engines have started anew before it.
 """
 
 import asyncio
 import hmac
+import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from serve.core.config import Address, Cluster
-from serve.core.errors import AddressError, ClusterError, EngineError, from_exit_code
+from serve.core.errors import (
+    AddressError,
+    BrigadeError,
+    ClusterError,
+    EngineError,
+    from_exit_code,
+)
 from serve.parent.facts import compare
 from serve.parent.link import Link
 
 _RETRY_SECONDS = 0.1
 _HELLO_SECONDS = 5.0
+_GREETING = {
+    **{"rank": int, "num_ranks": int, "pid": int},
+    **{"facts": dict, "nonce": str, "proof": str},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +44,13 @@ class Hello:
 
     rank: int
     num_ranks: int
-    secret: str
+    secret: str = field(repr=False)
     facts: dict[str, str]
     pid: int
+
+    def proof(self, who: str, nonce: str) -> str:
+        """That one of this launch has seen nonce, which the other end has made up."""
+        return hmac.digest(self.secret.encode(), f"{who} {nonce}".encode(), "sha256").hex()
 
     @classmethod
     def of(cls, cluster: Cluster, facts: dict[str, str], pid: int) -> "Hello":
@@ -39,7 +58,8 @@ class Hello:
 
 
 class Hub:
-    """Rank 0's end. on_message gets (rank, message) of every rank that has joined."""
+    """Rank 0's end. on_message gets (rank, message) of every rank that has joined: first that
+    it has (joined), and when it is lost (gone, with a reason)."""
 
     def __init__(self, mine: Hello, on_message: Callable[[int, dict[str, Any]], None]) -> None:
         self._mine, self._on_message = mine, on_message
@@ -87,7 +107,9 @@ class Hub:
         return int(self._hellos[rank]["pid"])
 
     def send(self, rank: int, message: dict[str, Any]) -> None:
-        self._links[rank].send_json(message)
+        """A rank that is gone hears nothing: on_message has been told."""
+        if link := self._links.get(rank):
+            link.send_json(message)
 
     async def close(self) -> None:
         self._stopping = True
@@ -123,29 +145,34 @@ class Hub:
             reason = f"Rank {rank} on {link.peer_host} sent what cannot be read ({error!r})."
         if rank is not None and not self._stopping:
             del self._links[rank]
-            self._on_message(rank, _error(ClusterError.exit_code, reason))
+            self._on_message(rank, {"type": "gone", "reason": reason})
 
     async def _greet(self, link: Link) -> int | None:
         """The rank of a caller that may join; others are told why not."""
+        nonce = secrets.token_hex()
+        link.send_json({"type": "challenge", "nonce": nonce})
         try:
             hello = await asyncio.wait_for(link.receive_json(), _HELLO_SECONDS)
         except (TimeoutError, asyncio.TimeoutError, ClusterError):
             return None  # Not one of us.
-        reason = self._objection(hello or {})
+        reason = self._objection(hello or {}, nonce)
         if hello is None or reason:
             link.send_json({"type": "refused", "reason": reason})
             return None
+        link.send_json({"type": "welcome", "proof": self._mine.proof("rank 0", hello["nonce"])})
         rank: int = hello["rank"]
         self._links[rank], self._hellos[rank] = link, hello
         self._changed.set()
+        self._on_message(rank, {"type": "joined"})
         return rank
 
-    def _objection(self, hello: dict[str, Any]) -> str | None:
+    def _objection(self, hello: dict[str, Any], nonce: str) -> str | None:
         mine, rank = self._mine, hello.get("rank")
-        for name, kind in (("rank", int), ("num_ranks", int), ("pid", int), ("facts", dict)):
+        for name, kind in _GREETING.items():
             if type(hello.get(name)) is not kind:
                 return f"its greeting has no {name}"
-        if not hmac.compare_digest(str(hello.get("secret")).encode(), mine.secret.encode()):
+        proof = mine.proof(f"rank {rank}", nonce)
+        if not hmac.compare_digest(hello["proof"].encode(), proof.encode()):
             return "it belongs to another launch: two clusters use the same ports"
         if hello.get("num_ranks") != mine.num_ranks or rank not in range(1, mine.num_ranks):
             return f"it is rank {rank} of {hello.get('num_ranks')}, not of {mine.num_ranks}"
@@ -155,7 +182,8 @@ class Hub:
 
 
 async def join(address: Address, hello: Hello, timeout_seconds: float) -> Link:
-    """The connection of another rank to rank 0, which may start later than this one."""
+    """The connection of another rank to rank 0, which may start later than this one. Raises
+    ClusterError if rank 0 does not come, refuses, or is somebody else."""
     deadline = time.monotonic() + timeout_seconds
     while True:
         try:
@@ -168,9 +196,34 @@ async def join(address: Address, hello: Hello, timeout_seconds: float) -> Link:
                     f"{timeout_seconds:g} s ({error.strerror}): did rank 0 start?"
                 ) from error
             await asyncio.sleep(_RETRY_SECONDS)
-    fields = {name: getattr(hello, name) for name in Hello.__dataclass_fields__}
-    link.send_json({"type": "hello", **fields})
+    try:
+        await asyncio.wait_for(_introduce(link, hello, address), _HELLO_SECONDS)
+    except BaseException as error:
+        await link.close()
+        if isinstance(error, (TimeoutError, asyncio.TimeoutError)):
+            raise _not_rank_0(address) from error
+        raise
     return link
+
+
+async def _introduce(link: Link, hello: Hello, address: Address) -> None:
+    challenge = await link.receive_json() or {}
+    nonce = secrets.token_hex()
+    proof = hello.proof(f"rank {hello.rank}", str(challenge.get("nonce")))
+    told = {name: getattr(hello, name) for name in ("rank", "num_ranks", "facts", "pid")}
+    link.send_json({"type": "hello", **told, "nonce": nonce, "proof": proof})
+    answer = await link.receive_json() or {"type": None}
+    raise_if_error(answer)
+    proof = hello.proof("rank 0", nonce)
+    if not hmac.compare_digest(str(answer.get("proof")).encode(), proof.encode()):
+        raise _not_rank_0(address)
+
+
+def _not_rank_0(address: Address) -> ClusterError:
+    return ClusterError(
+        f"What listens on {address} is not rank 0 of this launch: does another program or "
+        "cluster use that port? Choose other ports."
+    )
 
 
 def raise_if_error(message: dict[str, Any]) -> None:
@@ -184,8 +237,8 @@ def raise_if_error(message: dict[str, Any]) -> None:
 def engine_ended(rank: int, exit_code: int) -> dict[str, Any]:
     """The error of an engine that went without a word, such as one that was killed."""
     how = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
-    return _error(EngineError.exit_code, f"The engine of rank {rank} ended by {how}.")
+    return error_message(EngineError(f"The engine of rank {rank} ended by {how}."))
 
 
-def _error(exit_code: int, message: str) -> dict[str, Any]:
-    return {"type": "error", "exit_code": exit_code, "message": message}
+def error_message(error: BrigadeError) -> dict[str, Any]:
+    return {"type": "error", "exit_code": error.exit_code, "message": str(error)}

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import socket
 import sys
 from collections.abc import Mapping
@@ -16,6 +17,8 @@ _OPENBLAS = (
 )
 """MLX's Linux CPU wheel links the reference BLAS, which is some 30 times slower."""
 
+_DUMP_SECONDS = 0.3
+
 
 def engine_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The child's environment: on Linux with OpenBLAS before the BLAS that MLX links,
@@ -29,6 +32,8 @@ def engine_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class EngineProcess:
+    program = "serve.rank.worker"
+
     def __init__(self, process: asyncio.subprocess.Process, link: Link) -> None:
         self._process, self.link = process, link
 
@@ -41,7 +46,7 @@ class EngineProcess:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "serve.rank.worker",
+                cls.program,
                 str(theirs.fileno()),
                 pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
@@ -55,6 +60,12 @@ class EngineProcess:
 
     async def wait(self) -> int:
         return await self._process.wait()
+
+    async def dump(self) -> None:
+        """Has it write the stacks of all its threads to stderr, if it still can."""
+        if self._process.returncode is None:
+            self._process.send_signal(signal.SIGUSR1)
+            await asyncio.sleep(_DUMP_SECONDS)
 
     async def stop(self) -> None:
         """The engine holds nothing that is worth a goodbye, and may hang in MLX."""

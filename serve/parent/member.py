@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from serve.core import wire
 from serve.core.config import Cluster, ServeConfig
 from serve.core.errors import ClusterError
-from serve.parent.control import Hello, engine_ended, join, raise_if_error
+from serve.parent.control import Hello, engine_ended, error_message, join, raise_if_error
 from serve.parent.engine import EngineProcess
 from serve.parent.link import Link
 
@@ -34,7 +34,7 @@ async def run_member(config: ServeConfig, cluster: Cluster, facts: dict[str, str
     hub = await _until(signalled, join(cluster.control, hello, config.join_timeout))
     if hub is not None:
         grace_seconds = config.drain_timeout + _STOP_SECONDS
-        await _until(signalled, _live(config, cluster.rank, hub), grace_seconds)
+        await _until(signalled, _Member(config, cluster.rank, hub).run(), grace_seconds)
 
 
 async def _until(
@@ -53,65 +53,79 @@ async def _until(
     return None
 
 
-async def _live(config: ServeConfig, rank: int, hub: Link) -> None:
-    engine = await EngineProcess.start()
-    try:
-        order = await _wait_for_start(hub)
-        if order is not None:
-            # What to load is rank 0's word, also the commit of a hub model; where, this host's.
-            cache_dir = config.cache_dir and str(config.cache_dir)
-            engine.link.send_json({**order, "model": str(config.model), "cache_dir": cache_dir})
-            await _relay(rank, hub, engine)
-    finally:
-        await engine.stop()
-        await hub.close()
+class _Member:
+    """Does what rank 0 says. That its engine has ended it tells rank 0, and waits: all
+    engines start anew together."""
 
+    def __init__(self, config: ServeConfig, rank: int, hub: Link) -> None:
+        self._config, self._rank, self._hub = config, rank, hub
+        self._life = 0
+        self._engine: EngineProcess | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._is_fresh = False
 
-async def _wait_for_start(hub: Link) -> dict[str, Any] | None:
-    """What to start, or None if the cluster stops before it began."""
-    message = await _hear(hub)
-    raise_if_error(message)
-    return None if message["type"] == "stop" else message["order"]
+    async def run(self) -> None:
+        """Until rank 0 says stop. Raises why it does not go on."""
+        try:
+            await self._start_engine()
+            while (message := await self._hear())["type"] != "stop":
+                raise_if_error(message)
+                await self._obey(message)
+        finally:
+            await self._stop_engine()
+            await self._hub.close()
 
-
-async def _relay(rank: int, hub: Link, engine: EngineProcess) -> None:
-    tasks = {
-        asyncio.create_task(_engine_to_hub(rank, hub, engine)),
-        asyncio.create_task(_hub_to_engine(hub, engine)),
-    }
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _engine_to_hub(rank: int, hub: Link, engine: EngineProcess) -> None:
-    async for _, body in engine.link.messages():
-        message = wire.parse_json(body)
-        hub.send_json(message)
-        if message.get("exit_code") == ClusterError.exit_code:
-            # Its neighbour is gone, and rank 0 may know why: a launcher should see that first.
+    async def _hear(self) -> dict[str, Any]:
+        message = await self._hub.receive_json()
+        if message is None:
+            # Its own reason is the better one: a launcher should see rank 0 end first.
             await asyncio.sleep(_LAST_WORD_SECONDS)
-        raise_if_error(message)
-    message = engine_ended(rank, await engine.wait())
-    hub.send_json(message)
-    raise_if_error(message)
+            raise ClusterError("Rank 0 is gone: look at its log.")
+        return message
 
+    async def _obey(self, message: dict[str, Any]) -> None:
+        assert self._engine is not None
+        if message["type"] == "renew":
+            await self._renew(message)
+        elif message["type"] == "start":
+            self._is_fresh = False
+            # What to load is rank 0's word, also the commit of a hub model; where, this host's.
+            cache_dir = self._config.cache_dir and str(self._config.cache_dir)
+            here = {"model": str(self._config.model), "cache_dir": cache_dir}
+            self._engine.link.send_json({**message["order"], **here})
+        else:
+            self._engine.link.send_json(message)
 
-async def _hub_to_engine(hub: Link, engine: EngineProcess) -> None:
-    """Until rank 0 says stop: what else it says is for the engine."""
-    while (message := await _hear(hub))["type"] != "stop":
-        engine.link.send_json(message)
+    async def _renew(self, message: dict[str, Any]) -> None:
+        """An engine that nobody has given an order is as good as a new one."""
+        if message["dump"] and self._engine:
+            await self._engine.dump()
+        if not self._is_fresh:
+            await self._stop_engine()
+            await self._start_engine()
+        self._life = message["life"]
+        self._tell({"type": "status", "rank": self._rank, "state": "starting"})
 
+    async def _start_engine(self) -> None:
+        engine = self._engine = await EngineProcess.start()
+        self._reading = asyncio.create_task(self._read(engine))
+        self._is_fresh = True
 
-async def _hear(hub: Link) -> dict[str, Any]:
-    message = await hub.receive_json()
-    if message is None:
-        # Its own reason is the better one: a launcher should see rank 0 end first.
-        await asyncio.sleep(_LAST_WORD_SECONDS)
-        raise ClusterError("Rank 0 is gone: look at its log.")
-    return message
+    async def _stop_engine(self) -> None:
+        if self._reading:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+        if self._engine:
+            await self._engine.stop()
+
+    async def _read(self, engine: EngineProcess) -> None:
+        try:
+            async for _, body in engine.link.messages():
+                self._tell(wire.parse_json(body))
+        except ClusterError as error:
+            self._tell(error_message(error))
+        self._is_fresh = False
+        self._tell(engine_ended(self._rank, await engine.wait()))
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        self._hub.send_json({**message, "life": self._life})

@@ -23,10 +23,10 @@ from serve.core.types import Step
 
 
 class Transport(Protocol):
-    """waiting_since is the time.monotonic() since which a tensor is awaited that a
-    peer has announced or has to take; None while nothing is on the way."""
+    """waits_on is the hop, from rank to rank, on which a tensor is awaited: one that has been
+    announced, or has to be taken. None while nothing is on the way."""
 
-    waiting_since: float | None
+    waits_on: tuple[int, int] | None
     num_hops: int  # messages with tensors that were received,
     hop_seconds: float  # and the time from their headers to their tensors
 
@@ -46,7 +46,7 @@ class LocalTransport:
     test, and the way around of a cluster of one rank."""
 
     def __init__(self) -> None:
-        self.waiting_since: float | None = None
+        self.waits_on: tuple[int, int] | None = None
         self.num_hops, self.hop_seconds = 0, 0.0
         self._inbox: queue.SimpleQueue[tuple[Step, list[mx.array]] | None] = queue.SimpleQueue()
         self._left = self
@@ -88,7 +88,7 @@ class RingTransport:
     the end of the process: a group cannot be formed twice in one."""
 
     def __init__(self, ring: Ring) -> None:
-        self.waiting_since: float | None = None
+        self.waits_on: tuple[int, int] | None = None
         self.num_hops, self.hop_seconds = 0, 0.0
         self._rank, self._num_ranks = ring.rank, len(ring.hosts)
         self._stream = mx.new_stream(mx.cpu)
@@ -103,10 +103,10 @@ class RingTransport:
         specs = tensor_specs(arrays)
         packed = pack(step.number, arrays) if specs else None
         mx.eval(packed)
-        self._wait_for(self._sending)
+        left = (self._rank - 1) % self._num_ranks
+        self._wait_for(self._sending, (self._rank, left))
         self._write(wire.frame(wire.Kind.HOP, wire.encode_hop(step, specs)))
         if packed is not None:
-            left = (self._rank - 1) % self._num_ranks
             self._sending = mx.distributed.send(
                 packed, left, group=self._group, stream=self._stream
             )
@@ -124,7 +124,7 @@ class RingTransport:
         packed = mx.distributed.recv(
             (packed_bytes(specs),), mx.uint8, right, group=self._group, stream=self._stream
         )
-        self._wait_for(packed)
+        self._wait_for(packed, (right, self._rank))
         self.num_hops += 1
         self.hop_seconds += time.perf_counter() - started
         return step, unpack(step.number, specs, packed)
@@ -153,18 +153,18 @@ class RingTransport:
         except OSError as error:
             raise ClusterError(f"The link to the left neighbour broke: {error}.") from error
 
-    def _wait_for(self, array: mx.array | None) -> None:
-        """Evaluates a send, a receive or a collective. The watch of the process ends it
-        when this takes too long, because MLX itself would wait for ever."""
+    def _wait_for(self, array: mx.array | None, hop: tuple[int, int]) -> None:
+        """Evaluates a send or a receive. MLX would wait for ever: rank 0's parent sees in
+        waits_on what holds the cluster up, and ends this process."""
         if array is None:
             return
-        self.waiting_since = time.monotonic()
+        self.waits_on = hop
         try:
             mx.eval(array)
         except RuntimeError as error:
             raise ClusterError(f"The ring broke: {error}.") from error
         finally:
-            self.waiting_since = None
+            self.waits_on = None
 
 
 def form_ring(

@@ -58,7 +58,6 @@ class Order:
     layers: tuple[int, int]
     kv_bits: int | None
     join_timeout: float
-    stall_timeout: float
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "Order":
@@ -113,13 +112,14 @@ class StepLoop:
         self.chooser = Chooser(folder)
         self.busy_seconds = 0.0
         self.num_steps = 0
+        self.step: int | None = None  # the one that is computed
         self.spans: deque[tuple[int, int, int, int, float, float]] = deque(maxlen=_NUM_SPANS)
 
     def run(self) -> Iterator[wire.Result]:
         """Yields the result of each step on the last stage."""
         while (message := self.transport.receive()) is not None:
             step, received = message
-            started = time.time()
+            started, self.step = time.time(), step.number
             outputs = self.forward(step, received)
             if self.stage.is_last:
                 result = self.chooser.result(step, outputs)
@@ -156,7 +156,7 @@ class StepLoop:
         return outputs
 
     def _note(self, step: Step, started: float) -> None:
-        ended = time.time()
+        ended, self.step = time.time(), None
         self.busy_seconds += ended - started
         self.num_steps += 1
         num_rows, num_tokens = len(step.rows), len(step.tokens)
@@ -253,24 +253,13 @@ class Worker:
     # --- what the parent is told
 
     def _watch(self) -> None:
-        """Reports, and ends the process when a tensor does not come: MLX itself would
-        wait for ever."""
+        """Reports, whatever the other threads do: rank 0 tells from it who is behind."""
         try:
             while True:
-                waiting_since = self.transport.waiting_since if self.transport else None
-                if waiting_since and time.monotonic() - waiting_since > self.order.stall_timeout:
-                    raise ClusterError(self._stalled())
                 self._report()
                 time.sleep(_STATUS_SECONDS)
         except Exception as error:  # The top of the thread: the process ends with it.
             fail(self.parent, error, f"Rank {self.order.rank}")
-
-    def _stalled(self) -> str:
-        faulthandler.dump_traceback(all_threads=True)
-        return (
-            f"Rank {self.order.rank} waited {self.order.stall_timeout:g} s for a neighbour: "
-            "look at the link and at the ranks beside it (--stall-timeout)."
-        )
 
     def _report(self) -> None:
         status = {"type": "status", "rank": self.order.rank, **self.status}
@@ -281,8 +270,10 @@ class Worker:
                 "num_steps": loop.num_steps,
                 "kv_bytes": loop.caches.num_bytes,
                 "adapter_bytes": loop.adapters.num_bytes,
-                "num_hops": self.transport.num_hops if self.transport else 0,
-                "hop_seconds": self.transport.hop_seconds if self.transport else 0.0,
+                "num_hops": loop.transport.num_hops,
+                "hop_seconds": loop.transport.hop_seconds,
+                "waits_on": loop.transport.waits_on,
+                "step": loop.step,
                 "spans": spans,
             }
         self.parent.send(wire.json_frame(status))
@@ -294,6 +285,7 @@ def main(argv: list[str]) -> None:
         # They reach the whole group from a terminal; the parent decides when this ends.
         signal.signal(interrupt, signal.SIG_IGN)
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the parent asks, after a stall
     parent = Parent(socket.socket(fileno=int(argv[1])))
     try:
         order = _wait_for_order(parent)

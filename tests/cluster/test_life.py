@@ -144,7 +144,7 @@ def test_a_second_cluster_on_the_same_ports_says_so() -> None:
 @pytest.mark.parametrize("victim", ["engine 0", "engine 1", "parent 1"])
 def test_a_lost_process_ends_the_cluster_and_every_request(victim: str) -> None:
     kind, victim_rank = victim.split()
-    with running(2) as server:
+    with running(2, "--max-restarts", "0") as server:
         family = server.family()
         target = find(server, victim)
         events = stream_in_background(server)
@@ -316,7 +316,7 @@ def test_a_demo_ends_when_nobody_reads_it() -> None:
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_stopped_rank_is_named_within_the_stall_timeout(rank: int) -> None:
     """SIGSTOP closes no connection: only the deadline tells."""
-    with running(2, "--stall-timeout", "2") as server:
+    with running(2, "--stall-timeout", "2", "--max-restarts", "0") as server:
         family = server.family()
         os.kill(server.engines()[rank].pid, signal.SIGSTOP)
         time.sleep(2.5)
@@ -327,4 +327,4 @@ def test_a_stopped_rank_is_named_within_the_stall_timeout(rank: int) -> None:
         assert b'"error"' in events.body
         assert server.process.wait(10) == 6, server.text
         assert gone(family, 5)
-    assert f"rank {rank} on 127.0.0.1 is behind" in server.text
+    assert f"rank {rank} on 127.0.0.1 is silent since" in server.text

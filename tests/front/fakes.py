@@ -154,6 +154,17 @@ class FakeRanks:
         self.own = (["a"], ["b"])
         self.paths: list[str] = []
         self.is_silent = False
+        self.are_loaded = asyncio.Event()
+        self.are_loaded.set()
+        self.ended: dict[int, BrigadeError] = {}
+        self.digest = "d"
+
+    async def loaded(self) -> None:
+        await self.are_loaded.wait()
+
+    def end_with_adapter(self, version: int, error: BrigadeError) -> None:
+        self.ended[version] = error
+        self.running[version] = 0
 
     def tell_engines(self, message: dict[str, Any]) -> None:
         self.paths.append(message["path"])
@@ -165,7 +176,7 @@ class FakeRanks:
         answer = {
             "version": version,
             "error": self.refusals.get(rank),
-            "digest": "d",
+            "digest": self.digest,
             "targets": ["a", "b"],
             "own": self.own[rank],
             "kinds": ["q_proj"],
@@ -193,6 +204,7 @@ class FakeEngine:
         self.refuses_with: BrigadeError | None = None
         self.reason: str | None = None
         self.delay = 0.0
+        self.is_complete = True
         self.prompts: list[list[int]] = []
         self.samplings: list[Sampling] = []
         self.end_ids: list[frozenset[int]] = []
@@ -241,7 +253,8 @@ class FakeEngine:
 
     def pipeline(self) -> dict[str, Any]:
         counts = {"num_running": 2, "num_waiting": 3, "adapters": self.adapters.statistics()}
-        return {"model": "m", "num_ranks": 1, "stages": [], **counts}
+        recovery = {"num_restarts": 4, "recovery_seconds": 9.5}
+        return {"model": "m", "num_ranks": 1, "stages": [], **counts, **recovery}
 
     def timeline(self, seconds: float) -> dict[str, Any]:
         return {"traceEvents": [], "seconds": seconds}

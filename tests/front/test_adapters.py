@@ -196,3 +196,68 @@ async def test_the_default_is_listed_first() -> None:
     assert ranks.adapters.names == ["x", CONFIG.model_name]
     await ranks.adapters.unload("x")
     assert ranks.adapters.names == [CONFIG.model_name]
+
+
+# --- engines that start anew
+
+
+def start_anew(ranks: FakeRanks) -> None:
+    ranks.held.clear()
+    ranks.are_loaded.clear()
+    ranks.adapters.interrupt()
+
+
+async def test_new_engines_hold_what_is_current_or_in_use_and_nothing_else() -> None:
+    ranks = FakeRanks()
+    adapters = ranks.adapters
+    for name in ("a", "b", "c"):
+        await adapters.load(name, name, in_place=False)
+    ranks.running[1] = 2  # a's first version, which is replaced while it is in use
+    await adapters.load("a", "a2", in_place=True)
+    await adapters.unload("b")
+    start_anew(ranks)
+    ranks.paths.clear()
+    await adapters.restore()
+    assert ranks.held == {1, 3, 4}
+    assert sorted(ranks.paths) == ["a", "a2", "c"]
+    assert (await adapters.version("a"), await adapters.version("c")) == (4, 3)
+
+
+@pytest.mark.parametrize("fault", ["other files", "no files"])
+async def test_an_adapter_whose_files_changed_is_not_taken_for_what_it_was(fault: str) -> None:
+    ranks = FakeRanks()
+    adapters = ranks.adapters
+    await adapters.load("x", "x", in_place=False)
+    ranks.running[1] = 1
+    start_anew(ranks)
+    if fault == "other files":
+        ranks.digest = "other"
+    else:
+        ranks.refusals[1] = {"message": "no such folder", "status": 404}
+    await adapters.restore()
+    assert isinstance(ranks.ended[1], UnavailableError), "a mixture would be worse"
+    assert ranks.held == set()
+    ranks.are_loaded.set()
+    if fault == "other files":
+        assert await adapters.version("x") == 2
+    else:
+        with pytest.raises(UnavailableError, match="cannot be read again"):
+            await adapters.version("x")
+
+
+async def test_a_load_that_a_fault_interrupts_is_asked_for_again() -> None:
+    ranks = FakeRanks()
+    ranks.is_silent = True
+    loading = asyncio.create_task(ranks.adapters.load("x", "x", in_place=False))
+    while not ranks.paths:
+        await asyncio.sleep(0)
+    start_anew(ranks)
+    ranks.is_silent = False
+    await asyncio.sleep(0.05)
+    assert not loading.done(), "there are no engines that could answer"
+    await ranks.adapters.restore()
+    ranks.are_loaded.set()
+    await loading
+    assert ranks.paths == ["x", "x"]
+    assert await ranks.adapters.version("x") == 1
+    assert ranks.held == {1}

@@ -296,12 +296,16 @@ def test_a_signal_lets_answers_finish(model_folder: Path) -> None:
     """And serve() returns: uvicorn's own handling would kill the process at the end."""
     with process(model_folder, 0.1) as (server, port):
         url = f"http://127.0.0.1:{port}{CHAT}"
-        with httpx.stream("POST", url, json={**HELLO, "stream": True}, timeout=10) as reply:
+        body = {**HELLO, "stream": True}
+        with httpx.Client() as late, httpx.stream("POST", url, json=body, timeout=10) as reply:
             lines = reply.iter_lines()
             assert next(lines).startswith("data: ")
             server.send_signal(signal.SIGTERM)
-            rest = list(lines)
-        assert "data: [DONE]" in rest
+            time.sleep(0.1)  # until the signal has come
+            refused = late.post(url, json=HELLO)
+            assert "data: [DONE]" in list(lines)
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) > 0
         assert server.communicate(timeout=10)[0] == "returned True\n"
         assert server.returncode == 0
 

@@ -10,6 +10,7 @@ import pytest
 from serve.front.door import check_local
 from serve.front.guard import Scope
 from serve.front.replies import StatusError
+from serve.front.tokens import Tokenizer
 from tests.front.fakes import FakeEngine, Running
 from tests.front.test_app import CHAT, HELLO, get, post, wait_until
 
@@ -238,6 +239,35 @@ def test_draining_finishes_what_runs_and_then_ends(server: Running, engine: Fake
         assert "data: [DONE]" in list(lines)
     assert server.join(5)
     assert server.ended_with is None
+
+
+@pytest.mark.parametrize("query", ["?seconds=0.2", ""])
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_a_drain_waits_for_so_long_and_then_ends_answers(
+    tokenizer: Tokenizer, query: str, is_complete: bool
+) -> None:
+    """Not so long for a rank that is gone."""
+    engine = FakeEngine(tokenizer)
+    engine.delay, engine.is_complete = 60, is_complete
+    with Running(engine, drain_timeout=10 if query or not is_complete else 0.2) as server:
+        stream = httpx.stream("POST", server.url + CHAT, json={**HELLO, "stream": True}, timeout=10)
+        began = time.monotonic()
+        with stream as reply:
+            wait_until(lambda: bool(engine.generations))
+            assert httpx.post(server.url + "/admin/drain" + query).status_code == 202
+            lines = list(filter(None, reply.iter_lines()))
+        assert "The server is stopping." in lines[-2]
+        assert lines[-1] == "data: [DONE]"
+        assert server.join(5)
+        assert time.monotonic() - began < 4
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "x", "1e9", "nan"])
+def test_a_drain_for_no_time_is_refused_and_none_begins(shared: Running, seconds: str) -> None:
+    refused = httpx.post(shared.url + "/admin/drain?seconds=" + seconds)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "seconds"
+    assert get(shared, "/ready").status_code == 200
 
 
 def test_an_idle_server_drains_at_once(server: Running) -> None:

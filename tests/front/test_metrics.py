@@ -13,7 +13,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from serve.front.metrics import Metrics
 
 ADAPTERS = {"num_loaded": 3, "num_swapped": 1, "load_seconds": 0.5, "num_requests": {"x": 4}}
-STATE: dict[str, Any] = {"num_running": 2, "num_waiting": 3, "stages": [], "adapters": ADAPTERS}
+STATE: dict[str, Any] = {
+    **{"num_running": 2, "num_waiting": 3, "stages": [], "adapters": ADAPTERS},
+    **{"num_restarts": 4, "recovery_seconds": 9.5},
+}
 
 
 def lines(metrics: Metrics) -> list[str]:
@@ -27,6 +30,12 @@ def test_gauges_are_read_when_asked() -> None:
     state["num_running"] = 5
     assert "brigade_num_requests_running 5.0" in lines(metrics)
     assert "brigade_num_requests_waiting 3.0" in lines(metrics)
+
+
+def test_recoveries_are_counted_and_timed() -> None:
+    told = lines(Metrics(lambda: STATE))
+    assert "brigade_restarts_total 4.0" in told
+    assert "brigade_recovery_seconds_total 9.5" in told
 
 
 def ran(busy_seconds: float) -> dict:

@@ -9,6 +9,7 @@ from serve.front.stages import (
     better_split,
     chunk_beside_decoding,
     max_held_tokens,
+    suspicion,
 )
 
 
@@ -62,3 +63,39 @@ def test_a_better_split(
 def test_no_split_is_suggested_before_there_are_enough_steps() -> None:
     stages = [make_stage(0, (8, 16), 0.16, steps=50), make_stage(1, (0, 8), 0.08, steps=50)]
     assert better_split(stages) is None
+
+
+def stalled(**changes: dict[int, object]) -> str:
+    """What is said of four stages that reported just now; changes are fields of ranks."""
+    stages = [StageStatus(rank, f"h{rank}", num_steps=10, heard_at=100.0) for rank in range(4)]
+    for name, of_ranks in changes.items():
+        for rank, value in of_ranks.items():
+            setattr(stages[rank], name, value)
+    return suspicion(stages, 100.2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        # Others wait for one that is stopped, so what it does is the better word.
+        ({"heard_at": {2: 90.0}, "waits_on": {1: (2, 1)}}, "rank 2 on h2 is silent since 10.2 s"),
+        ({"waits_on": {1: (2, 1)}, "num_steps": {0: 9}}, "the hop from rank 2 to rank 1 is stuck"),
+        ({"waits_on": {0: (0, 3)}}, "the hop from rank 0 to rank 3 is stuck"),
+        ({"step": {3: 77, 1: 80}, "num_steps": {3: 9}}, "rank 3 on h3 does not finish step 77"),
+        ({"step": {2: 78}, "num_steps": {1: 8}}, "rank 2 on h2 does not finish step 78"),
+        ({"num_steps": {1: 9}}, "rank 1 on h1 is behind"),
+    ],
+)
+def test_who_holds_the_others_up(changes: dict[str, dict[int, object]], said: str) -> None:
+    assert stalled(**changes) == said
+
+
+def test_a_new_engine_starts_from_nothing_but_what_was_learned_stays() -> None:
+    stage = make_stage(0, (4, 8), 0.1)
+    stage.update({"state": "ready", "kv_bytes": 5, "waits_on": [1, 0], "step": 4}, 1.0)
+    assert (stage.kv_bytes, stage.waits_on, stage.step) == (5, [1, 0], 4)
+    stage.renew()
+    assert (stage.state, stage.kv_bytes, stage.waits_on, stage.step) == ("renewing", 0, None, None)
+    assert (stage.busy_share, stage.num_steps) == (0, 0)
+    assert stage.pace.decode_seconds == pytest.approx(0.1)
+    assert stage.plan is not None

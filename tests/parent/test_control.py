@@ -12,7 +12,8 @@ from launcher.supervisor import free_ports
 from serve.core import wire
 from serve.core.config import Address
 from serve.core.errors import AddressError, ClusterError, DisagreementError
-from serve.parent.control import Hello, Hub, join, raise_if_error
+from serve.parent.control import Hello, Hub, join
+from serve.parent.link import Link
 
 HELLO = Hello(rank=0, num_ranks=3, secret="sésame", facts={"mlx": "1"}, pid=10)
 
@@ -55,8 +56,9 @@ async def test_all_ranks_join_in_any_order() -> None:
         centre.send(1, {"type": "start"})
         assert await links[1].receive_json() == {"type": "start"}
         links[0].send_json({"type": "status", "state": "loading"})
-        await until(lambda: bool(heard))
-        assert heard == [(2, {"type": "status", "state": "loading"})]
+        await until(lambda: len(heard) == 3)
+        joined = [(rank, {"type": "joined"}) for rank in (2, 1)]
+        assert heard == [*joined, (2, {"type": "status", "state": "loading"})]
         for link in links:
             await link.close()
 
@@ -99,12 +101,68 @@ async def test_a_missing_rank_is_named() -> None:
 )
 async def test_a_wrong_rank_is_told_why(change: dict[str, Any], reason: str) -> None:
     async with hub() as (centre, address, _):
-        link = await join(address, replace(HELLO, **{"rank": 1, **change}), 5)
-        message = await link.receive_json()
-        assert message is not None
-        with pytest.raises(ClusterError, match=reason):
-            raise_if_error(message)
+        with pytest.raises(ClusterError, match=f"Rank 0 refused this rank: .*{reason}"):
+            await join(address, replace(HELLO, **{"rank": 1, **change}), 5)
         assert centre.missing() == [1, 2]
+
+
+async def greeting_of(address: Address) -> dict[str, Any]:
+    """What rank 1 says when it joins."""
+    spoken: list[dict[str, Any]] = []
+
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        link = Link(reader, writer)
+        link.send_json({"type": "challenge", "nonce": "n"})
+        spoken.append(await link.receive_json() or {})
+        await link.close()
+
+    server = await asyncio.start_server(listen, address.host, address.port)
+    async with server:
+        with pytest.raises(ClusterError, match="is not rank 0 of this launch"):
+            await join(address, replace(HELLO, rank=1), 5)
+    return spoken[0]
+
+
+async def test_the_secret_is_never_sent_and_a_greeting_serves_once() -> None:
+    hello = await greeting_of(Address("127.0.0.1", free_ports(1)[0]))
+    assert HELLO.secret not in str(hello)
+    assert HELLO.secret not in repr(HELLO)
+    async with hub() as (centre, address, _):
+        link = Link(*await asyncio.open_connection(address.host, address.port))
+        assert (await link.receive_json() or {})["type"] == "challenge"
+        link.send_json(hello)
+        answer = await link.receive_json() or {}
+        assert (answer["type"], centre.missing()) == ("refused", [1, 2])
+        assert "another launch" in answer["reason"]
+        await link.close()
+
+
+@pytest.mark.parametrize("answer", [{"type": "welcome"}, {"type": "welcome", "proof": "00"}])
+async def test_an_impostor_of_rank_0_is_found_out(answer: dict[str, Any]) -> None:
+    address = Address("127.0.0.1", free_ports(1)[0])
+
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        link = Link(reader, writer)
+        link.send_json({"type": "challenge", "nonce": "n"})
+        await link.receive_json()
+        link.send_json(answer)
+        assert await link.receive_json() is None, "it believed it"
+        await link.close()
+
+    async with await asyncio.start_server(listen, address.host, address.port):
+        with pytest.raises(ClusterError, match="is not rank 0 of this launch"):
+            await join(address, replace(HELLO, rank=1), 5)
+
+
+async def test_one_that_has_gone_may_come_again() -> None:
+    async with hub() as (centre, address, heard):
+        link = await join(address, replace(HELLO, rank=1), 5)
+        await link.close()
+        await until(lambda: len(heard) == 2)
+        centre.send(1, {"type": "start"})  # into the void
+        link = await join(address, replace(HELLO, rank=1, pid=77), 5)
+        await until(lambda: centre.missing() == [2])
+        assert centre.pid(1) == 77
         await link.close()
 
 
@@ -112,12 +170,9 @@ async def test_a_rank_cannot_come_twice() -> None:
     async with hub() as (centre, address, _):
         first = await join(address, replace(HELLO, rank=1), 5)
         await until(lambda: centre.missing() == [2])
-        second = await join(address, replace(HELLO, rank=1), 5)
-        message = await second.receive_json()
-        assert message is not None
-        assert "there is a rank 1 already" in message["reason"]
+        with pytest.raises(ClusterError, match="there is a rank 1 already"):
+            await join(address, replace(HELLO, rank=1), 5)
         await first.close()
-        await second.close()
 
 
 async def broken_frame(writer: asyncio.StreamWriter) -> None:
@@ -142,24 +197,23 @@ async def test_a_stranger_disturbs_nobody(
         await writer.drain() if not writer.is_closing() else None
         links = [await join(address, replace(HELLO, rank=rank), 5) for rank in (1, 2)]
         await centre.wait_for_all(5)
-        assert heard == []
+        assert [message["type"] for _, message in heard] == ["joined", "joined"]
         writer.close()
         for link in links:
             await link.close()
 
 
 @pytest.mark.parametrize("last_words", [b"", b"nonsense", wire.frame(wire.Kind.JSON, b"[]")])
-async def test_a_rank_that_goes_is_an_error(last_words: bytes) -> None:
+async def test_a_rank_that_goes_is_told(last_words: bytes) -> None:
     async with hub() as (centre, address, heard):
         link = await join(address, replace(HELLO, rank=1), 5)
         await until(lambda: centre.missing() == [2])
         link.send(last_words)
         await link.close()
-        await until(lambda: bool(heard))
-        rank, message = heard[0]
-        assert rank == 1
-        assert message["type"] == "error"
-        assert message["exit_code"] == ClusterError.exit_code
+        await until(lambda: len(heard) == 2)
+        rank, message = heard[1]
+        assert (rank, message["type"]) == (1, "gone")
+        assert message["reason"]
 
 
 async def test_closing_says_stop() -> None:
@@ -169,7 +223,7 @@ async def test_closing_says_stop() -> None:
         await centre.close()
         assert await link.receive_json() == {"type": "stop"}
         assert await link.receive_json() is None
-        assert heard == []
+        assert heard == [(1, {"type": "joined"})]
         await link.close()
 
 

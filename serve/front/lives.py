@@ -1,0 +1,323 @@
+"""The lives of the engines. All start together, work, and end together: that is a life.
+
+    renewing ── every rank has an engine ──> joining the ring ── loaded ──> working
+        ^                                            │                         │
+        └──────────── a fault: an engine ended, a link broke, a stall ─────────┘
+
+The ranks' parents outlive it, and so does what they hold: sequences and connections. A fault
+for which new engines are no remedy, and too many faults, end the cluster.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from serve.core import wire
+from serve.core.config import Cluster, ServeConfig
+from serve.core.errors import BrigadeError, ClusterError, ModelError, from_exit_code
+from serve.core.plan import StagePlan
+from serve.front.orders import order, plan_request
+from serve.front.stages import StageStatus, is_silent, suspicion
+from serve.parent.control import Hello, Hub, engine_ended, raise_if_error
+from serve.parent.engine import EngineProcess
+from serve.parent.restarts import Restarts, may_pass
+
+_WATCH_SECONDS = 0.5
+_BLAME_SECONDS = 0.5
+
+_logger = logging.getLogger(__name__)
+Json = dict[str, Any]
+
+
+class View(Protocol):
+    """Who shows people how the start goes on."""
+
+    def planned(self, stages: list[StagePlan]) -> None: ...
+
+    def progressed(self, stage: StageStatus) -> None: ...
+
+    def ready(self, stages: list[StageStatus]) -> None: ...
+
+
+class Work(Protocol):
+    """What the engines are for."""
+
+    async def prepare(self) -> None:
+        """The engines are loaded, and have nothing of what those before them had."""
+
+    def go(self) -> None:
+        """They may get steps."""
+
+    def interrupt(self) -> None:
+        """They are ended, or will be: nothing that is under way comes back."""
+
+    def on_result(self, result: wire.Result) -> None: ...
+
+    def on_message(self, rank: int, message: Json) -> None: ...
+
+    def waiting_seconds(self) -> float:
+        """How long steps have been under way without any coming back."""
+
+
+class Lives:
+    """folder is where the model's config is, also that of a hub model. view is told how
+    the start goes on."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        cluster: Cluster,
+        folder: Path,
+        facts: dict[str, str],
+        view: View,
+        work: Work,
+    ) -> None:
+        self._config, self._cluster, self._folder = config, cluster, folder
+        self._view, self._work = view, work
+        self.stages = [StageStatus(rank, host) for rank, host in enumerate(cluster.hosts)]
+        self.hub = Hub(Hello.of(cluster, facts, os.getpid()), self._on_message)
+        self._restarts = Restarts(config.max_restarts, config.restart_window)
+        self._process: EngineProcess | None = None
+        self._life = 0
+        self._faulty = asyncio.Event()
+        self._reason: BrigadeError | None = None
+        self._stalled = False
+        self._progressed = asyncio.Event()
+        self._recovering_since: float | None = None
+        self.is_working = False
+        self.num_restarts, self.recovery_seconds = 0, 0.0
+
+    async def run(self) -> None:
+        """Raises why the cluster cannot go on."""
+        process = self._process = await EngineProcess.start()
+        process.link.send_json(plan_request(self._config, self._cluster, str(self._folder)))
+        plan = await self._receive_plan(process)
+        await self.hub.wait_for_all(self._config.join_timeout)
+        self._view.planned(plan)
+        for stage, planned in zip(self.stages, plan, strict=True):
+            stage.plan = planned
+        wait_seconds = 0.0
+        while True:
+            wait_seconds = await self._live(wait_seconds)
+            await self._renew()
+
+    async def close(self) -> None:
+        await self.hub.close()
+        if self._process:
+            await self._process.stop()
+
+    # --- one life
+
+    async def _live(self, wait_seconds: float) -> float:
+        """Until a fault. Returns how long the next life has to wait, or raises why there is
+        none."""
+        assert self._process is not None
+        tasks = [
+            asyncio.create_task(self._read(self._process)),
+            asyncio.create_task(self._work_on(wait_seconds)),
+        ]
+        try:
+            await self._faulty.wait()
+            return await self._judge()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _work_on(self, wait_seconds: float) -> None:
+        try:
+            await asyncio.sleep(wait_seconds)
+            await self._until_all({"starting"}, self._config.join_timeout, "start an engine")
+            self._give_orders()
+            joined = {"fetching", "loading", "ready"}
+            await self._until_all(joined, self._config.join_timeout, "join the ring")
+            await self._until_all({"ready"}, self._config.load_timeout, "load its layers")
+            await self._work.prepare()
+            self._begin()
+            await self._watch()
+        except BrigadeError as error:
+            self._on_fault(error)
+        except Exception as error:  # The top of the task: without it nobody would be told.
+            _logger.exception("event=bug")
+            self._on_fault(BrigadeError(f"{type(error).__name__}: {error}"))
+
+    def _give_orders(self) -> None:
+        """Under a new nonce: what is left of an older ring cannot be mixed in."""
+        assert self._process is not None
+        nonce = secrets.randbits(31)
+        for stage in self.stages:
+            assert stage.plan is not None
+            stage.state = "joining"
+            told = order(self._config, self._cluster, stage.plan, nonce)
+            if stage.rank:
+                stage.pid = self.hub.pid(stage.rank)
+                self.hub.send(stage.rank, {"type": "start", "order": told})
+            else:
+                stage.pid = os.getpid()
+                self._process.link.send_json(told)
+
+    def _begin(self) -> None:
+        self.is_working = True
+        self._work.go()
+        _logger.info("event=ready num_ranks=%d life=%d", self._cluster.num_ranks, self._life)
+        if self._recovering_since is None:
+            self._view.ready(self.stages)
+            return
+        seconds = time.monotonic() - self._recovering_since
+        self._recovering_since = None
+        self.recovery_seconds += seconds
+        _logger.info("event=recovered life=%d seconds=%.2f", self._life, seconds)
+
+    async def _watch(self) -> None:
+        """Raises ClusterError when steps are under way and none comes back. A rank that
+        is stopped breaks no connection."""
+        most = self._config.stall_timeout
+        while self._work.waiting_seconds() <= most:
+            await asyncio.sleep(_WATCH_SECONDS)
+        self._stalled = True
+        raise ClusterError(
+            f"No step came back for {most:g} s: {suspicion(self.stages, time.time())}, look at its "
+            "log for where it stood (--stall-timeout)."
+        )
+
+    async def _until_all(self, states: set[str], timeout_seconds: float, what: str) -> None:
+        """The time counts from the last progress of any stage: a download may take hours."""
+        while late := [stage for stage in self.stages if stage.state not in states]:
+            self._progressed.clear()
+            try:
+                await asyncio.wait_for(self._progressed.wait(), timeout_seconds)
+            except (TimeoutError, asyncio.TimeoutError) as error:
+                raise ClusterError(
+                    f"Rank {late[0].rank} on {late[0].host} did not {what}: nothing moved for "
+                    f"{timeout_seconds:g} s, look at its log."
+                ) from error
+
+    # --- from one life to the next
+
+    async def _judge(self) -> float:
+        was_ready, self.is_working = self.is_working, False
+        self._recovering_since = self._recovering_since or time.monotonic()
+        self._work.interrupt()
+        if not was_ready or not self._restarts.num_left(time.monotonic()):
+            # That a neighbour is gone is known first and says least: a better reason replaces it.
+            await asyncio.sleep(_BLAME_SECONDS)
+        assert self._reason is not None
+        return self._restarts.wait_seconds(self._reason, was_ready, time.monotonic())
+
+    async def _renew(self) -> None:
+        """New engines on all ranks. Raises ClusterError if a rank is gone for good."""
+        self._life += 1
+        self.num_restarts += 1
+        _logger.warning("event=recovering life=%d", self._life)
+        self._faulty.clear()
+        self._reason = None
+        for stage in self.stages:
+            self._renew_member(stage)
+        if self._process:
+            if self._stalled:
+                await self._process.dump()
+            await self._process.stop()
+        self._stalled = False
+        self._process = await EngineProcess.start()
+        self.stages[0].state = "starting"
+        await self.hub.wait_for_all(self._config.join_timeout)
+
+    def _renew_member(self, stage: StageStatus) -> None:
+        stage.renew()
+        self.hub.send(stage.rank, {"type": "renew", "life": self._life, "dump": self._stalled})
+
+    # --- what is heard
+
+    async def _receive_plan(self, process: EngineProcess) -> list[StagePlan]:
+        """Raises what is wrong with the plan or the model."""
+        try:
+            reply = process.link.receive_json()
+            message = await asyncio.wait_for(reply, self._config.load_timeout)
+        except (TimeoutError, asyncio.TimeoutError) as error:
+            raise ModelError(
+                f"No plan could be made within {self._config.load_timeout:g} s: does config.json "
+                "fit the weights? (--load-timeout)"
+            ) from error
+        if message is None:
+            message = engine_ended(0, await process.wait())
+        raise_if_error(message)
+        return [StagePlan.from_json(stage) for stage in message["stages"]]
+
+    async def _read(self, process: EngineProcess) -> None:
+        try:
+            async for kind, body in process.link.messages():
+                if kind == wire.Kind.RESULT:
+                    self._work.on_result(wire.decode_result(body))
+                else:
+                    self._on_message(0, wire.parse_json(body))
+        except ClusterError as error:
+            self._on_fault(error)
+        self._on_message(0, engine_ended(0, await process.wait()))
+
+    def _on_message(self, rank: int, message: Json) -> None:
+        """What engines say that are ended by now is of no use, but for a better reason."""
+        life, kind = message.get("life", self._life), message["type"]
+        if kind == "error":
+            error = from_exit_code(message["exit_code"], message["message"])
+            _logger.warning("event=fault rank=%d reason=%s", rank, json.dumps(str(error)))
+            if life == self._life or not may_pass(error):
+                self._on_fault(error)
+        elif kind == "gone":
+            # While a rank is waited for it may come and go.
+            _logger.warning(
+                "event=rank_gone rank=%d reason=%s", rank, json.dumps(message["reason"])
+            )
+            if self.stages[rank].state != "renewing":
+                self._on_fault(ClusterError(message["reason"]))
+        elif kind == "joined":
+            self._renew_member(self.stages[rank])
+        elif life == self._life and kind == "status":
+            self._update_stage(self.stages[rank], message)
+        elif life == self._life:
+            self._work.on_message(rank, message)
+
+    def _on_fault(self, error: BrigadeError) -> None:
+        """The first one is the reason, unless all that it says is that a neighbour is gone."""
+        is_better = type(self._reason) is ClusterError and type(error) is not ClusterError
+        if self._reason is None or is_better or not may_pass(error):
+            self._reason = error
+        self._faulty.set()
+        self._progressed.set()
+
+    def _update_stage(self, stage: StageStatus, message: Json) -> None:
+        before = stage.state, stage.done
+        stage.update(message, time.time())
+        if (stage.state, stage.done) != before:
+            self._progressed.set()
+            self._view.progressed(stage)
+        if stage.state != before[0]:
+            _logger.info("%s", stage.line())
+
+    # --- what is seen from outside
+
+    def late(self) -> str | None:
+        """None when all engines work, else one line that says what they are doing."""
+        if missing := self.hub.missing():
+            return f"waiting for rank {missing[0]}"
+        late = [stage.doing for stage in self.stages if stage.state != "ready"]
+        return late[0] if late else None
+
+    def silent(self) -> str | None:
+        silent = [stage for stage in self.stages if is_silent(stage, time.time())]
+        return f"rank {silent[0].rank}: silent" if silent else None
+
+    def tell_all(self, message: Json) -> None:
+        assert self._process is not None
+        self._process.link.send_json(message)
+        for rank in range(1, self._cluster.num_ranks):
+            self.hub.send(rank, message)
+
+    def send(self, data: bytes) -> None:
+        """To rank 0's engine."""
+        assert self._process is not None
+        self._process.link.send(data)

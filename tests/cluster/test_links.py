@@ -1,0 +1,125 @@
+"""Bad links between ranks, and a whole rank that goes: nothing is lost, no token changes.
+
+The ranks are started one by one, as on two hosts: each has its own hostfile, in which the other
+is behind a proxy.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launcher.supervisor import free_ports
+from tests.cluster.proxy import Proxy
+from tests.cluster.servers import TINY_CHAT, Server, alone, gone, serve_flags, started
+from tests.cluster.test_recovery import check_same, run_streams
+
+pytestmark = pytest.mark.long
+
+
+@dataclass
+class Ranks:
+    """Two ranks. proxies are before the rank of that number."""
+
+    folder: Path
+    ports: list[int]
+    proxies: list[Proxy]
+    flags: tuple[str, ...]
+
+    def command(self, rank: int, secret: str = "s") -> list[str]:
+        addresses = [[f"127.0.0.1:{self.ports[rank]}"] for rank in (0, 1)]
+        addresses[1 - rank] = [f"127.0.0.1:{self.proxies[1 - rank].port}"]
+        hostfile = self.folder / f"hosts-{rank}.json"
+        hostfile.write_text(json.dumps(addresses))
+        control = f"BRIGADE_CONTROL=127.0.0.1:{self.ports[2]}"
+        variables = [f"MLX_RANK={rank}", f"MLX_HOSTFILE={hostfile}", control]
+        flags = serve_flags(self.ports[3], TINY_CHAT, *self.flags)
+        return ["env", *variables, f"BRIGADE_SECRET={secret}", *alone(flags)]
+
+
+@contextmanager
+def two_ranks(folder: Path, *flags: str) -> Iterator[tuple[Ranks, Server, Server]]:
+    ports = free_ports(4)
+    with ExitStack() as stack:
+        proxies = [Proxy(port) for port in ports[:2]]
+        for proxy in proxies:
+            stack.callback(proxy.close)
+        ranks = Ranks(folder, ports, proxies, flags)
+        other = stack.enter_context(started(ranks.command(1)))
+        server = stack.enter_context(started(ranks.command(0), ports[3]))
+        server.wait_until_ready()
+        yield ranks, server, other
+
+
+def num_restarts(server: Server) -> int:
+    return int(server.get("/admin/pipeline")["num_restarts"])
+
+
+def test_a_slow_link_changes_no_token_and_a_broken_one_is_mended(tmp_path: Path) -> None:
+    with two_ranks(tmp_path, "--stall-timeout", "3", "--max-restarts", "9") as (ranks, server, _):
+        expected = run_streams(server)
+        assert sum(proxy.num_bytes for proxy in ranks.proxies) > 1000, "the ring goes elsewhere"
+        for delay_seconds in (0.005, 0.05):
+            for proxy in ranks.proxies:
+                proxy.delay_seconds = delay_seconds
+            check_same(run_streams(server), expected)
+        assert num_restarts(server) == 0
+        for proxy in ranks.proxies:
+            proxy.delay_seconds = 0.0
+
+        def reset() -> None:
+            time.sleep(0.7)
+            for proxy in ranks.proxies:
+                proxy.reset()
+
+        check_same(run_streams(server, reset), expected)
+        assert num_restarts(server) == 1
+
+        def freeze() -> None:
+            time.sleep(0.7)
+            began = time.monotonic()
+            for proxy in ranks.proxies:
+                proxy.freeze()
+            while num_restarts(server) == 1:
+                assert time.monotonic() - began < 3 + 2, "a stuck link is not noticed"
+                time.sleep(0.05)
+            for proxy in ranks.proxies:
+                proxy.thaw()
+
+        check_same(run_streams(server, freeze), expected)
+        assert "No step came back for 3 s: the hop from rank 1 to rank 0 is stuck" in server.text
+        assert num_restarts(server) == 2
+
+
+def test_a_whole_rank_that_goes_and_comes_again(tmp_path: Path) -> None:
+    """Parent and engine are killed; whoever started the rank starts it again."""
+    with two_ranks(tmp_path) as (ranks, server, other), ExitStack() as stack:
+        expected = run_streams(server)
+
+        def replace() -> None:
+            time.sleep(0.7)
+            family = other.family()
+            psutil.Process(other.process.pid).kill()
+            assert gone(family[1:], 3), "the engine outlives its parent"
+            server.wait_for_log("event=rank_gone rank=1")
+            impostor = stack.enter_context(started(ranks.command(1, secret="x")))
+            assert impostor.process.wait(20) == 6
+            assert "it belongs to another launch" in impostor.text
+            stack.enter_context(started(ranks.command(1)))
+
+        streams = run_streams(server, replace)
+        check_same(streams, expected)
+        assert num_restarts(server) == 1
+
+
+def test_a_rank_that_does_not_come_again_ends_the_cluster_with_the_reason(tmp_path: Path) -> None:
+    with two_ranks(tmp_path, "--join-timeout", "3") as (_, server, other):
+        other.process.kill()
+        server.wait_for_log("event=rank_gone rank=1")
+        assert server.process.wait(10) == 6
+        assert r"Ranks [1] did not join within 3 s" in server.text

@@ -1,0 +1,277 @@
+"""Engines that are killed, stopped or cut off under real streams: what clients get is what an
+undisturbed run gives, token for token."""
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.cluster.servers import Server, alone, brigade_launch, gone, mlx_launch, running
+
+NUM_STREAMS = 8
+ANSWER_TOKENS = 300
+MOST_SECONDS_TO_NEXT_TOKEN = 3.0
+WITHOUT_LIMIT = ("--max-restarts", "1000")
+
+
+@dataclass
+class Stream(threading.Thread):
+    """A client. Every other one is greedy, the rest draw with penalties and a seed of their own;
+    some want log-probabilities, some JSON."""
+
+    server: Server
+    number: int
+    text: str = ""
+    scores: list[float] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    end: str = ""
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __hash__(self) -> int:
+        return self.number
+
+    def body(self) -> dict[str, Any]:
+        question = f"Tell me a story about {self.number + 2} bridges."
+        fields: dict[str, Any] = {
+            "model": "tiny-chat",
+            "messages": [{"role": "user", "content": question}],
+            "max_tokens": ANSWER_TOKENS,
+            "stream": True,
+            "temperature": 0 if self.number % 2 else 1.1,
+            "seed": self.number,
+            "ignore_eos": True,
+        }
+        if self.number % 4 == 2:
+            fields |= {"frequency_penalty": 0.5, "presence_penalty": 0.3}
+        if self.number % 4 == 1:
+            fields |= {"logprobs": True, "top_logprobs": 2}
+        if self.number == 4:
+            fields |= {"response_format": {"type": "json_object"}, "ignore_eos": False}
+        return fields
+
+    def run(self) -> None:
+        url = f"{self.server.url}/v1/chat/completions"
+        with httpx.stream("POST", url, json=self.body(), timeout=60) as reply:
+            for line in filter(None, reply.iter_lines()):
+                self.end = line
+                if line.startswith("data: {"):
+                    self.take(json.loads(line.removeprefix("data: ")))
+
+    def take(self, chunk: dict[str, Any]) -> None:
+        assert "error" not in chunk, chunk
+        self.times.append(time.monotonic())
+        for choice in chunk["choices"]:
+            self.text += choice["delta"].get("content") or ""
+            for told in (choice.get("logprobs") or {}).get("content") or []:
+                self.scores.append(told["logprob"])
+
+
+def run_streams(server: Server, disturb: Any = lambda: None) -> list[Stream]:
+    streams = [Stream(server, number) for number in range(NUM_STREAMS)]
+    for stream in streams:
+        stream.start()
+    disturb()
+    for stream in streams:
+        stream.join(100)
+        assert not stream.is_alive(), f"a client waits without end:\n{server.text[-3000:]}"
+        assert stream.end == "data: [DONE]", stream.end
+    return streams
+
+
+class Killer:
+    """Kills a random rank's engine, and again when that is mended."""
+
+    def __init__(self, server: Server, num_kills: int, seed: int) -> None:
+        self.server, self.num_kills = server, num_kills
+        self.chance = random.Random(seed)
+        self.times: list[float] = []
+
+    def __call__(self) -> None:
+        for _ in range(self.num_kills):
+            time.sleep(self.chance.uniform(0.05, 0.6))
+            self.server.wait_until_ready()
+            engines = self.server.engines()
+            self.times.append(time.monotonic())
+            engines[self.chance.choice(sorted(engines))].kill()
+
+    def seconds_to_next_token(self, streams: list[Stream]) -> list[float]:
+        """Of kills under which somebody waited for one."""
+        arrivals = sorted(at for stream in streams for at in stream.times)
+        # What was under way at the moment of the kill still comes.
+        later = ([at for at in arrivals if at > killed + 0.1] for killed in self.times)
+        return [times[0] - killed for times, killed in zip(later, self.times, strict=True) if times]
+
+
+def check_same(streams: list[Stream], expected: list[Stream]) -> None:
+    for stream, undisturbed in zip(streams, expected, strict=True):
+        assert stream.text == undisturbed.text, f"stream {stream.number} got another answer"
+        assert len(stream.scores) == len(undisturbed.scores), "scores came twice, or not"
+        assert stream.scores == pytest.approx(undisturbed.scores, abs=1e-3)
+
+
+def check_kills(num_ranks: int, num_rounds: int, kills_of_a_round: int, launch: Any) -> None:
+    with running(num_ranks, *WITHOUT_LIMIT, launch=launch) as server:
+        expected, seconds = run_streams(server), []
+        num_processes = len(server.family())
+        for seed in range(num_rounds):
+            killer = Killer(server, kills_of_a_round, seed)
+            streams = run_streams(server, killer)
+            check_same(streams, expected)
+            seconds += killer.seconds_to_next_token(streams)
+        pipeline = server.get("/admin/pipeline")
+        assert pipeline["num_restarts"] == num_rounds * kills_of_a_round
+        assert pipeline["num_running"] == 0
+        family = server.family()
+        assert len(family) == num_processes, "engines were left behind, or are missing"
+        print(f"kill to next token: p50 {median(seconds):.2f} s, most {max(seconds):.2f} s")
+        assert median(seconds) <= MOST_SECONDS_TO_NEXT_TOKEN
+        server.process.send_signal(signal.SIGTERM)
+        server.process.wait(10)
+        assert gone(family, 8), "processes were left behind"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("num_ranks", "launch"),
+    [(1, alone), (2, brigade_launch), (3, brigade_launch), (2, mlx_launch)],
+)
+def test_streams_go_on_after_kills(num_ranks: int, launch: Any) -> None:
+    check_kills(num_ranks, 2, 2, launch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_hundred_kills_change_no_token() -> None:
+    check_kills(2, 34, 3, brigade_launch)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """A cluster that every test leaves as good as new."""
+    with running(2, "--stall-timeout", "7", *WITHOUT_LIMIT) as mended:
+        yield mended
+
+
+@pytest.fixture(scope="module")
+def expected(server: Server) -> list[Stream]:
+    return run_streams(server)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_engine_costs_a_pause(server: Server, expected: list[Stream], rank: int) -> None:
+    before = server.get("/admin/pipeline")["num_restarts"]
+
+    def kill() -> None:
+        time.sleep(0.5)
+        server.engines()[rank].kill()
+        began = time.monotonic()
+        while httpx.get(server.url + "/ready").status_code == 200:
+            assert time.monotonic() - began < 2, "it says that it is ready, and is not"
+        assert httpx.get(server.url + "/health").status_code == 200
+
+    check_same(run_streams(server, kill), expected)
+    assert f"The engine of rank {rank} ended by signal 9" in server.text
+    assert server.get("/admin/pipeline")["num_restarts"] == before + 1
+    metrics = httpx.get(server.url + "/metrics").text
+    assert f"brigade_restarts_total {before + 1:.1f}" in metrics
+    assert float(metrics.split("\nbrigade_recovery_seconds_total ")[1].split()[0]) > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_stops_for_five_seconds_is_no_fault(
+    server: Server, expected: list[Stream], rank: int
+) -> None:
+    before = server.get("/admin/pipeline")["num_restarts"]
+
+    def pause() -> None:
+        time.sleep(0.5)
+        victim = server.engines()[rank].pid
+        os.kill(victim, signal.SIGSTOP)
+        time.sleep(2)
+        assert httpx.get(server.url + "/ready").json()["error"]["message"] == f"rank {rank}: silent"
+        time.sleep(3)
+        os.kill(victim, signal.SIGCONT)
+
+    check_same(run_streams(server, pause), expected)
+    assert server.get("/admin/pipeline")["num_restarts"] == before
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_stops_for_ever_is_found_and_named(
+    server: Server, expected: list[Stream], rank: int
+) -> None:
+    seconds: list[float] = []
+
+    def stop() -> None:
+        before = server.get("/admin/pipeline")["num_restarts"]
+        time.sleep(0.5)
+        os.kill(server.engines()[rank].pid, signal.SIGSTOP)
+        began = time.monotonic()
+        while server.get("/admin/pipeline")["num_restarts"] == before:
+            time.sleep(0.05)
+        seconds.append(time.monotonic() - began)
+
+    check_same(run_streams(server, stop), expected)
+    assert 6 < seconds[0] < 7 + 2
+    assert f"No step came back for 7 s: rank {rank} on 127.0.0.1 is silent since" in server.text
+    # The one that could still speak says where it stood.
+    server.wait_for_log(r"Thread 0x.*\n(.*\n)*?.*in receive")
+
+
+def test_restarts_that_are_used_up_end_the_cluster_with_the_reason() -> None:
+    with running(2, "--max-restarts", "1") as server:
+        family = server.family()
+        server.engines()[1].kill()
+        server.wait_for_log("event=recovered")
+        stream = Stream(server, 0)
+        broken: list[str] = []
+
+        def ask() -> None:
+            with httpx.stream(
+                "POST", f"{server.url}/v1/chat/completions", json=stream.body(), timeout=60
+            ) as reply:
+                broken.extend(filter(None, reply.iter_lines()))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        time.sleep(0.4)
+        server.engines()[1].kill()
+        asking.join(10)
+        assert not asking.is_alive(), "a client waits without end"
+        error = json.loads(broken[-2].removeprefix("data: "))["error"]
+        assert "started anew 1 times in 300 s: given up" in error["message"]
+        assert server.process.wait(10) == 7, server.text
+        assert gone(family, 5), "processes were left behind"
+
+
+def test_no_port_is_held_twice_and_none_afterwards() -> None:
+    with running(2) as server:
+        family = server.family()
+        server.engines()[0].kill()
+        server.wait_for_log("event=recovered")
+        listening = {
+            connection.laddr.port
+            for process in server.family()
+            for connection in process.net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN
+        }
+        assert len(listening) == 2, "HTTP and rank 0's door for ranks, and none of a ring before"
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(10) == 0, server.text
+        assert gone(family, 5)
+    held = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    assert not held & listening

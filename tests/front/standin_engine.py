@@ -1,0 +1,118 @@
+"""An engine child without MLX, which starts in no time: for lives that end by the hundred.
+
+Speaks as serve.rank.worker does. What its model says at a position is tests' next_token. Run as
+a program; argv[1] is the descriptor of the socket to the parent. BREAK_AT_ORDER makes a rank
+end with an exit code when it gets its order, POISON is a token that ends rank 0's.
+"""
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+from serve.core import wire
+from serve.core.types import Step
+from serve.rank.outbox import Outbox
+from tests.front.simulation import StageModel, next_token
+
+STATUS_SECONDS = 0.1
+
+
+class Standin:
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.lock = threading.Lock()
+        self.status: dict[str, Any] = {}
+        self.model = StageModel()
+        self.outbox = Outbox(self.run)
+        self.step_seconds = float(os.environ.get("STEP_SECONDS", "0.002"))
+        self.todo: list[Step] = []
+
+    def send(self, data: bytes) -> None:
+        with self.lock:
+            self.connection.sendall(data)
+
+    def report(self) -> None:
+        while True:
+            if self.status:
+                self.send(wire.json_frame({"type": "status", **self.status}))
+            time.sleep(STATUS_SECONDS)
+
+    def serve(self) -> None:
+        threading.Thread(target=self.report, daemon=True).start()
+        reader = wire.FrameReader()
+        while data := self.connection.recv(1 << 16):
+            for kind, body in reader.feed(data):
+                if kind == wire.Kind.STEP:
+                    self.outbox.put(wire.decode_step(body))
+                    self.work()
+                else:
+                    self.obey(wire.parse_json(body))
+
+    def run(self, step: Step) -> None:
+        self.todo.append(step)
+
+    def work(self) -> None:
+        while self.todo:
+            step = self.todo.pop(0)
+            time.sleep(self.step_seconds)
+            if os.environ.get("POISON") in map(str, step.tokens):
+                os.abort()
+            self.model.run(step)
+            tokens: tuple[int, ...] = ()
+            if step.sample:
+                ends = [(row.sequence, row.position + row.num_tokens) for row in step.rows]
+                tokens = tuple(next_token(*end) for end in ends)
+                self.outbox.sampled(step, tokens)
+            self.send(
+                wire.frame(wire.Kind.RESULT, wire.encode_result(wire.Result(step.number, tokens)))
+            )
+
+    def obey(self, message: dict[str, Any]) -> None:
+        if message["type"] == "plan":
+            stages = json.loads(os.environ["STAGES"])
+            self.send(wire.json_frame({"type": "plan", "stages": stages}))
+        elif message["type"] == "order":
+            self.join(message)
+        elif message["type"] == "load_adapter":
+            self.load_adapter(message)
+
+    def join(self, order: dict[str, Any]) -> None:
+        rank, exit_code = map(int, os.environ.get("BREAK_AT_ORDER", "-1,0").split(","))
+        if rank == order["rank"]:
+            error = {"type": "error", "exit_code": exit_code, "message": f"Rank {rank} cannot."}
+            self.send(wire.json_frame(error))
+            os._exit(exit_code)
+        self.status = {
+            "rank": order["rank"],
+            "state": "ready",
+            "reuse": "any",
+            "free_bytes": 1 << 30,
+            "nonce": order["nonce"],
+        }
+
+    def load_adapter(self, message: dict[str, Any]) -> None:
+        answer = {
+            "type": "adapter",
+            "rank": self.status["rank"],
+            "version": message["version"],
+            "error": None,
+            "digest": "d",
+            "targets": ["a"],
+            "own": ["a"],
+            "kinds": ["q_proj"],
+            "lora_rank": 8,
+            "scale": 1.0,
+            "num_bytes": 100,
+        }
+        self.send(wire.json_frame(answer))
+
+
+if __name__ == "__main__":
+    try:
+        Standin(socket.socket(fileno=int(sys.argv[1]))).serve()
+    except OSError:
+        os._exit(6)  # the parent is gone

@@ -1,0 +1,282 @@
+"""Lives of engines that end at any moment: real processes and parents, without MLX."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from launcher.supervisor import free_ports
+from serve.core.config import Address, Cluster, ServeConfig
+from serve.core.errors import BrigadeError, ClusterError, EngineError, ModelError
+from serve.core.plan import StagePlan
+from serve.core.types import Event, Sampling
+from serve.front.engine import Engine
+from serve.front.prompt import Prompt
+from serve.parent.engine import EngineProcess
+from serve.parent.member import run_member
+from tests.front.simulation import next_token
+
+pytestmark = pytest.mark.anyio
+FACTS = {"mlx": "1"}
+
+
+class Silent:
+    def planned(self, stages: Any) -> None: ...
+
+    def progressed(self, stage: Any) -> None: ...
+
+    def ready(self, stages: Any) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def standins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No process is left, however a test ends."""
+    stages = [
+        StagePlan(rank, (4 * (2 - rank), 4 * (3 - rank)), 0, 0, 10, 0, 0, 0.5, None).to_json()
+        for rank in range(3)
+    ]
+    monkeypatch.setattr(EngineProcess, "program", "tests.front.standin_engine")
+    monkeypatch.setenv("STAGES", json.dumps(stages))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    yield
+    left = psutil.Process().children(recursive=True)
+    for process in left:
+        process.kill()
+    assert not left
+
+
+@asynccontextmanager
+async def cluster(**flags: Any) -> AsyncIterator[Engine]:
+    """Three ranks' parents in this process, each with an engine process of its own."""
+    settings: dict[str, Any] = {"max_restarts": 1000, "join_timeout": 10.0, **flags}
+    config = ServeConfig(model=Path("."), **settings)
+    address = Address("127.0.0.1", free_ports(1)[0])
+    rank_0 = Cluster(0, 3, ("127.0.0.1",) * 3, address, "secret")
+    engine = Engine(config, rank_0, Path("."), FACTS, Silent())
+    await engine.listen()
+    engine.start()
+    members = [
+        asyncio.create_task(run_member(config, replace(rank_0, rank=rank), FACTS))
+        for rank in (1, 2)
+    ]
+    try:
+        yield engine
+    finally:
+        await engine.close()
+        await asyncio.wait_for(asyncio.gather(*members, return_exceptions=True), 10)
+
+
+async def ready(engine: Engine, seconds: float = 15.0) -> None:
+    async def wait() -> None:
+        while engine.ready_reason():
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(wait(), seconds)
+
+
+def prompt(length: int, max_tokens: int, num: int = 1) -> Prompt:
+    samplings = (Sampling(temperature=0),) * num
+    return Prompt(list(range(1, length + 1)), max_tokens, samplings, frozenset())
+
+
+async def collect(engine: Engine, wanted: Prompt) -> None:
+    """Checks that an answer is whole: what the model says, each token once, in order."""
+    generation = engine.submit([wanted])
+    outputs: dict[int, list[int]] = {n: [] for n in range(len(wanted.samplings))}
+    ids = [sequence.id for sequence in generation._sequences]
+    async for number, event in generation:
+        assert isinstance(event, Event)
+        if event.token is not None:
+            outputs[number].append(event.token)
+        await asyncio.sleep(0)
+    start = len(wanted.ids)
+    for number, output in outputs.items():
+        places = range(start, start + wanted.max_tokens)
+        assert output == [next_token(ids[number], place) for place in places]
+
+
+def engines() -> list[psutil.Process]:
+    return [
+        child
+        for child in psutil.Process().children()
+        if child.status() != psutil.STATUS_ZOMBIE and EngineProcess.program in child.cmdline()
+    ]
+
+
+def kill_one(chance: random.Random) -> None:
+    try:
+        if victims := engines():
+            chance.choice(victims).kill()
+    except psutil.NoSuchProcess:
+        return  # It has just ended by itself.
+
+
+async def test_answers_are_whole_after_kills_at_any_moment() -> None:
+    """Also in the middle of a start, and of a recovery."""
+    chance = random.Random(11)
+    async with cluster() as engine:
+        await ready(engine)
+        shapes = [
+            (chance.randint(1, 60), chance.randint(100, 250), n % 4 // 3 + 1) for n in range(8)
+        ]
+        answers = [asyncio.create_task(collect(engine, prompt(*shape))) for shape in shapes]
+        for _ in range(12):
+            await asyncio.sleep(chance.choice([0.0, 0.05, 0.2, 0.6]))
+            kill_one(chance)
+        await asyncio.wait_for(asyncio.gather(*answers), 60)
+        assert engine.pipeline()["num_restarts"] >= 3
+        assert engine.pipeline()["num_running"] == 0
+        assert len(engines()) == 3
+
+
+async def test_requests_that_come_during_a_recovery_wait_for_it() -> None:
+    async with cluster() as engine:
+        await ready(engine)
+        engines()[0].kill()
+        while not engine.ready_reason():
+            await asyncio.sleep(0.001)
+        await asyncio.wait_for(collect(engine, prompt(10, 20)), 15)
+        assert engine.pipeline()["num_restarts"] == 1
+        assert 0 < engine.pipeline()["recovery_seconds"] < 10
+
+
+async def test_a_client_that_leaves_during_a_recovery_is_not_computed() -> None:
+    async with cluster() as engine:
+        await ready(engine)
+        generation = engine.submit([prompt(10, 5000)])
+        await generation.__anext__()
+        engines()[0].kill()
+        while not engine.ready_reason():
+            await asyncio.sleep(0.001)
+        generation.close()
+        await ready(engine)
+        pipeline = engine.pipeline()
+        assert (pipeline["num_running"], pipeline["num_waiting"], pipeline["kv_tokens"]) == (
+            0,
+            0,
+            0,
+        )
+
+
+async def test_too_many_restarts_end_everything_with_the_reason() -> None:
+    async with cluster(max_restarts=2) as engine:
+        await ready(engine)
+        generation = engine.submit([prompt(10, 100_000)])
+        for _ in range(3):
+            await ready(engine)
+            engines()[-1].kill()
+            while not engine.ready_reason():
+                await asyncio.sleep(0.001)
+        error = await asyncio.wait_for(engine.failed(), 10)
+        assert isinstance(error, EngineError)
+        assert "ended by signal 9. The engines started anew 2 times in 300 s" in str(error)
+        with pytest.raises(EngineError):
+            async for _ in generation:
+                pass
+        with pytest.raises(ClusterError, match="the cluster broke"):
+            engine.submit([prompt(10, 5)])
+
+
+async def test_a_request_that_breaks_engines_goes_and_the_others_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("POISON", "996")
+    monkeypatch.setattr("serve.parent.restarts._FIRST_WAIT_SECONDS", 0.05)
+    async with cluster(max_restarts=5) as engine:
+        await ready(engine)
+        others = [asyncio.create_task(collect(engine, prompt(10, 30))) for _ in range(2)]
+        await asyncio.sleep(0)
+        poison = replace(prompt(10, 5), ids=[996] * 20)
+        with pytest.raises(EngineError, match="ended 4 times under this request"):
+            await collect(engine, poison)
+        await asyncio.wait_for(asyncio.gather(*others), 15)
+        assert engine.pipeline()["num_restarts"] == 4
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_rank_that_can_never_start_stops_the_cluster_at_once(
+    monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    monkeypatch.setenv("BREAK_AT_ORDER", f"{rank},{ModelError.exit_code}")
+    async with cluster() as engine:
+        error = await asyncio.wait_for(engine.failed(), 10)
+        assert isinstance(error, ModelError)
+        assert str(error) == f"Rank {rank} cannot."
+        assert engine.pipeline()["num_restarts"] == 0
+
+
+async def test_engines_that_never_come_up_are_tried_a_few_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("BREAK_AT_ORDER", f"1,{ClusterError.exit_code}")
+    async with cluster(max_restarts=2) as engine:
+        error = await asyncio.wait_for(engine.failed(), 20)
+        assert isinstance(error, BrigadeError)
+        assert error.exit_code == ClusterError.exit_code
+        assert "Rank 1 cannot. The engines started anew 2 times" in str(error)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+async def test_a_stopped_engine_is_a_stall_after_the_timeout_and_not_before(
+    rank: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with cluster(stall_timeout=2.0) as engine:
+        await ready(engine)
+        answer = asyncio.create_task(collect(engine, prompt(10, 400)))
+        await asyncio.sleep(0.1)
+        victim = next(p for p in engines() if rank_of(p, engine) == rank)
+        os.kill(victim.pid, signal.SIGSTOP)
+        await asyncio.sleep(1.0)
+        os.kill(victim.pid, signal.SIGCONT)
+        await asyncio.sleep(0.3)
+        assert engine.pipeline()["num_restarts"] == 0
+        os.kill(victim.pid, signal.SIGSTOP)
+        if rank:  # Only rank 0's stand-in computes, and its steps need nobody else.
+            await answer
+            return
+        began = asyncio.get_running_loop().time()
+        while not engine.pipeline()["num_restarts"]:
+            await asyncio.sleep(0.02)
+        assert 1.5 < asyncio.get_running_loop().time() - began < 4
+        assert "rank 0 on 127.0.0.1 is silent since" in caplog.text
+        await asyncio.wait_for(answer, 15)
+
+
+def rank_of(process: psutil.Process, engine: Engine) -> int:
+    """Engines start in the order of ranks' parents, rank 0's first."""
+    return sorted(p.pid for p in engines()).index(process.pid)
+
+
+async def test_adapters_are_there_again_in_the_same_versions(tmp_path: Path) -> None:
+    async with cluster(lora=("poet=/p",), adapter_root=tmp_path) as engine:
+        await ready(engine)
+        await engine.adapters.load("pirate", "pirate", False)
+        versions = {a["name"]: a["version"] for a in engine.adapters.described()}
+        assert versions == {"poet": 1, "pirate": 2}
+        await engine.adapters.unload("poet")
+        loading = None
+        for _ in range(2):
+            engines()[0].kill()
+            while not engine.ready_reason():
+                await asyncio.sleep(0.001)
+            # One that is asked for meanwhile comes when the engines do.
+            loading = loading or asyncio.create_task(engine.adapters.load("late", "late", False))
+            await ready(engine)
+        assert loading
+        await loading
+        again = {a["name"]: a["version"] for a in engine.adapters.described()}
+        assert again == {"pirate": 2, "late": 3}
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"

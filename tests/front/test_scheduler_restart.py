@@ -1,0 +1,145 @@
+"""Engines that end at any moment, by simulation: nothing is lost, nothing comes twice."""
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve.core.types import LAST_TOKEN, Sequence
+from tests.front.simulation import Pipeline, make_sequence
+from tests.front.test_scheduler import check_all_ended, copies, expected, make_prompt
+
+
+def check_whole(pipeline: Pipeline) -> None:
+    """Each sequence got exactly its tokens, and one end."""
+    for id, sequence in pipeline.added.items():
+        prompt = len(sequence.prompt)
+        assert pipeline.output(id) == expected(id, prompt, sequence.max_tokens)
+        assert [e.finish_reason for e in pipeline.events if e.sequence == id].count("length") == 1
+    check_all_ended(pipeline)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize("reuse", ["any", "whole", "none"])
+def test_a_kill_at_every_tick_loses_and_repeats_nothing(num_stages: int, reuse: Any) -> None:
+    for at in range(45):
+        pipeline = Pipeline(num_stages, max_num_sequences=4)
+        pipeline.scheduler.reuse = reuse
+        for id in range(6):
+            pipeline.add(make_sequence(id, 12 + id, 6))
+        for _ in range(at):
+            pipeline.tick()
+        pipeline.kill()
+        pipeline.run()
+        check_whole(pipeline)
+
+
+def test_a_kill_at_every_tick_of_copies() -> None:
+    for at in range(40):
+        pipeline = Pipeline(2)
+        copies(pipeline, 0, 40, 4)
+        for _ in range(at):
+            pipeline.tick()
+        pipeline.kill()
+        pipeline.run()
+        check_whole(pipeline)
+
+
+def test_what_was_answered_is_prefilled_and_not_sampled_again() -> None:
+    pipeline = Pipeline(2)
+    pipeline.add(make_sequence(0, 9, 10))
+    while len(pipeline.output(0)) < 4:
+        pipeline.tick()
+    pipeline.kill()
+    num_before = len(pipeline.steps)
+    pipeline.run()
+    after = pipeline.steps[num_before:]
+    prompt_and_answer = list(range(1, 10)) + expected(0, 9, 3)
+    fed = [token for step in after if not step.sample for token in step.tokens]
+    assert fed == prompt_and_answer
+    assert sum(step.sample for step in after) == 6
+    assert LAST_TOKEN not in fed
+
+
+def test_running_ones_go_before_waiting_ones_in_their_order() -> None:
+    pipeline = Pipeline(2, max_num_sequences=2)
+    for id in range(5):
+        pipeline.add(make_sequence(id, 10, 3))
+    for _ in range(6):
+        pipeline.tick()
+    pipeline.kill()
+    assert [sequence.id for sequence in pipeline.scheduler.waiting] == [0, 1, 2, 3, 4]
+    pipeline.run()
+    check_whole(pipeline)
+
+
+def test_one_that_is_dropped_while_there_are_no_engines_is_not_run() -> None:
+    pipeline = Pipeline(2)
+    for id in range(3):
+        pipeline.add(make_sequence(id, 10, 5))
+    for _ in range(8):
+        pipeline.tick()
+    pipeline.kill()
+    num_before = len(pipeline.steps)
+    pipeline.scheduler.drop(1)
+    pipeline.run()
+    fed = {row.sequence for step in pipeline.steps[num_before:] for row in step.rows}
+    assert fed == {0, 2}
+    assert not any(step.drop == (1,) for step in pipeline.steps[num_before:])
+    check_all_ended(pipeline)
+
+
+def test_adapters_that_nobody_uses_any_more_are_not_unloaded_where_they_are_not() -> None:
+    pipeline = Pipeline(2)
+    pipeline.add(Sequence(0, [1] * 10, 5, make_sequence(0, 1, 1).sampling, frozenset(), adapter=3))
+    for _ in range(8):
+        pipeline.tick()
+    pipeline.scheduler.retire(3)
+    pipeline.scheduler.retire(4)
+    pipeline.kill()
+    num_before = len(pipeline.steps)
+    pipeline.run()
+    unloaded = [version for step in pipeline.steps[num_before:] for version in step.unload]
+    assert unloaded == [3], "version 4 died with its engines, 3 goes after its last sequence"
+    check_whole(pipeline)
+
+
+LIVES = st.tuples(
+    st.integers(1, 5),
+    st.integers(1, 12),
+    st.integers(1, 20),
+    st.sampled_from([None, 130, 200, 500]),
+    st.sampled_from(["any", "whole", "none"]),
+    st.integers(0, 2**32),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(LIVES)
+def test_random_kills(life: tuple[Any, ...]) -> None:
+    num_stages, most, chunk, held, reuse, seed = life
+    chance = random.Random(seed)
+    pipeline = Pipeline(num_stages, max_num_sequences=most, prefill_chunk=chunk)
+    pipeline.scheduler.max_held_tokens, pipeline.scheduler.reuse = held, reuse
+    dropped = set()
+    for id in range(20):
+        pipeline.add(make_sequence(id, make_prompt(chance, pipeline)[:100], chance.randint(1, 12)))
+        for _ in range(chance.randint(0, 4)):
+            pipeline.tick()
+        if chance.random() < 0.3:
+            pipeline.kill()
+        if chance.random() < 0.2:
+            dropped.add(victim := chance.randint(0, id))
+            pipeline.scheduler.drop(victim)
+    for _ in range(chance.randint(0, 30)):
+        pipeline.tick()
+    pipeline.kill()
+    pipeline.run()
+    for id in dropped:
+        sequence = pipeline.added.pop(id)
+        whole = expected(id, len(sequence.prompt), sequence.max_tokens)
+        assert pipeline.output(id) == whole[: len(pipeline.output(id))]
+    assert held is None or pipeline.most_held <= held + 100
+    check_whole(pipeline)

@@ -1,0 +1,71 @@
+"""When engines start anew, and when the cluster is given up."""
+
+import pytest
+
+from serve.core.errors import (
+    AddressError,
+    BrigadeError,
+    ClusterError,
+    DisagreementError,
+    EngineError,
+    ModelError,
+    PlanError,
+    UsageError,
+)
+from serve.parent.restarts import Restarts
+
+KILLED = EngineError("The engine of rank 1 ended by signal 9.")
+
+
+def test_the_first_restart_is_at_once_and_so_is_every_one_after_work() -> None:
+    restarts = Restarts(3, 60)
+    assert [restarts.wait_seconds(KILLED, True, now) for now in (0, 1, 2)] == [0, 0, 0]
+
+
+def test_engines_that_never_work_wait_longer_and_longer() -> None:
+    restarts = Restarts(100, 60)
+    waits = [restarts.wait_seconds(KILLED, False, 0) for _ in range(8)]
+    assert waits == [0.5, 1, 2, 4, 8, 15, 15, 15]
+    assert restarts.wait_seconds(KILLED, True, 0) == 0
+    assert restarts.wait_seconds(KILLED, False, 0) == 0.5
+
+
+def test_too_many_in_the_window_are_the_end_with_the_reason_and_its_code() -> None:
+    restarts = Restarts(2, 60)
+    for now in (0, 59):
+        restarts.wait_seconds(KILLED, True, now)
+    with pytest.raises(EngineError, match=r"signal 9\. .* 2 times in 60 s: given up") as caught:
+        restarts.wait_seconds(KILLED, True, 59.9)
+    assert caught.value.exit_code == 7
+    lost = ClusterError("The ring broke.")
+    with pytest.raises(ClusterError) as caught_lost:
+        restarts.wait_seconds(lost, True, 59.9)
+    assert caught_lost.value.exit_code == 6
+
+
+def test_what_is_older_than_the_window_does_not_count() -> None:
+    restarts = Restarts(2, 60)
+    for now in (0, 30, 60, 90, 120, 150):
+        assert restarts.wait_seconds(KILLED, True, now) == 0
+
+
+def test_no_restarts_at_all() -> None:
+    with pytest.raises(EngineError, match=r"signal 9\.$"):
+        Restarts(0, 60).wait_seconds(KILLED, True, 0)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        ModelError("x"),
+        PlanError("x"),
+        UsageError("x"),
+        AddressError("x"),
+        DisagreementError({"mlx": {0: "1", 1: "2"}}),
+        BrigadeError("a fault of our own"),
+    ],
+)
+def test_what_stays_wrong_is_not_tried_again(fault: BrigadeError) -> None:
+    with pytest.raises(type(fault)) as caught:
+        Restarts(5, 60).wait_seconds(fault, True, 0)
+    assert caught.value is fault
