@@ -12,18 +12,23 @@ import re
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
-from serve.core.config import ServeConfig
+from serve.core.config import ServeConfig, hub_id
 from serve.core.errors import (
     AdapterError,
     BrigadeError,
+    ModelError,
     NotFoundError,
     OverloadedError,
     RequestError,
     UnavailableError,
 )
 from serve.core.plan import parse_memory
+from serve.hub.access import FAILURES, is_refusal
+from serve.hub.partial import pin
+from serve.hub.repo import ADAPTER
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.:@-]{0,127}(/[A-Za-z0-9][\w.:@-]{0,127})?", re.ASCII)
 
@@ -46,11 +51,13 @@ class Ranks(Protocol):
 @dataclass(slots=True)
 class Adapter:
     """version is 0 while no stage holds it. root is the folder that its path must lie below,
-    None for one that was named at the start. num_bytes is what each rank holds."""
+    None for one that was named at the start. With a commit path is `org/name` of the hub.
+    num_bytes is what each rank holds."""
 
     name: str
     path: str
     root: str | None
+    commit: str | None = None
     version: int = 0
     rank: int = 0
     scale: float | None = None
@@ -118,14 +125,34 @@ class Adapters:
     async def load_at_start(self) -> None:
         for word in self._config.lora:
             name, _, path = word.partition("=")
-            await self._add(Adapter(name, path, None), in_place=False)
+            commit = await self._commit(path, Path())
+            await self._add(Adapter(name, path, None, commit), in_place=False)
 
     async def load(self, name: str, path: str, in_place: bool) -> None:
         """Raises AdapterError, and then everything is as it was."""
         root = self._config.adapter_root
-        if root is None:
-            raise AdapterError("Adapters are loaded from below --adapter-root: start with it.", 403)
-        await self._add(Adapter(name, path, str(root)), in_place)
+        commit = await self._commit(path, root)
+        if root is None and commit is None:
+            raise AdapterError(
+                "Adapters are loaded from below --adapter-root, or from the hub with "
+                "--allow-hub-adapters: start with one of them.",
+                403,
+            )
+        await self._add(Adapter(name, path, None if commit else str(root), commit), in_place)
+
+    async def _commit(self, path: str, root: Path | None) -> str | None:
+        """What all ranks are to read of `org/name` on the hub, which stays the same when it is
+        read again; None for a folder. Raises AdapterError."""
+        repo = hub_id(Path(path), root or Path())
+        if repo is None or not self._config.allow_hub_adapters:
+            return None
+        try:
+            pinned = await asyncio.to_thread(pin, repo, None, self._config.cache_dir, ADAPTER)
+        except ModelError as error:
+            cause = error.__cause__
+            status = 404 if is_refusal(cause) else 503 if isinstance(cause, FAILURES) else 400
+            raise AdapterError(str(error), status) from error
+        return pinned.snapshot.commit
 
     async def _add(self, adapter: Adapter, in_place: bool) -> None:
         name = adapter.name
@@ -180,7 +207,7 @@ class Adapters:
                 "bytes": adapter.num_bytes,
                 "num_running": self._num_running(adapter),
                 "loaded_at": adapter.loaded_at,
-                "source": adapter.path,
+                "source": adapter.path + (f"@{adapter.commit}" if adapter.commit else ""),
                 "pinned": adapter.is_pinned,
             }
             for adapter in self._adapters.values()
@@ -231,7 +258,8 @@ class Adapters:
         answers: dict[int, Json] = {}
         self._answers[version] = answers
         message = {"type": "load_adapter", "version": version, "path": adapter.path}
-        settings = {"root": adapter.root, "max_rank": self._config.max_lora_rank}
+        message |= {"root": adapter.root, "commit": adapter.commit}
+        settings = {"max_rank": self._config.max_lora_rank}
         deadline = time.monotonic() + self._config.load_timeout
         try:
             self._ranks.tell_engines({**message, **settings})
