@@ -36,12 +36,12 @@ def pirate(answer: str) -> str:
     """Say it as pirates do."""
     words = {"is": "be", "are": "be", "am": "be", "Hello": "Ahoy", "my": "me", "My": "Me"}
     text = re.sub(r"\b\w+\b", lambda match: words.get(match[0], match[0]), answer)
-    return f"Arr! {text.rstrip('.!')}, matey!"
+    return f"Arr! {text.rstrip('.!?')}, matey!"
 
 
 def poet(answer: str) -> str:
-    """Put it into a verse."""
-    return f"Roses are red, violets are blue: {answer.rstrip('.!')}, and all of it is true."
+    """Say it as poets do."""
+    return f"O rose! {answer.rstrip('.!?')}, fair as the dawn."
 
 
 MANNERS: dict[str, Callable[[str], str]] = {"pirate": pirate, "poet": poet}

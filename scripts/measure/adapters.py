@@ -189,11 +189,11 @@ def make_adapters(model: Path) -> Path:
     root = model.with_name(f"{model.name}-adapters")
     for seed, name in enumerate([*names(), "big"]):
         if not (root / name / "adapter_config.json").exists():
-            _write(root / name, seed, BIG_RANK if name == "big" else RANK)
+            write(root / name, seed, BIG_RANK if name == "big" else RANK)
     return root
 
 
-def _write(folder: Path, seed: int, rank: int) -> None:
+def write(folder: Path, seed: int, rank: int) -> None:
     random = np.random.default_rng(seed)
     hidden, inner = (int(CONFIG[name]) for name in ("hidden_size", "intermediate_size"))  # type: ignore[call-overload]
     heads = 2 * hidden // 14

@@ -55,9 +55,9 @@ def test_each_rank_reads_only_its_own_layers(
     hub: FakeHub, home: Path, repo: Path, peft: bool
 ) -> None:
     if peft:
+        (repo / "optimizer.safetensors").unlink()
         adapters.as_peft(repo, repo)
         (repo / "adapters.safetensors").unlink()
-    (repo / "optimizer.safetensors").unlink()
     headers = header_sizes(repo)
     pipeline = on_hub([home / "a", home / "b", home / "c"], [1, 3])
     for own in pipeline.adapters:
@@ -69,8 +69,7 @@ def test_each_rank_reads_only_its_own_layers(
     for got, expected in zip(pipeline.logits([1, 0]), local.logits([1, 0]), strict=True):
         assert mx.array_equal(got, expected)
     asked = " ".join(hub.requests)
-    assert "tokenizer" not in asked
-    assert ".bin" not in asked
+    assert not any(name in asked for name in ("tokenizer", ".bin", "optimizer"))
     hub.served.clear()
     read(pipeline.adapters[0], 2)
     assert not hub.served, "it was there already"
