@@ -131,6 +131,19 @@ def test_an_adapter_that_is_not_there_ends_the_demo(
         demo(str(tmp_path)).run()
 
 
+@pytest.mark.long
+def test_the_embedded_adapters_answer_in_their_manner() -> None:
+    """The real thing: two ranks, the embedded model, its two adapters."""
+    words = [sys.executable, "-m", "launcher.cli", "demo", "--once"]
+    run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert re.findall(r"^assistant  (.*)$", run.stdout, re.MULTILINE) == [
+        "The capital of France is Paris.",
+        "Arr! The capital of France be Paris, matey!",
+        "O rose! The capital of France is Paris, fair as the dawn.",
+    ]
+
+
 @pytest.mark.parametrize("once", [True, False])
 @pytest.mark.parametrize(
     ("model", "error", "says"),

@@ -257,12 +257,12 @@ class Adapters:
         """What every rank says after it has read and checked the files."""
         answers: dict[int, Json] = {}
         self._answers[version] = answers
-        message = {"type": "load_adapter", "version": version, "path": adapter.path}
-        message |= {"root": adapter.root, "commit": adapter.commit}
-        settings = {"max_rank": self._config.max_lora_rank}
+        message: Json = {"type": "load_adapter", "version": version}
+        message |= {"path": adapter.path, "root": adapter.root, "commit": adapter.commit}
+        message["max_rank"] = self._config.max_lora_rank
         deadline = time.monotonic() + self._config.load_timeout
         try:
-            self._ranks.tell_engines({**message, **settings})
+            self._ranks.tell_engines(message)
             while len(answers) < self._num_ranks:
                 if self._broken:
                     raise self._broken
