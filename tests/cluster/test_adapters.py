@@ -220,19 +220,20 @@ def scores(server: Server, model: str, prompt: list[int]) -> dict[str, Any]:
 
 def check_one_rank_that_cannot_read(server: Server, folders: list[Path], answer: Whole) -> None:
     before = server.get("/v1/lora_adapters")["data"]
-    spare, target = folders[0] / "lora" / "spare", folders[1] / "lora" / "spare"
+    spare, *others = (folder / "lora" / "spare" for folder in folders)
     shutil.copytree(folders[0] / "lora" / "a", spare)
     reply = load(server, "c", "spare", load_inplace=True)
     assert reply.status_code == 404
     assert "Rank 1: No adapter found for spare" in reply.json()["error"]["message"]
-    shutil.copytree(folders[0] / "lora" / "c", target)
+    for folder in others:
+        shutil.copytree(folders[0] / "lora" / "c", folder)
     reply = load(server, "c", "spare", load_inplace=True)
     assert reply.status_code == 400
     assert "different files" in reply.json()["error"]["message"]
     tensors, config = adapters.read(spare)
     for name in list(tensors):
         tensors[name.replace("layers.7.", "layers.8.")] = tensors.pop(name)
-    for folder in (spare, target):
+    for folder in (spare, *others):
         shutil.rmtree(folder)
         adapters.write(folder, "adapters.safetensors", tensors, config)
     reply = load(server, "c", "spare", load_inplace=True)
@@ -240,6 +241,8 @@ def check_one_rank_that_cannot_read(server: Server, folders: list[Path], answer:
     assert "layers.7" in reply.json()["error"]["message"]
     for path, status in (("../lora/../../0", 403), ("/etc", 403), ("nowhere", 404)):
         assert load(server, "c", path, load_inplace=True).status_code == status
+    for folder in (spare, *others):
+        shutil.rmtree(folder)
     assert server.get("/v1/lora_adapters")["data"] == before
     assert ask(server, "c", QUESTIONS[1])[0] == answer("c", QUESTIONS[1])
 
