@@ -23,8 +23,10 @@ from launcher.command import HOST, exit_code, rank_command
 from launcher.supervisor import Supervisor, free_ports, write_line
 from serve.core.errors import BrigadeError, ClusterError, EngineError, UsageError
 
-DEFAULT_MODEL = Path(__file__).resolve().parent.parent / "examples" / "tiny-chat"
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+DEFAULT_MODEL, ADAPTERS = EXAMPLES / "tiny-chat", EXAMPLES / "adapters"
 QUESTION = "What is the capital of France?"
+ADAPTER_NAME, SWAPPED = "guest", ("pirate", "poet")
 READY_SECONDS = 60.0
 POLL_SECONDS = 0.2
 CALL_SECONDS = 5.0
@@ -49,18 +51,26 @@ class Server:
             with connection.getresponse() as response:
                 yield response
 
-    def call(self, path: str) -> tuple[int, str]:
+    def call(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
         """Status and body."""
-        with self.open(path) as response:
+        with self.open(path, body) as response:
             return response.status, response.read().decode("utf-8", "replace")
 
     def get(self, path: str) -> dict[str, Any]:
-        status, text = self.call(path)
-        if status != 200:
-            raise EngineError(f"GET {path} answered {status}: {text[:300]}")
-        answer = json.loads(text)
+        answer = json.loads(self._right(path))
         assert isinstance(answer, dict)
         return answer
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """In the place of what has the name."""
+        body = {"lora_name": name, "lora_path": path, "load_inplace": True}
+        self._right("/v1/load_lora_adapter", body)
+
+    def _right(self, path: str, body: dict[str, Any] | None = None) -> str:
+        status, text = self.call(path, body)
+        if status != 200:
+            raise EngineError(f"{'POST' if body else 'GET'} {path} answered {status}: {text[:300]}")
+        return text
 
     def chat(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The chunks of one streamed answer."""
@@ -189,7 +199,9 @@ class Demo:
         self._console = Console(highlight=False, soft_wrap=True)
         self._output = HeldOutput()
         self._failure: BrigadeError | None = None
+        self._swaps = model == DEFAULT_MODEL  # The embedded adapters fit nothing else.
         words = ["serve", "--model", str(model), "--host", HOST, "--port", str(self._port)]
+        words += ["--adapter-root", str(ADAPTERS)] if self._swaps else []
         self._supervisor = Supervisor(command(words), num_ranks, self._output.write)
 
     def run(self) -> int:
@@ -223,6 +235,8 @@ class Demo:
         with self._output:
             self._console.print(stage_table(pipeline))
             self._ask(model)
+            for path in SWAPPED if self._swaps else ():
+                self._swap(path)
             if not self._once:
                 curl = curl_line(self._port, model)
                 self._console.print(f"\nTry it:\n\n{curl}\n", markup=False)
@@ -247,6 +261,16 @@ class Demo:
             if self._supervisor.ended.wait(POLL_SECONDS):
                 raise ClusterError("the ranks ended before they were ready; their lines say why.")
         raise ClusterError(f"not ready after {READY_SECONDS:g} s; the last answer was: {last}.")
+
+    def _swap(self, path: str) -> None:
+        """The same question again, to an adapter that takes the place of the one before."""
+        begin = monotonic()
+        self._server.load_adapter(ADAPTER_NAME, path)
+        milliseconds = (monotonic() - begin) * 1000
+        self._console.print(
+            f"\nadapter    {ADAPTER_NAME} = {path}, in {milliseconds:.0f} ms", end=""
+        )
+        self._ask(ADAPTER_NAME)
 
     def _ask(self, model: str) -> None:
         """Prints the answer as it arrives."""

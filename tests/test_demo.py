@@ -22,6 +22,7 @@ FAKE = r"""
 import http.server, json, os, sys, time
 words = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 model = os.path.basename(words["--model"])
+adapters = {}
 if os.environ["MLX_RANK"] != "0":
     if model == "fails":
         sys.exit(3)
@@ -52,12 +53,19 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if model == "refuses" or not asked["stream"] or asked["model"] != model:
+        if self.path == "/v1/load_lora_adapter":
+            folder = os.path.join(words["--adapter-root"], asked["lora_path"])
+            if not os.path.isdir(folder) or not asked["load_inplace"]:
+                return self.answer(404, {"error": {"message": "no such adapter"}})
+            adapters[asked["lora_name"]] = asked["lora_path"]
+            return self.answer(200, "added")
+        if model == "refuses" or not asked["stream"] or asked["model"] not in (model, *adapters):
             return self.answer(400, {"error": {"message": "no streams today"}})
         print("request id=1", flush=True)
         self.send_response(200)
         self.end_headers()
-        for text in ["", *([] if model == "empty" else ["Pa", "ris", " [b]é!"])]:
+        manner = adapters.get(asked["model"], "")
+        for text in ["", *([] if model == "empty" else ["Pa", "ris", " [b]é!", manner])]:
             chunk = {"choices": [{"delta": {"role": "assistant", "content": text}}], "usage": None}
             self.send(": a comment")
             self.send("data: " + json.dumps(chunk))
@@ -101,6 +109,39 @@ def test_once_shows_stages_and_the_answer(
         assert "[bold]name on 2 ranks" in shown
         assert re.search(r"0 .*\[4, 8\).* 1,234,567 .* 1,234,999 .*ready", shown)
         assert re.search(r"1 .*\[0, 4\).* 1,234,567 .* \? .*ready", shown)
+
+
+def test_the_embedded_model_changes_its_adapter(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("launcher.demo.DEFAULT_MODEL", tmp_path)
+    assert demo(str(tmp_path)).run() == 0
+    shown = re.sub(r"in \d+ ms", "", capfd.readouterr().out)
+    answers = re.findall(r"adapter    guest = (\w+), \nuser .*\nassistant  (.*)\n", shown)
+    assert answers == [("pirate", "Paris [b]é!pirate"), ("poet", "Paris [b]é!poet")]
+    assert shown.index("Paris [b]é!\n") < shown.index("adapter")
+
+
+def test_an_adapter_that_is_not_there_ends_the_demo(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("launcher.demo.DEFAULT_MODEL", tmp_path)
+    monkeypatch.setattr("launcher.demo.ADAPTERS", tmp_path / "none")
+    with pytest.raises(EngineError, match="POST /v1/load_lora_adapter answered 404"):
+        demo(str(tmp_path)).run()
+
+
+@pytest.mark.long
+def test_the_embedded_adapters_answer_in_their_manner() -> None:
+    """The real thing: two ranks, the embedded model, its two adapters."""
+    words = [sys.executable, "-m", "launcher.cli", "demo", "--once"]
+    run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert re.findall(r"^assistant  (.*)$", run.stdout, re.MULTILINE) == [
+        "The capital of France is Paris.",
+        "Arr! The capital of France be Paris, matey!",
+        "O rose! The capital of France is Paris, fair as the dawn.",
+    ]
 
 
 @pytest.mark.parametrize("once", [True, False])

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.measure import servers
+from scripts.measure.adapters import adapters
 from scripts.measure.curve import curve
 from scripts.measure.latency import interrupted, long_prompt, second_turn
 from scripts.measure.limits import decode, passes
@@ -30,6 +31,7 @@ ROWS: dict[str, Callable[[Settings], Row]] = {
     "second-turn": second_turn,
     "interrupted": interrupted,
     "moves": moves,
+    "adapters": adapters,
 }
 FOLDER = Path.home() / ".cache" / "brigade-bench"
 

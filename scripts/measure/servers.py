@@ -44,12 +44,13 @@ def _is_ours(name: str) -> bool:
 
 
 @contextmanager
-def running(name: str, model: Path) -> Iterator[str]:
-    """The URL of a server that answers. Only one runs at a time: some spin while idle."""
+def running(name: str, model: Path, *more: str) -> Iterator[str]:
+    """The URL of a server that answers; more flags are for Brigade. Only one runs at a time:
+    some spin while idle."""
     port, *ring = free_ports(3)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        start = partial(_brigade, _FLAGS.get(name, ())) if _is_ours(name) else _mlx_lm
+        start = partial(_brigade, (*_FLAGS.get(name, ()), *more)) if _is_ours(name) else _mlx_lm
         processes: list[subprocess.Popen[bytes]] = []
         try:
             with log.open("w") as output:

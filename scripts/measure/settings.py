@@ -58,6 +58,10 @@ class Asked:
     def __init__(self, server: Server, probes: Sequence[int | None], seed: int) -> None:
         self._server, self._probes, self._seed = server, probes, seed
 
+    def of(self, server: Server) -> "Asked":
+        """The same for another model of the same tokenizer."""
+        return Asked(server, self._probes, self._seed)
+
     async def __call__(self, prompt: str, max_tokens: int) -> Record:
         return await self.chat([{"role": "user", "content": prompt}], max_tokens)
 
@@ -73,9 +77,12 @@ class Asked:
 
 
 def ask_server(
-    name: str, settings: Settings, questions: Callable[[Asked, str], Awaitable[None]]
+    name: str,
+    settings: Settings,
+    questions: Callable[[Asked, str], Awaitable[None]],
+    *more: str,
 ) -> None:
-    """Starts a server, and runs questions with it and its URL."""
+    """Starts a server, with more flags, and runs questions with it and its URL."""
 
     async def run(url: str) -> None:
         model = servers.model_name(name, settings.model)
@@ -87,5 +94,5 @@ def ask_server(
                 probes.append(record.prompt_tokens)
             await questions(Asked(server, probes, settings.seed), url)
 
-    with servers.running(name, settings.model) as url:
+    with servers.running(name, settings.model, *more) as url:
         asyncio.run(run(url))

@@ -15,7 +15,7 @@ from serve.core.errors import UsageError
 
 _KEY = re.compile(r"[!-~]{1,512}")  # what fits into a header
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#@\s]+")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 
 def flag(help: str, default: Any = ..., **checks: Any) -> Any:
@@ -47,6 +47,7 @@ class ServeConfig:
     no_prefix_cache: bool = flag("compute every prompt from its first token", False)
     lora: tuple[str, ...] = flag("NAME=PATH of a LoRA adapter to start with", ())
     adapter_root: Path | None = flag("folder below which adapters may be loaded by HTTP", None)
+    allow_hub_adapters: bool = flag("an adapter may be org/name of one on the hub", False)
     adapter_memory: str | None = flag("for adapters: 1GB, or 1GB,2GB for each rank", None)
     max_lora_rank: int = flag("highest rank of an adapter", 64, least=1)
     prefill_chunk: int = flag("prompt tokens that one step takes at most", 512, least=1)
@@ -198,9 +199,9 @@ class BenchConfig:
         return tuple(Level(float(word), self.rate is not None) for word in words)
 
 
-def hub_id(model: Path) -> str | None:
-    """`org/name` of a model on the hub; None for a folder, which comes first."""
-    return str(model) if _HUB_ID.fullmatch(str(model)) and not model.exists() else None
+def hub_id(path: Path, root: Path = Path()) -> str | None:
+    """`org/name` of what is on the hub; None for a folder below root, which comes first."""
+    return str(path) if _HUB_ID.fullmatch(str(path)) and not (root / path).exists() else None
 
 
 def check_revision(model: Path, revision: str | None) -> None:

@@ -11,19 +11,24 @@ import logging
 import re
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
-from serve.core.config import ServeConfig
+from serve.core.config import ServeConfig, hub_id
 from serve.core.errors import (
     AdapterError,
     BrigadeError,
+    ModelError,
     NotFoundError,
     OverloadedError,
     RequestError,
     UnavailableError,
 )
 from serve.core.plan import parse_memory
+from serve.hub.access import FAILURES, is_refusal
+from serve.hub.partial import pin
+from serve.hub.repo import ADAPTER
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.:@-]{0,127}(/[A-Za-z0-9][\w.:@-]{0,127})?", re.ASCII)
 
@@ -51,11 +56,23 @@ class Ranks(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Source:
+    """root is the folder that the path must lie below, None for one that was named at the
+    start. With a commit path is `org/name` of the hub."""
+
+    path: str
+    root: str | None = None
+    commit: str | None = None
+
+    def __str__(self) -> str:
+        return self.path + (f"@{self.commit}" if self.commit else "")
+
+
+@dataclass(frozen=True, slots=True)
 class _Held:
     """A version that ranks may hold: what it was read from, and the bytes on each rank."""
 
-    path: str
-    root: str | None
+    source: Source
     digest: str
     num_bytes: list[int]
 
@@ -66,12 +83,10 @@ class _Interrupted(Exception):
 
 @dataclass(slots=True)
 class Adapter:
-    """version is 0 while no stage holds it. root is the folder that its path must lie below,
-    None for one that was named at the start. num_bytes is what each rank holds."""
+    """version is 0 while no stage holds it. num_bytes is what each rank holds."""
 
     name: str
-    path: str
-    root: str | None
+    source: Source
     version: int = 0
     rank: int = 0
     scale: float | None = None
@@ -141,14 +156,35 @@ class Adapters:
         for word in self._config.lora:
             name, _, path = word.partition("=")
             if name not in self._adapters:  # as it is after a fault
-                await self._add(Adapter(name, path, None), in_place=False)
+                source = Source(path, commit=await self._commit(path, Path()))
+                await self._add(Adapter(name, source), in_place=False)
 
     async def load(self, name: str, path: str, in_place: bool) -> None:
         """Raises AdapterError, and then everything is as it was."""
         root = self._config.adapter_root
-        if root is None:
-            raise AdapterError("Adapters are loaded from below --adapter-root: start with it.", 403)
-        await self._add(Adapter(name, path, str(root)), in_place)
+        commit = await self._commit(path, root)
+        if root is None and commit is None:
+            raise AdapterError(
+                "Adapters are loaded from below --adapter-root, or from the hub with "
+                "--allow-hub-adapters: start with one of them.",
+                403,
+            )
+        source = Source(path, None if commit else str(root), commit)
+        await self._add(Adapter(name, source), in_place)
+
+    async def _commit(self, path: str, root: Path | None) -> str | None:
+        """What all ranks are to read of `org/name` on the hub, which stays the same when it is
+        read again; None for a folder. Raises AdapterError."""
+        repo = hub_id(Path(path), root or Path())
+        if repo is None or not self._config.allow_hub_adapters:
+            return None
+        try:
+            pinned = await asyncio.to_thread(pin, repo, None, self._config.cache_dir, ADAPTER)
+        except ModelError as error:
+            cause = error.__cause__
+            status = 404 if is_refusal(cause) else 503 if isinstance(cause, FAILURES) else 400
+            raise AdapterError(str(error), status) from error
+        return pinned.snapshot.commit
 
     async def _add(self, adapter: Adapter, in_place: bool) -> None:
         name = adapter.name
@@ -203,7 +239,7 @@ class Adapters:
                 "bytes": adapter.num_bytes,
                 "num_running": self._num_running(adapter),
                 "loaded_at": adapter.loaded_at,
-                "source": adapter.path,
+                "source": str(adapter.source),
                 "pinned": adapter.is_pinned,
             }
             for adapter in self._adapters.values()
@@ -241,7 +277,7 @@ class Adapters:
             first[name] for name in ("lora_rank", "scale", "kinds")
         )
         adapter.loaded_at, adapter.used_at = time.time(), time.monotonic()
-        self._held[version] = _Held(adapter.path, adapter.root, first["digest"], num_bytes)
+        self._held[version] = _Held(adapter.source, first["digest"], num_bytes)
         self.num_loaded += 1
         self.load_seconds += time.monotonic() - started
         _logger.info(
@@ -253,20 +289,20 @@ class Adapters:
         while True:
             await self._ranks.loaded()
             try:
-                return await self._ask(version, adapter.path, adapter.root)
+                return await self._ask(version, adapter.source)
             except _Interrupted:
                 continue
 
-    async def _ask(self, version: int, path: str, root: str | None) -> dict[int, Json]:
+    async def _ask(self, version: int, source: Source) -> dict[int, Json]:
         """What every rank says after it has read and checked the files."""
         answers: dict[int, Json] = {}
         self._answers[version] = answers
-        message = {"type": "load_adapter", "version": version, "path": path}
-        settings = {"root": root, "max_rank": self._config.max_lora_rank}
+        message: Json = {"type": "load_adapter", "version": version, **asdict(source)}
+        message["max_rank"] = self._config.max_lora_rank
         num_interrupted = self._num_interrupted
         deadline = time.monotonic() + self._config.load_timeout
         try:
-            self._ranks.tell_engines({**message, **settings})
+            self._ranks.tell_engines(message)
             while len(answers) < self._num_ranks:
                 if self._broken:
                     raise self._broken
@@ -304,9 +340,9 @@ class Adapters:
                 del self._held[version]
                 continue
             try:
-                answers = await self._ask(version, held.path, held.root)
+                answers = await self._ask(version, held.source)
                 if answers[0]["digest"] != held.digest:
-                    raise AdapterError(f"The files in {held.path} are others than before.")
+                    raise AdapterError(f"The files in {held.source} are others than before.")
             except AdapterError as error:
                 self._lose(version, error)
 

@@ -1,4 +1,4 @@
-"""A model folder with holes: of a commit on the hub, only what is needed is here.
+"""A model's or adapter's folder with holes: of a commit on the hub, only what is needed is here.
 
 Small files are links into the hub's own cache. A weight file is a link too if that
 cache has it whole; else it is sparse, of the full length and with its real header,
@@ -21,6 +21,8 @@ from serve.hub.ranges import Range, subtract
 from serve.hub.remote import NoRanges, RemoteFile
 from serve.hub.repo import (
     INDEX,
+    MODEL,
+    Kind,
     Snapshot,
     cached_whole,
     default_cache,
@@ -95,11 +97,11 @@ class PartialModel:
             shard.fill(part, _pieces(source, part), self._sizes.commit_bytes, lambda _: None)
 
 
-def pin(repo: str, revision: str | None, cache: Path | None) -> PartialModel:
+def pin(repo: str, revision: str | None, cache: Path | None, kind: Kind = MODEL) -> PartialModel:
     """The commit that a revision stands for now (None: main), and its folder. Only rank 0
     asks this: others are told the commit, so that all have the same. Raises ModelError."""
-    snapshot = resolve(repo, revision, cache or default_cache())
-    return open_partial(repo, snapshot.commit, cache, snapshot)
+    snapshot = resolve(repo, revision, cache or default_cache(), kind)
+    return open_partial(repo, snapshot.commit, cache, snapshot, kind=kind)
 
 
 def open_partial(
@@ -108,6 +110,7 @@ def open_partial(
     cache: Path | None,
     snapshot: Snapshot | None = None,
     sizes: Sizes = STANDARD,
+    kind: Kind = MODEL,
 ) -> PartialModel:
     """The folder of this commit in the cache (None: under HF_HOME), made if it is not
     there. Raises ModelError.
@@ -124,32 +127,32 @@ def open_partial(
             saved = state / "snapshot.json"
             known = Snapshot.load(saved)
             if known is None:
-                known = snapshot or resolve(repo, commit, cache)
+                known = snapshot or resolve(repo, commit, cache, kind)
                 if known.commit != commit:
                     raise ModelError(f"The hub gave {known.commit} for {repo} at {commit}.")
                 if known.complete:
                     known.save(saved)
-            remotes = _make(folder, known)
+            remotes = _make(folder, known, kind)
     except OSError as error:
         raise ModelError(f"{folder} cannot be made: {error.strerror or error}.") from error
     return PartialModel(folder, known, remotes, sizes)
 
 
-def _make(folder: Path, snapshot: Snapshot) -> list[RemoteFile]:
+def _make(folder: Path, snapshot: Snapshot, kind: Kind) -> list[RemoteFile]:
     """The small files and the places of the weights; returns where the weights come from.
     Who has read a header fetches the rest, and sees if the file is another one by then."""
-    if "config.json" not in snapshot.files:
-        raise ModelError(f"{snapshot.repo} has no config.json: is this a language model?")
-    index = folder / INDEX if INDEX in snapshot.files else None
+    if kind.config not in snapshot.files:
+        raise ModelError(f"{snapshot.repo} has no {kind.config}: is this {kind.what}?")
+    index = folder / INDEX if kind is MODEL and INDEX in snapshot.files else None
     # The index first: a model that cannot be had is refused before more is fetched.
-    for name in sorted(snapshot.small_files(), key=lambda name: name != INDEX):
+    for name in sorted(snapshot.small_files(kind), key=lambda name: name != INDEX):
         if not (folder / name).exists():
             _link(folder / name, cached_whole(snapshot, name) or fetch_whole(snapshot, name))
         if name == INDEX:
-            snapshot.weight_files(index)
+            snapshot.weight_files(kind, index)
     remotes = [
         RemoteFile(snapshot.repo, snapshot.commit, snapshot.files[name])
-        for name in snapshot.weight_files(index)
+        for name in snapshot.weight_files(kind, index)
     ]
     with ThreadPoolExecutor(8, "header") as pool:
         list(pool.map(lambda remote: _place(folder, snapshot, remote), remotes))

@@ -35,6 +35,20 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class Kind:
+    """What a repository is read as: the file that shows it to be that, and a pattern of the
+    names of its weights."""
+
+    what: str
+    config: str
+    weights: str
+
+
+MODEL = Kind("a language model", "config.json", r"model.*\.safetensors")
+ADAPTER = Kind("an adapter", "adapter_config.json", r"(adapters|adapter_model)\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
 class RepoFile:
     """etag is the sha256 of a large file, the git hash of a small one. Fetching a part
     of a file cannot check it; a file that changes is told by it."""
@@ -68,16 +82,19 @@ class Snapshot:
         fields = {"repo": self.repo, "commit": self.commit, "files": files}
         write_whole(path, json.dumps(fields, indent=1).encode())
 
-    def small_files(self) -> list[str]:
+    def small_files(self, kind: Kind) -> list[str]:
+        """Of an adapter only its config: what else is there belongs to its model."""
+        if kind is ADAPTER:
+            return [kind.config]
         return [name for name in self.files if Path(name).suffix in _SMALL]
 
-    def weight_files(self, index: Path | None) -> list[str]:
-        """The safetensors files of the model; index is the local path of its index.
+    def weight_files(self, kind: Kind, index: Path | None) -> list[str]:
+        """The safetensors files; index is the local path of a model's index.
 
         Raises ModelError if there are none, or if the index names one that is not there.
         """
         if index is None:
-            names = sorted(n for n in self.files if re.fullmatch(r"model.*\.safetensors", n))
+            names = sorted(n for n in self.files if re.fullmatch(kind.weights, n))
         else:
             shards = read_json(index).get("weight_map")
             if not isinstance(shards, dict) or not shards:
@@ -90,14 +107,14 @@ class Snapshot:
         if names:
             return names
         refuse_pickles(self.repo, self.files)
-        raise ModelError(f"{self.repo} has no model*.safetensors.")
+        raise ModelError(f"{self.repo} has no safetensors of {kind.what}.")
 
 
 def default_cache() -> Path:
     return Path(constants.HF_HOME) / "brigade"
 
 
-def resolve(repo: str, revision: str | None, cache: Path) -> Snapshot:
+def resolve(repo: str, revision: str | None, cache: Path, kind: Kind = MODEL) -> Snapshot:
     """The files of the commit that a branch, tag or commit (None: main) stands for.
 
     When the hub cannot be asked, what it last said. Raises ModelError.
@@ -114,10 +131,10 @@ def resolve(repo: str, revision: str | None, cache: Path) -> Snapshot:
         else:
             write_whole(ref, snapshot.commit.encode())
             return snapshot
-    known = _remembered(repo, revision, cache, ref) or _cached_by_hub(repo, revision)
+    known = _remembered(repo, revision, cache, ref) or _cached_by_hub(repo, revision, kind)
     if known is None:
         raise failure or ModelError(
-            f"{repo} is not in the cache and HF_HUB_OFFLINE is set: unset it to fetch the model."
+            f"{repo} is not in the cache and HF_HUB_OFFLINE is set: unset it to fetch {kind.what}."
         )
     _logger.warning("event=hub_not_asked repo=%s commit=%s", repo, known.commit)
     return known
@@ -168,10 +185,10 @@ def _remembered(repo: str, revision: str | None, cache: Path, ref: Path) -> Snap
     return Snapshot.load(cache / folder_name(repo) / commit / ".brigade" / "snapshot.json")
 
 
-def _cached_by_hub(repo: str, revision: str | None) -> Snapshot | None:
+def _cached_by_hub(repo: str, revision: str | None, kind: Kind) -> Snapshot | None:
     """A snapshot in the hub's own cache, which may lack files."""
     try:
-        config = try_to_load_from_cache(repo, "config.json", revision=revision)
+        config = try_to_load_from_cache(repo, kind.config, revision=revision)
     except FAILURES as error:
         raise explain(error, repo) from error
     if not isinstance(config, str):

@@ -7,14 +7,17 @@ between steps.
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
-from serve.core.errors import AdapterError, EngineError
+from serve.core.errors import AdapterError, EngineError, ModelError
 from serve.core.types import Step
+from serve.hub.partial import PartialModel, open_partial
+from serve.hub.repo import ADAPTER
 from serve.rank import trace
 from serve.rank.adapted import EMBEDDINGS, EXPERTS, Adapted, Matrices, Rows, note_routing
 from serve.rank.adapter_files import AdapterFiles, Target, read_adapter
@@ -22,6 +25,7 @@ from serve.rank.stage import Stage
 
 _ADAPTABLE = (nn.Linear, nn.QuantizedLinear, *EMBEDDINGS, *EXPERTS)
 _LEAST_SLOTS = 4
+_ASKED = ("path", "root", "max_rank", "commit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +53,10 @@ class _Place:
 
 class Adapters:
     """Versions are numbers that rank 0 gives. `read` may be called from another thread than
-    the rest, which is the step loop's."""
+    the rest, which is the step loop's. cache_dir is where parts of hub adapters are kept."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, cache_dir: Path | None = None) -> None:
+        self._cache_dir = cache_dir
         self._places = dict(_places(stage))
         self._num_layers = len(stage.layers)
         self._read: dict[int, ReadAdapter] = {}
@@ -65,10 +70,13 @@ class Adapters:
         waiting = sum(read.num_bytes for read in list(self._read.values()))
         return waiting + sum(array.nbytes for array in self._arrays())
 
-    def read(self, version: int, path: str, root: str | None, max_rank: int) -> ReadAdapter:
-        """Checks the whole adapter and reads what belongs to this stage. Raises AdapterError,
-        and then nothing has changed."""
-        files = read_adapter(path, root)
+    def read(
+        self, version: int, path: str, root: str | None, max_rank: int, commit: str | None = None
+    ) -> ReadAdapter:
+        """Checks the whole adapter and reads what belongs to this stage. With a commit path is
+        `org/name` of the hub. Raises AdapterError, and then nothing has changed."""
+        partial = self._open(path, commit) if commit else None
+        files = read_adapter(str(partial.folder) if partial else path, root)
         if files.rank > max_rank:
             raise AdapterError(f"The adapter has rank {files.rank}: --max-lora-rank is {max_rank}.")
         for name, place in self._places.items():
@@ -78,16 +86,24 @@ class Adapters:
         own = {name: t for name, t in files.targets.items() if name in self._places}
         for name, target in own.items():
             _check(name, self._places[name], files, target)
+        if partial:
+            _fetch(partial, own)
         matrices = _read_matrices(files, own, {n: self._places[n].module for n in own})
         self._read[version] = ReadAdapter(files, matrices)
         return self._read[version]
+
+    def _open(self, repo: str, commit: str) -> PartialModel:
+        try:
+            return open_partial(repo, commit, self._cache_dir, kind=ADAPTER)
+        except ModelError as error:
+            raise AdapterError(str(error)) from error
 
     def answer(self, message: dict[str, Any]) -> dict[str, Any]:
         """What rank 0 gets to know of a `read` that it has asked for. targets is all modules
         that the adapter is for, own those of this stage."""
         version = message["version"]
         try:
-            read = self.read(version, *(message[name] for name in ("path", "root", "max_rank")))
+            read = self.read(version, *(message[name] for name in _ASKED))
         except AdapterError as error:
             refused = {"message": str(error), "status": error.http_status}
             return {"version": version, "error": refused}
@@ -208,6 +224,14 @@ def _check(name: str, place: _Place, files: AdapterFiles, target: Target) -> Non
         if files.tensors[tensor].shape != shape:
             found = files.tensors[tensor].shape
             raise AdapterError(f"{tensor} has the shape {found}, this model needs {shape}.")
+
+
+def _fetch(partial: PartialModel, targets: Mapping[str, Target]) -> None:
+    names = [tensor for target in targets.values() for tensor in target.parts.values()]
+    try:
+        partial.fetch(names, lambda *_: None)
+    except ModelError as error:
+        raise AdapterError(str(error), 503) from error
 
 
 def _read_matrices(

@@ -103,11 +103,12 @@ class StepLoop:
         transport: Transport,
         kv_bits: int | None = None,
         folder: Path | None = None,
+        cache_dir: Path | None = None,
     ) -> None:
         self.stage = stage
         self.transport = transport
         self.caches = GroupCaches(lambda: quantized(stage.make_cache(), kv_bits), stage.can_batch)
-        self.adapters = Adapters(stage)
+        self.adapters = Adapters(stage, cache_dir)
         self.outbox = Outbox(lambda step: transport.send(step, []))
         self.chooser = Chooser(folder)
         self.busy_seconds = 0.0
@@ -224,7 +225,7 @@ class Worker:
         model = self._model()
         folder = model if isinstance(model, Path) else model.folder
         loaded = load_stage(model, *order.layers, progress=self._loading)
-        self.loop = StepLoop(loaded.stage, self.transport, order.kv_bits, folder)
+        self.loop = StepLoop(loaded.stage, self.transport, order.kv_bits, folder, order.cache_dir)
         self.status = {
             "state": "ready",
             "bytes_owned": loaded.bytes_owned,

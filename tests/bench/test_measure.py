@@ -1,8 +1,11 @@
 """What scripts/bench works out of records and timelines."""
 
+from pathlib import Path
+
 import pytest
 
 from scripts.measure.__main__ import markdown
+from scripts.measure.adapters import write
 from scripts.measure.sums import (
     busy_shares,
     gaps_in,
@@ -11,6 +14,7 @@ from scripts.measure.sums import (
     steady_window,
 )
 from serve.bench.records import Record
+from serve.rank.adapter_files import read_adapter
 
 EARLY = Record(start=0.0, end=5.0, times=(1.0, 2.0, 3.0, 4.0, 5.0))
 LATE = Record(start=0.0, end=7.0, times=(2.5, 3.5, 4.5, 6.0, 7.0))
@@ -46,3 +50,13 @@ def test_ratios_are_of_medians() -> None:
 
 def test_tables_are_markdown() -> None:
     assert markdown((["a", "b"], [[1, "x"]])) == "| a | b |\n| --- | --- |\n| 1 | x |"
+
+
+def test_the_adapters_are_for_every_linear_module_of_the_model(tmp_path: Path) -> None:
+    write(tmp_path / "a", seed=1, rank=2)
+    files = read_adapter("a", str(tmp_path))
+    assert files.rank == 2
+    assert len(files.targets) == 7 * 16
+    shapes = {name.rpartition(".layers.0.")[2]: t.shape for name, t in files.tensors.items()}
+    assert shapes["self_attn.k_proj.lora_b"] == (2, 128)
+    assert shapes["mlp.down_proj.lora_a"] == (2752, 2)

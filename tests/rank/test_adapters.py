@@ -197,7 +197,7 @@ def test_a_step_with_a_version_that_is_not_there_is_an_error(tmp_path: Path) -> 
 def test_what_rank_0_gets_to_know(tmp_path: Path) -> None:
     pipeline = Pipeline(LLAMA, [1])
     folder = adapters.save_adapter(tmp_path / "a", LLAMA())
-    message = {"version": 3, "path": "a", "root": str(tmp_path), "max_rank": 4}
+    message = {"version": 3, "path": "a", "root": str(tmp_path), "max_rank": 4, "commit": None}
     first, second = (json.loads(json.dumps(own.answer(message))) for own in pipeline.adapters)
     assert first["error"] is None
     assert first["digest"] == second["digest"]
