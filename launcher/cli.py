@@ -2,15 +2,23 @@
 
 import argparse
 import os
+import shlex
 import sys
+import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from launcher.command import PROGRAMS, check_num_ranks, rank_command
+from launcher.command import HOST, PROGRAMS, check_num_ranks, check_variable, rank_command
 from launcher.demo import DEFAULT_MODEL, Demo
-from launcher.supervisor import END_SECONDS, Supervisor
+from launcher.doctor import check_before, diagnose
+from launcher.hostfile import Host, read_hostfile
+from launcher.process import Start, local_ranks
+from launcher.record import launches, recorded, stop
+from launcher.remote import Way, connected, remote_ranks
+from launcher.supervisor import DRAIN_SECONDS, END_SECONDS, Supervisor, write_line
 from serve import __version__
 from serve.core.errors import BrigadeError, UsageError
 
@@ -69,18 +77,89 @@ def convert_adapter(words: Sequence[str]) -> int:
 
 
 def launch(flags: argparse.Namespace) -> int:
-    num_ranks = check_num_ranks(flags.num_ranks)
-    command = rank_command(flags.command)
-    # All ranks are on this machine: what is wrong is said once, before any has started.
-    if flags.command[0] == "fine-tune":
+    if flags.status or flags.stop is not None:
+        if flags.command:
+            raise UsageError("--status and --stop take no command: leave `--` and the rest away.")
+        return show_launches() if flags.status else stop_launch(flags.stop)
+    environment = dict(check_variable(word, "--env") for word in flags.env)
+    command = rank_command(flags.command, flags.python)
+    if flags.hostfile is None:
+        num_ranks = check_num_ranks(flags.num_ranks)
+        drain_seconds = check_words(flags.command, num_ranks)
+        ranks = local_ranks(command, num_ranks, {**os.environ, **environment})
+        return keep(flags.command, [HOST] * num_ranks, ranks, drain_seconds)
+    hostfile = read_hostfile(flags.hostfile)
+    # The model is where the ranks are, which is not always here.
+    is_here = any(host.is_local for host in hostfile.hosts)
+    drain_seconds = check_words(flags.command, len(hostfile.hosts) if is_here else None)
+    with connected(hostfile.hosts, way(flags), write_line) as connections:
+        check_before(connections, flags.cwd)
+        environment = {**hostfile.environment, **environment}
+        ranks = remote_ranks(connections, command, environment, drain_seconds)
+        hosts = [host.ssh for host in hostfile.hosts]
+        return keep(flags.command, hosts, ranks, drain_seconds)
+
+
+def check_words(words: Sequence[str], num_ranks: int | None) -> float:
+    """What is wrong is said once, before any rank has started: with num_ranks also what only
+    the model tells. How long ranks may take to end."""
+    if words[0] == "fine-tune":
         from serve.cli.fine_tune import check as check_fine_tune
 
-        check_fine_tune(flags.command[1:], num_ranks)
-        return Supervisor(command, num_ranks).run()
+        if num_ranks is not None:
+            check_fine_tune(words[1:], num_ranks)
+        return DRAIN_SECONDS
+    from serve.cli.flags import parse
     from serve.cli.main import check
+    from serve.core.config import ServeConfig
 
-    config, _ = check(flags.command[1:], num_ranks)
-    return Supervisor(command, num_ranks, drain_seconds=config.drain_timeout + END_SECONDS).run()
+    if num_ranks is None:
+        config = parse(ServeConfig, words[1:], "serve", "")
+    else:
+        config, _ = check(words[1:], num_ranks)
+    return config.drain_timeout + END_SECONDS
+
+
+def keep(
+    words: Sequence[str],
+    hosts: Sequence[str],
+    ranks: AbstractContextManager[list[Start]],
+    drain_seconds: float,
+) -> int:
+    with recorded(words, hosts) as record:
+        return Supervisor(ranks, drain_seconds=drain_seconds, observer=record).run()
+
+
+def way(flags: argparse.Namespace) -> Way:
+    return Way(tuple(shlex.split(flags.ssh)), flags.python, flags.cwd)
+
+
+def show_launches() -> int:
+    running = launches()
+    if not running:
+        print("No launch of yours runs on this machine.")
+    for launch in running:
+        minutes = int(time.time() - launch.since) // 60
+        place = f", {launch.url}" if launch.url else ""
+        print(f"launch {launch.pid}: {launch.state} for {minutes} min{place}")
+        print(f"  {shlex.join(launch.words)}")
+        for rank, host in enumerate(launch.hosts):
+            print(f"  rank {rank} on {host}: {launch.ranks.get(str(rank), 'not started')}")
+    return 0
+
+
+def stop_launch(pid: int) -> int:
+    print(f"launch {stop(pid or None).pid} has ended.")
+    return 0
+
+
+def doctor(flags: argparse.Namespace) -> int:
+    if flags.command:
+        raise UsageError("`brigade doctor` takes no command: leave `--` and what follows away.")
+    hosts: Sequence[Host] = (Host(0, HOST, ()),)
+    if flags.hostfile is not None:
+        hosts = read_hostfile(flags.hostfile).hosts
+    return diagnose(hosts, way(flags), flags.model, flags.port, as_json=flags.json)
 
 
 def demo(flags: argparse.Namespace) -> int:
@@ -92,20 +171,51 @@ def demo(flags: argparse.Namespace) -> int:
     return Demo(flags.model, num_ranks, flags.port, once=flags.once).run()
 
 
-def add_num_ranks(parser: argparse.ArgumentParser, default: int | None) -> None:
+def add_num_ranks(parser: Any, default: int | None = None) -> None:
+    text = f" (default: {default})" if default else ""
     parser.add_argument(
-        "-n",
-        "--num-ranks",
+        *("-n", "--num-ranks"),
         type=int,
         default=default,
-        required=default is None,
         metavar="N",
-        help="ranks on this machine" + (f" (default: {default})" if default else ""),
+        help=f"ranks on this machine{text}",
     )
 
 
+def add_host_flags(parser: Any) -> None:
+    parser.add_argument(
+        "--python",
+        default=sys.executable,
+        help="Python with mlx-brigade on the hosts (default: where this one is)",
+    )
+    parser.add_argument(
+        "--cwd",
+        type=Path,
+        help="folder to work in on the hosts (default: this one, if it is there)",
+    )
+    parser.add_argument("--ssh", default="ssh", help="ssh with flags, such as 'ssh -F FILE'")
+
+
 def add_launch_flags(parser: argparse.ArgumentParser) -> None:
-    add_num_ranks(parser, None)
+    what = parser.add_mutually_exclusive_group(required=True)
+    add_num_ranks(what)
+    what.add_argument("--hostfile", type=Path, metavar="F", help="hosts, one rank on each")
+    what.add_argument("--status", action="store_true", help="show the launches that run")
+    what.add_argument(
+        "--stop", nargs="?", type=int, const=0, metavar="PID", help="end a launch, and wait for it"
+    )
+    parser.add_argument(
+        "--env", action="append", default=[], metavar="NAME=VALUE", help="for all ranks; repeatable"
+    )
+    add_host_flags(parser)
+
+
+def add_doctor_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--hostfile", type=Path, metavar="F", help="hosts (default: this one)")
+    parser.add_argument("--model", type=Path, help="folder of a model that all hosts should have")
+    parser.add_argument("--port", type=int, default=8080, help="port of the server on rank 0")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_host_flags(parser)
 
 
 def add_demo_flags(parser: argparse.ArgumentParser) -> None:
@@ -130,10 +240,17 @@ HANDED_OVER: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
 
 SUBCOMMANDS = {
     "launch": Subcommand(
-        purpose="start ranks on this machine and keep them",
-        usage="brigade launch -n N -- serve …",
+        purpose="start ranks on this machine or on hosts, and keep them",
+        usage="brigade launch (-n N | --hostfile F) [--env NAME=VALUE] -- serve …\n"
+        "       brigade launch --status | --stop [PID]",
         add_flags=add_launch_flags,
         run=launch,
+    ),
+    "doctor": Subcommand(
+        purpose="check hosts, and say how to mend what is wrong",
+        usage="brigade doctor [--hostfile F] [--model M] [--port P] [--json]",
+        add_flags=add_doctor_flags,
+        run=doctor,
     ),
     "demo": Subcommand(
         purpose="two ranks, the embedded model, one answer",
@@ -187,6 +304,8 @@ def main(words: Sequence[str] | None = None) -> int:
     except BrigadeError as error:
         print(f"brigade: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Which processes run, and for how long, is `launcher.supervisor`'s.
 """
 
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ HOST = "127.0.0.1"
 
 # What stands first after `--`, and the module that a rank runs for it.
 PROGRAMS = {"serve": "serve.cli.main", "fine-tune": "serve.cli.fine_tune"}
+RING_CHECK = "serve.rank.ring_check"
 
 # What a rank reads, here or in mlx: a value of the caller's own would send it to another cluster.
 RANK_VARIABLES = (
@@ -26,6 +28,15 @@ RANK_VARIABLES = (
     "MLX_RANK",
     "MLX_WORLD_SIZE",
 )
+
+# What ranks on other hosts get of the launcher's environment.
+FORWARDED = frozenset(
+    {
+        *("HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_TOKEN", "LANG", "NO_COLOR", "TZ"),
+        *("PYTHONFAULTHANDLER", "PYTHONUNBUFFERED", "PYTHONWARNINGS"),
+    }
+)
+FORWARDED_PREFIXES = ("BRIGADE_", "LC_", "MLX_", "OMP_", "OPENBLAS_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +53,14 @@ class Ring:
     leash: int
 
 
-def rank_command(words: Sequence[str]) -> list[str]:
+def rank_command(words: Sequence[str], python: str = sys.executable) -> list[str]:
     """The command line of every rank, from the words after `--`."""
     names = " or ".join(f"`{name} …`" for name in PROGRAMS)
     if not words:
         raise UsageError(f"there is no command to launch: write `--` and then {names}.")
     if words[0] not in PROGRAMS:
         raise UsageError(f"{words[0]!r} cannot be launched: write {names} after `--`.")
-    return [sys.executable, "-m", PROGRAMS[words[0]], *words[1:]]
+    return [python, "-m", PROGRAMS[words[0]], *words[1:]]
 
 
 def rank_environment(
@@ -68,9 +79,28 @@ def rank_environment(
     return environment
 
 
-def hostfile_text(ports: Sequence[int]) -> str:
-    """MLX's ring hostfile: for each rank a list of the addresses that it listens on."""
-    return json.dumps([[f"{HOST}:{port}"] for port in ports])
+def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
+    """What of an environment means the same on another host; the rest is paths and habits."""
+    return {
+        name: text
+        for name, text in environment.items()
+        if name not in RANK_VARIABLES and (name in FORWARDED or name.startswith(FORWARDED_PREFIXES))
+    }
+
+
+def check_variable(word: str, where: str) -> tuple[str, str]:
+    """NAME=VALUE taken apart. Raises UsageError."""
+    name, equals, text = word.partition("=")
+    if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or "\0" in text:
+        raise UsageError(f"{where}: {word!r} is no variable: write NAME=VALUE.")
+    if name in RANK_VARIABLES:
+        raise UsageError(f"{where}: {name} is set for each rank by the launcher: leave it away.")
+    return name, text
+
+
+def hostfile_text(addresses: Sequence[Sequence[str]]) -> str:
+    """MLX's ring hostfile: for each rank a list of the addresses `ip:port` it listens on."""
+    return json.dumps(addresses)
 
 
 def exit_code(returncode: int) -> int:

@@ -20,7 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from launcher.command import HOST, exit_code, rank_command
-from launcher.supervisor import Supervisor, free_ports, write_line
+from launcher.process import free_ports, local_ranks
+from launcher.supervisor import Supervisor, write_line
 from serve.core.errors import BrigadeError, ClusterError, EngineError, UsageError
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -202,7 +203,8 @@ class Demo:
         self._swaps = model == DEFAULT_MODEL  # The embedded adapters fit nothing else.
         words = ["serve", "--model", str(model), "--host", HOST, "--port", str(self._port)]
         words += ["--adapter-root", str(ADAPTERS)] if self._swaps else []
-        self._supervisor = Supervisor(command(words), num_ranks, self._output.write)
+        ranks = local_ranks(command(words), num_ranks)
+        self._supervisor = Supervisor(ranks, self._output.write)
 
     def run(self) -> int:
         talk = threading.Thread(target=self._talk_then_end, daemon=True)

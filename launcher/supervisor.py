@@ -1,4 +1,4 @@
-"""Starts the ranks of one machine and keeps them: output, signals, deadlines, exit code.
+"""Starts ranks and keeps them: output, signals, deadlines, exit code.
 
     running ── a rank ended with 0 ──> waiting ── 5 s ──┐
        │                                  │             │
@@ -9,32 +9,27 @@ One thread a rank reads its output and one waits for its end; they and the signa
 events into one queue, and `run` sleeps on that queue. Knows no HTTP, no MLX and no command line.
 """
 
-import codecs
 import os
 import queue
-import secrets
 import signal
-import socket
-import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from time import monotonic
 from types import FrameType
 
-from launcher.command import HOST, Ring, exit_code, hostfile_text, rank_environment
-from serve.core.errors import AddressError, ClusterError
+from launcher.command import exit_code
+from launcher.process import Process, Start
+from serve.core.errors import ClusterError
 
 FOLLOW_SECONDS = 5.0  # how long the others may go on once a rank has ended well
 GRACE_SECONDS = 3.0  # how long a rank may take to end by itself when another failed
 END_SECONDS = 7.0  # how long after a signal, once rank 0 has let running streams finish
 DRAIN_SECONDS = 5.0 + END_SECONDS
-GONE_SECONDS = 1.0  # how long the kernel may take to end a killed rank
+GONE_SECONDS = 2.0  # how long the kernel, and the way to it, may take to end a killed rank
 OUTPUT_SECONDS = 1.0  # how long output may still come after a rank's end
-LONGEST_LINE_BYTES = 65536
 COLOURS = (36, 33, 35, 32, 34, 31)
 
 
@@ -51,18 +46,6 @@ class Asked:
     signum: int | None
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports of this machine that nobody uses, all different."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        try:
-            for each in sockets:
-                each.bind((HOST, 0))
-        except OSError as error:
-            raise AddressError(f"no free port on {HOST}: {error.strerror}.") from error
-        return [each.getsockname()[1] for each in sockets]
-
-
 def write_line(line: str) -> None:
     # Nobody may be reading any more; the ranks must not block for that.
     with suppress(OSError, ValueError):
@@ -70,27 +53,38 @@ def write_line(line: str) -> None:
         sys.stderr.flush()
 
 
+class Observer:
+    """Is told what becomes of ranks, from their threads. Here it does nothing."""
+
+    def started(self, rank: int, pid: int) -> None: ...
+
+    def said(self, rank: int, line: str) -> None: ...
+
+    def ended(self, rank: int, code: int) -> None: ...
+
+
 class Supervisor:
     """One launch. `run` blocks until every rank has ended; `stop` may be called from any thread.
 
+    ranks are what to start, in a context that outlives them.
     `ended` is set when `run` is done, and `interrupted` is true once this process got a signal.
     """
 
     def __init__(
         self,
-        command: Sequence[str],
-        num_ranks: int,
+        ranks: AbstractContextManager[Sequence[Start]],
         write: Callable[[str], None] = write_line,
         drain_seconds: float = DRAIN_SECONDS,
+        observer: Observer | None = None,
     ) -> None:
-        self._command = list(command)
-        self._num_ranks = num_ranks
+        self._ranks = ranks
         self._write = write
+        self._observer = observer or Observer()
         self._drain_seconds = drain_seconds
         self._write_lock = threading.Lock()
         self._colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
         self._events: queue.SimpleQueue[Ended | Asked] = queue.SimpleQueue()
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._processes: dict[int, Process] = {}
         self._alive: set[int] = set()
         self._state = "running"
         self._deadline: float | None = None
@@ -102,13 +96,13 @@ class Supervisor:
     def run(self) -> int:
         """Starts the ranks, waits for their end, and returns the first failing rank's code."""
         try:
-            with self._signals(), self._ring() as ring:
+            with self._signals(), self._ranks as starts:
                 try:
-                    self._start(ring)
+                    self._start(starts)
                     while self._alive and self._state != "lost":
                         self._take(self._next_event())
                 finally:
-                    self._signal_groups(signal.SIGKILL)
+                    self._kill_alive()
         finally:
             self.ended.set()
         return self._code
@@ -143,6 +137,7 @@ class Supervisor:
         self._alive.discard(rank)
         code = exit_code(returncode)
         self._log(f"event=rank_ended rank={rank} code={code}")
+        self._observer.ended(rank, code)
         if self._forwarded and returncode == -self._forwarded:
             code = 0  # It was still starting, and ended as it was asked to.
         self._code = self._code or code
@@ -180,21 +175,20 @@ class Supervisor:
         self._log(f"event=ending ranks={self._alive_text()} signal={signum.name} reason='{reason}'")
         self._enter("ending", grace_seconds)
         for rank in self._alive:
-            # To the rank alone, not its group: a rank lets its engine finish.
-            self._processes[rank].send_signal(signum)
+            self._processes[rank].signal(signum)
 
     def _kill_all(self, reason: str) -> None:
         self._log(f"event=killing ranks={self._alive_text()} reason='{reason}'")
         self._enter("killed", GONE_SECONDS)
-        self._signal_groups(signal.SIGKILL)
+        self._kill_alive()
 
     def _enter(self, state: str, seconds: float) -> None:
         self._state = state
         self._deadline = monotonic() + seconds
 
-    def _signal_groups(self, signum: signal.Signals) -> None:
+    def _kill_alive(self) -> None:
         for rank in self._alive:
-            signal_group(self._processes[rank].pid, signum)
+            self._processes[rank].kill()
 
     # --- starting
 
@@ -214,42 +208,19 @@ class Supervisor:
             for signum, handler in before:
                 signal.signal(signum, handler)
 
-    @contextmanager
-    def _ring(self) -> Iterator[Ring]:
-        """What the ranks share, for as long as they run."""
-        # Both from one call: ports asked for apart could be the same.
-        control, *ports = free_ports(1 + self._num_ranks)
-        leash, our_end = os.pipe()
-        descriptor, hostfile = tempfile.mkstemp(prefix="brigade-", suffix=".json")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(hostfile_text(ports))
-            yield Ring(hostfile, f"{HOST}:{control}", secrets.token_hex(16), leash)
-        finally:
-            os.close(leash)
-            os.close(our_end)
-            os.unlink(hostfile)
-
-    def _start(self, ring: Ring) -> None:
-        for rank in range(self._num_ranks):
+    def _start(self, starts: Sequence[Start]) -> None:
+        for rank, start in enumerate(starts):
             try:
-                process = subprocess.Popen(
-                    self._command,
-                    env=rank_environment(os.environ, ring, rank, self._num_ranks),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=(ring.leash,),
-                    start_new_session=True,
-                )
+                process = start()
             except OSError as error:
                 raise ClusterError(f"rank {rank} cannot be started: {error}.") from error
             self._processes[rank] = process
             self._alive.add(rank)
             self._log(f"event=rank_started rank={rank} pid={process.pid}")
+            self._observer.started(rank, process.pid)
             self._watch(rank, process)
 
-    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+    def _watch(self, rank: int, process: Process) -> None:
         reader = threading.Thread(target=self._copy_output, args=(rank, process), daemon=True)
         waiter = threading.Thread(target=self._await, args=(rank, process, reader), daemon=True)
         reader.start()
@@ -257,26 +228,19 @@ class Supervisor:
 
     # --- the threads of a rank
 
-    def _await(self, rank: int, process: subprocess.Popen[bytes], reader: threading.Thread) -> None:
-        wait_unreaped(process.pid)
-        # What the rank left behind. Its number is still taken, so no stranger can be hit.
-        signal_group(process.pid, signal.SIGKILL)
-        process.wait()
+    def _await(self, rank: int, process: Process, reader: threading.Thread) -> None:
+        returncode = process.wait()
         reader.join(OUTPUT_SECONDS)
-        self._events.put(Ended(rank, process.returncode))
+        self._events.put(Ended(rank, returncode))
 
-    def _copy_output(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdout is not None
+    def _copy_output(self, rank: int, process: Process) -> None:
         prefix = self._prefix(rank)
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        with process.stdout as pipe:
-            while line := pipe.readline(LONGEST_LINE_BYTES):
-                cut = len(line) == LONGEST_LINE_BYTES and not line.endswith(b"\n")
-                text = decoder.decode(line, final=not cut)
-                self._say(prefix + shown(text))
+        for line in process.lines():
+            self._say(prefix + line)
+            self._observer.said(rank, line)
 
     def _prefix(self, rank: int) -> str:
-        text = f"[rank {rank}]"
+        text = f"[{self._processes[rank].name}]"
         return f"\x1b[{COLOURS[rank % len(COLOURS)]}m{text}\x1b[0m " if self._colour else text + " "
 
     def _say(self, line: str) -> None:
@@ -288,22 +252,3 @@ class Supervisor:
 
     def _alive_text(self) -> str:
         return ",".join(map(str, sorted(self._alive)))
-
-
-def shown(text: str) -> str:
-    """What a terminal would show of a line: a progress bar's last state."""
-    return text.rstrip("\r\n").rpartition("\r")[2]
-
-
-def signal_group(group: int, signum: signal.Signals) -> None:
-    # macOS answers PermissionError when all that is left of a group is zombies.
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signum)
-
-
-def wait_unreaped(pid: int) -> None:
-    """Waits for the end of a child but leaves its number taken, where the system can do that."""
-    if hasattr(os, "waitid"):
-        # Already reaped by a `poll` in the main thread: then it has ended, too.
-        with suppress(ChildProcessError):
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)

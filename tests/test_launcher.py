@@ -9,13 +9,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from launcher import cli
 from launcher.command import Ring, exit_code, hostfile_text, rank_command, rank_environment
-from launcher.supervisor import Supervisor, free_ports, shown
+from launcher.process import free_ports, local_ranks, shown
+from launcher.supervisor import Supervisor
 from serve.core.errors import ClusterError, UsageError
 from tests.models import save
 
@@ -24,9 +26,10 @@ ROOT = Path(__file__).resolve().parent.parent
 # One launch in a process of its own, as `brigade launch` is, but with another program.
 LAUNCH = """
 import sys
+from launcher.process import local_ranks
 from launcher.supervisor import Supervisor
 command = [sys.executable, "-c", sys.argv[2]]
-sys.exit(Supervisor(command, int(sys.argv[1]), drain_seconds=3.0).run())
+sys.exit(Supervisor(local_ranks(command, int(sys.argv[1])), drain_seconds=3.0).run())
 """
 
 RANK = "import os, signal, sys, time\nrank = int(os.environ.get('MLX_RANK', 0))\n"
@@ -50,12 +53,12 @@ def alive(pid: int) -> bool:
 class Launch:
     """A launcher process, its output, and the processes that ranks reported by `pid=`."""
 
-    def __init__(self, num_ranks: int, program: str, folder: Path) -> None:
+    def __init__(self, command: list[str], folder: Path) -> None:
         self.log = folder / "launch.log"
         self._begin = time.monotonic()
         with self.log.open("wb") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", LAUNCH, str(num_ranks), RANK + program],
+                command,
                 cwd=ROOT,
                 env={**os.environ, "TMPDIR": str(folder)},
                 stdin=subprocess.DEVNULL,
@@ -101,7 +104,8 @@ def launch(tmp_path: Path) -> Iterator[Callable[[int, str], Launch]]:
     made: list[Launch] = []
 
     def start(num_ranks: int, program: str) -> Launch:
-        made.append(Launch(num_ranks, program, tmp_path))
+        command = [sys.executable, "-c", LAUNCH, str(num_ranks), RANK + program]
+        made.append(Launch(command, tmp_path))
         return made[-1]
 
     yield start
@@ -148,7 +152,7 @@ def test_a_rank_that_stays_when_another_ended_well_is_ended(launch: Start) -> No
 def test_a_program_that_does_not_exist_is_one_clear_error() -> None:
     lines: list[str] = []
     with pytest.raises(ClusterError, match="rank 0 cannot be started"):
-        Supervisor(["/no/such/program"], 2, lines.append).run()
+        Supervisor(local_ranks(["/no/such/program"], 2), lines.append).run()
 
 
 def test_a_rank_that_cannot_start_takes_the_started_ones_along(
@@ -163,10 +167,11 @@ def test_a_rank_that_cannot_start_takes_the_started_ones_along(
         started.append(popen(*arguments, **options))
         return started[-1]
 
-    monkeypatch.setattr("launcher.supervisor.subprocess.Popen", second_fails)
+    monkeypatch.setattr("launcher.process.subprocess.Popen", second_fails)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ranks = local_ranks([sys.executable, "-c", "import time; time.sleep(60)"], 2)
     with pytest.raises(ClusterError, match="rank 1"):
-        Supervisor([sys.executable, "-c", "import time; time.sleep(60)"], 2, lambda _: None).run()
+        Supervisor(ranks, lambda _: None).run()
     wait_until(lambda: started[0].returncode == -9)
     assert list(tmp_path.iterdir()) == []
 
@@ -339,7 +344,8 @@ def test_rank_command_hands_the_words_over_unread() -> None:
 
 
 def test_hostfile_is_a_list_of_lists() -> None:
-    assert json.loads(hostfile_text([1, 2])) == [["127.0.0.1:1"], ["127.0.0.1:2"]]
+    addresses = [["127.0.0.1:1"], ["127.0.0.1:2"]]
+    assert json.loads(hostfile_text(addresses)) == addresses
 
 
 def test_free_ports_are_all_different() -> None:
@@ -356,7 +362,8 @@ def test_exit_codes(returncode: int, code: int) -> None:
 
 def lines_of(program: str, num_ranks: int = 1) -> list[str]:
     lines: list[str] = []
-    Supervisor([sys.executable, "-c", RANK + program], num_ranks, lines.append).run()
+    command = [sys.executable, "-c", RANK + program]
+    Supervisor(local_ranks(command, num_ranks), lines.append).run()
     return [line for line in lines if not line.startswith("[launch]")]
 
 
@@ -444,12 +451,12 @@ def test_launch_runs_serve_with_the_words_after_the_dashes(
     model = save(tmp_path, "llama")
     seen: list[object] = []
 
-    class Recorded(Supervisor):
-        def run(self) -> int:
-            seen.append((self._command[1:], self._num_ranks))
-            return 9
+    def recorded(command: list[str], num_ranks: int, _: object) -> "nullcontext[list[object]]":
+        seen.append((command[1:], num_ranks))
+        return nullcontext([])
 
-    monkeypatch.setattr(cli, "Supervisor", Recorded)
+    monkeypatch.setattr(cli, "local_ranks", recorded)
+    monkeypatch.setattr(Supervisor, "run", lambda _: 9)
     words = ["--model", str(model), "--port", "1"]
     assert cli.main(["launch", "-n", "3", "--", "serve", *words]) == 9
     assert seen == [(["-m", "serve.cli.main", *words], 3)]

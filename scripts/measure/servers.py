@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 
-from launcher.supervisor import free_ports
+from launcher.process import free_ports
 from serve.parent.engine import engine_environment
 
 READY_SECONDS = 120.0

@@ -17,7 +17,7 @@ import httpx
 import openai
 import psutil
 
-from launcher.supervisor import free_ports
+from launcher.process import free_ports
 
 ROOT = Path(__file__).parent.parent.parent
 TINY_CHAT = ROOT / "examples" / "tiny-chat"

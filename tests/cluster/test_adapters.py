@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 
-from launcher.supervisor import free_ports
+from launcher.process import free_ports
 from tests import adapters
 from tests.cluster.questions import QUESTIONS
 from tests.cluster.servers import TINY_CHAT, Server, alone, serve_flags, started

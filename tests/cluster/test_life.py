@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from launcher.supervisor import free_ports
+from launcher.process import free_ports
 from tests.cluster.servers import (
     BIN,
     ROOT,

@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx_lm
 import pytest
 
-from launcher.supervisor import free_ports
+from launcher.process import free_ports
 from tests.cluster.servers import BIN, ROOT, TINY_CHAT, Server, brigade_launch, started
 from tests.hub.checkpoints import header_sizes
 from tests.hub.server import COMMIT, REPO, FakeHub, running

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from launcher.supervisor import free_ports
+from launcher.process import free_ports
 from serve.core import wire
 from serve.core.config import Address
 from serve.core.errors import AddressError, ClusterError, DisagreementError

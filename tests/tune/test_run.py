@@ -354,10 +354,12 @@ def test_ranks_with_other_data_do_not_train(folder: Path, tmp_path: Path) -> Non
     words = flags(Path("data"), out)
     python = f"{sys.executable} -m serve.cli.fine_tune"
     wrapper.write_text(f'cd {tmp_path}/rank$MLX_RANK; PYTHONPATH={ROOT} exec {python} "$@"\n')
+    from launcher.process import local_ranks
     from launcher.supervisor import Supervisor
 
     lines: list[str] = []
-    code = Supervisor(["bash", str(wrapper), *words], 2, write=lines.append).run()
+    ranks = local_ranks(["bash", str(wrapper), *words], 2)
+    code = Supervisor(ranks, write=lines.append).run()
     assert code == 6, lines
     assert any("The ranks differ (train.jsonl: rank 0 has" in line for line in lines)
     assert not out.exists()

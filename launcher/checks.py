@@ -1,0 +1,211 @@
+"""What is wrong with a cluster, judged from what its hosts say. Pure functions.
+
+Checks of macOS were written from other people's reports and have not run there yet: wired memory
+(mlx-lm#883), MLX_METAL_FAST_SYNCH (mlx#3142), Local Network privacy (mlx#3755), addresses of
+Thunderbolt links that go at a reboot (mlx#1902).
+"""
+
+import errno
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from serve.core.errors import DisagreementError
+from serve.core.plan import format_bytes
+from serve.parent.facts import compare
+
+MLX_FLOOR = (0, 32, 1)
+GB = 10**9
+_CLOCK_SECONDS = 2.0
+_SLOW_BYTES_PER_SECOND = 30e6
+_SLOW_ROUND_TRIP_SECONDS = 0.005
+
+Facts = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """status is ok, warn or fail; fix is what to do about the last two, in one line."""
+
+    status: str
+    where: str
+    what: str
+    fix: str = ""
+
+
+def check_versions(facts: Facts) -> Finding:
+    versions = facts["versions"]
+    text = ", ".join(f"{name} {version}" for name, version in versions.items())
+    text = f"Python {facts['python']}, {text}"
+    if "-" in versions.values():
+        fix = f"{facts['executable']} -m pip install mlx-brigade"
+        return Finding("fail", facts["host"], f"a package is missing: {text}", fix)
+    if _numbers(versions["mlx"]) < MLX_FLOOR:
+        fix = f"{facts['executable']} -m pip install 'mlx>={'.'.join(map(str, MLX_FLOOR))}'"
+        return Finding("fail", facts["host"], f"mlx waits for lost peers for ever: {text}", fix)
+    return Finding("ok", facts["host"], text)
+
+
+def check_blas(facts: Facts) -> Finding | None:
+    if facts["system"] != "Linux":
+        return None
+    if facts["blas"]:
+        return Finding("ok", facts["host"], f"OpenBLAS at {facts['blas']}")
+    what = "no OpenBLAS: float32 products on the CPU take about 30 times as long"
+    return Finding("warn", facts["host"], what, "sudo apt install libopenblas0-pthread")
+
+
+def check_memory(facts: Facts) -> Finding:
+    total, free = facts["memory_bytes"], facts["free_memory_bytes"]
+    what = f"{format_bytes(free)} of {format_bytes(total)} memory are free"
+    wired = int(facts.get("wired_limit") or 0) * 10**6
+    if wired > total - max(8 * GB, 0.35 * total):
+        what += f", but {format_bytes(wired)} may be wired, and then the system starves"
+        return Finding("warn", facts["host"], what, "sudo sysctl iogpu.wired_limit_mb=0")
+    if free < 0.1 * total:
+        return Finding("warn", facts["host"], what, "end other programs, or give --memory")
+    return Finding("ok", facts["host"], what)
+
+
+def check_disk(facts: Facts) -> Finding:
+    free = facts["free_disk_bytes"]
+    what = f"{format_bytes(free)} are free for parts of models"
+    fix = "free some, or name a folder elsewhere with --cache-dir"
+    status = "fail" if free < GB / 10 else "warn" if free < 10 * GB else "ok"
+    return Finding(status, facts["host"], what, "" if status == "ok" else fix)
+
+
+def check_files(facts: Facts) -> Finding:
+    most = facts["max_files"]
+    if 0 <= most < 4096:
+        fix = "raise it: `ulimit -Hn 65536` (macOS: sudo launchctl limit maxfiles 65536 200000)"
+        return Finding("warn", facts["host"], f"a process may open {most} files", fix)
+    text = "any number of" if most < 0 else f"{most:,}"
+    return Finding("ok", facts["host"], f"a process may open {text} files")
+
+
+def check_variables(facts: Facts) -> Finding:
+    if facts["variables"].get("MLX_METAL_FAST_SYNCH", "0") not in ("", "0"):
+        what = "MLX_METAL_FAST_SYNCH is set, which can wedge a GPU until the next reboot"
+        return Finding("fail", facts["host"], what, "unset MLX_METAL_FAST_SYNCH")
+    return Finding("ok", facts["host"], "no variable that does harm")
+
+
+def check_strays(facts: Facts) -> Finding:
+    if not facts["strays"]:
+        return Finding("ok", facts["host"], "no rank is left from another time")
+    pids = " ".join(map(str, facts["strays"]))
+    what = f"ranks whose launcher is gone still run: {pids}"
+    return Finding("warn", facts["host"], what, f"kill -9 {pids}")
+
+
+def check_addresses(facts: Facts) -> Finding | None:
+    for ip, reason in facts["unusable"].items():
+        fix = "write one of its addresses into the hostfile (`ip addr`, `ifconfig`)"
+        if facts["system"] == "Darwin":
+            fix += "; Thunderbolt links lose theirs at a reboot: mlx.distributed_config again"
+        return Finding("fail", facts["host"], f"{ip} is not of this host: {reason}", fix)
+    places = [f"{ip} on {name or 'loopback'}" for ip, name in facts["interfaces"].items()]
+    return Finding("ok", facts["host"], ", ".join(places)) if places else None
+
+
+def check_sleep(facts: Facts) -> Finding | None:
+    if "sleep" not in facts:
+        return None
+    if facts["sleep"] not in ("", "0"):
+        what = f"it goes to sleep after {facts['sleep']} minutes, and ends its connections"
+        return Finding("warn", facts["host"], what, "sudo pmset -a sleep 0")
+    return Finding("ok", facts["host"], "it does not go to sleep")
+
+
+def check_model(facts: Facts) -> Finding | None:
+    model = facts["model"]
+    if not model:
+        return None
+    if "error" in model:
+        fix = "copy the model to the same path on all hosts"
+        return Finding("fail", facts["host"], model["error"].rstrip("."), fix)
+    return Finding("ok", facts["host"], "the model is whole")
+
+
+HOST_CHECKS: Sequence[Callable[[Facts], Finding | None]] = (
+    check_versions,
+    check_addresses,
+    check_blas,
+    check_memory,
+    check_disk,
+    check_files,
+    check_variables,
+    check_strays,
+    check_sleep,
+    check_model,
+)
+
+
+def check_hosts(facts: Sequence[Facts]) -> Iterator[Finding]:
+    """Every host for itself, then all together."""
+    for each in facts:
+        yield from filter(None, (check(each) for check in HOST_CHECKS))
+    if len(facts) > 1:
+        install, copy = "install the same on all hosts", "copy the model from one to the others"
+        hosts = [each["host"] for each in facts]
+        python = [{"Python": each["python"].rpartition(".")[0]} for each in facts]
+        versions = [{**p, **each["versions"]} for p, each in zip(python, facts, strict=True)]
+        yield check_same(hosts, versions, install)
+        if any(each["model"] for each in facts):
+            yield check_same(hosts, [each["model"] or {} for each in facts], copy)
+
+
+def check_same(hosts: Sequence[str], values: Sequence[Mapping[str, str]], fix: str) -> Finding:
+    try:
+        compare(dict(enumerate(values)))
+    except DisagreementError as error:
+        rows = error.rows.items()
+        who = [f"{name} of {hosts[n]} is {row[n]}" for name, row in rows for n in row]
+        return Finding("fail", "all hosts", "they differ: " + ", ".join(who), fix)
+    return Finding("ok", "all hosts", "the same " + ", ".join(values[0]))
+
+
+def check_shell(host: str, noise: Sequence[str]) -> Finding:
+    if noise:
+        fix = "print in interactive shells only: [[ $- == *i* ]] && …"
+        return Finding("warn", host, f"its shell profile prints {noise[0][:60]!r}", fix)
+    return Finding("ok", host, "ssh gets in, and nothing is printed")
+
+
+def check_clock(host: str, ahead_seconds: float) -> Finding:
+    """ahead_seconds is to this machine's clock."""
+    what = f"its clock is {abs(ahead_seconds):.1f} s {'ahead' if ahead_seconds > 0 else 'behind'}"
+    if abs(ahead_seconds) > _CLOCK_SECONDS:
+        fix = "sudo timedatectl set-ntp true (macOS: sudo sntp -sS time.apple.com)"
+        return Finding("warn", host, what + ", which makes logs and traces hard to read", fix)
+    return Finding("ok", host, what)
+
+
+def check_hop(where: str, measured: Facts) -> Finding:
+    """measured is what launcher.hop says, or {"error", "errno"}."""
+    if "error" in measured:
+        fix = "open the firewall between them for ports above 1023, or mend the addresses"
+        if measured.get("errno") == errno.EHOSTUNREACH:
+            fix = "macOS: allow the terminal under Privacy & Security, Local Network"
+        return Finding("fail", where, f"no connection: {measured['error']}", fix)
+    round_trip, rate = measured["round_trip_seconds"], measured["bytes_per_second"]
+    what = f"round trip {round_trip * 1000:.2f} ms, {rate / 1e6:,.0f} MB/s"
+    if rate < _SLOW_BYTES_PER_SECOND or round_trip > _SLOW_ROUND_TRIP_SECONDS:
+        return Finding("warn", where, what, "take a cable: this is as slow as Wi-Fi")
+    return Finding("ok", where, what)
+
+
+def check_port(host: str, port: int, holder: str | None) -> Finding:
+    if holder:
+        fix = f"end it, or choose another port: serve --port {port + 1}"
+        return Finding("fail", host, f"port {port} is taken by {holder}", fix)
+    return Finding("ok", host, f"port {port} is free")
+
+
+def exit_code(findings: Sequence[Finding]) -> int:
+    return max(("ok", "warn", "fail").index(finding.status) for finding in findings)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:3] if part.isdecimal())

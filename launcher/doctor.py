@@ -1,0 +1,152 @@
+"""`brigade doctor`: asks every host, measures every hop, and lets all ranks add up a sum."""
+
+import errno
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from launcher.checks import (
+    Facts,
+    Finding,
+    check_clock,
+    check_hop,
+    check_hosts,
+    check_port,
+    check_shell,
+    exit_code,
+)
+from launcher.command import RING_CHECK
+from launcher.hostfile import Host
+from launcher.remote import Connection, Way, connected, on_each, remote_ranks
+from launcher.supervisor import Supervisor, write_line
+from serve.core.errors import ClusterError
+
+RING_SECONDS = 60.0
+_COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
+
+Tell = Callable[[str], None]
+
+
+def diagnose(
+    hosts: Sequence[Host], way: Way, model: Path | None, port: int, *, as_json: bool
+) -> int:
+    """Shows what was found. The exit code: 0 all is well, 1 warnings, 2 failures."""
+    with Console(stderr=True, highlight=False).status("") as status:
+        findings = list(examine(hosts, way, model, port, status.update))
+    show(findings, as_json)
+    return exit_code(findings)
+
+
+def check_before(connections: Sequence[Connection], folder: Path | None) -> None:
+    """The quick part, before ranks start. Raises ClusterError with what fails; warnings are
+    lines of the log."""
+    facts = on_each(connections, lambda each: ask(each, None, folder))
+    findings = list(check_hosts(facts))
+    for finding in findings:
+        if finding.status == "warn":
+            write_line(f"[launch] event=warning host={finding.where} what={finding.what!r}")
+    if failed := [f for f in findings if f.status == "fail"]:
+        raise ClusterError("; ".join(f"{f.where}: {f.what}: {f.fix}" for f in failed) + ".")
+
+
+def ask(connection: Connection, model: Path | None, folder: Path | None) -> Facts:
+    """One host's facts, and how far its clock is ahead of this one's."""
+    asked = time.time()
+    facts = connection.ask(
+        "facts",
+        folder=str(folder or os.getcwd()),
+        must_exist=folder is not None,
+        model=model and str(model),
+        ips=list(connection.host.ips),
+    )
+    ahead_seconds = facts["time"] - (asked + time.time()) / 2
+    return {**facts, "host": connection.host.ssh, "ahead_seconds": ahead_seconds}
+
+
+def examine(
+    hosts: Sequence[Host], way: Way, model: Path | None, port: int, tell: Tell
+) -> Iterator[Finding]:
+    """Findings as they are made. A host that cannot be reached is one, and ends the examination:
+    all that would follow is about the others only."""
+    try:
+        with connected(hosts, way, tell) as connections:
+            facts = on_each(connections, lambda each: ask(each, model, way.folder))
+            for connection, each in zip(connections, facts, strict=True):
+                yield check_shell(connection.host.ssh, connection.noise)
+                yield check_clock(connection.host.ssh, each["ahead_seconds"])
+            findings = list(check_hosts(facts))
+            yield from findings
+            holder = connections[0].ask("holder", port=port)["holder"]
+            yield check_port(hosts[0].ssh, port, holder)
+            if len(hosts) > 1 and not any(each.status == "fail" for each in findings):
+                yield from examine_hops(connections, tell)
+                yield examine_ring(connections, way.python, tell)
+    except ClusterError as error:
+        what, _, fix = str(error).rpartition(": ")
+        yield Finding("fail", "all hosts", what, fix)
+
+
+def examine_hops(connections: Sequence[Connection], tell: Tell) -> Iterator[Finding]:
+    """Both directions of each, one after the other, as they would share a wire."""
+    for rank, connection in enumerate(connections):
+        neighbour = connections[rank - 1]
+        if len(connections) == 2 and rank == 0:
+            continue  # The same two as rank 1 and its neighbour.
+        for here, there in ((connection, neighbour), (neighbour, connection)):
+            for ip in there.host.ips:
+                tell(f"measuring {here.host.ssh} to {there.host.ssh}")
+                yield examine_hop(here, there, ip)
+
+
+def examine_hop(here: Connection, there: Connection, ip: str) -> Finding:
+    where = f"{here.host.ssh} → {there.host.ssh} ({ip})"
+    port = there.ask("listen", ip=ip)["port"]
+    try:
+        return check_hop(where, here.ask("measure", ip=ip, port=port))
+    except ClusterError as error:
+        no_route = f"[Errno {errno.EHOSTUNREACH}]" in str(error)
+        told = {"error": str(error), "errno": errno.EHOSTUNREACH if no_route else None}
+        return check_hop(where, told)
+
+
+def examine_ring(connections: Sequence[Connection], python: str, tell: Tell) -> Finding:
+    """A real ring of MLX under a nonce, and what ranks send in one."""
+    tell("forming a ring")
+    lines: list[str] = []
+    ranks = remote_ranks(connections, [python, "-m", RING_CHECK], {}, 0.0)
+    supervisor = Supervisor(ranks, lines.append)
+    timer = threading.Timer(RING_SECONDS, supervisor.stop)
+    timer.start()
+    code = supervisor.run()
+    timer.cancel()
+    said = [line for line in lines if not line.startswith("[launch]")]
+    if code:
+        last = said[-1] if said else f"no word within {RING_SECONDS:g} s"
+        return Finding("fail", "ring", last, "mend what fails above; else try again")
+    return Finding("ok", "ring", next(line for line in said if "sum" in line).partition("] ")[2])
+
+
+def show(findings: Sequence[Finding], as_json: bool) -> None:
+    console = Console(highlight=False)
+    if as_json:
+        console.print_json(json.dumps([asdict(finding) for finding in findings]))
+        return
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for name in ("status", "where", "what"):
+        table.add_column(name, no_wrap=name != "what", overflow="fold")
+    for finding in findings:
+        what = Text(finding.what)
+        if finding.fix:
+            what.append(f"\n→ {finding.fix}", "bold")
+        table.add_row(Text(finding.status, _COLOURS[finding.status]), finding.where, what)
+    console.print(table)
+    counts = {status: sum(f.status == status for f in findings) for status in _COLOURS}
+    console.print(", ".join(f"{count} {status}" for status, count in counts.items()))

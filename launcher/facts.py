@@ -1,0 +1,134 @@
+"""What a host says about itself, as plain JSON values. `launcher.checks` judges them.
+
+What is asked of macOS was written by reading, and has not run there yet.
+"""
+
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from launcher.process import bound
+from serve.core.checkpoint import read_checkpoint
+from serve.core.errors import AddressError, BrigadeError
+from serve.parent.engine import engine_environment
+from serve.parent.facts import files, versions
+
+_RANK_MODULES = {"serve.rank.worker", "serve.cli.main", "serve.cli.fine_tune"}
+_TOOL_SECONDS = 5.0
+
+
+def host_facts(model: str | None, ips: list[str]) -> dict[str, Any]:
+    """ips are addresses that this host ought to have, model is a folder to compare."""
+    memory = psutil.virtual_memory()
+    facts = {
+        "host": socket.gethostname(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "versions": versions(),
+        "memory_bytes": memory.total,
+        "free_memory_bytes": memory.available,
+        "free_disk_bytes": shutil.disk_usage(_existing(_cache_folder())).free,
+        "max_files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],
+        "blas": engine_environment(os.environ).get("LD_PRELOAD"),
+        "variables": {k: v for k, v in os.environ.items() if k.startswith("MLX_")},
+        "strays": strays(),
+        "interfaces": {ip: interface(ip) for ip in ips},
+        "unusable": {ip: reason for ip in ips if (reason := _unusable(ip))},
+        "model": model and model_facts(Path(model)),
+        "time": time.time(),
+    }
+    return facts | (mac_facts() if sys.platform == "darwin" else {})
+
+
+def model_facts(folder: Path) -> dict[str, str]:
+    """Digests of all that ranks compare at the start, or what is wrong with the folder."""
+    try:
+        checkpoint = read_checkpoint(folder)
+    except BrigadeError as error:
+        return {"error": str(error)}
+    return files(folder, checkpoint.digest)
+
+
+def strays() -> list[int]:
+    """Ranks and engines that nobody looks after: init has become their parent. A service of
+    init's own has it from the beginning, but no leash."""
+    found = []
+    for process in psutil.process_iter(["pid", "ppid", "cmdline"]):
+        modules = _RANK_MODULES.intersection(process.info["cmdline"] or ())
+        if process.info["ppid"] != 1 or not modules:
+            continue
+        with suppress(psutil.Error):
+            if modules == {"serve.rank.worker"} or "BRIGADE_LEASH" in process.environ():
+                found.append(process.info["pid"])
+    return found
+
+
+def interface(ip: str) -> str | None:
+    """The name of the interface that has this address."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == ip for address in addresses):
+            return str(name)
+    return None
+
+
+def holder(port: int) -> str | None:
+    """Who listens on a port of this host; None if nobody does."""
+    with suppress(psutil.AccessDenied):  # macOS tells root only
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
+                return _name(connection.pid)
+    with socket.socket() as probe:
+        return "another program" if probe.connect_ex(("127.0.0.1", port)) == 0 else None
+
+
+def _name(pid: int | None) -> str:
+    with suppress(psutil.Error):
+        if pid is not None:
+            return f"{psutil.Process(pid).name()} (pid {pid})"
+    return "another user's program"
+
+
+def _unusable(ip: str) -> str | None:
+    try:
+        bound(ip).close()
+    except AddressError as error:
+        return str(error)
+    return None
+
+
+def mac_facts() -> dict[str, Any]:
+    """Of a Mac: the limit of wired memory in MB (0 is the system's own), minutes to sleep (0 is
+    never), RDMA devices. Not run on macOS yet."""
+    sleep = [line.split() for line in _tool("pmset", "-g").splitlines()]
+    return {
+        "wired_limit": _tool("sysctl", "-n", "iogpu.wired_limit_mb"),
+        "sleep": next((words[1] for words in sleep if words[:1] == ["sleep"]), ""),
+        "rdma": _tool("ibv_devices").split()[4:],
+    }
+
+
+def _tool(*command: str) -> str:
+    """What a tool of the system prints; nothing where it is missing or fails."""
+    with suppress(OSError, subprocess.SubprocessError):
+        run = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_SECONDS)
+        return run.stdout.strip()
+    return ""
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+
+
+def _existing(folder: Path) -> Path:
+    return next(each for each in (folder, *folder.parents) if each.exists())

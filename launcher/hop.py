@@ -1,0 +1,63 @@
+"""How long a message takes from one host to another, and how many bytes pass in a second.
+
+Plain TCP, as the ring's. A message is its length and so many bytes, and its answer is one byte.
+"""
+
+import socket
+import struct
+import threading
+import time
+from contextlib import suppress
+from statistics import median
+from typing import Any
+
+from launcher.process import bound
+
+_LENGTH = struct.Struct("!Q")
+_MOST_BYTES = 8 << 20
+_NUM_PINGS = 20
+_SECONDS = 0.5  # of sending
+_TIMEOUT_SECONDS = 5.0
+
+
+class Echo:
+    """Answers on a free port of an address for as long as this process lives."""
+
+    def __init__(self, ip: str) -> None:
+        self._listening = bound(ip)
+        self._listening.listen()
+        self.port: int = self._listening.getsockname()[1]
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            connection, _ = self._listening.accept()
+            # A measurement that breaks off is its caller's to tell.
+            with connection, suppress(OSError, struct.error):
+                connection.settimeout(_TIMEOUT_SECONDS)
+                while header := connection.recv(_LENGTH.size, socket.MSG_WAITALL):
+                    (left,) = _LENGTH.unpack(header)
+                    while left > 0 and (data := connection.recv(min(left, 1 << 18))):
+                        left -= len(data)
+                    connection.sendall(b"\n")
+
+
+def measure_hop(ip: str, port: int) -> dict[str, Any]:
+    """Seconds of a round trip and bytes a second. Raises OSError."""
+    with socket.create_connection((ip, port), _TIMEOUT_SECONDS) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        round_trip = median(_send(connection, 0) for _ in range(_NUM_PINGS))
+        num_bytes, started = 0, time.perf_counter()
+        while (seconds := time.perf_counter() - started) < _SECONDS:
+            size = min(_MOST_BYTES, max(1 << 16, num_bytes))
+            _send(connection, size)
+            num_bytes += size
+    return {"round_trip_seconds": round_trip, "bytes_per_second": num_bytes / seconds}
+
+
+def _send(connection: socket.socket, size: int) -> float:
+    started = time.perf_counter()
+    connection.sendall(_LENGTH.pack(size) + bytes(size))
+    if connection.recv(1) != b"\n":
+        raise ConnectionError("the connection broke off")
+    return time.perf_counter() - started

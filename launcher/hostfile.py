@@ -1,0 +1,138 @@
+"""MLX's hostfile: which hosts there are, how to reach them, and where each listens. Read strictly.
+
+    [{"ssh": "studio-1", "ips": ["10.0.0.1"]}, {"ssh": "studio-2", "ips": ["10.0.0.2"]}]
+
+or the same list as "hosts" of an object with "backend" and "envs", which is what
+mlx.distributed_config writes. Each error says file, entry, reason and what to write instead.
+"""
+
+import ipaddress
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from launcher.command import HOST, check_variable
+from serve.core.errors import UsageError
+
+_SSH = re.compile(r"[^\s\x00-\x1f\x7f-][^\s\x00-\x1f\x7f]*")  # An ssh flag would begin with a dash.
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One rank's host. ips are the addresses it listens on for its neighbours."""
+
+    rank: int
+    ssh: str
+    ips: tuple[str, ...]
+    rdma: tuple[Any, ...] = ()
+
+    @property
+    def is_local(self) -> bool:
+        """As in mlx.launch: only what is written so is this machine without ssh."""
+        return self.ssh == HOST
+
+
+@dataclass(frozen=True, slots=True)
+class Hostfile:
+    hosts: tuple[Host, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_hostfile(path: Path) -> Hostfile:
+    """Raises UsageError."""
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise UsageError(f"--hostfile {path} cannot be read: {reason}.") from error
+    return parse_hostfile(text, str(path))
+
+
+def parse_hostfile(text: str, path: str) -> Hostfile:
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        _wrong(path, "the file", f"is no JSON ({error})", 'write [{"ssh": …, "ips": […]}, …]')
+    if isinstance(content, list):
+        content = {"hosts": content}
+    if not isinstance(content, dict):
+        _wrong(path, "the file", "is no list", 'write [{"ssh": …, "ips": […]}, …]')
+    _check_names(path, "the file", content, {"hosts", "backend", "envs"})
+    entries = content.get("hosts")
+    if not isinstance(entries, list) or not entries:
+        _wrong(path, "hosts", "is no list of hosts", 'write [{"ssh": …, "ips": […]}, …]')
+    if content.get("backend", "ring") not in ("", "ring"):
+        fix = 'write "backend": "ring", or leave it away'
+        _wrong(path, "backend", f"is {content['backend']!r}, and ranks meet in a ring", fix)
+    hosts = tuple(_host(path, rank, entry) for rank, entry in enumerate(entries))
+    _check_together(path, hosts)
+    return Hostfile(hosts, _environment(path, content.get("envs", [])))
+
+
+def _host(path: str, rank: int, entry: Any) -> Host:
+    where = f"host {rank}"
+    if not isinstance(entry, dict):
+        _wrong(path, where, "is no object", 'write {"ssh": "name", "ips": ["10.0.0.1"]}')
+    ssh, ips, rdma = entry.get("ssh"), entry.get("ips"), entry.get("rdma", [])
+    if not isinstance(ssh, str) or not _SSH.fullmatch(ssh):
+        _wrong(path, where, f"has ssh {ssh!r}", "write the name that `ssh NAME` takes")
+    where = f"host {rank} ({ssh})"
+    _check_names(path, where, entry, {"ssh", "ips", "rdma"})
+    if not isinstance(ips, list) or not ips:
+        _wrong(path, where, f"has ips {ips!r}", 'write a list of addresses: "ips": ["10.0.0.1"]')
+    for ip in ips:
+        if reason := _not_an_address(ip):
+            _wrong(path, where, f"has {ip!r} among its ips, {reason}", "write it as 10.0.0.1")
+    if not isinstance(rdma, list):
+        _wrong(path, where, f"has rdma {rdma!r}", 'write a list, or leave "rdma" away')
+    return Host(rank, ssh, tuple(dict.fromkeys(ips)), tuple(rdma))
+
+
+def _not_an_address(ip: Any) -> str | None:
+    try:
+        address = ipaddress.IPv4Address(ip) if isinstance(ip, str) else None
+    except ValueError:
+        address = None
+    if address is None:
+        return "which is no IPv4 address"
+    if address.is_unspecified or address.is_multicast or ip == "255.255.255.255":
+        return "which is no address of one host"
+    return None
+
+
+def _check_together(path: str, hosts: tuple[Host, ...]) -> None:
+    names: dict[str, Host] = {}
+    for host in hosts:
+        for ip in host.ips:
+            other = names.setdefault(ip, host)
+            if other.ssh != host.ssh:
+                what = f"has {ip}, which host {other.rank} ({other.ssh}) has, too"
+                _wrong(path, f"host {host.rank} ({host.ssh})", what, "give each its own address")
+    loopback = [host for host in hosts for ip in host.ips if _is_loopback(ip)]
+    if loopback and not all(_is_loopback(ip) for host in hosts for ip in host.ips):
+        host = loopback[0]
+        what = "has a loopback address, where other hosts would reach themselves"
+        _wrong(path, f"host {host.rank} ({host.ssh})", what, "give it one of its network")
+
+
+def _is_loopback(ip: str) -> bool:
+    return ipaddress.IPv4Address(ip).is_loopback
+
+
+def _environment(path: str, words: Any) -> dict[str, str]:
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        _wrong(path, "envs", "is no list of texts", 'write "envs": ["NAME=VALUE", …]')
+    return dict(check_variable(word, f"{path}: envs") for word in words)
+
+
+def _check_names(path: str, where: str, entry: Mapping[str, Any], known: set[str]) -> None:
+    if unknown := sorted(entry.keys() - known):
+        fix = "the names are " + ", ".join(sorted(known))
+        _wrong(path, where, f"has {unknown[0]!r}, which means nothing here", fix)
+
+
+def _wrong(path: str, where: str, what: str, fix: str) -> NoReturn:
+    raise UsageError(f"{path}: {where} {what}: {fix}.")

@@ -1,0 +1,148 @@
+"""One rank as its supervisor sees it, and the ranks of this machine."""
+
+import codecs
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Protocol
+
+from launcher.command import HOST, Ring, hostfile_text, rank_environment
+from serve.core.errors import AddressError
+
+LONGEST_LINE_BYTES = 65536
+
+
+class Process(Protocol):
+    """name stands before its lines, pid is its number on its own host."""
+
+    name: str
+    pid: int
+
+    def lines(self) -> Iterator[str]:
+        """What it writes; ends some time after it has."""
+
+    def signal(self, signum: int) -> None: ...
+
+    def kill(self) -> None:
+        """Ends it and all that it started, at once."""
+
+    def wait(self) -> int:
+        """Blocks to its end, and returns its code as Python says it."""
+
+
+Start = Callable[[], Process]
+
+
+class LocalProcess:
+    """A process of this machine with a group of its own. Raises OSError if there is none."""
+
+    def __init__(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], leash: int
+    ) -> None:
+        self.name = name
+        self._process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=(leash,),
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+
+    def lines(self) -> Iterator[str]:
+        assert self._process.stdout is not None
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        with self._process.stdout as pipe:
+            while line := pipe.readline(LONGEST_LINE_BYTES):
+                cut = len(line) == LONGEST_LINE_BYTES and not line.endswith(b"\n")
+                yield shown(decoder.decode(line, final=not cut))
+
+    def signal(self, signum: int) -> None:
+        # To the rank alone, not its group: a rank lets its engine finish.
+        self._process.send_signal(signum)
+
+    def kill(self) -> None:
+        signal_group(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        wait_unreaped(self.pid)
+        # What the rank left behind. Its number is still taken, so no stranger can be hit.
+        self.kill()
+        return self._process.wait()
+
+
+@contextmanager
+def local_ranks(
+    command: Sequence[str], num_ranks: int, environment: Mapping[str, str] | None = None
+) -> Iterator[list[Start]]:
+    """Ranks of this machine, to be started and ended inside of the context."""
+    # All from one call: ports asked for apart could be the same.
+    control, *ports = free_ports(1 + num_ranks)
+    base = os.environ if environment is None else environment
+    addresses = [[f"{HOST}:{port}"] for port in ports]
+    with shared_ring(addresses, f"{HOST}:{control}", secrets.token_hex(16)) as ring:
+
+        def start_of(rank: int) -> Start:
+            environment = rank_environment(base, ring, rank, num_ranks)
+            return lambda: LocalProcess(f"rank {rank}", command, environment, ring.leash)
+
+        yield [start_of(rank) for rank in range(num_ranks)]
+
+
+@contextmanager
+def shared_ring(addresses: Sequence[Sequence[str]], control: str, secret: str) -> Iterator[Ring]:
+    """What ranks read on this machine, for as long as they run."""
+    leash, our_end = os.pipe()
+    descriptor, hostfile = tempfile.mkstemp(prefix="brigade-", suffix=".json")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(hostfile_text(addresses))
+        yield Ring(hostfile, control, secret, leash)
+    finally:
+        os.close(leash)
+        os.close(our_end)
+        os.unlink(hostfile)
+
+
+def free_ports(count: int, address: str = HOST) -> list[int]:
+    """Ports of this machine that nobody uses, all different."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(bound(address)) for _ in range(count)]
+        return [each.getsockname()[1] for each in sockets]
+
+
+def bound(address: str) -> socket.socket:
+    """A socket that keeps a free port of an address of this machine. Raises AddressError."""
+    held = socket.socket()
+    try:
+        held.bind((address, 0))
+    except OSError as error:
+        held.close()
+        raise AddressError(f"no free port on {address}: {error.strerror}.") from error
+    return held
+
+
+def shown(text: str) -> str:
+    """What a terminal would show of a line: a progress bar's last state."""
+    return text.rstrip("\r\n").rpartition("\r")[2]
+
+
+def signal_group(group: int, signum: signal.Signals) -> None:
+    # macOS answers PermissionError when all that is left of a group is zombies.
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signum)
+
+
+def wait_unreaped(pid: int) -> None:
+    """Waits for the end of a child but leaves its number taken, where the system can do that."""
+    if hasattr(os, "waitid"):
+        # Already reaped by a `poll` in the main thread: then it has ended, too.
+        with suppress(ChildProcessError):
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)

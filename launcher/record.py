@@ -1,0 +1,146 @@
+"""What runs: one file for each launch of this user, locked as long as its launcher lives.
+
+A launcher that was killed loses the lock, so a record never speaks of a process that is gone,
+nor of a stranger that got its number.
+"""
+
+import fcntl
+import json
+import os
+import re
+import signal
+import stat
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from launcher.supervisor import Observer
+from serve.core.errors import ClusterError, UsageError
+
+STOP_SECONDS = 60.0
+_POLL_SECONDS = 0.1
+
+# Rank 0's own lines -> what is going on.
+_URL = re.compile(r"\bevent=listening url=(\S+)")
+_STAGE = re.compile(r"\bevent=stage_(fetching|loading) ")
+_READY = re.compile(r"\bevent=ready ")
+
+
+@dataclass(slots=True)
+class Launch:
+    """state is starting, fetching, loading, ready, or ending. since is a time of the epoch."""
+
+    pid: int
+    words: list[str]
+    hosts: list[str]
+    since: float
+    state: str = "starting"
+    url: str = ""
+    ranks: dict[str, str] = field(default_factory=dict)  # rank -> how its process is
+
+
+class Record(Observer):
+    """Keeps the file of this launch up to date."""
+
+    def __init__(self, launch: Launch, descriptor: int) -> None:
+        self._launch, self._descriptor = launch, descriptor
+        self._save()
+
+    def started(self, rank: int, pid: int) -> None:
+        self._launch.ranks[str(rank)] = f"runs as {pid}"
+        self._save()
+
+    def said(self, rank: int, line: str) -> None:
+        if rank or self._launch.state == "ready":
+            return
+        if url := _URL.search(line):
+            self._launch.url = url[1]
+        elif stage := _STAGE.search(line):
+            self._launch.state = stage[1]
+        elif _READY.search(line):
+            self._launch.state = "ready"
+        else:
+            return
+        self._save()
+
+    def ended(self, rank: int, code: int) -> None:
+        self._launch.ranks[str(rank)] = f"ended with {code}"
+        self._launch.state = "ending"
+        self._save()
+
+    def _save(self) -> None:
+        data = json.dumps(asdict(self._launch)).encode()
+        # In place, because the lock is the file's. Readers stop at the end of the object.
+        os.pwrite(self._descriptor, data, 0)
+        os.ftruncate(self._descriptor, len(data))
+
+
+@contextmanager
+def recorded(words: Sequence[str], hosts: Sequence[str]) -> Iterator[Record]:
+    file = _folder() / f"{os.getpid()}.launch"
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield Record(Launch(os.getpid(), list(words), list(hosts), time.time()), descriptor)
+    finally:
+        file.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def launches() -> list[Launch]:
+    """Those that run, the oldest first. Removes what dead launchers left."""
+    found = [launch for file in _folder().glob("*.launch") if (launch := _read(file))]
+    return sorted(found, key=lambda launch: launch.since)
+
+
+def stop(pid: int | None) -> Launch:
+    """Asks a launcher to end its ranks, and waits for that. Raises UsageError, ClusterError."""
+    launch = _chosen(pid)
+    os.kill(launch.pid, signal.SIGTERM)
+    deadline = time.monotonic() + STOP_SECONDS
+    while launch.pid in [each.pid for each in launches()]:
+        if time.monotonic() > deadline:
+            raise ClusterError(
+                f"launch {launch.pid} still ends after {STOP_SECONDS:g} s (--drain-timeout): "
+                "wait, or stop it once more, which kills its ranks."
+            )
+        time.sleep(_POLL_SECONDS)
+    return launch
+
+
+def _chosen(pid: int | None) -> Launch:
+    running = launches()
+    chosen = [launch for launch in running if pid in (None, launch.pid)]
+    if len(chosen) == 1:
+        return chosen[0]
+    numbers = ", ".join(str(launch.pid) for launch in running)
+    if not running:
+        raise UsageError("no launch of yours runs on this machine: there is nothing to stop.")
+    if chosen:
+        raise UsageError(f"launches {numbers} run: say which one, as in --stop {running[0].pid}.")
+    raise UsageError(f"no launch {pid} of yours runs on this machine: there is {numbers}.")
+
+
+def _read(file: Path) -> Launch | None:
+    with suppress(OSError), file.open("rb") as opened:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fields, _ = json.JSONDecoder().raw_decode(opened.read().decode())
+            return Launch(**fields)
+        file.unlink()
+    return None
+
+
+def _folder() -> Path:
+    """This user's own. Raises ClusterError if another user made it."""
+    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    folder = Path(base) / f"brigade-{os.getuid()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+        raise ClusterError(f"{folder} belongs to somebody else: remove it, or set XDG_RUNTIME_DIR.")
+    return folder

@@ -1,0 +1,241 @@
+"""Ranks on other hosts: an agent on each, reached over ssh, which starts and keeps one rank."""
+
+import json
+import os
+import queue
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from launcher.agent import ALIVE_SECONDS
+from launcher.command import forwarded
+from launcher.hostfile import Host
+from launcher.process import Start, shown, signal_group
+from launcher.ssh import CONNECT_SECONDS, meaning, ssh_command
+from serve.core.errors import ClusterError
+
+GREETING_SECONDS = CONNECT_SECONDS + 10.0
+ANSWER_SECONDS = 20.0
+GOODBYE_SECONDS = 2.0
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a launcher gets to its hosts: ssh with flags, the Python there, and the folder to work
+    in. A folder that was not asked for may be missing there."""
+
+    ssh: tuple[str, ...] = ("ssh",)
+    python: str = sys.executable
+    folder: Path | None = None
+
+
+class Connection:
+    """The launcher's end of one agent. Raises ClusterError, which names the host."""
+
+    def __init__(self, host: Host, way: Way) -> None:
+        self.host, self._way = host, way
+        self._token = secrets.token_hex(8)
+        command = [way.python, "-m", "launcher.agent", self._token]
+        if not host.is_local:
+            command = ssh_command(way.ssh, host.ssh, command)
+        self.name = f"host {host.rank} ({host.ssh})"
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._write_lock = threading.Lock()
+        self.noise: list[str] = []
+        try:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ClusterError(f"{self.name}: {command[0]} cannot be run: {error}.") from error
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def greet(self) -> None:
+        self._answer(GREETING_SECONDS)
+
+    def ask(self, ask: str, **fields: Any) -> dict[str, Any]:
+        self.tell({"ask": ask, **fields})
+        return self._answer(ANSWER_SECONDS)
+
+    def tell(self, message: Mapping[str, Any] | None) -> None:
+        """None says that the launcher lives."""
+        line = json.dumps(message) + "\n" if message else "\n"
+        assert self.process.stdin is not None
+        # One that is gone is found out where its answer is missing.
+        with self._write_lock, suppress(OSError, ValueError):
+            self.process.stdin.write(line.encode())
+            self.process.stdin.flush()
+
+    def next_line(self, timeout_seconds: float | None = None) -> str | dict[str, Any] | None:
+        """A line of the rank, an answer of the agent, or None at the end. Raises queue.Empty."""
+        line = self._lines.get(timeout=timeout_seconds)
+        if line is None or not line.startswith(self._token + " "):
+            return line
+        answer: dict[str, Any] = json.loads(line.partition(" ")[2])
+        return answer
+
+    def close(self) -> None:
+        """The end of its input ends an agent, and its rank with it."""
+        assert self.process.stdin is not None
+        with self._write_lock, suppress(OSError):
+            self.process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(GOODBYE_SECONDS)
+        signal_group(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def _answer(self, timeout_seconds: float) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            try:
+                line = self.next_line(max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise ClusterError(
+                    f"{self.name} gave no answer within {timeout_seconds:g} s: does `ssh "
+                    f"{self.host.ssh} true` return, or does its shell profile wait for something?"
+                ) from None
+            if line is None:
+                said = "\n".join(self.noise)
+                reason = meaning(said, self.host.ssh, self._way.python)
+                raise ClusterError(f"{self.name}: {reason}.")
+            if isinstance(line, str):
+                self.noise.append(line)  # of a shell profile, or ssh's own words
+            elif "error" in line:
+                raise ClusterError(f"{self.name}: {line['error'].rstrip('.')}.")
+            else:
+                return line
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as pipe:
+            for line in pipe:
+                self._lines.put(shown(line.decode("utf-8", "replace")))
+        self._lines.put(None)
+
+
+class RemoteProcess:
+    """A rank that runs under an agent; its connection is the launcher's leash."""
+
+    def __init__(self, connection: Connection, order: Mapping[str, Any]) -> None:
+        host = connection.host
+        self.name = f"rank {host.rank} {host.ssh}"
+        self._connection = connection
+        self._returncode: int | None = None
+        self._read_all = threading.Event()
+        self.pid: int = connection.ask("run", **order)["pid"]
+
+    def lines(self) -> Iterator[str]:
+        while (line := self._connection.next_line()) is not None:
+            if isinstance(line, str):
+                yield line
+            else:
+                self._returncode = line["ended"]
+        if self._returncode is None:
+            yield f"the connection to {self._connection.host.ssh} was lost."
+        self._read_all.set()
+
+    def signal(self, signum: int) -> None:
+        self._connection.tell({"signal": int(signum)})
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+
+    def wait(self) -> int:
+        self._read_all.wait()
+        return ClusterError.exit_code if self._returncode is None else self._returncode
+
+
+@contextmanager
+def connected(
+    hosts: Sequence[Host], way: Way, tell: Callable[[str], object]
+) -> Iterator[list[Connection]]:
+    """An agent on each host, which has answered. All go with the context, and so do their ranks."""
+    connections: list[Connection] = []
+    living = threading.Event()
+
+    def live() -> None:
+        while not living.wait(ALIVE_SECONDS):
+            for connection in connections:
+                connection.tell(None)
+
+    names = ",".join(host.ssh for host in hosts)
+    tell(f"[launch] event=connecting hosts={names} timeout={GREETING_SECONDS:g}")
+    try:
+        for host in hosts:
+            connections.append(Connection(host, way))
+        on_each(connections, Connection.greet)
+        threading.Thread(target=live, daemon=True).start()
+        yield connections
+    finally:
+        living.set()
+        with ThreadPoolExecutor(len(hosts)) as pool:
+            list(pool.map(Connection.close, connections))
+
+
+def on_each(
+    connections: Sequence[Connection], call: Callable[[Connection], Result]
+) -> list[Result]:
+    """The results of all at the same time. Raises ClusterError with every host's reason."""
+    results: list[Result] = []
+    reasons = []
+    with ThreadPoolExecutor(len(connections)) as pool:
+        for future in [pool.submit(call, connection) for connection in connections]:
+            try:
+                results.append(future.result())
+            except ClusterError as error:
+                reasons.append(str(error))
+    if reasons:
+        raise ClusterError(" ".join(reasons))
+    return results
+
+
+@contextmanager
+def remote_ranks(
+    connections: Sequence[Connection],
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    drain_seconds: float,
+) -> Iterator[list[Start]]:
+    """environment is what the user asked for; to other hosts goes some of this one's as well."""
+    ports = on_each(connections, _reserve_ports)
+    control = f"{connections[0].host.ips[0]}:{ports[0].pop()}"
+    addresses = [
+        [f"{ip}:{port}" for ip, port in zip(connection.host.ips, own, strict=True)]
+        for connection, own in zip(connections, ports, strict=True)
+    ]
+    order = {
+        "num_ranks": len(connections),
+        "command": list(command),
+        "environment": forwarded(os.environ) | dict(environment),
+        "addresses": addresses,
+        "control": control,
+        "secret": secrets.token_hex(16),
+        "drain_seconds": drain_seconds,
+    }
+
+    def start_of(connection: Connection) -> Start:
+        return lambda: RemoteProcess(connection, {**order, "rank": connection.host.rank})
+
+    yield [start_of(connection) for connection in connections]
+
+
+def _reserve_ports(connection: Connection) -> list[int]:
+    """One for each address, and on rank 0's host one more to meet at."""
+    ips = list(connection.host.ips)
+    ports: list[int] = connection.ask("ports", ips=ips + ips[: connection.host.rank == 0])["ports"]
+    return ports

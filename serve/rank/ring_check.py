@@ -1,0 +1,62 @@
+"""One rank of `brigade doctor`'s last check: a real ring, and a sum that travels around it."""
+
+import os
+import sys
+import time
+import zlib
+
+import mlx.core as mx
+
+from serve.core.config import Cluster, read_cluster
+from serve.core.errors import BrigadeError, ClusterError
+from serve.core.types import Step
+from serve.rank.transport import Ring, RingTransport
+
+_NUM_VALUES = 1 << 20
+_JOIN_SECONDS = 30.0
+
+
+def go_round(cluster: Cluster) -> str:
+    """Each rank adds its number plus one to every value; rank 0 sends the sum to the last rank,
+    so every hop is used. Raises ClusterError."""
+    nonce = zlib.crc32(cluster.secret.encode()) >> 1
+    transport = RingTransport(Ring(cluster.rank, cluster.hosts, nonce, _JOIN_SECONDS))
+    try:
+        last, started = cluster.num_ranks - 1, time.perf_counter()
+        total = mx.zeros(_NUM_VALUES) if cluster.rank == last else _receive(transport)
+        transport.send(Step(1, 0, (), (), sample=False), [total + cluster.rank + 1])
+        if cluster.rank == last:
+            total = _receive(transport)
+            expected = sum(range(1, cluster.num_ranks + 1))
+            if not bool(mx.all(total == expected)):
+                raise ClusterError(f"The sum over the ring is not {expected}: values were lost.")
+            seconds = time.perf_counter() - started
+            return (
+                f"a sum over {cluster.num_ranks} ranks is right: {total.nbytes / 1e6:.1f} MB "
+                f"went round in {seconds * 1000:.0f} ms"
+            )
+        return ""
+    finally:
+        transport.close()
+
+
+def _receive(transport: RingTransport) -> mx.array:
+    received = transport.receive()
+    if received is None:
+        raise ClusterError("A neighbour is gone: look at its lines.")
+    return received[1][0]
+
+
+def main() -> int:
+    try:
+        print(go_round(read_cluster(os.environ)), flush=True)
+    except BrigadeError as error:
+        print(error, flush=True)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # MLX waits at the end for a ring that has lost a peer.

@@ -1,0 +1,140 @@
+"""Every check, good and bad: each finding that is not ok says what to do."""
+
+import errno
+from typing import Any
+
+import pytest
+
+from launcher import checks
+from launcher.checks import Finding, check_hop, check_hosts
+
+GOOD: dict[str, Any] = {
+    "host": "studio",
+    "system": "Linux",
+    "python": "3.12.4",
+    "executable": "/opt/python",
+    "versions": {"mlx-brigade": "0.1.0", "mlx": "0.32.4", "mlx-lm": "0.32.2"},
+    "memory_bytes": 64 * 10**9,
+    "free_memory_bytes": 40 * 10**9,
+    "free_disk_bytes": 500 * 10**9,
+    "max_files": 65536,
+    "blas": "/usr/lib/libopenblas.so.0",
+    "variables": {},
+    "strays": [],
+    "interfaces": {"10.0.0.1": "en5"},
+    "unusable": {},
+    "model": {"config.json": "1", "weights": "2"},
+}
+MAC = {"system": "Darwin", "blas": None, "wired_limit": "0", "sleep": "0", "rdma": []}
+
+
+def found(changes: dict[str, Any]) -> list[Finding]:
+    return [each for each in check_hosts([{**GOOD, **changes}]) if each.status != "ok"]
+
+
+@pytest.mark.parametrize("changes", [{}, MAC, {"model": None}, {"max_files": -1}])
+def test_nothing_is_wrong_with_a_good_host(changes: dict[str, Any]) -> None:
+    assert found(changes) == []
+    assert checks.exit_code(list(check_hosts([{**GOOD, **changes}]))) == 0
+
+
+def versions(**changes: str) -> dict[str, Any]:
+    return {"versions": {**GOOD["versions"], **changes}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "what", "fix"),
+    [
+        (versions(mlx="0.32.0"), "fail", "mlx 0.32.0", "pip install 'mlx>=0.32.1'"),
+        (versions(mlx="0.9.9"), "fail", "mlx 0.9.9", "/opt/python -m pip"),
+        (versions(**{"mlx-lm": "-"}), "fail", "missing", "pip install mlx-brigade"),
+        ({"blas": None}, "warn", "no OpenBLAS", "libopenblas0-pthread"),
+        ({"free_memory_bytes": 6 * 10**9}, "warn", "6.0 GB of 64.0 GB", "--memory"),
+        ({**MAC, "wired_limit": "60000"}, "warn", "60.0 GB may be wired", "iogpu.wired_limit_mb"),
+        ({"free_disk_bytes": 5 * 10**9}, "warn", "5.0 GB are free", "--cache-dir"),
+        ({"free_disk_bytes": 5 * 10**7}, "fail", "50.0 MB are free", "--cache-dir"),
+        ({"max_files": 256}, "warn", "256 files", "ulimit -Hn"),
+        ({"variables": {"MLX_METAL_FAST_SYNCH": "1"}}, "fail", "wedge a GPU", "unset MLX_METAL"),
+        ({"strays": [7, 9]}, "warn", "still run: 7 9", "kill -9 7 9"),
+        ({"unusable": {"10.0.0.9": "no port"}}, "fail", "10.0.0.9 is not of", "`ip addr`"),
+        ({**MAC, "unusable": {"10.0.0.9": "no"}}, "fail", "10.0.0.9", "mlx.distributed_config"),
+        ({**MAC, "sleep": "10"}, "warn", "after 10 minutes", "pmset"),
+        ({"model": {"error": "/m is no folder."}}, "fail", "/m is no folder", "same path"),
+    ],
+)
+def test_what_is_wrong_is_found_with_its_fix(
+    changes: dict[str, Any], status: str, what: str, fix: str
+) -> None:
+    (finding,) = found(changes)
+    assert (finding.status, finding.where) == (status, "studio")
+    assert what in finding.what
+    assert fix in finding.fix
+    assert "\n" not in finding.what + finding.fix
+
+
+@pytest.mark.parametrize("value", ["", "0"])
+def test_a_variable_that_is_off_does_no_harm(value: str) -> None:
+    assert found({"variables": {"MLX_METAL_FAST_SYNCH": value}}) == []
+
+
+def together(changes: dict[str, Any]) -> list[Finding]:
+    other = {**GOOD, "host": "mini", **changes}
+    return [each for each in check_hosts([GOOD, other]) if each.where == "all hosts"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "what", "fix"),
+    [
+        (versions(mlx="0.32.5"), "mlx of mini is 0.32.5", "install the same"),
+        ({"python": "3.11.9"}, "Python of mini is 3.11", "install the same"),
+        ({"model": {"config.json": "1", "weights": "3"}}, "weights of mini is 3", "copy the model"),
+        ({"model": None}, "config.json of mini is -", "copy the model"),
+    ],
+)
+def test_hosts_that_differ_are_told_apart(changes: dict[str, Any], what: str, fix: str) -> None:
+    (finding,) = [each for each in together(changes) if each.status == "fail"]
+    assert what in finding.what
+    assert "of studio is" in finding.what
+    assert fix in finding.fix
+
+
+def test_hosts_may_have_other_patch_levels_of_python_and_other_memory() -> None:
+    assert {each.status for each in together({"python": "3.12.9", "memory_bytes": 1})} == {"ok"}
+
+
+def test_a_host_alone_is_compared_with_nobody() -> None:
+    assert not [each for each in check_hosts([GOOD]) if each.where == "all hosts"]
+
+
+@pytest.mark.parametrize(
+    ("measured", "status", "text"),
+    [
+        ({"round_trip_seconds": 2e-4, "bytes_per_second": 1.2e9}, "ok", "0.20 ms, 1,200 MB/s"),
+        ({"round_trip_seconds": 2e-4, "bytes_per_second": 2e7}, "warn", "cable"),
+        ({"round_trip_seconds": 0.02, "bytes_per_second": 1.2e9}, "warn", "cable"),
+        ({"error": "timed out", "errno": None}, "fail", "firewall"),
+        ({"error": "no", "errno": errno.EHOSTUNREACH}, "fail", "Local Network"),
+    ],
+)
+def test_a_hop(measured: dict[str, Any], status: str, text: str) -> None:
+    finding = check_hop("a → b", measured)
+    assert finding.status == status
+    assert text in finding.what + finding.fix
+
+
+def test_a_profile_a_clock_and_a_port() -> None:
+    assert checks.check_shell("a", []).status == "ok"
+    assert "'Welcome'" in checks.check_shell("a", ["Welcome", "more"]).what
+    assert checks.check_clock("a", -1.0) == Finding("ok", "a", "its clock is 1.0 s behind")
+    assert checks.check_clock("a", 9.0).status == "warn"
+    assert checks.check_port("a", 80, None).status == "ok"
+    taken = checks.check_port("a", 80, "nginx (pid 3)")
+    assert "nginx (pid 3)" in taken.what
+    assert "--port 81" in taken.fix
+
+
+@pytest.mark.parametrize(
+    ("statuses", "code"), [(["ok"], 0), (["ok", "warn"], 1), (["warn", "fail", "ok"], 2)]
+)
+def test_the_worst_finding_is_the_exit_code(statuses: list[str], code: int) -> None:
+    assert checks.exit_code([Finding(status, "a", "b") for status in statuses]) == code

@@ -1,0 +1,112 @@
+"""The hostfile: all that mlx.launch reads is read, all else is one line that says where and why."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.hostfile import Host, parse_hostfile, read_hostfile
+from serve.core.errors import UsageError
+
+A = {"ssh": "a", "ips": ["10.0.0.1"]}
+B = {"ssh": "b", "ips": ["10.0.0.2", "10.0.1.2"], "rdma": [None, "rdma_en5"]}
+
+
+def parse(content: Any) -> Any:
+    return parse_hostfile(json.dumps(content), "hosts.json")
+
+
+def test_a_list_of_hosts() -> None:
+    assert parse([A, B]).hosts == (
+        Host(0, "a", ("10.0.0.1",)),
+        Host(1, "b", ("10.0.0.2", "10.0.1.2"), (None, "rdma_en5")),
+    )
+
+
+def test_what_mlx_distributed_config_writes() -> None:
+    """Its own class writes and reads the file, so a change of the format is seen here."""
+    common = pytest.importorskip("mlx._distributed_utils.common")
+    hosts = [common.Host(0, "a", ["10.0.0.1"], []), common.Host(1, "b", ["10.0.0.2"], [])]
+    written = common.Hostfile(hosts, "ring", ["MLX_X=1", "EMPTY="]).to_json()
+    hostfile = parse(written)
+    assert [host.ssh for host in hostfile.hosts] == ["a", "b"]
+    assert hostfile.environment == {"MLX_X": "1", "EMPTY": ""}
+
+
+def test_only_what_mlx_takes_for_local_is_local() -> None:
+    names = ["127.0.0.1", "localhost", "127.0.0.2"]
+    hosts = parse([{"ssh": name, "ips": ["127.0.0.1"]} for name in names[:1]]).hosts
+    hosts += parse([{"ssh": name, "ips": ["127.0.0.1"]} for name in names[1:2]]).hosts
+    hosts += parse([{"ssh": name, "ips": ["127.0.0.2"]} for name in names[2:]]).hosts
+    assert [host.is_local for host in hosts] == [True, False, False]
+
+
+def test_ranks_of_one_host_may_share_its_address() -> None:
+    assert len(parse([A, A, B]).hosts) == 3
+
+
+def test_an_address_is_taken_once() -> None:
+    assert parse([{"ssh": "a", "ips": ["10.0.0.1", "10.0.0.1"]}]).hosts[0].ips == ("10.0.0.1",)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (3, "the file is no list"),
+        ([], "hosts is no list of hosts"),
+        ({}, "hosts is no list of hosts"),
+        ({"hosts": {}}, "hosts is no list of hosts"),
+        ({"hosts": [A], "backend": "jaccl"}, "backend is 'jaccl'"),
+        ({"hosts": [A], "backends": "ring"}, "the file has 'backends'"),
+        ({"hosts": [A], "envs": "A=1"}, "envs is no list"),
+        ({"hosts": [A], "envs": [1]}, "envs is no list"),
+        ({"hosts": [A], "envs": ["A"]}, "envs: 'A' is no variable"),
+        ({"hosts": [A], "envs": ["1A=2"]}, "envs: '1A=2' is no variable"),
+        ({"hosts": [A], "envs": ["A B=2"]}, "envs: 'A B=2' is no variable"),
+        ({"hosts": [A], "envs": ["MLX_RANK=2"]}, "MLX_RANK is set for each rank"),
+        ([A, "b"], "host 1 is no object"),
+        ([{"ips": ["10.0.0.1"]}], "host 0 has ssh None"),
+        ([A, {"ssh": "", "ips": ["10.0.0.2"]}], "host 1 has ssh ''"),
+        ([{"ssh": "-oProxyCommand=x", "ips": ["10.0.0.2"]}], "host 0 has ssh '-oProxy"),
+        ([{"ssh": "a b", "ips": ["10.0.0.2"]}], "host 0 has ssh 'a b'"),
+        ([{"ssh": "a\n", "ips": ["10.0.0.2"]}], "host 0 has ssh 'a\\n'"),
+        ([{"ssh": 1, "ips": ["10.0.0.2"]}], "host 0 has ssh 1"),
+        ([{"ssh": "a"}], r"host 0 (a) has ips None"),
+        ([{"ssh": "a", "ips": []}], "host 0 (a) has ips []"),
+        ([{"ssh": "a", "ips": "10.0.0.1"}], "host 0 (a) has ips '10.0.0.1'"),
+        ([{"ssh": "a", "ips": ["studio"]}], "has 'studio' among its ips"),
+        ([{"ssh": "a", "ips": ["10.0.0.1:80"]}], "has '10.0.0.1:80' among its ips"),
+        ([{"ssh": "a", "ips": ["10.0.0.256"]}], "has '10.0.0.256' among its ips"),
+        ([{"ssh": "a", "ips": ["fe80::1"]}], "no IPv4 address"),
+        ([{"ssh": "a", "ips": [167772161]}], "no IPv4 address"),
+        ([{"ssh": "a", "ips": [["10.0.0.1"]]}], "no IPv4 address"),
+        ([{"ssh": "a", "ips": ["0.0.0.0"]}], "no address of one host"),
+        ([{"ssh": "a", "ips": ["224.0.0.1"]}], "no address of one host"),
+        ([{"ssh": "a", "ips": ["255.255.255.255"]}], "no address of one host"),
+        ([{"ssh": "a", "ip": ["10.0.0.1"], "ips": ["10.0.0.1"]}], "host 0 (a) has 'ip'"),
+        ([{**A, "rdma": "en5"}], "has rdma 'en5'"),
+        ([A, {"ssh": "b", "ips": ["10.0.0.1"]}], "host 1 (b) has 10.0.0.1, which host 0 (a)"),
+        ([A, {"ssh": "b", "ips": ["127.0.0.1"]}], "host 1 (b) has a loopback address"),
+    ],
+)
+def test_what_is_wrong_is_one_line_with_file_entry_reason_and_fix(content: Any, said: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        parse(content)
+    text = str(raised.value)
+    assert text.startswith("hosts.json: ")
+    assert said in text
+    assert re.search(r": (write|give|leave|the names are) ", text), text
+
+
+def test_a_file_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read: No such file"):
+        read_hostfile(tmp_path / "hosts.json")
+    file = tmp_path / "hosts.json"
+    file.write_text('[{"ssh": "a",]')
+    with pytest.raises(UsageError, match=r"is no JSON \(.*column 14.*\): write"):
+        read_hostfile(file)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError, match="it is no text"):
+        read_hostfile(file)

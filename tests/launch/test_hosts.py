@@ -1,0 +1,351 @@
+"""Ranks on other hosts, over real ssh. Small programs stand in for them, and none may be left."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launcher import remote
+from launcher.agent import Agent
+from launcher.hostfile import Host
+from launcher.remote import Connection, Way, connected
+from serve.core.errors import ClusterError
+from tests.launch.sshd import Sshd
+from tests.test_launcher import (
+    DEAF,
+    DEAF_CHILD,
+    LEASHED,
+    RANK,
+    SLEEP,
+    TELL,
+    Launch,
+    alive,
+    told,
+    wait_until,
+)
+
+# As `brigade launch --hostfile` does it, but with another program.
+LAUNCH = """
+import shlex, sys
+from pathlib import Path
+from launcher.hostfile import read_hostfile
+from launcher.remote import Way, connected, remote_ranks
+from launcher.supervisor import Supervisor, write_line
+hostfile, ssh, program = sys.argv[1:]
+hosts, way = read_hostfile(Path(hostfile)).hosts, Way(tuple(shlex.split(ssh)))
+with connected(hosts, way, write_line) as all:
+    ranks = remote_ranks(all, [sys.executable, "-c", program], {"GIVEN": "a 'b'"}, 2.0)
+    sys.exit(Supervisor(ranks, drain_seconds=3.0).run())
+"""
+
+Start = Callable[[str], Launch]
+
+
+@pytest.fixture
+def launch(sshd: Sshd, hostfile: Path, tmp_path: Path) -> Iterator[Start]:
+    with ExitStack() as stack:
+
+        def start(program: str) -> Launch:
+            words = [str(hostfile), sshd.ssh, RANK + program]
+            launched = Launch([sys.executable, "-c", LAUNCH, *words], tmp_path)
+            stack.callback(launched.clean_up)
+            return launched
+
+        yield start
+
+
+def all_gone(launched: Launch) -> bool:
+    return not any(map(alive, launched.pids))
+
+
+# --- ends
+
+
+def test_lines_say_rank_and_host(launch: Start) -> None:
+    launched = launch("print('out', rank)\nprint('err', rank, file=sys.stderr)")
+    assert launched.end()[0] == 0
+    lines = [line for line in launched.text.splitlines() if not line.startswith("[launch]")]
+    assert sorted(lines) == [
+        "[rank 0 127.0.0.2] err 0",
+        "[rank 0 127.0.0.2] out 0",
+        "[rank 1 127.0.0.3] err 1",
+        "[rank 1 127.0.0.3] out 1",
+    ]
+
+
+def test_the_first_failing_ranks_code_is_returned_and_the_others_end(launch: Start) -> None:
+    launched = launch(f"if rank == 1: sys.exit(7)\n{SLEEP}")
+    assert launched.end()[0] == 7
+    assert "event=killing" not in launched.text
+
+
+def test_a_rank_that_a_signal_ended_gives_128_plus_its_number(launch: Start) -> None:
+    assert launch(f"if rank == 1: os.kill(os.getpid(), 9)\n{SLEEP}").end()[0] == 137
+
+
+def test_a_signal_is_forwarded_to_each_host(launch: Start) -> None:
+    program = f"signal.signal(15, lambda *_: (print('got it'), sys.exit(0)))\n{SLEEP}"
+    launched = launch(program).see("up", 2)
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.end()[0] == 0
+    assert launched.text.count("got it") == 2
+
+
+def test_ranks_that_ignore_a_signal_are_killed_with_what_they_started(launch: Start) -> None:
+    launched = launch(DEAF_CHILD + DEAF + SLEEP).see("child up", 2).mark()
+    launched.process.send_signal(signal.SIGTERM)
+    code, seconds = launched.end()
+    assert code == 137
+    assert 3 <= seconds < 6
+    assert len(launched.pids) == 4
+
+
+def test_a_second_signal_kills_at_once(launch: Start) -> None:
+    launched = launch(DEAF + SLEEP).see("up", 2).mark()
+    launched.process.send_signal(signal.SIGINT)
+    launched.see("event=ending").process.send_signal(signal.SIGINT)
+    code, seconds = launched.end()
+    assert code == 137
+    assert seconds < 3
+
+
+def test_grandchildren_of_a_crashed_rank_are_gone(launch: Start) -> None:
+    assert launch(f"{DEAF_CHILD}time.sleep(1)\nif rank: os._exit(5)\n{SLEEP}").end()[0] == 5
+
+
+def test_a_grandchild_that_escaped_does_not_hold_the_launcher(launch: Start) -> None:
+    escape = "subprocess.Popen(['sleep', '6'], start_new_session=True)"
+    code, seconds = launch(f"import subprocess\n{escape}\nos._exit(0)").end()
+    assert code == 0
+    assert seconds < 5
+
+
+# --- what breaks
+
+
+@pytest.mark.parametrize("program", [SLEEP, DEAF_CHILD + DEAF + SLEEP])
+def test_nobody_outlives_a_killed_launcher(launch: Start, program: str) -> None:
+    launched = launch(program).see("up", 2)
+    launched.process.kill()
+    launched.process.wait()
+    wait_until(lambda: all_gone(launched))
+
+
+def ssh_clients(launched: Launch) -> dict[str, psutil.Process]:
+    """The ssh of each host."""
+    children = psutil.Process(launched.process.pid).children()
+    return {child.cmdline()[-2]: child for child in children if child.name() == "ssh"}
+
+
+def test_a_lost_connection_is_said_and_ends_all(launch: Start) -> None:
+    launched = launch(SLEEP).see("up", 2)
+    ssh_clients(launched)["127.0.0.3"].kill()
+    assert launched.end()[0] == ClusterError.exit_code
+    assert "[rank 1 127.0.0.3] the connection to 127.0.0.3 was lost." in launched.text
+    assert "event=rank_ended rank=1 code=6" in launched.text
+
+
+def test_a_killed_agent_takes_its_rank_along(launch: Start, sshd: Sshd) -> None:
+    launched = launch(LEASHED + SLEEP).see("up", 2)
+    psutil.Process(launched.pids[1]).parent().kill()
+    assert launched.end()[0] == ClusterError.exit_code
+    (left,) = sshd.temporary.iterdir()  # All that a killed agent leaves is where the ring was.
+    left.unlink()
+
+
+def test_a_stopped_agent_does_not_hold_the_launcher(launch: Start) -> None:
+    launched = launch(SLEEP).see("up", 2)
+    agent = psutil.Process(launched.pids[1]).parent()
+    agent.suspend()
+    launched.process.send_signal(signal.SIGTERM)
+    try:
+        assert launched.process.wait(15) == 137
+        assert "event=rank_lost ranks=1" in launched.text
+    finally:
+        agent.resume()
+    wait_until(lambda: all_gone(launched))
+
+
+def test_a_launcher_that_is_silent_loses_its_rank() -> None:
+    """As when its machine lost power: no connection says so. Here nobody closes the pipe."""
+    program = "import sys, launcher.agent as a\na.SILENCE_SECONDS = 0.5\nsys.exit(a.main())"
+    agent = subprocess.Popen(
+        [sys.executable, "-c", program, "token"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert agent.stdin is not None
+    assert agent.stdout is not None
+    order = {
+        **{"ask": "run", "rank": 0, "num_ranks": 1, "control": "", "secret": "", "addresses": []},
+        **{"command": ["sleep", "60"], "environment": {}, "drain_seconds": 1.0},
+    }
+    with agent:
+        agent.stdout.readline()
+        agent.stdin.write(json.dumps(order).encode() + b"\n")
+        for _ in range(4):  # It lives as long as it hears of its launcher.
+            agent.stdin.write(b"\n")
+            agent.stdin.flush()
+            time.sleep(0.3)
+        assert agent.poll() is None
+        assert agent.wait(5) == 143
+        assert json.loads(agent.stdout.read().split(b"token ")[-1]) == {"ended": -15}
+
+
+# --- what ranks are told
+
+
+def test_each_rank_finds_the_same_ring_and_its_own_number(launch: Start) -> None:
+    launched = launch(TELL + "print('hosts ' + open(os.environ['MLX_HOSTFILE']).read())")
+    launched.end()
+    ranks = told(launched)
+    assert sorted(rank["MLX_RANK"] for rank in ranks) == ["0", "1"]
+    for name in ("BRIGADE_SECRET", "BRIGADE_CONTROL"):
+        assert len({rank[name] for rank in ranks}) == 1
+    (hosts,) = set(re.findall(r"hosts (.*)", launched.text))
+    addresses = [address for (address,) in json.loads(hosts)]
+    assert [address.partition(":")[0] for address in addresses] == ["127.0.0.2", "127.0.0.3"]
+    assert ranks[0]["BRIGADE_CONTROL"].startswith("127.0.0.2:")
+    assert len({*addresses, ranks[0]["BRIGADE_CONTROL"]}) == 3
+
+
+def test_a_rank_gets_what_was_given_and_what_is_allowed(
+    launch: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_1")
+    monkeypatch.setenv("SECRET_OF_MINE", "x")
+    launched = launch(TELL)
+    launched.end()
+    for environment in told(launched):
+        assert environment["GIVEN"] == "a 'b'"
+        assert environment["HF_TOKEN"] == "hf_1"
+        assert "SECRET_OF_MINE" not in environment
+
+
+def test_no_secret_is_on_a_command_line(launch: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_do_not_show")
+    launched = launch(TELL + SLEEP).see("up", 2)
+    secrets = {told(launched)[0]["BRIGADE_SECRET"], "hf_do_not_show"}
+    lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    assert not [line for line in lines if any(s in word for s in secrets for word in line)]
+
+
+# --- getting there
+
+
+def greet(sshd: Sshd, host: str = "127.0.0.2", python: str = sys.executable) -> Connection:
+    way = Way(tuple(shlex.split(sshd.ssh)), python)
+    with connected([Host(0, host, (host,))], way, lambda _: None) as (connection,):
+        return connection
+
+
+def test_a_noisy_shell_profile_does_no_harm(sshd: Sshd, launch: Start) -> None:
+    sshd.profile.write_text("echo 'Welcome to this host!'\nprintf 'no end of line, '\necho\n")
+    launched = launch("print('hello', rank)")
+    assert launched.end()[0] == 0
+    assert launched.text.count("hello") == 2
+    assert "Welcome" not in launched.text
+    assert greet(sshd).noise[0] == "Welcome to this host!"
+
+
+def test_a_profile_that_waits_is_told_after_the_deadline(
+    sshd: Sshd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sshd.profile.write_text("sleep 30\n")
+    monkeypatch.setattr(remote, "GREETING_SECONDS", 0.5)
+    monkeypatch.setattr(remote, "GOODBYE_SECONDS", 0.1)
+    with pytest.raises(ClusterError, match="no answer within 0.5 s.*shell profile"):
+        greet(sshd)
+
+
+def test_a_python_that_is_not_there(sshd: Sshd) -> None:
+    with pytest.raises(ClusterError, match=r"host 0 \(127.0.0.2\): there is no /no/python: .*same"):
+        greet(sshd, python="/no/python")
+
+
+def test_a_python_without_brigade(sshd: Sshd, tmp_path: Path) -> None:
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S -I "$@"\n')
+    bare.chmod(0o755)
+    with pytest.raises(ClusterError, match=f"{bare} there has no mlx-brigade: install"):
+        greet(sshd, python=str(bare))
+
+
+def test_a_host_without_an_ssh_server(sshd: Sshd) -> None:
+    with pytest.raises(ClusterError, match="no ssh server listens there: start it"):
+        greet(sshd, "127.0.0.9")
+
+
+def test_a_name_that_nobody_knows(sshd: Sshd) -> None:
+    with pytest.raises(ClusterError, match="nobody knows that name"):
+        greet(sshd, "no-such-host.invalid")
+
+
+def test_every_host_that_fails_is_named(sshd: Sshd) -> None:
+    hosts = [Host(rank, f"127.0.0.{rank + 1}", ("127.0.0.9",)) for rank in range(1, 4)]
+    way = Way(tuple(shlex.split(sshd.ssh)), "/no/python")
+    with pytest.raises(ClusterError) as raised, connected(hosts, way, lambda _: None):
+        pytest.fail("nobody is there")
+    assert all(f"host {host.rank} ({host.ssh})" in str(raised.value) for host in hosts)
+
+
+def test_an_ssh_that_is_not_there() -> None:
+    with pytest.raises(ClusterError, match="/no/ssh cannot be run"):
+        Connection(Host(0, "a", ()), Way(("/no/ssh",)))
+
+
+def test_an_address_of_another_host(sshd: Sshd) -> None:
+    way = Way(tuple(shlex.split(sshd.ssh)))
+    hosts = [Host(0, "127.0.0.2", ("198.51.100.7",))]
+    with connected(hosts, way, lambda _: None) as connections:
+        with pytest.raises(ClusterError, match=r"127.0.0.2.*no free port on 198.51.100.7"):
+            connections[0].ask("ports", ips=["198.51.100.7"])
+        assert connections[0].ask("ports", ips=["127.0.0.2"])["ports"]
+
+
+def test_a_folder_is_entered_if_it_is_there_or_was_asked_for(sshd: Sshd, tmp_path: Path) -> None:
+    way = Way(tuple(shlex.split(sshd.ssh)))
+    asked = {"model": None, "ips": []}
+    with connected([Host(0, "127.0.0.2", ())], way, lambda _: None) as (connection,):
+        connection.ask("facts", folder="/no/folder", must_exist=False, **asked)
+        with pytest.raises(ClusterError, match="No such file or directory: '/no/folder'"):
+            connection.ask("facts", folder="/no/folder", must_exist=True, **asked)
+        connection.ask("facts", folder=str(tmp_path), must_exist=True, **asked)
+        agent = next(p for p in psutil.process_iter() if connection._token in p.cmdline()[-1:])
+        assert agent.cwd() == str(tmp_path)
+
+
+def test_this_machine_needs_no_ssh() -> None:
+    way = Way(("/no/ssh",))
+    with connected([Host(0, "127.0.0.1", ("127.0.0.1",))], way, lambda _: None) as (connection,):
+        process = connection.process
+        assert connection.ask("holder", port=1) == {"holder": None}
+    assert process.returncode == 0
+
+
+def test_a_long_order_and_answers_in_pieces_are_put_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reading, writing = os.pipe()
+    saved = os.dup(0)
+    try:
+        os.dup2(reading, 0)
+        agent = Agent("t")
+        os.write(writing, b'\n\n{"ask": "a"}\n{"as')
+        assert agent._hear() == {"ask": "a"}
+        os.write(writing, b'k": "b"}\n')
+        assert agent._hear() == {"ask": "b"}
+        os.close(writing)
+        assert agent._hear() is None
+    finally:
+        os.dup2(saved, 0)
+        os.close(saved)
+        os.close(reading)

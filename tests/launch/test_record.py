@@ -1,0 +1,213 @@
+"""Which launches run. Another process holds each record's lock, as a launcher does."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from launcher import cli, record
+from launcher.record import Launch, launches, recorded, stop
+from serve.core.errors import ClusterError, UsageError
+from tests.test_launcher import ROOT, SLEEP, alive, wait_until
+
+LAUNCHER = """
+import sys
+from launcher.process import local_ranks
+from launcher.record import recorded
+from launcher.supervisor import Supervisor
+with recorded(["serve", "--model", sys.argv[1]], ["127.0.0.1", "studio"]) as record:
+    ranks = local_ranks([sys.executable, "-c", sys.argv[2]], 2)
+    sys.exit(Supervisor(ranks, drain_seconds=2.0, observer=record).run())
+"""
+RANK = "import os, sys, time\nrank = int(os.environ['MLX_RANK'])\n"
+LEASHED_SLEEP = (
+    "import os\nprint('event=listening url=http://127.0.0.1:9', flush=True)\n"
+    "os.read(int(os.environ['BRIGADE_LEASH']), 1)\n"
+)
+
+Start = Callable[..., "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path / f"brigade-{os.getuid()}"
+
+
+@pytest.fixture
+def launcher() -> Iterator[Start]:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(program: str = RANK + LEASHED_SLEEP, name: str = "m") -> "subprocess.Popen[bytes]":
+        words = [sys.executable, "-c", LAUNCHER, name, program]
+        process = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.DEVNULL)
+        started.append(process)
+        wait_until(lambda: [each for each in launches() if each.pid == process.pid and each.ranks])
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def the_only() -> Launch:
+    (launch,) = launches()
+    return launch
+
+
+def test_nothing_runs() -> None:
+    assert launches() == []
+
+
+def test_a_launch_is_there_as_long_as_it_runs(launcher: Start, folder: Path) -> None:
+    process = launcher()
+    wait_until(lambda: len(the_only().ranks) == 2)
+    launch = the_only()
+    assert (launch.pid, launch.words[0], launch.hosts[1]) == (process.pid, "serve", "studio")
+    assert time.time() - launch.since < 20
+    assert re.fullmatch(r"runs as \d+", launch.ranks["1"])
+    process.send_signal(signal.SIGTERM)
+    process.wait(10)
+    assert launches() == []
+    assert list(folder.iterdir()) == []
+
+
+def test_a_killed_launcher_is_not_shown_and_its_record_goes(launcher: Start, folder: Path) -> None:
+    process = launcher()
+    process.kill()
+    process.wait()
+    assert list(folder.iterdir())
+    assert launches() == []
+    assert list(folder.iterdir()) == []
+
+
+SAYS = """
+if rank == 0:
+    for line in sys.argv[1:] or {lines!r}:
+        print(line, flush=True)
+        time.sleep(0.4)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "state", "url"),
+    [
+        ([], "starting", ""),
+        (["x INFO event=listening url=http://h:1"], "starting", "http://h:1"),
+        (["event=stage_fetching rank=1 layers=0-3"], "fetching", ""),
+        (["event=stage_fetching rank=1", "event=stage_loading rank=1"], "loading", ""),
+        (["event=ready num_ranks=2", "event=stage_loading rank=1"], "ready", ""),
+        (["request=event=readyish"], "starting", ""),
+    ],
+)
+def test_the_state_is_what_rank_0_said_last(
+    launcher: Start, lines: list[str], state: str, url: str
+) -> None:
+    launcher(RANK + SAYS.format(lines=[*lines, "said"]))
+    time.sleep(0.4 * len(lines))
+    wait_until(lambda: (the_only().state, the_only().url) == (state, url))
+
+
+def test_other_ranks_say_nothing_about_the_state(launcher: Start) -> None:
+    launcher(f"{RANK}print('event=ready num_ranks=2' if rank else '', flush=True)\n{SLEEP}")
+    time.sleep(1)
+    assert the_only().state == "starting"
+
+
+def test_a_rank_that_ended_is_shown(launcher: Start) -> None:
+    launcher(f"{RANK}if rank: sys.exit(0)\n{SLEEP}")
+    wait_until(lambda: the_only().ranks["1"] == "ended with 0")
+    assert the_only().state == "ending"
+
+
+# --- stop
+
+
+def test_the_only_launch_is_stopped_without_its_number(launcher: Start) -> None:
+    process = launcher()
+    assert stop(None).pid == process.pid
+    assert process.wait(5) == 0
+
+
+def test_one_of_two_has_to_be_named(launcher: Start) -> None:
+    first, second = launcher(name="a"), launcher(name="b")
+    with pytest.raises(UsageError, match=f"launches {first.pid}, {second.pid} run: say which"):
+        stop(None)
+    stop(second.pid)
+    assert second.wait(5) == 0
+    assert [launch.words[-1] for launch in launches()] == ["a"]
+    assert first.poll() is None
+
+
+def test_what_does_not_run_cannot_be_stopped(launcher: Start) -> None:
+    with pytest.raises(UsageError, match="nothing to stop"):
+        stop(None)
+    process = launcher()
+    with pytest.raises(UsageError, match=f"no launch 1 of yours .* there is {process.pid}"):
+        stop(1)
+    assert alive(process.pid)
+
+
+def test_stop_does_not_wait_for_ever(launcher: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    deaf = "import signal\nfor s in (2, 15): signal.signal(s, signal.SIG_IGN)\n"
+    process = launcher(f"{deaf}{RANK}{SLEEP}")
+    monkeypatch.setattr(record, "STOP_SECONDS", 0.3)
+    with pytest.raises(ClusterError, match=f"launch {process.pid} still ends after 0.3 s"):
+        stop(None)
+    monkeypatch.setattr(record, "STOP_SECONDS", 5.0)
+    stop(process.pid)  # The second signal kills its ranks.
+    assert process.wait(5) == 137
+
+
+# --- the file
+
+
+def test_a_record_that_is_written_is_never_read_in_half(folder: Path) -> None:
+    """Shorter than before: the old end is still there between the two calls."""
+    with recorded(["serve"], ["a"]) as mine:
+        file = folder / f"{os.getpid()}.launch"
+        whole = file.read_bytes()
+        file.write_bytes(whole + b'"}, old end')
+        assert record._read(file) == Launch(**json.loads(whole))
+        mine.started(0, 7)
+        assert json.loads(file.read_bytes())["ranks"] == {"0": "runs as 7"}
+
+
+def test_a_folder_of_somebody_else_is_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    folder.symlink_to(tmp_path / "theirs")
+    with pytest.raises(ClusterError, match="belongs to somebody else"):
+        launches()
+
+
+# --- the command line
+
+
+def test_status_shows_every_rank(launcher: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["launch", "--status"]) == 0
+    assert capsys.readouterr().out == "No launch of yours runs on this machine.\n"
+    process = launcher(name="my model")
+    wait_until(lambda: the_only().url != "" and len(the_only().ranks) == 2)
+    assert cli.main(["launch", "--status"]) == 0
+    first, command, *ranks = capsys.readouterr().out.splitlines()
+    assert first == f"launch {process.pid}: starting for 0 min, http://127.0.0.1:9"
+    assert command == "  serve --model 'my model'"
+    assert re.fullmatch(r"  rank 0 on 127.0.0.1: runs as \d+", ranks[0])
+    assert re.fullmatch(r"  rank 1 on studio: runs as \d+", ranks[1])
+    assert cli.main(["launch", "--stop"]) == 0
+    assert capsys.readouterr().out == f"launch {process.pid} has ended.\n"
+
+
+@pytest.mark.parametrize("flag", ["--status", "--stop"])
+def test_a_command_beside_them_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["launch", flag, "--", "serve"]) == 2
+    assert "take no command" in capsys.readouterr().err
