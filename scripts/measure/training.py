@@ -14,7 +14,7 @@ from serve.bench.prompts import random_words
 
 MICRO_BATCHES = 8
 TOKENS = 256  # of each example
-UPDATES = 3
+UPDATES = 2
 RUNS = {
     "1 rank": (1, "1f1b"),
     "2 ranks, one batch at a time": (2, "naive"),

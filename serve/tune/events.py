@@ -22,6 +22,7 @@ class Started:
     num_cut: int
     num_dropped: int
     iteration: int
+    num_iterations: int
 
 
 @dataclass(frozen=True, slots=True)

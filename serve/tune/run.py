@@ -220,8 +220,9 @@ class Run:
     def _tell_start(self, schedule: Schedule, before: Forecast, start: int) -> None:
         split = self.splits["train"]
         num_trained = sum(exchange(self.links, self._num_owned()))
-        counts = split.size, split.num_cut, split.num_dropped
-        self._show(Started(schedule, self.layers, num_trained, before, *counts, start))
+        examples = split.size, split.num_cut, split.num_dropped
+        batches = start, self.config.iters
+        self._show(Started(schedule, self.layers, num_trained, before, *examples, *batches))
 
     def _tell_end(
         self, done: int, schedule: Schedule, before: Forecast, window: Window
