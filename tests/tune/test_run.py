@@ -183,8 +183,8 @@ def test_a_killed_run_goes_on_bit_for_bit(
     time.sleep(random.random() * 0.5 * seconds)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    saved = [path for path in (out / "checkpoints").glob("*") if path.name.isdecimal()]
-    if not (saved and saved[-1].name == "0000030"):
+    saved = [path.name for path in (out / "checkpoints").glob("*") if path.name.isdecimal()]
+    if "0000030" not in saved:
         more = ["--resume"] if saved else []
         finish(launch(1, interrupted_flags(folder, out, *more)))
     assert same(arrays_of(out), arrays_of(whole))
