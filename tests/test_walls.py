@@ -50,7 +50,7 @@ OWNERS = {
     "mlx_lm": ["serve.rank.*", "serve.tune.*"],
     "llguidance": ["serve.front.structured", "serve.rank.grammar"],
     "httpx": ["serve.bench.client"],
-    "matplotlib": ["serve.bench.plot"],
+    "matplotlib": ["serve.bench.plot", "serve.tune.plot"],
     "rich": ["serve.cli.*", "launcher.*"],
     # Nothing is pickled between processes: a message says what it holds.
     "jinja2": ["serve.tune.data"],

@@ -18,6 +18,7 @@ from scripts.measure.limits import decode, passes
 from scripts.measure.model import make_model
 from scripts.measure.moves import moves
 from scripts.measure.settings import Row, Settings, Table
+from scripts.measure.training import training
 from serve import __version__
 from serve.bench.plot import check_plot, draw
 from serve.bench.records import Summary
@@ -32,6 +33,7 @@ ROWS: dict[str, Callable[[Settings], Row]] = {
     "interrupted": interrupted,
     "moves": moves,
     "adapters": adapters,
+    "train": training,
 }
 FOLDER = Path.home() / ".cache" / "brigade-bench"
 
@@ -39,6 +41,7 @@ FOLDER = Path.home() / ".cache" / "brigade-bench"
 def main() -> None:
     parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__, allow_abbrev=False)
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)} (all)")
+    parser.add_argument("--train", action="store_true", help="the row train alone")
     parser.add_argument("--quick", action="store_true", help="a first look: 1 round, 1 to 16")
     parser.add_argument("--levels", help="numbers of clients (1,8,16,32,64)")
     parser.add_argument("--rounds", type=int, help="how often each server gets its turn (3)")
@@ -47,7 +50,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=FOLDER, help=f"for the model ({FOLDER})")
     parser.add_argument("--output", type=Path, help="for results.json and curve.svg (--folder)")
     flags = parser.parse_args()
-    names = flags.rows or list(ROWS)
+    names = flags.rows or (["train"] if flags.train else list(ROWS))
     if unknown := set(names) - set(ROWS):
         parser.error(f"{', '.join(sorted(unknown))}: there is no such row")
     levels = flags.levels or ("1,8,16" if flags.quick else "1,8,16,32,64")

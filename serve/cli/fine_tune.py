@@ -5,6 +5,7 @@ Takes the flags and the YAML file of mlx_lm.lora.
 
 import logging
 import os
+import shlex
 import signal
 import sys
 import time
@@ -12,20 +13,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from serve.cli.flags import parse
+from serve.cli.load_into import adapter_name, check_server, curl_line, load_into
 from serve.cli.main import FIRST_WORD_SECONDS, follow_launcher, stop_before_the_start, who_has_what
+from serve.cli.training import TrainingView
 from serve.core.checkpoint import read_checkpoint
 from serve.core.config import read_cluster
 from serve.core.errors import BrigadeError, DisagreementError, UsageError
-from serve.core.plan import check_num_ranks, format_bytes
+from serve.core.plan import check_num_ranks
 from serve.parent.engine import engine_environment
 from serve.tune.config import FineTuneConfig, read_yaml
-from serve.tune.events import Event, Finished, Reported, Saved, Started, Validated
 from serve.tune.schedule import Shape, make_schedule
 
-_OUT = Console(highlight=False)
+_SERVER = "http://127.0.0.1:8080"  # where `brigade serve` listens unless told
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,18 +35,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
         cluster = read_cluster(os.environ)
-        config = check(argv, cluster.num_ranks)
+        config = check(argv, cluster.num_ranks, cluster.rank)
         _with_fast_blas(argv)
         follow_launcher(cluster)
         # Imported here: a wrong flag should not wait for MLX.
         from serve.tune.run import run
 
+        view = TrainingView()
         try:
-            run(config, cluster, show)
+            run(config, cluster, view, _command(argv, cluster.num_ranks))
         except BrigadeError:
             # Mostly all ranks see the same: then rank 0 says it.
             time.sleep(FIRST_WORD_SECONDS if cluster.rank else 0)
             raise
+        finally:
+            view.close()
+        _hand_over(config, view.adapter)
     except BrigadeError as error:
         if isinstance(error, DisagreementError):
             Console(stderr=True, highlight=False).print(who_has_what(error))
@@ -56,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _end(0)
 
 
-def check(argv: Sequence[str], num_ranks: int) -> FineTuneConfig:
+def check(argv: Sequence[str], num_ranks: int, rank: int = 0) -> FineTuneConfig:
     """What can be known to be wrong before anything starts."""
     config = _parse(argv)
     if not config.hub_id:
@@ -67,6 +72,8 @@ def check(argv: Sequence[str], num_ranks: int) -> FineTuneConfig:
         raise UsageError(
             f"--data {config.data} is no folder: give one with train.jsonl and perhaps valid.jsonl."
         )
+    if config.load_into and rank == 0:
+        check_server(config.load_into)
     num_micro_batches = config.grad_accumulation_steps * config.num_micro_batches(num_ranks)
     make_schedule(config.schedule, Shape(num_ranks, num_micro_batches, config.num_chunks()))
     return config
@@ -81,6 +88,23 @@ def _parse(argv: Sequence[str]) -> FineTuneConfig:
             file = value or next(iter(argv[at + 1 :]), None)
     given = read_yaml(Path(file)) if file else {}
     return parse(FineTuneConfig, argv, "brigade fine-tune", __doc__ or "", given)
+
+
+def _hand_over(config: FineTuneConfig, adapter: Path | None) -> None:
+    """On rank 0. Raises ClusterError if the server does not take the adapter."""
+    if adapter is None or config.fine_tune_type == "full":
+        return
+    name = adapter_name(config.adapter_path)
+    if config.load_into:
+        print(load_into(config.load_into, adapter, name))
+    else:
+        print(f"A running server loads it by\n{curl_line(_SERVER, adapter, name)}")
+
+
+def _command(argv: Sequence[str], num_ranks: int) -> str:
+    """As it can be typed again, however the ranks were started."""
+    launch = ["launch", "-n", str(num_ranks), "--"] if num_ranks > 1 else []
+    return shlex.join(["brigade", *launch, "fine-tune", *argv])
 
 
 def _with_fast_blas(argv: Sequence[str]) -> None:
@@ -98,70 +122,6 @@ def _end(code: int) -> int:
         sys.stderr.flush()
         os._exit(code)
     return code
-
-
-# --- what is shown, on rank 0
-
-
-def show(event: Event) -> None:
-    match event:
-        case Started():
-            _show_start(event)
-        case Reported():
-            _say(
-                iteration=event.iteration,
-                loss=f"{event.loss:.4f}",
-                learning_rate=f"{event.learning_rate:.3e}",
-                gradient_norm=f"{event.gradient_norm:.3f}",
-                tokens_per_second=f"{event.tokens_per_second:.0f}",
-                iterations_per_second=f"{event.iterations_per_second:.2f}",
-                busy=f"{event.utilisation:.0%}",
-                memory=format_bytes(max(event.peak_bytes)).replace(" ", ""),
-                **({"skipped": event.num_skipped} if event.num_skipped else {}),
-            )
-        case Validated():
-            loss = {f"{event.name}_loss": f"{event.loss:.4f}"}
-            _say(iteration=event.iteration, **loss, seconds=f"{event.seconds:.1f}")
-        case Saved():
-            _say(iteration=event.iteration, saved=event.path)
-        case Finished():
-            _show_end(event)
-
-
-def _say(**fields: object) -> None:
-    _OUT.print(*(f"{name}={value}" for name, value in fields.items()), soft_wrap=True)
-
-
-def _show_start(event: Started) -> None:
-    _OUT.print(f"{event.num_examples} examples, {event.num_trained:,} trained parameters")
-    if event.num_cut or event.num_dropped:
-        _OUT.print(
-            f"{event.num_cut} examples are cut at --max-seq-length, {event.num_dropped} left out: "
-            "too long, or without anything to learn"
-        )
-    if event.iteration:
-        _OUT.print(f"goes on after {event.iteration} batches")
-    schedule, shape = event.schedule, event.schedule.shape
-    table = Table("rank", "layers", "micro-batches held", "peak memory, forecast")
-    for rank, peak in enumerate(event.forecast.peak_bytes):
-        layers = " ".join("[{}, {})".format(*event.layers[n]) for n in shape.stages(rank))
-        held = str(event.forecast.in_flight[rank])
-        table.add_row(str(rank), layers, held, format_bytes(peak))
-    table.title = f"{schedule.kind}, {shape.num_micro_batches} micro-batches an update"
-    table.caption = f"bubble, forecast: {1 - event.forecast.utilisation:.0%}"
-    _OUT.print(table)
-
-
-def _show_end(event: Finished) -> None:
-    table = Table("", "forecast", "measured")
-    peaks = zip(event.forecast.peak_bytes, event.peak_bytes, strict=True)
-    for rank, (before, measured) in enumerate(peaks):
-        table.add_row(f"peak memory, rank {rank}", format_bytes(before), format_bytes(measured))
-    bubbles = event.forecast.utilisation, event.utilisation, event.expected_utilisation
-    shown = [f"{1 - each:.0%}" for each in bubbles]
-    table.add_row("bubble", *shown[:2])
-    table.add_row("bubble, by the costs of the run", shown[2], shown[1])
-    _OUT.print(table)
 
 
 if __name__ == "__main__":

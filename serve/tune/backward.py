@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from serve.rank import trace
 from serve.rank.stage import Stage
+from serve.tune import packing
 from serve.tune.data import MicroBatch
 
 Arrays = dict[str, mx.array]
@@ -45,7 +46,7 @@ class TrainedStage:
     def __init__(self, stage: Stage, grad_checkpoint: bool) -> None:
         self.stage, self.grad_checkpoint = stage, grad_checkpoint
         self.names = list(dict(tree_flatten(stage.model.trainable_parameters())))
-        self._shapes: dict[tuple[int, ...], list[tuple[tuple[int, ...], mx.Dtype]]] = {}
+        self._shapes: dict[tuple[int | bool, ...], list[tuple[tuple[int, ...], mx.Dtype]]] = {}
         if grad_checkpoint:
             for layer in stage.layers[stage.start : stage.end]:
                 _checkpoint(layer)
@@ -90,14 +91,17 @@ class TrainedStage:
     def _outputs(
         self, batch: MicroBatch, received: Sequence[mx.array], scale: float
     ) -> list[mx.array]:
-        outputs = self.stage(batch.inputs, None, received)
+        segments = batch.segments
+        caches = None if segments is None else packing.caches(self.stage, segments)
+        outputs = self.stage(batch.inputs, caches, received)
         return [loss_sum(outputs[0], batch) * scale] if self.stage.is_last else outputs
 
     def _placeholders(self, batch: MicroBatch, received: Sequence[mx.array]) -> "list[_Slot]":
         """For the gradients of the outputs, whose shapes a forward tells that nobody runs."""
         if self.stage.is_last:
             return []
-        shape = tuple(batch.inputs.shape)
+        # A model with caches may give its next stage other arrays than one without.
+        shape = (*batch.inputs.shape, batch.segments is None)
         if shape not in self._shapes:
             blank = [mx.zeros(a.shape, a.dtype) for a in received]
             outputs = filter(_is_floating, self._outputs(batch, blank, 1.0))

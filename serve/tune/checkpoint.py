@@ -13,37 +13,41 @@ from typing import Any
 import mlx.core as mx
 
 from serve.core.errors import UsageError
+from serve.rank.adapter_files import CONFIG_FILE, MLX_FILE, PEFT_FILE
+from serve.rank.adapter_formats import convert
 from serve.tune.backward import Arrays
 
-ADAPTERS = "adapters.safetensors"
-CONFIG = "adapter_config.json"
+ADAPTERS, CONFIG = MLX_FILE, CONFIG_FILE
 METRICS = "metrics.jsonl"
+BEST, PEFT = "best", "peft"
 _FOLDER = "checkpoints"
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """Everything that the rest of a run follows from. iteration counts batches, step the
-    updates of the optimizer, settings are those that must not change."""
+    updates of the optimizer, settings are those that must not change, losses History's."""
 
     iteration: int
     step: int
     settings: dict[str, Any]
     adapter: Arrays
     optimizer: Arrays
+    losses: list[tuple[int, float]]
 
 
 def begin(folder: Path, config: dict[str, Any]) -> None:
-    """Makes a new run's folder. Raises UsageError if another run is there."""
-    for name in (ADAPTERS, _FOLDER):
-        if (folder / name).exists():
-            raise UsageError(
-                f"--adapter-path {folder} holds a run: give another folder, or --resume to go on."
-            )
-    with _writing(folder):
+    """Makes a new run's folder. Raises UsageError if another run or adapter is there; one that
+    ended before its first checkpoint does not count."""
+    if _checkpoints(folder) or any((folder / name).exists() for name in (ADAPTERS, PEFT_FILE)):
+        raise UsageError(
+            f"--adapter-path {folder} holds a run: give another folder, or --resume to go on."
+        )
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        _replace(folder / CONFIG, lambda path: path.write_text(json.dumps(config, indent=2)))
-        (folder / METRICS).unlink(missing_ok=True)
+        _write_config(folder, config)
+        for name in (METRICS, f"{BEST}/{ADAPTERS}"):
+            (folder / name).unlink(missing_ok=True)
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> Path:
@@ -51,7 +55,7 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
     before. Raises UsageError; then what was there before is still whole."""
     name = f"{checkpoint.iteration:07d}"
     final = folder / _FOLDER / name
-    fields = ("iteration", "step", "settings")
+    fields = ("iteration", "step", "settings", "losses")
     state = {field: getattr(checkpoint, field) for field in fields}
 
     def write(path: Path) -> None:
@@ -63,7 +67,7 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
         for part in path.iterdir():
             _sync(part)
 
-    with _writing(folder):
+    with writing(folder):
         if not final.exists():
             _replace(final, write)
         for adapter in (folder / f"{name}_{ADAPTERS}", folder / ADAPTERS):
@@ -74,11 +78,32 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
     return folder / ADAPTERS
 
 
+def save_adapter(folder: Path, config: dict[str, Any], adapter: Arrays, *, peft: bool) -> None:
+    """A folder that mlx_lm and the server load, with one in PEFT's format in it. Raises
+    UsageError, also if that format has no room for the adapter."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_config(folder, config)
+        whole = folder / f"new.{ADAPTERS}"  # MLX looks at the end of the name
+        _save_arrays(whole, adapter)
+        _replace(folder / ADAPTERS, whole.replace)
+    if peft:
+        export_peft(folder)
+
+
+def export_peft(folder: Path) -> None:
+    new, final = folder / f"{PEFT}.new", folder / PEFT
+    with writing(folder):
+        shutil.rmtree(new, ignore_errors=True)
+        convert(folder, new)
+        shutil.rmtree(final, ignore_errors=True)
+        new.replace(final)
+
+
 def load_last(folder: Path, settings: dict[str, Any]) -> Checkpoint:
     """The last whole checkpoint. Raises UsageError if there is none, or it is of a run with
     other settings."""
-    # Not those that are half written.
-    whole = sorted(path for path in (folder / _FOLDER).glob("*") if path.name.isdecimal())
+    whole = _checkpoints(folder)
     if not whole:
         raise UsageError(f"--resume: {folder} has no checkpoint: start without it.")
     try:
@@ -90,30 +115,51 @@ def load_last(folder: Path, settings: dict[str, Any]) -> Checkpoint:
     if changed := [name for name in now if now[name] != state["settings"].get(name)]:
         before = ", ".join(f"{name} was {state['settings'].get(name)}" for name in changed)
         raise UsageError(f"--resume: {folder} is of a run with other settings: {before}.")
-    return Checkpoint(state["iteration"], state["step"], state["settings"], *arrays)
+    state["losses"] = [(iteration, loss) for iteration, loss in state["losses"]]
+    adapter, optimizer = arrays
+    return Checkpoint(adapter=adapter, optimizer=optimizer, **state)
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """Not those that are half written."""
+    return sorted(path for path in (folder / _FOLDER).glob("*") if path.name.isdecimal())
 
 
 def add_metrics(folder: Path, metrics: dict[str, Any]) -> None:
-    with _writing(folder), (folder / METRICS).open("a") as stream:
-        stream.write(json.dumps(metrics) + "\n")
+    with writing(folder), (folder / METRICS).open("a") as stream:
+        stream.write(json.dumps(metrics, default=str) + "\n")
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Without a line that a kill has cut."""
+    lines = (folder / METRICS).read_text().splitlines()
+    return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 def forget_metrics_after(folder: Path, iteration: int) -> None:
     """What a run that was killed has reported after its last checkpoint comes again."""
     path = folder / METRICS
     if path.exists():
-        lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
-        kept = [line for line in lines if json.loads(line)["iteration"] <= iteration]
-        text = "".join(line + "\n" for line in kept)
-        with _writing(folder):
+        kept = [each for each in read_metrics(folder) if each["iteration"] <= iteration]
+        text = "".join(json.dumps(each) + "\n" for each in kept)
+        with writing(folder):
             _replace(path, lambda new: new.write_text(text))
+
+
+def write_text(path: Path, text: str) -> None:
+    with writing(path.parent):
+        _replace(path, lambda new: new.write_text(text))
 
 
 # --- files
 
 
+def _write_config(folder: Path, config: dict[str, Any]) -> None:
+    _replace(folder / CONFIG, lambda path: path.write_text(json.dumps(config, indent=2)))
+
+
 @contextmanager
-def _writing(folder: Path) -> Iterator[None]:
+def writing(folder: Path) -> Iterator[None]:
     """Any failure to write as one error."""
     try:
         yield

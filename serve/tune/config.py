@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from serve.tune.schedule import SCHEDULES
 KINDS = ("lora", "dora", "full")
 OPTIMIZERS = ("adam", "adamw", "muon", "sgd", "adafactor")
 LEARNING_RATE_SCHEDULES = ("cosine_decay", "exponential_decay", "linear_schedule", "step_decay")
+_SERVER = re.compile(r"https?://[^/?#@\s]+/?")
 _LORA = {"rank": 8, "dropout": 0.0, "scale": 20.0}
 
 
@@ -42,6 +43,10 @@ class FineTuneConfig:
     micro_batches: int | None = flag("parts of a batch (batch size; 1 on one rank)", None, least=1)
     grad_accumulation_steps: int = flag("batches of an update", 1, least=1)
     iters: int = flag("batches to train on", 1000, least=1)
+    epochs: int | None = flag("passes over the data, in the place of --iters", None, least=1)
+    early_stop: int | None = flag(
+        "end after so many validations in a row without a lower loss", None, least=1
+    )
     optimizer: str = flag("adam, adamw, muon, sgd or adafactor", "adam", choices=OPTIMIZERS)
     optimizer_config: dict[str, Any] | None = _from_file("arguments of each optimizer")
     learning_rate: float = flag("of the optimizer", 1e-5, least=0, most=100)
@@ -50,6 +55,7 @@ class FineTuneConfig:
     mask_prompt: bool = flag("learn only what the assistant says, in every turn", False)
     max_seq_length: int = flag("longest example in tokens", 2048, least=2)
     long_examples: str = flag("cut or drop longer ones", "cut", choices=("cut", "drop"))
+    packing: bool = flag("rows of several examples, up to --max-seq-length together", False)
     seed: int = flag("of the order, the first adapter and dropout", 0, least=0, most=2**32 - 1)
     val_batches: int = flag("batches of a validation, -1: all", 25, least=-1)
     test_batches: int = flag("batches of the test, -1: all", 500, least=-1)
@@ -63,6 +69,8 @@ class FineTuneConfig:
     schedule: str = flag(", ".join(SCHEDULES), "1f1b", choices=SCHEDULES)
     stages_per_rank: int | None = flag("of --schedule interleaved (2)", None, least=1, most=64)
     split: str = flag("auto, even, or layers of each stage such as 20,12", "auto")
+    peft: bool = flag("write each adapter in PEFT's format too, in a folder peft", False)
+    load_into: str | None = flag("URL of a server that loads the adapter at the end", None)
     trust_remote_code: bool = flag("refused: Brigade runs no code of a repository", False)
     report_to: str | None = flag("refused: see metrics.jsonl in --adapter-path", None)
     project_name: str | None = flag("only together with --report-to", None)
@@ -100,6 +108,12 @@ class FineTuneConfig:
             raise UsageError("--stages-per-rank is for --schedule interleaved.")
         if self.resume and self.resume_adapter_file:
             raise UsageError("--resume and --resume-adapter-file exclude each other.")
+        if self.early_stop and not self.val_batches:
+            raise UsageError("--early-stop needs validations: see --val-batches.")
+        if self.fine_tune_type == "full" and (self.peft or self.load_into):
+            raise UsageError("--peft and --load-into are for adapters, not --fine-tune-type full.")
+        if self.load_into and not _SERVER.fullmatch(self.load_into):
+            raise UsageError(f"--load-into {self.load_into!r} is no http://HOST:PORT.")
 
     def _check_structures(self) -> None:
         lora = self.lora
@@ -148,6 +162,19 @@ class FineTuneConfig:
             )
         return num_layers if self.num_layers == -1 else self.num_layers
 
+    def for_examples(self, count: int) -> "FineTuneConfig":
+        """With the iters of its epochs over so many examples. Raises UsageError."""
+        if self.epochs is None:
+            return self
+        batches = self.epochs * (count // self.batch_size)
+        iters = batches - batches % self.grad_accumulation_steps
+        if not iters:
+            raise UsageError(
+                f"--epochs {self.epochs} over {count} examples are {batches} batches: fewer than "
+                f"--grad-accumulation-steps {self.grad_accumulation_steps}."
+            )
+        return replace(self, iters=iters)
+
     def num_chunks(self) -> int:
         return (self.stages_per_rank or 2) if self.schedule == "interleaved" else 1
 
@@ -159,7 +186,7 @@ class FineTuneConfig:
         names = (
             "fine_tune_type num_layers lora batch_size grad_accumulation_steps optimizer "
             "optimizer_config learning_rate lr_schedule max_grad_norm mask_prompt max_seq_length "
-            "long_examples seed"
+            "long_examples packing seed"
         )
         return {name: getattr(self, name) for name in names.split()}
 

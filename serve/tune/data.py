@@ -30,10 +30,12 @@ _FAILURES = (
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """labels are the ranges of tokens that are learned."""
+    """labels are the ranges of tokens that are learned. Of a row of several examples starts
+    tells where each begins."""
 
     tokens: tuple[int, ...]
     labels: tuple[tuple[int, int], ...]
+    starts: tuple[int, ...] = (0,)
 
     def cut(self, length: int) -> "Example":
         labels = tuple((a, min(b, length)) for a, b in self.labels if a < length)
@@ -47,13 +49,15 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """inputs, targets and mask are (B, L); mask is 1 where a target is learned."""
+    """inputs, targets and mask are (B, L); mask is 1 where a target is learned. So are the
+    segments of rows with several examples: numbers of the example that an input is of."""
 
     inputs: mx.array
     targets: mx.array
     mask: mx.array
     num_labels: int
     num_tokens: int
+    segments: mx.array | None = None
 
     @property
     def size(self) -> int:
@@ -63,13 +67,19 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Split:
-    """The examples of one file. num_cut and num_dropped are those longer than the window
-    or without a label; digest tells whether two ranks have read the same."""
+    """The examples of one file, or rows of several. num_cut and num_dropped are those longer
+    than the window or without a label; digest tells whether two ranks have read the same."""
 
     examples: list[Example]
     num_cut: int
     num_dropped: int
     digest: str
+    is_packed: bool = False
+
+    @property
+    def size(self) -> str:
+        count = sum(len(example.starts) for example in self.examples)
+        return f"{count} examples" + (f" in {len(self.examples)} rows" if self.is_packed else "")
 
     @cached_property
     def lengths(self) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -176,9 +186,8 @@ def batch_at(split: Split, number: int, batch_size: int, seed: int) -> list[int]
     """
     count = len(split.examples)
     if count < batch_size:
-        raise UsageError(
-            f"train.jsonl has {count} examples to learn from: --batch-size is {batch_size}."
-        )
+        found = f"{count} {'packed rows' if split.is_packed else 'examples'}"
+        raise UsageError(f"train.jsonl has {found} to learn from: --batch-size is {batch_size}.")
     epoch, at = divmod(number, count // batch_size)
     random = np.random.default_rng([seed, epoch])
     kept = random.permutation(count)[: count - count % batch_size]
@@ -197,7 +206,7 @@ def some_examples(split: Split, most: int | None, seed: int) -> list[int]:
 def micro_batches(split: Split, chosen: Sequence[int], num_rows: int) -> list[MicroBatch]:
     """Parts of so many rows, each padded to its own longest."""
     starts = range(0, len(chosen), num_rows)
-    return [_pad([split.examples[i] for i in chosen[a : a + num_rows]]) for a in starts]
+    return [pad([split.examples[i] for i in chosen[a : a + num_rows]]) for a in starts]
 
 
 def largest(split: Split, num_rows: int) -> MicroBatch:
@@ -206,18 +215,21 @@ def largest(split: Split, num_rows: int) -> MicroBatch:
     return micro_batches(split, order.tolist(), num_rows)[0]
 
 
-def _pad(examples: Sequence[Example]) -> MicroBatch:
+def pad(examples: Sequence[Example]) -> MicroBatch:
     length = max(len(example.tokens) for example in examples)
     tokens = np.zeros((len(examples), length), np.int32)
     learned = np.zeros((len(examples), length), np.float32)
+    segments = np.zeros((len(examples), length - 1), np.int32)
     for row, example in enumerate(examples):
         tokens[row, : len(example.tokens)] = example.tokens
         for start, end in example.labels:
             learned[row, start:end] = 1
+        segments[row] = np.searchsorted(example.starts, np.arange(length - 1), side="right")
     return MicroBatch(
         inputs=mx.array(tokens[:, :-1]),
         targets=mx.array(tokens[:, 1:]),
         mask=mx.array(learned[:, 1:]),
         num_labels=sum(example.num_labels for example in examples),
-        num_tokens=sum(len(example.tokens) - 1 for example in examples),
+        num_tokens=sum(len(example.tokens) - len(example.starts) for example in examples),
+        segments=mx.array(segments) if segments.max(initial=0) > 1 else None,
     )

@@ -11,16 +11,18 @@ from serve.tune.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """layers are those of each stage, in the order of the model."""
+    """layers are those of each stage, in the order of the model; size tells how many examples
+    there are, and in how many rows."""
 
     schedule: Schedule
     layers: list[LayerRange]
     num_trained: int
     forecast: Forecast
-    num_examples: int
+    size: str
     num_cut: int
     num_dropped: int
     iteration: int
+    num_iterations: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +57,26 @@ class Saved:
 @dataclass(frozen=True, slots=True)
 class Finished:
     """What was forecast at the start, and what came. expected_utilisation is that of the
-    schedule with the costs as they were measured in the run."""
+    schedule with the costs as they were measured in the run. best is the lowest validation
+    loss and its batch, adapter the folder of the weights that had it, or else of the last."""
 
+    iteration: int
+    is_early: bool
     forecast: Forecast
     utilisation: float
     expected_utilisation: float
     peak_bytes: list[int]
+    best: tuple[int, float] | None
+    adapter: Path
 
 
-Event = Started | Reported | Validated | Saved | Finished
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What people may look at in the folder. without says what was left out, and why."""
+
+    paths: list[Path]
+    without: str | None
+
+
+Event = Started | Reported | Validated | Saved | Finished | Written
 Show = Callable[[Event], None]

@@ -6,6 +6,7 @@ import functools
 import time
 import zlib
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
@@ -14,29 +15,31 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from serve.core.checkpoint import read_checkpoint
 from serve.core.config import Cluster
-from serve.core.errors import DisagreementError, EngineError, UsageError
+from serve.core.errors import DisagreementError, UsageError
 from serve.hub.partial import PartialModel, open_partial, pin
 from serve.rank.transport import Ring
 from serve.rank.weights import load_stage
-from serve.tune import checkpoint, data
-from serve.tune.backward import TrainedStage
+from serve.tune import checkpoint, data, packing, results
+from serve.tune.backward import Arrays, TrainedStage
 from serve.tune.config import FineTuneConfig
 from serve.tune.events import Finished, Reported, Saved, Show, Started, Validated
-from serve.tune.forecast import Forecast, OpSeconds, Probe, forecast, utilisation
-from serve.tune.loop import Trainer, Update
+from serve.tune.forecast import Forecast, Probe, forecast, utilisation
+from serve.tune.history import History
+from serve.tune.loop import Trainer
 from serve.tune.model import Draw, adapter_config, prepare, split_layers
 from serve.tune.schedule import Schedule, Shape
 from serve.tune.transport import Links, RingLinks, broadcast, exchange, gather, local_links
+from serve.tune.window import Window
 
 _JOIN_SECONDS = 60.0
-_MOST_SKIPPED = 10  # updates in a row that may be not finite
 
 
-def run(config: FineTuneConfig, cluster: Cluster, show: Show) -> None:
-    """Raises BrigadeError. After it all ranks have done what they had to."""
+def run(config: FineTuneConfig, cluster: Cluster, show: Show, command: str = "") -> None:
+    """Raises BrigadeError. After it all ranks have done what they had to. command is what
+    the model card says that was typed."""
     links = join(cluster)
     try:
-        Run(config, links, show).run()
+        Run(config, links, show, command).run()
         exchange(links, "done")
     finally:
         links.close()
@@ -50,8 +53,8 @@ def join(cluster: Cluster) -> Links:
 
 
 class Run:
-    def __init__(self, config: FineTuneConfig, links: Links, show: Show) -> None:
-        self.config, self.links = config, links
+    def __init__(self, config: FineTuneConfig, links: Links, show: Show, command: str) -> None:
+        self.config, self.links, self._command = config, links, command
         self._is_first = links.rank == 0
         self._show = show if self._is_first else lambda _: None
         self.model = self._open_model()
@@ -60,15 +63,19 @@ class Run:
         self._read_data()
         self._agree()
         self._load()
+        self.history = History()
 
     def run(self) -> None:
-        config, start = self.config, 0
+        config, done = self.config, 0
+        spans: list[results.Span] = []
         if config.trains:
-            start = self._begin()
-            self._train(start)
+            self._check_packing()
+            done, spans = self._train(self._begin())
         if config.test:
             chosen = self._validation("test", config.test_batches)
-            self._validate(config.iters if config.trains else 0, "test", chosen)
+            self._validate(done, "test", chosen)
+        if config.trains and self._is_first:
+            self._show(results.write(config, self._facts(), spans))
 
     # --- before training
 
@@ -98,8 +105,15 @@ class Run:
             if is_wanted
         }
         self.num_parts = config.num_micro_batches(self.links.num_ranks)
-        if config.trains:
-            data.batch_at(self.splits["train"], 0, config.batch_size, config.seed)
+        if not config.trains:
+            return
+        if config.early_stop and "valid" not in self.splits:
+            raise UsageError(f"--early-stop needs {folder / 'valid.jsonl'}.")
+        self._unpacked = train = self.splits["train"]
+        if config.packing:
+            train = self.splits["train"] = packing.pack(train, config.max_seq_length)
+        data.batch_at(train, 0, config.batch_size, config.seed)
+        self.config = config.for_examples(len(train.examples))
 
     def _agree(self) -> None:
         """Raises DisagreementError if a rank has other settings, another model or other data."""
@@ -123,26 +137,47 @@ class Run:
             stages[number] = TrainedStage(loaded.stage, config.grad_checkpoint)
         self.trainer = Trainer(config, stages, links, draw)
 
+    def _check_packing(self) -> None:
+        """Raises PlanError if the loss would be another one than without."""
+        if not self.config.packing:
+            return
+        name, stages = self.model_checkpoint.model_type, self.trainer.stages.values()
+        for stage in stages:
+            packing.check_stage(stage.stage, name)
+        dtypes = {a.dtype for stage in stages for a in stage.stage.weights().values()}
+        is_half = any(exchange(self.links, bool(dtypes & {mx.bfloat16, mx.float16})))
+        longest = int(self.splits["train"].lengths.max())
+        # What rounding makes of other positions.
+        most = 1e-2 if is_half else 1e-4
+        packing.check_exact(self._unpacked, longest, name, self.trainer.loss_of, most)
+
     def _begin(self) -> int:
         """A new folder for the run, or the last state of a former one; the batches done."""
         config = self.config
         if not config.resume:
+            adapter = self._gathered_adapter() if config.peft else {}
             if self._is_first:
-                checkpoint.begin(config.adapter_path, adapter_config(config, self.layers[-1][1]))
+                if adapter:  # It says whether that format has room for it.
+                    with TemporaryDirectory() as folder:
+                        self._save_adapter(Path(folder), adapter)
+                checkpoint.begin(config.adapter_path, self._adapter_config)
             return 0
         note: Any = None
         arrays: list[mx.array] = []
         if self._is_first:
             last = checkpoint.load_last(config.adapter_path, self._settings())
             checkpoint.forget_metrics_after(config.adapter_path, last.iteration)
-            note = last.iteration, last.step, list(last.adapter), list(last.optimizer)
+            note = last.iteration, last.step, last.losses, list(last.adapter), list(last.optimizer)
             arrays = [*last.adapter.values(), *last.optimizer.values()]
-        (iteration, step, names, state), arrays = broadcast(self.links, (note, arrays))
+        (iteration, step, losses, names, state), arrays = broadcast(self.links, (note, arrays))
         adapter = dict(zip(names, arrays[: len(names)], strict=True))
         optimizer = dict(zip(state, arrays[len(names) :], strict=True))
         self.trainer.restore(adapter, optimizer, step)
+        self.history = History([(done, loss) for done, loss in losses])
         if iteration >= config.iters:
             raise UsageError(f"--resume: {iteration} batches are done: give more --iters.")
+        if self.history.has_stalled(config.early_stop):
+            raise UsageError(f"--resume: it stopped early after {iteration}: see --early-stop.")
         return int(iteration)
 
     def _settings(self) -> dict[str, Any]:
@@ -152,41 +187,60 @@ class Run:
 
     # --- training
 
-    def _train(self, start: int) -> None:
-        config, trainer, split = self.config, self.trainer, self.splits["train"]
+    def _train(self, start: int) -> tuple[int, list[results.Span]]:
+        """Returns the batches done, and when each op of the last update ran."""
+        config, trainer = self.config, self.trainer
         accumulated = config.grad_accumulation_steps
         schedule = trainer.schedule(accumulated * self.num_parts)
         before = self._probe(schedule)
-        num_trained = sum(exchange(self.links, self._num_owned()))
-        counts = len(split.examples), split.num_cut, split.num_dropped
-        self._show(Started(schedule, self.layers, num_trained, before, *counts, start))
+        self._tell_start(schedule, before, start)
         chosen = self._validation("valid", config.val_batches)
         if not start:
             self._validate(0, "valid", chosen)
-        window = _Window(self.links.num_ranks)
-        for number in range(start // accumulated, config.iters // accumulated):
-            window.add(trainer.update(number, self._batches(number), schedule))
-            done = (number + 1) * accumulated
+        window, done, is_last = Window(self.links.num_ranks), start, False
+        while not is_last:
+            window.add(trainer.update(done // accumulated, self._batches(done), schedule))
+            done += accumulated
             is_last = done == config.iters
-
-            def due(every: int, done: int = done, is_last: bool = is_last) -> bool:
-                return is_last or done // every > (done - accumulated) // every
-
-            if due(config.steps_per_report):
+            due = {
+                every: is_last or done % every < accumulated
+                for every in (config.steps_per_report, config.steps_per_eval, config.save_every)
+            }
+            if due[config.steps_per_report]:
                 self._report(done, window)
-            if due(config.steps_per_eval):
+            if due[config.steps_per_eval]:
                 self._validate(done, "valid", chosen)
-            if due(config.save_every):
+                is_last = is_last or self.history.has_stalled(config.early_stop)
+            if is_last and not window.is_empty:
+                self._report(done, window)
+            if is_last or due[config.save_every]:
                 self._save(done)
-        means = [mean for each in exchange(self.links, window.ops.means()) for mean in each]
-        expected = utilisation(schedule, means)
-        self._show(Finished(before, window.utilisation, expected, window.peak_bytes))
+        return done, self._tell_end(done, schedule, before, window)
 
-    def _batches(self, update: int) -> list[data.MicroBatch]:
-        """The micro-batches of all batches of an update."""
+    def _tell_start(self, schedule: Schedule, before: Forecast, start: int) -> None:
+        split = self.splits["train"]
+        num_trained = sum(exchange(self.links, self._num_owned()))
+        examples = split.size, split.num_cut, split.num_dropped
+        batches = start, self.config.iters
+        self._show(Started(schedule, self.layers, num_trained, before, *examples, *batches))
+
+    def _tell_end(
+        self, done: int, schedule: Schedule, before: Forecast, window: Window
+    ) -> list[results.Span]:
+        ended = exchange(self.links, (window.ops.means(), results.spans(window.last_records)))
+        expected = utilisation(schedule, [mean for means, _ in ended for mean in means])
+        measured = window.utilisation, expected, window.peak_bytes
+        folder, best = self.config.adapter_path, self.history.best
+        if best and 0 < best[0] < done:
+            folder = folder / checkpoint.BEST
+        is_early = done < self.config.iters
+        self._keep(Finished(done, is_early, before, *measured, best, folder))
+        return [results.Span(*span) for _, spans in ended for span in spans]
+
+    def _batches(self, first: int) -> list[data.MicroBatch]:
+        """The micro-batches of all batches of an update, of which this is the first."""
         config, split = self.config, self.splits["train"]
         num_rows = config.batch_size // self.num_parts
-        first = update * config.grad_accumulation_steps
         return [
             micro_batch
             for n in range(first, first + config.grad_accumulation_steps)
@@ -232,75 +286,52 @@ class Run:
             return
         began = time.perf_counter()
         loss = self.trainer.loss_of(batches)
-        event = Validated(iteration, name, loss, time.perf_counter() - began)
-        self._keep(event)
+        self._keep(Validated(iteration, name, loss, time.perf_counter() - began))
+        if name == "valid" and self.history.add(iteration, loss):
+            adapter = self._gathered_adapter()
+            if self._is_first:
+                self._save_adapter(self.config.adapter_path / checkpoint.BEST, adapter)
 
-    def _report(self, iteration: int, window: "_Window") -> None:
+    def _report(self, iteration: int, window: Window) -> None:
         rate = float(self.trainer.optimizer.learning_rate.item())
         self._keep(window.report(iteration, rate, self.config.grad_accumulation_steps))
 
-    def _keep(self, event: Reported | Validated) -> None:
+    def _keep(self, event: Reported | Validated | Finished) -> None:
         if self._is_first and self.config.trains:
             checkpoint.add_metrics(self.config.adapter_path, dataclasses.asdict(event))
         self._show(event)
 
+    # --- what is written
+
     def _save(self, iteration: int) -> None:
         """Gathers the adapter and the optimizer's state, and writes them on rank 0."""
-        trainer, links = self.trainer, self.links
+        trainer, config = self.trainer, self.config
         step = int(trainer.optimizer.step.item())
-        parameters = trainer.parameters()
-        adapter = gather(links, {name: parameters[name] for name in sorted(trainer.owned)})
-        state = gather(links, trainer.owned_state())
+        adapter, state = self._gathered_adapter(), gather(self.links, trainer.owned_state())
         if self._is_first:
-            whole = checkpoint.Checkpoint(iteration, step, self._settings(), adapter, state)
-            self._show(Saved(iteration, checkpoint.save(self.config.adapter_path, whole)))
+            settings, losses = self._settings(), self.history.losses
+            whole = checkpoint.Checkpoint(iteration, step, settings, adapter, state, losses)
+            self._show(Saved(iteration, checkpoint.save(config.adapter_path, whole)))
+            if config.peft:
+                checkpoint.export_peft(config.adapter_path)
 
+    def _gathered_adapter(self) -> Arrays:
+        """What is trained, of all ranks, on rank 0."""
+        parameters = self.trainer.parameters()
+        return gather(self.links, {name: parameters[name] for name in sorted(self.trainer.owned)})
 
-class _Window:
-    """Updates since the last report, and what the whole run adds up to."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self.peak_bytes = [0] * num_ranks
-        self.ops = OpSeconds()
-        self._busy = self._seconds = 0.0
-        self._skipped_in_row = 0
-        self._updates: list[Update] = []
-        self._began = time.perf_counter()
+    def _save_adapter(self, folder: Path, adapter: Arrays) -> None:
+        checkpoint.save_adapter(folder, self._adapter_config, adapter, peft=self.config.peft)
 
     @property
-    def utilisation(self) -> float:
-        return self._busy / (len(self.peak_bytes) * self._seconds)
+    def _adapter_config(self) -> dict[str, Any]:
+        return adapter_config(self.config, self.layers[-1][1])
 
-    def add(self, update: Update) -> None:
-        self._updates.append(update)
-        self._busy += sum(update.busy_seconds)
-        self._seconds += update.seconds
-        self.ops.add(update.records)
-        peaks = zip(self.peak_bytes, update.peak_bytes, strict=True)
-        self.peak_bytes = [max(pair) for pair in peaks]
-        self._skipped_in_row = self._skipped_in_row + 1 if update.is_skipped else 0
-        if self._skipped_in_row == _MOST_SKIPPED:
-            raise EngineError(
-                f"{_MOST_SKIPPED} updates in a row were not finite: lower --learning-rate, or "
-                "set --max-grad-norm. The last checkpoint is whole."
-            )
-
-    def report(self, iteration: int, learning_rate: float, accumulated: int) -> Reported:
-        """And begins a new window."""
-        updates, seconds = self._updates, time.perf_counter() - self._began
-        good = [update for update in updates if not update.is_skipped]
-        num_labels = sum(update.num_labels for update in good)
-        loss = sum(update.loss * update.num_labels for update in good)
-        reported = Reported(
-            iteration=iteration,
-            loss=loss / num_labels if num_labels else float("nan"),
-            learning_rate=learning_rate,
-            gradient_norm=updates[-1].gradient_norm,
-            tokens_per_second=sum(update.num_tokens for update in updates) / seconds,
-            iterations_per_second=len(updates) * accumulated / seconds,
-            utilisation=sum(update.utilisation for update in updates) / len(updates),
-            peak_bytes=[max(peaks) for peaks in zip(*(u.peak_bytes for u in updates), strict=True)],
-            num_skipped=len(updates) - len(good),
+    def _facts(self) -> results.Facts:
+        return results.Facts(
+            command=self._command,
+            model_digest=self.model_checkpoint.digest,
+            data={name: (split.size, split.digest) for name, split in self.splits.items()},
+            num_ranks=self.links.num_ranks,
+            num_stages=len(self.layers),
         )
-        self._updates, self._began = [], time.perf_counter()
-        return reported

@@ -124,6 +124,12 @@ def test_a_wrong_file_is_refused(file: Callable[[str], str], text: str, said: st
         (["--clear-cache-threshold", "much"], "no amount"),
         (["--config", "/no/such.yaml"], "cannot be read"),
         (["--learning-rate", "-1"], "out of range"),
+        (["--epochs", "0"], "out of range"),
+        (["--early-stop", "2", "--val-batches", "0"], "--early-stop needs validations"),
+        (["--fine-tune-type", "full", "--peft"], "are for adapters"),
+        (["--fine-tune-type", "full", "--load-into", "http://a:1"], "are for adapters"),
+        (["--load-into", "localhost:8080"], "is no http://HOST:PORT"),
+        (["--load-into", "http://a:1/v1"], "is no http://HOST:PORT"),
     ],
 )
 def test_wrong_flags_are_refused(flags: list[str], said: str) -> None:
@@ -148,3 +154,18 @@ def test_what_can_be_known_before_is_said_before(
     with pytest.raises(BrigadeError) as error:
         check(["--model", str(TINY_CHAT), "--data", str(tmp_path), *flags], num_ranks)
     assert said in str(error.value)
+
+
+def test_epochs_come_before_iters() -> None:
+    config = _parse([*BASE, "--iters", "7", "--epochs", "3", "--batch-size", "4"])
+    assert config.for_examples(22).iters == 15
+    assert config.for_examples(22).epochs == 3
+    assert _parse([*BASE, "--iters", "7"]).for_examples(22).iters == 7
+
+
+def test_a_server_that_is_not_there_is_told_before_anything_starts(tmp_path: Path) -> None:
+    words = ["--model", str(TINY_CHAT), "--data", str(tmp_path)]
+    words += ["--load-into", "http://127.0.0.1:9"]
+    with pytest.raises(UsageError, match="does not answer"):
+        check(words, 1)
+    assert check(words, 2, rank=1).load_into, "rank 0 asks for all"

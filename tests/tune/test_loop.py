@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -247,8 +248,16 @@ def test_a_long_run_is_the_same_on_any_ranks() -> None:
         learning_rate=1e-3,
         lr_schedule={"name": "cosine_decay", "arguments": [1e-3, 50], "warmup": 5},
     )
-    runs = [[u.loss for u in losses_of(config, n, 50)] for n in (1, 2, 4)]
-    assert max(abs(a - b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True)) < 1e-4
+    alone, *others = ([u.loss for u in losses_of(config, n, 50)] for n in (1, 2, 4))
+    assert max(most_apart(alone, run) for run in others) < 1e-4
+    # The negative control: half a percent more of the learning rate would be seen.
+    schedule = {"name": "cosine_decay", "arguments": [1.005e-3, 50], "warmup": 5}
+    other = [u.loss for u in losses_of(replace(config, lr_schedule=schedule), 2, 50)]
+    assert most_apart(alone, other) > 1e-4
+
+
+def most_apart(a: list[float], b: list[float]) -> float:
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
 def test_clipping_is_by_the_norm_of_all_ranks_together() -> None:
@@ -315,6 +324,8 @@ def test_validation_is_the_mean_over_labels_without_dropout() -> None:
 
     whole = tuned(config, draw=Draw(0, is_on=False))
     expected, _ = unsplit_gradients(whole, batches)
+    noisy, _ = unsplit_gradients(tuned(config, draw=Draw(0)), batches)
+    assert noisy != pytest.approx(expected, rel=10 * TOLERANCE), "dropout would not be seen"
     for loss, is_training in run_ranks(2, rank):
         assert loss == pytest.approx(expected, rel=TOLERANCE)
         assert is_training

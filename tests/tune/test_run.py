@@ -9,9 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx_lm
@@ -22,84 +20,12 @@ import pytest
 from serve.core.config import Cluster
 from serve.core.errors import UsageError
 from serve.tune import checkpoint
-from serve.tune.config import FineTuneConfig
-from serve.tune.events import Event, Finished, Reported, Saved, Started, Validated
+from serve.tune.events import Event, Finished, Reported, Saved, Started, Validated, Written
 from serve.tune.run import run
 from tests.cluster.servers import BIN, ROOT, TINY_CHAT, free_port_range
+from tests.tune.runs import arrays_of, config_of, finish, flags, launch, losses_of, ran, same
 
 pytestmark = pytest.mark.long
-
-QUESTIONS = [(a, b) for a in range(2, 20) for b in (1, 3, 8)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Chats of one and of two turns."""
-    folder = tmp_path_factory.mktemp("data")
-    order = random.Random(5)
-    for name, count in (("train", 40), ("valid", 6), ("test", 6)):
-        lines = []
-        for _ in range(count):
-            messages = []
-            for a, b in order.sample(QUESTIONS, order.randint(1, 2)):
-                answer = f"It is {a + b}, friend."
-                messages.append({"role": "user", "content": f"What is {a} plus {b}?"})
-                messages.append({"role": "assistant", "content": answer})
-            lines.append(json.dumps({"messages": messages}))
-        (folder / f"{name}.jsonl").write_text("\n".join(lines))
-    return folder
-
-
-def flags(data: Path, out: Path, *more: str) -> list[str]:
-    words = ["--model", str(TINY_CHAT), "--data", str(data), "--adapter-path", str(out)]
-    words += ["--mask-prompt", "--num-layers", "6", "--learning-rate", "1e-4", "--iters", "8"]
-    return [*words, "--save-every", "4", "--steps-per-report", "1", *more]
-
-
-def config_of(data: Path, out: Path, **changes: Any) -> FineTuneConfig:
-    fields = {"model": TINY_CHAT, "data": data, "adapter_path": out, "mask_prompt": True}
-    fields |= {"num_layers": 6, "learning_rate": 1e-4, "iters": 8, "save_every": 4}
-    return FineTuneConfig(**{**fields, "steps_per_report": 1, **changes})
-
-
-def launch(num_ranks: int, words: Sequence[str]) -> list[str]:
-    command = [str(BIN / "brigade")]
-    if num_ranks > 1:
-        command += ["launch", "-n", str(num_ranks), "--"]
-    return [*command, "fine-tune", *words]
-
-
-def finish(command: Sequence[str], code: int = 0) -> str:
-    """What it said. Nobody may be left."""
-    before = {process.pid for process in psutil.process_iter()}
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
-    said = done.stdout + done.stderr
-    assert done.returncode == code, said
-    left = [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before]
-    assert not [p for p in left if "fine-tune" in (p.info["cmdline"] or [])]
-    return said
-
-
-def arrays_of(out: Path) -> dict[str, mx.array]:
-    arrays = mx.load(str(out / checkpoint.ADAPTERS))
-    assert isinstance(arrays, dict)
-    return arrays
-
-
-def same(a: dict[str, mx.array], b: dict[str, mx.array]) -> bool:
-    return a.keys() == b.keys() and all(mx.array_equal(a[n], b[n]).item() for n in a)
-
-
-def losses_of(out: Path) -> dict[int, float]:
-    lines = map(json.loads, (out / checkpoint.METRICS).read_text().splitlines())
-    return {line["iteration"]: line["loss"] for line in lines if "gradient_norm" in line}
 
 
 @pytest.fixture(scope="module")
@@ -121,14 +47,14 @@ def test_a_run_tells_what_it_does(alone: tuple[Path, list[Event]]) -> None:
     kinds = [type(event) for event in events]
     assert kinds[:2] == [Started, Validated]
     assert kinds.count(Reported) == 8
-    assert kinds[-3:] == [Saved, Finished, Validated]
+    assert kinds[-4:] == [Saved, Finished, Validated, Written]
     (started,) = (event for event in events if isinstance(event, Started))
     assert started.layers == [(0, 8)]
     assert started.num_trained == sum(array.size for array in arrays_of(out).values())
     validated = [event for event in events if isinstance(event, Validated)]
     assert [event.name for event in validated] == ["valid", "valid", "test"]
     assert validated[1].loss < validated[0].loss / 2, "it has learned nothing"
-    finished = events[-2]
+    finished = events[-3]
     assert isinstance(finished, Finished)
     assert finished.utilisation == pytest.approx(1, abs=0.05)
     assert finished.peak_bytes == pytest.approx(finished.forecast.peak_bytes, rel=0.15)
@@ -208,27 +134,43 @@ def test_a_resumed_run_is_the_same(
     assert max(abs(resumed[n] - whole[n]) for n in whole) < 1e-4
 
 
-@pytest.mark.parametrize("moment", range(3))
-def test_a_killed_run_goes_on_bit_for_bit(folder: Path, tmp_path: Path, moment: int) -> None:
-    """Dropout and a learning rate schedule too. The kill comes after the first checkpoint, at
-    a moment that nobody has chosen."""
-    settings = tmp_path / "settings.yaml"
+def interrupted_flags(folder: Path, out: Path, *more: str) -> list[str]:
+    """Dropout and a learning rate schedule too, and a checkpoint after every other batch."""
+    settings = out.parent / "settings.yaml"
     settings.write_text(
         "lora_parameters: {rank: 4, scale: 10.0, dropout: 0.2}\n"
         "lr_schedule: {name: cosine_decay, arguments: [1e-4, 30]}\n"
-        "iters: 30\nsave_every: 2\n"
+        "iters: 30\nsave_every: 2\nsteps_per_eval: 3\n"
     )
+    plain = flags(folder, out, "-c", str(settings), *more)
+    for flag in ("--iters", "--save-every"):
+        at = plain.index(flag)
+        del plain[at : at + 2]
+    return plain
 
-    def words(name: str, *more: str) -> list[str]:
-        plain = flags(folder, tmp_path / name, "-c", str(settings), *more)
-        for flag in ("--iters", "--save-every"):
-            at = plain.index(flag)
-            del plain[at : at + 2]
-        return plain
 
-    finish(launch(1, words("whole")))
+@pytest.fixture(scope="module")
+def uninterrupted(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """The run, and the seconds it took from its first word to its last."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    began = time.monotonic()
+    finish(launch(1, interrupted_flags(folder, out)))
+    return out, time.monotonic() - began
+
+
+MANY = [pytest.param(n, marks=pytest.mark.slow) for n in range(2, 20)]
+
+
+@pytest.mark.parametrize("moment", [0, 1, *MANY])
+def test_a_killed_run_goes_on_bit_for_bit(
+    folder: Path, tmp_path: Path, uninterrupted: tuple[Path, float], moment: int
+) -> None:
+    """At a moment that nobody has chosen, from the first batch on; most are in the middle of
+    an update, some of a save. Before the first checkpoint it is simply started again."""
+    whole, seconds = uninterrupted
+    out = tmp_path / "out"
     process = subprocess.Popen(
-        [sys.executable, "-m", "serve.cli.fine_tune", *words("cut")],
+        [sys.executable, "-m", "serve.cli.fine_tune", *interrupted_flags(folder, out)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -236,15 +178,34 @@ def test_a_killed_run_goes_on_bit_for_bit(folder: Path, tmp_path: Path, moment: 
     )
     assert process.stdout
     for line in process.stdout:
-        if "saved=" in line:
+        if "valid_loss=" in line:
             break
-    time.sleep(random.random() * 0.5)
+    time.sleep(random.random() * 0.5 * seconds)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    assert checkpoint.load_last(tmp_path / "cut", {}).iteration >= 2
-    finish(launch(1, words("cut", "--resume")))
-    assert same(arrays_of(tmp_path / "cut"), arrays_of(tmp_path / "whole"))
-    assert losses_of(tmp_path / "cut") == losses_of(tmp_path / "whole")
+    saved = [path.name for path in (out / "checkpoints").glob("*") if path.name.isdecimal()]
+    if "0000030" not in saved:
+        more = ["--resume"] if saved else []
+        finish(launch(1, interrupted_flags(folder, out, *more)))
+    assert same(arrays_of(out), arrays_of(whole))
+    assert losses_of(out) == losses_of(whole)
+    assert same(arrays_of(out / checkpoint.BEST), arrays_of(whole / checkpoint.BEST))
+
+
+def test_a_resumed_run_without_the_optimizers_state_would_be_seen(
+    folder: Path, tmp_path: Path, alone: tuple[Path, list[Event]]
+) -> None:
+    """The negative control of the tests above."""
+    out = tmp_path / "out"
+    ran(folder, out, iters=4)
+    path = out / "checkpoints" / "0000004" / "optimizer.safetensors"
+    arrays = mx.load(str(path))
+    assert isinstance(arrays, dict)
+    mx.eval(arrays)
+    mx.save_safetensors(str(path), {name: mx.zeros_like(array) for name, array in arrays.items()})
+    ran(folder, out, resume=True)
+    assert losses_of(out)[5] == losses_of(alone[0])[5]
+    assert not same(arrays_of(out), arrays_of(alone[0]))
 
 
 def test_a_lost_rank_ends_the_others(folder: Path, tmp_path: Path) -> None:

@@ -1,0 +1,65 @@
+"""A running server gets a new adapter: `fine-tune --load-into`, and the same as a curl line."""
+
+import json
+import os
+import re
+import shlex
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from serve.core.errors import ClusterError, UsageError
+
+_PATH = "/v1/load_lora_adapter"
+_SECONDS = 60.0
+_KEY = "BRIGADE_ADMIN_KEY"
+
+
+def curl_line(url: str, folder: Path, name: str) -> str:
+    words = ["curl", url.rstrip("/") + _PATH, "-H", "Content-Type: application/json"]
+    line = shlex.join([*words, "-d", json.dumps(_body(folder, name))])
+    # Double quotes: the shell puts the key in, and nobody reads it here.
+    return line + (f' -H "Authorization: Bearer ${_KEY}"' if _KEY in os.environ else "")
+
+
+def check_server(url: str) -> None:
+    """Raises UsageError if no server is there that could take an adapter."""
+    _call(url, "/v1/lora_adapters", None, UsageError)
+
+
+def load_into(url: str, folder: Path, name: str) -> str:
+    """What the server said. Raises ClusterError: what was trained is on disk all the same."""
+    return _call(url, _PATH, json.dumps(_body(folder, name)).encode(), ClusterError)
+
+
+def adapter_name(folder: Path) -> str:
+    """Of the run's folder, as a server takes it."""
+    return re.sub(r"[^\w.:@-]|^\W", "-", folder.resolve().name, flags=re.ASCII).lstrip("-_") or "a"
+
+
+def _body(folder: Path, name: str) -> dict[str, object]:
+    return {"lora_name": name, "lora_path": str(folder.resolve()), "load_inplace": True}
+
+
+def _call(
+    url: str, path: str, data: bytes | None, kind: type[UsageError] | type[ClusterError]
+) -> str:
+    headers = {"Content-Type": "application/json"}
+    if _KEY in os.environ:
+        headers["Authorization"] = f"Bearer {os.environ[_KEY]}"
+    request = urllib.request.Request(url.rstrip("/") + path, data, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=_SECONDS) as reply:
+            return str(reply.read().decode())
+    except urllib.error.HTTPError as error:
+        said = error.read().decode(errors="replace")
+        raise kind(f"--load-into {url} answers {error.code}: {_message(said)}") from error
+    except (OSError, ValueError) as error:
+        raise kind(f"--load-into {url} does not answer: {error}.") from error
+
+
+def _message(said: str) -> str:
+    try:
+        return str(json.loads(said)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return said[:200]

@@ -1,0 +1,26 @@
+"""The validations of a run: which was the best, and when to give up. Pure."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class History:
+    """losses are (batches done, validation loss), the one before training first."""
+
+    losses: list[tuple[int, float]] = field(default_factory=list)
+
+    def add(self, iteration: int, loss: float) -> bool:
+        """Whether training has made it lower than ever before."""
+        self.losses.append((iteration, loss))
+        return len(self.losses) > 1 and self.best == self.losses[-1]
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """The lowest, the first of equal ones."""
+        return min(self.losses, key=lambda each: (each[1] != each[1], each[1]), default=None)
+
+    def has_stalled(self, patience: int | None) -> bool:
+        """Whether so many validations in a row were not lower than the best before them."""
+        if patience is None or self.best is None:
+            return False
+        return len(self.losses) - 1 - self.losses.index(self.best) >= patience

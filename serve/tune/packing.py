@@ -1,0 +1,133 @@
+"""Several examples in one row, none of which sees another.
+
+An unmodified model asks its caches for the mask, so caches that hold nothing give it one
+that ends where an example begins. Positions go on along the row: that changes nothing
+where only their differences count, as with RoPE. Whether a model is such is tried.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.base import create_causal_mask
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+from serve.core.errors import PlanError
+from serve.rank import trial
+from serve.rank.stage import Stage
+from serve.tune.data import Example, MicroBatch, Split, pad
+
+_PLAIN_CACHES = (KVCache, RotatingKVCache)
+_FEWEST_TOKENS_BEFORE = 8
+
+
+# --- rows
+
+
+def pack(split: Split, length: int) -> Split:
+    """A split whose examples are rows of at most so many tokens. The longest examples come
+    first, each into the fullest row with room for it."""
+    rows: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # of each row, and its number
+    for n in np.argsort(-split.lengths, kind="stable").tolist():
+        size = len(split.examples[n].tokens)
+        at = bisect_left(room, (size, 0))
+        if at == len(room):
+            rows.append([])
+            room.append((length, len(rows) - 1))
+        free, row = room.pop(at)
+        rows[row].append(n)
+        insort(room, (free - size, row))
+    joined = [join([split.examples[n] for n in row]) for row in rows]
+    return replace(split, examples=joined, is_packed=True)
+
+
+def join(examples: Sequence[Example]) -> Example:
+    """One row. The first token of each example is learned by nobody, as when it is alone."""
+    sizes = [len(example.tokens) for example in examples]
+    starts = [sum(sizes[:n]) for n in range(len(sizes))]
+    labels = [
+        (start + max(a, 1), start + b)
+        for start, example in zip(starts, examples, strict=True)
+        for a, b in example.labels
+        if b > 1
+    ]
+    tokens = tuple(token for example in examples for token in example.tokens)
+    return Example(tokens, tuple(labels), tuple(starts))
+
+
+# --- masks
+
+
+class Packed:
+    """What a model gets in the place of each of its caches, and asks for the mask. segments
+    (B, L) are the numbers of the examples."""
+
+    offset = 0
+
+    def __init__(self, segments: mx.array) -> None:
+        self._segments = segments
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        return keys, values
+
+    def make_mask(
+        self,
+        num_tokens: int,
+        return_array: bool = True,  # noqa: ARG002 (what models ask of a cache)
+        window_size: int | None = None,
+    ) -> mx.array:
+        """(B, 1, L, L), true where a token may look."""
+        same = self._segments[:, None, :, None] == self._segments[:, None, None, :]
+        mask: mx.array = create_causal_mask(num_tokens, window_size=window_size) & same
+        return mask
+
+
+def caches(stage: Stage, segments: mx.array) -> list[Packed]:
+    return [Packed(segments)] * len(stage.make_cache())
+
+
+# --- whether it is exact
+
+
+def check_stage(stage: Stage, name: str) -> None:
+    """Raises PlanError if the model has a state that goes from token to token, or does not
+    take a mask from its caches. Evaluates nothing."""
+    others = {type(c).__name__ for c in stage.make_cache() if type(c) not in _PLAIN_CACHES}
+    if others:
+        raise PlanError(f"--packing: {name} has state that no mask divides ({min(others)}).")
+    cut = stage.cuts[True]
+    segments = mx.zeros(cut.tokens.shape, mx.int32)
+    try:
+        stage(cut.tokens, caches(stage, segments), cut.example())
+    except trial.FAILURES as error:
+        raise PlanError(f"--packing: {name} takes no mask of examples ({error}).") from error
+
+
+def check_exact(
+    split: Split, length: int, name: str, loss_of: Callable[[list[MicroBatch]], float], most: float
+) -> None:
+    """Raises PlanError if what stands before an example in its row, or its place there,
+    changes its loss by more than a share of most. loss_of runs the whole model."""
+    example = min(split.examples, key=lambda example: len(example.tokens))
+    example = replace(example, labels=((0, len(example.tokens)),))
+    num_before = max(_FEWEST_TOKENS_BEFORE, length - len(example.tokens))
+    highest = max(max(each.tokens) for each in split.examples)
+    random = np.random.default_rng(0)
+    rows = [example]
+    for _ in range(2):
+        before = random.integers(0, highest + 1, num_before).tolist()
+        rows.append(join([Example(tuple(before), ()), example]))
+    alone, one, other = (loss_of([pad([row])]) for row in rows)
+    if not abs(one - other) <= most * abs(alone):
+        raise PlanError(
+            f"--packing: in {name} an example sees the one before it in its row (its loss is "
+            f"{one:.6f} or {other:.6f}): train without."
+        )
+    if not abs(one - alone) <= most * abs(alone):
+        raise PlanError(
+            f"--packing: in {name} an example's place in its row counts (its loss is {alone:.6f} "
+            f"at the start, {one:.6f} behind {num_before} tokens): train without."
+        )

@@ -1,0 +1,102 @@
+"""What a run leaves for people, on rank 0: a model card and charts."""
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from serve import __version__
+from serve.tune import checkpoint
+from serve.tune.config import FineTuneConfig
+from serve.tune.events import Written
+from serve.tune.forecast import OpRecord
+
+CARD, CURVES, SCHEDULE = "README.md", "curves.svg", "schedule.svg"
+
+
+class Span(NamedTuple):
+    """When an op ran, in seconds since its rank began the update."""
+
+    kind: str
+    micro_batch: int
+    stage: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the metrics do not say. data tells the size of each split, and its digest."""
+
+    command: str
+    model_digest: str
+    data: dict[str, tuple[str, str]]
+    num_ranks: int
+    num_stages: int
+
+
+def spans(records: Sequence[OpRecord]) -> list[Span]:
+    return [Span(*record.op, record.start, record.end) for record in records]
+
+
+def write(config: FineTuneConfig, facts: Facts, ran: Sequence[Span]) -> Written:
+    """The charts need matplotlib, which is an extra."""
+    folder, metrics = config.adapter_path, checkpoint.read_metrics(config.adapter_path)
+    checkpoint.write_text(folder / CARD, card(config, facts, metrics))
+    if importlib.util.find_spec("matplotlib") is None:
+        return Written([folder / CARD], "charts: pip install 'mlx-brigade[bench]'")
+    from serve.tune.plot import draw_curves, draw_schedule
+
+    with checkpoint.writing(folder):
+        draw_curves(folder / CURVES, metrics)
+        draw_schedule(folder / SCHEDULE, f"{config.schedule}, the last update", ran)
+    return Written([folder / name for name in (CARD, CURVES, SCHEDULE)], None)
+
+
+def card(config: FineTuneConfig, facts: Facts, metrics: Sequence[dict[str, Any]]) -> str:
+    """Markdown, with the header that the Hugging Face hub reads."""
+    name = config.adapter_path.resolve().name
+    rows = [
+        ("model", f"{config.model} (digest {facts.model_digest})"),
+        *((f"{split}.jsonl", f"{size} (digest {d})") for split, (size, d) in facts.data.items()),
+        ("ranks, schedule", f"{facts.num_ranks}, {config.schedule}"),
+        *_losses(metrics),
+    ]
+    table = "\n".join(f"| {what} | {value} |" for what, value in rows)
+    kind = "All weights" if config.fine_tune_type == "full" else config.fine_tune_type
+    return f"""---
+base_model: {config.model}
+library_name: mlx
+pipeline_tag: text-generation
+tags: [mlx, {config.fine_tune_type}]
+---
+
+# {name}
+
+{kind} of {config.model}, trained with mlx-brigade {__version__}:
+
+```sh
+{facts.command}
+```
+
+| | |
+|---|---|
+{table}
+
+All settings are in `{checkpoint.CONFIG}`, all losses in `{checkpoint.METRICS}`.
+"""
+
+
+def _losses(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """First, best and last of each kind of loss."""
+    rows = []
+    for kind in ("train", "valid", "test"):
+        found = [m for m in metrics if "loss" in m and m.get("name", "train") == kind]
+        if found:
+            best = min(found, key=lambda m: float(m["loss"]))
+            marked = {"first": found[0], "best": best, "last": found[-1]}
+            said = [
+                f"{m['loss']:.4f} ({word}, batch {m['iteration']})" for word, m in marked.items()
+            ]
+            rows.append((f"{kind} loss", ", ".join(dict.fromkeys(said))))
+    return rows

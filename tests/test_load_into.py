@@ -1,0 +1,89 @@
+"""The call that has a server load an adapter, and what is said when it does not. The server here
+is any HTTP server; tests/tune/test_walk.py loads into Brigade's own."""
+
+import json
+import shlex
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve.cli.load_into import adapter_name, check_server, curl_line, load_into
+from serve.core.errors import ClusterError, UsageError
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Notes what it is asked, and answers as its server says."""
+
+    def do_GET(self) -> None:
+        self.do_POST()
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        server: Any = self.server
+        server.asked.append((self.command, self.path, body, self.headers.get("Authorization")))
+        self.send_response(server.status)
+        self.end_headers()
+        self.wfile.write(server.answer)
+
+    def log_message(self, *_: Any) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def server() -> Iterator[Any]:
+    server: Any = HTTPServer(("127.0.0.1", 0), Answers)
+    server.asked, server.status, server.answer = [], 200, b"Success"
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def url_of(server: Any) -> str:
+    return f"http://127.0.0.1:{server.server_port}"
+
+
+def test_the_call_and_the_curl_line_say_the_same(
+    server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BRIGADE_ADMIN_KEY", "secret")
+    url, folder = url_of(server), tmp_path / "an adapter" / "best"
+    assert load_into(url + "/", folder, "a") == "Success"
+    ((method, path, body, key),) = server.asked
+    assert (method, path, key) == ("POST", "/v1/load_lora_adapter", "Bearer secret")
+    assert json.loads(body) == {"lora_name": "a", "lora_path": str(folder), "load_inplace": True}
+    line = curl_line(url, folder, "a")
+    words = shlex.split(line)
+    assert words[:2] == ["curl", url + path]
+    assert json.loads(words[words.index("-d") + 1]) == json.loads(body)
+    assert "secret" not in line
+    assert words[-1] == "Authorization: Bearer $BRIGADE_ADMIN_KEY"
+
+
+def test_a_refusal_is_told_in_the_servers_words(server: Any, tmp_path: Path) -> None:
+    server.status, server.answer = 403, b'{"error": {"message": "Not below --adapter-root."}}'
+    with pytest.raises(ClusterError, match=r"answers 403: Not below --adapter-root\."):
+        load_into(url_of(server), tmp_path, "a")
+    server.answer = b"<html>"
+    with pytest.raises(UsageError, match="answers 403: <html>"):
+        check_server(url_of(server))
+    assert server.asked[-1][:2] == ("GET", "/v1/lora_adapters")
+
+
+def test_no_server_is_told_before_anything_is_trained() -> None:
+    with pytest.raises(UsageError, match=r"--load-into http://127\.0\.0\.1:9 does not answer"):
+        check_server("http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [("out/a1", "a1"), ("out/my adapter", "my-adapter"), ("out/.hidden", "hidden"), ("/", "a")],
+)
+def test_a_folder_gives_a_name_that_servers_take(folder: str, name: str) -> None:
+    assert adapter_name(Path(folder)) == name

@@ -1,0 +1,96 @@
+"""Whole runs on the embedded model: their data, flags and what they leave."""
+
+import json
+import os
+import random
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import psutil
+
+from serve.core.config import Cluster
+from serve.tune import checkpoint
+from serve.tune.config import FineTuneConfig
+from serve.tune.events import Event
+from serve.tune.run import run
+from tests.cluster.servers import BIN, ROOT, TINY_CHAT
+
+QUESTIONS = [(a, b) for a in range(2, 20) for b in (1, 3, 8)]
+
+
+def write_data(folder: Path) -> Path:
+    """Chats of one and of two turns."""
+    order = random.Random(5)
+    for name, count in (("train", 40), ("valid", 6), ("test", 6)):
+        lines = []
+        for _ in range(count):
+            messages = []
+            for a, b in order.sample(QUESTIONS, order.randint(1, 2)):
+                answer = f"It is {a + b}, friend."
+                messages.append({"role": "user", "content": f"What is {a} plus {b}?"})
+                messages.append({"role": "assistant", "content": answer})
+            lines.append(json.dumps({"messages": messages}))
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def flags(data: Path, out: Path, *more: str) -> list[str]:
+    words = ["--model", str(TINY_CHAT), "--data", str(data), "--adapter-path", str(out)]
+    words += ["--mask-prompt", "--num-layers", "6", "--learning-rate", "1e-4", "--iters", "8"]
+    return [*words, "--save-every", "4", "--steps-per-report", "1", *more]
+
+
+def config_of(data: Path, out: Path, **changes: Any) -> FineTuneConfig:
+    fields = {"model": TINY_CHAT, "data": data, "adapter_path": out, "mask_prompt": True}
+    fields |= {"num_layers": 6, "learning_rate": 1e-4, "iters": 8, "save_every": 4}
+    return FineTuneConfig(**{**fields, "steps_per_report": 1, **changes})
+
+
+def ran(data: Path, out: Path, **changes: Any) -> list[Event]:
+    """The events of a run on one rank in this process."""
+    events: list[Event] = []
+    run(config_of(data, out, **changes), Cluster(), events.append)
+    return events
+
+
+def launch(num_ranks: int, words: Sequence[str]) -> list[str]:
+    command = [str(BIN / "brigade")]
+    if num_ranks > 1:
+        command += ["launch", "-n", str(num_ranks), "--"]
+    return [*command, "fine-tune", *words]
+
+
+def finish(command: Sequence[str], code: int = 0) -> str:
+    """What it said. Nobody may be left."""
+    before = {process.pid for process in psutil.process_iter()}
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == code, said
+    left = [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before]
+    assert not [p for p in left if "fine-tune" in (p.info["cmdline"] or [])]
+    return said
+
+
+def arrays_of(out: Path) -> dict[str, mx.array]:
+    arrays = mx.load(str(out / checkpoint.ADAPTERS))
+    assert isinstance(arrays, dict)
+    return arrays
+
+
+def same(a: dict[str, mx.array], b: dict[str, mx.array]) -> bool:
+    return a.keys() == b.keys() and all(mx.array_equal(a[n], b[n]).item() for n in a)
+
+
+def losses_of(out: Path) -> dict[int, float]:
+    lines = checkpoint.read_metrics(out)
+    return {line["iteration"]: line["loss"] for line in lines if "gradient_norm" in line}

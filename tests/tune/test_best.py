@@ -1,0 +1,156 @@
+"""Runs that count in epochs, stop early, keep the best, pack rows and convert what they write."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import mlx_lm
+import pytest
+
+from serve.core.errors import AdapterError, UsageError
+from serve.rank.adapter_formats import convert
+from serve.tune import checkpoint
+from serve.tune.data import micro_batches, read_split, some_examples
+from serve.tune.events import Event, Finished, Saved, Started, Validated
+from tests.cluster.servers import TINY_CHAT
+from tests.tune.ranks import loss_sum
+from tests.tune.runs import arrays_of, config_of, finish, flags, launch, losses_of, ran, same
+
+pytestmark = pytest.mark.long
+
+# Learns at first, and then ever faster, until it has forgotten everything.
+TOO_FAST = {"name": "linear_schedule", "arguments": [1e-4, 0.1, 16]}
+
+
+def finished_of(events: list[Event]) -> Finished:
+    (finished,) = (event for event in events if isinstance(event, Finished))
+    return finished
+
+
+def validations_of(events: list[Event]) -> dict[int, float]:
+    return {event.iteration: event.loss for event in events if isinstance(event, Validated)}
+
+
+@pytest.fixture(scope="module")
+def stopped(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Event]]:
+    out = tmp_path_factory.mktemp("stopped") / "out"
+    more = {"iters": 100, "lr_schedule": TOO_FAST, "steps_per_eval": 1, "early_stop": 3}
+    return out, ran(folder, out, steps_per_report=2, **more)
+
+
+def test_an_early_stop_leaves_best_and_last(
+    folder: Path, stopped: tuple[Path, list[Event]]
+) -> None:
+    out, events = stopped
+    losses, finished = validations_of(events), finished_of(events)
+    best = min(losses, key=lambda n: losses[n])
+    assert finished.best == (best, losses[best])
+    assert finished.is_early
+    assert finished.iteration == max(losses) == best + 3 < 100
+    assert finished.adapter == out / checkpoint.BEST
+    assert [event for event in events if isinstance(event, Saved)][-1].iteration == best + 3
+    assert max(losses_of(out)) == best + 3, "the last batches are reported too"
+    for place, iteration in ((out, best + 3), (out / checkpoint.BEST, best)):
+        assert validated(place, folder) == pytest.approx(losses[iteration], rel=1e-4)
+
+
+def validated(adapter: Path, data: Path) -> float:
+    """The validation loss of mlx_lm's own model with an adapter."""
+    model, tokenizer = mlx_lm.load(str(TINY_CHAT), adapter_path=str(adapter))
+    split = read_split(data / "valid.jsonl", tokenizer, config_of(data, adapter))
+    batches = micro_batches(split, some_examples(split, None, 0), 4)
+    total = sum(loss_sum(model(b.inputs), b).item() for b in batches)
+    return total / sum(b.num_labels for b in batches)
+
+
+def test_a_resumed_run_stops_where_it_would_have(
+    folder: Path, tmp_path: Path, stopped: tuple[Path, list[Event]]
+) -> None:
+    out, whole = tmp_path / "out", finished_of(stopped[1])
+    more = {"lr_schedule": TOO_FAST, "steps_per_eval": 1, "early_stop": 3, "steps_per_report": 2}
+    ran(folder, out, iters=whole.iteration - 1, **more)
+    events = ran(folder, out, iters=100, resume=True, **more)
+    assert finished_of(events).iteration == whole.iteration
+    assert finished_of(events).best == whole.best
+    for name in (".", checkpoint.BEST):
+        assert same(arrays_of(out / name), arrays_of(stopped[0] / name))
+    with pytest.raises(UsageError, match=f"stopped early after {whole.iteration}"):
+        ran(folder, out, iters=100, resume=True, **more)
+
+
+def test_epochs_count_whole_batches_of_the_examples(folder: Path, tmp_path: Path) -> None:
+    """40 examples in batches of 12 are 3 batches an epoch, and updates take two of them."""
+    more = {"epochs": 3, "batch_size": 12, "grad_accumulation_steps": 2}
+    events = ran(folder, tmp_path / "out", **more)
+    assert finished_of(events).iteration == 8
+    assert finished_of(events).adapter == tmp_path / "out", "the last is the best"
+    with pytest.raises(UsageError, match="--epochs 1 over 40 examples are 1 batches"):
+        ran(folder, tmp_path / "other", epochs=1, batch_size=40, grad_accumulation_steps=2)
+
+
+def test_packed_rows_train_alike_on_any_ranks(folder: Path, tmp_path: Path) -> None:
+    more = {"packing": True, "max_seq_length": 128, "batch_size": 2, "epochs": 1}
+    events = ran(folder, tmp_path / "one", **more)
+    (started,) = (event for event in events if isinstance(event, Started))
+    count, rows = map(int, re.findall(r"\d+", started.size))
+    assert count == 40
+    assert rows < 30, "hardly any row has two examples"
+    words = ["--packing", "--max-seq-length", "128", "--batch-size", "2", "--epochs", "1"]
+    said = finish(launch(2, flags(folder, tmp_path / "two", *words)))
+    assert f"40 examples in {rows} rows" in said
+    one, two = losses_of(tmp_path / "one"), losses_of(tmp_path / "two")
+    assert len(one) == rows // 2
+    assert max(abs(one[n] - two[n]) for n in one) < 1e-4
+
+
+def test_an_adapter_is_written_for_peft_too(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = ["--peft", "--steps-per-eval", "4"]
+    said = finish(launch(2, flags(folder, out, *words)))
+    assert f'"lora_path": "{out}"' in said, "there is no line for a server"
+    for place in (out, out / checkpoint.BEST):
+        config = json.loads((place / "peft" / "adapter_config.json").read_text())
+        assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 8, 160)
+        back = tmp_path / f"back from {place.name}"
+        convert(place / "peft", back)
+        assert same(arrays_of(back), arrays_of(place))
+    assert "brigade launch -n 2 -- fine-tune" in (out / "README.md").read_text()
+
+
+def test_an_adapter_that_peft_cannot_hold_is_refused_before_training(
+    folder: Path, tmp_path: Path
+) -> None:
+    """No alpha divided by 7, or by its root, is exactly this scale."""
+    lora = {"rank": 7, "scale": 0.9149789258623184}
+    with pytest.raises(AdapterError, match="No lora_alpha"):
+        ran(folder, tmp_path / "out", peft=True, lora_parameters=lora)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_done_is_said_before(folder: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    shutil.copy(folder / "train.jsonl", data)
+    with pytest.raises(UsageError, match=r"--early-stop needs .*valid\.jsonl"):
+        ran(data, tmp_path / "out", early_stop=2)
+    with pytest.raises(UsageError, match=r"packed rows to learn from: --batch-size is 30"):
+        ran(data, tmp_path / "out", packing=True, max_seq_length=512, batch_size=30)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_has_another_adapter_is_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"of somebody else")
+    with pytest.raises(UsageError, match="holds a run"):
+        ran(folder, tmp_path)
+    assert not (tmp_path / checkpoint.CONFIG).exists()
+
+
+def test_a_run_that_was_killed_in_its_first_save_can_start_again(
+    folder: Path, tmp_path: Path
+) -> None:
+    half = tmp_path / "checkpoints" / "0000004.new"
+    half.mkdir(parents=True)
+    (half / checkpoint.ADAPTERS).write_bytes(b"half")
+    ran(folder, tmp_path, iters=4)
+    assert [path.name for path in half.parent.iterdir()] == ["0000004"]

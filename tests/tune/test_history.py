@@ -1,0 +1,42 @@
+"""Which validation was the best, and when a run gives up."""
+
+import pytest
+
+from serve.tune.history import History
+
+NAN = float("nan")
+
+
+def added(*losses: float) -> tuple[History, list[bool]]:
+    history = History()
+    return history, [history.add(4 * n, loss) for n, loss in enumerate(losses)]
+
+
+def test_only_what_training_has_made_better_is_best() -> None:
+    history, is_best = added(3.0, 2.0, 2.5, 2.0, 1.5)
+    assert is_best == [False, True, False, False, True]
+    assert history.best == (16, 1.5)
+    assert History().best is None
+
+
+def test_a_loss_that_is_no_number_is_never_best() -> None:
+    history, is_best = added(NAN, NAN, 2.0, NAN)
+    assert is_best == [False, False, True, False]
+    assert history.best == (8, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("losses", "patience"),
+    [((3.0, 2.0, 2.0, 2.1), 2), ((3.0, 3.1, 3.0), 2), ((1.0, NAN), 1), ((3.0, 2.0, 2.5), 1)],
+)
+def test_it_stalls_after_so_many_validations_and_not_before(
+    losses: tuple[float, ...], patience: int
+) -> None:
+    assert added(*losses)[0].has_stalled(patience)
+    assert not added(*losses[:-1])[0].has_stalled(patience)
+    assert not added(*losses, 0.5)[0].has_stalled(patience)
+    assert not added(*losses)[0].has_stalled(None)
+
+
+def test_before_any_validation_nothing_stalls() -> None:
+    assert not History().has_stalled(1)

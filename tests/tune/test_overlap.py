@@ -1,0 +1,72 @@
+"""The loop itself against the schedule's own bound, at more ranks than this machine has cores:
+stages that sleep for as long as their ops would take."""
+
+import time
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from serve.tune.backward import Pass
+from serve.tune.forecast import OpSeconds, utilisation
+from serve.tune.loop import Pipeline, Ran
+from serve.tune.model import Draw
+from serve.tune.schedule import Shape, make_schedule
+from serve.tune.transport import LocalLinks, exchange
+from tests.tune.ranks import batches_of, run_ranks
+
+pytestmark = pytest.mark.long
+
+FORWARD, BACKWARD = 0.03, 0.06
+
+
+class Sleeping:
+    """Takes time and gives what is like a stage's: an array for the next, one for the last."""
+
+    def __init__(self, is_last: bool) -> None:
+        self.stage, self.grad_checkpoint = self, False
+        self.is_last = is_last
+
+    def forward_backward(self, batch: Any, received: Any, scale: float, needs_dx: bool) -> Pass:
+        time.sleep(FORWARD)
+        return SleepingPass([mx.zeros(() if self.is_last else (4,))], [mx.zeros((4,))], {}, [])
+
+
+class SleepingPass(Pass):
+    def give(self, dy: Any) -> None:
+        time.sleep(BACKWARD)
+
+
+def measured_and_bound(num_ranks: int, num_micro_batches: int, kind: str) -> tuple[float, float]:
+    chunks = 2 if kind == "interleaved" else 1
+    schedule = make_schedule(kind, Shape(num_ranks, num_micro_batches, chunks))
+
+    def rank(links: LocalLinks) -> Ran:
+        last = schedule.shape.num_stages - 1
+        stages: Any = {n: Sleeping(n == last) for n in schedule.shape.stages(links.rank)}
+        pipeline = Pipeline(stages, links, Draw(0))
+        exchange(links, "all begin")
+        return pipeline.run(schedule, batches_of([(3,)] * num_micro_batches), 1.0)
+
+    ranks, seconds = run_ranks(num_ranks, rank), OpSeconds()
+    for ran in ranks:
+        seconds.add(ran.records)
+    busy = sum(ran.busy_seconds for ran in ranks)
+    whole = max(ran.seconds for ran in ranks)
+    return busy / (num_ranks * whole), utilisation(schedule, seconds.means())
+
+
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize(("num_ranks", "num_micro_batches"), [(4, 8), (8, 16)])
+def test_the_loop_reaches_the_bound_of_its_schedule(
+    num_ranks: int, num_micro_batches: int, kind: str
+) -> None:
+    # The machine may be busy with something else: the best of three.
+    tries = (measured_and_bound(num_ranks, num_micro_batches, kind) for _ in range(3))
+    assert any(measured >= 0.98 * bound for measured, bound in tries)
+
+
+def test_a_loop_that_runs_one_after_the_other_would_be_seen() -> None:
+    measured, _ = measured_and_bound(4, 8, "naive")
+    _, bound = measured_and_bound(4, 8, "1f1b")
+    assert measured < 0.5 * bound

@@ -1,0 +1,100 @@
+"""Model card and charts of a run."""
+
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from serve.tune import checkpoint, results
+from serve.tune.forecast import OpRecord
+from serve.tune.schedule import Op, OpCost, Shape, make_schedule, simulate
+from tests.tune.ranks import config_of
+
+METRICS: list[dict[str, Any]] = [
+    {"iteration": 0, "name": "valid", "loss": 3.25},
+    *(
+        {"iteration": n, "loss": 3 / n, "learning_rate": 1e-4, "gradient_norm": 1.5}
+        for n in range(1, 5)
+    ),
+    {"iteration": 2, "name": "valid", "loss": 1.5},
+    {"iteration": 4, "name": "valid", "loss": 2.5},
+    {"iteration": 4, "name": "test", "loss": 2.0},
+    {"iteration": 4, "utilisation": 0.9},
+]
+FACTS = results.Facts(
+    command="brigade fine-tune --data 'my data'",
+    model_digest="0123",
+    data={"train": ("40 examples in 9 rows", "4567"), "valid": ("6 examples", "89ab")},
+    num_ranks=2,
+    num_stages=2,
+)
+
+
+def spans() -> list[results.Span]:
+    schedule = make_schedule("1f1b", Shape(2, 4))
+    timeline = simulate(schedule, [OpCost(1, 2, 0.5)] * 2)
+    return [results.Span(*op, start, end) for ops in timeline.spans for op, start, end in ops]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "poet"
+    folder.mkdir()
+    for line in METRICS:
+        checkpoint.add_metrics(folder, line)
+    return folder
+
+
+def test_a_card_says_command_data_and_losses(folder: Path) -> None:
+    written = results.write(config_of(adapter_path=folder), FACTS, spans())
+    assert [path.name for path in written.paths] == ["README.md", "curves.svg", "schedule.svg"]
+    card = (folder / "README.md").read_text()
+    for part in (
+        "base_model: m\n",
+        "# poet",
+        FACTS.command,
+        "m (digest 0123)",
+        "| train.jsonl | 40 examples in 9 rows (digest 4567) |",
+        "| train loss | 3.0000 (first, batch 1), 0.7500 (best, batch 4), 0.7500 (last, batch 4) |",
+        "| valid loss | 3.2500 (first, batch 0), 1.5000 (best, batch 2), 2.5000 (last, batch 4) |",
+        "| test loss | 2.0000",
+    ):
+        assert part in card, part
+
+
+def test_charts_show_every_curve_and_every_op(folder: Path) -> None:
+    results.write(config_of(adapter_path=folder), FACTS, spans())
+    for name, texts in (
+        ("curves.svg", ("training", "validation", "learning rate", "norm of the gradient")),
+        ("schedule.svg", ("stage 0", "stage 1", "forward", "1f1b, the last update")),
+    ):
+        source = (folder / name).read_text()
+        ElementTree.fromstring(source)
+        for text in texts:
+            assert f"<!-- {text} -->" in source, text
+    # One number of a micro-batch in each bar.
+    assert (folder / "schedule.svg").read_text().count("<!-- 4 -->") >= len("FBW") * 2
+
+
+def test_a_run_without_validation_has_its_chart_too(tmp_path: Path) -> None:
+    for line in METRICS[1:3]:
+        checkpoint.add_metrics(tmp_path, line)
+    results.write(config_of(adapter_path=tmp_path), FACTS, spans()[:1])
+    assert "<!-- validation -->" not in (tmp_path / "curves.svg").read_text()
+
+
+def test_without_matplotlib_there_is_a_card_and_a_word(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results.importlib.util, "find_spec", lambda _: None)
+    written = results.write(config_of(adapter_path=folder), FACTS, spans())
+    assert [path.name for path in written.paths] == ["README.md"]
+    assert written.without is not None
+    assert "mlx-brigade[bench]" in written.without
+    assert not (folder / "curves.svg").exists()
+
+
+def test_spans_are_when_ops_ran() -> None:
+    records = [OpRecord(Op("B", 3, 1), 0.5, 0.75, 0, 0, 0)]
+    assert results.spans(records) == [("B", 3, 1, 0.5, 0.75)]

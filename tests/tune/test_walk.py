@@ -1,0 +1,59 @@
+"""The walk of docs/fine-tuning.md, every command as it is written there but for the port."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher.supervisor import free_ports
+from tests.cluster.servers import BIN, ROOT
+
+pytestmark = pytest.mark.slow
+
+MOST_SECONDS = 300
+
+
+def commands() -> list[str]:
+    text = (ROOT / "docs" / "fine-tuning.md").read_text()
+    walk = text.split("\n## ")[1]
+    return re.findall(r"^```sh\n(.*?)^```", walk, re.M | re.S)
+
+
+@pytest.mark.timeout(MOST_SECONDS + 60)
+def test_from_data_to_a_swapped_adapter(tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (port,) = free_ports(1)
+    script = "set -euo pipefail\n" + "".join(commands()).replace("8080", str(port))
+    began = time.monotonic()
+    process = subprocess.Popen(
+        ["bash", "-c", script],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "COLUMNS": "200"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        # Ends when the server that it has started has ended too: both write there.
+        said, _ = process.communicate(timeout=MOST_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)
+        said, _ = process.communicate(timeout=30)
+        pytest.fail(f"longer than {MOST_SECONDS} s:\n{said}")
+    assert process.returncode == 0, said
+    assert time.monotonic() - began < MOST_SECONDS
+    assert said.count("Success: LoRA adapter 'friend' added successfully.") == 2, said
+    answers = re.findall(r'"content": ?"([^"]*)"', said)
+    base, first, second = answers
+    assert "12" in base
+    assert "friend" not in base
+    assert "friend" in first
+    assert "captain" in second
+    for name in ("best/adapters.safetensors", "README.md", "curves.svg", "schedule.svg"):
+        assert (tmp_path / "adapters" / "friend" / name).exists(), name
+    assert (tmp_path / "adapters" / "second" / "friend" / "peft").is_dir()
