@@ -8,9 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 LAST_TOKEN = -1  # In a step: the token that the step before of this row samples.
-FAILED_TOKEN = -2  # In a result: no token could be drawn for this row.
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "refused"]
+
+# In a result: no token could be drawn for this row, by a fault of ours or of its request.
+FAILED_TOKEN = -2
+REFUSED_TOKEN = -3
+FAILURES: dict[int, FinishReason] = {FAILED_TOKEN: "error", REFUSED_TOKEN: "refused"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The tokens sampled in a step, one a row (or FAILED_TOKEN); none when it did not sample.
+    """The tokens sampled in a step, one a row (or one of FAILURES); none when it did not sample.
     scores, which few ask for, travel in JSON frames before it."""
 
     number: int

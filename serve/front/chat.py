@@ -8,7 +8,7 @@ from serve.core.errors import RequestError
 from serve.core.types import Score
 from serve.front.answer import Job
 from serve.front.choice import Piece
-from serve.front.logprobs import chat_logprobs
+from serve.front.logprobs import chat_logprobs, prompt_logprobs
 from serve.front.marks import Piece as Part
 from serve.front.marks import Plain, parser_of
 from serve.front.openai import ChatBody
@@ -30,7 +30,7 @@ def prepare(body: ChatBody, tokenizer: Tokenizer, max_context: int) -> Job:
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = room.max_tokens(ids, body.most_tokens, None, name)
     body.check_min_tokens(max_tokens)
-    samplings = body.samplings(tokenizer, body.num_top)
+    samplings = body.samplings(tokenizer, body.num_top, body.prompt_logprobs)
     thoughts = tokenizer.format.thoughts
     is_thinking = bool(thoughts and text.rstrip().endswith(thoughts[0]))
     if thoughts and is_thinking:
@@ -67,12 +67,11 @@ class ChatShape:
         self._num_calls = [0] * len(parsers)
         self.continues = bool(body.continue_final_message)
 
-    def chunks(self, number: int, piece: Piece, _: list[Score]) -> Iterator[Json]:
+    def chunks(self, number: int, piece: Piece, prompt_scores: list[Score]) -> Iterator[Json]:
         body = self._body
         if piece.is_first:
             first = _choice(number, {"role": "assistant", "content": ""})
-            shown = body.return_token_ids and number == 0
-            yield {"choices": [first], **({"prompt_token_ids": self._prompt.ids} if shown else {})}
+            yield {"choices": [first], **(self._prompt_told(prompt_scores) if number == 0 else {})}
         deltas = list(self._deltas(number, piece))
         if not deltas and piece.tokens and (body.logprobs or body.return_token_ids):
             deltas = [{"content": ""}]
@@ -85,7 +84,15 @@ class ChatShape:
                 choice["token_ids"] = list(piece.tokens)
             yield {"choices": [choice]}
         if piece.finish_reason is not None:
-            yield {"choices": [_choice(number, {}, self._reason(number, piece.finish_reason))]}
+            last = _choice(number, {}, self._reason(number, piece.finish_reason))
+            yield {"choices": [{**last, "stop_reason": piece.stop_reason}]}
+
+    def _prompt_told(self, scores: list[Score]) -> Json:
+        told: Json = {"prompt_token_ids": self._prompt.ids} if self._body.return_token_ids else {}
+        if self._body.prompt_logprobs is not None:
+            as_ids = bool(self._body.return_tokens_as_token_ids)
+            told["prompt_logprobs"] = prompt_logprobs(scores, self._tokenizer, as_ids)
+        return told
 
     def _deltas(self, number: int, piece: Piece) -> Iterator[Json]:
         parser = self._parsers[number]

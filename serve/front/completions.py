@@ -6,7 +6,7 @@ from itertools import accumulate
 from serve.core.types import Score
 from serve.front.answer import Job
 from serve.front.choice import Piece
-from serve.front.logprobs import completion_logprobs
+from serve.front.logprobs import completion_logprobs, prompt_logprobs, with_top
 from serve.front.openai import CompletionBody
 from serve.front.prompt import Prompt, Room
 from serve.front.replies import Json
@@ -20,7 +20,7 @@ def prepare(body: CompletionBody, tokenizer: Tokenizer, max_context: int) -> Job
     """Takes its time: call it in a thread. Raises RequestError if a prompt does not fit into
     max_context tokens."""
     room = Room(max_context, "prompt", body.truncate_prompt_tokens)
-    scored = body.logprobs if body.echo else None
+    scored = body.num_scored
     prompts = []
     for given in body.prompt:
         ids = _encode(given, body, room, tokenizer)
@@ -58,7 +58,7 @@ class CompletionShape:
 
     def chunks(self, number: int, piece: Piece, prompt_scores: list[Score]) -> Iterator[Json]:
         body = self._body
-        if piece.is_first and (body.echo or body.return_token_ids):
+        if piece.is_first and (body.echo or body.return_token_ids or body.num_scored is not None):
             yield {"choices": [self._opening(number, prompt_scores)]}
         if piece.text or (piece.tokens and (body.logprobs is not None or body.return_token_ids)):
             choice = self._choice(number, piece.text, piece.tokens, piece.scores)
@@ -66,16 +66,22 @@ class CompletionShape:
                 choice["token_ids"] = list(piece.tokens)
             yield {"choices": [choice]}
         if piece.finish_reason is not None:
-            yield {"choices": [{**_choice(number, ""), "finish_reason": piece.finish_reason}]}
+            reason = {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
+            yield {"choices": [_choice(number, "") | reason]}
 
     def _opening(self, number: int, scores: list[Score]) -> Json:
         """The prompt."""
         prompt = self._prompts[number // self._body.num_choices]
         choice = _choice(number, "")
         if self._body.echo:
-            choice = self._choice(number, prompt.text, prompt.ids, [None, *scores])
+            echoed = [None, *with_top(scores, self._body.logprobs or 0)]
+            choice = self._choice(number, prompt.text, prompt.ids, echoed)
         if self._body.return_token_ids:
             choice |= {"prompt_token_ids": prompt.ids, "token_ids": []}
+        if self._body.prompt_logprobs is not None:
+            asked = with_top(scores, self._body.prompt_logprobs)
+            as_ids = bool(self._body.return_tokens_as_token_ids)
+            choice["prompt_logprobs"] = prompt_logprobs(asked, self._tokenizer, as_ids)
         return choice
 
     def _choice(

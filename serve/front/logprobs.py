@@ -1,6 +1,7 @@
 """Scores as OpenAI tells them, in chat and in completions."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from serve.core.types import Score
 from serve.front.replies import Json
@@ -35,6 +36,34 @@ def completion_logprobs(
         "token_logprobs": [None if s is None else max(s.logprob, _LEAST) for s in scores],
         "top_logprobs": [None if s is None else _top(s, tokenizer, as_ids) for s in scores],
     }
+
+
+def prompt_logprobs(
+    scores: Sequence[Score], tokenizer: Tokenizer, as_ids: bool
+) -> list[dict[str, Json] | None]:
+    """vLLM's, by token id: the likeliest tokens in the place of each of the prompt's, and that
+    one itself, whose rank is null where it is not among them. The first token has no score."""
+
+    def told(score: Score) -> dict[str, Json]:
+        ranked = [(*top, rank) for rank, top in enumerate(score.top, 1)]
+        every: dict[int, tuple[float, int | None]]
+        every = {token: (logprob, rank) for token, logprob, rank in ranked}
+        every.setdefault(score.token, (score.logprob, None))
+        return {
+            str(token): {
+                "logprob": max(logprob, _LEAST),
+                "rank": rank,
+                "decoded_token": _text(token, tokenizer, as_ids),
+            }
+            for token, (logprob, rank) in every.items()
+        }
+
+    return [None, *map(told, scores)]
+
+
+def with_top(scores: Sequence[Score], num_top: int) -> list[Score]:
+    """Scores that tell no more than so many of the likeliest tokens."""
+    return [replace(score, top=score.top[:num_top]) for score in scores]
 
 
 def _top(score: Score, tokenizer: Tokenizer, as_ids: bool) -> dict[str, float]:

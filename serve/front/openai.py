@@ -49,7 +49,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "priority": (0,),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "reasoning_effort": (),
     "repetition_detection": (),
     "service_tier": ("auto", "default"),
@@ -85,6 +84,7 @@ class GenerationBody(SamplingBody):
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
@@ -94,6 +94,8 @@ class GenerationBody(SamplingBody):
     def _stream_fits(self) -> "GenerationBody":
         if self.stream_options is not None and not self.stream:
             refuse("stream_options is allowed only with stream=true", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            refuse("prompt_logprobs are not available with stream=true", "prompt_logprobs")
         return self
 
     @property
@@ -202,6 +204,12 @@ class CompletionBody(GenerationBody):
     @property
     def num_top(self) -> int | None:
         return self.logprobs
+
+    @property
+    def num_scored(self) -> int | None:
+        """How many of the likeliest are told in the place of each of the prompt's tokens."""
+        asked = (self.logprobs if self.echo else None, self.prompt_logprobs)
+        return max((most for most in asked if most is not None), default=None)
 
 
 class TokenizeBody(Body):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from serve.core.errors import OverloadedError, RequestError
-from serve.core.types import FAILED_TOKEN, Event, FinishReason, Group, Row, Sequence, Step, Take
+from serve.core.types import FAILURES, Event, FinishReason, Group, Row, Sequence, Step, Take
 from serve.front.chunks import Appetite, alike, next_chunk
 from serve.front.prefix import PrefixIndex, beginning, beginning_of_original
 
@@ -312,9 +312,9 @@ class Scheduler:
         self.waiting.extendleft(reversed(free))
 
     def _advance(self, sequence: Sequence, token: int) -> Event:
-        if token == FAILED_TOKEN:
+        if token in FAILURES:
             self.drop(sequence.id)
-            return Event(sequence.id, None, "error")
+            return Event(sequence.id, None, FAILURES[token])
         sequence.output.append(token)
         reason: FinishReason | None = None
         if token in sequence.end_ids:

@@ -17,18 +17,18 @@ class StopMatcher:
         self._stops = tuple(stops)
         self._keep = keep
         self._held = ""
-        self.matched = False
+        self.matched: str | None = None  # the stop string that ended the text
 
     def feed(self, delta: str) -> str:
         """The text that is certain with this delta; nothing once a stop string matched."""
         if self.matched:
             return ""
         text = self._held + delta
-        starts = ((text.find(stop), len(stop)) for stop in self._stops)
-        ends = [(start + length, start) for start, length in starts if start >= 0]
+        starts = ((text.find(stop), stop) for stop in self._stops)
+        ends = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
         if ends:
-            self.matched, self._held = True, ""
-            end, start = min(ends)
+            end, start, self.matched = min(ends)
+            self._held = ""
             return text[: end if self._keep else start]
         split = len(text) - max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[split:]

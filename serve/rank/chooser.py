@@ -11,7 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from serve.core.types import FAILED_TOKEN, Row, Sampling, Score, Step
+from serve.core.errors import RequestError
+from serve.core.types import FAILED_TOKEN, FAILURES, REFUSED_TOKEN, Row, Sampling, Score, Step
 from serve.core.wire import Result, Scores
 from serve.rank.cache import Part
 from serve.rank.grammar import Grammars
@@ -91,7 +92,7 @@ class Chooser:
             told = _scores(chosen, outputs[at : at + _ARRAYS_OF_A_SCORING])
             scores.append(Scores(step.rows[scoring.row].sequence, scoring.position, told))
         for row, token in zip(step.rows, tokens, strict=False):
-            if token != FAILED_TOKEN:
+            if token not in FAILURES:
                 self._samplers[row.sequence].note(token)
         return Result(step.number, tokens, tuple(scores))
 
@@ -119,7 +120,7 @@ class Chooser:
 
 def _sample_each(logits: mx.array, samplers: list[Sampler], positions: list[int]) -> mx.array:
     """The next tokens (B,) of logits (B, vocabulary). What breaks the draw of one row is
-    its request's own doing: that row gets FAILED_TOKEN, the others what is theirs."""
+    its request's own doing: that row gets one of FAILURES, the others what is theirs."""
     try:
         return sample(logits, samplers, positions).astype(mx.int32)
     except Exception as error:
@@ -128,7 +129,7 @@ def _sample_each(logits: mx.array, samplers: list[Sampler], positions: list[int]
             each = [_sample_each(logits[n : n + 1], [samplers[n]], [positions[n]]) for n in rows]
             return mx.concatenate(each)
         _logger.error("event=row_failed reason=%s", json.dumps(repr(error)))
-        return mx.array([FAILED_TOKEN])
+        return mx.array([REFUSED_TOKEN if isinstance(error, RequestError) else FAILED_TOKEN])
 
 
 def _logits_of_rows(step: Step, parts: list[Part], logits: list[mx.array]) -> dict[int, mx.array]:

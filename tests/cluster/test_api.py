@@ -95,6 +95,20 @@ def test_completions_go_on_as_mlx_lm_does(server: Server) -> None:
     assert as_text == as_ids == wanted
 
 
+def test_prompts_of_chats_are_scored_as_vllm_does(server: Server, whole: Whole) -> None:
+    extra = {"prompt_logprobs": 2, "return_token_ids": True}
+    for _ in range(2):
+        fields = chat(server, max_tokens=1, extra_body=extra).model_extra
+        ids, told = fields["prompt_token_ids"], fields["prompt_logprobs"]
+        exact = whole(ids)
+        assert told[0] is None
+        assert len(told) == len(ids)
+        for scores, id, row in zip(told[1:], ids[1:], exact, strict=False):
+            assert scores[str(id)]["logprob"] == pytest.approx(row[id], abs=1e-3)
+            (best,) = (score for score in scores.values() if score["rank"] == 1)
+            assert best["logprob"] == pytest.approx(row.max(), abs=1e-3)
+
+
 def test_a_stream_of_several_prompts_and_choices(server: Server) -> None:
     fields: dict[str, Any] = {"n": 2, "temperature": 1, "seed": 5, "max_tokens": 6, "echo": True}
     prompts = [PROMPT, "one two three"]
@@ -169,6 +183,8 @@ def test_ends(server: Server) -> None:
     assert longer.usage.completion_tokens >= len(ids) + 4
     stopped = chat(server, "Hi", extra_body={"stop_token_ids": [ids[1]], "return_token_ids": True})
     assert stopped.choices[0].finish_reason == "stop"
+    assert stopped.choices[0].model_extra["stop_reason"] == ids[1]
+    assert short.model_extra["stop_reason"] is None
     assert stopped.choices[0].model_extra["token_ids"] == ids[: ids.index(ids[1]) + 1]
 
 

@@ -155,3 +155,31 @@ def test_what_does_not_fit_is_refused_by_name(server: Server, fields: Any, param
     with pytest.raises(openai.BadRequestError) as told:
         ask(server, **fields)
     assert told.value.param == param
+
+
+def explosive_grammar(num_rules: int = 40) -> str:
+    """Each word may be read in so many ways that llguidance gives up after some dozens."""
+    rules = [
+        f"s{i}: s{i} s{(i + 1) % num_rules} | s{(i + 2) % num_rules} s{i} | WORD"
+        for i in range(num_rules)
+    ]
+    return "\n".join(["start: s0", *rules, "WORD: /[a-z]+ /"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_fails_midway_fails_its_request_alone(server: Server, stream: bool) -> None:
+    extra = {"structured_outputs": {"grammar": explosive_grammar()}}
+
+    def exploding() -> Any:
+        reply = ask(server, temperature=1, seed=1, max_tokens=400, extra_body=extra, stream=stream)
+        return list(reply) if stream else reply
+
+    with ThreadPoolExecutor(2) as threads:
+        other = threads.submit(ask, server, "Say the alphabet.", temperature=0)
+        with pytest.raises(openai.APIError, match="grammar cannot be followed") as caught:
+            exploding()
+    assert caught.value.type == "invalid_request_error"
+    if not stream:
+        assert isinstance(caught.value, openai.BadRequestError)
+    assert other.result().choices[0].message.content.startswith("a b c")
+    assert server.get("/admin/pipeline")["num_running"] == 0

@@ -144,6 +144,47 @@ async def test_a_row_that_failed_is_a_mistake_of_ours_and_no_broken_cluster(
     assert record.finish_reason == "error"
 
 
+async def test_a_grammar_that_fails_midway_is_the_requests_fault(
+    engine: FakeEngine, record: Record
+) -> None:
+    chat = start(engine, record)
+    chat._generation = FakeGeneration([Event(0, 5), Event(0, None, "refused")], 0)
+    events = [event async for event in chat.server_sent_events(include_usage=False)]
+    assert events[-1] == replies.DONE
+    assert b'"type":"invalid_request_error"' in events[-2]
+    assert b"grammar" in events[-2]
+    assert (record.status, record.finish_reason) == (400, "error")
+
+
+@pytest.mark.parametrize(
+    ("stops", "stop_token", "fields", "reason"),
+    [
+        ((), None, {}, None),
+        (("absent", "two three", "o t"), None, {}, "o t"),
+        (("absent",), "two", {}, "two"),
+        ((), "</s>", {}, None),
+        ((), "</s>", {"ignore_eos": True}, "</s>"),
+        (("absent",), None, {"limit": 1}, None),
+    ],
+)
+async def test_what_ended_an_answer_is_told(
+    engine: FakeEngine,
+    record: Record,
+    stops: Sequence[str],
+    stop_token: str | None,
+    fields: dict[str, Any],
+    reason: str | None,
+) -> None:
+    """As vLLM does: an end token is no reason of its own, unless end tokens count for nothing."""
+    ids = {"two": engine.tokenizer.encode(" two")[0], "</s>": min(engine.tokenizer.eos_ids)}
+    engine.answer = "one two three"
+    if stop_token:
+        fields = {**fields, "stop_token_ids": [ids[stop_token]]}
+    chat = start(engine, record, stops, **fields)
+    (choice,) = (await replies.fold(chat.chunks(include_usage=False)))["choices"]
+    assert choice["stop_reason"] == ids.get(reason or "", reason)
+
+
 @pytest.mark.parametrize("events", [[], [Event(0, None, "abort")], [Event(0, 5)]])
 async def test_a_generation_without_a_right_end_is_an_error(
     engine: FakeEngine, record: Record, events: list[Any]

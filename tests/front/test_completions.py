@@ -123,7 +123,6 @@ def test_the_default_limit_is_sixteen_or_what_is_left(tokenizer: Tokenizer) -> N
         ({"logprobs": -1}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
         ({"echo": 1}, "echo"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
     ],
 )
@@ -196,6 +195,37 @@ async def test_choices_share_the_scores_of_their_prompt(engine: FakeEngine) -> N
     first, second = told["choices"]
     assert first["logprobs"] == second["logprobs"]
     assert [s.prompt_logprobs for s in engine.samplings] == [1, None]
+
+
+async def test_prompts_are_scored_without_an_echo(engine: FakeEngine) -> None:
+    """vLLM's prompt_logprobs: by id, each with its rank, the first token without."""
+    prompt = [3, 0, 2, 9]
+    told = await reply(engine, prompt=prompt, prompt_logprobs=2, logprobs=1, echo=True)
+    (choice,) = told["choices"]
+    first, *others = choice["prompt_logprobs"]
+    assert first is None
+    assert [set(each) for each in others] == [{"0", "1"}, {"0", "1", "2"}, {"0", "1", "9"}]
+    assert others[1]["2"] == {
+        "logprob": -2.0,
+        "rank": None,
+        "decoded_token": engine.tokenizer.token_text(2),
+    }
+    assert [each["1"]["rank"] for each in others] == [2, 2, 2]
+    assert len(choice["logprobs"]["top_logprobs"][1]) == 1, "an echo tells what it was asked for"
+    assert engine.samplings[0].prompt_logprobs == 2
+
+
+@pytest.mark.parametrize("prompt_logprobs", [-1, 21, True, "1", 0.5])
+def test_prompt_logprobs_that_are_refused(prompt_logprobs: Any) -> None:
+    with pytest.raises(RequestError) as told:
+        body(prompt_logprobs=prompt_logprobs)
+    assert told.value.param == "prompt_logprobs"
+
+
+def test_prompt_logprobs_do_not_come_in_a_stream() -> None:
+    with pytest.raises(RequestError, match="stream=true") as told:
+        body(prompt_logprobs=0, stream=True)
+    assert told.value.param == "prompt_logprobs"
 
 
 @pytest.mark.parametrize(("seed", "num"), [(None, 4), (5, 2)])

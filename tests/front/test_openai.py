@@ -105,7 +105,6 @@ def test_a_wrong_value_is_refused_by_name(name: str, value: Any) -> None:
         ("service_tier", "flex"),
         ("functions", [{}]),
         ("reasoning_effort", "high"),
-        ("prompt_logprobs", 0),
         ("logprob_token_ids", [1]),
         ("spaces_between_special_tokens", False),
         ("chat_template", "{{ 1 }}"),

@@ -16,7 +16,7 @@ def slow_cut(text: str, stops: list[str]) -> str:
 def cut_in_pieces(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
     matcher = StopMatcher(stops)
     text = "".join(matcher.feed(piece) for piece in pieces) + matcher.flush()
-    return text, matcher.matched
+    return text, matcher.matched is not None
 
 
 def pieces_of(text: str, rng: random.Random) -> list[str]:
@@ -52,8 +52,18 @@ def test_after_a_match_nothing_comes() -> None:
     matcher = StopMatcher(["ab"])
     assert matcher.feed("1a") == "1"
     assert matcher.feed("b2") == ""
-    assert matcher.matched
+    assert matcher.matched == "ab"
     assert matcher.feed("more") == matcher.flush() == ""
+
+
+@pytest.mark.parametrize(
+    ("stops", "which"), [(["cd", "bcd"], "bcd"), (["d", "b"], "b"), (["x", "cd"], "cd")]
+)
+def test_the_stop_string_that_ended_the_text_is_known(stops: list[str], which: str) -> None:
+    matcher = StopMatcher(stops)
+    for piece in ("ab", "c", "d"):
+        matcher.feed(piece)
+    assert matcher.matched == which
 
 
 def test_a_stop_string_inside_the_beginning_of_a_longer_one() -> None:
