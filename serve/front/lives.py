@@ -14,6 +14,7 @@ import logging
 import os
 import secrets
 import time
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +30,7 @@ from serve.parent.restarts import Restarts, may_pass
 
 _WATCH_SECONDS = 0.5
 _BLAME_SECONDS = 0.5
+_RENEW_SECONDS = 10.0  # for a parent to hear that it is to start an engine
 
 _logger = logging.getLogger(__name__)
 Json = dict[str, Any]
@@ -118,8 +120,8 @@ class Lives:
         none."""
         assert self._process is not None
         tasks = [
-            asyncio.create_task(self._read(self._process)),
-            asyncio.create_task(self._work_on(wait_seconds)),
+            asyncio.create_task(self._guarded(self._read(self._process))),
+            asyncio.create_task(self._guarded(self._work_on(wait_seconds))),
         ]
         try:
             await self._faulty.wait()
@@ -129,22 +131,25 @@ class Lives:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _work_on(self, wait_seconds: float) -> None:
+    async def _guarded(self, task: Coroutine[Any, Any, None]) -> None:
         try:
-            await asyncio.sleep(wait_seconds)
-            await self._until_all({"starting"}, self._config.join_timeout, "start an engine")
-            self._give_orders()
-            joined = {"fetching", "loading", "ready"}
-            await self._until_all(joined, self._config.join_timeout, "join the ring")
-            await self._until_all({"ready"}, self._config.load_timeout, "load its layers")
-            await self._work.prepare()
-            self._begin()
-            await self._watch()
+            await task
         except BrigadeError as error:
             self._on_fault(error)
         except Exception as error:  # The top of the task: without it nobody would be told.
             _logger.exception("event=bug")
             self._on_fault(BrigadeError(f"{type(error).__name__}: {error}"))
+
+    async def _work_on(self, wait_seconds: float) -> None:
+        await asyncio.sleep(wait_seconds)
+        await self._until_all({"starting"}, _RENEW_SECONDS, "start an engine")
+        self._give_orders()
+        joined = {"fetching", "loading", "ready"}
+        await self._until_all(joined, self._config.join_timeout, "join the ring")
+        await self._until_all({"ready"}, self._config.load_timeout, "load its layers")
+        await self._work.prepare()
+        self._begin()
+        await self._watch()
 
     def _give_orders(self) -> None:
         """Under a new nonce: what is left of an older ring cannot be mixed in."""
@@ -192,6 +197,8 @@ class Lives:
             try:
                 await asyncio.wait_for(self._progressed.wait(), timeout_seconds)
             except (TimeoutError, asyncio.TimeoutError) as error:
+                if late[0].state == "renewing":  # Its parent hears nothing: it has to join anew.
+                    self.hub.forget(late[0].rank)
                 raise ClusterError(
                     f"Rank {late[0].rank} on {late[0].host} did not {what}: nothing moved for "
                     f"{timeout_seconds:g} s, look at its log."
@@ -213,7 +220,8 @@ class Lives:
         """New engines on all ranks. Raises ClusterError if a rank is gone for good."""
         self._life += 1
         self.num_restarts += 1
-        _logger.warning("event=recovering life=%d", self._life)
+        reason = json.dumps(str(self._reason))
+        _logger.warning("event=recovering life=%d reason=%s", self._life, reason)
         self._faulty.clear()
         self._reason = None
         for stage in self.stages:
@@ -249,15 +257,16 @@ class Lives:
         return [StagePlan.from_json(stage) for stage in message["stages"]]
 
     async def _read(self, process: EngineProcess) -> None:
-        try:
-            async for kind, body in process.link.messages():
-                if kind == wire.Kind.RESULT:
-                    self._work.on_result(wire.decode_result(body))
-                else:
-                    self._on_message(0, wire.parse_json(body))
-        except ClusterError as error:
-            self._on_fault(error)
-        self._on_message(0, engine_ended(0, await process.wait()))
+        has_said_why = False
+        async for kind, body in process.link.messages():
+            if kind != wire.Kind.RESULT:
+                message = wire.parse_json(body)
+                has_said_why |= message["type"] == "error"
+                self._on_message(0, message)
+            elif self.is_working:  # else it comes too late
+                self._work.on_result(wire.decode_result(body))
+        if not has_said_why:
+            self._on_message(0, engine_ended(0, await process.wait()))
 
     def _on_message(self, rank: int, message: Json) -> None:
         """What engines say that are ended by now is of no use, but for a better reason."""

@@ -100,7 +100,7 @@ class StageStatus:
     hop_seconds: float = 0.0
     busy_seconds: float = 0.0
     num_steps: int = 0
-    waits_on: tuple[int, int] | None = None  # the hop of a tensor that is on its way
+    waits_on: list[int] | None = None  # the hop, from rank to rank, of a tensor that is on its way
     step: int | None = None  # the one that it computes
     pace: Pace = field(default_factory=Pace)
     heard_at: float = 0.0

@@ -111,6 +111,11 @@ class Hub:
         if link := self._links.get(rank):
             link.send_json(message)
 
+    def forget(self, rank: int) -> None:
+        """Ends the connection of a rank that does not answer: it may join again."""
+        if link := self._links.get(rank):
+            link.abort()
+
     async def close(self) -> None:
         self._stopping = True
         if self._server:

@@ -47,9 +47,13 @@ class Link:
         while (message := await self.receive()) is not None:
             yield message
 
+    def abort(self) -> None:
+        """Ends it without a word to the peer, which may not listen any more."""
+        self._writer.transport.abort()
+
     async def close(self) -> None:
         self._writer.close()
         try:
             await asyncio.wait_for(self._writer.wait_closed(), 1)
         except (OSError, TimeoutError, asyncio.TimeoutError):
-            self._writer.transport.abort()
+            self.abort()

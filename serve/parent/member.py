@@ -7,20 +7,21 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from serve.core import wire
-from serve.core.config import Cluster, ServeConfig
+from serve.core.config import Address, Cluster, ServeConfig
 from serve.core.errors import ClusterError
-from serve.parent.control import Hello, engine_ended, error_message, join, raise_if_error
+from serve.parent.control import Hello, engine_ended, error_message, join
 from serve.parent.engine import EngineProcess
 from serve.parent.link import Link
 
 Result = TypeVar("Result")
 _LAST_WORD_SECONDS = 1.0
+_REJOIN_SECONDS = 2.0
 _STOP_SECONDS = 3.0  # how long rank 0 may take once its streams are finished
 
 
 async def run_member(config: ServeConfig, cluster: Cluster, facts: dict[str, str]) -> None:
-    """Returns when rank 0 says stop, or after a signal; raises the error that ended
-    this rank.
+    """Returns when rank 0 says stop, or after a signal. Raises ClusterError if rank 0 does not
+    come, refuses, or is gone.
 
     A launcher signals all ranks at once, and rank 0 may have streams to finish: so
     once it has joined, this rank waits for rank 0's word.
@@ -32,9 +33,20 @@ async def run_member(config: ServeConfig, cluster: Cluster, facts: dict[str, str
         asyncio.get_running_loop().add_signal_handler(number, signalled.set)
     hello = Hello.of(cluster, facts, os.getpid())
     hub = await _until(signalled, join(cluster.control, hello, config.join_timeout))
-    if hub is not None:
-        grace_seconds = config.drain_timeout + _STOP_SECONDS
-        await _until(signalled, _Member(config, cluster.rank, hub).run(), grace_seconds)
+    grace_seconds = config.drain_timeout + _STOP_SECONDS
+    while hub is not None:
+        if await _until(signalled, _Member(config, cluster.rank, hub).run(), grace_seconds):
+            return
+        # A broken connection, or the end of rank 0. A launcher should see that end first.
+        await asyncio.sleep(_LAST_WORD_SECONDS)
+        hub = await _until(signalled, _join_again(cluster.control, hello))
+
+
+async def _join_again(control: Address, hello: Hello) -> Link:
+    try:
+        return await join(control, hello, _REJOIN_SECONDS)
+    except ClusterError as error:
+        raise ClusterError(f"Rank 0 is gone, look at its log: {error}") from error
 
 
 async def _until(
@@ -64,24 +76,18 @@ class _Member:
         self._reading: asyncio.Task[None] | None = None
         self._is_fresh = False
 
-    async def run(self) -> None:
-        """Until rank 0 says stop. Raises why it does not go on."""
+    async def run(self) -> bool:
+        """Until rank 0 says stop; False if it went without a word."""
         try:
             await self._start_engine()
-            while (message := await self._hear())["type"] != "stop":
-                raise_if_error(message)
+            while message := await self._hub.receive_json():
+                if message["type"] == "stop":
+                    return True
                 await self._obey(message)
+            return False
         finally:
             await self._stop_engine()
             await self._hub.close()
-
-    async def _hear(self) -> dict[str, Any]:
-        message = await self._hub.receive_json()
-        if message is None:
-            # Its own reason is the better one: a launcher should see rank 0 end first.
-            await asyncio.sleep(_LAST_WORD_SECONDS)
-            raise ClusterError("Rank 0 is gone: look at its log.")
-        return message
 
     async def _obey(self, message: dict[str, Any]) -> None:
         assert self._engine is not None
@@ -119,13 +125,17 @@ class _Member:
             await self._engine.stop()
 
     async def _read(self, engine: EngineProcess) -> None:
+        has_said_why = False
         try:
             async for _, body in engine.link.messages():
-                self._tell(wire.parse_json(body))
+                message = wire.parse_json(body)
+                has_said_why |= message["type"] == "error"
+                self._tell(message)
         except ClusterError as error:
             self._tell(error_message(error))
         self._is_fresh = False
-        self._tell(engine_ended(self._rank, await engine.wait()))
+        if not has_said_why:
+            self._tell(engine_ended(self._rank, await engine.wait()))
 
     def _tell(self, message: dict[str, Any]) -> None:
         self._hub.send_json({**message, "life": self._life})

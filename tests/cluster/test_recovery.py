@@ -121,12 +121,14 @@ def check_same(streams: list[Stream], expected: list[Stream]) -> None:
         assert stream.scores == pytest.approx(undisturbed.scores, abs=1e-3)
 
 
-def check_kills(num_ranks: int, num_rounds: int, kills_of_a_round: int, launch: Any) -> None:
+def check_kills(
+    num_ranks: int, num_rounds: int, kills_of_a_round: int, launch: Any, first_seed: int = 0
+) -> None:
     with running(num_ranks, *WITHOUT_LIMIT, launch=launch) as server:
         expected, seconds = run_streams(server), []
         num_processes = len(server.family())
         for seed in range(num_rounds):
-            killer = Killer(server, kills_of_a_round, seed)
+            killer = Killer(server, kills_of_a_round, first_seed + seed)
             streams = run_streams(server, killer)
             check_same(streams, expected)
             seconds += killer.seconds_to_next_token(streams)
@@ -152,9 +154,10 @@ def test_streams_go_on_after_kills(num_ranks: int, launch: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_a_hundred_kills_change_no_token() -> None:
-    check_kills(2, 34, 3, brigade_launch)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("first_seed", [100, 200, 300, 400])
+def test_a_hundred_kills_change_no_token(first_seed: int) -> None:
+    check_kills(2, 9, 3, brigade_launch, first_seed)
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +232,7 @@ def test_a_rank_that_stops_for_ever_is_found_and_named(
     assert 6 < seconds[0] < 7 + 2
     assert f"No step came back for 7 s: rank {rank} on 127.0.0.1 is silent since" in server.text
     # The one that could still speak says where it stood.
-    server.wait_for_log(r"Thread 0x.*\n(.*\n)*?.*in receive")
+    server.wait_for_log(r"in (_next_frame|_wait_for)\b")
 
 
 def test_restarts_that_are_used_up_end_the_cluster_with_the_reason() -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -186,6 +187,31 @@ async def test_too_many_restarts_end_everything_with_the_reason() -> None:
             engine.submit([prompt(10, 5)])
 
 
+async def test_a_broken_connection_between_parents_is_made_again() -> None:
+    async with cluster() as engine:
+        await ready(engine)
+        answer = asyncio.create_task(collect(engine, prompt(10, 300)))
+        await asyncio.sleep(0.1)
+        engine._lives.hub.forget(1)
+        await asyncio.wait_for(answer, 15)
+        assert engine.pipeline()["num_restarts"] == 1
+        await ready(engine)
+
+
+async def test_a_fault_of_our_own_ends_the_cluster_and_is_no_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: Any) -> list[Event]:
+        raise KeyError("a bug")
+
+    async with cluster() as engine:
+        await ready(engine)
+        monkeypatch.setattr(engine._scheduler, "update", broken)
+        with pytest.raises(BrigadeError, match="KeyError: 'a bug'"):
+            await asyncio.wait_for(collect(engine, prompt(10, 300)), 10)
+        assert (await engine.failed()).exit_code == 1
+
+
 async def test_a_request_that_breaks_engines_goes_and_the_others_stay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -225,35 +251,27 @@ async def test_engines_that_never_come_up_are_tried_a_few_times(
         assert "Rank 1 cannot. The engines started anew 2 times" in str(error)
 
 
-@pytest.mark.parametrize("rank", [0, 2])
 async def test_a_stopped_engine_is_a_stall_after_the_timeout_and_not_before(
-    rank: int, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with cluster(stall_timeout=2.0) as engine:
         await ready(engine)
+        assert engine._lives._process
+        victim = engine._lives._process.pid
         answer = asyncio.create_task(collect(engine, prompt(10, 400)))
         await asyncio.sleep(0.1)
-        victim = next(p for p in engines() if rank_of(p, engine) == rank)
-        os.kill(victim.pid, signal.SIGSTOP)
+        os.kill(victim, signal.SIGSTOP)
         await asyncio.sleep(1.0)
-        os.kill(victim.pid, signal.SIGCONT)
+        os.kill(victim, signal.SIGCONT)
         await asyncio.sleep(0.3)
         assert engine.pipeline()["num_restarts"] == 0
-        os.kill(victim.pid, signal.SIGSTOP)
-        if rank:  # Only rank 0's stand-in computes, and its steps need nobody else.
-            await answer
-            return
-        began = asyncio.get_running_loop().time()
+        os.kill(victim, signal.SIGSTOP)
+        began = time.monotonic()
         while not engine.pipeline()["num_restarts"]:
             await asyncio.sleep(0.02)
-        assert 1.5 < asyncio.get_running_loop().time() - began < 4
+        assert 1.5 < time.monotonic() - began < 2 + 2
         assert "rank 0 on 127.0.0.1 is silent since" in caplog.text
         await asyncio.wait_for(answer, 15)
-
-
-def rank_of(process: psutil.Process, engine: Engine) -> int:
-    """Engines start in the order of ranks' parents, rank 0's first."""
-    return sorted(p.pid for p in engines()).index(process.pid)
 
 
 async def test_adapters_are_there_again_in_the_same_versions(tmp_path: Path) -> None:

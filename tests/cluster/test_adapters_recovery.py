@@ -1,0 +1,48 @@
+"""Adapters after a recovery: the same versions, the same answers, also of requests that ran."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.cluster.questions import QUESTIONS
+from tests.cluster.servers import Server
+from tests.cluster.test_adapters import Answer, answer, ask, cluster, folders, load  # noqa: F401
+
+pytestmark = pytest.mark.long
+
+
+def test_answers_and_versions_survive_killed_engines(
+    cluster: Server,  # noqa: F811
+    answer: Answer,  # noqa: F811
+) -> None:
+    for name in ("a", "c"):
+        assert load(cluster, name, name).status_code == 200
+    versions = {a["name"]: a["version"] for a in cluster.get("/v1/lora_adapters")["data"]}
+    assert versions == {"first": 1, "a": 2, "c": 3}
+    models = {"first": "b", "a": "a", "c": "c", "tiny-chat": "tiny-chat"}
+    jobs = [(list(models)[n % 4], QUESTIONS[n % 4]) for n in range(24)]
+    expected = {job: answer(models[job[0]], job[1]) for job in jobs}
+
+    def kill() -> None:
+        for _ in range(2):
+            time.sleep(0.2)
+            cluster.wait_until_ready()
+            parent = cluster.get("/admin/pipeline")["stages"][0]["pid"]
+            next(p for p in cluster.family() if p.ppid() == parent).kill()
+
+    killing = threading.Thread(target=kill)
+    killing.start()
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(lambda job: ask(cluster, *job), jobs))
+    killing.join()
+    for job, (text, version) in zip(jobs, answers, strict=True):
+        assert text == expected[job]
+        assert version == versions.get(job[0], 0)
+    cluster.wait_until_ready()
+    assert cluster.get("/admin/pipeline")["num_restarts"] == 2
+    for model, own in models.items():
+        assert ask(cluster, model, QUESTIONS[5])[0] == answer(own, QUESTIONS[5])
+    again = {a["name"]: a["version"] for a in cluster.get("/v1/lora_adapters")["data"]}
+    assert again == versions

@@ -1,0 +1,107 @@
+"""Hours of use in minutes: clients that ask, wait and leave, and engines that are killed.
+
+SOAK_SECONDS is how long, ten minutes unless it is set. Nothing may be lost, and nothing may grow.
+"""
+
+import os
+import random
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.cluster.servers import Server, gone, running
+
+SOAK_SECONDS = float(os.environ.get("SOAK_SECONDS", "600"))
+NUM_CLIENTS = 8
+NUM_KILLS = 4
+LEAVING_SHARE = 0.2
+MOST_GROWTH_BYTES = 30 << 20
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(int(SOAK_SECONDS) + 120)]
+
+
+@dataclass
+class Soak:
+    server: Server
+    until: float
+    ends: Counter[str] = field(default_factory=Counter)
+    lost: list[str] = field(default_factory=list)
+
+    def client(self, seed: int) -> None:
+        chance = random.Random(seed)
+        with httpx.Client(base_url=self.server.url, timeout=60) as http:
+            while time.monotonic() < self.until:
+                try:
+                    self.ask(http, chance)
+                except (httpx.HTTPError, AssertionError) as error:
+                    self.lost.append(repr(error))
+
+    def ask(self, http: httpx.Client, chance: random.Random) -> None:
+        words = " ".join(["word"] * int(chance.lognormvariate(3, 1)))
+        body: dict[str, Any] = {
+            "model": "tiny-chat",
+            "messages": [{"role": "user", "content": f"Say something about {words[:1500]}"}],
+            "max_tokens": chance.randint(1, 120),
+            "temperature": chance.choice([0, 1]),
+            "stream": True,
+        }
+        leaves_after = chance.randint(0, 30) if chance.random() < LEAVING_SHARE else None
+        with http.stream("POST", "/v1/chat/completions", json=body) as reply:
+            assert reply.status_code == 200, reply.read()
+            line = ""
+            for n, line in enumerate(filter(None, reply.iter_lines())):
+                assert '"error"' not in line, line
+                if n == leaves_after:
+                    self.ends["left"] += 1
+                    return
+        assert line == "data: [DONE]", line
+        self.ends["whole"] += 1
+
+    def run(self) -> None:
+        clients = [threading.Thread(target=self.client, args=(n,)) for n in range(NUM_CLIENTS)]
+        for client in clients:
+            client.start()
+        for _ in range(NUM_KILLS):
+            time.sleep((self.until - time.monotonic()) / (NUM_KILLS + 1))
+            self.server.wait_until_ready()
+            random.choice(list(self.server.engines().values())).kill()
+        for client in clients:
+            client.join(120)
+            assert not client.is_alive(), "a client waits without end"
+
+
+def idle(server: Server) -> list[tuple[int, int]]:
+    """Descriptors and bytes of each rank's parent, when nothing runs."""
+    deadline = time.monotonic() + 10
+    while any(server.get("/admin/pipeline")[name] for name in ("num_running", "num_waiting")):
+        assert time.monotonic() < deadline, "something runs without a client"
+        time.sleep(0.1)
+    time.sleep(1)
+    pids = [stage["pid"] for stage in server.get("/admin/pipeline")["stages"]]
+    parents = map(psutil.Process, pids)
+    return [(parent.num_fds(), parent.memory_info().rss) for parent in parents]
+
+
+def test_nothing_is_lost_and_nothing_grows() -> None:
+    with running(2, "--max-restarts", "1000") as server:
+        Soak(server, time.monotonic() + SOAK_SECONDS / 6).run()  # until everything was used once
+        before = idle(server)
+        soak = Soak(server, time.monotonic() + SOAK_SECONDS)
+        soak.run()
+        after = idle(server)
+        print(f"{dict(soak.ends)} descriptors and bytes: {before} then {after}")
+        assert not soak.lost
+        assert min(soak.ends["whole"], soak.ends["left"]) > 10
+        for (fds_before, bytes_before), (fds, num_bytes) in zip(before, after, strict=True):
+            assert fds <= fds_before + 2
+            assert num_bytes <= bytes_before + MOST_GROWTH_BYTES
+        family = server.family()
+        server.process.terminate()
+        assert server.process.wait(15) == 0
+        assert gone(family, 5), "processes were left behind"
