@@ -18,7 +18,7 @@ from launcher.hostfile import Host, read_hostfile
 from launcher.process import Start, local_ranks
 from launcher.record import launches, recorded, stop
 from launcher.remote import Way, connected, remote_ranks
-from launcher.supervisor import DRAIN_SECONDS, END_SECONDS, Supervisor, write_line
+from launcher.supervisor import DRAIN_SECONDS, END_SECONDS, MAX_RESTARTS, Supervisor, write_line
 from serve import __version__
 from serve.core.errors import BrigadeError, UsageError
 
@@ -93,7 +93,7 @@ def launch(flags: argparse.Namespace) -> int:
     is_here = any(host.is_local for host in hostfile.hosts)
     drain_seconds = check_words(flags.command, len(hostfile.hosts) if is_here else None)
     with connected(hostfile.hosts, way(flags), write_line) as connections:
-        check_before(connections, flags.cwd)
+        check_before(connections)
         environment = {**hostfile.environment, **environment}
         ranks = remote_ranks(connections, command, environment, drain_seconds)
         hosts = [host.ssh for host in hostfile.hosts]
@@ -126,8 +126,10 @@ def keep(
     ranks: AbstractContextManager[list[Start]],
     drain_seconds: float,
 ) -> int:
+    # A run of fine-tune goes on from its checkpoint; what serves takes a rank back.
+    max_restarts = MAX_RESTARTS if words[0] == "serve" else 0
     with recorded(words, hosts) as record:
-        return Supervisor(ranks, drain_seconds=drain_seconds, observer=record).run()
+        return Supervisor(ranks, write_line, drain_seconds, record, max_restarts).run()
 
 
 def way(flags: argparse.Namespace) -> Way:

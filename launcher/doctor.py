@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -45,10 +44,10 @@ def diagnose(
     return exit_code(findings)
 
 
-def check_before(connections: Sequence[Connection], folder: Path | None) -> None:
+def check_before(connections: Sequence[Connection]) -> None:
     """The quick part, before ranks start. Raises ClusterError with what fails; warnings are
     lines of the log."""
-    facts = on_each(connections, lambda each: ask(each, None, folder))
+    facts = on_each(connections, ask)
     findings = list(check_hosts(facts))
     for finding in findings:
         if finding.status == "warn":
@@ -57,16 +56,11 @@ def check_before(connections: Sequence[Connection], folder: Path | None) -> None
         raise ClusterError("; ".join(f"{f.where}: {f.what}: {f.fix}" for f in failed) + ".")
 
 
-def ask(connection: Connection, model: Path | None, folder: Path | None) -> Facts:
+def ask(connection: Connection, model: Path | None = None) -> Facts:
     """One host's facts, and how far its clock is ahead of this one's."""
     asked = time.time()
-    facts = connection.ask(
-        "facts",
-        folder=str(folder or os.getcwd()),
-        must_exist=folder is not None,
-        model=model and str(model),
-        ips=list(connection.host.ips),
-    )
+    ips = list(connection.host.ips)
+    facts = connection.ask("facts", model=model and str(model), ips=ips)
     ahead_seconds = facts["time"] - (asked + time.time()) / 2
     return {**facts, "host": connection.host.ssh, "ahead_seconds": ahead_seconds}
 
@@ -78,7 +72,7 @@ def examine(
     all that would follow is about the others only."""
     try:
         with connected(hosts, way, tell) as connections:
-            facts = on_each(connections, lambda each: ask(each, model, way.folder))
+            facts = on_each(connections, lambda each: ask(each, model))
             for connection, each in zip(connections, facts, strict=True):
                 yield check_shell(connection.host.ssh, connection.noise)
                 yield check_clock(connection.host.ssh, each["ahead_seconds"])
@@ -117,7 +111,7 @@ def examine_hop(here: Connection, there: Connection, ip: str) -> Finding:
         return check_hop(where, told)
 
 
-def examine_ring(connections: Sequence[Connection], python: str, tell: Tell) -> Finding:
+def examine_ring(connections: list[Connection], python: str, tell: Tell) -> Finding:
     """A real ring of MLX under a nonce, and what ranks send in one."""
     tell("forming a ring")
     lines: list[str] = []

@@ -1,5 +1,6 @@
 """Ranks on other hosts: an agent on each, reached over ssh, which starts and keeps one rank."""
 
+import functools
 import json
 import os
 import queue
@@ -67,6 +68,8 @@ class Connection:
 
     def greet(self) -> None:
         self._answer(GREETING_SECONDS)
+        folder, must_exist = self._way.folder, self._way.folder is not None
+        self.ask("enter", folder=str(folder or os.getcwd()), must_exist=must_exist)
 
     def ask(self, ask: str, **fields: Any) -> dict[str, Any]:
         self.tell({"ask": ask, **fields})
@@ -88,6 +91,17 @@ class Connection:
             return line
         answer: dict[str, Any] = json.loads(line.partition(" ")[2])
         return answer
+
+    def again(self) -> "Connection":
+        """A new one in its place: an agent keeps one rank and ends with it."""
+        self.close()
+        fresh = Connection(self.host, self._way)
+        try:
+            fresh.greet()
+        except ClusterError:
+            fresh.close()
+            raise
+        return fresh
 
     def close(self) -> None:
         """The end of its input ends an agent, and its rank with it."""
@@ -138,6 +152,10 @@ class RemoteProcess:
         self._returncode: int | None = None
         self._read_all = threading.Event()
         self.pid: int = connection.ask("run", **order)["pid"]
+
+    @property
+    def lost(self) -> bool:
+        return self._returncode is None or self._returncode < 0
 
     def lines(self) -> Iterator[str]:
         while (line := self._connection.next_line()) is not None:
@@ -206,12 +224,13 @@ def on_each(
 
 @contextmanager
 def remote_ranks(
-    connections: Sequence[Connection],
+    connections: list[Connection],
     command: Sequence[str],
     environment: Mapping[str, str],
     drain_seconds: float,
 ) -> Iterator[list[Start]]:
-    """environment is what the user asked for; to other hosts goes some of this one's as well."""
+    """environment is what the user asked for; to other hosts goes some of this one's as well. A
+    rank that is started again gets a connection of its own, in the place of the one before."""
     ports = on_each(connections, _reserve_ports)
     control = f"{connections[0].host.ips[0]}:{ports[0].pop()}"
     addresses = [
@@ -228,10 +247,15 @@ def remote_ranks(
         "drain_seconds": drain_seconds,
     }
 
-    def start_of(connection: Connection) -> Start:
-        return lambda: RemoteProcess(connection, {**order, "rank": connection.host.rank})
+    used: set[int] = set()
 
-    yield [start_of(connection) for connection in connections]
+    def start(rank: int) -> RemoteProcess:
+        if rank in used:
+            connections[rank] = connections[rank].again()
+        used.add(rank)
+        return RemoteProcess(connections[rank], {**order, "rank": rank})
+
+    yield [functools.partial(start, rank) for rank in range(len(connections))]
 
 
 def _reserve_ports(connection: Connection) -> list[int]:
