@@ -24,7 +24,7 @@ from launcher.checks import (
 )
 from launcher.command import RING_CHECK
 from launcher.hostfile import Host
-from launcher.remote import Connection, Way, connected, on_each, remote_ranks
+from launcher.remote import Connection, HostError, HostsError, Way, connected, on_each, remote_ranks
 from launcher.supervisor import Supervisor, write_line
 from serve.core.errors import ClusterError
 
@@ -83,9 +83,10 @@ def examine(
             if len(hosts) > 1 and not any(each.status == "fail" for each in findings):
                 yield from examine_hops(connections, tell)
                 yield examine_ring(connections, way.python, tell)
-    except ClusterError as error:
-        what, _, fix = str(error).rpartition(": ")
-        yield Finding("fail", "all hosts", what, fix)
+    except HostsError as error:
+        yield from (Finding("fail", each.where, each.what, each.fix) for each in error.errors)
+    except HostError as error:
+        yield Finding("fail", error.where, error.what, error.fix)
 
 
 def examine_hops(connections: Sequence[Connection], tell: Tell) -> Iterator[Finding]:
@@ -102,8 +103,8 @@ def examine_hops(connections: Sequence[Connection], tell: Tell) -> Iterator[Find
 
 def examine_hop(here: Connection, there: Connection, ip: str) -> Finding:
     where = f"{here.host.ssh} → {there.host.ssh} ({ip})"
-    port = there.ask("listen", ip=ip)["port"]
     try:
+        port = there.ask("listen", ip=ip)["port"]
         return check_hop(where, here.ask("measure", ip=ip, port=port))
     except ClusterError as error:
         no_route = f"[Errno {errno.EHOSTUNREACH}]" in str(error)
@@ -133,14 +134,14 @@ def show(findings: Sequence[Finding], as_json: bool) -> None:
     if as_json:
         console.print_json(json.dumps([asdict(finding) for finding in findings]))
         return
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for name in ("status", "where", "what"):
-        table.add_column(name, no_wrap=name != "what", overflow="fold")
-    for finding in findings:
-        what = Text(finding.what)
-        if finding.fix:
-            what.append(f"\n→ {finding.fix}", "bold")
-        table.add_row(Text(finding.status, _COLOURS[finding.status]), finding.where, what)
-    console.print(table)
+    for where in dict.fromkeys(finding.where for finding in findings):
+        console.print(Text(where, "bold"))
+        table = Table(box=None, show_header=False, padding=(0, 0, 0, 2))
+        for finding in (each for each in findings if each.where == where):
+            what = Text(finding.what)
+            if finding.fix:
+                what.append(f"\n→ {finding.fix}", "bold")
+            table.add_row(Text(finding.status, _COLOURS[finding.status]), what)
+        console.print(table)
     counts = {status: sum(f.status == status for f in findings) for status in _COLOURS}
     console.print(", ".join(f"{count} {status}" for status, count in counts.items()))

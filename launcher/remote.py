@@ -31,6 +31,20 @@ GOODBYE_SECONDS = 2.0
 Result = TypeVar("Result")
 
 
+class HostError(ClusterError):
+    def __init__(self, where: str, what: str, fix: str = "") -> None:
+        self.where, self.what, self.fix = where, what, fix
+        super().__init__(": ".join(filter(None, (where, what, fix))) + ".")
+
+
+class HostsError(ClusterError):
+    """Every host's own."""
+
+    def __init__(self, errors: Sequence[HostError]) -> None:
+        self.errors = errors
+        super().__init__(" ".join(map(str, errors)))
+
+
 @dataclass(frozen=True, slots=True)
 class Way:
     """How a launcher gets to its hosts: ssh with flags, the Python there, and the folder to work
@@ -42,7 +56,7 @@ class Way:
 
 
 class Connection:
-    """The launcher's end of one agent. Raises ClusterError, which names the host."""
+    """The launcher's end of one agent. Raises HostError."""
 
     def __init__(self, host: Host, way: Way) -> None:
         self.host, self._way = host, way
@@ -63,7 +77,8 @@ class Connection:
                 start_new_session=True,
             )
         except OSError as error:
-            raise ClusterError(f"{self.name}: {command[0]} cannot be run: {error}.") from error
+            what = f"{command[0]} cannot be run ({error})"
+            raise HostError(self.name, what, "install ssh, or name it with --ssh") from error
         threading.Thread(target=self._read, daemon=True).start()
 
     def greet(self) -> None:
@@ -119,18 +134,16 @@ class Connection:
             try:
                 line = self.next_line(max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                raise ClusterError(
-                    f"{self.name} gave no answer within {timeout_seconds:g} s: does `ssh "
-                    f"{self.host.ssh} true` return, or does its shell profile wait for something?"
-                ) from None
+                what = f"it gave no answer within {timeout_seconds:g} s"
+                fix = f"`ssh {self.host.ssh} true` must return; does its shell profile wait?"
+                raise HostError(self.name, what, fix) from None
             if line is None:
                 said = "\n".join(self.noise)
-                reason = meaning(said, self.host.ssh, self._way.python)
-                raise ClusterError(f"{self.name}: {reason}.")
+                raise HostError(self.name, *meaning(said, self.host.ssh, self._way.python))
             if isinstance(line, str):
                 self.noise.append(line)  # of a shell profile, or ssh's own words
             elif "error" in line:
-                raise ClusterError(f"{self.name}: {line['error'].rstrip('.')}.")
+                raise HostError(self.name, line["error"].rstrip("."))
             else:
                 return line
 
@@ -208,17 +221,17 @@ def connected(
 def on_each(
     connections: Sequence[Connection], call: Callable[[Connection], Result]
 ) -> list[Result]:
-    """The results of all at the same time. Raises ClusterError with every host's reason."""
+    """The results of all, at the same time. Raises HostsError."""
     results: list[Result] = []
-    reasons = []
+    errors = []
     with ThreadPoolExecutor(len(connections)) as pool:
         for future in [pool.submit(call, connection) for connection in connections]:
             try:
                 results.append(future.result())
-            except ClusterError as error:
-                reasons.append(str(error))
-    if reasons:
-        raise ClusterError(" ".join(reasons))
+            except HostError as error:
+                errors.append(error)
+    if errors:
+        raise HostsError(errors)
     return results
 
 
