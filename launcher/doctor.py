@@ -1,10 +1,9 @@
 """`brigade doctor`: asks every host, measures every hop, and lets all ranks add up a sum."""
 
-import errno
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -44,14 +43,15 @@ def diagnose(
     return exit_code(findings)
 
 
-def check_before(connections: Sequence[Connection]) -> None:
-    """The quick part, before ranks start. Raises ClusterError with what fails; warnings are
-    lines of the log."""
-    facts = on_each(connections, ask)
-    findings = list(check_hosts(facts))
+def check_before(facts: Sequence[Facts], environment: Mapping[str, str]) -> None:
+    """The quick part, before ranks start with these variables. Raises ClusterError with what
+    fails; warnings are lines of the log."""
+    told = [{**each, "variables": {**each["variables"], **environment}} for each in facts]
+    findings = list(check_hosts(told))
     for finding in findings:
         if finding.status == "warn":
-            write_line(f"[launch] event=warning host={finding.where} what={finding.what!r}")
+            what = f"what={finding.what!r} fix={finding.fix!r}"
+            write_line(f"[launch] event=warning host={finding.where} {what}")
     if failed := [f for f in findings if f.status == "fail"]:
         raise ClusterError("; ".join(f"{f.where}: {f.what}: {f.fix}" for f in failed) + ".")
 
@@ -76,12 +76,15 @@ def examine(
             for connection, each in zip(connections, facts, strict=True):
                 yield check_shell(connection.host.ssh, connection.noise)
                 yield check_clock(connection.host.ssh, each["ahead_seconds"])
-            findings = list(check_hosts(facts))
-            yield from findings
             holder = connections[0].ask("holder", port=port)["holder"]
             yield check_port(hosts[0].ssh, port, holder)
-            if len(hosts) > 1 and not any(each.status == "fail" for each in findings):
-                yield from examine_hops(connections, tell)
+            findings = list(check_hosts(facts))
+            if len(hosts) > 1:
+                findings += examine_hops(connections, tell)
+            yield from findings
+            if any(each.status == "fail" for each in findings):
+                yield Finding("warn", "ring", "not tried", "mend first what fails above")
+            elif len(hosts) > 1:
                 yield examine_ring(connections, way.python, tell)
     except HostsError as error:
         yield from (Finding("fail", each.where, each.what, each.fix) for each in error.errors)
@@ -107,9 +110,7 @@ def examine_hop(here: Connection, there: Connection, ip: str) -> Finding:
         port = there.ask("listen", ip=ip)["port"]
         return check_hop(where, here.ask("measure", ip=ip, port=port))
     except ClusterError as error:
-        no_route = f"[Errno {errno.EHOSTUNREACH}]" in str(error)
-        told = {"error": str(error), "errno": errno.EHOSTUNREACH if no_route else None}
-        return check_hop(where, told)
+        return check_hop(where, {"error": str(error).rstrip(".")})
 
 
 def examine_ring(connections: list[Connection], python: str, tell: Tell) -> Finding:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from launcher.agent import ALIVE_SECONDS
-from launcher.command import forwarded
 from launcher.hostfile import Host
 from launcher.process import Start, shown, signal_group
 from launcher.ssh import CONNECT_SECONDS, meaning, ssh_command
@@ -242,8 +241,7 @@ def remote_ranks(
     environment: Mapping[str, str],
     drain_seconds: float,
 ) -> Iterator[list[Start]]:
-    """environment is what the user asked for; to other hosts goes some of this one's as well. A
-    rank that is started again gets a connection of its own, in the place of the one before."""
+    """A rank that is started again gets a connection of its own, in the place of the one before."""
     ports = on_each(connections, _reserve_ports)
     control = f"{connections[0].host.ips[0]}:{ports[0].pop()}"
     addresses = [
@@ -253,7 +251,7 @@ def remote_ranks(
     order = {
         "num_ranks": len(connections),
         "command": list(command),
-        "environment": forwarded(os.environ) | dict(environment),
+        "environment": dict(environment),
         "addresses": addresses,
         "control": control,
         "secret": secrets.token_hex(16),

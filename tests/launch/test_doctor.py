@@ -117,6 +117,7 @@ def test_a_model_that_is_not_there_and_a_variable_that_does_harm(
     assert code == 2
     failed = [finding["what"] for finding in findings if finding["status"] == "fail"]
     assert len(failed) == 2
+    assert findings[-1]["what"] == "not tried"
     assert any("none is no folder" in what for what in failed)
 
 
@@ -138,6 +139,20 @@ def test_a_launch_is_refused_on_hosts_where_something_fails(
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("brigade: 127.0.0.2: 198.51.100.7 is not of this host")
     assert "rank_started" not in said
+
+
+@pytest.mark.parametrize("how", ["--env", "environment"])
+def test_a_variable_that_does_harm_is_refused_before_a_launch(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(Supervisor, "run", lambda _: pytest.fail("ranks were started"))
+    words = ["--env", "MLX_METAL_FAST_SYNCH=1"]
+    if how == "environment":
+        monkeypatch.setenv("MLX_METAL_FAST_SYNCH", "1")
+        words = []
+    words = ["launch", "-n", "2", *words, "--", "serve", "--model", str(TINY_CHAT)]
+    assert cli.main(words) == ClusterError.exit_code
+    assert "wedge a GPU until the next reboot: unset" in capsys.readouterr().err
 
 
 # --- its parts

@@ -36,15 +36,16 @@ from tests.test_launcher import (
 
 # As `brigade launch --hostfile` does it, but with another program.
 LAUNCH = """
-import shlex, sys
+import os, shlex, sys
 from pathlib import Path
+from launcher.command import forwarded
 from launcher.hostfile import read_hostfile
 from launcher.remote import Way, connected, remote_ranks
 from launcher.supervisor import Supervisor, write_line
 hostfile, ssh, program = sys.argv[1:]
 hosts, way = read_hostfile(Path(hostfile)).hosts, Way(tuple(shlex.split(ssh)))
 with connected(hosts, way, write_line) as all:
-    ranks = remote_ranks(all, [sys.executable, "-c", program], {"GIVEN": "a 'b'"}, 2.0)
+    ranks = remote_ranks(all, [sys.executable, "-c", program], {**forwarded(os.environ), "GIVEN": "a 'b'"}, 2.0)
     sys.exit(Supervisor(ranks, drain_seconds=3.0).run())
 """
 
