@@ -45,7 +45,8 @@ from launcher.supervisor import Supervisor, write_line
 hostfile, ssh, program = sys.argv[1:]
 hosts, way = read_hostfile(Path(hostfile)).hosts, Way(tuple(shlex.split(ssh)))
 with connected(hosts, way, write_line) as all:
-    ranks = remote_ranks(all, [sys.executable, "-c", program], {**forwarded(os.environ), "GIVEN": "a 'b'"}, 2.0)
+    environment = {**forwarded(os.environ), "GIVEN": "a 'b'"}
+    ranks = remote_ranks(all, [sys.executable, "-c", program], environment, 2.0)
     sys.exit(Supervisor(ranks, drain_seconds=3.0).run())
 """
 
