@@ -39,7 +39,8 @@ class Agent:
         self._echoes: list[Echo] = []
         self._write_lock = threading.Lock()
         self._answers: dict[str, Callable[..., Message]] = {
-            "facts": self._facts,
+            "enter": self._enter,
+            "facts": host_facts,
             "ports": self._ports,
             "listen": self._listen,
             "measure": measure_hop,
@@ -60,10 +61,10 @@ class Agent:
 
     # --- questions
 
-    def _facts(self, folder: str, must_exist: bool, model: str | None, ips: list[str]) -> Message:
+    def _enter(self, folder: str, must_exist: bool) -> Message:
         if must_exist or os.path.isdir(folder):
             os.chdir(folder)
-        return host_facts(model, ips)
+        return {"folder": os.getcwd()}
 
     def _ports(self, ips: list[str]) -> Message:
         """Free ports, kept until the rank starts."""

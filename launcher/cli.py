@@ -11,14 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from launcher.command import HOST, PROGRAMS, check_num_ranks, check_variable, rank_command
+from launcher.command import (
+    HOST,
+    PROGRAMS,
+    check_num_ranks,
+    check_variable,
+    forwarded,
+    rank_command,
+)
 from launcher.demo import DEFAULT_MODEL, Demo
-from launcher.doctor import check_before, diagnose
+from launcher.doctor import ask, check_before, diagnose
+from launcher.facts import host_facts
 from launcher.hostfile import Host, read_hostfile
 from launcher.process import Start, local_ranks
 from launcher.record import launches, recorded, stop
-from launcher.remote import Way, connected, remote_ranks
-from launcher.supervisor import DRAIN_SECONDS, END_SECONDS, Supervisor, write_line
+from launcher.remote import Way, connected, on_each, remote_ranks
+from launcher.supervisor import DRAIN_SECONDS, END_SECONDS, MAX_RESTARTS, Supervisor, write_line
 from serve import __version__
 from serve.core.errors import BrigadeError, UsageError
 
@@ -86,15 +94,17 @@ def launch(flags: argparse.Namespace) -> int:
     if flags.hostfile is None:
         num_ranks = check_num_ranks(flags.num_ranks)
         drain_seconds = check_words(flags.command, num_ranks)
-        ranks = local_ranks(command, num_ranks, {**os.environ, **environment})
+        environment = {**os.environ, **environment}
+        check_before([host_facts(None, [])], environment)
+        ranks = local_ranks(command, num_ranks, environment)
         return keep(flags.command, [HOST] * num_ranks, ranks, drain_seconds)
     hostfile = read_hostfile(flags.hostfile)
     # The model is where the ranks are, which is not always here.
     is_here = any(host.is_local for host in hostfile.hosts)
     drain_seconds = check_words(flags.command, len(hostfile.hosts) if is_here else None)
     with connected(hostfile.hosts, way(flags), write_line) as connections:
-        check_before(connections, flags.cwd)
-        environment = {**hostfile.environment, **environment}
+        environment = {**forwarded(os.environ), **hostfile.environment, **environment}
+        check_before(on_each(connections, ask), environment)
         ranks = remote_ranks(connections, command, environment, drain_seconds)
         hosts = [host.ssh for host in hostfile.hosts]
         return keep(flags.command, hosts, ranks, drain_seconds)
@@ -126,8 +136,10 @@ def keep(
     ranks: AbstractContextManager[list[Start]],
     drain_seconds: float,
 ) -> int:
+    # A run of fine-tune goes on from its checkpoint; what serves takes a rank back.
+    max_restarts = MAX_RESTARTS if words[0] == "serve" else 0
     with recorded(words, hosts) as record:
-        return Supervisor(ranks, drain_seconds=drain_seconds, observer=record).run()
+        return Supervisor(ranks, write_line, drain_seconds, record, max_restarts).run()
 
 
 def way(flags: argparse.Namespace) -> Way:

@@ -1,11 +1,9 @@
 """`brigade doctor`: asks every host, measures every hop, and lets all ranks add up a sum."""
 
-import errno
 import json
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,7 +23,7 @@ from launcher.checks import (
 )
 from launcher.command import RING_CHECK
 from launcher.hostfile import Host
-from launcher.remote import Connection, Way, connected, on_each, remote_ranks
+from launcher.remote import Connection, HostError, HostsError, Way, connected, on_each, remote_ranks
 from launcher.supervisor import Supervisor, write_line
 from serve.core.errors import ClusterError
 
@@ -45,28 +43,24 @@ def diagnose(
     return exit_code(findings)
 
 
-def check_before(connections: Sequence[Connection], folder: Path | None) -> None:
-    """The quick part, before ranks start. Raises ClusterError with what fails; warnings are
-    lines of the log."""
-    facts = on_each(connections, lambda each: ask(each, None, folder))
-    findings = list(check_hosts(facts))
+def check_before(facts: Sequence[Facts], environment: Mapping[str, str]) -> None:
+    """The quick part, before ranks start with these variables. Raises ClusterError with what
+    fails; warnings are lines of the log."""
+    told = [{**each, "variables": {**each["variables"], **environment}} for each in facts]
+    findings = list(check_hosts(told))
     for finding in findings:
         if finding.status == "warn":
-            write_line(f"[launch] event=warning host={finding.where} what={finding.what!r}")
+            what = f"what={finding.what!r} fix={finding.fix!r}"
+            write_line(f"[launch] event=warning host={finding.where} {what}")
     if failed := [f for f in findings if f.status == "fail"]:
         raise ClusterError("; ".join(f"{f.where}: {f.what}: {f.fix}" for f in failed) + ".")
 
 
-def ask(connection: Connection, model: Path | None, folder: Path | None) -> Facts:
+def ask(connection: Connection, model: Path | None = None) -> Facts:
     """One host's facts, and how far its clock is ahead of this one's."""
     asked = time.time()
-    facts = connection.ask(
-        "facts",
-        folder=str(folder or os.getcwd()),
-        must_exist=folder is not None,
-        model=model and str(model),
-        ips=list(connection.host.ips),
-    )
+    ips = list(connection.host.ips)
+    facts = connection.ask("facts", model=model and str(model), ips=ips)
     ahead_seconds = facts["time"] - (asked + time.time()) / 2
     return {**facts, "host": connection.host.ssh, "ahead_seconds": ahead_seconds}
 
@@ -78,20 +72,24 @@ def examine(
     all that would follow is about the others only."""
     try:
         with connected(hosts, way, tell) as connections:
-            facts = on_each(connections, lambda each: ask(each, model, way.folder))
+            facts = on_each(connections, lambda each: ask(each, model))
             for connection, each in zip(connections, facts, strict=True):
                 yield check_shell(connection.host.ssh, connection.noise)
                 yield check_clock(connection.host.ssh, each["ahead_seconds"])
-            findings = list(check_hosts(facts))
-            yield from findings
             holder = connections[0].ask("holder", port=port)["holder"]
             yield check_port(hosts[0].ssh, port, holder)
-            if len(hosts) > 1 and not any(each.status == "fail" for each in findings):
-                yield from examine_hops(connections, tell)
+            findings = list(check_hosts(facts))
+            if len(hosts) > 1:
+                findings += examine_hops(connections, tell)
+            yield from findings
+            if any(each.status == "fail" for each in findings):
+                yield Finding("warn", "ring", "not tried", "mend first what fails above")
+            elif len(hosts) > 1:
                 yield examine_ring(connections, way.python, tell)
-    except ClusterError as error:
-        what, _, fix = str(error).rpartition(": ")
-        yield Finding("fail", "all hosts", what, fix)
+    except HostsError as error:
+        yield from (Finding("fail", each.where, each.what, each.fix) for each in error.errors)
+    except HostError as error:
+        yield Finding("fail", error.where, error.what, error.fix)
 
 
 def examine_hops(connections: Sequence[Connection], tell: Tell) -> Iterator[Finding]:
@@ -108,16 +106,14 @@ def examine_hops(connections: Sequence[Connection], tell: Tell) -> Iterator[Find
 
 def examine_hop(here: Connection, there: Connection, ip: str) -> Finding:
     where = f"{here.host.ssh} → {there.host.ssh} ({ip})"
-    port = there.ask("listen", ip=ip)["port"]
     try:
+        port = there.ask("listen", ip=ip)["port"]
         return check_hop(where, here.ask("measure", ip=ip, port=port))
     except ClusterError as error:
-        no_route = f"[Errno {errno.EHOSTUNREACH}]" in str(error)
-        told = {"error": str(error), "errno": errno.EHOSTUNREACH if no_route else None}
-        return check_hop(where, told)
+        return check_hop(where, {"error": str(error).rstrip(".")})
 
 
-def examine_ring(connections: Sequence[Connection], python: str, tell: Tell) -> Finding:
+def examine_ring(connections: list[Connection], python: str, tell: Tell) -> Finding:
     """A real ring of MLX under a nonce, and what ranks send in one."""
     tell("forming a ring")
     lines: list[str] = []
@@ -139,14 +135,14 @@ def show(findings: Sequence[Finding], as_json: bool) -> None:
     if as_json:
         console.print_json(json.dumps([asdict(finding) for finding in findings]))
         return
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for name in ("status", "where", "what"):
-        table.add_column(name, no_wrap=name != "what", overflow="fold")
-    for finding in findings:
-        what = Text(finding.what)
-        if finding.fix:
-            what.append(f"\n→ {finding.fix}", "bold")
-        table.add_row(Text(finding.status, _COLOURS[finding.status]), finding.where, what)
-    console.print(table)
+    for where in dict.fromkeys(finding.where for finding in findings):
+        console.print(Text(where, "bold"))
+        table = Table(box=None, show_header=False, padding=(0, 0, 0, 2))
+        for finding in (each for each in findings if each.where == where):
+            what = Text(finding.what)
+            if finding.fix:
+                what.append(f"\n→ {finding.fix}", "bold")
+            table.add_row(Text(finding.status, _COLOURS[finding.status]), what)
+        console.print(table)
     counts = {status: sum(f.status == status for f in findings) for status in _COLOURS}
     console.print(", ".join(f"{count} {status}" for status, count in counts.items()))

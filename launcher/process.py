@@ -23,6 +23,10 @@ class Process(Protocol):
     name: str
     pid: int
 
+    @property
+    def lost(self) -> bool:
+        """After its end: whether something else than itself ended it."""
+
     def lines(self) -> Iterator[str]:
         """What it writes; ends some time after it has."""
 
@@ -55,6 +59,10 @@ class LocalProcess:
             start_new_session=True,
         )
         self.pid = self._process.pid
+
+    @property
+    def lost(self) -> bool:
+        return (self._process.returncode or 0) < 0
 
     def lines(self) -> Iterator[str]:
         assert self._process.stdout is not None

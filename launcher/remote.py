@@ -1,5 +1,6 @@
 """Ranks on other hosts: an agent on each, reached over ssh, which starts and keeps one rank."""
 
+import functools
 import json
 import os
 import queue
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from launcher.agent import ALIVE_SECONDS
-from launcher.command import forwarded
 from launcher.hostfile import Host
 from launcher.process import Start, shown, signal_group
 from launcher.ssh import CONNECT_SECONDS, meaning, ssh_command
@@ -28,6 +28,20 @@ ANSWER_SECONDS = 20.0
 GOODBYE_SECONDS = 2.0
 
 Result = TypeVar("Result")
+
+
+class HostError(ClusterError):
+    def __init__(self, where: str, what: str, fix: str = "") -> None:
+        self.where, self.what, self.fix = where, what, fix
+        super().__init__(": ".join(filter(None, (where, what, fix))) + ".")
+
+
+class HostsError(ClusterError):
+    """Every host's own."""
+
+    def __init__(self, errors: Sequence[HostError]) -> None:
+        self.errors = errors
+        super().__init__(" ".join(map(str, errors)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +55,7 @@ class Way:
 
 
 class Connection:
-    """The launcher's end of one agent. Raises ClusterError, which names the host."""
+    """The launcher's end of one agent. Raises HostError."""
 
     def __init__(self, host: Host, way: Way) -> None:
         self.host, self._way = host, way
@@ -62,11 +76,14 @@ class Connection:
                 start_new_session=True,
             )
         except OSError as error:
-            raise ClusterError(f"{self.name}: {command[0]} cannot be run: {error}.") from error
+            what = f"{command[0]} cannot be run ({error})"
+            raise HostError(self.name, what, "install ssh, or name it with --ssh") from error
         threading.Thread(target=self._read, daemon=True).start()
 
     def greet(self) -> None:
         self._answer(GREETING_SECONDS)
+        folder, must_exist = self._way.folder, self._way.folder is not None
+        self.ask("enter", folder=str(folder or os.getcwd()), must_exist=must_exist)
 
     def ask(self, ask: str, **fields: Any) -> dict[str, Any]:
         self.tell({"ask": ask, **fields})
@@ -89,6 +106,17 @@ class Connection:
         answer: dict[str, Any] = json.loads(line.partition(" ")[2])
         return answer
 
+    def again(self) -> "Connection":
+        """A new one in its place: an agent keeps one rank and ends with it."""
+        self.close()
+        fresh = Connection(self.host, self._way)
+        try:
+            fresh.greet()
+        except ClusterError:
+            fresh.close()
+            raise
+        return fresh
+
     def close(self) -> None:
         """The end of its input ends an agent, and its rank with it."""
         assert self.process.stdin is not None
@@ -105,18 +133,16 @@ class Connection:
             try:
                 line = self.next_line(max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                raise ClusterError(
-                    f"{self.name} gave no answer within {timeout_seconds:g} s: does `ssh "
-                    f"{self.host.ssh} true` return, or does its shell profile wait for something?"
-                ) from None
+                what = f"it gave no answer within {timeout_seconds:g} s"
+                fix = f"`ssh {self.host.ssh} true` must return; does its shell profile wait?"
+                raise HostError(self.name, what, fix) from None
             if line is None:
                 said = "\n".join(self.noise)
-                reason = meaning(said, self.host.ssh, self._way.python)
-                raise ClusterError(f"{self.name}: {reason}.")
+                raise HostError(self.name, *meaning(said, self.host.ssh, self._way.python))
             if isinstance(line, str):
                 self.noise.append(line)  # of a shell profile, or ssh's own words
             elif "error" in line:
-                raise ClusterError(f"{self.name}: {line['error'].rstrip('.')}.")
+                raise HostError(self.name, line["error"].rstrip("."))
             else:
                 return line
 
@@ -138,6 +164,10 @@ class RemoteProcess:
         self._returncode: int | None = None
         self._read_all = threading.Event()
         self.pid: int = connection.ask("run", **order)["pid"]
+
+    @property
+    def lost(self) -> bool:
+        return self._returncode is None or self._returncode < 0
 
     def lines(self) -> Iterator[str]:
         while (line := self._connection.next_line()) is not None:
@@ -190,28 +220,28 @@ def connected(
 def on_each(
     connections: Sequence[Connection], call: Callable[[Connection], Result]
 ) -> list[Result]:
-    """The results of all at the same time. Raises ClusterError with every host's reason."""
+    """The results of all, at the same time. Raises HostsError."""
     results: list[Result] = []
-    reasons = []
+    errors = []
     with ThreadPoolExecutor(len(connections)) as pool:
         for future in [pool.submit(call, connection) for connection in connections]:
             try:
                 results.append(future.result())
-            except ClusterError as error:
-                reasons.append(str(error))
-    if reasons:
-        raise ClusterError(" ".join(reasons))
+            except HostError as error:
+                errors.append(error)
+    if errors:
+        raise HostsError(errors)
     return results
 
 
 @contextmanager
 def remote_ranks(
-    connections: Sequence[Connection],
+    connections: list[Connection],
     command: Sequence[str],
     environment: Mapping[str, str],
     drain_seconds: float,
 ) -> Iterator[list[Start]]:
-    """environment is what the user asked for; to other hosts goes some of this one's as well."""
+    """A rank that is started again gets a connection of its own, in the place of the one before."""
     ports = on_each(connections, _reserve_ports)
     control = f"{connections[0].host.ips[0]}:{ports[0].pop()}"
     addresses = [
@@ -221,17 +251,22 @@ def remote_ranks(
     order = {
         "num_ranks": len(connections),
         "command": list(command),
-        "environment": forwarded(os.environ) | dict(environment),
+        "environment": dict(environment),
         "addresses": addresses,
         "control": control,
         "secret": secrets.token_hex(16),
         "drain_seconds": drain_seconds,
     }
 
-    def start_of(connection: Connection) -> Start:
-        return lambda: RemoteProcess(connection, {**order, "rank": connection.host.rank})
+    used: set[int] = set()
 
-    yield [start_of(connection) for connection in connections]
+    def start(rank: int) -> RemoteProcess:
+        if rank in used:
+            connections[rank] = connections[rank].again()
+        used.add(rank)
+        return RemoteProcess(connections[rank], {**order, "rank": rank})
+
+    yield [functools.partial(start, rank) for rank in range(len(connections))]
 
 
 def _reserve_ports(connection: Connection) -> list[int]:

@@ -68,12 +68,12 @@ def ssh_command(ssh: Sequence[str], host: str, command: Sequence[str]) -> list[s
     return [*ssh, "-T", "-a", "-x", *settings, host, "exec " + shlex.join(command)]
 
 
-def meaning(said: str, host: str, python: str) -> str:
-    """One line of what it means that a host said this and ended."""
+def meaning(said: str, host: str, python: str) -> tuple[str, str]:
+    """What it means that a host said this and ended, and what to do."""
     # A missing interpreter is the shell's word, not ssh's, though both say that no file is there.
     meanings = _MEANINGS[-1:] if re.search(re.escape(python) + ".*(denied|No such)", said) else ()
     for pattern, reason, fix in (*meanings, *_MEANINGS):
         if re.search(pattern, said, re.IGNORECASE):
-            return f"{reason}: {fix}".format(host=host, python=python)
+            return reason.format(python=python), fix.format(host=host)
     last = said.strip().rpartition("\n")[2][:200]
-    return f"it said {last!r}: try `ssh {host}`" if last else f"it hung up: try `ssh {host}`"
+    return f"it said {last!r}" if last else "it hung up", f"try `ssh {host}`"

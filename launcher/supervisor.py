@@ -29,14 +29,26 @@ GRACE_SECONDS = 3.0  # how long a rank may take to end by itself when another fa
 END_SECONDS = 7.0  # how long after a signal, once rank 0 has let running streams finish
 DRAIN_SECONDS = 5.0 + END_SECONDS
 GONE_SECONDS = 2.0  # how long the kernel, and the way to it, may take to end a killed rank
+RESTART_SECONDS = 1.0  # between two restarts; the first is at once
+RESTART_WINDOW_SECONDS = 300.0
+MAX_RESTARTS = 5  # of ranks in a window
 OUTPUT_SECONDS = 1.0  # how long output may still come after a rank's end
 COLOURS = (36, 33, 35, 32, 34, 31)
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
+    """lost: by no decision of its own, so that the same rank may be started again."""
+
     rank: int
     returncode: int
+    lost: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    rank: int
+    process: Process
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +88,7 @@ class Supervisor:
         write: Callable[[str], None] = write_line,
         drain_seconds: float = DRAIN_SECONDS,
         observer: Observer | None = None,
+        max_restarts: int = 0,
     ) -> None:
         self._ranks = ranks
         self._write = write
@@ -83,9 +96,14 @@ class Supervisor:
         self._drain_seconds = drain_seconds
         self._write_lock = threading.Lock()
         self._colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-        self._events: queue.SimpleQueue[Ended | Asked] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Ended | Returned | Asked] = queue.SimpleQueue()
         self._processes: dict[int, Process] = {}
         self._alive: set[int] = set()
+        self._returning: set[int] = set()
+        self._unwanted: set[int] = set()  # came back too late
+        self._max_restarts = max_restarts
+        self._lost_at: list[float] = []
+        self._ending = threading.Event()
         self._state = "running"
         self._deadline: float | None = None
         self._code = 0
@@ -99,7 +117,7 @@ class Supervisor:
             with self._signals(), self._ranks as starts:
                 try:
                     self._start(starts)
-                    while self._alive and self._state != "lost":
+                    while (self._alive or self._returning) and self._state != "lost":
                         self._take(self._next_event())
                 finally:
                     self._kill_alive()
@@ -113,7 +131,7 @@ class Supervisor:
 
     # --- events
 
-    def _next_event(self) -> Ended | Asked | None:
+    def _next_event(self) -> Ended | Returned | Asked | None:
         """None when the deadline has passed first."""
         timeout = None if self._deadline is None else max(0.0, self._deadline - monotonic())
         try:
@@ -121,10 +139,16 @@ class Supervisor:
         except queue.Empty:
             return None
 
-    def _take(self, event: Ended | Asked | None) -> None:
+    def _take(self, event: Ended | Returned | Asked | None) -> None:
         match event:
             case Ended():
-                self._rank_ended(event.rank, event.returncode)
+                self._rank_ended(event)
+            case Returned():
+                self._returning.discard(event.rank)
+                self._adopt(event.rank, event.process)
+                if self._ending.is_set():
+                    self._unwanted.add(event.rank)
+                    event.process.kill()
             case Asked(signum=None):
                 if self._state in ("running", "waiting"):
                     self._end_all(signal.SIGTERM, "asked by the program")
@@ -133,15 +157,22 @@ class Supervisor:
             case None:
                 self._deadline_passed()
 
-    def _rank_ended(self, rank: int, returncode: int) -> None:
+    def _rank_ended(self, event: Ended) -> None:
+        rank, returncode = event.rank, event.returncode
         self._alive.discard(rank)
+        self._returning.discard(rank)
         code = exit_code(returncode)
         self._log(f"event=rank_ended rank={rank} code={code}")
         self._observer.ended(rank, code)
-        if self._forwarded and returncode == -self._forwarded:
+        if event.lost and self._may_restart(rank):
+            self._returning.add(rank)
+            threading.Thread(target=self._bring_back, args=(rank,), daemon=True).start()
+            return
+        if rank in self._unwanted or (self._forwarded and returncode == -self._forwarded):
             code = 0  # It was still starting, and ended as it was asked to.
         self._code = self._code or code
         if not self._alive:
+            self._ending.set()
             return
         if code and self._state in ("running", "waiting"):
             self._end_all(signal.SIGTERM, f"rank {rank} failed")
@@ -172,6 +203,7 @@ class Supervisor:
     def _end_all(
         self, signum: signal.Signals, reason: str, grace_seconds: float = GRACE_SECONDS
     ) -> None:
+        self._ending.set()
         self._log(f"event=ending ranks={self._alive_text()} signal={signum.name} reason='{reason}'")
         self._enter("ending", grace_seconds)
         for rank in self._alive:
@@ -209,29 +241,46 @@ class Supervisor:
                 signal.signal(signum, handler)
 
     def _start(self, starts: Sequence[Start]) -> None:
+        self._starts = starts
         for rank, start in enumerate(starts):
             try:
-                process = start()
+                self._adopt(rank, start())
             except OSError as error:
                 raise ClusterError(f"rank {rank} cannot be started: {error}.") from error
-            self._processes[rank] = process
-            self._alive.add(rank)
-            self._log(f"event=rank_started rank={rank} pid={process.pid}")
-            self._observer.started(rank, process.pid)
-            self._watch(rank, process)
 
-    def _watch(self, rank: int, process: Process) -> None:
+    def _adopt(self, rank: int, process: Process) -> None:
+        self._processes[rank] = process
+        self._alive.add(rank)
+        self._log(f"event=rank_started rank={rank} pid={process.pid}")
+        self._observer.started(rank, process.pid)
         reader = threading.Thread(target=self._copy_output, args=(rank, process), daemon=True)
         waiter = threading.Thread(target=self._await, args=(rank, process, reader), daemon=True)
         reader.start()
         waiter.start()
+
+    def _may_restart(self, rank: int) -> bool:
+        """Rank 0 has the clients' connections: without it nothing is left to return to."""
+        now = monotonic()
+        self._lost_at = [at for at in self._lost_at if now - at < RESTART_WINDOW_SECONDS] + [now]
+        kept = rank > 0 and 0 in self._alive and self._state == "running"
+        return kept and len(self._lost_at) <= self._max_restarts
+
+    def _bring_back(self, rank: int) -> None:
+        """In a thread: another host may take its time, or not be there."""
+        self._ending.wait(RESTART_SECONDS * (len(self._lost_at) - 1))
+        try:
+            self._events.put(Returned(rank, self._starts[rank]()))
+        except (OSError, ClusterError) as error:
+            self._log(f"event=rank_not_started rank={rank} reason={str(error)!r}")
+            code = 0 if self._ending.is_set() else ClusterError.exit_code
+            self._events.put(Ended(rank, code, lost=True))
 
     # --- the threads of a rank
 
     def _await(self, rank: int, process: Process, reader: threading.Thread) -> None:
         returncode = process.wait()
         reader.join(OUTPUT_SECONDS)
-        self._events.put(Ended(rank, returncode))
+        self._events.put(Ended(rank, returncode, process.lost))
 
     def _copy_output(self, rank: int, process: Process) -> None:
         prefix = self._prefix(rank)

@@ -288,6 +288,64 @@ def test_one_rank_does_not_hold_anothers_leash(launch: Start) -> None:
     wait_until(lambda: not any(map(alive, launched.pids)))
 
 
+# --- ranks that come back
+
+
+@pytest.fixture
+def relaunch(launch: Start, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """As for `serve`: ranks that were lost are started again, twice at most."""
+    text = LAUNCH.replace("drain_seconds=3.0", "drain_seconds=3.0, max_restarts=2")
+    monkeypatch.setattr(sys.modules[__name__], "LAUNCH", text)
+    return launch
+
+
+def test_a_killed_rank_is_started_again_in_the_same_ring(relaunch: Start) -> None:
+    launched = relaunch(2, TELL + SLEEP).see("up", 2)
+    os.kill(launched.pids[1], signal.SIGKILL)
+    launched.see("up", 3)
+    first, second = (rank for rank in told(launched) if rank["MLX_RANK"] == "1")
+    assert first == second
+    assert alive(launched.pids[0])
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.end()[0] == 0
+
+
+def test_a_rank_that_is_lost_again_and_again_ends_the_launch(relaunch: Start) -> None:
+    launched = relaunch(2, f"if rank == 1: os.kill(os.getpid(), 9)\n{SLEEP}")
+    assert launched.end()[0] == 137
+    assert launched.text.count("event=rank_started rank=1") == 3
+
+
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [
+        (f"if rank == 1: sys.exit(3)\n{SLEEP}", 3),
+        (f"if rank == 0: os.kill(os.getpid(), 9)\n{SLEEP}", 137),
+    ],
+)
+def test_a_rank_that_decided_to_end_and_rank_0_do_not_come_back(
+    relaunch: Start, program: str, code: int
+) -> None:
+    launched = relaunch(2, program)
+    assert launched.end()[0] == code
+    assert launched.text.count("event=rank_started") == 2
+
+
+def test_a_rank_that_ends_after_a_signal_does_not_come_back(relaunch: Start) -> None:
+    launched = relaunch(2, SLEEP).see("up", 2)
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.end()[0] == 0
+    assert launched.text.count("event=rank_started") == 2
+
+
+def test_a_signal_while_a_rank_is_away_ends_everything(relaunch: Start) -> None:
+    launched = relaunch(2, f"if rank == 1: os.kill(os.getpid(), 9)\n{SLEEP}").see("code=137", 2)
+    launched.mark().process.send_signal(signal.SIGTERM)
+    code, seconds = launched.end()
+    assert code == 0
+    assert seconds < 2
+
+
 # --- what ranks are told
 
 TELL = "print('told ' + __import__('json').dumps(dict(os.environ)), flush=True)\n"

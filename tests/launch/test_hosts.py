@@ -36,15 +36,17 @@ from tests.test_launcher import (
 
 # As `brigade launch --hostfile` does it, but with another program.
 LAUNCH = """
-import shlex, sys
+import os, shlex, sys
 from pathlib import Path
+from launcher.command import forwarded
 from launcher.hostfile import read_hostfile
 from launcher.remote import Way, connected, remote_ranks
 from launcher.supervisor import Supervisor, write_line
 hostfile, ssh, program = sys.argv[1:]
 hosts, way = read_hostfile(Path(hostfile)).hosts, Way(tuple(shlex.split(ssh)))
 with connected(hosts, way, write_line) as all:
-    ranks = remote_ranks(all, [sys.executable, "-c", program], {"GIVEN": "a 'b'"}, 2.0)
+    environment = {**forwarded(os.environ), "GIVEN": "a 'b'"}
+    ranks = remote_ranks(all, [sys.executable, "-c", program], environment, 2.0)
     sys.exit(Supervisor(ranks, drain_seconds=3.0).run())
 """
 
@@ -200,6 +202,49 @@ def test_a_launcher_that_is_silent_loses_its_rank() -> None:
         assert json.loads(agent.stdout.read().split(b"token ")[-1]) == {"ended": -15}
 
 
+# --- ranks that come back
+
+
+@pytest.fixture
+def relaunch(launch: Start, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """As for `serve`: ranks that were lost are started again, twice at most."""
+    monkeypatch.setattr(
+        sys.modules[__name__],
+        "LAUNCH",
+        LAUNCH.replace("drain_seconds=3.0", "drain_seconds=3.0, max_restarts=2"),
+    )
+    return launch
+
+
+def test_a_killed_rank_is_started_again_on_its_host_in_the_same_ring(relaunch: Start) -> None:
+    launched = relaunch(TELL + SLEEP).see("up", 2)
+    os.kill(launched.pids[1], signal.SIGKILL)
+    launched.see("up", 3)
+    first, second = (rank for rank in told(launched) if rank["MLX_RANK"] == "1")
+    assert first["BRIGADE_SECRET"] == second["BRIGADE_SECRET"]
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.end()[0] == 0
+
+
+def test_a_rank_comes_back_after_a_lost_connection(relaunch: Start) -> None:
+    launched = relaunch(SLEEP).see("up", 2)
+    ssh_clients(launched)["127.0.0.3"].kill()
+    launched.see("up", 3)
+    wait_until(lambda: not alive(launched.pids[1]))
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.end()[0] == 0
+
+
+def test_a_host_that_is_gone_ends_the_launch_after_some_tries(
+    relaunch: Start, sshd: Sshd, hostfile: Path
+) -> None:
+    launched = relaunch(SLEEP).see("up", 2)
+    sshd.profile.write_text("exit 1\n")
+    os.kill(launched.pids[1], signal.SIGKILL)
+    assert launched.end()[0] == ClusterError.exit_code
+    assert launched.text.count("event=rank_not_started rank=1") == 2
+
+
 # --- what ranks are told
 
 
@@ -298,7 +343,7 @@ def test_every_host_that_fails_is_named(sshd: Sshd) -> None:
 
 
 def test_an_ssh_that_is_not_there() -> None:
-    with pytest.raises(ClusterError, match="/no/ssh cannot be run"):
+    with pytest.raises(ClusterError, match="/no/ssh cannot be run .*: install ssh"):
         Connection(Host(0, "a", ()), Way(("/no/ssh",)))
 
 
@@ -312,15 +357,17 @@ def test_an_address_of_another_host(sshd: Sshd) -> None:
 
 
 def test_a_folder_is_entered_if_it_is_there_or_was_asked_for(sshd: Sshd, tmp_path: Path) -> None:
-    way = Way(tuple(shlex.split(sshd.ssh)))
-    asked = {"model": None, "ips": []}
-    with connected([Host(0, "127.0.0.2", ())], way, lambda _: None) as (connection,):
-        connection.ask("facts", folder="/no/folder", must_exist=False, **asked)
-        with pytest.raises(ClusterError, match="No such file or directory: '/no/folder'"):
-            connection.ask("facts", folder="/no/folder", must_exist=True, **asked)
-        connection.ask("facts", folder=str(tmp_path), must_exist=True, **asked)
-        agent = next(p for p in psutil.process_iter() if connection._token in p.cmdline()[-1:])
-        assert agent.cwd() == str(tmp_path)
+    ssh, hosts = tuple(shlex.split(sshd.ssh)), [Host(0, "127.0.0.2", ())]
+    for folder, entered in ((None, os.getcwd()), (tmp_path, str(tmp_path))):
+        way = Way(ssh, folder=folder)
+        with connected(hosts, way, lambda _: None) as (connection,):
+            assert connection.ask("enter", folder="/no", must_exist=False)["folder"] == entered
+    missing = Way(ssh, folder=Path("/no/folder"))
+    with (
+        pytest.raises(ClusterError, match="No such file or directory: '/no/folder'"),
+        connected(hosts, missing, lambda _: None),
+    ):
+        pytest.fail("there is no such folder")
 
 
 def test_this_machine_needs_no_ssh() -> None:

@@ -159,7 +159,8 @@ def test_what_does_not_run_cannot_be_stopped(launcher: Start) -> None:
 
 def test_stop_does_not_wait_for_ever(launcher: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     deaf = "import signal\nfor s in (2, 15): signal.signal(s, signal.SIG_IGN)\n"
-    process = launcher(f"{deaf}{RANK}{SLEEP}")
+    process = launcher(f"{deaf}print('event=listening url=x', flush=True)\n{RANK}{SLEEP}")
+    wait_until(lambda: the_only().url == "x")
     monkeypatch.setattr(record, "STOP_SECONDS", 0.3)
     with pytest.raises(ClusterError, match=f"launch {process.pid} still ends after 0.3 s"):
         stop(None)

@@ -1,0 +1,264 @@
+"""`brigade doctor` with real hosts: what it finds, how it says it, and that it leaves nothing."""
+
+import json
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from launcher import cli, doctor
+from launcher.checks import Finding
+from launcher.command import RING_CHECK
+from launcher.facts import holder, host_facts, interface, model_facts, strays
+from launcher.hop import Echo, measure_hop
+from launcher.hostfile import Host
+from launcher.process import free_ports, local_ranks
+from launcher.remote import Way, connected
+from launcher.supervisor import Supervisor
+from serve.core.errors import ClusterError
+from tests.cluster.servers import TINY_CHAT
+from tests.launch.sshd import Sshd
+from tests.models import save
+from tests.test_launcher import wait_until
+
+
+def examined(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[dict[str, str]]]:
+    code = cli.main(["doctor", "--json", "--port", str(free_ports(1)[0]), *words])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def bad(findings: list[dict[str, str]]) -> list[dict[str, str]]:
+    return [finding for finding in findings if finding["status"] != "ok"]
+
+
+def on_hosts(sshd: Sshd, hostfile: Path) -> list[str]:
+    return ["--hostfile", str(hostfile), "--ssh", sshd.ssh]
+
+
+# --- as it is run
+
+
+def test_this_machine_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    code, findings = examined(capsys, "--model", str(TINY_CHAT))
+    assert code in (0, 1), findings  # A machine may be short of memory; nothing may fail.
+    assert {finding["where"] for finding in findings} == {"127.0.0.1"}
+    assert {"the model is whole"} <= {finding["what"] for finding in findings}
+
+
+def test_two_hosts_both_ways_of_their_hop_and_a_ring(
+    sshd: Sshd, hostfile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, findings = examined(capsys, *on_hosts(sshd, hostfile), "--model", str(TINY_CHAT))
+    assert code in (0, 1), bad(findings)
+    where = [finding["where"] for finding in findings]
+    assert where[-3:-1] == [
+        "127.0.0.3 → 127.0.0.2 (127.0.0.2)",
+        "127.0.0.2 → 127.0.0.3 (127.0.0.3)",
+    ]
+    assert "a sum over 2 ranks is right" in findings[-1]["what"]
+    assert sum(name == "all hosts" for name in where) == 2
+    agents = [p for p in psutil.process_iter(["cmdline"]) if "launcher.agent" in p.info["cmdline"]]
+    assert not agents
+
+
+def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    findings = [
+        Finding("ok", "a", "fine"),
+        Finding("fail", "b [x]", "broken [y]", "mend it"),
+        Finding("ok", "a", "fine, too"),
+    ]
+    doctor.show(findings, as_json=False)
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
+        "a",
+        "  ok  fine",
+        "  ok  fine, too",
+        "b [x]",
+        "  fail  broken [y]",
+        "        → mend it",
+        "2 ok, 0 warn, 1 fail",
+    ]
+
+
+def test_a_host_that_cannot_be_reached(
+    sshd: Sshd, hostfile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, findings = examined(capsys, *on_hosts(sshd, hostfile), "--python", "/no/python")
+    assert code == 2
+    assert [finding["where"] for finding in findings] == [
+        "host 0 (127.0.0.2)",
+        "host 1 (127.0.0.3)",
+    ]
+    assert {finding["what"] for finding in findings} == {"there is no /no/python"}
+    assert all("--python" in finding["fix"] for finding in findings)
+
+
+def test_a_noisy_profile_is_a_warning(
+    sshd: Sshd, hostfile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sshd.profile.write_text("echo Hello from the profile\n")
+    code, findings = examined(capsys, *on_hosts(sshd, hostfile))
+    assert code == 1
+    noisy = [finding for finding in findings if "Hello from the profile" in finding["what"]]
+    assert len(noisy) == 2
+    assert "interactive shells only" in noisy[0]["fix"]
+
+
+def test_a_model_that_is_not_there_and_a_variable_that_does_harm(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MLX_METAL_FAST_SYNCH", "1")
+    code, findings = examined(capsys, "--model", str(tmp_path / "none"))
+    assert code == 2
+    failed = [finding["what"] for finding in findings if finding["status"] == "fail"]
+    assert len(failed) == 2
+    assert findings[-1]["what"] == "not tried"
+    assert any("none is no folder" in what for what in failed)
+
+
+def test_a_port_that_is_taken_names_who_has_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert cli.main(["doctor", "--json", "--port", str(port)]) == 2
+        (finding,) = [f for f in json.loads(capsys.readouterr().out) if f["status"] == "fail"]
+    assert f"port {port} is taken by" in finding["what"]
+    assert str(psutil.Process().pid) in finding["what"]
+
+
+def test_a_launch_is_refused_on_hosts_where_something_fails(
+    sshd: Sshd, hostfile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostfile.write_text('[{"ssh": "127.0.0.2", "ips": ["198.51.100.7"]}]')
+    words = ["launch", *on_hosts(sshd, hostfile), "--", "serve", "--model", str(TINY_CHAT)]
+    assert cli.main(words) == ClusterError.exit_code
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("brigade: 127.0.0.2: 198.51.100.7 is not of this host")
+    assert "rank_started" not in said
+
+
+@pytest.mark.parametrize("how", ["--env", "environment"])
+def test_a_variable_that_does_harm_is_refused_before_a_launch(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(Supervisor, "run", lambda _: pytest.fail("ranks were started"))
+    words = ["--env", "MLX_METAL_FAST_SYNCH=1"]
+    if how == "environment":
+        monkeypatch.setenv("MLX_METAL_FAST_SYNCH", "1")
+        words = []
+    words = ["launch", "-n", "2", *words, "--", "serve", "--model", str(TINY_CHAT)]
+    assert cli.main(words) == ClusterError.exit_code
+    assert "wedge a GPU until the next reboot: unset" in capsys.readouterr().err
+
+
+# --- its parts
+
+
+@pytest.fixture(scope="module")
+def facts() -> dict[str, Any]:
+    return host_facts(str(TINY_CHAT), ["127.0.0.1", "198.51.100.7"])
+
+
+def test_facts_are_json_and_right(facts: dict[str, Any]) -> None:
+    assert json.loads(json.dumps(facts)) == facts
+    assert facts["host"] == socket.gethostname()
+    assert facts["versions"]["mlx-brigade"] == "0.1.0"
+    assert 0 < facts["free_memory_bytes"] <= facts["memory_bytes"]
+    assert facts["interfaces"]["198.51.100.7"] is None
+    assert list(facts["unusable"]) == ["198.51.100.7"]
+    assert set(facts["model"]) > {"config.json", "tokenizer.json", "weights"}
+
+
+def test_digests_differ_when_a_model_does(tmp_path: Path) -> None:
+    one, other = save(tmp_path / "a", "llama"), save(tmp_path / "b", "llama")
+    assert model_facts(one)["config.json"] == model_facts(other)["config.json"]
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    assert model_facts(one)["config.json"] != model_facts(other)["config.json"]
+    assert "no folder" in model_facts(tmp_path / "none")["error"]
+
+
+def test_the_interface_of_an_address() -> None:
+    name = interface("127.0.0.1")
+    assert name
+    assert name.startswith("lo")
+    assert interface("198.51.100.7") is None
+
+
+def test_who_holds_a_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert holder(taken.getsockname()[1])
+    assert holder(free_ports(1)[0]) is None
+
+
+@pytest.fixture
+def orphan() -> Iterator[psutil.Process]:
+    """What looks like an engine, and whose parent has gone."""
+    program = (
+        "import subprocess, sys\n"
+        "words = [sys.executable, '-c', 'import time; time.sleep(30)', 'serve.rank.worker']\n"
+        "print(subprocess.Popen(words, start_new_session=True, stdout=subprocess.DEVNULL).pid)"
+    )
+    run = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=True)
+    process = psutil.Process(int(run.stdout))
+    yield process
+    process.kill()
+
+
+def test_a_stray_rank_is_found(orphan: psutil.Process) -> None:
+    if orphan.ppid() != 1:
+        pytest.skip("another process than init takes orphans here")
+    wait_until(lambda: orphan.pid in strays())
+
+
+def test_a_rank_with_a_parent_is_no_stray() -> None:
+    words = [sys.executable, "-c", "import time; time.sleep(30)", "serve.rank.worker"]
+    with subprocess.Popen(words) as child:
+        assert child.pid not in strays()
+        child.kill()
+
+
+def test_a_hop_is_measured() -> None:
+    measured = measure_hop("127.0.0.1", Echo("127.0.0.1").port)
+    assert 0 < measured["round_trip_seconds"] < 0.1
+    assert measured["bytes_per_second"] > 1e6
+
+
+def test_a_hop_that_breaks_off_does_not_end_the_other_end() -> None:
+    echo = Echo("127.0.0.1")
+    with socket.create_connection(("127.0.0.1", echo.port)) as connection:
+        connection.sendall(b"abc")
+    assert measure_hop("127.0.0.1", echo.port)
+
+
+def test_a_hop_without_a_way_is_a_failure_with_its_reason(sshd: Sshd) -> None:
+    hosts = [Host(0, "127.0.0.2", ()), Host(1, "127.0.0.3", ())]
+    way = Way(tuple(shlex.split(sshd.ssh)))
+    with connected(hosts, way, lambda _: None) as (one, other):
+        with pytest.raises(ClusterError, match="refused"):
+            one.ask("measure", ip="127.0.0.3", port=1)
+        finding = doctor.examine_hop(one, other, "198.51.100.7")
+    assert finding.status == "fail"
+    assert "198.51.100.7" in finding.where
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_sum_goes_round_a_real_ring(num_ranks: int) -> None:
+    lines: list[str] = []
+    command = [sys.executable, "-m", RING_CHECK]
+    assert Supervisor(local_ranks(command, num_ranks), lines.append).run() == 0
+    last = next(line for line in lines if "a sum over" in line)
+    assert last.startswith(f"[rank {num_ranks - 1}] a sum over {num_ranks} ranks is right: 4.2 MB")
+
+
+def test_a_ring_that_does_not_form_is_given_up(sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = [Host(0, "127.0.0.2", ("127.0.0.2",)), Host(1, "127.0.0.3", ("127.0.0.3",))]
+    monkeypatch.setattr(doctor, "RING_SECONDS", 0.2)
+    way = Way(tuple(shlex.split(sshd.ssh)))
+    with connected(hosts, way, lambda _: None) as connections:
+        finding = doctor.examine_ring(connections, way.python, lambda _: None)
+    assert finding == Finding("fail", "ring", "no word within 0.2 s", finding.fix)

@@ -1,0 +1,160 @@
+"""Whole clusters as a user starts them: on two hosts over ssh, and beside strangers."""
+
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cluster.conftest import mlx_lm_answer  # noqa: F401
+from tests.cluster.servers import BIN, TINY_CHAT, Server, gone, mlx_launch, running, serve_flags
+from tests.cluster.test_life import error_lines, run_to_its_end
+from tests.launch.sshd import Sshd
+
+pytestmark = pytest.mark.long
+
+Launch = Callable[[int, list[str]], list[str]]
+QUESTION = "What is the capital of France?"
+
+
+@pytest.fixture
+def over_ssh(sshd: Sshd, hostfile: Path) -> Launch:
+    def launch(_: int, flags: list[str]) -> list[str]:
+        words = ["--hostfile", str(hostfile), "--ssh", sshd.ssh]
+        return [str(BIN / "brigade"), "launch", *words, "--", "serve", *flags]
+
+    return launch
+
+
+@contextmanager
+def on_two_hosts(launch: Launch) -> Iterator[tuple[Server, list[psutil.Process]]]:
+    """With all processes of the hosts, which are no children of the launcher."""
+    with running(2, launch=launch) as server:
+        parents = [psutil.Process(s["pid"]) for s in server.get("/admin/pipeline")["stages"]]
+        engines = [child for parent in parents for child in parent.children(recursive=True)]
+        agents = [parent.parent() for parent in parents]
+        yield server, [*agents, *parents, *engines]
+
+
+def brigade(*words: str) -> "subprocess.CompletedProcess[str]":
+    command = [str(BIN / "brigade"), "launch", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_two_hosts_answer_are_shown_and_are_stopped(
+    over_ssh: Launch,
+    mlx_lm_answer: Callable[[str], str],  # noqa: F811
+) -> None:
+    with on_two_hosts(over_ssh) as (server, processes):
+        stages = server.get("/admin/pipeline")["stages"]
+        assert [stage["host"] for stage in stages] == ["127.0.0.2", "127.0.0.3"]
+        reply = server.client().chat.completions.create(
+            model="tiny-chat",
+            messages=[{"role": "user", "content": QUESTION}],
+            temperature=0,
+            max_tokens=48,
+        )
+        assert reply.choices[0].message.content == mlx_lm_answer(QUESTION)
+        shown = brigade("--status").stdout
+        assert f"launch {server.process.pid}: ready for 0 min, {server.url}" in shown
+        assert f"rank 1 on 127.0.0.3: runs as {stages[1]['pid']}" in shown
+        assert brigade("--stop", str(server.process.pid)).returncode == 0
+        assert server.process.wait(1) == 0, server.text
+        assert gone(processes, 1)
+
+
+def test_nobody_outlives_a_killed_launcher_on_any_host(over_ssh: Launch) -> None:
+    with on_two_hosts(over_ssh) as (server, processes):
+        server.process.kill()
+        assert gone(processes, 10), "a host was left with processes"
+
+
+def test_a_stream_is_finished_before_hosts_end(over_ssh: Launch) -> None:
+    with on_two_hosts(over_ssh) as (server, processes):
+        stream = server.client().completions.create(
+            model="tiny-chat", prompt=QUESTION, max_tokens=200, temperature=0, stream=True
+        )
+        next(iter(stream))
+        server.process.send_signal(signal.SIGTERM)
+        assert [chunk.choices[0].finish_reason for chunk in stream][-1] in ("stop", "length")
+        assert server.process.wait(15) == 0, server.text
+        assert gone(processes, 2)
+
+
+def test_a_wrong_flag_is_said_once_and_no_host_is_asked(over_ssh: Launch) -> None:
+    server = run_to_its_end(over_ssh(2, ["--model", str(TINY_CHAT), "--bogus"]))
+    assert server.process.returncode == 2
+    assert len(server.log) == 1
+
+
+def test_a_model_that_no_host_has_is_said_by_rank_0(over_ssh: Launch) -> None:
+    server = run_to_its_end(over_ssh(2, ["--model", "/nowhere"]))
+    assert server.process.returncode == 3
+    assert "/nowhere is no folder" in error_lines(server)[0]
+
+
+# --- what should not be there
+
+
+@pytest.mark.parametrize("greeting", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_a_foreign_program_on_the_control_port_is_refused(greeting: bytes) -> None:
+    """mlx.launch has fixed ports. The program answers the other rank, or keeps silent."""
+    command = mlx_launch(2, serve_flags(0))
+    port = int(command[command.index("--starting-port") + 1]) - 1
+    with socket.create_server(("127.0.0.1", port)) as foreign:
+        threading.Thread(target=answer, args=(foreign, greeting), daemon=True).start()
+        server = run_to_its_end([*command, "--join-timeout", "5"], 30)
+    assert any(f"cannot listen on 127.0.0.1:{port}" in line for line in error_lines(server))
+    assert "Traceback" not in server.text
+
+
+def answer(foreign: socket.socket, greeting: bytes) -> None:
+    kept = []
+    while True:
+        try:
+            kept.append(foreign.accept()[0])
+            kept[-1].sendall(greeting)
+        except OSError:
+            return
+
+
+def test_a_port_scanner_during_the_start_changes_no_answer(
+    mlx_lm_answer: Callable[[str], str],  # noqa: F811
+) -> None:
+    """It connects to whatever listens, as soon as it does, and leaves again."""
+    ended = threading.Event()
+    scanner = threading.Thread(target=scan, args=(ended,))
+    scanner.start()
+    try:
+        with running(2) as server:
+            reply = server.client().chat.completions.create(
+                model="tiny-chat", messages=[{"role": "user", "content": QUESTION}], temperature=0
+            )
+            assert reply.choices[0].message.content == mlx_lm_answer(QUESTION)
+    finally:
+        ended.set()
+        scanner.join()
+
+
+def scan(ended: threading.Event) -> None:
+    """Every port that one of this process's descendants listens on."""
+    seen = set()
+    while not ended.is_set():
+        for process in psutil.Process().children(recursive=True):
+            try:
+                found = process.net_connections("tcp")
+            except psutil.Error:
+                continue
+            ports = {c.laddr.port for c in found if c.status == psutil.CONN_LISTEN} - seen
+            for port in ports:
+                with socket.socket() as stranger:
+                    stranger.settimeout(0.5)
+                    stranger.connect_ex(("127.0.0.1", port))
+            seen |= ports
+        time.sleep(0.01)
