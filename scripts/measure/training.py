@@ -12,13 +12,14 @@ from typing import Any
 from scripts.measure.settings import Row, Settings, in_turn
 from serve.bench.prompts import random_words
 
-MICRO_BATCHES = 8
+EXAMPLES = 8  # of a batch
 TOKENS = 256  # of each example
 UPDATES = 2
+# Ranks, schedule, and into how many micro-batches a batch is cut.
 RUNS = {
-    "1 rank": (1, "1f1b"),
-    "2 ranks, one batch at a time": (2, "naive"),
-    "2 ranks, 1F1B": (2, "1f1b"),
+    "1 rank": (1, "naive", 1),
+    "2 ranks, one batch at a time": (2, "naive", 1),
+    "2 ranks, 1F1B": (2, "1f1b", EXAMPLES),
 }
 COLUMNS = (
     *("ranks, schedule", "tokens/s", "÷ one batch at a time", "busy", "bound", "busy ÷ bound"),
@@ -65,13 +66,13 @@ def _write_data(folder: Path, seed: int) -> Path:
 
 
 def _run(model: Path, data: Path, out: Path, name: str) -> dict[str, Any]:
-    num_ranks, schedule = RUNS[name]
+    num_ranks, schedule, num_micro_batches = RUNS[name]
     words = [sys.executable, "-m", "launcher.cli", "launch", "-n", str(num_ranks), "--"]
     words += ["fine-tune", "--model", str(model), "--data", str(data), "--adapter-path", str(out)]
     for flag, value in {
         "--num-layers": -1,
-        "--batch-size": MICRO_BATCHES,
-        "--micro-batches": MICRO_BATCHES,
+        "--batch-size": EXAMPLES,
+        "--micro-batches": num_micro_batches,
         "--max-seq-length": TOKENS + 1,
         "--schedule": schedule,
         "--iters": UPDATES,

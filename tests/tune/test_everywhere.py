@@ -46,6 +46,7 @@ def log_probabilities(logits: Scores) -> list[float]:
     return [all_of[n, token] for n, token in enumerate(TOKENS[1:])]
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # what PEFT asks of transformers
 def test_in_peft(adapter: Path) -> None:
     torch = pytest.importorskip("torch")
     peft = pytest.importorskip("peft")

@@ -247,16 +247,19 @@ def test_a_folder_with_another_run_is_not_touched(
     assert same(arrays_of(alone[0]), before)
 
 
-def test_a_full_disk_leaves_the_checkpoint_before(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["", "/best"])
+def test_a_full_disk_leaves_what_was_there_before(folder: Path, tmp_path: Path, place: str) -> None:
     """A limit on the size of files stands in for the disk."""
     out = tmp_path / "out"
     run(config_of(folder, out, iters=4), Cluster(), lambda _: None)
-    before = arrays_of(out)
+    before = [arrays_of(out), arrays_of(out / checkpoint.BEST)]
     mx.eval(before)
-    command = launch(1, flags(folder, out, "--resume"))
+    more = [] if place else ["--val-batches", "0"]
+    command = launch(1, flags(folder, out, "--resume", *more))
     said = finish(["bash", "-c", 'ulimit -f 300; exec "$@"', "bash", *command], code=2)
-    assert f"--adapter-path {out} cannot be written" in said
-    assert same(arrays_of(out), before)
+    assert f"--adapter-path {out}{place} cannot be written" in said
+    assert same(arrays_of(out), before[0])
+    assert same(arrays_of(out / checkpoint.BEST), before[1])
     run(config_of(folder, out, resume=True), Cluster(), lambda _: None)
     assert max(losses_of(out)) == 8
 
