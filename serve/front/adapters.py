@@ -11,7 +11,7 @@ import logging
 import re
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ from serve.core.errors import (
     UnavailableError,
 )
 from serve.core.plan import parse_memory
+from serve.front.adapter import Adapter, Held, Source, check_answers, of_ranks
 from serve.hub.access import FAILURES, is_refusal
 from serve.hub.partial import pin
 from serve.hub.repo import ADAPTER
@@ -55,46 +56,8 @@ class Ranks(Protocol):
         """Sequences that run or wait with it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """root is the folder that the path must lie below, None for one that was named at the
-    start. With a commit path is `org/name` of the hub."""
-
-    path: str
-    root: str | None = None
-    commit: str | None = None
-
-    def __str__(self) -> str:
-        return self.path + (f"@{self.commit}" if self.commit else "")
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """A version that ranks may hold: what it was read from, and the bytes on each rank."""
-
-    source: Source
-    digest: str
-    num_bytes: list[int]
-
-
 class _Interrupted(Exception):
     """The engines that were asked are gone."""
-
-
-@dataclass(slots=True)
-class Adapter:
-    """version is 0 while no stage holds it. num_bytes is what each rank holds."""
-
-    name: str
-    source: Source
-    version: int = 0
-    rank: int = 0
-    scale: float | None = None
-    targets: list[str] = field(default_factory=list)
-    num_bytes: list[int] = field(default_factory=list)
-    loaded_at: float = 0.0
-    used_at: float = 0.0
-    is_pinned: bool = False
 
 
 class Adapters:
@@ -102,7 +65,7 @@ class Adapters:
         self._config, self._num_ranks, self._ranks = config, num_ranks, ranks
         self._adapters: dict[str, Adapter] = {}
         self._versions = itertools.count(1)
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, Held] = {}
         self._answers: dict[int, dict[int, Json]] = {}
         self._answered = asyncio.Event()
         self._broken: BrigadeError | None = None
@@ -266,7 +229,7 @@ class Adapters:
         started, version = time.monotonic(), next(self._versions)
         try:
             answers = await self._ask_until_answered(version, adapter)
-            num_bytes = [answers[rank]["num_bytes"] for rank in range(self._num_ranks)]
+            num_bytes = of_ranks("num_bytes", answers)
             self._make_room(num_bytes, instead_of)
         except BaseException:
             self._ranks.retire_adapter(version)
@@ -277,7 +240,7 @@ class Adapters:
             first[name] for name in ("lora_rank", "scale", "kinds")
         )
         adapter.loaded_at, adapter.used_at = time.time(), time.monotonic()
-        self._held[version] = _Held(adapter.source, first["digest"], num_bytes)
+        self._held[version] = Held(adapter.source, of_ranks("checksum", answers), num_bytes)
         self.num_loaded += 1
         self.load_seconds += time.monotonic() - started
         _logger.info(
@@ -315,7 +278,7 @@ class Adapters:
             raise AdapterError(f"Rank {late[0]} does not answer (--load-timeout).", 503) from error
         finally:
             del self._answers[version]
-        _check(answers)
+        check_answers(answers)
         return answers
 
     def on_answer(self, rank: int, answer: Json) -> None:
@@ -341,7 +304,7 @@ class Adapters:
                 continue
             try:
                 answers = await self._ask(version, held.source)
-                if answers[0]["digest"] != held.digest:
+                if of_ranks("checksum", answers) != held.checksums:
                     raise AdapterError(f"The files in {held.source} are others than before.")
             except AdapterError as error:
                 self._lose(version, error)
@@ -403,17 +366,3 @@ class Adapters:
 
 def _fits(held: list[list[int]], most: list[int]) -> bool:
     return all(sum(sizes) <= limit for *sizes, limit in zip(*held, most, strict=True))
-
-
-def _check(answers: dict[int, Json]) -> None:
-    """Raises AdapterError if a rank has refused, or tensors belong to none."""
-    for rank, answer in sorted(answers.items()):
-        if error := answer["error"]:
-            where = f"Rank {rank}: " if rank else ""
-            raise AdapterError(where + error["message"], error["status"])
-    if len({answer["digest"] for answer in answers.values()}) > 1:
-        raise AdapterError("The ranks have different files there: copy the same to all hosts.")
-    known = {name for answer in answers.values() for name in answer["own"]}
-    for name in answers[0]["targets"]:
-        if name not in known:
-            raise AdapterError(f"The adapter is for another model: this one has no {name}.")

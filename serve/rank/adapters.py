@@ -5,6 +5,7 @@ between steps.
 """
 
 import functools
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,15 @@ class ReadAdapter:
     @property
     def num_bytes(self) -> int:
         return sum(a.nbytes for m in self.matrices.values() for a in (m.a, m.b))
+
+    def checksum(self) -> str:
+        """Tells whether what is read from the same place another time is the same."""
+        made = hashlib.sha256(self.files.digest.encode())
+        for name, of in sorted(self.matrices.items()):
+            made.update(name.encode())
+            for array in (of.a, of.b, of.gain):
+                made.update(b"" if array is None else memoryview(array))  # type: ignore[arg-type]
+        return made.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +123,7 @@ class Adapters:
             "version": version,
             "error": None,
             "digest": read.files.digest,
+            "checksum": read.checksum(),
             "targets": sorted(targets),
             "own": sorted(read.matrices),
             "kinds": sorted({name.rpartition(".")[2] for name in targets}),

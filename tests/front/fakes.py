@@ -158,7 +158,7 @@ class FakeRanks:
         self.are_loaded = asyncio.Event()
         self.are_loaded.set()
         self.ended: dict[int, BrigadeError] = {}
-        self.digest = "d"
+        self.digest, self.checksum = "d", "c"
 
     async def loaded(self) -> None:
         await self.are_loaded.wait()
@@ -179,6 +179,7 @@ class FakeRanks:
             "version": version,
             "error": self.refusals.get(rank),
             "digest": self.digest,
+            "checksum": self.checksum,
             "targets": ["a", "b"],
             "own": self.own[rank],
             "kinds": ["q_proj"],

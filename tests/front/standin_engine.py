@@ -101,6 +101,7 @@ class Standin:
             "version": message["version"],
             "error": None,
             "digest": "d",
+            "checksum": "c",
             "targets": ["a"],
             "own": ["a"],
             "kinds": ["q_proj"],

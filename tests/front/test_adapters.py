@@ -231,7 +231,7 @@ async def test_an_adapter_whose_files_changed_is_not_taken_for_what_it_was(fault
     ranks.running[1] = 1
     start_anew(ranks)
     if fault == "other files":
-        ranks.digest = "other"
+        ranks.checksum = "other"
     else:
         ranks.refusals[1] = {"message": "no such folder", "status": 404}
     await adapters.restore()

@@ -54,6 +54,7 @@ class Ranks:
             if not refuses:
                 stage.loaded.add(version)
             answer: dict[str, Any] = {"version": version, "error": None, "digest": "d"}
+            answer["checksum"] = "c"
             answer |= {"targets": ["a"], "own": ["a"], "kinds": ["q_proj"]}
             answer |= {"lora_rank": 8, "scale": 2.0, "num_bytes": NUM_BYTES}
             if refuses:

@@ -206,6 +206,12 @@ def test_what_rank_0_gets_to_know(tmp_path: Path) -> None:
     assert (first["lora_rank"], first["scale"]) == (4, 1.7)
     total = sum(array.nbytes for array in adapters.read(folder)[0].values())
     assert first["num_bytes"] + second["num_bytes"] == total
+    again = {**message, "version": 5}
+    checksums = [own.answer(again)["checksum"] for own in pipeline.adapters]
+    assert checksums == [first["checksum"], second["checksum"]]
+    adapters.save_adapter(tmp_path / "a", LLAMA(), seed=9)
+    others = [own.answer(again)["checksum"] for own in pipeline.adapters]
+    assert not set(others) & set(checksums), "only the numbers are others"
     refused = pipeline.adapters[0].answer({**message, "max_rank": 3, "version": 4})
     assert refused["version"] == 4
     assert refused["error"]["status"] == 400
