@@ -223,12 +223,14 @@ def on_each(
     """The results of all, at the same time. Raises HostsError."""
     results: list[Result] = []
     errors = []
-    with ThreadPoolExecutor(len(connections)) as pool:
-        for future in [pool.submit(call, connection) for connection in connections]:
-            try:
-                results.append(future.result())
-            except HostError as error:
-                errors.append(error)
+    pool = ThreadPoolExecutor(len(connections))
+    futures = [pool.submit(call, connection) for connection in connections]
+    pool.shutdown(wait=False)  # Ctrl-C does not wait for those that still run.
+    for future in futures:
+        try:
+            results.append(future.result())
+        except HostError as error:
+            errors.append(error)
     if errors:
         raise HostsError(errors)
     return results

@@ -97,6 +97,7 @@ class Supervisor:
         self._write_lock = threading.Lock()
         self._colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
         self._events: queue.SimpleQueue[Ended | Returned | Asked] = queue.SimpleQueue()
+        self._starts: Sequence[Start] = ()
         self._processes: dict[int, Process] = {}
         self._alive: set[int] = set()
         self._returning: set[int] = set()
