@@ -67,6 +67,16 @@ def test_two_hosts_both_ways_of_their_hop_and_a_ring(
     assert not agents
 
 
+def test_every_address_of_a_host_is_measured_and_in_the_ring(
+    sshd: Sshd, hostfile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two = [["127.0.0.2", "127.0.0.4"], ["127.0.0.3", "127.0.0.5"]]
+    hostfile.write_text(json.dumps([{"ssh": ips[0], "ips": ips} for ips in two]))
+    _, findings = examined(capsys, *on_hosts(sshd, hostfile))
+    assert sum("→" in finding["where"] for finding in findings) == 4
+    assert "a sum over 2 ranks is right" in findings[-1]["what"]
+
+
 def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     findings = [
         Finding("ok", "a", "fine"),
