@@ -140,7 +140,7 @@ class Connection:
                 said = "\n".join(self.noise)
                 raise HostError(self.name, *meaning(said, self.host.ssh, self._way.python))
             if isinstance(line, str):
-                self.noise.append(line)  # of a shell profile, or ssh's own words
+                self.noise += filter(None, [line])  # of a shell profile, or ssh's own words
             elif "error" in line:
                 raise HostError(self.name, line["error"].rstrip("."))
             else:

@@ -305,12 +305,12 @@ def greet(sshd: Sshd, host: str = "127.0.0.2", python: str = sys.executable) -> 
 
 
 def test_a_noisy_shell_profile_does_no_harm(sshd: Sshd, launch: Start) -> None:
-    sshd.profile.write_text("echo 'Welcome to this host!'\nprintf 'no end of line, '\necho\n")
+    sshd.profile.write_text("echo 'Welcome to this host!'\nprintf 'no end of line'\n")
     launched = launch("print('hello', rank)")
     assert launched.end()[0] == 0
     assert launched.text.count("hello") == 2
     assert "Welcome" not in launched.text
-    assert greet(sshd).noise[0] == "Welcome to this host!"
+    assert greet(sshd).noise == ["Welcome to this host!", "no end of line"]
 
 
 def test_a_profile_that_waits_is_told_after_the_deadline(
