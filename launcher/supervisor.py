@@ -5,6 +5,8 @@
        ├── a rank failed, or a signal ────┴─────────────┴──> ending ── 3 s (12 s after a signal),
                                                                or a second signal ──> killed
 
+While running, a rank above 0 that was lost is started again, some times.
+
 One thread a rank reads its output and one waits for its end; they and the signal handlers put
 events into one queue, and `run` sleeps on that queue. Knows no HTTP, no MLX and no command line.
 """

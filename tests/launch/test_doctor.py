@@ -47,7 +47,7 @@ def on_hosts(sshd: Sshd, hostfile: Path) -> list[str]:
 def test_this_machine_alone(capsys: pytest.CaptureFixture[str]) -> None:
     code, findings = examined(capsys, "--model", str(TINY_CHAT))
     assert code in (0, 1), findings  # A machine may be short of memory; nothing may fail.
-    assert {finding["where"] for finding in findings} == {"127.0.0.1"}
+    assert {finding["where"] for finding in findings} == {"this machine"}
     assert {"the model is whole"} <= {finding["what"] for finding in findings}
 
 
