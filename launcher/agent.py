@@ -48,6 +48,7 @@ class Agent:
         }
 
     def run(self) -> int:
+        self._write("")  # A shell profile may have left a line open.
         self._say(pid=os.getpid())
         while (message := self._hear()) is not None:
             name = message.pop("ask")

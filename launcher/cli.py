@@ -153,7 +153,7 @@ def show_launches() -> int:
     for launch in running:
         minutes = int(time.time() - launch.since) // 60
         place = f", {launch.url}" if launch.url else ""
-        print(f"launch {launch.pid}: {launch.state} for {minutes} min{place}")
+        print(f"launch {launch.pid}: {launch.state}, started {minutes} min ago{place}")
         print(f"  {shlex.join(launch.words)}")
         for rank, host in enumerate(launch.hosts):
             print(f"  rank {rank} on {host}: {launch.ranks.get(str(rank), 'not started')}")

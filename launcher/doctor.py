@@ -62,7 +62,7 @@ def ask(connection: Connection, model: Path | None = None) -> Facts:
     ips = list(connection.host.ips)
     facts = connection.ask("facts", model=model and str(model), ips=ips)
     ahead_seconds = facts["time"] - (asked + time.time()) / 2
-    return {**facts, "host": connection.host.ssh, "ahead_seconds": ahead_seconds}
+    return {**facts, "host": str(connection.host), "ahead_seconds": ahead_seconds}
 
 
 def examine(
@@ -74,10 +74,11 @@ def examine(
         with connected(hosts, way, tell) as connections:
             facts = on_each(connections, lambda each: ask(each, model))
             for connection, each in zip(connections, facts, strict=True):
-                yield check_shell(connection.host.ssh, connection.noise)
-                yield check_clock(connection.host.ssh, each["ahead_seconds"])
+                if not connection.host.is_local:
+                    yield check_shell(str(connection.host), connection.noise)
+                    yield check_clock(str(connection.host), each["ahead_seconds"])
             holder = connections[0].ask("holder", port=port)["holder"]
-            yield check_port(hosts[0].ssh, port, holder)
+            yield check_port(str(hosts[0]), port, holder)
             findings = list(check_hosts(facts))
             if len(hosts) > 1:
                 findings += examine_hops(connections, tell)
@@ -100,12 +101,12 @@ def examine_hops(connections: Sequence[Connection], tell: Tell) -> Iterator[Find
             continue  # The same two as rank 1 and its neighbour.
         for here, there in ((connection, neighbour), (neighbour, connection)):
             for ip in there.host.ips:
-                tell(f"measuring {here.host.ssh} to {there.host.ssh}")
+                tell(f"measuring {here.host} to {there.host}")
                 yield examine_hop(here, there, ip)
 
 
 def examine_hop(here: Connection, there: Connection, ip: str) -> Finding:
-    where = f"{here.host.ssh} → {there.host.ssh} ({ip})"
+    where = f"{here.host} → {there.host} ({ip})"
     try:
         port = there.ask("listen", ip=ip)["port"]
         return check_hop(where, here.ask("measure", ip=ip, port=port))

@@ -34,6 +34,9 @@ class Host:
         """As in mlx.launch: only what is written so is this machine without ssh."""
         return self.ssh == HOST
 
+    def __str__(self) -> str:
+        return "this machine" if self.is_local else self.ssh
+
 
 @dataclass(frozen=True, slots=True)
 class Hostfile:

@@ -11,6 +11,7 @@ import re
 import signal
 import stat
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -47,6 +48,7 @@ class Record(Observer):
 
     def __init__(self, launch: Launch, descriptor: int) -> None:
         self._launch, self._descriptor = launch, descriptor
+        self._lock = threading.Lock()  # Ranks are read in threads of their own.
         self._save()
 
     def started(self, rank: int, pid: int) -> None:
@@ -72,10 +74,11 @@ class Record(Observer):
         self._save()
 
     def _save(self) -> None:
-        data = json.dumps(asdict(self._launch)).encode()
-        # In place, because the lock is the file's. Readers stop at the end of the object.
-        os.pwrite(self._descriptor, data, 0)
-        os.ftruncate(self._descriptor, len(data))
+        with self._lock:
+            data = json.dumps(asdict(self._launch)).encode()
+            # In place, because the lock is the file's. Readers stop at the end of the object.
+            os.pwrite(self._descriptor, data, 0)
+            os.ftruncate(self._descriptor, len(data))
 
 
 @contextmanager

@@ -140,7 +140,7 @@ class Connection:
                 said = "\n".join(self.noise)
                 raise HostError(self.name, *meaning(said, self.host.ssh, self._way.python))
             if isinstance(line, str):
-                self.noise.append(line)  # of a shell profile, or ssh's own words
+                self.noise += filter(None, [line])  # of a shell profile, or ssh's own words
             elif "error" in line:
                 raise HostError(self.name, line["error"].rstrip("."))
             else:
@@ -223,12 +223,14 @@ def on_each(
     """The results of all, at the same time. Raises HostsError."""
     results: list[Result] = []
     errors = []
-    with ThreadPoolExecutor(len(connections)) as pool:
-        for future in [pool.submit(call, connection) for connection in connections]:
-            try:
-                results.append(future.result())
-            except HostError as error:
-                errors.append(error)
+    pool = ThreadPoolExecutor(len(connections))
+    futures = [pool.submit(call, connection) for connection in connections]
+    pool.shutdown(wait=False)  # Ctrl-C does not wait for those that still run.
+    for future in futures:
+        try:
+            results.append(future.result())
+        except HostError as error:
+            errors.append(error)
     if errors:
         raise HostsError(errors)
     return results

@@ -5,6 +5,8 @@
        ├── a rank failed, or a signal ────┴─────────────┴──> ending ── 3 s (12 s after a signal),
                                                                or a second signal ──> killed
 
+While running, a rank above 0 that was lost is started again, some times.
+
 One thread a rank reads its output and one waits for its end; they and the signal handlers put
 events into one queue, and `run` sleeps on that queue. Knows no HTTP, no MLX and no command line.
 """
@@ -97,6 +99,7 @@ class Supervisor:
         self._write_lock = threading.Lock()
         self._colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
         self._events: queue.SimpleQueue[Ended | Returned | Asked] = queue.SimpleQueue()
+        self._starts: Sequence[Start] = ()
         self._processes: dict[int, Process] = {}
         self._alive: set[int] = set()
         self._returning: set[int] = set()

@@ -47,7 +47,7 @@ def on_hosts(sshd: Sshd, hostfile: Path) -> list[str]:
 def test_this_machine_alone(capsys: pytest.CaptureFixture[str]) -> None:
     code, findings = examined(capsys, "--model", str(TINY_CHAT))
     assert code in (0, 1), findings  # A machine may be short of memory; nothing may fail.
-    assert {finding["where"] for finding in findings} == {"127.0.0.1"}
+    assert {finding["where"] for finding in findings} == {"this machine"}
     assert {"the model is whole"} <= {finding["what"] for finding in findings}
 
 
@@ -65,6 +65,16 @@ def test_two_hosts_both_ways_of_their_hop_and_a_ring(
     assert sum(name == "all hosts" for name in where) == 2
     agents = [p for p in psutil.process_iter(["cmdline"]) if "launcher.agent" in p.info["cmdline"]]
     assert not agents
+
+
+def test_every_address_of_a_host_is_measured_and_in_the_ring(
+    sshd: Sshd, hostfile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two = [["127.0.0.2", "127.0.0.4"], ["127.0.0.3", "127.0.0.5"]]
+    hostfile.write_text(json.dumps([{"ssh": ips[0], "ips": ips} for ips in two]))
+    _, findings = examined(capsys, *on_hosts(sshd, hostfile))
+    assert sum("→" in finding["where"] for finding in findings) == 4
+    assert "a sum over 2 ranks is right" in findings[-1]["what"]
 
 
 def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:

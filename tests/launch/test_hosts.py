@@ -262,6 +262,18 @@ def test_each_rank_finds_the_same_ring_and_its_own_number(launch: Start) -> None
     assert len({*addresses, ranks[0]["BRIGADE_CONTROL"]}) == 3
 
 
+def test_several_addresses_of_a_host_and_this_machine_beside_others(
+    launch: Start, hostfile: Path
+) -> None:
+    here = {"ssh": "127.0.0.1", "ips": ["127.0.0.2", "127.0.0.4"]}
+    hostfile.write_text(json.dumps([here, {"ssh": "127.0.0.3", "ips": ["127.0.0.3"]}]))
+    launched = launch("print('hosts ' + open(os.environ['MLX_HOSTFILE']).read())")
+    launched.end()
+    (hosts,) = set(re.findall(r"hosts (.*)", launched.text))
+    ips = [[address.partition(":")[0] for address in own] for own in json.loads(hosts)]
+    assert ips == [["127.0.0.2", "127.0.0.4"], ["127.0.0.3"]]
+
+
 def test_a_rank_gets_what_was_given_and_what_is_allowed(
     launch: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,12 +305,12 @@ def greet(sshd: Sshd, host: str = "127.0.0.2", python: str = sys.executable) -> 
 
 
 def test_a_noisy_shell_profile_does_no_harm(sshd: Sshd, launch: Start) -> None:
-    sshd.profile.write_text("echo 'Welcome to this host!'\nprintf 'no end of line, '\necho\n")
+    sshd.profile.write_text("echo 'Welcome to this host!'\nprintf 'no end of line'\n")
     launched = launch("print('hello', rank)")
     assert launched.end()[0] == 0
     assert launched.text.count("hello") == 2
     assert "Welcome" not in launched.text
-    assert greet(sshd).noise[0] == "Welcome to this host!"
+    assert greet(sshd).noise == ["Welcome to this host!", "no end of line"]
 
 
 def test_a_profile_that_waits_is_told_after_the_deadline(

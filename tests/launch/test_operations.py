@@ -110,7 +110,7 @@ def test_every_command_runs(tmp_path: Path, sshd: Sshd) -> None:
     assert launched is not None
     assert launched.returncode == 0, "--stop ended it"
     _, status, stop, doctor, upgrade = said
-    assert "ready for 0 min" in status
+    assert ": ready, started 0 min ago, http://127.0.0.2:" in status
     assert stop.endswith(" has ended.\n")
     assert doctor.count(" 0 fail") == 2
     assert (tmp_path / "report.json").read_text().startswith("[")

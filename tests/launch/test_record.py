@@ -125,7 +125,7 @@ def test_other_ranks_say_nothing_about_the_state(launcher: Start) -> None:
 
 def test_a_rank_that_ended_is_shown(launcher: Start) -> None:
     launcher(f"{RANK}if rank: sys.exit(0)\n{SLEEP}")
-    wait_until(lambda: the_only().ranks["1"] == "ended with 0")
+    wait_until(lambda: the_only().ranks.get("1") == "ended with 0")
     assert the_only().state == "ending"
 
 
@@ -200,7 +200,7 @@ def test_status_shows_every_rank(launcher: Start, capsys: pytest.CaptureFixture[
     wait_until(lambda: the_only().url != "" and len(the_only().ranks) == 2)
     assert cli.main(["launch", "--status"]) == 0
     first, command, *ranks = capsys.readouterr().out.splitlines()
-    assert first == f"launch {process.pid}: starting for 0 min, http://127.0.0.1:9"
+    assert first == f"launch {process.pid}: starting, started 0 min ago, http://127.0.0.1:9"
     assert command == "  serve --model 'my model'"
     assert re.fullmatch(r"  rank 0 on 127.0.0.1: runs as \d+", ranks[0])
     assert re.fullmatch(r"  rank 1 on studio: runs as \d+", ranks[1])

@@ -62,7 +62,7 @@ def test_two_hosts_answer_are_shown_and_are_stopped(
         )
         assert reply.choices[0].message.content == mlx_lm_answer(QUESTION)
         shown = brigade("--status").stdout
-        assert f"launch {server.process.pid}: ready for 0 min, {server.url}" in shown
+        assert f"launch {server.process.pid}: ready, started 0 min ago, {server.url}" in shown
         assert f"rank 1 on 127.0.0.3: runs as {stages[1]['pid']}" in shown
         assert brigade("--stop", str(server.process.pid)).returncode == 0
         assert server.process.wait(1) == 0, server.text
