@@ -30,6 +30,7 @@ from serve.core.errors import (
 from serve.front import chat, completions, guard, replies, schemas, tokenize
 from serve.front.answer import Answer, Engine, Job
 from serve.front.app_adapters import AdapterCalls
+from serve.front.app_responses import ResponseCalls
 from serve.front.app_server import BACKLOG, Server
 from serve.front.app_stream import Stream, json_response
 from serve.front.body import json_object
@@ -155,6 +156,7 @@ class Front:
             Route("/admin/pipeline", self.pipeline),
             Route("/admin/trace", self.trace),
             Route("/admin/drain", self.drain, methods=["POST"]),
+            *ResponseCalls(self).routes(),
             *AdapterCalls(self._adapters, self._model).routes(),
         ]
 

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 from serve.front import schemas
 from serve.front.app import Front
 from serve.front.openai import _NEUTRAL, ChatBody, CompletionBody
+from serve.front.responses import ResponsesBody
 from tests.front.fakes import CONFIG, FakeEngine, Running
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
@@ -55,11 +56,12 @@ def test_every_reference_leads_somewhere(document: Any) -> None:
         assert reference.rpartition("/")[2] in document["components"]["schemas"]
 
 
-@pytest.mark.parametrize("body", [ChatBody, CompletionBody])
+@pytest.mark.parametrize("body", [ChatBody, CompletionBody, ResponsesBody])
 def test_bodies_have_the_fields_that_are_checked(document: Any, body: Any) -> None:
     schema = document["components"]["schemas"][body.__name__]
-    assert schema["properties"].keys() == body.model_fields.keys() | _NEUTRAL.keys()
-    assert schema["additionalProperties"] is True
+    neutral = set() if body is ResponsesBody else _NEUTRAL.keys()
+    assert schema["properties"].keys() == body.model_fields.keys() | neutral
+    assert schema["additionalProperties"] is (body is not ResponsesBody)
     assert schema["required"]
 
 
