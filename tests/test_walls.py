@@ -43,6 +43,7 @@ OWNERS = {
     "tokenizers": ["serve.front.tokens"],
     "prometheus_client": ["serve.front.metrics"],
     "pydantic": ["serve.front.*"],
+    "typing_extensions": ["serve.front.schemas"],
     "pydantic_core": ["serve.front.*"],
     "huggingface_hub": ["serve.hub.*"],
     "safetensors": ["serve.rank.weights"],

@@ -22,6 +22,7 @@ from serve.front.openai import GenerationBody
 from serve.front.prompt import Prompt
 from serve.front.record import Record
 from serve.front.replies import Json
+from serve.front.schemas import Usage
 from serve.front.tokens import Tokenizer
 
 _logger = logging.getLogger(__name__)
@@ -149,15 +150,21 @@ class Answer:
 
     async def server_sent_events(self, include_usage: bool) -> AsyncIterator[bytes]:
         """The chunks as an event stream. [DONE] ends it also after an error, as vLLM's."""
+        async for chunk in self.outcome(include_usage):
+            is_error = isinstance(chunk, BrigadeError)
+            yield replies.server_sent(replies.error_object(chunk) if is_error else chunk)
+        yield replies.DONE
+
+    async def outcome(self, include_usage: bool) -> AsyncIterator[Json | BrigadeError]:
+        """The chunks, and an error as the last of them."""
         try:
             async for chunk in self.chunks(include_usage):
-                yield replies.server_sent(chunk)
+                yield chunk
         except BrigadeError as error:
             yield self._failure(error)
         except Exception as error:
             _logger.exception("request=%s failed in its stream", self._record.request)
             yield self._failure(BrigadeError(str(error)))
-        yield replies.DONE
 
     def interrupt(self, error: BrigadeError) -> None:
         """Ends the answer with error, also while it waits for the engine."""
@@ -221,11 +228,11 @@ class Answer:
             num_prompt = self._record.prompt_tokens or 0
             self._metrics.prefix_cache(num_prompt, self._generation.num_cached)
 
-    def _failure(self, error: BrigadeError) -> bytes:
+    def _failure(self, error: BrigadeError) -> BrigadeError:
         self._record.status = error.http_status
         _logger.warning("request=%s failed in its stream: %s", self._record.request, error)
-        return replies.server_sent(replies.error_object(error))
+        return error
 
-    def _usage(self) -> Json:
+    def _usage(self) -> Usage:
         num_prompt, num_cached = self._record.prompt_tokens or 0, self._generation.num_cached
         return replies.usage(num_prompt, self._num_tokens, num_cached)

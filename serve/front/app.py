@@ -12,8 +12,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from sse_starlette import EventSourceResponse, ServerSentEvent
-from sse_starlette.sse import SendTimeoutError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -29,19 +27,20 @@ from serve.core.errors import (
     RequestError,
     UnavailableError,
 )
-from serve.front import chat, completions, guard, replies, tokenize
+from serve.front import chat, completions, guard, replies, schemas, tokenize
 from serve.front.answer import Answer, Engine, Job
 from serve.front.app_adapters import AdapterCalls
+from serve.front.app_responses import ResponseCalls
 from serve.front.app_server import BACKLOG, Server
+from serve.front.app_stream import Stream, json_response
 from serve.front.body import json_object
 from serve.front.door import Door
 from serve.front.metrics import Metrics
-from serve.front.openai import ChatBody, CompletionBody, parse
+from serve.front.openai import ChatBody, CompletionBody, DetokenizeBody, Tokenizable, parse
+from serve.front.openapi import document, told
 from serve.front.record import Record
 from serve.front.tokens import Tokenizer
 
-KEEP_ALIVE_SECONDS = 15.0
-SEND_SECONDS = 60.0
 _MOST_SECONDS = 3600.0
 _BROKEN_DRAIN_SECONDS = 0.5
 # Encoding a long prompt takes seconds of a core that the ranks may need as well.
@@ -133,6 +132,7 @@ class Front:
         starlette.router.redirect_slashes = False
         self.door = Door(starlette, config)
         paths = [route.path for route in routes]
+        self._document = document(routes, __version__)
         self.app = guard.Guard(_with_cors(self.door, config), self._metrics, config, paths)
 
     def begin_drain(self, seconds: float) -> None:
@@ -166,20 +166,33 @@ class Front:
             Route("/ready", self.ready),
             Route("/metrics", self.metrics),
             Route("/version", self.version),
+            Route("/openapi.json", self.openapi),
             Route("/admin/pipeline", self.pipeline),
             Route("/admin/trace", self.trace),
             Route("/admin/drain", self.drain, methods=["POST"]),
+            *ResponseCalls(self).routes(),
             *AdapterCalls(self._adapters, self._model).routes(),
         ]
 
+    @told(404, 429, 500, body=ChatBody, reply=schemas.ChatReply, chunk=schemas.ChatChunk)
     async def chat(self, request: Request) -> Response:
+        """Answers a chat."""
         return await self._generate(request, self._read_chat)
 
+    @told(
+        *(404, 429, 500),
+        body=CompletionBody,
+        reply=schemas.CompletionReply,
+        chunk=schemas.CompletionReply,
+    )
     async def completions(self, request: Request) -> Response:
+        """Goes on from prompts."""
         return await self._generate(request, self._read_completion)
 
     def _read_chat(self, data: bytes) -> Job:
-        body = parse(ChatBody, json_object(data))
+        return self.prepare_chat(parse(ChatBody, json_object(data)))
+
+    def prepare_chat(self, body: ChatBody) -> Job:
         self._adapters.check(body.model)
         return chat.prepare(body, self._tokenizer, self._max_context)
 
@@ -189,48 +202,61 @@ class Front:
         return completions.prepare(body, self._tokenizer, self._max_context)
 
     async def _generate(self, request: Request, read: Callable[[bytes], Job]) -> Response:
+        job = await self.in_thread(request, read)
+        answer, headers = await self.begin(request, job)
+        if job.body.stream:
+            return Stream(answer, answer.server_sent_events(job.body.include_usage), headers)
+        reply = replies.fold(answer.chunks(include_usage=True))
+        try:
+            return json_response(await guard.unless_gone(request.receive, reply), headers=headers)
+        finally:
+            answer.close()
+
+    async def begin(self, request: Request, job: Job) -> tuple[Answer, dict[str, str]]:
+        """The answer, which whoever gets it closes, and headers that go with it."""
         record: Record = request.scope[guard.RECORD]
-        job = await self._in_thread(request, read)
         adapter = await self._adapters.version(job.body.model)
         headers = {"x-adapter-version": str(adapter)} if adapter else {}
         generation = self._engine.submit(job.prompts, adapter)
         answer = Answer(job.body.model, job, generation, self._tokenizer, record, self._metrics)
         self._answers.add(answer)
-        if job.body.stream:
-            return _Stream(answer, job.body.include_usage, headers)
-        reply = replies.fold(answer.chunks(include_usage=True))
-        try:
-            return _json(await guard.unless_gone(request.receive, reply), headers=headers)
-        finally:
-            answer.close()
+        return answer, headers
 
-    async def _in_thread(self, request: Request, read: Callable[[bytes], Result]) -> Result:
+    async def in_thread(self, request: Request, read: Callable[[bytes], Result]) -> Result:
         """What reading a request's body gives. Long texts take seconds."""
         data = await guard.read_body(request.scope, request.receive)
         return await asyncio.get_running_loop().run_in_executor(self._threads, read, data)
 
+    @told(404, body=Tokenizable, reply=schemas.Tokenized)
     async def tokenize(self, request: Request) -> Response:
-        return _json(await self._in_thread(request, self._read_tokenize))
+        """Token ids of a text or of messages."""
+        return json_response(await self.in_thread(request, self._read_tokenize))
 
+    @told(404, body=DetokenizeBody, reply=schemas.Detokenized)
     async def detokenize(self, request: Request) -> Response:
-        return _json(await self._in_thread(request, self._read_detokenize))
+        """The text of token ids."""
+        return json_response(await self.in_thread(request, self._read_detokenize))
 
-    def _read_tokenize(self, data: bytes) -> replies.Json:
+    def _read_tokenize(self, data: bytes) -> schemas.Tokenized:
         return tokenize.tokenize(data, self._tokenizer, self._max_context, self._adapters.check)
 
-    def _read_detokenize(self, data: bytes) -> replies.Json:
+    def _read_detokenize(self, data: bytes) -> schemas.Detokenized:
         return tokenize.detokenize(data, self._tokenizer, self._adapters.check)
 
+    @told(reply=schemas.ModelList)
     async def models(self, _: Request) -> Response:
+        """The model and its adapters."""
         described = [self._described(name) for name in self._adapters.names]
-        return _json({"object": "list", "data": described})
+        return json_response({"object": "list", "data": described})
 
+    @told(404, reply=schemas.Model)
     async def model(self, request: Request) -> Response:
+        """One of them."""
         name = request.path_params["name"]
         self._adapters.check(name)
-        return _json(self._described(name))
+        return json_response(self._described(name))
 
-    def _described(self, name: str) -> replies.Json:
+    def _described(self, name: str) -> schemas.Model:
         return {
             "id": name,
             "parent": None if name == self._model else self._model,
@@ -240,33 +266,53 @@ class Front:
             "max_model_len": self._max_context,
         }
 
+    @told(reply=schemas.Status)
     async def health(self, _: Request) -> Response:
-        return _json({"status": "alive"})
+        """That the process lives."""
+        return json_response({"status": "alive"})
 
+    @told(reply=schemas.Status)
     async def ready(self, _: Request) -> Response:
+        """Whether requests can be answered; 503 says what is waited for."""
         reason = self._engine.ready_reason()
         if reason is not None:
             raise UnavailableError(reason)
-        return _json({"status": "ready"})
+        return json_response({"status": "ready"})
 
+    @told()
     async def metrics(self, request: Request) -> Response:
+        """Numbers for Prometheus."""
         body, content_type = self._metrics.render(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
+    @told(reply=schemas.Version)
     async def version(self, _: Request) -> Response:
-        return _json({"version": __version__})
+        """The version of Brigade."""
+        return json_response({"version": __version__})
 
+    @told(reply=replies.Json)
+    async def openapi(self, _: Request) -> Response:
+        """This document."""
+        return json_response(self._document)
+
+    @told(403, reply=replies.Json)
     async def pipeline(self, _: Request) -> Response:
-        return _json(self._engine.pipeline())
+        """Each stage: its layers, bytes, times and state."""
+        return json_response(self._engine.pipeline())
 
+    @told(400, 403, reply=replies.Json, query={"seconds": {"type": "number"}})
     async def trace(self, request: Request) -> Response:
-        return _json(self._engine.timeline(_seconds(request.query_params.get("seconds", "10"))))
+        """What each stage did when, as a Chrome trace."""
+        return json_response(
+            self._engine.timeline(_seconds(request.query_params.get("seconds", "10")))
+        )
 
+    @told(400, 403, status=202, reply=schemas.Status, query={"seconds": {"type": "number"}})
     async def drain(self, request: Request) -> Response:
         """The process ends with code 0 when the last answer is finished."""
         asked = request.query_params.get("seconds")
         self.begin_drain(self._drain_seconds if asked is None else _seconds(asked))
-        return _json({"status": "draining"}, 202)
+        return json_response({"status": "draining"}, 202)
 
 
 def _with_cors(app: guard.Application, config: ServeConfig) -> guard.Application:
@@ -295,38 +341,14 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-class _Stream(EventSourceResponse):
-    """Ends the answer also when the client is gone before its first event."""
-
-    def __init__(self, answer: Answer, include_usage: bool, headers: dict[str, str]) -> None:
-        super().__init__(
-            answer.server_sent_events(include_usage),
-            headers={"cache-control": "no-cache", **headers},
-            ping=KEEP_ALIVE_SECONDS,
-            ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
-            send_timeout=SEND_SECONDS,
-        )
-        self._answer = answer
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        except SendTimeoutError:
-            _logger.warning("A client took nothing for %g seconds: given up.", SEND_SECONDS)
-        finally:
-            self._answer.close()
-
-
 # --- errors
-
-
-def _json(body: replies.Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(replies.encode(body), status, headers, "application/json")
 
 
 async def _brigade_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, BrigadeError)
-    return _json(replies.error_object(error), error.http_status, replies.error_headers(error))
+    return json_response(
+        replies.error_object(error), error.http_status, replies.error_headers(error)
+    )
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -12,6 +12,7 @@ from serve.front import guard, replies
 from serve.front.adapters import Adapters
 from serve.front.body import json_object
 from serve.front.messages import Body
+from serve.front.openapi import told
 
 Name = Annotated[str, Field(min_length=1, max_length=300)]
 Path = Annotated[str, Field(min_length=1, max_length=4096)]
@@ -55,24 +56,32 @@ class AdapterCalls:
             Route("/admin/adapters", self.change, methods=["POST"]),
         ]
 
+    @told(403, 404, 409, body=LoadBody)
     async def load(self, request: Request) -> Response:
+        """Loads an adapter on every rank, or replaces it."""
         body = await _read(request, LoadBody, "Both 'lora_name' and 'lora_path' must be provided.")
         if body.base_model_name not in (None, self._model):
             raise RequestError(f"The base model is {self._model!r}.", param="base_model_name")
         await self._adapters.load(body.lora_name, body.lora_path, body.load_inplace)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
+    @told(403, 404, 409, body=UnloadBody)
     async def unload(self, request: Request) -> Response:
+        """Takes an adapter's name away; its requests end with it."""
         missing = "'lora_name' needs to be provided to unload a LoRA adapter."
         body = await _read(request, UnloadBody, missing)
         await self._adapters.unload(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
+    @told(403, reply=replies.Json)
     async def list(self, _: Request) -> Response:
+        """The adapters that are loaded."""
         listed = {"object": "list", "data": self._adapters.described()}
         return Response(replies.encode(listed), media_type="application/json")
 
+    @told(403, 404, 409, body=ChangeBody, reply=replies.Json)
     async def change(self, request: Request) -> Response:
+        """Pins an adapter, preloads it, or makes it the default."""
         body = await _read(request, ChangeBody, "'lora_name' needs to be provided.")
         changed = await self._adapters.change(body.lora_name, body.pin, body.default, body.preload)
         return Response(replies.encode(changed), media_type="application/json")

@@ -36,7 +36,14 @@ def _part_text(index: int, part: Any) -> str:
     return str(part["text"])
 
 
-Content = Annotated[str, BeforeValidator(_join_parts)]
+class TextPart(Body):
+    """How clients write it; _part_text reads it."""
+
+    type: Literal["text"]
+    text: str
+
+
+Content = Annotated[str, BeforeValidator(_join_parts, json_schema_input_type=str | list[TextPart])]
 Empty = Annotated[list[Any], Field(max_length=0)]
 
 

@@ -67,13 +67,24 @@ _logger = logging.getLogger(__name__)
 Parsed = TypeVar("Parsed", bound=Body)
 
 
+class Lenient(Body):
+    """Read by `parse`, which takes more than the model itself."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> Any:
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        for name, neutral in _NEUTRAL.items():
+            schema["properties"].setdefault(name, {"enum": [None, *neutral]})
+        return schema | {"additionalProperties": True}
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
     continuous_usage_stats: Literal[False] | None = None
 
 
-class GenerationBody(SamplingBody):
+class GenerationBody(SamplingBody, Lenient):
     """What asks for answers. user and the like change no answer."""
 
     model: str
@@ -187,7 +198,12 @@ def _are_ids(ids: list[Any]) -> bool:
 
 
 class CompletionBody(GenerationBody):
-    prompt: Annotated[tuple[str | list[int], ...], BeforeValidator(_list_prompts)]
+    prompt: Annotated[
+        tuple[str | list[int], ...],
+        BeforeValidator(
+            _list_prompts, json_schema_input_type=str | list[int] | list[str | list[int]]
+        ),
+    ]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: bool | None = None
@@ -212,22 +228,25 @@ class CompletionBody(GenerationBody):
         return max((most for most in asked if most is not None), default=None)
 
 
-class TokenizeBody(Body):
+class TokenizeBody(Lenient):
     model: str | None = None
     prompt: str
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
 
-class TokenizeChatBody(Templated):
+class TokenizeChatBody(Templated, Lenient):
     model: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(Lenient):
     model: str | None = None
     tokens: TokenIds
+
+
+Tokenizable = TokenizeBody | TokenizeChatBody
 
 
 # --- from JSON
@@ -235,6 +254,8 @@ class DetokenizeBody(Body):
 
 def parse(kind: type[Parsed], body: dict[str, Any]) -> Parsed:
     """Raises RequestError, which names the first field that is wrong."""
+    if not issubclass(kind, Lenient):
+        return _validated(kind, body)
     unknown = body.keys() - kind.model_fields.keys() - _NEUTRAL.keys()
     if unknown:
         names = [name[:_MOST_PATH_CHARACTERS] for name in sorted(unknown)[:_MOST_NAMES_LOGGED]]
@@ -242,10 +263,14 @@ def parse(kind: type[Parsed], body: dict[str, Any]) -> Parsed:
     supported = {name: body[name] for name in body if name in kind.model_fields}
     for name in body.keys() - supported.keys() - unknown:
         _check_neutral(name, body[name])
+    return _validated(kind, supported)
+
+
+def _validated(kind: type[Parsed], body: dict[str, Any]) -> Parsed:
     try:
-        return kind.model_validate(supported)
+        return kind.model_validate(body)
     except ValidationError as error:
-        raise _request_error(error, supported) from error
+        raise _request_error(error, body) from error
 
 
 def parse_chat(data: bytes) -> ChatBody:
@@ -282,7 +307,7 @@ def _request_error(error: ValidationError, body: dict[str, Any]) -> RequestError
 
 
 def _reason(error: ErrorDetails) -> str:
-    if error["type"].startswith("union_tag"):
+    if error["type"].startswith("union_tag") and "role" in error["ctx"]["discriminator"]:
         return "role must be one of system, developer, user, assistant, tool"
     if error["type"] == "none_required":
         return "must be null"

@@ -5,15 +5,16 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from serve.core.errors import BrigadeError, OverloadedError, RequestError, UnavailableError
+from serve.front.schemas import ErrorReply, Usage
 
 Json = dict[str, Any]
 
 
-def encode(body: Json) -> bytes:
+def encode(body: Mapping[str, Any]) -> bytes:
     return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
-def server_sent(body: Json) -> bytes:
+def server_sent(body: Mapping[str, Any]) -> bytes:
     return b"data: " + encode(body) + b"\n\n"
 
 
@@ -37,7 +38,7 @@ class StatusError(RequestError):
         self.headers = dict(headers or {})
 
 
-def error_object(error: BrigadeError) -> Json:
+def error_object(error: BrigadeError) -> ErrorReply:
     return {
         "error": {
             "message": _public_message(error),
@@ -69,7 +70,7 @@ def _public_message(error: BrigadeError) -> str:
 # --- answers
 
 
-def usage(num_prompt_tokens: int, num_completion_tokens: int, num_cached: int = 0) -> Json:
+def usage(num_prompt_tokens: int, num_completion_tokens: int, num_cached: int = 0) -> Usage:
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_completion_tokens,

@@ -77,13 +77,21 @@ class SamplingBody(Body):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[Number, Field(ge=0.01, le=100)] | None = None
-    logit_bias: Annotated[dict[int, float], BeforeValidator(_read_biases)] = {}
+    logit_bias: Annotated[
+        dict[int, float],
+        BeforeValidator(_read_biases, json_schema_input_type=dict[str, float] | None),
+    ] = {}
     allowed_token_ids: Annotated[TokenIds | None, AfterValidator(_not_empty)] = None
-    bad_words: Annotated[tuple[str, ...], BeforeValidator(_list_bad_words)] = ()
+    bad_words: Annotated[
+        tuple[str, ...],
+        BeforeValidator(_list_bad_words, json_schema_input_type=list[str] | None),
+    ] = ()
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=_MOST_INT)] | None = None
-    stop: Annotated[tuple[str, ...], BeforeValidator(_list_stops)] = ()
+    stop: Annotated[
+        tuple[str, ...], BeforeValidator(_list_stops, json_schema_input_type=str | list[str] | None)
+    ] = ()
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None

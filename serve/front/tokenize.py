@@ -5,21 +5,24 @@ from collections.abc import Callable
 from serve.front.body import json_object
 from serve.front.openai import (
     DetokenizeBody,
+    Tokenizable,
     TokenizeBody,
     TokenizeChatBody,
     parse,
 )
-from serve.front.replies import Json
 from serve.front.sampling import check_ids
+from serve.front.schemas import Detokenized, Tokenized
 from serve.front.tokens import Tokenizer
 
 CheckModel = Callable[[str], None]
 
 
-def tokenize(data: bytes, tokenizer: Tokenizer, max_context: int, check_model: CheckModel) -> Json:
+def tokenize(
+    data: bytes, tokenizer: Tokenizer, max_context: int, check_model: CheckModel
+) -> Tokenized:
     """Of a prompt, or of messages as the chat template renders them."""
     fields = json_object(data)
-    body: TokenizeBody | TokenizeChatBody
+    body: Tokenizable
     if "messages" in fields:
         body = parse(TokenizeChatBody, fields)
         text = body.render(tokenizer)
@@ -34,7 +37,7 @@ def tokenize(data: bytes, tokenizer: Tokenizer, max_context: int, check_model: C
     return {"count": len(ids), "max_model_len": max_context, "tokens": ids, "token_strs": names}
 
 
-def detokenize(data: bytes, tokenizer: Tokenizer, check_model: CheckModel) -> Json:
+def detokenize(data: bytes, tokenizer: Tokenizer, check_model: CheckModel) -> Detokenized:
     body = parse(DetokenizeBody, json_object(data))
     if body.model is not None:
         check_model(body.model)

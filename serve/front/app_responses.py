@@ -1,0 +1,112 @@
+"""The HTTP calls about responses: made of chats, kept for those that go on from them."""
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from serve.core.errors import BrigadeError, RequestError
+from serve.front import guard
+from serve.front.answer import Answer, Job
+from serve.front.app_stream import Stream, json_response
+from serve.front.body import json_object
+from serve.front.openai import ChatBody, parse
+from serve.front.openapi import told
+from serve.front.replies import Json
+from serve.front.responses import ResponsesBody, Store, as_messages, response
+from serve.front.responses_events import Telling, server_sent
+
+# What a chat's fields are called here.
+_FIELDS = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
+
+
+class Front(Protocol):
+    """What it needs of the server that chats need, too."""
+
+    def prepare_chat(self, body: ChatBody) -> Job: ...
+
+    async def in_thread(self, request: Request, read: Callable[[bytes], Any]) -> Any: ...
+
+    async def begin(self, request: Request, job: Job) -> tuple[Answer, dict[str, str]]: ...
+
+
+class ResponseCalls:
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._store = Store()
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/responses", self.respond, methods=["POST"]),
+            Route("/v1/responses/{id}", self.response),
+            Route("/v1/responses/{id}", self.delete_response, methods=["DELETE"]),
+        ]
+
+    @told(404, 429, 500, body=ResponsesBody, reply=Json, chunk=Json)
+    async def respond(self, request: Request) -> Response:
+        """Answers with items: text, thoughts, calls of functions."""
+        body, messages, job = await self._front.in_thread(request, self._read)
+        answer, headers = await self._front.begin(request, job)
+        telling = Telling(response(body))
+        if body.stream:
+            events = self._events(answer.outcome(include_usage=True), telling, messages)
+            return Stream(answer, (server_sent(event) async for event in events), headers)
+        try:
+            events = self._events(answer.chunks(include_usage=True), telling, messages)
+            await guard.unless_gone(request.receive, _all(events))
+        finally:
+            answer.close()
+        return json_response(telling.response, headers=headers)
+
+    def _read(self, data: bytes) -> tuple[ResponsesBody, list[Json], Job]:
+        """With the messages that lead to the answer, but for instructions: those end with it."""
+        body = parse(ResponsesBody, json_object(data))
+        messages = [*self._store.before(body.previous_response_id), *body.messages()]
+        try:
+            return body, messages, self._front.prepare_chat(body.as_chat(messages))
+        except RequestError as error:
+            error.param = _FIELDS.get(error.param or "", error.param)
+            raise
+
+    async def _events(
+        self, chunks: AsyncIterator[Json | BrigadeError], telling: Telling, messages: list[Json]
+    ) -> AsyncIterator[Json]:
+        for event in telling.begin():
+            yield event
+        async for chunk in chunks:
+            if isinstance(chunk, BrigadeError):
+                yield telling.failed(chunk)
+                return
+            for event in telling.feed(chunk):
+                yield event
+        last = list(telling.finish())
+        # Before its client knows of the end, so that it can go on at once.
+        if telling.response["store"]:
+            self._store.put(telling.response, [*messages, *as_messages(telling.response["output"])])
+        for event in last:
+            yield event
+
+    @told(400, 404, reply=Json)
+    async def response(self, request: Request) -> Response:
+        """A response that is kept."""
+        if request.query_params:
+            raise RequestError("No parameters are supported here: leave them out.", param="query")
+        return json_response(self._store.get(request.path_params["id"])[0])
+
+    @told(404, reply=Json)
+    async def delete_response(self, request: Request) -> Response:
+        """Forgets a response."""
+        id = request.path_params["id"]
+        self._store.delete(id)
+        return json_response({"id": id, "object": "response", "deleted": True})
+
+
+async def _all(events: AsyncIterator[Json]) -> None:
+    async for _ in events:
+        continue

@@ -1,0 +1,167 @@
+"""What goes out, as types: mypy holds what builds a reply to them, /openapi.json tells them."""
+
+from typing import Literal
+
+from typing_extensions import NotRequired, TypedDict
+
+
+class Error(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(TypedDict):
+    error: Error
+
+
+class PromptDetails(TypedDict):
+    cached_tokens: int
+
+
+class Usage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class TokenScore(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChosenScore(TokenScore):
+    top_logprobs: list[TokenScore]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[ChosenScore]
+    refusal: None
+
+
+class CompletionLogprobs(TypedDict):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class RankedScore(TypedDict):
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, RankedScore] | None]
+
+
+class CalledFunction(TypedDict):
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    """index comes in chunks only, where id, type and name come once for each call."""
+
+    index: NotRequired[int]
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: CalledFunction
+
+
+class Delta(TypedDict, total=False):
+    """A message, or a part of one."""
+
+    role: Literal["assistant"]
+    content: str | None
+    reasoning_content: str
+    tool_calls: list[ToolCall]
+
+
+class Choice(TypedDict):
+    index: int
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
+    stop_reason: NotRequired[str | int | None]
+    token_ids: NotRequired[list[int]]
+
+
+class ChatChoice(Choice):
+    message: Delta
+    logprobs: ChatLogprobs | None
+
+
+class ChunkChoice(Choice):
+    delta: Delta
+    logprobs: ChatLogprobs | None
+
+
+class CompletionChoice(Choice):
+    text: str
+    logprobs: CompletionLogprobs | None
+    prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[PromptLogprobs]
+
+
+class _Reply(TypedDict):
+    id: str
+    created: int
+    model: str
+
+
+class ChatReply(_Reply):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[PromptLogprobs]
+
+
+class ChatChunk(_Reply):
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChunkChoice]
+    usage: NotRequired[Usage | None]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class CompletionReply(_Reply):
+    """Also a chunk of a stream, where usage is null but in the last one."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: NotRequired[Usage | None]
+
+
+class Tokenized(TypedDict):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(TypedDict):
+    prompt: str
+
+
+class Model(TypedDict):
+    id: str
+    parent: str | None
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Status(TypedDict):
+    status: str
+
+
+class Version(TypedDict):
+    version: str

@@ -1,0 +1,115 @@
+"""/v1/responses over two real ranks, with the official client, whose types check every event."""
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from tests.cluster.servers import Server
+from tests.cluster.test_structured import CLOCK, SCHEMA
+
+TOOLS: list[Any] = [{"type": "function", **CLOCK["function"], "parameters": None, "strict": None}]
+
+
+def respond(server: Server, text: Any = "Say the alphabet.", **fields: Any) -> Any:
+    create = server.client().responses.create
+    return create(model="tiny-chat", input=text, **{"temperature": 0, **fields})
+
+
+def test_a_response_is_the_chat_in_other_words(server: Server) -> None:
+    chat = server.client().chat.completions.create(
+        model="tiny-chat",
+        messages=[{"role": "user", "content": "Say the alphabet."}],
+        temperature=0,
+    )
+    whole = respond(server)
+    assert whole.output_text == chat.choices[0].message.content
+    assert whole.status == "completed"
+    assert chat.usage
+    assert whole.usage.output_tokens == chat.usage.completion_tokens
+    assert whole.usage.input_tokens == chat.usage.prompt_tokens
+
+
+def test_a_stream_adds_up_to_the_reply(server: Server) -> None:
+    whole = respond(server, max_output_tokens=10)
+    assert whole.status == "incomplete"
+    events = list(respond(server, max_output_tokens=10, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == whole.output_text
+    assert events[-1].type == "response.incomplete"
+    assert events[-1].response.output_text == whole.output_text
+    with server.client().responses.stream(model="tiny-chat", input="Hi") as stream:
+        stream.until_done()
+        assert stream.get_final_response().output_text
+
+
+def test_one_goes_on_from_another(server: Server) -> None:
+    first = respond(server, "Hello!", instructions="Be kind.")
+    second = respond(server, previous_response_id=first.id)
+    said = [
+        {"role": "user", "content": "Hello!"},
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": "Say the alphabet."},
+    ]
+    chat = server.client().chat.completions.create(
+        model="tiny-chat",
+        messages=said,
+        temperature=0,
+        max_tokens=1,  # type: ignore[arg-type]
+    )
+    assert chat.usage
+    assert second.usage.input_tokens == chat.usage.prompt_tokens, "instructions are not kept"
+    third = respond(server, previous_response_id=second.id, stream=True)
+    assert list(third)[-1].response.previous_response_id == second.id
+
+
+def test_what_is_kept_and_what_is_not(server: Server) -> None:
+    client = server.client()
+    kept = respond(server, "Hi")
+    assert client.responses.retrieve(kept.id) == kept
+    client.responses.delete(kept.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(kept.id)
+    with pytest.raises(openai.BadRequestError) as caught:
+        respond(server, previous_response_id=kept.id)
+    assert caught.value.code == "previous_response_not_found"
+    passing = respond(server, "Hi", store=False)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(passing.id)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_functions_are_called_and_answered(server: Server, stream: bool) -> None:
+    fields = {"tools": TOOLS, "tool_choice": "required", "max_output_tokens": 100, "stream": stream}
+    reply = respond(server, "What time is it?", **fields)
+    whole = list(reply)[-1].response if stream else reply
+    (called, *_) = whole.output
+    assert (called.type, called.name) == ("function_call", "clock")
+    assert isinstance(json.loads(called.arguments), dict)
+    results = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "noon"}
+        for item in whole.output
+    ]
+    after = respond(server, results, previous_response_id=whole.id, max_output_tokens=5)
+    assert after.output_text
+
+
+def test_a_schema_is_followed(server: Server) -> None:
+    format: Any = {"type": "json_schema", "name": "thing", "schema": SCHEMA}
+    reply = respond(server, text={"format": format}, max_output_tokens=120)
+    assert json.loads(reply.output_text).keys() == {"colour", "sizes"}
+
+
+def test_wrong_requests_are_errors_of_http_also_for_streams(server: Server) -> None:
+    for fields in ({"background": True}, {"max_output_tokens": 10**6}, {"extra_body": {"no": 1}}):
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError):
+                respond(server, stream=stream, **fields)
+    with pytest.raises(openai.BadRequestError) as caught:
+        respond(server, max_output_tokens=10**6)
+    assert caught.value.param == "max_output_tokens"
+    with pytest.raises(openai.NotFoundError):
+        server.client().responses.create(model="absent", input="Hi")
+    assert server.get("/admin/pipeline")["num_running"] == 0
