@@ -4,6 +4,8 @@ import re
 from pathlib import Path
 
 from serve.core import errors
+from serve.core.config import ServeConfig
+from serve.front.metrics import Metrics
 from serve.front.openai import _NEUTRAL, ChatBody, CompletionBody
 from serve.front.responses import ResponsesBody
 
@@ -26,6 +28,22 @@ def test_readme_gives_every_exit_code() -> None:
     text = (ROOT / "README.md").read_text()
     for code in errors._BY_EXIT_CODE:
         assert f"| {code} |" in text, f"exit code {code}"
+
+
+def test_operations_names_flags_and_metrics_that_there_are() -> None:
+    _, *sections = (ROOT / "docs" / "operations.md").read_text().split("\n## ")
+    own = ("Recovery", "Stalls", "Drain", "What a fault looks like", "Watching")
+    text = "".join(section for section in sections if section.startswith(own))
+    flags = {name.replace("-", "_") for name in re.findall(r"`--([a-z-]+)`", text)}
+    assert flags
+    assert flags <= set(ServeConfig.__dataclass_fields__)
+    stage = {"rank": 0, "busy_seconds": 1.0, "num_hops": 1, "hop_seconds": 1.0}
+    counted = {"num_requests": {}, "num_swapped": 0, "num_loaded": 0, "load_seconds": 0.0}
+    state = {"stages": [stage], "adapters": counted, "num_restarts": 1, "recovery_seconds": 1.0}
+    metrics = Metrics(lambda: {"num_running": 0, "num_waiting": 0, **state}).render("")[0].decode()
+    named = set(re.findall(r"\bbrigade_\w+", text))
+    assert named
+    assert all(f"\n{name}" in metrics for name in named)
 
 
 def test_api_gives_every_parameter() -> None:

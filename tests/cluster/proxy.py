@@ -7,6 +7,8 @@ import time
 from contextlib import suppress
 from queue import SimpleQueue
 
+CONNECT_SECONDS = 20.0
+
 Piece = tuple[float, bytes]
 
 
@@ -54,17 +56,26 @@ class Proxy:
                 left, _ = self._listening.accept()
             except OSError:
                 return
+            threading.Thread(target=self._connect, args=(left,), daemon=True).start()
+
+    def _connect(self, left: socket.socket) -> None:
+        """A proxy is always there. Who is behind it may start a little later."""
+        deadline = time.monotonic() + CONNECT_SECONDS
+        while True:
             try:
                 right = socket.create_connection(("127.0.0.1", self._target))
+                break
             except OSError:
-                left.close()  # Nobody listens there so far: who calls tries again.
-                continue
-            self._sockets += [left, right]
-            for source, target in ((left, right), (right, left)):
-                source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                pieces: SimpleQueue[Piece] = SimpleQueue()
-                threading.Thread(target=self._read, args=(source, pieces), daemon=True).start()
-                threading.Thread(target=self._write, args=(target, pieces), daemon=True).start()
+                if time.monotonic() > deadline:
+                    left.close()
+                    return
+                time.sleep(0.02)
+        self._sockets += [left, right]
+        for source, target in ((left, right), (right, left)):
+            source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            pieces: SimpleQueue[Piece] = SimpleQueue()
+            threading.Thread(target=self._read, args=(source, pieces), daemon=True).start()
+            threading.Thread(target=self._write, args=(target, pieces), daemon=True).start()
 
     def _read(self, source: socket.socket, pieces: "SimpleQueue[Piece]") -> None:
         data = b"?"

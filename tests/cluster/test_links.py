@@ -78,7 +78,7 @@ def test_a_slow_link_changes_no_token_and_a_broken_one_is_mended(tmp_path: Path)
                 proxy.reset()
 
         check_same(run_streams(server, reset), expected)
-        assert num_restarts(server) == 1
+        assert num_restarts(server) == 1, server.text
 
         def freeze() -> None:
             time.sleep(0.7)

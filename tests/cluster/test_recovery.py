@@ -138,7 +138,9 @@ def check_kills(
         family = server.family()
         assert len(family) == num_processes, "engines were left behind, or are missing"
         print(f"kill to next token: p50 {median(seconds):.2f} s, most {max(seconds):.2f} s")
-        assert median(seconds) <= MOST_SECONDS_TO_NEXT_TOKEN
+        # Most of it is to import MLX, which ranks that share a core do one after the other.
+        share = max(1.0, num_ranks / (os.cpu_count() or 1))
+        assert median(seconds) <= share * MOST_SECONDS_TO_NEXT_TOKEN
         server.process.send_signal(signal.SIGTERM)
         server.process.wait(10)
         assert gone(family, 8), "processes were left behind"
