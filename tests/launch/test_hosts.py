@@ -323,6 +323,21 @@ def test_a_profile_that_waits_is_told_after_the_deadline(
         greet(sshd)
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_signal_while_connecting_ends_the_launch(
+    sshd: Sshd, hostfile: Path, number: signal.Signals, code: int
+) -> None:
+    sshd.profile.write_text("sleep 20\n")
+    words = ["--hostfile", str(hostfile), "--ssh", sshd.ssh, "--", "serve", "--model", "m"]
+    launcher = subprocess.Popen([sys.executable, "-m", "launcher.cli", "launch", *words])
+    wait_until(lambda: len(psutil.Process(launcher.pid).children()) == 2)
+    time.sleep(0.3)
+    clients = psutil.Process(launcher.pid).children()
+    launcher.send_signal(number)
+    assert launcher.wait(5) == code
+    assert not psutil.wait_procs(clients, timeout=1)[1]
+
+
 def test_a_python_that_is_not_there(sshd: Sshd) -> None:
     with pytest.raises(ClusterError, match=r"host 0 \(127.0.0.2\): there is no /no/python: .*same"):
         greet(sshd, python="/no/python")
