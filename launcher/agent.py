@@ -19,7 +19,7 @@ from socket import socket
 from typing import Any, cast
 
 from launcher.command import exit_code, rank_environment
-from launcher.facts import holder, host_facts
+from launcher.facts import holder, host_facts, kill_former
 from launcher.hop import Echo, measure_hop
 from launcher.process import LocalProcess, bound, shared_ring
 from serve.core.errors import BrigadeError
@@ -93,6 +93,7 @@ class Agent:
     ) -> int:
         for held in self._held:
             held.close()
+        kill_former(secret, rank)
         with shared_ring(addresses, control, secret) as ring:
             told = rank_environment({**os.environ, **environment}, ring, rank, num_ranks)
             try:

@@ -74,6 +74,15 @@ def strays() -> list[int]:
     return found
 
 
+def kill_former(secret: str, rank: int) -> None:
+    """Ends what is left of a rank of the same launch, whose launcher has lost its connection."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            told = process.environ()
+            if (told.get("BRIGADE_SECRET"), told.get("MLX_RANK")) == (secret, str(rank)):
+                process.kill()
+
+
 def interface(ip: str) -> str | None:
     """The name of the interface that has this address."""
     for name, addresses in psutil.net_if_addrs().items():

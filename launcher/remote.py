@@ -197,6 +197,8 @@ def connected(
     """An agent on each host, which has answered. All go with the context, and so do their ranks."""
     connections: list[Connection] = []
     living = threading.Event()
+    # As ranks do while they start. The default would leave every ssh behind.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 
     def live() -> None:
         while not living.wait(ALIVE_SECONDS):
@@ -212,6 +214,7 @@ def connected(
         threading.Thread(target=live, daemon=True).start()
         yield connections
     finally:
+        signal.signal(signal.SIGTERM, before)
         living.set()
         with ThreadPoolExecutor(len(hosts)) as pool:
             list(pool.map(Connection.close, connections))

@@ -227,12 +227,13 @@ def test_a_killed_rank_is_started_again_on_its_host_in_the_same_ring(relaunch: S
 
 
 def test_a_rank_comes_back_after_a_lost_connection(relaunch: Start) -> None:
-    launched = relaunch(SLEEP).see("up", 2)
+    """And rank 0 never meets the old one and the new one at the same time."""
+    launched = relaunch(DEAF_CHILD + DEAF + SLEEP).see("child up", 2)
     ssh_clients(launched)["127.0.0.3"].kill()
-    launched.see("up", 3)
-    wait_until(lambda: not alive(launched.pids[1]))
+    launched.see("event=rank_started", 3)
+    assert [alive(pid) for pid in launched.pids].count(False) == 2
     launched.process.send_signal(signal.SIGTERM)
-    assert launched.end()[0] == 0
+    assert launched.end()[0] == 137
 
 
 def test_a_host_that_is_gone_ends_the_launch_after_some_tries(
@@ -321,6 +322,21 @@ def test_a_profile_that_waits_is_told_after_the_deadline(
     monkeypatch.setattr(remote, "GOODBYE_SECONDS", 0.1)
     with pytest.raises(ClusterError, match="no answer within 0.5 s.*shell profile"):
         greet(sshd)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_signal_while_connecting_ends_the_launch(
+    sshd: Sshd, hostfile: Path, number: signal.Signals, code: int
+) -> None:
+    sshd.profile.write_text("sleep 20\n")
+    words = ["--hostfile", str(hostfile), "--ssh", sshd.ssh, "--", "serve", "--model", "m"]
+    launcher = subprocess.Popen([sys.executable, "-m", "launcher.cli", "launch", *words])
+    wait_until(lambda: len(psutil.Process(launcher.pid).children()) == 2)
+    time.sleep(0.3)
+    clients = psutil.Process(launcher.pid).children()
+    launcher.send_signal(number)
+    assert launcher.wait(5) == code
+    assert not psutil.wait_procs(clients, timeout=1)[1]
 
 
 def test_a_python_that_is_not_there(sshd: Sshd) -> None:
