@@ -13,7 +13,7 @@ from scripts.measure.settings import Row, Settings, in_turn
 from serve.bench.prompts import random_words
 
 EXAMPLES = 8  # of a batch
-TOKENS = 256  # of each example
+TOKENS = 128  # of each example
 UPDATES = 2
 # Ranks, schedule, and into how many micro-batches a batch is cut.
 RUNS = {

@@ -18,6 +18,7 @@ from serve.rank.adapter_formats import convert
 from serve.tune.backward import Arrays
 
 ADAPTERS, CONFIG = MLX_FILE, CONFIG_FILE
+CARD = "README.md"
 METRICS = "metrics.jsonl"
 BEST, PEFT = "best", "peft"
 _FOLDER = "checkpoints"
@@ -37,9 +38,10 @@ class Checkpoint:
 
 
 def begin(folder: Path, config: dict[str, Any]) -> None:
-    """Makes a new run's folder. Raises UsageError if another run or adapter is there; one that
-    ended before its first checkpoint does not count."""
-    if _checkpoints(folder) or any((folder / name).exists() for name in (ADAPTERS, PEFT_FILE)):
+    """Makes a new run's folder. Raises UsageError if another run, adapter or README.md is there;
+    a run that ended before its first checkpoint does not count."""
+    others = (folder / name for name in (ADAPTERS, PEFT_FILE, CARD))
+    if _checkpoints(folder) or any(path.exists() for path in others):
         raise UsageError(
             f"--adapter-path {folder} holds a run: give another folder, or --resume to go on."
         )

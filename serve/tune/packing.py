@@ -97,7 +97,7 @@ def check_stage(stage: Stage, name: str) -> None:
     take a mask from its caches. Evaluates nothing."""
     others = {type(c).__name__ for c in stage.make_cache() if type(c) not in _PLAIN_CACHES}
     if others:
-        raise PlanError(f"--packing: {name} has state that no mask divides ({min(others)}).")
+        raise PlanError(f"--packing: {name} keeps more than keys and values ({min(others)}).")
     cut = stage.cuts[True]
     segments = mx.zeros(cut.tokens.shape, mx.int32)
     try:
@@ -111,7 +111,10 @@ def check_exact(
 ) -> None:
     """Raises PlanError if what stands before an example in its row, or its place there,
     changes its loss by more than a share of most. loss_of runs the whole model."""
-    example = min(split.examples, key=lambda example: len(example.tokens))
+    by_length = sorted(split.examples, key=lambda example: len(example.tokens))
+    # Long, and with as much again before it: there both show most.
+    short = [each for each in by_length if len(each.tokens) <= length // 2]
+    example = short[-1] if short else by_length[0]
     example = replace(example, labels=((0, len(example.tokens)),))
     num_before = max(_FEWEST_TOKENS_BEFORE, length - len(example.tokens))
     highest = max(max(each.tokens) for each in split.examples)

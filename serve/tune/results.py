@@ -11,7 +11,7 @@ from serve.tune.config import FineTuneConfig
 from serve.tune.events import Written
 from serve.tune.forecast import OpRecord
 
-CARD, CURVES, SCHEDULE = "README.md", "curves.svg", "schedule.svg"
+CURVES, SCHEDULE = "curves.svg", "schedule.svg"
 
 
 class Span(NamedTuple):
@@ -42,15 +42,15 @@ def spans(records: Sequence[OpRecord]) -> list[Span]:
 def write(config: FineTuneConfig, facts: Facts, ran: Sequence[Span]) -> Written:
     """The charts need matplotlib, which is an extra."""
     folder, metrics = config.adapter_path, checkpoint.read_metrics(config.adapter_path)
-    checkpoint.write_text(folder / CARD, card(config, facts, metrics))
+    checkpoint.write_text(folder / checkpoint.CARD, card(config, facts, metrics))
     if importlib.util.find_spec("matplotlib") is None:
-        return Written([folder / CARD], "charts: pip install 'mlx-brigade[bench]'")
+        return Written([folder / checkpoint.CARD], "charts: pip install 'mlx-brigade[bench]'")
     from serve.tune.plot import draw_curves, draw_schedule
 
     with checkpoint.writing(folder):
         draw_curves(folder / CURVES, metrics)
         draw_schedule(folder / SCHEDULE, f"{config.schedule}, the last update", ran)
-    return Written([folder / name for name in (CARD, CURVES, SCHEDULE)], None)
+    return Written([folder / name for name in (checkpoint.CARD, CURVES, SCHEDULE)], None)
 
 
 def card(config: FineTuneConfig, facts: Facts, metrics: Sequence[dict[str, Any]]) -> str:

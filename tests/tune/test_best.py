@@ -139,8 +139,11 @@ def test_what_cannot_be_done_is_said_before(folder: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_that_has_another_adapter_is_refused(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"of somebody else")
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "README.md"])
+def test_what_somebody_else_has_there_is_not_written_over(
+    folder: Path, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / name).write_bytes(b"of somebody else")
     with pytest.raises(UsageError, match="holds a run"):
         ran(folder, tmp_path)
     assert not (tmp_path / checkpoint.CONFIG).exists()

@@ -202,8 +202,8 @@ def loss_of(stage: TrainedStage, batches: list[MicroBatch]) -> float:
     ("name", "said"),
     [
         ("gpt2", "place in its row counts"),
-        ("mamba", "has state that no mask divides"),
-        ("lfm2", "has state that no mask divides"),
+        ("mamba", "keeps more than keys and values"),
+        ("lfm2", "keeps more than keys and values"),
     ],
 )
 def test_models_that_packing_would_change_are_refused(name: str, said: str) -> None:
@@ -218,8 +218,12 @@ def test_a_model_that_takes_no_mask_is_refused(monkeypatch: pytest.MonkeyPatch) 
         tried("llama")
 
 
+# mlx-lm's own cannot be trained: it does not begin as a module.
+BROKEN = {"recurrent_gemma"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", architectures.architectures())
+@pytest.mark.parametrize("name", sorted(set(architectures.architectures()) - BROKEN))
 def test_every_architecture_is_exact_or_refused(name: str) -> None:
     try:
         tried(name)

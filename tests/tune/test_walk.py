@@ -53,7 +53,7 @@ def test_from_data_to_a_swapped_adapter(tmp_path: Path) -> None:
     assert "12" in base
     assert "friend" not in base
     assert "friend" in first
-    assert "captain" in second
+    assert "king" in second
     for name in ("best/adapters.safetensors", "README.md", "curves.svg", "schedule.svg"):
         assert (tmp_path / "adapters" / "friend" / name).exists(), name
     assert (tmp_path / "adapters" / "second" / "friend" / "peft").is_dir()
