@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.supervisor import free_ports
+from launcher.process import free_ports
 from tests.cluster.proxy import Proxy
 from tests.cluster.servers import TINY_CHAT, Server, alone, gone, serve_flags, started
 from tests.cluster.test_recovery import check_same, run_streams

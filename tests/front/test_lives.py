@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from launcher.supervisor import free_ports
+from launcher.process import free_ports
 from serve.core.config import Address, Cluster, ServeConfig
 from serve.core.errors import BrigadeError, ClusterError, EngineError, ModelError
 from serve.core.plan import StagePlan

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 
-from launcher.supervisor import free_ports
+from launcher.process import free_ports
 from serve.core.errors import AdapterError
 from serve.rank.adapters import Adapters
 from tests import adapters

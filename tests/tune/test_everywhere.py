@@ -12,7 +12,7 @@ import mlx_lm
 import numpy as np
 import pytest
 
-from launcher.supervisor import free_ports
+from launcher.process import free_ports
 from tests.cluster.servers import TINY_CHAT, Server, brigade_launch, serve_flags, started
 from tests.tune.runs import ran
 

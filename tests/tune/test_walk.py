@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.supervisor import free_ports
+from launcher.process import free_ports
 from tests.cluster.servers import BIN, ROOT
 
 pytestmark = pytest.mark.slow
