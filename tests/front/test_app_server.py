@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from serve.core.errors import BrigadeError, UnavailableError
-from serve.front import app, app_server
+from serve.front import app_server, app_stream
 from serve.front.app import bind, serve
 from tests.front.fakes import CONFIG, MAX_CONTEXT, FakeEngine, Running
 from tests.front.test_app import CHAT, HELLO, post, wait_until
@@ -30,7 +30,7 @@ from tests.front.test_app import CHAT, HELLO, post, wait_until
 def hasty(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> Iterator[Running]:
     """A server that waits a tenth of a second where others wait ten."""
     monkeypatch.setattr(app_server, "LINGER_SECONDS", 0.3)
-    monkeypatch.setattr(app, "KEEP_ALIVE_SECONDS", 0.1)
+    monkeypatch.setattr(app_stream, "KEEP_ALIVE_SECONDS", 0.1)
     with Running(engine, header_timeout=0.1, body_timeout=0.1) as server:
         yield server
 
@@ -233,7 +233,7 @@ def test_a_client_that_leaves_in_the_middle_of_a_stream(
 def test_a_client_that_reads_nothing_is_given_up(
     monkeypatch: pytest.MonkeyPatch, engine: FakeEngine
 ) -> None:
-    monkeypatch.setattr(app, "SEND_SECONDS", 0.2)
+    monkeypatch.setattr(app_stream, "SEND_SECONDS", 0.2)
     # Longer than the socket buffers of both sides, and faster than they are emptied.
     monkeypatch.setattr("serve.front.replies.server_sent", lambda body: b": " + b"x" * (1 << 20))
     engine.answer = "hello world " * 200
