@@ -20,7 +20,9 @@ from tests.cluster.servers import Server, alone, brigade_launch, gone, mlx_launc
 
 NUM_STREAMS = 8
 ANSWER_TOKENS = 300
-MOST_SECONDS_TO_NEXT_TOKEN = 3.0
+# Three are wanted, on ranks that have a core each for as long: whoever else uses the machine
+# must not fail a test of correctness.
+MOST_SECONDS_TO_NEXT_TOKEN = 6.0
 WITHOUT_LIMIT = ("--max-restarts", "1000")
 
 
@@ -138,9 +140,7 @@ def check_kills(
         family = server.family()
         assert len(family) == num_processes, "engines were left behind, or are missing"
         print(f"kill to next token: p50 {median(seconds):.2f} s, most {max(seconds):.2f} s")
-        # Most of it is to import MLX, which ranks that share a core do one after the other.
-        share = max(1.0, num_ranks / (os.cpu_count() or 1))
-        assert median(seconds) <= share * MOST_SECONDS_TO_NEXT_TOKEN
+        assert median(seconds) <= MOST_SECONDS_TO_NEXT_TOKEN
         server.process.send_signal(signal.SIGTERM)
         server.process.wait(10)
         assert gone(family, 8), "processes were left behind"
