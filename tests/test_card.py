@@ -20,7 +20,7 @@ MOST_FILE_LINES = 350
 # Each room's share, so that one cannot grow at another's cost. docs/architecture.md says why
 # they are 16,000 together and not the 8,000 of the first plan.
 MOST_LINES = {
-    "launcher": 2_050,
+    "launcher": 2_100,
     "serve/bench": 390,
     "serve/cli": 850,
     "serve/core": 1_170,
