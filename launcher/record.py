@@ -9,8 +9,7 @@ import json
 import os
 import re
 import signal
-import stat
-import tempfile
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -139,11 +138,12 @@ def _read(file: Path) -> Launch | None:
 
 
 def _folder() -> Path:
-    """This user's own. Raises ClusterError if another user made it."""
-    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    folder = Path(base) / f"brigade-{os.getuid()}"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.lstat()
-    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
-        raise ClusterError(f"{folder} belongs to somebody else: remove it, or set XDG_RUNTIME_DIR.")
+    """Of this user and host: a home may be on several. Raises ClusterError."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    folder = Path(base) / "brigade" / socket.gethostname()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        reason = f"{folder} cannot be made ({error.strerror})"
+        raise ClusterError(f"{reason}: set XDG_STATE_HOME to a folder of yours.") from error
     return folder

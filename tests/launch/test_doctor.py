@@ -267,6 +267,7 @@ def test_a_sum_goes_round_a_real_ring(num_ranks: int) -> None:
 
 def test_a_ring_that_does_not_form_is_given_up(sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = [Host(0, "127.0.0.2", ("127.0.0.2",)), Host(1, "127.0.0.3", ("127.0.0.3",))]
+    monkeypatch.setattr(doctor, "RING_CHECK", "tests.launch.sleeper")
     monkeypatch.setattr(doctor, "RING_SECONDS", 0.2)
     way = Way(tuple(shlex.split(sshd.ssh)))
     with connected(hosts, way, lambda _: None) as connections:

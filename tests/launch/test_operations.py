@@ -51,7 +51,7 @@ class Terminal:
         self.environment = {
             **os.environ,
             "PATH": f"{folder / 'bin'}:{BIN}:{os.environ['PATH']}",
-            "XDG_RUNTIME_DIR": str(folder),
+            "XDG_STATE_HOME": str(folder),
         }
 
     def words(self, block: str) -> str:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -37,8 +38,8 @@ Start = Callable[..., "subprocess.Popen[bytes]"]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    return tmp_path / f"brigade-{os.getuid()}"
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return tmp_path / "brigade" / socket.gethostname()
 
 
 @pytest.fixture
@@ -183,10 +184,9 @@ def test_a_record_that_is_written_is_never_read_in_half(folder: Path) -> None:
         assert json.loads(file.read_bytes())["ranks"] == {"0": "runs as 7"}
 
 
-def test_a_folder_of_somebody_else_is_refused(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "theirs").mkdir()
-    folder.symlink_to(tmp_path / "theirs")
-    with pytest.raises(ClusterError, match="belongs to somebody else"):
+def test_a_folder_that_cannot_be_made_says_how_to_choose_another(tmp_path: Path) -> None:
+    (tmp_path / "brigade").touch()
+    with pytest.raises(ClusterError, match="cannot be made .*: set XDG_STATE_HOME"):
         launches()
 
 
