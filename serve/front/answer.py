@@ -151,8 +151,10 @@ class Answer:
     async def server_sent_events(self, include_usage: bool) -> AsyncIterator[bytes]:
         """The chunks as an event stream. [DONE] ends it also after an error, as vLLM's."""
         async for chunk in self.outcome(include_usage):
-            is_error = isinstance(chunk, BrigadeError)
-            yield replies.server_sent(replies.error_object(chunk) if is_error else chunk)
+            if isinstance(chunk, BrigadeError):
+                yield replies.server_sent(replies.error_object(chunk))
+            else:
+                yield replies.server_sent(chunk)
         yield replies.DONE
 
     async def outcome(self, include_usage: bool) -> AsyncIterator[Json | BrigadeError]:

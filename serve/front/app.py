@@ -323,7 +323,7 @@ def _with_cors(app: guard.Application, config: ServeConfig) -> guard.Application
     return CORSMiddleware(
         app,
         allow_origins=config.cors_origin,
-        allow_methods=["GET", "POST"],
+        allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
         expose_headers=["X-Request-Id", "X-Adapter-Version", "Retry-After"],
     )

@@ -44,8 +44,8 @@ class ResponseCalls:
     def routes(self) -> list[Route]:
         return [
             Route("/v1/responses", self.respond, methods=["POST"]),
-            Route("/v1/responses/{id}", self.response),
-            Route("/v1/responses/{id}", self.delete_response, methods=["DELETE"]),
+            # One route, so that a 405 names both methods.
+            Route("/v1/responses/{id}", self.kept, methods=["GET", "DELETE"]),
         ]
 
     @told(404, 429, 500, body=ResponsesBody, reply=Json, chunk=Json)
@@ -93,16 +93,13 @@ class ResponseCalls:
             yield event
 
     @told(400, 404, reply=Json)
-    async def response(self, request: Request) -> Response:
-        """A response that is kept."""
+    async def kept(self, request: Request) -> Response:
+        """A response that is kept; DELETE forgets it."""
+        id = request.path_params["id"]
         if request.query_params:
             raise RequestError("No parameters are supported here: leave them out.", param="query")
-        return json_response(self._store.get(request.path_params["id"])[0])
-
-    @told(404, reply=Json)
-    async def delete_response(self, request: Request) -> Response:
-        """Forgets a response."""
-        id = request.path_params["id"]
+        if request.method != "DELETE":
+            return json_response(self._store.get(id)[0])
         self._store.delete(id)
         return json_response({"id": id, "object": "response", "deleted": True})
 

@@ -71,7 +71,7 @@ def document(routes: Iterable[Route], version: str) -> Json:
     paths: Json = {}
     for route, method, call in calls:
         path = re.sub(r":\w+}", "}", route.path)
-        paths.setdefault(path, {})[method] = _operation(route, call, schemas)
+        paths.setdefault(path, {})[method] = _operation(route, method, call, schemas)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Brigade", "version": version},
@@ -98,9 +98,9 @@ def _schemas(types: list[Any]) -> tuple[dict[Any, JsonSchemaValue], Json]:
     return {kind: schema for (kind, _), schema in found.items()}, components
 
 
-def _operation(route: Route, call: Call, schemas: dict[Any, JsonSchemaValue]) -> Json:
+def _operation(route: Route, method: str, call: Call, schemas: dict[Any, JsonSchemaValue]) -> Json:
     operation: Json = {
-        "operationId": route.endpoint.__name__,
+        "operationId": f"{method}_{route.endpoint.__name__}",
         "summary": (route.endpoint.__doc__ or "").strip().partition("\n")[0],
         "responses": {str(call.status): _reply(call, schemas)},
     }

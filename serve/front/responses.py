@@ -159,11 +159,11 @@ class ResponsesBody(Body):
     background: Literal[False] | None = None
     include: Empty | None = None
     service_tier: Literal["auto", "default"] | None = None
-    top_logprobs: Literal[0] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
     truncation: Literal["disabled"] | None = None
 
-    def as_chat(self, before: list[Json]) -> ChatBody:
-        """before are the messages that it goes on from. Raises RequestError."""
+    def as_chat(self, messages: list[Json]) -> ChatBody:
+        """messages are its own, after those that it goes on from. Raises RequestError."""
         text, choice = self.text, self.tool_choice
         if isinstance(choice, NamedFunction):
             choice = {"type": "function", "function": {"name": choice.name}}  # type: ignore[assignment]
@@ -171,7 +171,7 @@ class ResponsesBody(Body):
         first = [{"role": "system", "content": self.instructions}] if self.instructions else []
         fields = {
             "model": self.model,
-            "messages": [*first, *before, *self.messages()],
+            "messages": [*first, *messages],
             "stream": self.stream,
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,

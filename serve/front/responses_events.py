@@ -72,7 +72,7 @@ class Telling:
             yield self._event("content_part.added", content_index=0, part=dict(part))
             self._current["content"] = [part]
         self._current["content"][0]["text"] += text
-        scores = {"logprobs": []} if kind == "message" else {}
+        scores: Json = {"logprobs": []} if kind == "message" else {}
         yield self._event(f"{part_type}.delta", content_index=0, delta=text, **scores)
 
     def _call(self, call: Json) -> Iterator[Json]:
@@ -104,7 +104,7 @@ class Telling:
             yield self._event("function_call_arguments.done", **done)
         else:
             part = item["content"][0]
-            scores = {"logprobs": []} if item["type"] == "message" else {}
+            scores: Json = {"logprobs": []} if item["type"] == "message" else {}
             yield self._event(f"{part['type']}.done", content_index=0, text=part["text"], **scores)
             yield self._event("content_part.done", content_index=0, part=part)
         item["status"] = status

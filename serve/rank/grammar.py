@@ -4,6 +4,7 @@ A mask is computed in a thread as soon as its token is known, while other groups
 llguidance gives Python's lock back meanwhile.
 """
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,9 @@ from serve.core.errors import RequestError
 from serve.core.types import Sampling
 
 _NUM_THREADS = 2
+# What following a grammar may cost, and what it may be late: everybody waits for a late mask.
+_SECONDS_PER_TOKEN = 0.02
+_MOST_LATE_SECONDS = 2.0
 
 Mask = NDArray[np.bool_]
 
@@ -42,11 +46,12 @@ class Constraint:
         self._grammars, self._sampling = grammars, sampling
         self._is_free = sampling.free_until is not None
         self._matcher: LLMatcher | None = None
+        self._late_seconds = 0.0
         self._mask = grammars.threads.submit(self._advance, output)
 
     def apply(self, logits: mx.array) -> mx.array:
         """logits (vocabulary,) with -inf for what may not come. Raises RequestError when the
-        grammar has become too complex to follow."""
+        grammar has become too complex or too slow to follow."""
         mask = self._mask.result()
         if mask is None:
             return logits
@@ -66,12 +71,18 @@ class Constraint:
             assert self._sampling.grammar is not None
             tokenizer = self._grammars.tokenizer
             self._matcher = LLMatcher(tokenizer, self._sampling.grammar, log_level=0)
+        began = time.thread_time()
         for token in tokens:
             if self._is_free:
                 self._is_free = token != self._sampling.free_until
             elif token not in self._sampling.end_ids:
                 self._matcher.consume_token(token)
-        return None if self._is_free else self._look(self._matcher)
+        mask = None if self._is_free else self._look(self._matcher)
+        seconds = time.thread_time() - began - _SECONDS_PER_TOKEN * len(tokens)
+        self._late_seconds = max(0.0, self._late_seconds + seconds)
+        if self._late_seconds > _MOST_LATE_SECONDS:
+            raise RequestError("The grammar of this request takes too long to follow.")
+        return mask
 
     def _look(self, matcher: LLMatcher) -> Mask:
         mask: Mask = np.frombuffer(matcher.compute_logit_bias(), np.uint8) != 0

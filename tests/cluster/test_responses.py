@@ -7,14 +7,14 @@ import openai
 import pytest
 
 from tests.cluster.servers import Server
-from tests.cluster.test_structured import CLOCK, SCHEMA
+from tests.cluster.test_structured import SCHEMA, WEATHER
 
-TOOLS: list[Any] = [{"type": "function", **CLOCK["function"], "parameters": None, "strict": None}]
+TOOLS: list[Any] = [{"type": "function", **WEATHER["function"], "strict": True}]
 
 
-def respond(server: Server, text: Any = "Say the alphabet.", **fields: Any) -> Any:
+def respond(server: Server, given: Any = "Say the alphabet.", **fields: Any) -> Any:
     create = server.client().responses.create
-    return create(model="tiny-chat", input=text, **{"temperature": 0, **fields})
+    return create(model="tiny-chat", input=given, **{"temperature": 0, **fields})
 
 
 def test_a_response_is_the_chat_in_other_words(server: Server) -> None:
@@ -82,12 +82,13 @@ def test_what_is_kept_and_what_is_not(server: Server) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_functions_are_called_and_answered(server: Server, stream: bool) -> None:
-    fields = {"tools": TOOLS, "tool_choice": "required", "max_output_tokens": 100, "stream": stream}
-    reply = respond(server, "What time is it?", **fields)
+    fields = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+    fields |= {"max_output_tokens": 100, "stream": stream}
+    reply = respond(server, "How is the weather?", **fields)
     whole = list(reply)[-1].response if stream else reply
     (called, *_) = whole.output
-    assert (called.type, called.name) == ("function_call", "clock")
-    assert isinstance(json.loads(called.arguments), dict)
+    assert (called.type, called.name) == ("function_call", "weather")
+    assert json.loads(called.arguments).keys() == {"city", "days"}
     results = [
         {"type": "function_call_output", "call_id": item.call_id, "output": "noon"}
         for item in whole.output

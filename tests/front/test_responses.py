@@ -22,7 +22,8 @@ def body(**fields: Any) -> ResponsesBody:
 
 
 def chat_messages(**fields: Any) -> list[dict[str, Any]]:
-    chat = body(**fields).as_chat([])
+    asked = body(**fields)
+    chat = asked.as_chat(asked.messages())
     return [message.model_dump(exclude_none=True) for message in chat.messages]
 
 
@@ -72,7 +73,7 @@ def test_parameters_reach_the_chat() -> None:
         temperature=0.5,
         top_p=0.25,
         stream=True,
-    ).as_chat([])
+    ).as_chat([{"role": "user", "content": "hi"}])
     assert chat.response_format
     assert chat.response_format.json_schema
     assert chat.response_format.json_schema.schema_ == schema
@@ -97,6 +98,7 @@ def test_parameters_reach_the_chat() -> None:
         ({"conversation": "c"}, "conversation"),
         ({"truncation": "auto"}, "truncation"),
         ({"top_logprobs": 2}, "top_logprobs"),
+        ({"top_logprobs": False}, "top_logprobs"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"max_output_tokens": 0}, "max_output_tokens"),

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from serve.core.errors import RequestError
 from serve.core.types import Sampling
+from serve.rank import grammar
 from serve.rank.grammar import Constraint, Grammars
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny-chat"
@@ -72,6 +73,21 @@ def test_after_the_last_token_only_the_end_is_allowed(grammars: Grammars) -> Non
     constraint.accept(END)
     constraint.accept(5)  # a step that was on its way
     assert json.loads(TOKENIZER.decode(tokens)) == [1, 2]
+
+
+def test_a_grammar_that_everybody_would_wait_for_is_an_error_of_the_request(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each text there are more readings than of the one before; a plain grammar goes on."""
+    monkeypatch.setattr(grammar, "_MOST_LATE_SECONDS", 0.05)
+    monkeypatch.setattr(grammar, "_SECONDS_PER_TOKEN", 0.001)
+    slow = LLMatcher.grammar_from_lark("start: s\ns: s s | s s s | /[a-z ]/")
+    output: list[int] = []
+    with pytest.raises(RequestError, match="too long"):
+        drawn(begin(grammars, slow, []), 1, output, stop=100)
+    assert len(output) > 5
+    plain = LLMatcher.grammar_from_regex("[a-z ]{200}")
+    assert len(drawn(begin(grammars, plain, []), 1, [], stop=30)) == 30
 
 
 def test_what_does_not_fit_is_an_error_of_the_request(grammars: Grammars) -> None:
