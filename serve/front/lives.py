@@ -30,6 +30,7 @@ from serve.parent.restarts import Restarts, may_pass
 
 _WATCH_SECONDS = 0.5
 _BLAME_SECONDS = 0.5
+_GLANCE_SECONDS = 0.1  # the same where clients wait
 _RENEW_SECONDS = 10.0  # for a parent to hear that it is to start an engine
 
 _logger = logging.getLogger(__name__)
@@ -210,9 +211,11 @@ class Lives:
         was_ready, self.is_working = self.is_working, False
         self._recovering_since = self._recovering_since or time.monotonic()
         self._work.interrupt()
+        # That a neighbour is gone is known first and says least: a better reason replaces it.
         if not was_ready or not self._restarts.num_left(time.monotonic()):
-            # That a neighbour is gone is known first and says least: a better reason replaces it.
             await asyncio.sleep(_BLAME_SECONDS)
+        elif type(self._reason) is ClusterError:
+            await asyncio.sleep(_GLANCE_SECONDS)
         assert self._reason is not None
         return self._restarts.wait_seconds(self._reason, was_ready, time.monotonic())
 

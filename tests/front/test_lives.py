@@ -49,7 +49,7 @@ def standins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("STAGES", json.dumps(stages))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     yield
-    left = psutil.Process().children(recursive=True)
+    left = engines()
     for process in left:
         process.kill()
     assert not left
