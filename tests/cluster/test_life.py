@@ -156,9 +156,9 @@ def test_a_lost_process_ends_the_cluster_and_every_request(victim: str) -> None:
         server.process.wait(10)
         assert gone(family, 5), "processes were left behind"
         assert time.monotonic() - began < 6
-        # 6: the launcher would start the rank again, but rank 0 has ended.
-        expected = 6 if kind == "parent" else 7
-        assert server.process.returncode == expected, server.text
+        # The launcher starts a lost rank again, but rank 0 ends: for its engine, or its link.
+        expected = (6, 7) if kind == "parent" else (7,)
+        assert server.process.returncode in expected, server.text
         if kind == "engine":
             assert f"The engine of rank {victim_rank} ended by signal 9" in server.text
         assert b'"error"' in events.body or events.refused

@@ -86,7 +86,8 @@ def test_a_killed_launcher_is_not_shown_and_its_record_goes(launcher: Start, fol
     process.kill()
     process.wait()
     assert list(folder.iterdir())
-    assert launches() == []
+    # A rank that was just being started has the lock up to its exec.
+    wait_until(lambda: launches() == [])
     assert list(folder.iterdir()) == []
 
 
