@@ -57,7 +57,7 @@ def client_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
             text=True,
             timeout=SECONDS,
         )
-        assert done.returncode == 0, done.stdout[-8000:]
+        assert done.returncode == 0, done.stdout[-20_000:]
         return done.stdout
 
     return run
