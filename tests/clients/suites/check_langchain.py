@@ -20,6 +20,11 @@ def biased(**marks: float) -> dict[str, float]:
     return {str(told[name]["tokens"][-1]): bias for name, bias in marks.items()}
 
 
+# Asked for once: some tests record what their model sends.
+TOWARDS_ENDS = biased(brace=8, bracket=8)
+TOWARDS_ENDS_OF_TEXTS = biased(quote=14, brace=8)
+
+
 class TestChatModel(ChatModelIntegrationTests):
     @property
     def chat_model_class(self) -> type[BaseChatModel]:
@@ -33,9 +38,9 @@ class TestChatModel(ChatModelIntegrationTests):
             "max_tokens": 300,
             "temperature": 0,
             "stream_usage": True,
-            "logit_bias": biased(brace=8, bracket=8),
+            "logit_bias": TOWARDS_ENDS,
         }
 
     @property
     def structured_output_kwargs(self) -> dict[str, Any]:
-        return {"logit_bias": biased(quote=14, brace=8)}
+        return {"logit_bias": TOWARDS_ENDS_OF_TEXTS}
