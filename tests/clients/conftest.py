@@ -57,7 +57,8 @@ def client_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
             text=True,
             timeout=SECONDS,
         )
-        assert done.returncode == 0, done.stdout[-8000:]
+        print(done.stdout)
+        assert done.returncode == 0
         return done.stdout
 
     return run

@@ -1,11 +1,28 @@
-"""LangChain's standard tests of a chat model, unchanged. What asks for an understanding that the
-embedded model of a million parameters has not is expected to fail, with the reason."""
+"""LangChain's standard tests of a chat model, unchanged. conftest.py names those that ask for an
+understanding which the embedded model, of a million parameters, has not."""
 
 import os
+from typing import Any
 
+import httpx
 from langchain_core.language_models import BaseChatModel
 from langchain_openai import ChatOpenAI
 from langchain_tests.integration_tests import ChatModelIntegrationTests
+
+BASE_URL = os.environ["OPENAI_BASE_URL"]
+
+
+def biased(**marks: float) -> dict[str, float]:
+    """Within JSON a model that knows no JSON ends no text and no number, unless it is led to."""
+    url = BASE_URL.removesuffix("/v1") + "/tokenize"
+    named = {"quote": '"', "brace": "}", "bracket": "]"}
+    told = {name: httpx.post(url, json={"prompt": named[name]}).json() for name in marks}
+    return {str(told[name]["tokens"][-1]): bias for name, bias in marks.items()}
+
+
+# Asked for once: some tests record what their model sends.
+TOWARDS_ENDS = biased(brace=8, bracket=8)
+TOWARDS_ENDS_OF_TEXTS = biased(quote=14, brace=8)
 
 
 class TestChatModel(ChatModelIntegrationTests):
@@ -14,10 +31,16 @@ class TestChatModel(ChatModelIntegrationTests):
         return ChatOpenAI
 
     @property
-    def chat_model_params(self) -> dict:
+    def chat_model_params(self) -> dict[str, Any]:
         return {
             "model": "tiny-chat",
-            "base_url": os.environ["OPENAI_BASE_URL"],
-            "max_tokens": 200,
+            "base_url": BASE_URL,
+            "max_tokens": 300,
             "temperature": 0,
+            "stream_usage": True,
+            "logit_bias": TOWARDS_ENDS,
         }
+
+    @property
+    def structured_output_kwargs(self) -> dict[str, Any]:
+        return {"logit_bias": TOWARDS_ENDS_OF_TEXTS}
