@@ -2,20 +2,30 @@
 
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from tests.cluster.questions import QUESTIONS
 from tests.cluster.servers import Server
-from tests.cluster.test_adapters import Answer, answer, ask, cluster, folders, load  # noqa: F401
+from tests.cluster.test_adapters import Whole, answer, ask, folders, load, running
 
 pytestmark = pytest.mark.long
 
+__all__ = ["answer", "folders"]  # fixtures of others
+
+
+@pytest.fixture
+def cluster(folders: list[Path]) -> Iterator[Server]:  # noqa: F811
+    with running(folders, 2, "--lora", "first=lora/b") as server:
+        yield server
+
 
 def test_answers_and_versions_survive_killed_engines(
-    cluster: Server,  # noqa: F811
-    answer: Answer,  # noqa: F811
+    cluster: Server,
+    answer: Whole,  # noqa: F811
 ) -> None:
     for name in ("a", "c"):
         assert load(cluster, name, name).status_code == 200

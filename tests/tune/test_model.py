@@ -19,11 +19,11 @@ from tests.hub.server import REPO, FakeHub
 from tests.hub.test_serve import tiny_hub
 from tests.models import build, save
 from tests.tune.ranks import LORA, config_of
-from tests.tune.test_run import arrays_of, finish, flags, folder, launch
+from tests.tune.test_run import arrays_of, finish, flags, launch
 
 pytestmark = pytest.mark.long
 
-__all__ = ["folder", "tiny_hub"]  # fixtures of others
+__all__ = ["tiny_hub"]  # a fixture of others
 
 
 def test_the_first_adapter_is_mlx_lms_on_every_stage(tmp_path: Path) -> None:
