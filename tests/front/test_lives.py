@@ -222,8 +222,9 @@ async def test_a_request_that_breaks_engines_goes_and_the_others_stay(
         others = [asyncio.create_task(collect(engine, prompt(10, 30))) for _ in range(2)]
         await asyncio.sleep(0)
         poison = replace(prompt(10, 5), ids=[996] * 20)
-        with pytest.raises(EngineError, match="ended 4 times under this request"):
+        with pytest.raises(BrigadeError, match="ended 4 times under this request") as caught:
             await collect(engine, poison)
+        assert caught.value.http_status == 500
         await asyncio.wait_for(asyncio.gather(*others), 15)
         assert engine.pipeline()["num_restarts"] == 4
 
