@@ -56,6 +56,10 @@ class Ranks(Protocol):
         """Sequences that run or wait with it."""
 
 
+# One that ends the engines would end the next ones, too.
+_MOST_TRIES = 2
+
+
 class _Interrupted(Exception):
     """The engines that were asked are gone."""
 
@@ -249,12 +253,13 @@ class Adapters:
         )
 
     async def _ask_until_answered(self, version: int, adapter: Adapter) -> dict[int, Json]:
-        while True:
+        for _ in range(_MOST_TRIES):
             await self._ranks.loaded()
             try:
                 return await self._ask(version, adapter.source)
             except _Interrupted:
                 continue
+        raise AdapterError(f"The engines ended {_MOST_TRIES} times while they read it.", 503)
 
     async def _ask(self, version: int, source: Source) -> dict[int, Json]:
         """What every rank says after it has read and checked the files."""

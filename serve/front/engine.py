@@ -135,7 +135,8 @@ class Engine:
     def _give_up(self, sequence_id: int) -> None:
         reason = f"The engines ended {MOST_FAULTS} times under this request: given up."
         _logger.error("event=request_given_up sequence=%d", sequence_id)
-        self._generations[sequence_id].put(EngineError(reason))
+        # HTTP 500 and not 503: nobody should send it again.
+        self._generations[sequence_id].put(BrigadeError(reason))
         self.drop(sequence_id)
 
     def waiting_seconds(self) -> float:

@@ -120,17 +120,16 @@ class Lives:
         """Until a fault. Returns how long the next life has to wait, or raises why there is
         none."""
         assert self._process is not None
-        tasks = [
-            asyncio.create_task(self._guarded(self._read(self._process))),
-            asyncio.create_task(self._guarded(self._work_on(wait_seconds))),
-        ]
+        reading = asyncio.create_task(self._guarded(self._read(self._process)))
+        working = asyncio.create_task(self._guarded(self._work_on(wait_seconds)))
         try:
             await self._faulty.wait()
+            # First, so that nobody takes what the end of the engines breaks for a reason of it.
+            await _cancelled(working)
             return await self._judge()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await _cancelled(working)
+            await _cancelled(reading)
 
     async def _guarded(self, task: Coroutine[Any, Any, None]) -> None:
         try:
@@ -333,3 +332,8 @@ class Lives:
         """To rank 0's engine."""
         assert self._process is not None
         self._process.link.send(data)
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -46,7 +46,8 @@ class ReadAdapter:
         for name, of in sorted(self.matrices.items()):
             made.update(name.encode())
             for array in (of.a, of.b, of.gain):
-                made.update(b"" if array is None else memoryview(array))  # type: ignore[arg-type]
+                # A buffer may have its rows and columns in another order than the array.
+                made.update(b"" if array is None else memoryview(array).tobytes())  # type: ignore[arg-type]
         return made.hexdigest()
 
 

@@ -197,10 +197,17 @@ class Worker:
             raise EngineError(f"The parent sent a message of unknown type {message['type']!r}.")
 
     def _read_adapter(self, message: dict[str, Any], adapters: Adapters) -> None:
+        """No step has seen anything of it, so what goes wrong is this adapter's alone."""
         try:
-            answer = {"type": "adapter", "rank": self.order.rank, **adapters.answer(message)}
-            self.parent.send(wire.json_frame(answer))
+            answer = adapters.answer(message)
         except Exception as error:  # Nobody looks at what this thread raises.
+            _logger.exception("event=adapter_failed version=%d", message["version"])
+            told = {"message": f"reading failed ({type(error).__name__})", "status": 500}
+            answer = {"version": message["version"], "error": told}
+        answer |= {"type": "adapter", "rank": self.order.rank}
+        try:
+            self.parent.send(wire.json_frame(answer))
+        except OSError as error:
             fail(self.parent, error, f"Rank {self.order.rank}")
 
     def _running_loop(self) -> StepLoop:

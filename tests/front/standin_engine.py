@@ -2,7 +2,8 @@
 
 Speaks as serve.rank.worker does. What its model says at a position is tests' next_token. Run as
 a program; argv[1] is the descriptor of the socket to the parent. BREAK_AT_ORDER makes a rank
-end with an exit code when it gets its order, POISON is a token that ends rank 0's.
+end with an exit code when it gets its order, POISON is a token that ends rank 0's, READ_SECONDS
+is how long it reads an adapter.
 """
 
 import json
@@ -95,6 +96,7 @@ class Standin:
         }
 
     def load_adapter(self, message: dict[str, Any]) -> None:
+        time.sleep(float(os.environ.get("READ_SECONDS", "0")))
         answer = {
             "type": "adapter",
             "rank": self.status["rank"],

@@ -261,3 +261,18 @@ async def test_a_load_that_a_fault_interrupts_is_asked_for_again() -> None:
     assert ranks.paths == ["x", "x"]
     assert await ranks.adapters.version("x") == 1
     assert ranks.held == {1}
+
+
+async def test_a_load_that_ends_the_engines_is_not_asked_for_without_end() -> None:
+    ranks = FakeRanks()
+    ranks.is_silent = True
+    loading = asyncio.create_task(ranks.adapters.load("x", "x", in_place=False))
+    for number in (1, 2):
+        while len(ranks.paths) < number:
+            await asyncio.sleep(0)
+        start_anew(ranks)
+        ranks.are_loaded.set()
+    with pytest.raises(AdapterError, match="ended 2 times while they read it") as caught:
+        await loading
+    assert caught.value.http_status == 503
+    assert ranks.adapters.names == [CONFIG.model_name]

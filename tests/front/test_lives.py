@@ -222,8 +222,9 @@ async def test_a_request_that_breaks_engines_goes_and_the_others_stay(
         others = [asyncio.create_task(collect(engine, prompt(10, 30))) for _ in range(2)]
         await asyncio.sleep(0)
         poison = replace(prompt(10, 5), ids=[996] * 20)
-        with pytest.raises(EngineError, match="ended 4 times under this request"):
+        with pytest.raises(BrigadeError, match="ended 4 times under this request") as caught:
             await collect(engine, poison)
+        assert caught.value.http_status == 500
         await asyncio.wait_for(asyncio.gather(*others), 15)
         assert engine.pipeline()["num_restarts"] == 4
 
@@ -293,6 +294,24 @@ async def test_adapters_are_there_again_in_the_same_versions(tmp_path: Path) -> 
         await loading
         again = {a["name"]: a["version"] for a in engine.adapters.described()}
         assert again == {"pirate": 2, "late": 3}
+
+
+async def test_a_fault_while_adapters_are_read_again_is_one_fault_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was taken for a mistake of the server's own, which ends the cluster."""
+    async with cluster(lora=("poet=/p",), adapter_root=tmp_path) as engine:
+        await ready(engine)
+        monkeypatch.setenv("READ_SECONDS", "0.5")
+        for _ in range(2):
+            engines()[0].kill()
+            deadline = time.monotonic() + 10
+            while engine.ready_reason() != "loading adapters":
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.001)
+        await ready(engine)
+        assert engine.pipeline()["num_restarts"] == 2
+        assert [a["version"] for a in engine.adapters.described()] == [1]
 
 
 @pytest.fixture

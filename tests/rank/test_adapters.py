@@ -2,6 +2,8 @@
 
 import json
 import math
+import shutil
+import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,8 +18,10 @@ from mlx_lm.tuner.utils import load_adapters
 
 from serve.core.errors import AdapterError, EngineError
 from serve.core.types import Row, Step
+from serve.core.wire import FrameReader, parse_json
 from serve.rank.adapters import Adapters
 from serve.rank.stage import Stage
+from serve.rank.worker import Order, Parent, Worker
 from tests import adapters
 from tests.models import build
 
@@ -194,9 +198,32 @@ def test_a_step_with_a_version_that_is_not_there_is_an_error(tmp_path: Path) -> 
         pipeline.apply([1])
 
 
-def test_what_rank_0_gets_to_know(tmp_path: Path) -> None:
+def test_a_mistake_in_reading_is_that_adapters_alone() -> None:
+    """Not the engine's, which others use."""
+
+    class Broken:
+        def answer(self, _: dict[str, Any]) -> dict[str, Any]:
+            raise BufferError("odd")
+
+    here, there = socket.socketpair()
+    with here, there:
+        order = Order(1, ("a", "b"), 0, Path(), None, None, (0, 2), None, 1.0)
+        worker = Worker(Parent(here), order)
+        worker._read_adapter({"version": 3}, Broken())  # type: ignore[arg-type]
+        ((_, body),) = FrameReader().feed(there.recv(1 << 16))
+    assert parse_json(body) == {
+        **{"type": "adapter", "rank": 1, "version": 3},
+        "error": {"message": "reading failed (BufferError)", "status": 500},
+    }
+
+
+@pytest.mark.parametrize("is_peft", [False, True])
+def test_what_rank_0_gets_to_know(tmp_path: Path, is_peft: bool) -> None:
     pipeline = Pipeline(LLAMA, [1])
     folder = adapters.save_adapter(tmp_path / "a", LLAMA())
+    if is_peft:
+        shutil.move(folder, tmp_path / "mlx")
+        adapters.as_peft(tmp_path / "mlx", folder)
     message = {"version": 3, "path": "a", "root": str(tmp_path), "max_rank": 4, "commit": None}
     first, second = (json.loads(json.dumps(own.answer(message))) for own in pipeline.adapters)
     assert first["error"] is None
@@ -209,7 +236,11 @@ def test_what_rank_0_gets_to_know(tmp_path: Path) -> None:
     again = {**message, "version": 5}
     checksums = [own.answer(again)["checksum"] for own in pipeline.adapters]
     assert checksums == [first["checksum"], second["checksum"]]
-    adapters.save_adapter(tmp_path / "a", LLAMA(), seed=9)
+    target = tmp_path / "mlx" if is_peft else folder
+    adapters.save_adapter(target, LLAMA(), seed=9)
+    if is_peft:
+        shutil.rmtree(folder)
+        adapters.as_peft(target, folder)
     others = [own.answer(again)["checksum"] for own in pipeline.adapters]
     assert not set(others) & set(checksums), "only the numbers are others"
     refused = pipeline.adapters[0].answer({**message, "max_rank": 3, "version": 4})
