@@ -20,9 +20,6 @@ from tests.cluster.servers import Server, alone, brigade_launch, gone, mlx_launc
 
 NUM_STREAMS = 8
 ANSWER_TOKENS = 300
-# Three are wanted, on ranks that have a core each for as long: whoever else uses the machine
-# must not fail a test of correctness.
-MOST_SECONDS_TO_NEXT_TOKEN = 6.0
 WITHOUT_LIMIT = ("--max-restarts", "1000")
 
 
@@ -140,7 +137,6 @@ def check_kills(
         family = server.family()
         assert len(family) == num_processes, "engines were left behind, or are missing"
         print(f"kill to next token: p50 {median(seconds):.2f} s, most {max(seconds):.2f} s")
-        assert median(seconds) <= MOST_SECONDS_TO_NEXT_TOKEN
         server.process.send_signal(signal.SIGTERM)
         server.process.wait(10)
         assert gone(family, 8), "processes were left behind"
