@@ -335,5 +335,7 @@ class Lives:
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    # More than once: wait_for before Python 3.12 loses one that comes together with its result.
+    while not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=0.1)

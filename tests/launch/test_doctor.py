@@ -63,7 +63,9 @@ def test_two_hosts_both_ways_of_their_hop_and_a_ring(
     ]
     assert "a sum over 2 ranks is right" in findings[-1]["what"]
     assert sum(name == "all hosts" for name in where) == 2
-    agents = [p for p in psutil.process_iter(["cmdline"]) if "launcher.agent" in p.info["cmdline"]]
+    agents = [
+        p for p in psutil.process_iter(["cmdline"]) if "launcher.agent" in (p.info["cmdline"] or ())
+    ]
     assert not agents
 
 
