@@ -118,28 +118,31 @@ class Agent:
             self._write(line)
 
     def _obey(self, process: LocalProcess, ended: threading.Event, drain_seconds: float) -> None:
-        while (message := self._hear()) is not None:
-            if message["signal"] == signal.SIGKILL:
+        try:
+            while (message := self._hear()) is not None:
+                if message["signal"] == signal.SIGKILL:
+                    process.kill()
+                else:
+                    process.signal(message["signal"])
+        finally:  # Nobody else ends the rank when nobody is heard any more.
+            process.signal(signal.SIGTERM)
+            if not ended.wait(drain_seconds):
                 process.kill()
-            else:
-                process.signal(message["signal"])
-        process.signal(signal.SIGTERM)
-        if not ended.wait(drain_seconds):
-            process.kill()
 
     # --- lines
 
     def _hear(self) -> Message | None:
         """None when the launcher is gone."""
-        while b"\n" not in self._unread:
-            heard = select.select([0], [], [], SILENCE_SECONDS)[0]
-            data = os.read(0, 1 << 16) if heard else b""
-            if not data:
-                return None
-            self._unread += data
-        line, _, self._unread = self._unread.partition(b"\n")
-        # An empty one only says that the launcher lives.
-        return cast(Message, json.loads(line)) if line.strip() else self._hear()
+        while True:
+            while b"\n" not in self._unread:
+                heard = select.select([0], [], [], SILENCE_SECONDS)[0]
+                data = os.read(0, 1 << 16) if heard else b""
+                if not data:
+                    return None
+                self._unread += data
+            line, _, self._unread = self._unread.partition(b"\n")
+            if line.strip():  # An empty one only says that the launcher lives.
+                return cast(Message, json.loads(line))
 
     def _say(self, **answer: Any) -> None:
         self._write(f"{self._token} {json.dumps(answer)}")

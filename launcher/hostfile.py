@@ -57,7 +57,7 @@ def read_hostfile(path: Path) -> Hostfile:
 def parse_hostfile(text: str, path: str) -> Hostfile:
     try:
         content = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         _wrong(path, "the file", f"is no JSON ({error})", 'write [{"ssh": …, "ips": […]}, …]')
     if isinstance(content, list):
         content = {"hosts": content}

@@ -26,6 +26,7 @@ _POLL_SECONDS = 0.1
 # Rank 0's own lines -> what is going on.
 _URL = re.compile(r"\bevent=listening url=(\S+)")
 _STAGE = re.compile(r"\bevent=stage_(fetching|loading) ")
+_RECOVERING = re.compile(r"event=recovering ")
 _READY = re.compile(r"\bevent=ready ")
 
 
@@ -55,9 +56,13 @@ class Record(Observer):
         self._save()
 
     def said(self, rank: int, line: str) -> None:
-        if rank or self._launch.state == "ready":
+        if rank:
             return
-        if url := _URL.search(line):
+        if _RECOVERING.search(line):
+            self._launch.state = "recovering"
+        elif self._launch.state == "ready":
+            return
+        elif url := _URL.search(line):
             self._launch.url = url[1]
         elif stage := _STAGE.search(line):
             self._launch.state = stage[1]
@@ -83,10 +88,13 @@ class Record(Observer):
 @contextmanager
 def recorded(words: Sequence[str], hosts: Sequence[str]) -> Iterator[Record]:
     file = _folder() / f"{os.getpid()}.launch"
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+    new = file.with_suffix(".new")
+    descriptor = os.open(new, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield Record(Launch(os.getpid(), list(words), list(hosts), time.time()), descriptor)
+        record = Record(Launch(os.getpid(), list(words), list(hosts), time.time()), descriptor)
+        new.rename(file)  # Who looks sees it locked and written, or not at all.
+        yield record
     finally:
         file.unlink(missing_ok=True)
         os.close(descriptor)

@@ -57,6 +57,7 @@ OWNERS = {
     "jinja2": ["serve.tune.data"],
     "numpy": ["serve.rank.grammar", "serve.tune.*"],
     "yaml": ["serve.tune.config"],
+    "regex": ["serve.rank.adapter_files"],
     "pickle": [],
     "multiprocessing": [],
 }

@@ -151,7 +151,7 @@ def parse_header(text: bytes, file: Path, file_bytes: int) -> dict[str, TensorRa
             if name != "__metadata__"
         }
         _check_places(tensors, data)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{file} is no safetensors file ({error}): fetch it again.") from error
     expected = max((t.end for t in tensors.values()), default=0)
     if file_bytes < expected:

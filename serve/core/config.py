@@ -102,6 +102,9 @@ class ServeConfig:
         for word in self.lora:
             if "=" not in word.strip("="):
                 raise UsageError(f"--lora {word!r} is wrong: write NAME=PATH.")
+        names = [word.partition("=")[0] for word in self.lora]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise UsageError(f"--lora has the name {twice[0]!r} twice: give each its own.")
 
     @property
     def hub_id(self) -> str | None:

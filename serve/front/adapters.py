@@ -303,9 +303,8 @@ class Adapters:
     async def restore(self) -> None:
         """Every rank reads again what it is to hold, under the same versions."""
         for version, held in list(self._held.items()):
-            is_current = any(version == a.version for a in self._adapters.values())
-            if not is_current and not self._ranks.num_with_adapter(version):
-                del self._held[version]
+            if not self._is_wanted(version):
+                self._held.pop(version, None)
                 continue
             try:
                 answers = await self._ask(version, held.source)
@@ -313,6 +312,12 @@ class Adapters:
                     raise AdapterError(f"The files in {held.source} are others than before.")
             except AdapterError as error:
                 self._lose(version, error)
+            if not self._is_wanted(version):  # It was unloaded meanwhile.
+                self._ranks.retire_adapter(version)
+
+    def _is_wanted(self, version: int) -> bool:
+        is_current = any(version == adapter.version for adapter in self._adapters.values())
+        return is_current or self._ranks.num_with_adapter(version) > 0
 
     def _lose(self, version: int, error: AdapterError) -> None:
         """Its name is read again on use, as a new version."""

@@ -105,8 +105,8 @@ class Engine:
     # --- what the engines tell
 
     async def prepare(self) -> None:
-        self._loaded.set()
         await self.adapters.restore()
+        self._loaded.set()
         if not self._has_worked:
             self._share_out_memory()
             await self.adapters.load_at_start()

@@ -6,11 +6,14 @@ from the header of a safetensors file. Whether they fit the model only its stage
 
 import hashlib
 import math
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import regex
 
 from serve.core.checkpoint import TensorRange, read_header, read_json, refuse_pickles
 from serve.core.errors import AdapterError, ModelError
@@ -25,6 +28,9 @@ _PEFT_NAME = re.compile(
 _PARTS = {"lora_a": "a", "A": "a", "embedding_A": "a", "lora_b": "b", "B": "b"}
 _PARTS |= {"embedding_B": "b", "m": "m", "magnitude_vector": "m"}
 _DTYPES = ("F32", "F16", "BF16")
+_MOST_RANK = 1 << 16
+_MOST_NUMBER = 1e9
+_MATCH_SECONDS = 0.1
 # Of PEFT: what would change the answers and is not computed here.
 _PEFT_REFUSED = (
     *("modules_to_save", "layer_replication", "trainable_token_indices", "lora_bias"),
@@ -50,7 +56,8 @@ class Target:
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
     """In PEFT's format a is (rank, in) and b (out, rank), in mlx-lm's (in, rank) and
-    (rank, out). digest is equal on two hosts if config and header are."""
+    (rank, out). digest is equal on two hosts if config, header and the file's size are. stamp
+    tells whether the file has changed since."""
 
     folder: Path
     file: Path
@@ -61,6 +68,7 @@ class AdapterFiles:
     tensors: dict[str, TensorRange]
     expects: Expects
     digest: str
+    stamp: tuple[int, ...]
 
     @property
     def rank(self) -> int:
@@ -72,17 +80,19 @@ def read_adapter(path: str, root: str | None = None) -> AdapterFiles:
     AdapterError."""
     folder = _resolve(Path(root or ".") / path, path, root)
     try:
-        config = read_json(_resolve(folder / CONFIG_FILE, path, root))
+        config = read_json(_file(folder / CONFIG_FILE, path, root))
         is_peft = "peft_type" in config
         file = folder / (PEFT_FILE if is_peft else MLX_FILE)
         if not file.exists():
             refuse_pickles(path, (entry.name for entry in folder.iterdir()))
-        tensors = read_header(_resolve(file, path, root))
-    except ModelError as error:
+        stamp = file_stamp(_file(file, path, root))
+        tensors = read_header(file)
+    except (ModelError, OSError) as error:
         raise AdapterError(str(error)) from error
     settings = _peft(config) if is_peft else _mlx(config)
     targets = _targets(tensors, _PEFT_NAME if is_peft else _MLX_NAME, settings)
-    described = repr((sorted(config.items()), sorted((n, *t[1:]) for n, t in tensors.items())))
+    header = sorted((n, *t[1:]) for n, t in tensors.items())
+    described = repr((sorted(config.items()), header, os.path.getsize(file)))
     return AdapterFiles(
         folder=folder,
         file=file,
@@ -93,7 +103,22 @@ def read_adapter(path: str, root: str | None = None) -> AdapterFiles:
         tensors=tensors,
         expects=settings.expects,
         digest=hashlib.sha256(described.encode()).hexdigest()[:16],
+        stamp=stamp,
     )
+
+
+def file_stamp(file: Path) -> tuple[int, ...]:
+    """Another one for a file that was written, or took the place of this one."""
+    told = file.stat()
+    return told.st_dev, told.st_ino, told.st_size, told.st_mtime_ns
+
+
+def _file(path: Path, given: str, root: str | None) -> Path:
+    """Nothing that could keep its reader waiting, as a pipe does."""
+    resolved = _resolve(path, given, root)
+    if not resolved.is_file():
+        raise AdapterError(f"{path.name} of {given} is no file.")
+    return resolved
 
 
 def _resolve(path: Path, given: str, root: str | None) -> Path:
@@ -152,7 +177,7 @@ def _mlx(config: dict[str, Any]) -> _Settings:
         raise AdapterError(f"{CONFIG_FILE} has no lora_parameters.")
     rank, scale = _rank(parameters.get("rank")), _number("scale", parameters.get("scale"))
     keys = parameters.get("keys")
-    if keys is not None and not _is_strings(keys):
+    if keys is not None and not _is_all(keys, str):
         raise AdapterError(f"keys in {CONFIG_FILE} must be a list of names.")
     num_layers = config.get("num_layers")
     if type(num_layers) is not int:
@@ -193,7 +218,9 @@ def _peft(config: dict[str, Any]) -> _Settings:
 
     wanted, left_out = config.get("target_modules"), config.get("exclude_modules")
     layers = config.get("layers_to_transform")
-    layers = [layers] if isinstance(layers, int) else layers
+    layers = [layers] if type(layers) is int else layers
+    if layers is not None and not _is_all(layers, int):
+        raise AdapterError(f"layers_to_transform in {CONFIG_FILE} must be a list of numbers.")
 
     def expects(name: str, layer: int | None, _: str, __: int) -> bool:
         is_layer = layers is None or layer in layers
@@ -206,7 +233,7 @@ def _is_named(name: str, wanted: Any) -> bool:
     """As PEFT reads target_modules: the ends of names, or one regular expression."""
     if isinstance(wanted, str):
         return wanted != "all-linear" and _matches(wanted, name)
-    return _is_strings(wanted) and any(name == w or name.endswith(f".{w}") for w in wanted)
+    return _is_all(wanted, str) and any(name == w or name.endswith(f".{w}") for w in wanted)
 
 
 def _pattern(config: dict[str, Any], name: str) -> dict[str, Any]:
@@ -222,23 +249,35 @@ def _by_pattern(patterns: dict[str, Any], name: str, otherwise: Any) -> Any:
 
 
 def _matches(pattern: str, name: str) -> bool:
+    """By a library with a deadline: some expressions would take for ever, and all requests with
+    them."""
     try:
-        return re.fullmatch(pattern, name) is not None
-    except re.error as error:
-        raise AdapterError(f"{pattern!r} in {CONFIG_FILE} is no regular expression.") from error
+        return regex.fullmatch(pattern, name, timeout=_MATCH_SECONDS) is not None
+    except (regex.error, OverflowError, RecursionError, TimeoutError) as error:
+        raise AdapterError(
+            f"{pattern[:100]!r} in {CONFIG_FILE} is no regular expression that could be matched."
+        ) from error
 
 
-def _is_strings(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+def _is_all(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(type(item) is kind for item in value)
 
 
 def _rank(value: Any) -> int:
-    if type(value) is not int or value < 1:
-        raise AdapterError(f"The rank in {CONFIG_FILE} is {value!r}, not a number above 0.")
+    if type(value) is not int or not 0 < value <= _MOST_RANK:
+        raise AdapterError(
+            f"The rank in {CONFIG_FILE} is {_short(value)}, not a number from 1 to {_MOST_RANK}."
+        )
     return value
 
 
 def _number(name: str, value: Any) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise AdapterError(f"{name} in {CONFIG_FILE} is {value!r}, not a number.")
+    # Not by isfinite: there are integers for which it has no answer.
+    if type(value) not in (int, float) or not abs(value) < _MOST_NUMBER:
+        raise AdapterError(f"{name} in {CONFIG_FILE} is {_short(value)}, not a usable number.")
     return float(value)
+
+
+def _short(value: Any) -> str:
+    is_long = type(value) is int and abs(value) > _MOST_NUMBER  # too long to be written out
+    return "too large" if is_long else repr(value)[:100]

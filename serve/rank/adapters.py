@@ -21,7 +21,7 @@ from serve.hub.partial import PartialModel, open_partial
 from serve.hub.repo import ADAPTER
 from serve.rank import trace
 from serve.rank.adapted import EMBEDDINGS, EXPERTS, Adapted, Matrices, Rows, note_routing
-from serve.rank.adapter_files import AdapterFiles, Target, read_adapter
+from serve.rank.adapter_files import AdapterFiles, Target, file_stamp, read_adapter
 from serve.rank.stage import Stage
 
 _ADAPTABLE = (nn.Linear, nn.QuantizedLinear, *EMBEDDINGS, *EXPERTS)
@@ -46,8 +46,7 @@ class ReadAdapter:
         for name, of in sorted(self.matrices.items()):
             made.update(name.encode())
             for array in (of.a, of.b, of.gain):
-                # A buffer may have its rows and columns in another order than the array.
-                made.update(b"" if array is None else memoryview(array).tobytes())  # type: ignore[arg-type]
+                made.update(b"" if array is None else memoryview(array))  # type: ignore[arg-type]
         return made.hexdigest()
 
 
@@ -258,8 +257,11 @@ def _read_matrices(
         for name, target in targets.items():
             parts = {part: tensors[tensor] for part, tensor in target.parts.items()}
             matrices[name] = _matrices(parts, target, files, modules[name])
-    except (RuntimeError, KeyError) as error:
+        has_changed = file_stamp(files.file) != files.stamp
+    except (RuntimeError, KeyError, OSError) as error:
         raise AdapterError(f"{files.file.name} cannot be read: {error}.") from error
+    if has_changed:
+        raise AdapterError(f"{files.file.name} changed while it was read: load it again.", 409)
     return matrices
 
 
@@ -269,12 +271,13 @@ def _matrices(
     whole = {part: array.astype(mx.float32) for part, array in parts.items()}
     is_turned = files.is_peft or isinstance(module, EXPERTS)
     a, b = (whole[part].swapaxes(-1, -2) if is_turned else whole[part] for part in "ab")
-    a, b = mx.contiguous(a), target.scale * b
+    a, b = mx.contiguous(a), mx.contiguous(target.scale * b)
     gain = None
     if files.is_dora:
         norm = mx.linalg.norm(_weight(module) + (a @ b).T, axis=1)
         gain = (whole["m"] / norm - 1)[None]
-    finite = {part: mx.isfinite(array).all() for part, array in whole.items()}
+    made = {"a": a, "b": b} | ({} if gain is None else {"m": gain})
+    finite = {part: mx.isfinite(array).all() for part, array in made.items()}
     mx.eval(a, b, gain, finite)
     for part, is_finite in finite.items():
         if not is_finite.item():

@@ -276,3 +276,15 @@ async def test_a_load_that_ends_the_engines_is_not_asked_for_without_end() -> No
         await loading
     assert caught.value.http_status == 503
     assert ranks.adapters.names == [CONFIG.model_name]
+
+
+async def test_what_is_unloaded_while_it_is_read_again_does_not_stay() -> None:
+    ranks = FakeRanks()
+    await ranks.adapters.load("x", "x", in_place=False)
+    start_anew(ranks)
+    restoring = asyncio.create_task(ranks.adapters.restore())
+    while len(ranks.paths) < 2:
+        await asyncio.sleep(0)
+    await ranks.adapters.unload("x")
+    await restoring
+    assert ranks.held == set()

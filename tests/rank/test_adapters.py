@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import socket
 from collections.abc import Callable
@@ -246,6 +247,65 @@ def test_what_rank_0_gets_to_know(tmp_path: Path, is_peft: bool) -> None:
     refused = pipeline.adapters[0].answer({**message, "max_rank": 3, "version": 4})
     assert refused["version"] == 4
     assert refused["error"]["status"] == 400
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"lora_alpha": 10**400}, "lora_alpha in adapter_config.json is too large"),
+        ({"lora_alpha": 1e300}, "not a usable number"),
+        ({"r": 10**400}, "rank in adapter_config.json is too large"),
+        ({"layers_to_transform": "all"}, "must be a list of numbers"),
+        ({"layers_to_transform": 1.5}, "must be a list of numbers"),
+        ({"rank_pattern": {"a{99999999999999999999}": 2}}, "regular expression"),
+        ({"target_modules": "(" * 5000 + ")" * 5000}, "regular expression"),
+        ({"target_modules": "(.|.)*[^a-z._0-9]"}, "regular expression"),
+    ],
+)
+def test_odd_words_of_a_config_are_refused(
+    tmp_path: Path, fields: dict[str, Any], reason: str
+) -> None:
+    """The last one would be matched for hours, and everybody would wait."""
+    source = adapters.save_adapter(tmp_path / "a", LLAMA())
+    adapters.as_peft(source, tmp_path / "b")
+    config = json.loads((tmp_path / "b" / "adapter_config.json").read_text())
+    (tmp_path / "b" / "adapter_config.json").write_text(json.dumps({**config, **fields}))
+    with pytest.raises(AdapterError, match=reason):
+        Pipeline(LLAMA, []).read(1, tmp_path / "b")
+
+
+@pytest.mark.parametrize("name", ["adapters.safetensors", "adapter_config.json"])
+def test_a_pipe_is_no_file(tmp_path: Path, name: str) -> None:
+    folder = adapters.save_adapter(tmp_path / "a", LLAMA())
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(AdapterError, match="is no file"):
+        Pipeline(LLAMA, []).read(1, folder)
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of one adapter and half of another would be nobody's."""
+    folder = adapters.save_adapter(tmp_path / "a", LLAMA())
+    other = adapters.save_adapter(tmp_path / "b", LLAMA(), seed=1)
+    load = mx.load
+
+    def late(path: str) -> Any:
+        shutil.copy(other / "adapters.safetensors", tmp_path / "new")
+        (tmp_path / "new").rename(folder / "adapters.safetensors")
+        return load(path)
+
+    monkeypatch.setattr(mx, "load", late)
+    with pytest.raises(AdapterError, match="changed while it was read") as caught:
+        Pipeline(LLAMA, []).read(1, folder)
+    assert caught.value.http_status == 409
+
+
+def test_a_scale_that_makes_numbers_infinite_is_refused(tmp_path: Path) -> None:
+    folder = adapters.save_adapter(tmp_path / "a", LLAMA(), size=3e38)
+    with pytest.raises(AdapterError, match="not finite numbers"):
+        Pipeline(LLAMA, []).read(1, folder)
 
 
 # --- formats
