@@ -31,6 +31,7 @@ _DTYPES = ("F32", "F16", "BF16")
 _MOST_RANK = 1 << 16
 _MOST_NUMBER = 1e9
 _MATCH_SECONDS = 0.1
+_NUM_SAMPLES, _SAMPLE_BYTES = 64, 256
 # Of PEFT: what would change the answers and is not computed here.
 _PEFT_REFUSED = (
     *("modules_to_save", "layer_replication", "trainable_token_indices", "lora_bias"),
@@ -56,8 +57,9 @@ class Target:
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
     """In PEFT's format a is (rank, in) and b (out, rank), in mlx-lm's (in, rank) and
-    (rank, out). digest is equal on two hosts if config, header and the file's size are. stamp
-    tells whether the file has changed since."""
+    (rank, out). digest is equal on two hosts if the config and the file are, as far as samples
+    tell: after another training all numbers are others. stamp tells whether the file has
+    changed since."""
 
     folder: Path
     file: Path
@@ -75,9 +77,9 @@ class AdapterFiles:
         return max(target.rank for target in self.targets.values())
 
 
-def read_adapter(path: str, root: str | None = None) -> AdapterFiles:
-    """The folder at path, which with a root must lie below it, links resolved. Raises
-    AdapterError."""
+def read_adapter(path: str, root: str | None = None, *, is_whole: bool = True) -> AdapterFiles:
+    """The folder at path, which with a root must lie below it, links resolved. What is not
+    whole has the tensors of one rank only. Raises AdapterError."""
     folder = _resolve(Path(root or ".") / path, path, root)
     try:
         config = read_json(_file(folder / CONFIG_FILE, path, root))
@@ -87,12 +89,13 @@ def read_adapter(path: str, root: str | None = None) -> AdapterFiles:
             refuse_pickles(path, (entry.name for entry in folder.iterdir()))
         stamp = file_stamp(_file(file, path, root))
         tensors = read_header(file)
+        samples = _samples(file) if is_whole else b""
     except (ModelError, OSError) as error:
         raise AdapterError(str(error)) from error
     settings = _peft(config) if is_peft else _mlx(config)
     targets = _targets(tensors, _PEFT_NAME if is_peft else _MLX_NAME, settings)
     header = sorted((n, *t[1:]) for n, t in tensors.items())
-    described = repr((sorted(config.items()), header, os.path.getsize(file)))
+    described = repr((sorted(config.items()), header, samples))
     return AdapterFiles(
         folder=folder,
         file=file,
@@ -105,6 +108,17 @@ def read_adapter(path: str, root: str | None = None) -> AdapterFiles:
         digest=hashlib.sha256(described.encode()).hexdigest()[:16],
         stamp=stamp,
     )
+
+
+def _samples(file: Path) -> bytes:
+    """Some of a file's bytes, from all over it."""
+    with file.open("rb") as opened:
+        size = opened.seek(0, os.SEEK_END)
+        parts = []
+        for n in range(_NUM_SAMPLES):
+            opened.seek(size * n // _NUM_SAMPLES)
+            parts.append(opened.read(_SAMPLE_BYTES))
+    return b"".join(parts)
 
 
 def file_stamp(file: Path) -> tuple[int, ...]:

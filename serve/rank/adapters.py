@@ -86,7 +86,8 @@ class Adapters:
         """Checks the whole adapter and reads what belongs to this stage. With a commit path is
         `org/name` of the hub. Raises AdapterError, and then nothing has changed."""
         partial = self._open(path, commit) if commit else None
-        files = read_adapter(str(partial.folder) if partial else path, root)
+        folder = str(partial.folder) if partial else path
+        files = read_adapter(folder, root, is_whole=partial is None)
         if files.rank > max_rank:
             raise AdapterError(f"The adapter has rank {files.rank}: --max-lora-rank is {max_rank}.")
         for name, place in self._places.items():

@@ -242,8 +242,9 @@ def test_what_rank_0_gets_to_know(tmp_path: Path, is_peft: bool) -> None:
     if is_peft:
         shutil.rmtree(folder)
         adapters.as_peft(target, folder)
-    others = [own.answer(again)["checksum"] for own in pipeline.adapters]
-    assert not set(others) & set(checksums), "only the numbers are others"
+    others = [own.answer(again) for own in pipeline.adapters]
+    assert not {other["checksum"] for other in others} & set(checksums)
+    assert others[0]["digest"] != first["digest"], "only the numbers are others"
     refused = pipeline.adapters[0].answer({**message, "max_rank": 3, "version": 4})
     assert refused["version"] == 4
     assert refused["error"]["status"] == 400
