@@ -70,7 +70,7 @@ class AdapterFiles:
     tensors: dict[str, TensorRange]
     expects: Expects
     digest: str
-    stamp: tuple[int, ...]
+    stamp: tuple[int, ...] | None  # None where the rest of the file is still to be fetched
 
     @property
     def rank(self) -> int:
@@ -87,7 +87,7 @@ def read_adapter(path: str, root: str | None = None, *, is_whole: bool = True) -
         file = folder / (PEFT_FILE if is_peft else MLX_FILE)
         if not file.exists():
             refuse_pickles(path, (entry.name for entry in folder.iterdir()))
-        stamp = file_stamp(_file(file, path, root))
+        stamp = file_stamp(_file(file, path, root)) if is_whole else None
         tensors = read_header(file)
         samples = _samples(file) if is_whole else b""
     except (ModelError, OSError) as error:

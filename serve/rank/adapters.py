@@ -258,7 +258,7 @@ def _read_matrices(
         for name, target in targets.items():
             parts = {part: tensors[tensor] for part, tensor in target.parts.items()}
             matrices[name] = _matrices(parts, target, files, modules[name])
-        has_changed = file_stamp(files.file) != files.stamp
+        has_changed = files.stamp not in (None, file_stamp(files.file))
     except (RuntimeError, KeyError, OSError) as error:
         raise AdapterError(f"{files.file.name} cannot be read: {error}.") from error
     if has_changed:
