@@ -46,15 +46,18 @@ class LocalPipeline:
         self.scores: dict[int, dict[int, Score]] = defaultdict(dict)
         self.outbox = Outbox(lambda step: self.ring[0].send(step, []))
         self.scheduler = Scheduler(num_ranks, max_num_sequences=32, max_queue=64, prefill_chunk=4)
+        self.built = threading.Barrier(num_ranks)
         self.threads = [
             threading.Thread(target=self._run, args=(rank, layers))
             for rank, layers in enumerate(even_split(4, num_ranks))
         ]
 
     def _run(self, rank: int, layers: tuple[int, int]) -> None:
-        # One after another, as in processes: the seed and the trial's seams are global.
+        # One after another, and no step before, as in processes: the seed and what a trial puts
+        # in the place of mlx's functions are global.
         with BUILDING:
             stage = Stage(self.make(), *layers)
+        self.built.wait(60)
         loop = StepLoop(stage, self.ring[rank], self.kv_bits)
         if rank == 0:  # Others forget what is dropped before rank 0 has done with it.
             loop.outbox, loop.chooser = self.outbox, self.chooser
