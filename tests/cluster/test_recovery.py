@@ -18,6 +18,8 @@ import pytest
 
 from tests.cluster.servers import Server, alone, brigade_launch, gone, mlx_launch, running
 
+pytestmark = pytest.mark.long
+
 NUM_STREAMS = 8
 ANSWER_TOKENS = 300
 WITHOUT_LIMIT = ("--max-restarts", "1000")
@@ -142,7 +144,6 @@ def check_kills(
         assert gone(family, 8), "processes were left behind"
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("num_ranks", "launch"),
     [(1, alone), (2, brigade_launch), (3, brigade_launch), (2, mlx_launch)],
@@ -190,7 +191,6 @@ def test_a_killed_engine_costs_a_pause(server: Server, expected: list[Stream], r
     assert float(metrics.split("\nbrigade_recovery_seconds_total ")[1].split()[0]) > 0
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_stops_for_five_seconds_is_no_fault(
     server: Server, expected: list[Stream], rank: int
@@ -210,7 +210,6 @@ def test_a_rank_that_stops_for_five_seconds_is_no_fault(
     assert server.get("/admin/pipeline")["num_restarts"] == before
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_stops_for_ever_is_found_and_named(
     server: Server, expected: list[Stream], rank: int

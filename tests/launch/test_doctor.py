@@ -27,6 +27,8 @@ from tests.launch.sshd import Sshd
 from tests.models import save
 from tests.test_launcher import wait_until
 
+pytestmark = pytest.mark.long
+
 
 def examined(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[dict[str, str]]]:
     code = cli.main(["doctor", "--json", "--port", str(free_ports(1)[0]), *words])

@@ -34,6 +34,8 @@ from tests.test_launcher import (
     wait_until,
 )
 
+pytestmark = pytest.mark.long
+
 # As `brigade launch --hostfile` does it, but with another program.
 LAUNCH = """
 import os, shlex, sys
