@@ -13,8 +13,10 @@ TOOLS: list[Any] = [{"type": "function", **WEATHER["function"], "strict": True}]
 
 
 def respond(server: Server, given: Any = "Say the alphabet.", **fields: Any) -> Any:
-    create = server.client().responses.create
-    return create(model="tiny-chat", input=given, **{"temperature": 0, **fields})
+    with server.client() as client:
+        create = client.responses.create
+        reply = create(model="tiny-chat", input=given, **{"temperature": 0, **fields})
+        return list(reply) if fields.get("stream") else reply
 
 
 def test_a_response_is_the_chat_in_other_words(server: Server) -> None:
