@@ -32,7 +32,8 @@ _READY = re.compile(r"\bevent=ready ")
 
 @dataclass(slots=True)
 class Launch:
-    """state is starting, fetching, loading, ready, or ending. since is a time of the epoch."""
+    """state is starting, fetching, loading, ready, recovering or ending. since is a time of the
+    epoch."""
 
     pid: int
     words: list[str]
@@ -72,9 +73,9 @@ class Record(Observer):
             return
         self._save()
 
-    def ended(self, rank: int, code: int) -> None:
-        self._launch.ranks[str(rank)] = f"ended with {code}"
-        self._launch.state = "ending"
+    def ended(self, rank: int, code: int, comes_back: bool) -> None:
+        self._launch.ranks[str(rank)] = f"ended with {code}" + comes_back * ", comes back"
+        self._launch.state = "recovering" if comes_back else "ending"
         self._save()
 
     def _save(self) -> None:

@@ -107,25 +107,20 @@ class Connection:
         return answer
 
     def again(self) -> "Connection":
-        """A new one in its place: an agent keeps one rank and ends with it."""
+        """A new one in its place, yet to be greeted: an agent keeps one rank and ends with it."""
         self.close()
-        fresh = Connection(self.host, self._way)
-        try:
-            fresh.greet()
-        except ClusterError:
-            fresh.close()
-            raise
-        return fresh
+        return Connection(self.host, self._way)
 
     def close(self) -> None:
         """The end of its input ends an agent, and its rank with it."""
         assert self.process.stdin is not None
         with self._write_lock, suppress(OSError):
             self.process.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
+        try:
             self.process.wait(GOODBYE_SECONDS)
-        signal_group(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        except subprocess.TimeoutExpired:
+            signal_group(self.process.pid, signal.SIGKILL)
+            self.process.wait()
 
     def _answer(self, timeout_seconds: float) -> dict[str, Any]:
         deadline = time.monotonic() + timeout_seconds
@@ -264,14 +259,22 @@ def remote_ranks(
     }
 
     used: set[int] = set()
+    is_over = threading.Event()
 
     def start(rank: int) -> RemoteProcess:
         if rank in used:
+            # There before it is greeted, which may take long: so that it goes with the others.
             connections[rank] = connections[rank].again()
+            if is_over.is_set():
+                connections[rank].close()
+            connections[rank].greet()
         used.add(rank)
         return RemoteProcess(connections[rank], {**order, "rank": rank})
 
-    yield [functools.partial(start, rank) for rank in range(len(connections))]
+    try:
+        yield [functools.partial(start, rank) for rank in range(len(connections))]
+    finally:
+        is_over.set()
 
 
 def _reserve_ports(connection: Connection) -> list[int]:

@@ -5,7 +5,8 @@
        ├── a rank failed, or a signal ────┴─────────────┴──> ending ── 3 s (12 s after a signal),
                                                                or a second signal ──> killed
 
-While running, a rank above 0 that was lost is started again, some times.
+While running, a rank above 0 that was lost is started again, some times; where that fails, such
+as on a host that boots, it is tried until rank 0 gives up waiting.
 
 One thread a rank reads its output and one waits for its end; they and the signal handlers put
 events into one queue, and `run` sleeps on that queue. Knows no HTTP, no MLX and no command line.
@@ -32,6 +33,7 @@ END_SECONDS = 7.0  # how long after a signal, once rank 0 has let running stream
 DRAIN_SECONDS = 5.0 + END_SECONDS
 GONE_SECONDS = 2.0  # how long the kernel, and the way to it, may take to end a killed rank
 RESTART_SECONDS = 1.0  # between two restarts; the first is at once
+RETRY_SECONDS = 2.0  # between two attempts at one
 RESTART_WINDOW_SECONDS = 300.0
 MAX_RESTARTS = 5  # of ranks in a window
 OUTPUT_SECONDS = 1.0  # how long output may still come after a rank's end
@@ -74,7 +76,7 @@ class Observer:
 
     def said(self, rank: int, line: str) -> None: ...
 
-    def ended(self, rank: int, code: int) -> None: ...
+    def ended(self, rank: int, code: int, comes_back: bool) -> None: ...
 
 
 class Supervisor:
@@ -120,7 +122,9 @@ class Supervisor:
             with self._signals(), self._ranks as starts:
                 try:
                     self._start(starts)
-                    while (self._alive or self._returning) and self._state != "lost":
+                    while self._alive or (self._returning and not self._ending.is_set()):
+                        if self._state == "lost":
+                            break
                         self._take(self._next_event())
                 finally:
                     self._kill_alive()
@@ -166,8 +170,9 @@ class Supervisor:
         self._returning.discard(rank)
         code = exit_code(returncode)
         self._log(f"event=rank_ended rank={rank} code={code}")
-        self._observer.ended(rank, code)
-        if event.lost and self._may_restart(rank):
+        comes_back = event.lost and self._may_restart(rank)
+        self._observer.ended(rank, code, comes_back)
+        if comes_back:
             self._returning.add(rank)
             threading.Thread(target=self._bring_back, args=(rank,), daemon=True).start()
             return
@@ -271,12 +276,17 @@ class Supervisor:
     def _bring_back(self, rank: int) -> None:
         """In a thread: another host may take its time, or not be there."""
         self._ending.wait(RESTART_SECONDS * (len(self._lost_at) - 1))
-        try:
-            self._events.put(Returned(rank, self._starts[rank]()))
-        except (OSError, ClusterError) as error:
-            self._log(f"event=rank_not_started rank={rank} reason={str(error)!r}")
-            code = 0 if self._ending.is_set() else ClusterError.exit_code
-            self._events.put(Ended(rank, code, lost=True))
+        said = ""
+        while not self._ending.is_set():
+            try:
+                self._events.put(Returned(rank, self._starts[rank]()))
+                return
+            except (OSError, ClusterError) as error:
+                reason = str(error)
+            if reason != said:
+                self._log(f"event=rank_waited_for rank={rank} reason={reason!r}")
+                said = reason
+            self._ending.wait(RETRY_SECONDS)
 
     # --- the threads of a rank
 

@@ -57,6 +57,12 @@ class ServeConfig:
     join_timeout: float = flag(
         "seconds to wait for all ranks at the start", 60.0, least=1, most=10**6
     )
+    return_timeout: float = flag(
+        "seconds to wait for a rank that was lost", 600.0, least=1, most=10**6
+    )
+    replan: bool = flag(
+        "share the layers out anew when a lost rank stays away for --join-timeout", False
+    )
     load_timeout: float = flag(
         "seconds a rank may load without progress", 300.0, least=1, most=10**6
     )

@@ -4,7 +4,7 @@ has the last layers, because it samples.
 Costs come from serve.rank.costs, which knows models; here they are numbers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
@@ -274,12 +274,22 @@ def _does_not_fit(
 
 def parse_memory(text: str, num_ranks: int) -> list[int]:
     """Bytes of each rank from "24GB" (the same for all) or "24GB,48GB"."""
-    amounts = [_parse_bytes(part) for part in text.split(",")]
+    amounts = _amounts(text)
     if len(amounts) not in (1, num_ranks):
         raise UsageError(
             f"--memory {text} has {len(amounts)} amounts for {num_ranks} ranks: give one for each."
         )
     return amounts * num_ranks if len(amounts) == 1 else amounts
+
+
+def memory_of(text: str, ranks: Iterable[int]) -> list[int]:
+    """Bytes of some of the ranks for which parse_memory takes the text."""
+    amounts = _amounts(text)
+    return [amounts[rank if len(amounts) > 1 else 0] for rank in ranks]
+
+
+def _amounts(text: str) -> list[int]:
+    return [_parse_bytes(part) for part in text.split(",")]
 
 
 def _parse_bytes(text: str) -> int:

@@ -26,8 +26,18 @@ class Held:
     """A version that ranks may hold: where it was read, and what of it each rank has."""
 
     source: Source
-    checksums: list[str]
-    num_bytes: list[int]
+    answers: dict[int, Json]  # of each rank
+
+    @property
+    def num_bytes(self) -> list[int]:
+        return of_ranks("num_bytes", self.answers)
+
+    def is_same(self, answers: dict[int, Json]) -> bool:
+        """Whether what was read again is what was read before. Ranks that have other layers than
+        before can tell it from samples only."""
+        if answers.keys() != self.answers.keys():
+            return bool(answers[0]["digest"] == self.answers[0]["digest"])
+        return of_ranks("checksum", answers) == of_ranks("checksum", self.answers)
 
 
 @dataclass(slots=True)

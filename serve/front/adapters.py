@@ -25,7 +25,7 @@ from serve.core.errors import (
     RequestError,
     UnavailableError,
 )
-from serve.core.plan import parse_memory
+from serve.core.plan import memory_of
 from serve.front.adapter import Adapter, Held, Source, check_answers, of_ranks
 from serve.hub.access import FAILURES, is_refusal
 from serve.hub.partial import pin
@@ -55,6 +55,10 @@ class Ranks(Protocol):
     def num_with_adapter(self, version: int) -> int:
         """Sequences that run or wait with it."""
 
+    @property
+    def ring(self) -> tuple[int, ...]:
+        """The ranks that take part."""
+
 
 # One that ends the engines would end the next ones, too.
 _MOST_TRIES = 2
@@ -65,8 +69,8 @@ class _Interrupted(Exception):
 
 
 class Adapters:
-    def __init__(self, config: ServeConfig, num_ranks: int, ranks: Ranks) -> None:
-        self._config, self._num_ranks, self._ranks = config, num_ranks, ranks
+    def __init__(self, config: ServeConfig, ranks: Ranks) -> None:
+        self._config, self._ranks = config, ranks
         self._adapters: dict[str, Adapter] = {}
         self._versions = itertools.count(1)
         self._held: dict[int, Held] = {}
@@ -244,7 +248,7 @@ class Adapters:
             first[name] for name in ("lora_rank", "scale", "kinds")
         )
         adapter.loaded_at, adapter.used_at = time.time(), time.monotonic()
-        self._held[version] = Held(adapter.source, of_ranks("checksum", answers), num_bytes)
+        self._held[version] = Held(adapter.source, answers)
         self.num_loaded += 1
         self.load_seconds += time.monotonic() - started
         _logger.info(
@@ -271,7 +275,7 @@ class Adapters:
         deadline = time.monotonic() + self._config.load_timeout
         try:
             self._ranks.tell_engines(message)
-            while len(answers) < self._num_ranks:
+            while len(answers) < len(self._ranks.ring):
                 if self._broken:
                     raise self._broken
                 if self._num_interrupted != num_interrupted:
@@ -279,7 +283,7 @@ class Adapters:
                 self._answered.clear()
                 await asyncio.wait_for(self._answered.wait(), deadline - time.monotonic())
         except (TimeoutError, asyncio.TimeoutError) as error:
-            late = [rank for rank in range(self._num_ranks) if rank not in answers]
+            late = [rank for rank in self._ranks.ring if rank not in answers]
             raise AdapterError(f"Rank {late[0]} does not answer (--load-timeout).", 503) from error
         finally:
             del self._answers[version]
@@ -308,12 +312,19 @@ class Adapters:
                 continue
             try:
                 answers = await self._ask(version, held.source)
-                if of_ranks("checksum", answers) != held.checksums:
+                if not held.is_same(answers):
                     raise AdapterError(f"The files in {held.source} are others than before.")
+                self._hold(version, Held(held.source, answers))
             except AdapterError as error:
                 self._lose(version, error)
             if not self._is_wanted(version):  # It was unloaded meanwhile.
                 self._ranks.retire_adapter(version)
+
+    def _hold(self, version: int, held: Held) -> None:
+        self._held[version] = held
+        for adapter in self._adapters.values():
+            if adapter.version == version:
+                adapter.num_bytes = held.num_bytes
 
     def _is_wanted(self, version: int) -> bool:
         is_current = any(version == adapter.version for adapter in self._adapters.values())
@@ -349,7 +360,7 @@ class Adapters:
         in the place of the old one. Raises OverloadedError if there is none."""
         if self._config.adapter_memory is None:
             return
-        most = parse_memory(self._config.adapter_memory, self._num_ranks)
+        most = memory_of(self._config.adapter_memory, self._ranks.ring)
         if not _fits([num_bytes], most):
             raise AdapterError(f"The adapter has {max(num_bytes)} bytes: over --adapter-memory.")
         while not _fits([num_bytes, *self._held_beside(old)], most):

@@ -52,11 +52,12 @@ class Engine:
             prefill_chunk=config.prefill_chunk,
             num_groups=config.num_groups,
         )
-        self.adapters = Adapters(config, cluster.num_ranks, self)
+        self.adapters = Adapters(config, self)
         self._generations: dict[int, Generation] = {}
         self._suspects = Suspects()
         self._sequence_ids = itertools.cycle(range(_NUM_SEQUENCE_IDS))
         self._has_worked = False
+        self._settled: tuple[int, ...] = ()
         self._loaded = asyncio.Event()
         self._failure: asyncio.Future[BrigadeError] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
@@ -105,19 +106,30 @@ class Engine:
     # --- what the engines tell
 
     async def prepare(self) -> None:
+        if self.ring != self._settled:
+            self._settle()
         await self.adapters.restore()
         self._loaded.set()
         if not self._has_worked:
-            self._share_out_memory()
             await self.adapters.load_at_start()
 
-    def _share_out_memory(self) -> None:
-        """Raises PlanError if there is not even room for a short sequence."""
-        stages = self._lives.stages
-        most = self._scheduler.max_held_tokens = room_for_tokens(stages, self._config)
+    def _settle(self) -> None:
+        """On other ranks than before. Raises PlanError if there is not even room for a short
+        sequence."""
+        self._settled, stages = self.ring, self._lives.stages
+        most = room_for_tokens(stages, self._config)
+        too_long = self._scheduler.settle(len(stages), most)
         if not self._config.no_prefix_cache:
             self._scheduler.reuse = cast(Reuse, stages[0].reuse)
         _logger.info("event=kv_room tokens=%d reuse=%s", most, self._scheduler.reuse)
+        reason = f"A rank was lost, and those that are left have room for {most} tokens."
+        for sequence_id in too_long:
+            self._generations[sequence_id].put(UnavailableError(reason))
+            self.drop(sequence_id)
+
+    @property
+    def ring(self) -> tuple[int, ...]:
+        return self._lives.ring
 
     def go(self) -> None:
         self._has_worked = True
@@ -258,7 +270,7 @@ class Engine:
 
     @property
     def is_complete(self) -> bool:
-        return not self._lives.hub.missing()
+        return not self._lives.missing
 
     def ready_reason(self) -> str | None:
         """None when requests can be served, else one line that says why not. A rank that
@@ -273,7 +285,7 @@ class Engine:
     def pipeline(self) -> dict[str, Any]:
         return {
             "model": self._config.model_name,
-            "num_ranks": self._cluster.num_ranks,
+            "num_ranks": len(self.ring),
             "stages": [stage.to_json() for stage in self._lives.stages],
             "num_running": self._scheduler.num_running,
             "num_waiting": self._scheduler.num_waiting,

@@ -15,14 +15,22 @@ import os
 import secrets
 import time
 from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from serve.core import wire
 from serve.core.config import Cluster, ServeConfig
-from serve.core.errors import BrigadeError, ClusterError, ModelError, from_exit_code
+from serve.core.errors import (
+    BrigadeError,
+    ClusterError,
+    EngineError,
+    ModelError,
+    PlanError,
+    from_exit_code,
+)
 from serve.core.plan import StagePlan
-from serve.front.orders import order, plan_request
+from serve.front.orders import order, plan_request, replan_request
 from serve.front.stages import StageStatus, is_silent, suspicion
 from serve.parent.control import Hello, Hub, engine_ended, raise_if_error
 from serve.parent.engine import EngineProcess
@@ -82,7 +90,9 @@ class Lives:
     ) -> None:
         self._config, self._cluster, self._folder = config, cluster, folder
         self._view, self._work = view, work
-        self.stages = [StageStatus(rank, host) for rank, host in enumerate(cluster.hosts)]
+        self._ranks = [StageStatus(rank, host) for rank, host in enumerate(cluster.hosts)]
+        self.stages = list(self._ranks)  # those that take part
+        self._plans: dict[tuple[int, ...], list[StagePlan]] = {}  # for such ranks
         self.hub = Hub(Hello.of(cluster, facts, os.getpid()), self._on_message)
         self._restarts = Restarts(config.max_restarts, config.restart_window)
         self._process: EngineProcess | None = None
@@ -97,13 +107,12 @@ class Lives:
 
     async def run(self) -> None:
         """Raises why the cluster cannot go on."""
-        process = self._process = await EngineProcess.start()
-        process.link.send_json(plan_request(self._config, self._cluster, str(self._folder)))
-        plan = await self._receive_plan(process)
-        await self.hub.wait_for_all(self._config.join_timeout)
-        self._view.planned(plan)
-        for stage, planned in zip(self.stages, plan, strict=True):
-            stage.plan = planned
+        self._process = await EngineProcess.start()
+        request = plan_request(self._config, self._cluster.num_ranks, str(self._folder))
+        everyone = tuple(range(self._cluster.num_ranks))
+        self._plans[everyone] = await self._plan(request)
+        await self.hub.wait_for(everyone[1:], self._config.join_timeout)
+        self._take_part(everyone)
         wait_seconds = 0.0
         while True:
             wait_seconds = await self._live(wait_seconds)
@@ -158,7 +167,7 @@ class Lives:
         for stage in self.stages:
             assert stage.plan is not None
             stage.state = "joining"
-            told = order(self._config, self._cluster, stage.plan, nonce)
+            told = order(self._config, self._cluster, self.ring, stage.plan, nonce)
             if stage.rank:
                 stage.pid = self.hub.pid(stage.rank)
                 self.hub.send(stage.rank, {"type": "start", "order": told})
@@ -169,7 +178,7 @@ class Lives:
     def _begin(self) -> None:
         self.is_working = True
         self._work.go()
-        _logger.info("event=ready num_ranks=%d life=%d", self._cluster.num_ranks, self._life)
+        _logger.info("event=ready num_ranks=%d life=%d", len(self.stages), self._life)
         if self._recovering_since is None:
             self._view.ready(self.stages)
             return
@@ -179,11 +188,18 @@ class Lives:
         _logger.info("event=recovered life=%d seconds=%.2f", self._life, seconds)
 
     async def _watch(self) -> None:
-        """Raises ClusterError when steps are under way and none comes back. A rank that
-        is stopped breaks no connection."""
+        """Raises ClusterError when steps are under way and none comes back, for a rank that
+        is stopped breaks no connection; and when one that was gone is there again."""
         most = self._config.stall_timeout
         while self._work.waiting_seconds() <= most:
+            if newcomers := self.hub.joined.difference(self.ring):
+                ranks = ", ".join(map(str, sorted(newcomers)))
+                raise ClusterError(f"Rank {ranks} is there again: the layers are shared out anew.")
+            before = time.monotonic()
             await asyncio.sleep(_WATCH_SECONDS)
+            if time.monotonic() - before > 2 * _WATCH_SECONDS:
+                # It was this process that stood still: what came meanwhile is read first.
+                await asyncio.sleep(_WATCH_SECONDS)
         self._stalled = True
         raise ClusterError(
             f"No step came back for {most:g} s: {suspicion(self.stages, time.time())}, look at its "
@@ -226,7 +242,7 @@ class Lives:
         _logger.warning("event=recovering life=%d reason=%s", self._life, reason)
         self._faulty.clear()
         self._reason = None
-        for stage in self.stages:
+        for stage in self._ranks:
             self._renew_member(stage)
         if self._process:
             if self._stalled:
@@ -235,16 +251,64 @@ class Lives:
         self._stalled = False
         self._process = await EngineProcess.start()
         self.stages[0].state = "starting"
-        await self.hub.wait_for_all(self._config.join_timeout)
+        if not self._config.replan:
+            return await self._gather_all()
+        try:
+            await self._gather_some()
+        except EngineError as error:  # Rank 0's, while it made a plan.
+            self._on_fault(error)
+
+    async def _gather_all(self) -> None:
+        others = range(1, self._cluster.num_ranks)
+        await self.hub.wait_for(others, self._config.return_timeout, "--return-timeout")
+
+    async def _gather_some(self) -> None:
+        """Those that took part are waited for, but not for long: then all that are there
+        share the layers, if they have the memory."""
+        try:
+            await self.hub.wait_for(self.ring[1:], self._config.join_timeout)
+        except ClusterError as error:
+            _logger.warning("event=going_on reason=%s", json.dumps(str(error)))
+        there = (0, *sorted(self.hub.joined))
+        if there not in self._plans:
+            try:
+                await self._replan(there)
+            except PlanError as error:
+                _logger.warning("event=waiting reason=%s", json.dumps(str(error)))
+                there = tuple(range(self._cluster.num_ranks))
+                await self._gather_all()
+        if there != self.ring:
+            self._take_part(there)
+
+    async def _replan(self, there: tuple[int, ...]) -> None:
+        """Raises PlanError if the model does not fit."""
+        assert self._process is not None
+        memory = [self._ranks[rank].memory_bytes for rank in there]
+        request = replan_request(self._config, there, memory, str(self._folder))
+        try:
+            self._plans[there] = await self._plan(request)
+        except PlanError:  # The engine has ended with it.
+            await self._process.stop()
+            self._process = await EngineProcess.start()
+            raise
 
     def _renew_member(self, stage: StageStatus) -> None:
         stage.renew()
         self.hub.send(stage.rank, {"type": "renew", "life": self._life, "dump": self._stalled})
 
+    def _take_part(self, there: tuple[int, ...]) -> None:
+        self.stages = [self._ranks[rank] for rank in there]
+        for stage, planned in zip(self.stages, self._plans[there], strict=True):
+            stage.assign(replace(planned, rank=stage.rank))
+        self._view.planned([stage.plan for stage in self.stages if stage.plan])
+
     # --- what is heard
 
-    async def _receive_plan(self, process: EngineProcess) -> list[StagePlan]:
-        """Raises what is wrong with the plan or the model."""
+    async def _plan(self, request: Json) -> list[StagePlan]:
+        """What rank 0's engine makes of it. Raises what is wrong with the plan or the model."""
+        assert self._process is not None
+        process = self._process
+        process.link.send_json(request)
         try:
             reply = process.link.receive_json()
             message = await asyncio.wait_for(reply, self._config.load_timeout)
@@ -283,12 +347,12 @@ class Lives:
             _logger.warning(
                 "event=rank_gone rank=%d reason=%s", rank, json.dumps(message["reason"])
             )
-            if self.stages[rank].state != "renewing":
+            if rank in self.ring and self._ranks[rank].state != "renewing":
                 self._on_fault(ClusterError(message["reason"]))
         elif kind == "joined":
-            self._renew_member(self.stages[rank])
+            self._renew_member(self._ranks[rank])
         elif life == self._life and kind == "status":
-            self._update_stage(self.stages[rank], message)
+            self._update_stage(self._ranks[rank], message)
         elif life == self._life:
             self._work.on_message(rank, message)
 
@@ -302,6 +366,8 @@ class Lives:
 
     def _update_stage(self, stage: StageStatus, message: Json) -> None:
         before = stage.state, stage.done
+        if hop := message.get("waits_on"):  # which counts places in the ring
+            message["waits_on"] = [self.ring[place] for place in hop]
         stage.update(message, time.time())
         if (stage.state, stage.done) != before:
             self._progressed.set()
@@ -311,10 +377,19 @@ class Lives:
 
     # --- what is seen from outside
 
+    @property
+    def ring(self) -> tuple[int, ...]:
+        """The ranks that take part, in order."""
+        return tuple(stage.rank for stage in self.stages)
+
+    @property
+    def missing(self) -> list[int]:
+        return [rank for rank in self.ring[1:] if rank not in self.hub.joined]
+
     def late(self) -> str | None:
         """None when all engines work, else one line that says what they are doing."""
-        if missing := self.hub.missing():
-            return f"waiting for rank {missing[0]}"
+        if self.missing:
+            return f"waiting for rank {self.missing[0]}"
         late = [stage.doing for stage in self.stages if stage.state != "ready"]
         return late[0] if late else None
 
@@ -325,7 +400,7 @@ class Lives:
     def tell_all(self, message: Json) -> None:
         assert self._process is not None
         self._process.link.send_json(message)
-        for rank in range(1, self._cluster.num_ranks):
+        for rank in self.ring[1:]:
             self.hub.send(rank, message)
 
     def send(self, data: bytes) -> None:

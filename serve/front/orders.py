@@ -1,17 +1,20 @@
 """What rank 0 tells an engine before it runs: what to plan, then what to load. Pure."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from serve.core.config import Cluster, ServeConfig
-from serve.core.plan import StagePlan
+from serve.core.plan import StagePlan, memory_of
+
+_CONVERSATION_TOKENS = 4096
 
 
-def plan_request(config: ServeConfig, cluster: Cluster, folder: str) -> dict[str, Any]:
+def plan_request(config: ServeConfig, num_ranks: int, folder: str) -> dict[str, Any]:
     """For rank 0's engine. folder is where the model's config is."""
     return {
         "type": "plan",
         "model": folder,
-        "num_ranks": cluster.num_ranks,
+        "num_ranks": num_ranks,
         "context": config.max_context,
         "concurrency": config.max_num_sequences,
         "memory": config.memory,
@@ -20,12 +23,33 @@ def plan_request(config: ServeConfig, cluster: Cluster, folder: str) -> dict[str
     }
 
 
-def order(config: ServeConfig, cluster: Cluster, stage: StagePlan, nonce: int) -> dict[str, Any]:
-    """For the engine of one rank, as serve.rank.worker.Order reads it."""
+def replan_request(
+    config: ServeConfig, ranks: Sequence[int], known: Sequence[int], folder: str
+) -> dict[str, Any]:
+    """For the ranks that are there. known is the memory that they were seen to have, in bytes, or
+    0: it has to do for the weights and a conversation."""
+    memory = memory_of(config.memory, ranks) if config.memory else known
+    memory_text = ",".join(f"{amount // 1000}KB" for amount in memory)
+    context = min(config.max_context or _CONVERSATION_TOKENS, _CONVERSATION_TOKENS)
+    return {
+        **plan_request(config, len(ranks), folder),
+        "context": context,
+        "concurrency": 1,
+        "memory": memory_text if all(memory) else None,
+        "split": "even" if config.split == "even" else "auto",
+    }
+
+
+def order(
+    config: ServeConfig, cluster: Cluster, ring: Sequence[int], stage: StagePlan, nonce: int
+) -> dict[str, Any]:
+    """For the engine of one rank, as serve.rank.worker.Order reads it. ring are the ranks that
+    take part, in order."""
     return {
         "type": "order",
-        "rank": stage.rank,
-        "hosts": list(cluster.hosts),
+        "rank": ring.index(stage.rank),
+        "ring": list(ring),
+        "hosts": [cluster.hosts[rank] for rank in ring],
         "nonce": nonce,
         "model": str(config.model),
         "commit": config.revision,

@@ -52,13 +52,10 @@ class Scheduler:
         prefill_chunk: int,
         num_groups: int | None = None,
     ) -> None:
-        self.groups = [Group(id) for id in range(num_groups or num_stages)]
-        self._num_stages = num_stages
         self.waiting: deque[Sequence] = deque()
         self.prefilling: deque[Sequence] = deque()
         self.kept = PrefixIndex()
         self.num_steps = 0
-        self.max_held_tokens: int | None = None
         self.reuse: Reuse = "none"
         self.chunk_beside_decoding = prefill_chunk
         self._max_num_sequences = max_num_sequences
@@ -71,6 +68,8 @@ class Scheduler:
         self._to_drop: list[int] = []
         self._retired: set[int] = set()
         self._ready: deque[Step] = deque()
+        self._num_groups = num_groups
+        self.settle(num_stages)
 
     @property
     def num_running(self) -> int:
@@ -114,6 +113,19 @@ class Scheduler:
         for sequence in sequences:
             self._live[sequence.id] = sequence
             (self._copies if sequence.original else self.waiting).append(sequence)
+
+    def settle(self, num_stages: int, max_held_tokens: int | None = None) -> list[int]:
+        """On so many stages with room for so many tokens; nothing is under way. Returns the
+        sequences that have become too long: they are to be dropped."""
+        self.groups = [Group(id) for id in range(self._num_groups or num_stages)]
+        self._num_stages, self.max_held_tokens = num_stages, max_held_tokens
+        too_long = []
+        for sequence in self._live.values():
+            room = (max_held_tokens or sequence.num_tokens + 1) - len(sequence.prompt)
+            if room <= len(sequence.output):
+                too_long.append(sequence.id)
+            sequence.max_tokens = min(sequence.max_tokens, room)
+        return too_long
 
     def _room_alone(self, sequence: Sequence) -> int:
         """For how many tokens beside its prompt there is room."""

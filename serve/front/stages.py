@@ -11,7 +11,7 @@ from typing import Any
 
 from serve.core.config import ServeConfig
 from serve.core.errors import PlanError
-from serve.core.plan import StagePlan, parse_memory
+from serve.core.plan import StagePlan, memory_of
 
 _WINDOW_SECONDS = 10.0
 _NUM_SPANS = 20_000
@@ -120,12 +120,20 @@ class StageStatus:
         while len(self._busy) > 2 and self._busy[1][0] < now - _WINDOW_SECONDS:
             self._busy.popleft()
 
+    def assign(self, plan: StagePlan) -> None:
+        self.plan, self.pace = plan, Pace()
+
     def renew(self) -> None:
         """Its engine is ended, and a new one has to come."""
         self.state, self.done, self.total = "renewing", 0, 0
         self.kv_bytes, self.adapter_bytes, self.num_steps = 0, 0, 0
         self.waits_on, self.step = None, None
         self._busy.clear()
+
+    @property
+    def memory_bytes(self) -> int:
+        """What it had for weights, keys and values when it was loaded; 0 before that."""
+        return self.free_bytes and self.free_bytes + self.bytes_owned
 
     @property
     def busy_share(self) -> float:
@@ -204,12 +212,12 @@ def chunk_beside_decoding(stages: list[StageStatus], most: int) -> int:
 
 
 def max_held_tokens(stages: list[StageStatus], kv_bytes: list[int] | None, concurrency: int) -> int:
-    """Of how many tokens all stages can hold keys and values. kv_bytes is what each rank may
-    use, None for what is free there."""
+    """Of how many tokens all stages can hold keys and values. kv_bytes is what each may use,
+    None for what is free there."""
     most: float = 2**31 - 1
-    for stage in stages:
+    for stage, num_bytes in zip(stages, kv_bytes or [s.free_bytes for s in stages], strict=True):
         assert stage.plan is not None
-        room = (kv_bytes[stage.rank] if kv_bytes else stage.free_bytes) / _SLACK
+        room = num_bytes / _SLACK
         room -= concurrency * stage.plan.cache_bytes_per_sequence
         most = min(most, room / max(1, stage.plan.cache_bytes_per_token))
     return int(most)
@@ -217,11 +225,11 @@ def max_held_tokens(stages: list[StageStatus], kv_bytes: list[int] | None, concu
 
 def room_for_tokens(stages: list[StageStatus], config: ServeConfig) -> int:
     """max_held_tokens under the flags. Raises PlanError if that is not even a short sequence."""
-    num_ranks = len(stages)
-    kv_bytes = parse_memory(config.kv_memory, num_ranks) if config.kv_memory else None
+    ranks = [stage.rank for stage in stages]
+    kv_bytes = memory_of(config.kv_memory, ranks) if config.kv_memory else None
     if config.adapter_memory and not kv_bytes:
-        kept = parse_memory(config.adapter_memory, num_ranks)
-        kv_bytes = [stage.free_bytes - kept[stage.rank] for stage in stages]
+        kept = memory_of(config.adapter_memory, ranks)
+        kv_bytes = [stage.free_bytes - most for stage, most in zip(stages, kept, strict=True)]
     most = max_held_tokens(stages, kv_bytes, config.max_num_sequences)
     if most < _LEAST_HELD_TOKENS:
         raise PlanError(

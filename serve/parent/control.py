@@ -5,7 +5,7 @@ tells them what to start, hears how their engines are, and stops them.
 
     rank 0 -> other   challenge, then welcome or refused
     other -> rank 0   hello, then status, error, and what its engine answers
-    rank 0 -> other   renew (a new engine), start, stop, and what is for its engine
+    rank 0 -> other   renew (a new engine), start, stop, ping, and what is for its engine
 
 Both ends prove that they know the launch's secret, which itself is never sent. What an
 engine says carries its life: how often all engines have started anew before it.
@@ -15,7 +15,7 @@ import asyncio
 import hmac
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ from serve.parent.link import Link
 
 _RETRY_SECONDS = 0.1
 _HELLO_SECONDS = 5.0
+_PONG_SECONDS = 2.0
 _GREETING = {
     **{"rank": int, "num_ranks": int, "pid": int},
     **{"facts": dict, "nonce": str, "proof": str},
@@ -65,6 +66,7 @@ class Hub:
         self._mine, self._on_message = mine, on_message
         self._links: dict[int, Link] = {}
         self._hellos: dict[int, dict[str, Any]] = {}
+        self._heard: dict[int, asyncio.Event] = {}
         self._connected: dict[asyncio.Task[Any], Link] = {}
         self._changed = asyncio.Event()
         self._server: asyncio.Server | None = None
@@ -83,25 +85,29 @@ class Hub:
                 "(mlx.launch --starting-port) or stop it."
             ) from error
 
-    async def wait_for_all(self, timeout_seconds: float) -> None:
+    async def wait_for(
+        self, ranks: Collection[int], timeout_seconds: float, flag: str = "--join-timeout"
+    ) -> None:
         """Raises ClusterError if a rank does not come, DisagreementError if one that has
-        come has something else than the others."""
+        come has something else than rank 0."""
         deadline = time.monotonic() + timeout_seconds
-        while missing := self.missing():
+        while missing := sorted(set(ranks) - self.joined):
             self._changed.clear()
             try:
                 await asyncio.wait_for(self._changed.wait(), deadline - time.monotonic())
             except (TimeoutError, asyncio.TimeoutError) as error:
                 raise ClusterError(
                     f"Ranks {missing} did not join within {timeout_seconds:g} s: "
-                    "look at their logs (--join-timeout)."
+                    f"look at their logs ({flag})."
                 ) from error
 
-        others = {rank: self._hellos[rank]["facts"] for rank in sorted(self._hellos)}
+        others = {rank: self._hellos[rank]["facts"] for rank in sorted(self.joined)}
         compare({0: self._mine.facts, **others})
 
-    def missing(self) -> list[int]:
-        return [rank for rank in range(1, self._mine.num_ranks) if rank not in self._links]
+    @property
+    def joined(self) -> set[int]:
+        """The other ranks that are there."""
+        return set(self._links)
 
     def pid(self, rank: int) -> int:
         return int(self._hellos[rank]["pid"])
@@ -142,15 +148,20 @@ class Hub:
         try:
             rank = await self._greet(link)
             while rank is not None and (message := await link.receive_json()) is not None:
-                self._on_message(rank, message)
+                self._heard[rank].set()
+                if message["type"] != "pong":
+                    self._on_message(rank, message)
             reason = f"Rank {rank} on {link.peer_host} is gone."
         except ClusterError as error:
             reason = str(error)
         except (LookupError, TypeError, ValueError) as error:
             reason = f"Rank {rank} on {link.peer_host} sent what cannot be read ({error!r})."
-        if rank is not None and not self._stopping:
-            del self._links[rank]
-            self._on_message(rank, {"type": "gone", "reason": reason})
+        if rank is not None and self._links.get(rank) is link and not self._stopping:
+            self._lose(rank, reason)
+
+    def _lose(self, rank: int, reason: str) -> None:
+        del self._links[rank]
+        self._on_message(rank, {"type": "gone", "reason": reason})
 
     async def _greet(self, link: Link) -> int | None:
         """The rank of a caller that may join; others are told why not."""
@@ -161,12 +172,15 @@ class Hub:
         except (TimeoutError, asyncio.TimeoutError, ClusterError):
             return None  # Not one of us.
         reason = self._objection(hello or {}, nonce)
+        if hello and not reason and hello["rank"] in self._links:
+            reason = await self._make_room(hello["rank"])
         if hello is None or reason:
             link.send_json({"type": "refused", "reason": reason})
             return None
         link.send_json({"type": "welcome", "proof": self._mine.proof("rank 0", hello["nonce"])})
         rank: int = hello["rank"]
         self._links[rank], self._hellos[rank] = link, hello
+        self._heard[rank] = asyncio.Event()
         self._changed.set()
         self._on_message(rank, {"type": "joined"})
         return rank
@@ -181,9 +195,26 @@ class Hub:
             return "it belongs to another launch: two clusters use the same ports"
         if hello.get("num_ranks") != mine.num_ranks or rank not in range(1, mine.num_ranks):
             return f"it is rank {rank} of {hello.get('num_ranks')}, not of {mine.num_ranks}"
-        if rank in self._links:
-            return f"there is a rank {rank} already: two clusters use the same ports"
         return None
+
+    async def _make_room(self, rank: int) -> str | None:
+        """For one that comes again, such as after its host was without power, which breaks no
+        connection. Under a launcher that gives no secret it may as well be a stranger."""
+        if not self._mine.secret or await self._answers(rank):
+            return f"there is a rank {rank} already: two clusters use the same ports"
+        if link := self._links.get(rank):
+            self._lose(rank, f"Rank {rank} on {link.peer_host} was silent, and comes anew.")
+            link.abort()
+        return None
+
+    async def _answers(self, rank: int) -> bool:
+        heard = self._heard[rank]
+        heard.clear()
+        self.send(rank, {"type": "ping"})
+        try:
+            return await asyncio.wait_for(heard.wait(), _PONG_SECONDS)
+        except (TimeoutError, asyncio.TimeoutError):
+            return False
 
 
 async def join(address: Address, hello: Hello, timeout_seconds: float) -> Link:

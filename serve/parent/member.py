@@ -16,6 +16,7 @@ from serve.parent.link import Link
 Result = TypeVar("Result")
 _LAST_WORD_SECONDS = 1.0
 _REJOIN_SECONDS = 2.0
+_CAUSE_SECONDS = 0.05
 _STOP_SECONDS = 3.0  # how long rank 0 may take once its streams are finished
 
 
@@ -54,15 +55,15 @@ async def _until(
 ) -> Result | None:
     """The result of work; None if a signal, and the grace after it, came first."""
     working, waiting = asyncio.create_task(work), asyncio.create_task(signalled.wait())
-    await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
-    if grace_seconds and not working.done():
-        await asyncio.wait({working}, timeout=grace_seconds)
-    waiting.cancel()
-    if working.done():
-        return working.result()
-    working.cancel()
-    await asyncio.gather(working, return_exceptions=True)
-    return None
+    try:
+        await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if grace_seconds and not working.done():
+            await asyncio.wait({working}, timeout=grace_seconds)
+        return working.result() if working.done() else None
+    finally:
+        waiting.cancel()
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
 
 
 class _Member:
@@ -93,6 +94,8 @@ class _Member:
         assert self._engine is not None
         if message["type"] == "renew":
             await self._renew(message)
+        elif message["type"] == "ping":
+            self._tell({"type": "pong"})
         elif message["type"] == "start":
             self._is_fresh = False
             # What to load is rank 0's word, also the commit of a hub model; where, this host's.
@@ -107,6 +110,9 @@ class _Member:
         if message["dump"] and self._engine:
             await self._engine.dump()
         if not self._is_fresh:
+            # One that has ended already is to say by what: it may be the cause of it all.
+            if self._reading:
+                await asyncio.wait({self._reading}, timeout=_CAUSE_SECONDS)
             await self._stop_engine()
             await self._start_engine()
         self._life = message["life"]

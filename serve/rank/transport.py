@@ -8,11 +8,15 @@ posted only when its data is on the way: a waiting rank costs no CPU.
 """
 
 import json
+import os
 import queue
 import socket
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, cast
 
 import mlx.core as mx
@@ -165,6 +169,18 @@ class RingTransport:
             raise ClusterError(f"The ring broke: {error}.") from error
         finally:
             self.waits_on = None
+
+
+@contextmanager
+def among(ranks: Sequence[int]) -> Iterator[None]:
+    """MLX reads from the environment who is in a ring: here these of the launch's ranks are."""
+    hostfile = Path(os.environ["MLX_HOSTFILE"])
+    addresses, rank = json.loads(hostfile.read_text()), int(os.environ["MLX_RANK"])
+    with tempfile.NamedTemporaryFile("w", prefix="brigade-", suffix=".json") as file:
+        json.dump([addresses[each] for each in ranks], file)
+        file.flush()
+        os.environ |= {"MLX_HOSTFILE": file.name, "MLX_RANK": str(ranks.index(rank))}
+        yield
 
 
 def form_ring(

@@ -35,7 +35,7 @@ from serve.rank.outbox import Outbox
 from serve.rank.planning import PlanRequest, make_plan
 from serve.rank.slots import quantized
 from serve.rank.stage import Stage
-from serve.rank.transport import LocalTransport, Ring, RingTransport, Transport
+from serve.rank.transport import LocalTransport, Ring, RingTransport, Transport, among
 from serve.rank.weights import load_stage
 
 _logger = logging.getLogger(__name__)
@@ -46,10 +46,12 @@ _NUM_SPANS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What the parent says at the start. commit makes model one of the hub, `org/name`;
-    cache_dir is where parts of it are kept, None for under HF_HOME."""
+    """What the parent says at the start. ring are the ranks of the launch that take part, each
+    with one of hosts, and rank is this one's place among them. commit makes model one of the
+    hub, `org/name`; cache_dir is where parts of it are kept, None for under HF_HOME."""
 
     rank: int
+    ring: tuple[int, ...]
     hosts: tuple[str, ...]
     nonce: int
     model: Path
@@ -63,6 +65,7 @@ class Order:
     def from_json(cls, fields: dict[str, Any]) -> "Order":
         fields = {name: value for name, value in fields.items() if name != "type"}
         typed = {
+            "ring": tuple(fields["ring"]),
             "hosts": tuple(fields["hosts"]),
             "model": Path(fields["model"]),
             "cache_dir": Path(fields["cache_dir"]) if fields["cache_dir"] else None,
@@ -253,7 +256,8 @@ class Worker:
         if len(self.order.hosts) == 1:
             return LocalTransport()
         order = self.order
-        return RingTransport(Ring(order.rank, order.hosts, order.nonce, order.join_timeout))
+        with among(order.ring):
+            return RingTransport(Ring(order.rank, order.hosts, order.nonce, order.join_timeout))
 
     def _loading(self, state: str, done: int, total: int) -> None:
         self.status = {"state": state, "done": done, "total": total}

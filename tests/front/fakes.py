@@ -145,7 +145,8 @@ class FakeRanks:
 
     def __init__(self, **flags: Any) -> None:
         config = dataclasses.replace(CONFIG, **{"adapter_root": Path("/adapters"), **flags})
-        self.adapters = Adapters(config, 2, self)
+        self.ring = (0, 1)
+        self.adapters = Adapters(config, self)
         self.held: set[int] = set()
         self.running: Counter[int] = Counter()
         self.submitted: list[int] = []

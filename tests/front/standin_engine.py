@@ -3,10 +3,9 @@
 Speaks as serve.rank.worker does. What its model says at a position is tests' next_token. Run as
 a program; argv[1] is the descriptor of the socket to the parent. BREAK_AT_ORDER makes a rank
 end with an exit code when it gets its order, POISON is a token that ends rank 0's, READ_SECONDS
-is how long it reads an adapter.
+is how long it reads an adapter, LEAST_RANKS are what the model needs.
 """
 
-import json
 import os
 import socket
 import sys
@@ -15,6 +14,8 @@ import time
 from typing import Any
 
 from serve.core import wire
+from serve.core.errors import PlanError
+from serve.core.plan import StagePlan, even_split
 from serve.core.types import Step
 from serve.rank.outbox import Outbox
 from tests.front.simulation import StageModel, next_token
@@ -74,12 +75,21 @@ class Standin:
 
     def obey(self, message: dict[str, Any]) -> None:
         if message["type"] == "plan":
-            stages = json.loads(os.environ["STAGES"])
-            self.send(wire.json_frame({"type": "plan", "stages": stages}))
+            self.plan(message["num_ranks"])
         elif message["type"] == "order":
             self.join(message)
         elif message["type"] == "load_adapter":
             self.load_adapter(message)
+
+    def plan(self, num_ranks: int) -> None:
+        if num_ranks < int(os.environ.get("LEAST_RANKS", "1")):
+            error = {"type": "error", "exit_code": PlanError.exit_code, "message": "Too large."}
+            self.send(wire.json_frame(error))
+            os._exit(PlanError.exit_code)
+        layers = even_split(12, num_ranks)
+        stages = [StagePlan(n, layers[n], 0, 0, 10, 0, 0, 0.5, None) for n in range(num_ranks)]
+        plan = [stage.to_json() for stage in stages]
+        self.send(wire.json_frame({"type": "plan", "stages": plan}))
 
     def join(self, order: dict[str, Any]) -> None:
         rank, exit_code = map(int, os.environ.get("BREAK_AT_ORDER", "-1,0").split(","))

@@ -37,7 +37,8 @@ class Ranks:
         self.pipeline = AdapterPipeline(num_stages, max_num_sequences=6, prefill_chunk=8)
         self.pipeline.scheduler.reuse = "any"
         flags: dict[str, Any] = {"adapter_root": Path("/adapters"), "adapter_memory": MEMORY}
-        self.adapters = Adapters(dataclasses.replace(CONFIG, **flags), num_stages, self)
+        self.ring = tuple(range(num_stages))
+        self.adapters = Adapters(dataclasses.replace(CONFIG, **flags), self)
         self.asked: list[tuple[int, int, bool]] = []
         self.path_of = {0: "base"}
 

@@ -1,12 +1,11 @@
 """Lives of engines that end at any moment: real processes and parents, without MLX."""
 
 import asyncio
-import json
 import os
 import random
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +16,13 @@ import pytest
 
 from launcher.process import free_ports
 from serve.core.config import Address, Cluster, ServeConfig
-from serve.core.errors import BrigadeError, ClusterError, EngineError, ModelError
-from serve.core.plan import StagePlan
+from serve.core.errors import (
+    BrigadeError,
+    ClusterError,
+    EngineError,
+    ModelError,
+    UnavailableError,
+)
 from serve.core.types import Event, Sampling
 from serve.front.engine import Engine
 from serve.front.prompt import Prompt
@@ -41,12 +45,7 @@ class Silent:
 @pytest.fixture(autouse=True)
 def standins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No process is left, however a test ends."""
-    stages = [
-        StagePlan(rank, (4 * (2 - rank), 4 * (3 - rank)), 0, 0, 10, 0, 0, 0.5, None).to_json()
-        for rank in range(3)
-    ]
     monkeypatch.setattr(EngineProcess, "program", "tests.front.standin_engine")
-    monkeypatch.setenv("STAGES", json.dumps(stages))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     yield
     left = engines()
@@ -55,9 +54,19 @@ def standins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not left
 
 
+Members = dict[int, "asyncio.Task[None]"]
+
+
 @asynccontextmanager
 async def cluster(**flags: Any) -> AsyncIterator[Engine]:
-    """Three ranks' parents in this process, each with an engine process of its own."""
+    async with ranks(**flags) as (engine, _, _start):
+        yield engine
+
+
+@asynccontextmanager
+async def ranks(**flags: Any) -> AsyncIterator[tuple[Engine, Members, Callable[[int], None]]]:
+    """Three ranks' parents in this process, each with an engine process of its own; and what
+    starts one of them again."""
     settings: dict[str, Any] = {"max_restarts": 1000, "join_timeout": 10.0, **flags}
     config = ServeConfig(model=Path("."), **settings)
     address = Address("127.0.0.1", free_ports(1)[0])
@@ -65,15 +74,19 @@ async def cluster(**flags: Any) -> AsyncIterator[Engine]:
     engine = Engine(config, rank_0, Path("."), FACTS, Silent())
     await engine.listen()
     engine.start()
-    members = [
-        asyncio.create_task(run_member(config, replace(rank_0, rank=rank), FACTS))
-        for rank in (1, 2)
-    ]
+    members: Members = {}
+
+    def start(rank: int) -> None:
+        member = run_member(config, replace(rank_0, rank=rank), FACTS)
+        members[rank] = asyncio.create_task(member)
+
+    start(1)
+    start(2)
     try:
-        yield engine
+        yield engine, members, start
     finally:
         await engine.close()
-        await asyncio.wait_for(asyncio.gather(*members, return_exceptions=True), 10)
+        await asyncio.wait_for(asyncio.gather(*members.values(), return_exceptions=True), 10)
 
 
 async def ready(engine: Engine, seconds: float = 15.0) -> None:
@@ -196,6 +209,96 @@ async def test_a_broken_connection_between_parents_is_made_again() -> None:
         await asyncio.wait_for(answer, 15)
         assert engine.pipeline()["num_restarts"] == 1
         await ready(engine)
+
+
+async def lose(member: "asyncio.Task[None]") -> None:
+    member.cancel()
+    await asyncio.wait({member})
+
+
+def layers(engine: Engine) -> list[tuple[int, list[int]]]:
+    return [(stage["rank"], stage["layers"]) for stage in engine.pipeline()["stages"]]
+
+
+async def until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
+    async def wait() -> None:
+        while not condition():
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(wait(), seconds)
+
+
+async def test_the_ranks_that_are_left_share_the_layers_until_others_are_there_again(
+    tmp_path: Path,
+) -> None:
+    flags = {"lora": ("poet=/p",), "adapter_root": tmp_path, "split": "2,4,6"}
+    async with ranks(replan=True, join_timeout=2.0, **flags) as (engine, members, start):
+        await ready(engine)
+        whole = layers(engine)
+        answers = [asyncio.create_task(collect(engine, prompt(10, 2000))) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        await lose(members[1])
+        await until(lambda: layers(engine) == [(0, [6, 12]), (2, [0, 6])])
+        await ready(engine)
+        await collect(engine, prompt(20, 30))
+        await lose(members[2])
+        await until(lambda: layers(engine) == [(0, [0, 12])])
+        await ready(engine)
+        await engine.adapters.load("pirate", "pirate", False)
+        start(2)
+        start(1)
+        await until(lambda: layers(engine) == whole)
+        await ready(engine)
+        await asyncio.wait_for(asyncio.gather(*answers), 60)
+        await collect(engine, prompt(20, 30))
+        described = engine.adapters.described()
+        assert {a["name"]: a["version"] for a in described} == {"poet": 1, "pirate": 2}
+        assert [len(a["bytes"]) for a in described] == [3, 3]
+
+
+async def test_ranks_that_are_too_small_for_the_model_wait(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("LEAST_RANKS", "3")
+    async with ranks(replan=True, join_timeout=2.0) as (engine, members, start):
+        await ready(engine)
+        answer = asyncio.create_task(collect(engine, prompt(10, 500)))
+        await lose(members[2])
+        await until(lambda: "event=waiting" in caplog.text)
+        assert "Too large." in caplog.text
+        start(2)
+        await asyncio.wait_for(answer, 15)
+        assert len(layers(engine)) == 3
+
+
+async def test_a_sequence_for_which_those_that_are_left_have_no_room_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And one that fits as far as it has come is shorter."""
+    room = iter([10_000, 300])
+    monkeypatch.setattr("serve.front.engine.room_for_tokens", lambda *_: next(room))
+    async with ranks(replan=True, join_timeout=2.0) as (engine, members, _):
+        await ready(engine)
+        long = asyncio.create_task(collect(engine, prompt(310, 600)))
+        generation = engine.submit([prompt(200, 9000)])
+        await generation.__anext__()
+        await lose(members[2])
+        with pytest.raises(UnavailableError, match="have room for 300 tokens"):
+            await asyncio.wait_for(long, 15)
+        num_tokens = 1
+        async for _, event in generation:
+            assert isinstance(event, Event)
+            num_tokens += event.token is not None
+        assert num_tokens == 100
+
+
+async def test_a_rank_that_stays_away_ends_the_cluster_with_the_reason() -> None:
+    async with ranks(return_timeout=1.0) as (engine, members, _):
+        await ready(engine)
+        await lose(members[2])
+        error = await asyncio.wait_for(engine.failed(), 10)
+        assert "Ranks [2] did not join within 1 s" in str(error)
+        assert "--return-timeout" in str(error)
 
 
 async def test_a_fault_of_our_own_ends_the_cluster_and_is_no_silence(

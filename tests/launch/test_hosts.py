@@ -19,6 +19,7 @@ from launcher import remote
 from launcher.agent import Agent
 from launcher.hostfile import Host
 from launcher.remote import Connection, Way, connected
+from launcher.supervisor import RETRY_SECONDS
 from serve.core.errors import ClusterError
 from tests.launch.sshd import Sshd
 from tests.test_launcher import (
@@ -238,14 +239,32 @@ def test_a_rank_comes_back_after_a_lost_connection(relaunch: Start) -> None:
     assert launched.end()[0] == 137
 
 
-def test_a_host_that_is_gone_ends_the_launch_after_some_tries(
-    relaunch: Start, sshd: Sshd, hostfile: Path
-) -> None:
+def test_a_host_that_is_away_is_waited_for(relaunch: Start, sshd: Sshd) -> None:
+    """It is rank 0 that gives up: it knows how long its clients may wait."""
     launched = relaunch(SLEEP).see("up", 2)
     sshd.profile.write_text("exit 1\n")
     os.kill(launched.pids[1], signal.SIGKILL)
-    assert launched.end()[0] == ClusterError.exit_code
-    assert launched.text.count("event=rank_not_started rank=1") == 2
+    launched.see("event=rank_waited_for rank=1")
+    time.sleep(3 * RETRY_SECONDS)
+    assert launched.text.count("event=rank_waited_for") == 1  # said once, tried more often
+    sshd.profile.write_text("")
+    launched.see("up", 3)
+    os.kill(launched.pids[0], signal.SIGKILL)
+    assert launched.end()[0] == 137
+
+
+def test_a_signal_while_a_host_is_away_leaves_nobody(relaunch: Start, sshd: Sshd) -> None:
+    launched = relaunch(SLEEP).see("up", 2)
+    sshd.profile.write_text("cat >/dev/null\n")  # never says a word
+    os.kill(launched.pids[1], signal.SIGKILL)
+    launched.see("code=137")
+    time.sleep(1)
+    children = psutil.Process(launched.process.pid).children(recursive=True)
+    launched.process.send_signal(signal.SIGTERM)
+    code, seconds = launched.end()
+    assert code == 0
+    assert seconds < 5
+    assert not [child for child in children if alive(child.pid)]
 
 
 # --- what ranks are told

@@ -12,6 +12,7 @@ from launcher.process import free_ports
 from serve.core import wire
 from serve.core.config import Address
 from serve.core.errors import AddressError, ClusterError, DisagreementError
+from serve.parent import control
 from serve.parent.control import Hello, Hub, join
 from serve.parent.link import Link
 
@@ -27,10 +28,12 @@ pytestmark = pytest.mark.anyio
 
 
 @asynccontextmanager
-async def hub() -> AsyncIterator[tuple[Hub, Address, list[tuple[int, dict[str, Any]]]]]:
+async def hub(
+    hello: Hello = HELLO,
+) -> AsyncIterator[tuple[Hub, Address, list[tuple[int, dict[str, Any]]]]]:
     heard: list[tuple[int, dict[str, Any]]] = []
     address = Address("127.0.0.1", free_ports(1)[0])
-    centre = Hub(HELLO, lambda rank, message: heard.append((rank, message)))
+    centre = Hub(hello, lambda rank, message: heard.append((rank, message)))
     await centre.listen(address)
     try:
         yield centre, address, heard
@@ -48,10 +51,10 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def test_all_ranks_join_in_any_order() -> None:
     async with hub() as (centre, address, heard):
-        waiting = asyncio.create_task(centre.wait_for_all(5))
+        waiting = asyncio.create_task(centre.wait_for((1, 2), 5))
         links = [await join(address, replace(HELLO, rank=rank, pid=rank), 5) for rank in (2, 1)]
         await waiting
-        assert centre.missing() == []
+        assert centre.joined == {1, 2}
         assert centre.pid(2) == 2
         centre.send(1, {"type": "start"})
         assert await links[1].receive_json() == {"type": "start"}
@@ -69,7 +72,7 @@ async def test_ranks_that_differ_are_told_apart() -> None:
         hellos = [replace(HELLO, rank=rank, facts=own) for rank, own in others.items()]
         links = [await join(address, hello, 5) for hello in hellos]
         with pytest.raises(DisagreementError, match="rank 2 has 2") as caught:
-            await centre.wait_for_all(5)
+            await centre.wait_for((1, 2), 5)
         assert caught.value.rows == {
             "mlx": {0: "1", 1: "1", 2: "2"},
             "config.json": {0: "-", 1: "-", 2: "x"},
@@ -82,7 +85,7 @@ async def test_a_missing_rank_is_named() -> None:
     async with hub() as (centre, address, _):
         link = await join(address, replace(HELLO, rank=1), 5)
         with pytest.raises(ClusterError, match=r"Ranks \[2\] did not join within 0\.3 s"):
-            await centre.wait_for_all(0.3)
+            await centre.wait_for((1, 2), 0.3)
         await link.close()
 
 
@@ -103,7 +106,7 @@ async def test_a_wrong_rank_is_told_why(change: dict[str, Any], reason: str) -> 
     async with hub() as (centre, address, _):
         with pytest.raises(ClusterError, match=f"Rank 0 refused this rank: .*{reason}"):
             await join(address, replace(HELLO, **{"rank": 1, **change}), 5)
-        assert centre.missing() == [1, 2]
+        assert centre.joined == set()
 
 
 async def greeting_of(address: Address) -> dict[str, Any]:
@@ -132,7 +135,7 @@ async def test_the_secret_is_never_sent_and_a_greeting_serves_once() -> None:
         assert (await link.receive_json() or {})["type"] == "challenge"
         link.send_json(hello)
         answer = await link.receive_json() or {}
-        assert (answer["type"], centre.missing()) == ("refused", [1, 2])
+        assert (answer["type"], centre.joined) == ("refused", set())
         assert "another launch" in answer["reason"]
         await link.close()
 
@@ -161,18 +164,56 @@ async def test_one_that_has_gone_may_come_again() -> None:
         await until(lambda: len(heard) == 2)
         centre.send(1, {"type": "start"})  # into the void
         link = await join(address, replace(HELLO, rank=1, pid=77), 5)
-        await until(lambda: centre.missing() == [2])
+        await until(lambda: centre.joined == {1})
         assert centre.pid(1) == 77
         await link.close()
 
 
 async def test_a_rank_cannot_come_twice() -> None:
-    async with hub() as (centre, address, _):
+    async def live(link: Link) -> None:
+        while message := await link.receive_json():
+            link.send_json({"type": message["type"].replace("ping", "pong")})
+
+    async with hub() as (centre, address, heard):
         first = await join(address, replace(HELLO, rank=1), 5)
-        await until(lambda: centre.missing() == [2])
-        with pytest.raises(ClusterError, match="there is a rank 1 already"):
-            await join(address, replace(HELLO, rank=1), 5)
+        living = asyncio.create_task(live(first))
+        again = [join(address, replace(HELLO, rank=1), 5) for _ in range(3)]
+        for error in await asyncio.gather(*again, return_exceptions=True):
+            assert isinstance(error, ClusterError)
+            assert "there is a rank 1 already" in str(error)
+        assert heard == [(1, {"type": "joined"})]
         await first.close()
+        await living
+
+
+async def test_one_that_comes_again_takes_the_place_of_its_silent_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A host that lost its power says no goodbye."""
+    monkeypatch.setattr(control, "_PONG_SECONDS", 0.1)
+    async with hub() as (centre, address, heard):
+        silent = await join(address, replace(HELLO, rank=1, pid=1), 5)
+        fresh = await join(address, replace(HELLO, rank=1, pid=2), 5)
+        await until(lambda: len(heard) == 3)
+        assert [message["type"] for _, message in heard] == ["joined", "gone", "joined"]
+        assert "was silent, and comes anew" in heard[1][1]["reason"]
+        centre.send(1, {"type": "start"})
+        assert await fresh.receive_json() == {"type": "start"}
+        assert centre.pid(1) == 2
+        await silent.close()
+        await fresh.close()
+
+
+async def test_without_a_secret_nobody_takes_anothers_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(control, "_PONG_SECONDS", 0.1)
+    strangers = replace(HELLO, secret="")
+    async with hub(strangers) as (_, address, _heard):
+        silent = await join(address, replace(strangers, rank=1), 5)
+        with pytest.raises(ClusterError, match="there is a rank 1 already"):
+            await join(address, replace(strangers, rank=1), 5)
+        await silent.close()
 
 
 async def broken_frame(writer: asyncio.StreamWriter) -> None:
@@ -196,7 +237,7 @@ async def test_a_stranger_disturbs_nobody(
         await say(writer)
         await writer.drain() if not writer.is_closing() else None
         links = [await join(address, replace(HELLO, rank=rank), 5) for rank in (1, 2)]
-        await centre.wait_for_all(5)
+        await centre.wait_for((1, 2), 5)
         assert [message["type"] for _, message in heard] == ["joined", "joined"]
         writer.close()
         for link in links:
@@ -207,7 +248,7 @@ async def test_a_stranger_disturbs_nobody(
 async def test_a_rank_that_goes_is_told(last_words: bytes) -> None:
     async with hub() as (centre, address, heard):
         link = await join(address, replace(HELLO, rank=1), 5)
-        await until(lambda: centre.missing() == [2])
+        await until(lambda: centre.joined == {1})
         link.send(last_words)
         await link.close()
         await until(lambda: len(heard) == 2)
@@ -219,7 +260,7 @@ async def test_a_rank_that_goes_is_told(last_words: bytes) -> None:
 async def test_closing_says_stop() -> None:
     async with hub() as (centre, address, heard):
         link = await join(address, replace(HELLO, rank=1), 5)
-        await until(lambda: centre.missing() == [2])
+        await until(lambda: centre.joined == {1})
         await centre.close()
         assert await link.receive_json() == {"type": "stop"}
         assert await link.receive_json() is None
