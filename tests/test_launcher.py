@@ -133,6 +133,7 @@ def test_a_rank_that_a_signal_ended_gives_128_plus_its_number(launch: Start) -> 
     assert launch(2, f"if rank == 0: os.kill(os.getpid(), 9)\n{SLEEP}").end()[0] == 137
 
 
+@pytest.mark.long
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(launch: Start) -> None:
     launched = launch(2, f"{DEAF}if rank == 1: time.sleep(.5); sys.exit(4)\n{SLEEP}")
     code, seconds = launched.end()
@@ -141,6 +142,7 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(launch: Start) ->
     assert "event=killing ranks=0" in launched.text
 
 
+@pytest.mark.long
 def test_a_rank_that_stays_when_another_ended_well_is_ended(launch: Start) -> None:
     launched = launch(2, f"if rank == 0: sys.exit(0)\n{SLEEP}")
     code, seconds = launched.end()
@@ -213,6 +215,7 @@ def test_ranks_that_ignore_a_signal_are_killed_after_the_drain(launch: Start) ->
     assert 3 <= seconds < 5
 
 
+@pytest.mark.long
 def test_a_stopped_rank_is_killed_too(launch: Start) -> None:
     """SIGTERM waits for a stopped process; SIGKILL does not."""
     launched = launch(2, f"print('up', flush=True)\nos.kill(os.getpid(), signal.SIGSTOP)\n{SLEEP}")

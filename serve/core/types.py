@@ -115,6 +115,11 @@ class Sequence:
         """Tokens that it may still ask for."""
         return self.max_tokens - len(self.output) - self.num_pending
 
+    def fit(self, most: int) -> bool:
+        """Has it end where prompt and answer are so many tokens; False if they are already."""
+        self.max_tokens = min(self.max_tokens, most - len(self.prompt))
+        return self.max_tokens > len(self.output)
+
     def begin_anew(self) -> None:
         """The stages hold nothing of it any more; what it has answered stays."""
         self.num_computed, self.num_pending, self.is_held = 0, 0, False

@@ -118,14 +118,15 @@ class Engine:
         sequence."""
         self._settled, stages = self.ring, self._lives.stages
         most = room_for_tokens(stages, self._config)
-        too_long = self._scheduler.settle(len(stages), most)
+        self._scheduler.settle(len(stages), most)
         if not self._config.no_prefix_cache:
             self._scheduler.reuse = cast(Reuse, stages[0].reuse)
         _logger.info("event=kv_room tokens=%d reuse=%s", most, self._scheduler.reuse)
         reason = f"A rank was lost, and those that are left have room for {most} tokens."
-        for sequence_id in too_long:
-            self._generations[sequence_id].put(UnavailableError(reason))
-            self.drop(sequence_id)
+        for sequence_id, generation in list(self._generations.items()):
+            if not self._scheduler.sequence(sequence_id).fit(most):
+                generation.put(UnavailableError(reason))
+                self.drop(sequence_id)
 
     @property
     def ring(self) -> tuple[int, ...]:
@@ -293,7 +294,7 @@ class Engine:
             "max_kv_tokens": self._scheduler.max_held_tokens,
             "better_split": better_split(self._lives.stages),
             "adapters": self.adapters.statistics(),
-            "num_restarts": self._lives.num_restarts,
+            "num_restarts": self._lives.number,
             "recovery_seconds": round(self._lives.recovery_seconds, 3),
         }
 

@@ -96,23 +96,22 @@ class Lives:
         self.hub = Hub(Hello.of(cluster, facts, os.getpid()), self._on_message)
         self._restarts = Restarts(config.max_restarts, config.restart_window)
         self._process: EngineProcess | None = None
-        self._life = 0
+        self.number = 0  # how often engines started anew
         self._faulty = asyncio.Event()
         self._reason: BrigadeError | None = None
         self._stalled = False
         self._progressed = asyncio.Event()
         self._recovering_since: float | None = None
         self.is_working = False
-        self.num_restarts, self.recovery_seconds = 0, 0.0
+        self.recovery_seconds = 0.0
 
     async def run(self) -> None:
         """Raises why the cluster cannot go on."""
         self._process = await EngineProcess.start()
         request = plan_request(self._config, self._cluster.num_ranks, str(self._folder))
-        everyone = tuple(range(self._cluster.num_ranks))
-        self._plans[everyone] = await self._plan(request)
-        await self.hub.wait_for(everyone[1:], self._config.join_timeout)
-        self._take_part(everyone)
+        self._plans[self.ring] = await self._plan(request)
+        await self.hub.wait_for(self.ring[1:], self._config.join_timeout)
+        self._take_part(self.ring)
         wait_seconds = 0.0
         while True:
             wait_seconds = await self._live(wait_seconds)
@@ -178,14 +177,14 @@ class Lives:
     def _begin(self) -> None:
         self.is_working = True
         self._work.go()
-        _logger.info("event=ready num_ranks=%d life=%d", len(self.stages), self._life)
+        _logger.info("event=ready num_ranks=%d life=%d", len(self.stages), self.number)
         if self._recovering_since is None:
             self._view.ready(self.stages)
             return
         seconds = time.monotonic() - self._recovering_since
         self._recovering_since = None
         self.recovery_seconds += seconds
-        _logger.info("event=recovered life=%d seconds=%.2f", self._life, seconds)
+        _logger.info("event=recovered life=%d seconds=%.2f", self.number, seconds)
 
     async def _watch(self) -> None:
         """Raises ClusterError when steps are under way and none comes back, for a rank that
@@ -236,10 +235,9 @@ class Lives:
 
     async def _renew(self) -> None:
         """New engines on all ranks. Raises ClusterError if a rank is gone for good."""
-        self._life += 1
-        self.num_restarts += 1
+        self.number += 1
         reason = json.dumps(str(self._reason))
-        _logger.warning("event=recovering life=%d reason=%s", self._life, reason)
+        _logger.warning("event=recovering life=%d reason=%s", self.number, reason)
         self._faulty.clear()
         self._reason = None
         for stage in self._ranks:
@@ -259,7 +257,7 @@ class Lives:
             self._on_fault(error)
 
     async def _gather_all(self) -> None:
-        others = range(1, self._cluster.num_ranks)
+        others = [stage.rank for stage in self._ranks[1:]]
         await self.hub.wait_for(others, self._config.return_timeout, "--return-timeout")
 
     async def _gather_some(self) -> None:
@@ -275,8 +273,8 @@ class Lives:
                 await self._replan(there)
             except PlanError as error:
                 _logger.warning("event=waiting reason=%s", json.dumps(str(error)))
-                there = tuple(range(self._cluster.num_ranks))
                 await self._gather_all()
+                there = tuple(stage.rank for stage in self._ranks)
         if there != self.ring:
             self._take_part(there)
 
@@ -294,7 +292,7 @@ class Lives:
 
     def _renew_member(self, stage: StageStatus) -> None:
         stage.renew()
-        self.hub.send(stage.rank, {"type": "renew", "life": self._life, "dump": self._stalled})
+        self.hub.send(stage.rank, {"type": "renew", "life": self.number, "dump": self._stalled})
 
     def _take_part(self, there: tuple[int, ...]) -> None:
         self.stages = [self._ranks[rank] for rank in there]
@@ -336,11 +334,11 @@ class Lives:
 
     def _on_message(self, rank: int, message: Json) -> None:
         """What engines say that are ended by now is of no use, but for a better reason."""
-        life, kind = message.get("life", self._life), message["type"]
+        life, kind = message.get("life", self.number), message["type"]
         if kind == "error":
             error = from_exit_code(message["exit_code"], message["message"])
             _logger.warning("event=fault rank=%d reason=%s", rank, json.dumps(str(error)))
-            if life == self._life or not may_pass(error):
+            if life == self.number or not may_pass(error):
                 self._on_fault(error)
         elif kind == "gone":
             # While a rank is waited for it may come and go.
@@ -351,9 +349,9 @@ class Lives:
                 self._on_fault(ClusterError(message["reason"]))
         elif kind == "joined":
             self._renew_member(self._ranks[rank])
-        elif life == self._life and kind == "status":
+        elif life == self.number and kind == "status":
             self._update_stage(self._ranks[rank], message)
-        elif life == self._life:
+        elif life == self.number:
             self._work.on_message(rank, message)
 
     def _on_fault(self, error: BrigadeError) -> None:

@@ -109,35 +109,20 @@ class Scheduler:
                 f"{self.num_waiting} requests wait already: try again later.", code="queue_full"
             )
         for sequence in sequences:
-            sequence.max_tokens = min(sequence.max_tokens, self._room_alone(sequence))
+            if self.max_held_tokens is not None and not sequence.fit(self.max_held_tokens):
+                raise RequestError(
+                    f"The prompt has {len(sequence.prompt)} tokens, and the memory for keys and "
+                    f"values is enough for {self.max_held_tokens}: shorten it.",
+                    code="context_length_exceeded",
+                )
         for sequence in sequences:
             self._live[sequence.id] = sequence
             (self._copies if sequence.original else self.waiting).append(sequence)
 
-    def settle(self, num_stages: int, max_held_tokens: int | None = None) -> list[int]:
-        """On so many stages with room for so many tokens; nothing is under way. Returns the
-        sequences that have become too long: they are to be dropped."""
+    def settle(self, num_stages: int, max_held_tokens: int | None = None) -> None:
+        """On so many stages with room for so many tokens; nothing is under way."""
         self.groups = [Group(id) for id in range(self._num_groups or num_stages)]
         self._num_stages, self.max_held_tokens = num_stages, max_held_tokens
-        too_long = []
-        for sequence in self._live.values():
-            room = (max_held_tokens or sequence.num_tokens + 1) - len(sequence.prompt)
-            if room <= len(sequence.output):
-                too_long.append(sequence.id)
-            sequence.max_tokens = min(sequence.max_tokens, room)
-        return too_long
-
-    def _room_alone(self, sequence: Sequence) -> int:
-        """For how many tokens beside its prompt there is room."""
-        if self.max_held_tokens is None:
-            return sequence.max_tokens
-        if (num_left := self.max_held_tokens - len(sequence.prompt)) < 1:
-            raise RequestError(
-                f"The prompt has {len(sequence.prompt)} tokens, and the memory for keys and "
-                f"values is enough for {self.max_held_tokens}: shorten it.",
-                code="context_length_exceeded",
-            )
-        return num_left
 
     def retire(self, adapter: int) -> None:
         """Nothing new comes with this adapter version: it goes with its last sequence."""

@@ -150,7 +150,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_adapters_of_a_real_cluster(folders: list[Path], answer: Whole, num_ranks: int) -> None:
     """One cluster for all of it, because its start takes the most time."""
     with running(folders, num_ranks, "--lora", "first=lora/b") as server:

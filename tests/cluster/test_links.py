@@ -24,7 +24,7 @@ pytestmark = pytest.mark.long
 
 @dataclass
 class Ranks:
-    """Two ranks. proxies are before the rank of that number."""
+    """proxies are before the rank of that number, if any; the last two ports are rank 0's."""
 
     folder: Path
     ports: list[int]
@@ -32,13 +32,14 @@ class Ranks:
     flags: tuple[str, ...]
 
     def command(self, rank: int, secret: str = "s") -> list[str]:
-        addresses = [[f"127.0.0.1:{self.ports[rank]}"] for rank in (0, 1)]
-        addresses[1 - rank] = [f"127.0.0.1:{self.proxies[1 - rank].port}"]
+        *ring, control, http = self.ports
+        ports = [proxy.port for proxy in self.proxies] or list(ring)
+        ports[rank] = ring[rank]
         hostfile = self.folder / f"hosts-{rank}.json"
-        hostfile.write_text(json.dumps(addresses))
-        control = f"BRIGADE_CONTROL=127.0.0.1:{self.ports[2]}"
-        variables = [f"MLX_RANK={rank}", f"MLX_HOSTFILE={hostfile}", control]
-        flags = serve_flags(self.ports[3], TINY_CHAT, *self.flags)
+        hostfile.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
+        variables = [f"MLX_RANK={rank}", f"MLX_HOSTFILE={hostfile}"]
+        variables.append(f"BRIGADE_CONTROL=127.0.0.1:{control}")
+        flags = serve_flags(http, TINY_CHAT, *self.flags)
         return ["env", *variables, f"BRIGADE_SECRET={secret}", *alone(flags)]
 
 
@@ -60,6 +61,7 @@ def num_restarts(server: Server) -> int:
     return int(server.get("/admin/pipeline")["num_restarts"])
 
 
+@pytest.mark.slow
 def test_a_slow_link_changes_no_token_and_a_broken_one_is_mended(tmp_path: Path) -> None:
     with two_ranks(tmp_path, "--stall-timeout", "3", "--max-restarts", "9") as (ranks, server, _):
         expected = run_streams(server)
@@ -118,8 +120,43 @@ def test_a_whole_rank_that_goes_and_comes_again(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_does_not_come_again_ends_the_cluster_with_the_reason(tmp_path: Path) -> None:
-    with two_ranks(tmp_path, "--join-timeout", "3") as (_, server, other):
+    with two_ranks(tmp_path, "--return-timeout", "3") as (_, server, other):
         other.process.kill()
         server.wait_for_log("event=rank_gone rank=1")
         assert server.process.wait(10) == 6
         assert r"Ranks [1] did not join within 3 s" in server.text
+
+
+@pytest.mark.slow
+def test_layers_are_shared_out_anew_when_ranks_go_and_when_they_come_again(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, free_ports(5), [], ("--replan", "--join-timeout", "4"))
+
+    def layers() -> dict[int, list[int]]:
+        stages = server.get("/admin/pipeline")["stages"]
+        return {stage["rank"]: stage["layers"] for stage in stages}
+
+    with ExitStack() as stack:
+        others = [stack.enter_context(started(ranks.command(rank))) for rank in (1, 2)]
+        server = stack.enter_context(started(ranks.command(0), ranks.ports[-1]))
+        server.wait_until_ready()
+        expected, whole = run_streams(server), layers()
+
+        def lose_one() -> None:
+            time.sleep(0.5)
+            others[0].process.kill()
+            server.wait_for_log("event=going_on")
+
+        check_same(run_streams(server, lose_one), expected)
+        assert sorted(layers()) == [0, 2]
+        check_same(run_streams(server, others[1].process.kill), expected)
+        assert list(layers()) == [0]
+
+        def bring_back() -> None:
+            time.sleep(0.3)
+            for rank in (1, 2):
+                stack.enter_context(started(ranks.command(rank)))
+
+        check_same(run_streams(server, bring_back), expected)
+        server.wait_for_log("event=ready num_ranks=3 life=[3-9]")
+        assert layers() == whole
+        check_same(run_streams(server), expected)

@@ -27,10 +27,10 @@ def ask(server: Server, question: str) -> str:
         pytest.param(brigade_launch, 1, marks=pytest.mark.slow),
         (brigade_launch, 2),
         (brigade_launch, 3),
-        (brigade_launch, 4),
-        (mlx_launch, 2),
+        pytest.param(brigade_launch, 4, marks=pytest.mark.long),
+        pytest.param(mlx_launch, 2, marks=pytest.mark.long),
         pytest.param(mlx_launch, 3, marks=pytest.mark.slow),
-        (mlx_launch, 4),
+        pytest.param(mlx_launch, 4, marks=pytest.mark.long),
     ],
 )
 def test_answers_equal_mlx_lm(

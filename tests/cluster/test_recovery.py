@@ -23,6 +23,7 @@ pytestmark = pytest.mark.long
 NUM_STREAMS = 8
 ANSWER_TOKENS = 300
 WITHOUT_LIMIT = ("--max-restarts", "1000")
+EACH_RANK = [0, pytest.param(1, marks=pytest.mark.slow)]
 
 
 @dataclass
@@ -146,7 +147,12 @@ def check_kills(
 
 @pytest.mark.parametrize(
     ("num_ranks", "launch"),
-    [(1, alone), (2, brigade_launch), (3, brigade_launch), (2, mlx_launch)],
+    [
+        (2, brigade_launch),
+        pytest.param(1, alone, marks=pytest.mark.slow),
+        pytest.param(3, brigade_launch, marks=pytest.mark.slow),
+        pytest.param(2, mlx_launch, marks=pytest.mark.slow),
+    ],
 )
 def test_streams_go_on_after_kills(num_ranks: int, launch: Any) -> None:
     check_kills(num_ranks, 2, 2, launch)
@@ -171,7 +177,7 @@ def expected(server: Server) -> list[Stream]:
     return run_streams(server)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", EACH_RANK)
 def test_a_killed_engine_costs_a_pause(server: Server, expected: list[Stream], rank: int) -> None:
     before = server.get("/admin/pipeline")["num_restarts"]
 
@@ -191,7 +197,7 @@ def test_a_killed_engine_costs_a_pause(server: Server, expected: list[Stream], r
     assert float(metrics.split("\nbrigade_recovery_seconds_total ")[1].split()[0]) > 0
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", EACH_RANK)
 def test_a_rank_that_stops_for_five_seconds_is_no_fault(
     server: Server, expected: list[Stream], rank: int
 ) -> None:
@@ -210,7 +216,7 @@ def test_a_rank_that_stops_for_five_seconds_is_no_fault(
     assert server.get("/admin/pipeline")["num_restarts"] == before
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", EACH_RANK)
 def test_a_rank_that_stops_for_ever_is_found_and_named(
     server: Server, expected: list[Stream], rank: int
 ) -> None:
@@ -259,6 +265,7 @@ def test_restarts_that_are_used_up_end_the_cluster_with_the_reason() -> None:
         assert gone(family, 5), "processes were left behind"
 
 
+@pytest.mark.slow
 def test_no_port_is_held_twice_and_none_afterwards() -> None:
     with running(2) as server:
         family = server.family()

@@ -163,6 +163,7 @@ async def test_requests_that_come_during_a_recovery_wait_for_it() -> None:
         assert 0 < engine.pipeline()["recovery_seconds"] < 10
 
 
+@pytest.mark.long
 async def test_a_client_that_leaves_during_a_recovery_is_not_computed() -> None:
     async with cluster() as engine:
         await ready(engine)
@@ -181,6 +182,7 @@ async def test_a_client_that_leaves_during_a_recovery_is_not_computed() -> None:
         )
 
 
+@pytest.mark.long
 async def test_too_many_restarts_end_everything_with_the_reason() -> None:
     async with cluster(max_restarts=2) as engine:
         await ready(engine)
@@ -228,6 +230,7 @@ async def until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
     await asyncio.wait_for(wait(), seconds)
 
 
+@pytest.mark.long
 async def test_the_ranks_that_are_left_share_the_layers_until_others_are_there_again(
     tmp_path: Path,
 ) -> None:
@@ -256,6 +259,7 @@ async def test_the_ranks_that_are_left_share_the_layers_until_others_are_there_a
         assert [len(a["bytes"]) for a in described] == [3, 3]
 
 
+@pytest.mark.long
 async def test_ranks_that_are_too_small_for_the_model_wait(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -271,6 +275,7 @@ async def test_ranks_that_are_too_small_for_the_model_wait(
         assert len(layers(engine)) == 3
 
 
+@pytest.mark.long
 async def test_a_sequence_for_which_those_that_are_left_have_no_room_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -292,6 +297,7 @@ async def test_a_sequence_for_which_those_that_are_left_have_no_room_ends(
         assert num_tokens == 100
 
 
+@pytest.mark.long
 async def test_a_rank_that_stays_away_ends_the_cluster_with_the_reason() -> None:
     async with ranks(return_timeout=1.0) as (engine, members, _):
         await ready(engine)
@@ -315,6 +321,7 @@ async def test_a_fault_of_our_own_ends_the_cluster_and_is_no_silence(
         assert (await engine.failed()).exit_code == 1
 
 
+@pytest.mark.long
 async def test_a_request_that_breaks_engines_goes_and_the_others_stay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -344,6 +351,7 @@ async def test_a_rank_that_can_never_start_stops_the_cluster_at_once(
         assert engine.pipeline()["num_restarts"] == 0
 
 
+@pytest.mark.long
 async def test_engines_that_never_come_up_are_tried_a_few_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -355,6 +363,7 @@ async def test_engines_that_never_come_up_are_tried_a_few_times(
         assert "Rank 1 cannot. The engines started anew 2 times" in str(error)
 
 
+@pytest.mark.long
 async def test_a_stopped_engine_is_a_stall_after_the_timeout_and_not_before(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -378,6 +387,7 @@ async def test_a_stopped_engine_is_a_stall_after_the_timeout_and_not_before(
         await asyncio.wait_for(answer, 15)
 
 
+@pytest.mark.long
 async def test_adapters_are_there_again_in_the_same_versions(tmp_path: Path) -> None:
     async with cluster(lora=("poet=/p",), adapter_root=tmp_path) as engine:
         await ready(engine)
@@ -399,6 +409,7 @@ async def test_adapters_are_there_again_in_the_same_versions(tmp_path: Path) -> 
         assert again == {"pirate": 2, "late": 3}
 
 
+@pytest.mark.long
 async def test_a_fault_while_adapters_are_read_again_is_one_fault_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

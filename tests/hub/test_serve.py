@@ -40,6 +40,7 @@ def answer(server: Server, model: str) -> str | None:
     return reply.choices[0].message.content
 
 
+@pytest.mark.long
 def test_a_cluster_serves_a_model_of_the_hub(tiny_hub: FakeHub, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     port = free_ports(1)[0]

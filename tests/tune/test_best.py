@@ -79,6 +79,7 @@ def test_a_resumed_run_stops_where_it_would_have(
         ran(folder, out, iters=100, resume=True, **more)
 
 
+@pytest.mark.slow
 def test_epochs_count_whole_batches_of_the_examples(folder: Path, tmp_path: Path) -> None:
     """40 examples in batches of 12 are 3 batches an epoch, and updates take two of them."""
     more = {"epochs": 3, "batch_size": 12, "grad_accumulation_steps": 2}
@@ -89,6 +90,7 @@ def test_epochs_count_whole_batches_of_the_examples(folder: Path, tmp_path: Path
         ran(folder, tmp_path / "other", epochs=1, batch_size=40, grad_accumulation_steps=2)
 
 
+@pytest.mark.slow
 def test_packed_rows_train_alike_on_any_ranks(folder: Path, tmp_path: Path) -> None:
     more = {"packing": True, "max_seq_length": 128, "batch_size": 2, "epochs": 1}
     events = ran(folder, tmp_path / "one", **more)
