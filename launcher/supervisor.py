@@ -282,10 +282,9 @@ class Supervisor:
                 self._events.put(Returned(rank, self._starts[rank]()))
                 return
             except (OSError, ClusterError) as error:
-                reason = str(error)
-            if reason != said:
-                self._log(f"event=rank_waited_for rank={rank} reason={reason!r}")
-                said = reason
+                if str(error) != said:
+                    said = str(error)
+                    self._log(f"event=rank_waited_for rank={rank} reason={said!r}")
             self._ending.wait(RETRY_SECONDS)
 
     # --- the threads of a rank
