@@ -13,6 +13,7 @@ from typing import Any
 from scripts.measure import servers
 from scripts.measure.adapters import adapters
 from scripts.measure.curve import curve
+from scripts.measure.hops import hops
 from scripts.measure.latency import interrupted, long_prompt, second_turn
 from scripts.measure.limits import decode, passes
 from scripts.measure.model import make_model
@@ -28,6 +29,7 @@ ROWS: dict[str, Callable[[Settings], Row]] = {
     "curve": curve,
     "passes": passes,
     "decode": decode,
+    "hops": hops,
     "long-prompt": long_prompt,
     "second-turn": second_turn,
     "interrupted": interrupted,

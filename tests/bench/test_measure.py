@@ -1,11 +1,13 @@
 """What scripts/bench works out of records and timelines."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from scripts.measure.__main__ import markdown
 from scripts.measure.adapters import write
+from scripts.measure.hops import hop_seconds
 from scripts.measure.sums import (
     busy_shares,
     gaps_in,
@@ -60,3 +62,17 @@ def test_the_adapters_are_for_every_linear_module_of_the_model(tmp_path: Path) -
     shapes = {name.rpartition(".layers.0.")[2]: t.shape for name, t in files.tensors.items()}
     assert shapes["self_attn.k_proj.lora_b"] == (2, 128)
     assert shapes["mlp.down_proj.lora_a"] == (2752, 2)
+
+
+def span(rank: int, step: int, start: float, end: float, tokens: int = 1) -> dict[str, Any]:
+    args = {"step": step, "rows": 1, "tokens": tokens}
+    return {"ph": "X", "pid": rank, "ts": start * 1e6, "dur": (end - start) * 1e6, "args": args}
+
+
+def test_hops_lie_between_the_end_on_a_stage_and_the_beginning_on_the_next() -> None:
+    prompt = [span(1, 1, 0.0, 1.0, 9), span(0, 1, 1.5, 2.0, 9)]
+    decoding = [span(1, 2, 3.0, 4.0), span(0, 2, 4.25, 5.0), span(1, 3, 5.5, 6.0)]
+    later = [span(0, 3, 6.75, 7.0), span(1, 5, 9.0, 9.5), span(0, 5, 10.0, 10.5)]
+    forth, back = hop_seconds([{"ph": "M", "pid": 0}, *prompt, *decoding, *later])
+    assert forth == pytest.approx([0.25, 0.75, 0.5])
+    assert back == pytest.approx([0.5])  # step 4 is not known: nothing is said of its hop
