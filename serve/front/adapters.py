@@ -266,7 +266,7 @@ class Adapters:
         answers: dict[int, Json] = {}
         self._answers[version] = answers
         message: Json = {"type": "load_adapter", "version": version, **asdict(source)}
-        message["max_rank"] = self._config.max_lora_rank
+        message |= {"max_rank": self._config.max_lora_rank, "held": list(self._held)}
         num_interrupted = self._num_interrupted
         deadline = time.monotonic() + self._config.load_timeout
         try:
@@ -274,10 +274,11 @@ class Adapters:
             while len(answers) < self._num_ranks:
                 if self._broken:
                     raise self._broken
-                if self._num_interrupted != num_interrupted:
-                    raise _Interrupted
                 self._answered.clear()
                 await asyncio.wait_for(self._answered.wait(), deadline - time.monotonic())
+                # Also if all have answered: new engines hold what is registered by then.
+                if self._num_interrupted != num_interrupted:
+                    raise _Interrupted
         except (TimeoutError, asyncio.TimeoutError) as error:
             late = [rank for rank in range(self._num_ranks) if rank not in answers]
             raise AdapterError(f"Rank {late[0]} does not answer (--load-timeout).", 503) from error

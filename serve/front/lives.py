@@ -25,7 +25,7 @@ from serve.core.plan import StagePlan
 from serve.front.orders import order, plan_request
 from serve.front.stages import StageStatus, is_silent, suspicion
 from serve.parent.control import Hello, Hub, engine_ended, raise_if_error
-from serve.parent.engine import EngineProcess
+from serve.parent.engine import EngineProcess, copies_folder
 from serve.parent.restarts import Restarts, may_pass
 
 _WATCH_SECONDS = 0.5
@@ -85,6 +85,7 @@ class Lives:
         self.stages = [StageStatus(rank, host) for rank, host in enumerate(cluster.hosts)]
         self.hub = Hub(Hello.of(cluster, facts, os.getpid()), self._on_message)
         self._restarts = Restarts(config.max_restarts, config.restart_window)
+        self._copies = copies_folder()
         self._process: EngineProcess | None = None
         self._life = 0
         self._faulty = asyncio.Event()
@@ -113,6 +114,7 @@ class Lives:
         await self.hub.close()
         if self._process:
             await self._process.stop()
+        self._copies.cleanup()
 
     # --- one life
 
@@ -158,7 +160,7 @@ class Lives:
         for stage in self.stages:
             assert stage.plan is not None
             stage.state = "joining"
-            told = order(self._config, self._cluster, stage.plan, nonce)
+            told = order(self._config, self._cluster, stage.plan, nonce, self._copies.name)
             if stage.rank:
                 stage.pid = self.hub.pid(stage.rank)
                 self.hub.send(stage.rank, {"type": "start", "order": told})

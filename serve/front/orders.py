@@ -20,8 +20,11 @@ def plan_request(config: ServeConfig, cluster: Cluster, folder: str) -> dict[str
     }
 
 
-def order(config: ServeConfig, cluster: Cluster, stage: StagePlan, nonce: int) -> dict[str, Any]:
-    """For the engine of one rank, as serve.rank.worker.Order reads it."""
+def order(
+    config: ServeConfig, cluster: Cluster, stage: StagePlan, nonce: int, copies: str
+) -> dict[str, Any]:
+    """For the engine of one rank, as serve.rank.worker.Order reads it. Paths are those of rank 0:
+    other ranks have their own."""
     return {
         "type": "order",
         "rank": stage.rank,
@@ -30,6 +33,7 @@ def order(config: ServeConfig, cluster: Cluster, stage: StagePlan, nonce: int) -
         "model": str(config.model),
         "commit": config.revision,
         "cache_dir": config.cache_dir and str(config.cache_dir),
+        "copies": copies,
         "layers": list(stage.layers),
         "kv_bits": config.kv_bits,
         "join_timeout": config.join_timeout,

@@ -38,7 +38,7 @@ class ReadAdapter:
 
     @property
     def num_bytes(self) -> int:
-        return sum(a.nbytes for m in self.matrices.values() for a in (m.a, m.b))
+        return _num_bytes(self.matrices)
 
     def checksum(self) -> str:
         """Tells whether what is read from the same place another time is the same."""
@@ -69,7 +69,7 @@ class Adapters:
         self._cache_dir = cache_dir
         self._places = dict(_places(stage))
         self._num_layers = len(stage.layers)
-        self._read: dict[int, ReadAdapter] = {}
+        self._read: dict[int, dict[str, Matrices]] = {}
         self._slots: dict[int, int] = {}
         self._num_slots = 0
         self._adapted: dict[str, Adapted] = {}
@@ -77,7 +77,7 @@ class Adapters:
 
     @property
     def num_bytes(self) -> int:
-        waiting = sum(read.num_bytes for read in list(self._read.values()))
+        waiting = sum(map(_num_bytes, list(self._read.values())))
         return waiting + sum(array.nbytes for array in self._arrays())
 
     def read(
@@ -100,8 +100,17 @@ class Adapters:
         if partial:
             _fetch(partial, own)
         matrices = _read_matrices(files, own, {n: self._places[n].module for n in own})
-        self._read[version] = ReadAdapter(files, matrices)
+        self._read[version] = matrices
+        return ReadAdapter(files, matrices)
+
+    def matrices(self, version: int) -> dict[str, Matrices]:
+        """Of one that was read and is in no slot so far."""
         return self._read[version]
+
+    def take(self, version: int, matrices: dict[str, Matrices]) -> None:
+        """As if they were read. They may be lazy, which they cannot stay in another thread."""
+        mx.eval([(of.a, of.b, of.gain) for of in matrices.values()])
+        self._read[version] = matrices
 
     def _open(self, repo: str, commit: str) -> PartialModel:
         try:
@@ -146,14 +155,14 @@ class Adapters:
         return self._arrays() if new or step.unload else []
 
     def _install(self, version: int) -> None:
-        read = self._read.pop(version, None)
-        if read is None:
+        modules = self._read.pop(version, None)
+        if modules is None:
             raise EngineError(f"A step names adapter version {version}, which is not here.")
         slot = min(set(range(1, len(self._slots) + 2)).difference(self._slots.values()))
         if slot >= self._num_slots:
             self._move({s: s for s in self._slots.values()}, 2 * self._num_slots)
         self._slots[version] = slot
-        for name, matrices in read.matrices.items():
+        for name, matrices in modules.items():
             if name not in self._adapted:
                 place = self._places[name]
                 self._adapted[name] = Adapted(name, place.module, self._rows)
@@ -212,6 +221,10 @@ def _places(stage: Stage) -> Iterator[tuple[str, _Place]]:
         if isinstance(module, _ADAPTABLE) and "weight" in module:
             layer, inside = layers.get(id(module), (None, ""))
             yield name, _Place(module, layer, inside, routers.get(id(module)))
+
+
+def _num_bytes(modules: dict[str, Matrices]) -> int:
+    return sum(array.nbytes for of in modules.values() for array in (of.a, of.b))
 
 
 # --- reading

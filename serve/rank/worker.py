@@ -9,6 +9,7 @@ ends at once: there is nothing in it that is worth saving.
 import faulthandler
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -27,6 +28,7 @@ from serve.core import wire
 from serve.core.errors import BrigadeError, ClusterError, EngineError
 from serve.core.types import Sampling, Step
 from serve.hub.partial import PartialModel, open_partial
+from serve.rank.adapter_copies import AdapterCopies
 from serve.rank.adapters import Adapters
 from serve.rank.cache import GroupCaches
 from serve.rank.chooser import Chooser
@@ -47,7 +49,8 @@ _NUM_SPANS = 4096
 @dataclass(frozen=True, slots=True)
 class Order:
     """What the parent says at the start. commit makes model one of the hub, `org/name`;
-    cache_dir is where parts of it are kept, None for under HF_HOME."""
+    cache_dir is where parts of it are kept, None for under HF_HOME; copies is a folder that the
+    parent keeps from one engine to the next."""
 
     rank: int
     hosts: tuple[str, ...]
@@ -55,6 +58,7 @@ class Order:
     model: Path
     commit: str | None
     cache_dir: Path | None
+    copies: Path
     layers: tuple[int, int]
     kv_bits: int | None
     join_timeout: float
@@ -66,6 +70,7 @@ class Order:
             "hosts": tuple(fields["hosts"]),
             "model": Path(fields["model"]),
             "cache_dir": Path(fields["cache_dir"]) if fields["cache_dir"] else None,
+            "copies": Path(fields["copies"]),
             "layers": tuple(fields["layers"]),
         }
         return cls(**{**fields, **typed})
@@ -184,6 +189,8 @@ class Worker:
                 self._running_loop().outbox.put(wire.decode_step(body))
             else:
                 self._obey(wire.parse_json(body))
+        # The parent was killed: else it would have ended this process first.
+        shutil.rmtree(self.order.copies, ignore_errors=True)
 
     def _obey(self, message: dict[str, Any]) -> None:
         if message["type"] == "admit":
@@ -192,14 +199,15 @@ class Worker:
                 message["sequence"], sampling, message["num_prompt"], message["tokens"]
             )
         elif message["type"] == "load_adapter":
-            self.reader.submit(self._read_adapter, message, self._running_loop().adapters)
+            copies = AdapterCopies(self._running_loop().adapters, self.order.copies)
+            self.reader.submit(self._read_adapter, message, copies)
         else:
             raise EngineError(f"The parent sent a message of unknown type {message['type']!r}.")
 
-    def _read_adapter(self, message: dict[str, Any], adapters: Adapters) -> None:
+    def _read_adapter(self, message: dict[str, Any], copies: AdapterCopies) -> None:
         """No step has seen anything of it, so what goes wrong is this adapter's alone."""
         try:
-            answer = adapters.answer(message)
+            answer = copies.answer(message)
         except Exception as error:  # Nobody looks at what this thread raises.
             _logger.exception("event=adapter_failed version=%d", message["version"])
             told = {"message": f"reading failed ({type(error).__name__})", "status": 500}
