@@ -356,7 +356,10 @@ class Adapters:
         while not _fits([num_bytes, *self._held_beside(old)], most):
             idle = [a for a in self._adapters.values() if a is not old and self._is_idle(a)]
             if not idle:
-                raise OverloadedError("All adapters in --adapter-memory are in use: try later.")
+                raise OverloadedError(
+                    "All adapters in --adapter-memory are pinned or in use: try later, or unpin or "
+                    "unload one."
+                )
             going = min(idle, key=lambda adapter: adapter.used_at)
             _logger.info("event=adapter_evicted name=%s version=%d", going.name, going.version)
             self._retire(going)

@@ -19,7 +19,7 @@ from serve.core.errors import AdapterError, EngineError, ModelError
 from serve.core.types import Step
 from serve.hub.partial import PartialModel, open_partial
 from serve.hub.repo import ADAPTER
-from serve.rank import trace
+from serve.rank import adapter_copies, trace
 from serve.rank.adapted import EMBEDDINGS, EXPERTS, Adapted, Matrices, Rows, note_routing
 from serve.rank.adapter_files import AdapterFiles, Target, file_stamp, read_adapter
 from serve.rank.stage import Stage
@@ -35,10 +35,6 @@ class ReadAdapter:
 
     files: AdapterFiles
     matrices: dict[str, Matrices]
-
-    @property
-    def num_bytes(self) -> int:
-        return _num_bytes(self.matrices)
 
     def checksum(self) -> str:
         """Tells whether what is read from the same place another time is the same."""
@@ -63,10 +59,13 @@ class _Place:
 
 class Adapters:
     """Versions are numbers that rank 0 gives. `read` may be called from another thread than
-    the rest, which is the step loop's. cache_dir is where parts of hub adapters are kept."""
+    the rest, which is the step loop's. cache_dir is where parts of hub adapters are kept, copies
+    a folder that outlives this process."""
 
-    def __init__(self, stage: Stage, cache_dir: Path | None = None) -> None:
-        self._cache_dir = cache_dir
+    def __init__(
+        self, stage: Stage, cache_dir: Path | None = None, copies: Path | None = None
+    ) -> None:
+        self._cache_dir, self._copies = cache_dir, copies
         self._places = dict(_places(stage))
         self._num_layers = len(stage.layers)
         self._read: dict[int, dict[str, Matrices]] = {}
@@ -103,15 +102,6 @@ class Adapters:
         self._read[version] = matrices
         return ReadAdapter(files, matrices)
 
-    def matrices(self, version: int) -> dict[str, Matrices]:
-        """Of one that was read and is in no slot so far."""
-        return self._read[version]
-
-    def take(self, version: int, matrices: dict[str, Matrices]) -> None:
-        """As if they were read. They may be lazy, which they cannot stay in another thread."""
-        mx.eval([(of.a, of.b, of.gain) for of in matrices.values()])
-        self._read[version] = matrices
-
     def _open(self, repo: str, commit: str) -> PartialModel:
         try:
             return open_partial(repo, commit, self._cache_dir, kind=ADAPTER)
@@ -120,8 +110,13 @@ class Adapters:
 
     def answer(self, message: dict[str, Any]) -> dict[str, Any]:
         """What rank 0 gets to know of a `read` that it has asked for. targets is all modules
-        that the adapter is for, own those of this stage."""
+        that the adapter is for, own those of this stage. What the engine before this one has
+        read comes from its copy."""
         version = message["version"]
+        if self._copies and (copy := adapter_copies.read(self._copies, version, message["held"])):
+            mx.eval([(of.a, of.b, of.gain) for of in copy[0].values()])
+            self._read[version], told = copy
+            return dict(told)
         try:
             read = self.read(version, *(message[name] for name in _ASKED))
         except AdapterError as error:
@@ -129,7 +124,7 @@ class Adapters:
             return {"version": version, "error": refused}
         targets = read.files.targets
         scales = {target.scale for target in targets.values()}
-        return {
+        answer = {
             "version": version,
             "error": None,
             "digest": read.files.digest,
@@ -139,8 +134,11 @@ class Adapters:
             "kinds": sorted({name.rpartition(".")[2] for name in targets}),
             "lora_rank": read.files.rank,
             "scale": scales.pop() if len(scales) == 1 else None,
-            "num_bytes": read.num_bytes,
+            "num_bytes": _num_bytes(read.matrices),
         }
+        if self._copies:
+            adapter_copies.write(self._copies, version, read.matrices, answer)
+        return answer
 
     # --- in the step loop
 

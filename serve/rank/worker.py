@@ -28,7 +28,6 @@ from serve.core import wire
 from serve.core.errors import BrigadeError, ClusterError, EngineError
 from serve.core.types import Sampling, Step
 from serve.hub.partial import PartialModel, open_partial
-from serve.rank.adapter_copies import AdapterCopies
 from serve.rank.adapters import Adapters
 from serve.rank.cache import GroupCaches
 from serve.rank.chooser import Chooser
@@ -109,11 +108,12 @@ class StepLoop:
         kv_bits: int | None = None,
         folder: Path | None = None,
         cache_dir: Path | None = None,
+        copies: Path | None = None,
     ) -> None:
         self.stage = stage
         self.transport = transport
         self.caches = GroupCaches(lambda: quantized(stage.make_cache(), kv_bits), stage.can_batch)
-        self.adapters = Adapters(stage, cache_dir)
+        self.adapters = Adapters(stage, cache_dir, copies)
         self.outbox = Outbox(lambda step: transport.send(step, []))
         self.chooser = Chooser(folder)
         self.busy_seconds = 0.0
@@ -199,15 +199,14 @@ class Worker:
                 message["sequence"], sampling, message["num_prompt"], message["tokens"]
             )
         elif message["type"] == "load_adapter":
-            copies = AdapterCopies(self._running_loop().adapters, self.order.copies)
-            self.reader.submit(self._read_adapter, message, copies)
+            self.reader.submit(self._read_adapter, message, self._running_loop().adapters)
         else:
             raise EngineError(f"The parent sent a message of unknown type {message['type']!r}.")
 
-    def _read_adapter(self, message: dict[str, Any], copies: AdapterCopies) -> None:
+    def _read_adapter(self, message: dict[str, Any], adapters: Adapters) -> None:
         """No step has seen anything of it, so what goes wrong is this adapter's alone."""
         try:
-            answer = copies.answer(message)
+            answer = adapters.answer(message)
         except Exception as error:  # Nobody looks at what this thread raises.
             _logger.exception("event=adapter_failed version=%d", message["version"])
             told = {"message": f"reading failed ({type(error).__name__})", "status": 500}
@@ -240,7 +239,8 @@ class Worker:
         model = self._model()
         folder = model if isinstance(model, Path) else model.folder
         loaded = load_stage(model, *order.layers, progress=self._loading)
-        self.loop = StepLoop(loaded.stage, self.transport, order.kv_bits, folder, order.cache_dir)
+        places = folder, order.cache_dir, order.copies
+        self.loop = StepLoop(loaded.stage, self.transport, order.kv_bits, *places)
         self.status = {
             "state": "ready",
             "bytes_owned": loaded.bytes_owned,

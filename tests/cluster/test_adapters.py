@@ -391,7 +391,7 @@ BAD_BODIES: list[tuple[dict[str, Any], int, str]] = [
     ({"lora_path": "/etc"}, 403, "not below --adapter-root"),
     ({"lora_path": "org/name"}, 404, "No adapter found"),
     ({"lora_name": "tiny-chat"}, 400, "cannot be an adapter's name"),
-    ({"lora_path": "lora/../../../0/lora/a"}, 403, "not below --adapter-root"),
+    ({"lora_path": "../other"}, 403, "not below --adapter-root"),
     ({"lora_name": "../a"}, 400, "cannot be an adapter's name"),
     ({"lora_name": "/a"}, 400, "cannot be an adapter's name"),
     ({"lora_name": "a", "load_inplace": False}, 400, "already been loaded"),

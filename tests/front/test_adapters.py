@@ -130,7 +130,7 @@ async def test_what_is_pinned_or_in_use_stays() -> None:
     await adapters.load("b", "b", in_place=False)
     await adapters.change("a", pin=True, default=None, preload=False)
     ranks.running[2] = 1
-    with pytest.raises(OverloadedError, match="in use"):
+    with pytest.raises(OverloadedError, match="pinned or in use: try later, or unpin or unload"):
         await adapters.load("c", "c", in_place=False)
     assert ranks.held == {1, 2}
     ranks.running[2] = 0

@@ -9,7 +9,6 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from serve.rank.adapter_copies import AdapterCopies
 from serve.rank.worker import Order, Parent, Worker
 from tests import adapters
 from tests.rank.test_adapters import ALL, LLAMA, Pipeline
@@ -37,8 +36,9 @@ def ask(
     """The answers of all ranks."""
     message = {"version": version, "path": str(folder), "root": None, "max_rank": 64}
     message |= {"commit": None, "held": list(held)}
-    ranks = zip(pipeline.adapters, parents, strict=True)
-    return [AdapterCopies(own, parent).answer(message) for own, parent in ranks]
+    for own, parent in zip(pipeline.adapters, parents, strict=True):
+        own._copies = parent
+    return [own.answer(message) for own in pipeline.adapters]
 
 
 def there(parents: list[Path]) -> list[list[str]]:
