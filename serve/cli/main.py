@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from serve.cli.flags import parse
-from serve.core.checkpoint import Checkpoint, read_checkpoint
+from serve.core.checkpoint import Checkpoint, is_folder, read_checkpoint
 from serve.core.config import Cluster, ServeConfig, read_cluster, with_keys
 from serve.core.errors import BrigadeError, DisagreementError, UsageError
 from serve.core.plan import check_num_ranks, parse_memory, parse_split
@@ -51,6 +51,10 @@ def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint]
     """What can be known to be wrong before anything starts. The config of a model of
     the hub comes back with the commit that its revision stands for."""
     config = parse(ServeConfig, argv, "serve", __doc__)
+    if config.adapter_root and not is_folder(config.adapter_root):
+        raise UsageError(
+            f"--adapter-root {config.adapter_root} is no folder: make it on each host."
+        )
     folder = config.model
     if config.hub_id:
         # Imported here, because a folder needs nothing of it.

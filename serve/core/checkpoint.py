@@ -55,7 +55,7 @@ class Checkpoint:
 
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Raises ModelError if the folder is no complete model."""
-    if not _is_folder(folder):
+    if not is_folder(folder):
         raise ModelError(f"--model {folder} is no folder: give the path of a downloaded model.")
     config = read_json(folder / "config.json")
     model_type = config.get("model_type")
@@ -86,7 +86,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     )
 
 
-def _is_folder(path: Path) -> bool:
+def is_folder(path: Path) -> bool:
     try:
         return path.is_dir()
     except OSError:  # Such as a name that is too long.
@@ -97,13 +97,13 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError as error:
-        raise ModelError(f"{path} is missing: the model folder is not complete.") from error
+        raise ModelError(f"{path} is missing: its folder is not complete.") from error
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not JSON ({error}): fetch the model again.") from error
+        raise ModelError(f"{path} is not JSON ({error}): fetch it again.") from error
     if not isinstance(value, dict):
-        raise ModelError(f"{path} is not a JSON object: fetch the model again.")
+        raise ModelError(f"{path} is not a JSON object: fetch it again.")
     return value
 
 

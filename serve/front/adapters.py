@@ -270,7 +270,7 @@ class Adapters:
         answers: dict[int, Json] = {}
         self._answers[version] = answers
         message: Json = {"type": "load_adapter", "version": version, **asdict(source)}
-        message["max_rank"] = self._config.max_lora_rank
+        message |= {"max_rank": self._config.max_lora_rank, "held": list(self._held)}
         num_interrupted = self._num_interrupted
         deadline = time.monotonic() + self._config.load_timeout
         try:
@@ -278,10 +278,11 @@ class Adapters:
             while len(answers) < len(self._ranks.ring):
                 if self._broken:
                     raise self._broken
-                if self._num_interrupted != num_interrupted:
-                    raise _Interrupted
                 self._answered.clear()
                 await asyncio.wait_for(self._answered.wait(), deadline - time.monotonic())
+                # Also if all have answered: new engines hold what is registered by then.
+                if self._num_interrupted != num_interrupted:
+                    raise _Interrupted
         except (TimeoutError, asyncio.TimeoutError) as error:
             late = [rank for rank in self._ranks.ring if rank not in answers]
             raise AdapterError(f"Rank {late[0]} does not answer (--load-timeout).", 503) from error
@@ -366,7 +367,10 @@ class Adapters:
         while not _fits([num_bytes, *self._held_beside(old)], most):
             idle = [a for a in self._adapters.values() if a is not old and self._is_idle(a)]
             if not idle:
-                raise OverloadedError("All adapters in --adapter-memory are in use: try later.")
+                raise OverloadedError(
+                    "All adapters in --adapter-memory are pinned or in use: try later, or unpin or "
+                    "unload one."
+                )
             going = min(idle, key=lambda adapter: adapter.used_at)
             _logger.info("event=adapter_evicted name=%s version=%d", going.name, going.version)
             self._retire(going)

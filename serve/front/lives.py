@@ -15,25 +15,18 @@ import os
 import secrets
 import time
 from collections.abc import Coroutine
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from serve.core import wire
 from serve.core.config import Cluster, ServeConfig
-from serve.core.errors import (
-    BrigadeError,
-    ClusterError,
-    EngineError,
-    ModelError,
-    PlanError,
-    from_exit_code,
-)
+from serve.core.errors import BrigadeError, ClusterError, EngineError, PlanError, from_exit_code
 from serve.core.plan import StagePlan
-from serve.front.orders import order, plan_request, replan_request
+from serve.front.orders import order
+from serve.front.plans import Plans
 from serve.front.stages import StageStatus, is_silent, suspicion
-from serve.parent.control import Hello, Hub, engine_ended, raise_if_error
-from serve.parent.engine import EngineProcess
+from serve.parent.control import Hello, Hub, engine_ended
+from serve.parent.engine import EngineProcess, copies_folder
 from serve.parent.restarts import Restarts, may_pass
 
 _WATCH_SECONDS = 0.5
@@ -88,13 +81,14 @@ class Lives:
         view: View,
         work: Work,
     ) -> None:
-        self._config, self._cluster, self._folder = config, cluster, folder
+        self._config, self._cluster = config, cluster
         self._view, self._work = view, work
         self._ranks = [StageStatus(rank, host) for rank, host in enumerate(cluster.hosts)]
         self.stages = list(self._ranks)  # those that take part
-        self._plans: dict[tuple[int, ...], list[StagePlan]] = {}  # for such ranks
+        self._plans = Plans(config, folder)
         self.hub = Hub(Hello.of(cluster, facts, os.getpid()), self._on_message)
         self._restarts = Restarts(config.max_restarts, config.restart_window)
+        self._copies = copies_folder()
         self._process: EngineProcess | None = None
         self.number = 0  # how often engines started anew
         self._faulty = asyncio.Event()
@@ -108,10 +102,9 @@ class Lives:
     async def run(self) -> None:
         """Raises why the cluster cannot go on."""
         self._process = await EngineProcess.start()
-        request = plan_request(self._config, self._cluster.num_ranks, str(self._folder))
-        self._plans[self.ring] = await self._plan(request)
+        plan = await self._plans.first(self.ring, self._process)
         await self.hub.wait_for(self.ring[1:], self._config.join_timeout)
-        self._take_part(self.ring)
+        self._take_part(plan)
         wait_seconds = 0.0
         while True:
             wait_seconds = await self._live(wait_seconds)
@@ -121,6 +114,7 @@ class Lives:
         await self.hub.close()
         if self._process:
             await self._process.stop()
+        self._copies.cleanup()
 
     # --- one life
 
@@ -166,7 +160,9 @@ class Lives:
         for stage in self.stages:
             assert stage.plan is not None
             stage.state = "joining"
-            told = order(self._config, self._cluster, self.ring, stage.plan, nonce)
+            told = order(
+                self._config, self._cluster, self.ring, stage.plan, nonce, self._copies.name
+            )
             if stage.rank:
                 stage.pid = self.hub.pid(stage.rank)
                 self.hub.send(stage.rank, {"type": "start", "order": told})
@@ -268,57 +264,31 @@ class Lives:
         except ClusterError as error:
             _logger.warning("event=going_on reason=%s", json.dumps(str(error)))
         there = (0, *sorted(self.hub.joined))
-        if there not in self._plans:
-            try:
-                await self._replan(there)
-            except PlanError as error:
-                _logger.warning("event=waiting reason=%s", json.dumps(str(error)))
-                await self._gather_all()
-                there = tuple(stage.rank for stage in self._ranks)
-        if there != self.ring:
-            self._take_part(there)
-
-    async def _replan(self, there: tuple[int, ...]) -> None:
-        """Raises PlanError if the model does not fit."""
-        assert self._process is not None
         memory = [self._ranks[rank].memory_bytes for rank in there]
-        request = replan_request(self._config, there, memory, str(self._folder))
+        assert self._process is not None
         try:
-            self._plans[there] = await self._plan(request)
-        except PlanError:  # The engine has ended with it.
+            plan = await self._plans.again(there, memory, self._process)
+        except PlanError as error:
+            _logger.warning("event=waiting reason=%s", json.dumps(str(error)))
             await self._process.stop()
             self._process = await EngineProcess.start()
-            raise
+            await self._gather_all()
+            there = tuple(stage.rank for stage in self._ranks)
+            plan = await self._plans.again(there, (), self._process)
+        if there != self.ring:
+            self._take_part(plan)
 
     def _renew_member(self, stage: StageStatus) -> None:
         stage.renew()
         self.hub.send(stage.rank, {"type": "renew", "life": self.number, "dump": self._stalled})
 
-    def _take_part(self, there: tuple[int, ...]) -> None:
-        self.stages = [self._ranks[rank] for rank in there]
-        for stage, planned in zip(self.stages, self._plans[there], strict=True):
-            stage.assign(replace(planned, rank=stage.rank))
-        self._view.planned([stage.plan for stage in self.stages if stage.plan])
+    def _take_part(self, plan: list[StagePlan]) -> None:
+        self.stages = [self._ranks[planned.rank] for planned in plan]
+        for stage, planned in zip(self.stages, plan, strict=True):
+            stage.assign(planned)
+        self._view.planned(plan)
 
     # --- what is heard
-
-    async def _plan(self, request: Json) -> list[StagePlan]:
-        """What rank 0's engine makes of it. Raises what is wrong with the plan or the model."""
-        assert self._process is not None
-        process = self._process
-        process.link.send_json(request)
-        try:
-            reply = process.link.receive_json()
-            message = await asyncio.wait_for(reply, self._config.load_timeout)
-        except (TimeoutError, asyncio.TimeoutError) as error:
-            raise ModelError(
-                f"No plan could be made within {self._config.load_timeout:g} s: does config.json "
-                "fit the weights? (--load-timeout)"
-            ) from error
-        if message is None:
-            message = engine_ended(0, await process.wait())
-        raise_if_error(message)
-        return [StagePlan.from_json(stage) for stage in message["stages"]]
 
     async def _read(self, process: EngineProcess) -> None:
         has_said_why = False

@@ -41,10 +41,15 @@ def replan_request(
 
 
 def order(
-    config: ServeConfig, cluster: Cluster, ring: Sequence[int], stage: StagePlan, nonce: int
+    config: ServeConfig,
+    cluster: Cluster,
+    ring: Sequence[int],
+    stage: StagePlan,
+    nonce: int,
+    copies: str,
 ) -> dict[str, Any]:
     """For the engine of one rank, as serve.rank.worker.Order reads it. ring are the ranks that
-    take part, in order."""
+    take part, in order. Paths are those of rank 0: other ranks have their own."""
     return {
         "type": "order",
         "rank": ring.index(stage.rank),
@@ -54,6 +59,7 @@ def order(
         "model": str(config.model),
         "commit": config.revision,
         "cache_dir": config.cache_dir and str(config.cache_dir),
+        "copies": copies,
         "layers": list(stage.layers),
         "kv_bits": config.kv_bits,
         "join_timeout": config.join_timeout,

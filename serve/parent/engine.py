@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from serve.parent.link import Link
 
@@ -29,6 +30,11 @@ def engine_environment(environment: Mapping[str, str]) -> dict[str, str]:
         chosen.setdefault("LD_PRELOAD", library)
         chosen.setdefault("OPENBLAS_NUM_THREADS", "1")
     return chosen
+
+
+def copies_folder() -> TemporaryDirectory[str]:
+    """For what an engine leaves to the next one. Whoever makes it cleans it up."""
+    return TemporaryDirectory(prefix="brigade-", ignore_cleanup_errors=True)
 
 
 class EngineProcess:

@@ -10,7 +10,7 @@ from serve.core import wire
 from serve.core.config import Address, Cluster, ServeConfig
 from serve.core.errors import ClusterError
 from serve.parent.control import Hello, engine_ended, error_message, join
-from serve.parent.engine import EngineProcess
+from serve.parent.engine import EngineProcess, copies_folder
 from serve.parent.link import Link
 
 Result = TypeVar("Result")
@@ -35,12 +35,14 @@ async def run_member(config: ServeConfig, cluster: Cluster, facts: dict[str, str
     hello = Hello.of(cluster, facts, os.getpid())
     hub = await _until(signalled, join(cluster.control, hello, config.join_timeout))
     grace_seconds = config.drain_timeout + _STOP_SECONDS
-    while hub is not None:
-        if await _until(signalled, _Member(config, cluster.rank, hub).run(), grace_seconds):
-            return
-        # A broken connection, or the end of rank 0. A launcher should see that end first.
-        await asyncio.sleep(_LAST_WORD_SECONDS)
-        hub = await _until(signalled, _join_again(cluster.control, hello))
+    with copies_folder() as copies:
+        while hub is not None:
+            member = _Member(config, cluster.rank, hub, copies)
+            if await _until(signalled, member.run(), grace_seconds):
+                return
+            # A broken connection, or the end of rank 0. A launcher should see that end first.
+            await asyncio.sleep(_LAST_WORD_SECONDS)
+            hub = await _until(signalled, _join_again(cluster.control, hello))
 
 
 async def _join_again(control: Address, hello: Hello) -> Link:
@@ -70,8 +72,8 @@ class _Member:
     """Does what rank 0 says. That its engine has ended it tells rank 0, and waits: all
     engines start anew together."""
 
-    def __init__(self, config: ServeConfig, rank: int, hub: Link) -> None:
-        self._config, self._rank, self._hub = config, rank, hub
+    def __init__(self, config: ServeConfig, rank: int, hub: Link, copies: str) -> None:
+        self._config, self._rank, self._hub, self._copies = config, rank, hub, copies
         self._life = 0
         self._engine: EngineProcess | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -101,7 +103,7 @@ class _Member:
             # What to load is rank 0's word, also the commit of a hub model; where, this host's.
             cache_dir = self._config.cache_dir and str(self._config.cache_dir)
             here = {"model": str(self._config.model), "cache_dir": cache_dir}
-            self._engine.link.send_json({**message["order"], **here})
+            self._engine.link.send_json({**message["order"], **here, "copies": self._copies})
         else:
             self._engine.link.send_json(message)
 

@@ -28,7 +28,7 @@ class Matrices:
 
     a: mx.array
     b: mx.array
-    gain: mx.array | None
+    gain: mx.array | None = None
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from serve.core.errors import AdapterError, EngineError, ModelError
 from serve.core.types import Step
 from serve.hub.partial import PartialModel, open_partial
 from serve.hub.repo import ADAPTER
-from serve.rank import trace
+from serve.rank import adapter_copies, trace
 from serve.rank.adapted import EMBEDDINGS, EXPERTS, Adapted, Matrices, Rows, note_routing
 from serve.rank.adapter_files import AdapterFiles, Target, file_stamp, read_adapter
 from serve.rank.stage import Stage
@@ -35,10 +35,6 @@ class ReadAdapter:
 
     files: AdapterFiles
     matrices: dict[str, Matrices]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(a.nbytes for m in self.matrices.values() for a in (m.a, m.b))
 
     def checksum(self) -> str:
         """Tells whether what is read from the same place another time is the same."""
@@ -63,13 +59,16 @@ class _Place:
 
 class Adapters:
     """Versions are numbers that rank 0 gives. `read` may be called from another thread than
-    the rest, which is the step loop's. cache_dir is where parts of hub adapters are kept."""
+    the rest, which is the step loop's. cache_dir is where parts of hub adapters are kept, copies
+    a folder that outlives this process."""
 
-    def __init__(self, stage: Stage, cache_dir: Path | None = None) -> None:
-        self._cache_dir = cache_dir
+    def __init__(
+        self, stage: Stage, cache_dir: Path | None = None, copies: Path | None = None
+    ) -> None:
+        self._cache_dir, self._copies = cache_dir, copies
         self._places = dict(_places(stage))
         self._num_layers = len(stage.layers)
-        self._read: dict[int, ReadAdapter] = {}
+        self._read: dict[int, dict[str, Matrices]] = {}
         self._slots: dict[int, int] = {}
         self._num_slots = 0
         self._adapted: dict[str, Adapted] = {}
@@ -77,7 +76,7 @@ class Adapters:
 
     @property
     def num_bytes(self) -> int:
-        waiting = sum(read.num_bytes for read in list(self._read.values()))
+        waiting = sum(map(_num_bytes, list(self._read.values())))
         return waiting + sum(array.nbytes for array in self._arrays())
 
     def read(
@@ -100,8 +99,8 @@ class Adapters:
         if partial:
             _fetch(partial, own)
         matrices = _read_matrices(files, own, {n: self._places[n].module for n in own})
-        self._read[version] = ReadAdapter(files, matrices)
-        return self._read[version]
+        self._read[version] = matrices
+        return ReadAdapter(files, matrices)
 
     def _open(self, repo: str, commit: str) -> PartialModel:
         try:
@@ -111,8 +110,13 @@ class Adapters:
 
     def answer(self, message: dict[str, Any]) -> dict[str, Any]:
         """What rank 0 gets to know of a `read` that it has asked for. targets is all modules
-        that the adapter is for, own those of this stage."""
+        that the adapter is for, own those of this stage. What the engine before this one has
+        read comes from its copy."""
         version = message["version"]
+        if self._copies and (copy := adapter_copies.read(self._copies, version, message["held"])):
+            mx.eval([(of.a, of.b, of.gain) for of in copy[0].values()])
+            self._read[version], told = copy
+            return dict(told)
         try:
             read = self.read(version, *(message[name] for name in _ASKED))
         except AdapterError as error:
@@ -120,7 +124,7 @@ class Adapters:
             return {"version": version, "error": refused}
         targets = read.files.targets
         scales = {target.scale for target in targets.values()}
-        return {
+        answer = {
             "version": version,
             "error": None,
             "digest": read.files.digest,
@@ -130,8 +134,11 @@ class Adapters:
             "kinds": sorted({name.rpartition(".")[2] for name in targets}),
             "lora_rank": read.files.rank,
             "scale": scales.pop() if len(scales) == 1 else None,
-            "num_bytes": read.num_bytes,
+            "num_bytes": _num_bytes(read.matrices),
         }
+        if self._copies:
+            adapter_copies.write(self._copies, version, read.matrices, answer)
+        return answer
 
     # --- in the step loop
 
@@ -146,14 +153,14 @@ class Adapters:
         return self._arrays() if new or step.unload else []
 
     def _install(self, version: int) -> None:
-        read = self._read.pop(version, None)
-        if read is None:
+        modules = self._read.pop(version, None)
+        if modules is None:
             raise EngineError(f"A step names adapter version {version}, which is not here.")
         slot = min(set(range(1, len(self._slots) + 2)).difference(self._slots.values()))
         if slot >= self._num_slots:
             self._move({s: s for s in self._slots.values()}, 2 * self._num_slots)
         self._slots[version] = slot
-        for name, matrices in read.matrices.items():
+        for name, matrices in modules.items():
             if name not in self._adapted:
                 place = self._places[name]
                 self._adapted[name] = Adapted(name, place.module, self._rows)
@@ -212,6 +219,10 @@ def _places(stage: Stage) -> Iterator[tuple[str, _Place]]:
         if isinstance(module, _ADAPTABLE) and "weight" in module:
             layer, inside = layers.get(id(module), (None, ""))
             yield name, _Place(module, layer, inside, routers.get(id(module)))
+
+
+def _num_bytes(modules: dict[str, Matrices]) -> int:
+    return sum(array.nbytes for of in modules.values() for array in (of.a, of.b))
 
 
 # --- reading

@@ -9,6 +9,7 @@ ends at once: there is nothing in it that is worth saving.
 import faulthandler
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -48,7 +49,8 @@ _NUM_SPANS = 4096
 class Order:
     """What the parent says at the start. ring are the ranks of the launch that take part, each
     with one of hosts, and rank is this one's place among them. commit makes model one of the
-    hub, `org/name`; cache_dir is where parts of it are kept, None for under HF_HOME."""
+    hub, `org/name`; cache_dir is where parts of it are kept, None for under HF_HOME; copies is a
+    folder that the parent keeps from one engine to the next."""
 
     rank: int
     ring: tuple[int, ...]
@@ -57,6 +59,7 @@ class Order:
     model: Path
     commit: str | None
     cache_dir: Path | None
+    copies: Path
     layers: tuple[int, int]
     kv_bits: int | None
     join_timeout: float
@@ -69,6 +72,7 @@ class Order:
             "hosts": tuple(fields["hosts"]),
             "model": Path(fields["model"]),
             "cache_dir": Path(fields["cache_dir"]) if fields["cache_dir"] else None,
+            "copies": Path(fields["copies"]),
             "layers": tuple(fields["layers"]),
         }
         return cls(**{**fields, **typed})
@@ -107,11 +111,12 @@ class StepLoop:
         kv_bits: int | None = None,
         folder: Path | None = None,
         cache_dir: Path | None = None,
+        copies: Path | None = None,
     ) -> None:
         self.stage = stage
         self.transport = transport
         self.caches = GroupCaches(lambda: quantized(stage.make_cache(), kv_bits), stage.can_batch)
-        self.adapters = Adapters(stage, cache_dir)
+        self.adapters = Adapters(stage, cache_dir, copies)
         self.outbox = Outbox(lambda step: transport.send(step, []))
         self.chooser = Chooser(folder)
         self.busy_seconds = 0.0
@@ -187,6 +192,8 @@ class Worker:
                 self._running_loop().outbox.put(wire.decode_step(body))
             else:
                 self._obey(wire.parse_json(body))
+        # The parent was killed: else it would have ended this process first.
+        shutil.rmtree(self.order.copies, ignore_errors=True)
 
     def _obey(self, message: dict[str, Any]) -> None:
         if message["type"] == "admit":
@@ -235,7 +242,10 @@ class Worker:
         model = self._model()
         folder = model if isinstance(model, Path) else model.folder
         loaded = load_stage(model, *order.layers, progress=self._loading)
-        self.loop = StepLoop(loaded.stage, self.transport, order.kv_bits, folder, order.cache_dir)
+        copies = order.copies / "{}-{}".format(*order.layers)
+        copies.mkdir(exist_ok=True)
+        places = folder, order.cache_dir, copies
+        self.loop = StepLoop(loaded.stage, self.transport, order.kv_bits, *places)
         self.status = {
             "state": "ready",
             "bytes_owned": loaded.bytes_owned,

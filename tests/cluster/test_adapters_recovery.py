@@ -1,11 +1,13 @@
 """Adapters after a recovery: the same versions, the same answers, also of requests that ran."""
 
+import shutil
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.cluster.questions import QUESTIONS
@@ -18,7 +20,12 @@ __all__ = ["answer", "folders"]  # fixtures of others
 
 
 @pytest.fixture
-def cluster(folders: list[Path]) -> Iterator[Server]:  # noqa: F811
+def cluster(
+    folders: list[Path],  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Server]:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with running(folders, 2, "--lora", "first=lora/b") as server:
         yield server
 
@@ -56,3 +63,44 @@ def test_answers_and_versions_survive_killed_engines(
         assert ask(cluster, model, QUESTIONS[5])[0] == answer(own, QUESTIONS[5])
     again = {a["name"]: a["version"] for a in cluster.get("/v1/lora_adapters")["data"]}
     assert again == versions
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_files_that_were_written_over_change_nothing(
+    cluster: Server,
+    answer: Whole,  # noqa: F811
+    folders: list[Path],  # noqa: F811
+    tmp_path: Path,
+    victim: int,
+) -> None:
+    """Also for requests that run meanwhile."""
+    for folder in folders[:2]:
+        shutil.copytree(folder / "lora" / "a", folder / "lora" / f"passing-{victim}")
+    assert load(cluster, "x", f"passing-{victim}").status_code == 200
+    assert [len(list(folder.iterdir())) for folder in tmp_path.glob("brigade-*")] == [2, 2]
+    for folder in folders[:2]:
+        file = folder / "lora" / f"passing-{victim}" / "adapters.safetensors"
+        file.write_bytes((folder / "lora" / "c" / "adapters.safetensors").read_bytes())
+        file.with_name("adapter_config.json").unlink()
+    with ThreadPoolExecutor(8) as threads:
+        asked = [threads.submit(ask, cluster, "x", QUESTIONS[n % 4]) for n in range(8)]
+        time.sleep(0.1)
+        parent = cluster.get("/admin/pipeline")["stages"][victim]["pid"]
+        psutil.Process(parent).children()[0].kill()
+        for n, one in enumerate(asked):
+            assert one.result() == (answer("a", QUESTIONS[n % 4]), 2)
+    cluster.wait_until_ready()
+    assert cluster.get("/admin/pipeline")["num_restarts"] == 1
+    assert ask(cluster, "x", QUESTIONS[5]) == (answer("a", QUESTIONS[5]), 2)
+    assert ask(cluster, "first", QUESTIONS[5]) == (answer("b", QUESTIONS[5]), 1)
+
+
+def test_copies_go_with_their_ranks(
+    folders: list[Path],  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with running(folders, 2, "--lora", "first=lora/b"):
+        assert len(list(tmp_path.glob("brigade-*/1.safetensors"))) == 2
+    assert not list(tmp_path.glob("brigade-*"))

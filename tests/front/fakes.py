@@ -154,6 +154,7 @@ class FakeRanks:
         self.num_bytes = [100_000, 50_000]
         self.own = (["a"], ["b"])
         self.paths: list[str] = []
+        self.told_held: list[list[int]] = []
         self.commits: list[str | None] = []
         self.is_silent = False
         self.are_loaded = asyncio.Event()
@@ -170,6 +171,7 @@ class FakeRanks:
 
     def tell_engines(self, message: dict[str, Any]) -> None:
         self.paths.append(message["path"])
+        self.told_held.append(message["held"])
         self.commits.append(message["commit"])
         self.held.add(message["version"])
         for rank in range(1 if self.is_silent else 2):

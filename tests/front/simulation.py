@@ -73,18 +73,21 @@ class Pipeline:
             prefill_chunk=self.prefill_chunk,
             num_groups=self.num_groups,
         )
+        self.added: dict[int, Sequence] = {}
         self._start_engines()
         self.events: list[Event] = []
         self.steps: list[Step] = []
         self.num_ticks = self.num_busy = self.num_overlapping = 0
         self.most_held = 0
-        self.added: dict[int, Sequence] = {}
         self.failing: set[tuple[int, int]] = set()  # (sequence, position) without a token
 
     def _start_engines(self) -> None:
-        self.stages = [StageModel() for _ in range(self.num_stages)]
+        self.stages = [self._new_stage() for _ in range(self.num_stages)]
         self.outbox = Outbox(self._send)
         self.queues: list[deque[Step]] = [deque() for _ in range(self.num_stages)]
+
+    def _new_stage(self) -> StageModel:
+        return StageModel()
 
     def kill(self) -> None:
         """The engines and all that is on its way are gone; new ones know nothing."""

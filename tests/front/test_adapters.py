@@ -130,7 +130,7 @@ async def test_what_is_pinned_or_in_use_stays() -> None:
     await adapters.load("b", "b", in_place=False)
     await adapters.change("a", pin=True, default=None, preload=False)
     ranks.running[2] = 1
-    with pytest.raises(OverloadedError, match="in use"):
+    with pytest.raises(OverloadedError, match="pinned or in use: try later, or unpin or unload"):
         await adapters.load("c", "c", in_place=False)
     assert ranks.held == {1, 2}
     ranks.running[2] = 0
@@ -276,6 +276,34 @@ async def test_a_load_that_ends_the_engines_is_not_asked_for_without_end() -> No
         await loading
     assert caught.value.http_status == 503
     assert ranks.adapters.names == [CONFIG.model_name]
+
+
+async def test_a_fault_right_after_the_last_answer_is_a_fault_all_the_same() -> None:
+    """The registry has not heard it yet, so it does not restore the version."""
+    ranks = FakeRanks()
+    loading = asyncio.create_task(ranks.adapters.load("x", "x", in_place=False))
+    while not ranks.held:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)  # the answers
+    start_anew(ranks)
+    await ranks.adapters.restore()
+    ranks.are_loaded.set()
+    await loading
+    assert ranks.held == {await ranks.adapters.version("x")}
+
+
+async def test_ranks_are_told_which_versions_they_may_have_read_before() -> None:
+    ranks = FakeRanks()
+    await ranks.adapters.load("x", "a", in_place=False)
+    ranks.running[1] = 1
+    await ranks.adapters.load("x", "b", in_place=True)
+    start_anew(ranks)
+    await ranks.adapters.restore()
+    ranks.are_loaded.set()
+    ranks.running[1] = 0
+    await ranks.adapters.unload("x")
+    await ranks.adapters.load("y", "c", in_place=False)
+    assert ranks.told_held == [[], [1], [1, 2], [1, 2], []]
 
 
 async def test_what_is_unloaded_while_it_is_read_again_does_not_stay() -> None:

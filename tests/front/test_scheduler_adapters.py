@@ -40,11 +40,11 @@ class AdapterStage(StageModel):
 class AdapterPipeline(Pipeline):
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.stages = [AdapterStage() for _ in range(self.num_stages)]
-        for stage in self.stages:
-            stage.sequences = self.added
         self.versions: Iterator[int] = count(1)
         self.current: dict[str, int] = {"base": 0}
+
+    def _new_stage(self) -> AdapterStage:
+        return AdapterStage(sequences=self.added)
 
     def load(self, name: str) -> None:
         """The registry's part: a new version that all have, in place of the old one."""

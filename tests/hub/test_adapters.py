@@ -62,8 +62,8 @@ def test_each_rank_reads_only_its_own_layers(
     pipeline = on_hub([home / "a", home / "b", home / "c"], [1, 3])
     for own in pipeline.adapters:
         hub.served.clear()
-        mine = read(own)
-        assert hub.data_bytes(headers) == mine.num_bytes
+        read(own)
+        assert hub.data_bytes(headers) == own.num_bytes
     local = Pipeline(LLAMA, [1, 3])
     local.read(1, repo)
     for got, expected in zip(pipeline.logits([1, 0]), local.logits([1, 0]), strict=True):
@@ -104,7 +104,8 @@ def test_what_the_hub_refuses_or_does_not_have(hub: FakeHub, home: Path, repo: P
     own._cache_dir = home / "e"
     hub.faults.cut = 2
     hub.faults.cut_bytes = 500
-    assert read(own).num_bytes > 0, "a connection that ends is taken up again"
+    read(own)
+    assert own.num_bytes > 0, "a connection that ends is taken up again"
 
 
 def test_a_hub_that_breaks_off_leaves_nothing(

@@ -20,6 +20,7 @@ from mlx_lm.tuner.utils import load_adapters
 from serve.core.errors import AdapterError, EngineError
 from serve.core.types import Row, Step
 from serve.core.wire import FrameReader, parse_json
+from serve.rank.adapter_files import read_adapter
 from serve.rank.adapters import Adapters
 from serve.rank.stage import Stage
 from serve.rank.worker import Order, Parent, Worker
@@ -122,7 +123,7 @@ CASES: dict[str, tuple[Make, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("cuts", [[], [2], [1, 2, 3]], ids=str)
+@pytest.mark.parametrize("cuts", [[], [2], [1, 3], [1, 2, 3]], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_each_row_has_its_own_adapter(tmp_path: Path, case: str, cuts: list[int]) -> None:
     make, *settings = CASES[case]
@@ -208,7 +209,7 @@ def test_a_mistake_in_reading_is_that_adapters_alone() -> None:
 
     here, there = socket.socketpair()
     with here, there:
-        order = Order(1, (0, 1), ("a", "b"), 0, Path(), None, None, (0, 2), None, 1.0)
+        order = Order(1, (0, 1), ("a", "b"), 0, Path(), None, None, Path(), (0, 2), None, 1.0)
         worker = Worker(Parent(here), order)
         worker._read_adapter({"version": 3}, Broken())  # type: ignore[arg-type]
         ((_, body),) = FrameReader().feed(there.recv(1 << 16))
@@ -351,11 +352,8 @@ def test_peft_patterns_give_ranks_and_scales(tmp_path: Path) -> None:
     adapters.write(tmp_path / "peft", "adapter_model.safetensors", tensors, config)
     pipeline = Pipeline(LLAMA, [2])
     pipeline.read(1, tmp_path / "peft")
-    scales = {
-        name: target.scale
-        for own in pipeline.adapters
-        for name, target in own._read[1].files.targets.items()
-    }
+    files = read_adapter(str(tmp_path / "peft"))
+    scales = {name: target.scale for name, target in files.targets.items()}
     assert scales["model.layers.1.mlp.up_proj"] == 1.7
     assert scales["model.layers.0.self_attn.k_proj"] == 2.0
     assert scales["model.layers.0.self_attn.q_proj"] == 1.7
@@ -489,6 +487,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         with pytest.raises(AdapterError, match=message) as raised:
             pipeline.read(1, folder, **options)
         assert raised.value.http_status == status
+        assert "model" not in str(raised.value), "the adapter is what should be mended"
 
     refused(tmp_path / "nowhere", "No adapter found", 404)
     refused(tmp_path / ("x" * 5000), "no path")

@@ -1,0 +1,132 @@
+"""What a new engine finds of the adapters that the one before it had read."""
+
+import logging
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from serve.rank.worker import Order, Parent, Worker
+from tests import adapters
+from tests.rank.test_adapters import ALL, LLAMA, Pipeline
+
+CUTS = [1, 3]  # three ranks
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {"keys": ALL},
+    "dora": {"dora": True, "keys": [*adapters.KEYS, "lm_head"]},
+    "not on every rank": {"num_layers": 1},
+}
+
+
+@pytest.fixture
+def parents(tmp_path: Path) -> list[Path]:
+    """The folder that each rank's parent keeps."""
+    folders = [tmp_path / f"rank-{rank}" for rank in range(len(CUTS) + 1)]
+    for folder in folders:
+        folder.mkdir()
+    return folders
+
+
+def ask(
+    pipeline: Pipeline, parents: list[Path], version: int, folder: Path, held: tuple[int, ...] = ()
+) -> list[dict[str, Any]]:
+    """The answers of all ranks."""
+    message = {"version": version, "path": str(folder), "root": None, "max_rank": 64}
+    message |= {"commit": None, "held": list(held)}
+    for own, parent in zip(pipeline.adapters, parents, strict=True):
+        own._copies = parent
+    return [own.answer(message) for own in pipeline.adapters]
+
+
+def there(parents: list[Path]) -> list[list[str]]:
+    return [sorted(file.stem for file in parent.iterdir()) for parent in parents]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fate", ["written over", "gone"])
+def test_a_new_engine_has_the_same_whatever_became_of_the_files(
+    tmp_path: Path, parents: list[Path], kind: str, fate: str
+) -> None:
+    folder = adapters.save_adapter(tmp_path / "a", LLAMA(), **KINDS[kind])
+    before = Pipeline(LLAMA, CUTS)
+    answers = ask(before, parents, 7, folder)
+    if fate == "gone":
+        shutil.rmtree(folder)
+    else:
+        adapters.save_adapter(folder, LLAMA(), seed=1, **KINDS[kind])
+    after = Pipeline(LLAMA, CUTS)
+    assert ask(after, parents, 7, folder, held=(7,)) == answers
+    assert [own.num_bytes for own in after.adapters] == [a["num_bytes"] for a in answers]
+    for old, new in zip(before.logits([7, 0, 7]), after.logits([7, 0, 7]), strict=True):
+        assert mx.array_equal(old, new), "to the last bit"
+    base = after.logits([0])[0]
+    assert not mx.array_equal(after.logits([7])[0], base), "the adapter says nothing"
+
+
+def test_without_a_copy_the_files_are_read(tmp_path: Path, parents: list[Path]) -> None:
+    folder = adapters.save_adapter(tmp_path / "a", LLAMA())
+    answers = ask(Pipeline(LLAMA, CUTS), parents, 1, folder)
+    for file in parents[1].iterdir():
+        file.unlink()  # as if that rank's parent were a new one
+    assert ask(Pipeline(LLAMA, CUTS), parents, 1, folder, held=(1,)) == answers
+    assert there(parents) == [["1"]] * 3
+
+
+def test_a_number_of_another_rank_0_is_not_that_version(
+    tmp_path: Path, parents: list[Path]
+) -> None:
+    """A rank may outlive rank 0, and its numbers begin anew."""
+    folders = [adapters.save_adapter(tmp_path / name, LLAMA(), i) for i, name in enumerate("ab")]
+    old = ask(Pipeline(LLAMA, CUTS), parents, 1, folders[0])
+    new = ask(Pipeline(LLAMA, CUTS), parents, 1, folders[1])
+    assert [a["checksum"] for a in new] != [a["checksum"] for a in old]
+    assert ask(Pipeline(LLAMA, CUTS), parents, 1, folders[0], held=(1,)) == new
+
+
+def test_copies_of_what_nobody_needs_go_with_the_next_one(
+    tmp_path: Path, parents: list[Path]
+) -> None:
+    folder = adapters.save_adapter(tmp_path / "a", LLAMA())
+    pipeline = Pipeline(LLAMA, CUTS)
+    for version in (1, 2, 3):
+        ask(pipeline, parents, version, folder, held=tuple(range(1, version)))
+    assert there(parents) == [["1", "2", "3"]] * 3
+    ask(pipeline, parents, 14, folder, held=(2,))
+    assert there(parents) == [["14", "2"]] * 3
+
+
+def test_what_is_refused_leaves_no_copy(tmp_path: Path, parents: list[Path]) -> None:
+    answers = ask(Pipeline(LLAMA, CUTS), parents, 1, tmp_path / "nowhere")
+    assert [answer["error"]["status"] for answer in answers] == [404] * 3
+    assert there(parents) == [[]] * 3
+
+
+def test_without_room_for_a_copy_the_adapter_works_all_the_same(
+    tmp_path: Path, parents: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = adapters.save_adapter(tmp_path / "a", LLAMA())
+    parents[0].rmdir()
+    pipeline = Pipeline(LLAMA, CUTS)
+    with caplog.at_level(logging.WARNING):
+        answers = ask(pipeline, parents, 1, folder)
+    assert "event=adapter_not_copied version=1" in caplog.text
+    pipeline.logits([1, 0])
+    assert ask(Pipeline(LLAMA, CUTS), parents, 1, folder, held=(1,)) == answers
+
+
+def test_an_engine_whose_parent_was_killed_leaves_nothing(tmp_path: Path) -> None:
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    (copies / "1.safetensors").touch()
+    here, there = socket.socketpair()
+    there.close()
+    with here:
+        worker = Worker(
+            Parent(here), Order(0, ("a",), 0, Path(), None, None, copies, (0, 2), None, 1.0)
+        )
+        worker._run_engine = worker._watch = lambda: None  # type: ignore[method-assign]
+        worker.run()
+    assert not copies.exists()
