@@ -8,6 +8,8 @@ import anthropic
 import httpx
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from serve.core.errors import BrigadeError, EngineError, OverloadedError, RequestError
@@ -215,6 +217,43 @@ def test_everything_else_is_refused_by_name(fields: dict[str, Any], named: str) 
         as_chat(**fields)
     assert named in str(told.value)
     assert told.value.http_status == 400
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=6,
+)
+kinds = st.sampled_from(["text", "tool_use", "tool_result", "thinking", "image"])
+strings = ("text", "id", "tool_use_id", "name", "thinking", "signature")
+blocks = st.fixed_dictionaries(
+    {"type": kinds},
+    optional={
+        **{name: st.text(max_size=9) for name in strings},
+        "input": st.dictionaries(st.text(max_size=5), anything),
+        "content": anything,
+        "is_error": st.booleans(),
+    },
+)
+turns = st.fixed_dictionaries(
+    {
+        "role": st.sampled_from(["user", "assistant", "system"]),
+        "content": st.lists(blocks, max_size=3) | st.text(max_size=9) | anything,
+    }
+)
+
+
+@settings(deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.lists(turns, max_size=4),
+    st.dictionaries(st.sampled_from(sorted(MessagesBody.model_fields)), anything, max_size=2),
+)
+def test_any_body_is_a_chat_or_the_fault_of_its_client(messages: Any, fields: Any) -> None:
+    try:
+        chat = parse(MessagesBody, {**HELLO, "messages": messages, **fields}).as_chat()
+    except RequestError:
+        return
+    assert chat.continue_final_message is (chat.messages[-1].role == "assistant")
 
 
 def test_tokens_are_counted_of_what_makes_a_prompt() -> None:
