@@ -5,6 +5,7 @@ from pathlib import Path
 
 from serve.core import errors
 from serve.core.config import ServeConfig
+from serve.front.anthropic import MessagesBody
 from serve.front.metrics import Metrics
 from serve.front.openai import _NEUTRAL, ChatBody, CompletionBody
 from serve.front.responses import ResponsesBody
@@ -52,10 +53,11 @@ def test_api_gives_every_parameter() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (both|chat|completions) \| (.+) \|", supported, re.M)
     for body, own in ((ChatBody, "chat"), (CompletionBody, "completions")):
         assert {name for name, of, _ in rows if of in (own, "both")} == set(body.model_fields)
-    described = supported.split("## Responses")[1]
-    names = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", described, re.M)
-    responses = [name for cell in names for name in re.findall(r"`(\w+)`", cell)]
-    assert sorted(responses) == sorted(ResponsesBody.model_fields)
+    responses, messages = supported.split("## Responses")[1].split("## Anthropic's messages")
+    for described, body in ((responses, ResponsesBody), (messages, MessagesBody)):
+        cells = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", described, re.M)
+        names = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
+        assert sorted(names) == sorted(body.model_fields)
     assert len(rows) == len({name for name, *_ in rows})
     assert set(re.findall(r"`(\w+)`", refused)) == _NEUTRAL.keys() - {
         "add_generation_prompt",  # Refused in completions: they have no template.

@@ -114,6 +114,7 @@ class Answer:
             for prompt in job.prompts
             for _ in prompt.samplings
         ]
+        self.is_stream = bool(job.body.stream)
         self._num_open = len(self._choices)
         self._record = record
         self._metrics = metrics
@@ -141,7 +142,7 @@ class Answer:
                 for chunk in self._take(number, event):
                     yield {**self._head, **chunk, **tail}
             if include_usage:
-                yield {**self._head, "choices": [], "usage": self._usage()}
+                yield {**self._head, "choices": [], "usage": self.usage()}
         except BrigadeError:
             self._record.finish_reason = "error"
             raise
@@ -235,6 +236,7 @@ class Answer:
         _logger.warning("request=%s failed in its stream: %s", self._record.request, error)
         return error
 
-    def _usage(self) -> Usage:
+    def usage(self) -> Usage:
+        """So far. What was cached is known with the first chunk."""
         num_prompt, num_cached = self._record.prompt_tokens or 0, self._generation.num_cached
         return replies.usage(num_prompt, self._num_tokens, num_cached)

@@ -30,6 +30,7 @@ from serve.core.errors import (
 from serve.front import chat, completions, guard, replies, schemas, tokenize
 from serve.front.answer import Answer, Engine, Job
 from serve.front.app_adapters import AdapterCalls
+from serve.front.app_anthropic import MessageCalls
 from serve.front.app_responses import ResponseCalls
 from serve.front.app_server import BACKLOG, Server
 from serve.front.app_stream import Stream, json_response
@@ -171,6 +172,7 @@ class Front:
             Route("/admin/trace", self.trace),
             Route("/admin/drain", self.drain, methods=["POST"]),
             *ResponseCalls(self).routes(),
+            *MessageCalls(self).routes(),
             *AdapterCalls(self._adapters, self._model).routes(),
         ]
 
@@ -195,6 +197,11 @@ class Front:
     def prepare_chat(self, body: ChatBody) -> Job:
         self._adapters.check(body.model)
         return chat.prepare(body, self._tokenizer, self._max_context)
+
+    def count(self, body: ChatBody) -> int:
+        """How many tokens its prompt has."""
+        self._adapters.check(body.model)
+        return len(self._tokenizer.encode(body.render(self._tokenizer)))
 
     def _read_completion(self, data: bytes) -> Job:
         body = parse(CompletionBody, json_object(data))
@@ -325,7 +332,7 @@ def _with_cors(app: guard.Application, config: ServeConfig) -> guard.Application
         allow_origins=config.cors_origin,
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
-        expose_headers=["X-Request-Id", "X-Adapter-Version", "Retry-After"],
+        expose_headers=["X-Request-Id", "Request-Id", "X-Adapter-Version", "Retry-After"],
     )
 
 
@@ -344,10 +351,12 @@ def _seconds(text: str) -> float:
 # --- errors
 
 
-async def _brigade_error(_: Request, error: Exception) -> Response:
+async def _brigade_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, BrigadeError)
     return json_response(
-        replies.error_object(error), error.http_status, replies.error_headers(error)
+        guard.error_reply(request.scope, error),
+        error.http_status,
+        replies.error_headers(error),
     )
 
 

@@ -1,6 +1,7 @@
 """The HTTP calls about responses: made of chats, kept for those that go on from them."""
 
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -8,15 +9,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from serve.core.errors import BrigadeError, RequestError
-from serve.front import guard
 from serve.front.answer import Answer, Job
-from serve.front.app_stream import Stream, json_response
+from serve.front.app_stream import in_events, json_response
 from serve.front.body import json_object
 from serve.front.openai import ChatBody, parse
 from serve.front.openapi import told
 from serve.front.replies import Json
 from serve.front.responses import ResponsesBody, Store, as_messages, response
-from serve.front.responses_events import Telling, server_sent
+from serve.front.responses_events import Telling
 
 # What a chat's fields are called here.
 _FIELDS = {
@@ -30,6 +30,8 @@ class Front(Protocol):
     """What it needs of the server that chats need, too."""
 
     def prepare_chat(self, body: ChatBody) -> Job: ...
+
+    def count(self, body: ChatBody) -> int: ...
 
     async def in_thread(self, request: Request, read: Callable[[bytes], Any]) -> Any: ...
 
@@ -54,15 +56,8 @@ class ResponseCalls:
         body, messages, job = await self._front.in_thread(request, self._read)
         answer, headers = await self._front.begin(request, job)
         telling = Telling(response(body))
-        if body.stream:
-            events = self._events(answer.outcome(include_usage=True), telling, messages)
-            return Stream(answer, (server_sent(event) async for event in events), headers)
-        try:
-            events = self._events(answer.chunks(include_usage=True), telling, messages)
-            await guard.unless_gone(request.receive, _all(events))
-        finally:
-            answer.close()
-        return json_response(telling.response, headers=headers)
+        tell = partial(self._events, telling=telling, messages=messages)
+        return await in_events(request, answer, tell, telling.response, headers)
 
     def _read(self, data: bytes) -> tuple[ResponsesBody, list[Json], Job]:
         """With the messages that lead to the answer, but for instructions: those end with it."""
@@ -102,8 +97,3 @@ class ResponseCalls:
             return json_response(self._store.get(id)[0])
         self._store.delete(id)
         return json_response({"id": id, "object": "response", "deleted": True})
-
-
-async def _all(events: AsyncIterator[Json]) -> None:
-    async for _ in events:
-        continue

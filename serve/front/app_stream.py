@@ -1,16 +1,20 @@
 """How answers leave: as JSON, or as a stream of events that ends with its client."""
 
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import SendTimeoutError
+from starlette.requests import Request
 from starlette.responses import Response
 
-from serve.front import replies
+from serve.core.errors import BrigadeError
+from serve.front import guard, replies
 from serve.front.answer import Answer
+from serve.front.replies import Json
 
+KEEP_ALIVE = ServerSentEvent(comment="keep-alive", sep="\n")
 KEEP_ALIVE_SECONDS = 15.0
 SEND_SECONDS = 60.0
 
@@ -23,17 +27,47 @@ def json_response(
     return Response(replies.encode(body), status, headers, "application/json")
 
 
+async def in_events(
+    request: Request,
+    answer: Answer,
+    tell: Callable[[AsyncIterator[Json | BrigadeError]], AsyncIterator[Json]],
+    whole: Json,
+    headers: dict[str, str],
+    ping: ServerSentEvent = KEEP_ALIVE,
+) -> Response:
+    """tell makes typed events of chunks, and fills whole with what they say: the reply to who
+    wants no stream."""
+    if answer.is_stream:
+        events = tell(answer.outcome(include_usage=True))
+        return Stream(answer, (replies.named_event(e) async for e in events), headers, ping)
+    try:
+        telling = _all(tell(answer.chunks(include_usage=True)))
+        await guard.unless_gone(request.receive, telling)
+    finally:
+        answer.close()
+    return json_response(whole, headers=headers)
+
+
+async def _all(events: AsyncIterator[Json]) -> None:
+    async for _ in events:
+        continue
+
+
 class Stream(EventSourceResponse):
     """Ends the answer also when the client is gone before its first event."""
 
     def __init__(
-        self, answer: Answer, events: AsyncIterator[bytes], headers: dict[str, str]
+        self,
+        answer: Answer,
+        events: AsyncIterator[bytes],
+        headers: dict[str, str],
+        ping: ServerSentEvent = KEEP_ALIVE,
     ) -> None:
         super().__init__(
             events,
             headers={"cache-control": "no-cache", **headers},
             ping=KEEP_ALIVE_SECONDS,
-            ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
+            ping_message_factory=lambda: ping,
             send_timeout=SEND_SECONDS,
         )
         self._answer = answer

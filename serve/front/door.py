@@ -40,7 +40,7 @@ class Door:
             self._check_key(scope)
             self._check_room(scope)
         except BrigadeError as error:
-            await answer(send, error)
+            await answer(scope, send, error)
             return
         self._num_inside += 1
         try:
@@ -73,11 +73,11 @@ class Door:
             return
         is_admin = path.startswith("/admin/") or path in _ADMIN
         keys = self._admin_keys if is_admin else self._api_keys
-        if keys and not _is_one_of(_token(scope), keys):
+        if keys and not any([_is_one_of(token, keys) for token in _tokens(scope)]):
             raise StatusError(
                 401,
                 f"A{'n admin' if is_admin else 'n API'} key is missing or wrong: send it as "
-                "Authorization: Bearer KEY.",
+                "Authorization: Bearer KEY, or as X-Api-Key: KEY.",
                 {"www-authenticate": "Bearer"},
                 "invalid_api_key",
             )
@@ -121,11 +121,15 @@ def _is_one_of(token: bytes, keys: Collection[bytes]) -> bool:
     return any([hmac.compare_digest(digest, key) for key in keys])
 
 
-def _token(scope: Scope) -> bytes:
-    """The bearer token; empty, which is no key, unless there is exactly one."""
-    given = [value for name, value in scope["headers"] if name == b"authorization"]
-    scheme, _, token = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
-    return token.strip() if scheme.lower() == b"bearer" else b""
+def _tokens(scope: Scope) -> list[bytes]:
+    """OpenAI's bearer token and Anthropic's key: each counts if its header is there once."""
+    given = [
+        [value for name, value in scope["headers"] if name == wanted]
+        for wanted in (b"authorization", b"x-api-key")
+    ]
+    bearer, key = (values[0] if len(values) == 1 else b"" for values in given)
+    scheme, _, token = bearer.partition(b" ")
+    return [token.strip() if scheme.lower() == b"bearer" else b"", key.strip()]
 
 
 def check_local(scope: Scope) -> None:

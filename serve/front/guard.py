@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Coroutine, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, MutableMapping
 from typing import Any, TypeVar
 
 from serve.core.config import ServeConfig
@@ -46,8 +46,11 @@ class Guard:
         async def watched(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = record.status or message["status"]
-                named = (b"x-request-id", record.request.encode("ascii"))
-                message = {**message, "headers": [*message["headers"], named]}
+                names = [b"x-request-id"]
+                if replies.speaks_anthropic(record.path):
+                    names.append(b"request-id")
+                named = [(name, record.request.encode("ascii")) for name in names]
+                message = {**message, "headers": [*message["headers"], *named]}
             await send(message)
 
         try:
@@ -68,9 +71,17 @@ class Guard:
         _logger.log(logging.DEBUG if quiet else logging.INFO, "%s", record.line())
 
 
-async def answer(send: Send, error: BrigadeError) -> None:
+def error_reply(scope: Scope, error: BrigadeError) -> Mapping[str, Any]:
+    """In the words of the API whose call it is."""
+    record: Record = scope[RECORD]
+    if replies.speaks_anthropic(record.path):
+        return replies.anthropic_error(error, record.request)
+    return replies.error_object(error)
+
+
+async def answer(scope: Scope, send: Send, error: BrigadeError) -> None:
     """Where no framework does."""
-    body = replies.encode(replies.error_object(error))
+    body = replies.encode(error_reply(scope, error))
     headers = {
         "content-type": "application/json",
         "content-length": str(len(body)),

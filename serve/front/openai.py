@@ -307,8 +307,10 @@ def _request_error(error: ValidationError, body: dict[str, Any]) -> RequestError
 
 
 def _reason(error: ErrorDetails) -> str:
-    if error["type"].startswith("union_tag") and "role" in error["ctx"]["discriminator"]:
-        return "role must be one of system, developer, user, assistant, tool"
+    if error["type"].startswith("union_tag") and "'" in error["ctx"]["discriminator"]:
+        field = error["ctx"]["discriminator"].strip("'")
+        known = error["ctx"].get("expected_tags", "").replace("'", "")
+        return f"{field} must be one of {known}" if known else f"{field} is missing"
     if error["type"] == "none_required":
         return "must be null"
     return error["msg"].rstrip(".")
@@ -324,7 +326,11 @@ def _path(location: tuple[int | str, ...], body: Any, is_missing: bool) -> str:
         if isinstance(step, int) and isinstance(body, list):
             path, body = f"{path}[{step}]", body[step] if step < len(body) else None
         elif isinstance(step, str) and isinstance(body, dict):
-            if step not in body and not (is_missing and number == len(location) - 1):
+            is_last = number == len(location) - 1
+            if step not in body and not (is_missing and is_last):
                 continue
+            has_parts = isinstance(body.get(step), dict | list)
+            if not is_last and not has_parts and (is_missing or location[number + 1] in body):
+                continue  # The tag of a union, which a field beside the next one is called, too.
             path, body = f"{path}.{step}" if path else step, body.get(step)
     return path[:_MOST_PATH_CHARACTERS]

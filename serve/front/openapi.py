@@ -39,12 +39,13 @@ class Route(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """body and reply are types; None is no body, and a reply that is text. chunk is the type of a
-    stream's events. errors are statuses beside those that follow from the rest."""
+    """body, reply and error are types; None is no body, and a reply that is text. chunk is the type
+    of a stream's events. errors are statuses beside those that follow from the rest."""
 
     body: Any = None
     reply: Any = None
     chunk: Any = None
+    error: Any = ErrorReply
     errors: frozenset[int] = frozenset()
     status: int = 200
     query: Mapping[str, Json] | None = None
@@ -66,8 +67,10 @@ def document(routes: Iterable[Route], version: str) -> Json:
         for route in routes
         for method in sorted(set(route.methods or ()) - {"HEAD"})
     ]
-    types = {kind for *_, c in calls for kind in (c.body, c.reply, c.chunk) if kind is not None}
-    schemas, components = _schemas([ErrorReply, *types])
+    types = {
+        kind for *_, c in calls for kind in (c.body, c.reply, c.chunk, c.error) if kind is not None
+    }
+    schemas, components = _schemas(list(types))
     paths: Json = {}
     for route, method, call in calls:
         path = re.sub(r":\w+}", "}", route.path)
@@ -75,11 +78,14 @@ def document(routes: Iterable[Route], version: str) -> Json:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Brigade", "version": version},
-        "security": [{}, {"key": []}],
+        "security": [{}, {"bearer": []}, {"key": []}],
         "paths": paths,
         "components": {
             "schemas": components,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+            },
         },
     }
 
@@ -117,7 +123,7 @@ def _operation(route: Route, method: str, call: Call, schemas: dict[Any, JsonSch
         content = {"application/json": {"schema": schemas[call.body]}}
         operation["requestBody"] = {"required": True, "content": content}
     for status in sorted(call.errors | (_WITH_BODY if call.body else set()) | {401, 503}):
-        content = {"application/json": {"schema": schemas[ErrorReply]}}
+        content = {"application/json": {"schema": schemas[call.error]}}
         error: Json = {"description": _REASONS[status], "content": content}
         operation["responses"][str(status)] = error
         if status in (429, 503):

@@ -1,13 +1,23 @@
-"""The bodies that go out: OpenAI's chat chunks, completions and error objects. Pure."""
+"""The bodies that go out: events, error objects, and replies folded out of chunks. Pure."""
 
 import json
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from serve.core.errors import BrigadeError, OverloadedError, RequestError, UnavailableError
-from serve.front.schemas import ErrorReply, Usage
+from serve.front.schemas import AnthropicError, AnthropicErrorReply, ErrorReply, Usage
 
 Json = dict[str, Any]
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
 
 
 def encode(body: Mapping[str, Any]) -> bytes:
@@ -19,6 +29,12 @@ def server_sent(body: Mapping[str, Any]) -> bytes:
 
 
 DONE = b"data: [DONE]\n\n"
+
+
+def named_event(event: Json) -> bytes:
+    """As Responses and Anthropic send them: named by their type."""
+    return f"event: {event['type']}\n".encode() + server_sent(event)
+
 
 # --- errors
 
@@ -47,6 +63,17 @@ def error_object(error: BrigadeError) -> ErrorReply:
             "code": error.code,
         }
     }
+
+
+def speaks_anthropic(path: str) -> bool:
+    """Whether the call at this path has Anthropic's errors, whatever goes wrong with it."""
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
+
+
+def anthropic_error(error: BrigadeError, request_id: str) -> AnthropicErrorReply:
+    kind = _ANTHROPIC_TYPES.get(error.http_status, "invalid_request_error")
+    told: AnthropicError = {"type": kind, "message": _public_message(error)}
+    return {"type": "error", "error": told, "request_id": request_id}
 
 
 def error_headers(error: BrigadeError) -> dict[str, str]:

@@ -8,6 +8,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
@@ -16,7 +17,7 @@ from serve.core.errors import NotFoundError, RequestError
 from serve.front.messages import Body, Empty, refuse
 from serve.front.openai import ChatBody, parse
 from serve.front.replies import Json, encode
-from serve.front.sampling import Number
+from serve.front.sampling import Temperature, TopP
 from serve.front.tools import MOST_TOOLS, Function, FunctionName
 
 MOST_KEPT = 1024
@@ -32,7 +33,7 @@ class Part(Body):
     logprobs: Empty | None = None
 
 
-def _as_parts(content: Any) -> Any:
+def as_parts(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
@@ -40,7 +41,7 @@ def _as_items(given: Any) -> Any:
     return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
-Parts = Annotated[list[Part], BeforeValidator(_as_parts, json_schema_input_type=str | list[Part])]
+Parts = Annotated[list[Part], BeforeValidator(as_parts, json_schema_input_type=str | list[Part])]
 
 
 class _Item(Body):
@@ -146,8 +147,8 @@ class ResponsesBody(Body):
     store: bool | None = None
     stream: bool | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     text: TextOptions | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
@@ -190,28 +191,36 @@ class ResponsesBody(Body):
 def as_messages(items: list[Json]) -> list[Json]:
     """A chat's messages. What an assistant thought, said and called one after the other is one."""
     messages: list[Json] = []
-    for item in items:
-        if item["type"] == "function_call_output":
-            content = _text(item["output"])
-            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
-        elif item["type"] == "message" and item["role"] != "assistant":
-            messages.append({"role": item["role"], "content": _text(item["content"])})
-        else:
-            _add(messages, item)
+    for is_assistant, run in groupby(items, _is_assistant):
+        of_run = list(run)
+        messages += [_of_assistant(of_run)] if is_assistant else map(_of_others, of_run)
     return messages
 
 
-def _add(messages: list[Json], item: Json) -> None:
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
-    last = messages[-1]
-    if item["type"] == "function_call":
-        function = {"name": item["name"], "arguments": item["arguments"]}
-        call = {"id": item["call_id"], "type": "function", "function": function}
-        last.setdefault("tool_calls", []).append(call)
-    else:
-        field = "content" if item["type"] == "message" else "reasoning_content"
-        last[field] = last.get(field, "") + _text(item["content"])
+def _is_assistant(item: Json) -> bool:
+    return item["type"] in ("function_call", "reasoning") or item.get("role") == "assistant"
+
+
+def _of_others(item: Json) -> Json:
+    if item["type"] == "message":
+        return {"role": item["role"], "content": _text(item["content"])}
+    result = {"tool_call_id": item["call_id"], "content": _text(item["output"])}
+    return {"role": "tool", **result}
+
+
+def _of_assistant(items: list[Json]) -> Json:
+    texts: dict[str, list[str]] = {"message": [], "reasoning": []}
+    calls = []
+    for item in items:
+        if item["type"] == "function_call":
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            calls.append({"id": item["call_id"], "type": "function", "function": function})
+        else:
+            texts[item["type"]].append(_text(item["content"]))
+    message: Json = {"role": "assistant", "content": "".join(texts["message"])}
+    if texts["reasoning"]:
+        message["reasoning_content"] = "".join(texts["reasoning"])
+    return message | ({"tool_calls": calls} if calls else {})
 
 
 def _text(parts: list[Json]) -> str:

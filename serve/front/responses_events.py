@@ -4,14 +4,10 @@ import secrets
 from collections.abc import Iterator
 
 from serve.core.errors import BrigadeError, RequestError
-from serve.front.replies import Json, encode, error_object
+from serve.front.replies import Json, error_object
 
 _TEXT = {"message": "output_text", "reasoning": "reasoning_text"}
 _PREFIX = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
-
-
-def server_sent(event: Json) -> bytes:
-    return f"event: {event['type']}\ndata: ".encode() + encode(event) + b"\n\n"
 
 
 class Telling:

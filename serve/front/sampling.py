@@ -64,15 +64,21 @@ def _not_empty(ids: list[int] | None) -> list[int] | None:
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Penalty = Annotated[Number, Field(ge=-2, le=2)]
+Temperature = Annotated[Number, Field(ge=0, le=2)]
+TopP = Annotated[Number, Field(gt=0, le=1)]
+TopK = Annotated[int, Field(ge=-1, le=_MOST_INT)]
+Stops = Annotated[
+    tuple[str, ...], BeforeValidator(_list_stops, json_schema_input_type=str | list[str] | None)
+]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=_MOST_INT)]], Field(fail_fast=True)]
 
 
 class SamplingBody(Body):
     """null is the same as leaving a field out."""
 
-    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=_MOST_INT)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -89,9 +95,7 @@ class SamplingBody(Body):
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=_MOST_INT)] | None = None
-    stop: Annotated[
-        tuple[str, ...], BeforeValidator(_list_stops, json_schema_input_type=str | list[str] | None)
-    ] = ()
+    stop: Stops = ()
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None

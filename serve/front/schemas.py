@@ -1,6 +1,6 @@
 """What goes out, as types: mypy holds what builds a reply to them, /openapi.json tells them."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from typing_extensions import NotRequired, TypedDict
 
@@ -14,6 +14,17 @@ class Error(TypedDict):
 
 class ErrorReply(TypedDict):
     error: Error
+
+
+class AnthropicError(TypedDict):
+    type: str
+    message: str
+
+
+class AnthropicErrorReply(TypedDict):
+    type: Literal["error"]
+    error: AnthropicError
+    request_id: str
 
 
 class PromptDetails(TypedDict):
@@ -132,6 +143,48 @@ class CompletionReply(_Reply):
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
     usage: NotRequired[Usage | None]
+
+
+class MessageText(TypedDict):
+    type: Literal["text"]
+    text: str
+
+
+class MessageThinking(TypedDict):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class MessageToolUse(TypedDict):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class MessageUsage(TypedDict):
+    """input_tokens are those that were computed anew."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessageReply(TypedDict):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[MessageText | MessageThinking | MessageToolUse]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class MessageTokens(TypedDict):
+    input_tokens: int
 
 
 class Tokenized(TypedDict):

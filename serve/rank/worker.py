@@ -242,9 +242,7 @@ class Worker:
         model = self._model()
         folder = model if isinstance(model, Path) else model.folder
         loaded = load_stage(model, *order.layers, progress=self._loading)
-        copies = order.copies / "{}-{}".format(*order.layers)
-        copies.mkdir(exist_ok=True)
-        places = folder, order.cache_dir, copies
+        places = folder, order.cache_dir, order.copies
         self.loop = StepLoop(loaded.stage, self.transport, order.kv_bits, *places)
         self.status = {
             "state": "ready",

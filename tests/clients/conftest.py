@@ -30,6 +30,8 @@ def environment(server: Server) -> dict[str, str]:
         **{name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ},
         "OPENAI_BASE_URL": f"{server.url}/v1",
         "OPENAI_API_KEY": "none",
+        "ANTHROPIC_BASE_URL": server.url,
+        "ANTHROPIC_API_KEY": "none",
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_OFFLINE": "1",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",

@@ -35,7 +35,9 @@ def bearer(key: str) -> dict[str, str]:
         bearer("sk-é"),
         {"Authorization": "sk-a"},
         {"Authorization": "Basic sk-a"},
-        {"X-Api-Key": "sk-a"},
+        {"X-Api-Key": "sk-"},
+        {"X-Api-Key": "root"},
+        {"X-Api-Key": "Bearer sk-a"},
     ],
 )
 def test_without_a_right_key_nobody_gets_in(engine: FakeEngine, headers: dict[str, str]) -> None:
@@ -51,9 +53,10 @@ def test_without_a_right_key_nobody_gets_in(engine: FakeEngine, headers: dict[st
 
 
 def test_two_keys_at_once_are_none(engine: FakeEngine) -> None:
-    twice = [("Authorization", "Bearer wrong"), ("Authorization", "Bearer sk-a")]
     with Running(engine, **KEYS) as server:
-        assert httpx.get(server.url + "/v1/models", headers=twice).status_code == 401
+        for name, before in (("Authorization", "Bearer "), ("X-Api-Key", "")):
+            twice = [(name, before + "wrong"), (name, before + "sk-a")]
+            assert httpx.get(server.url + "/v1/models", headers=twice).status_code == 401
 
 
 @pytest.mark.parametrize("key", ["sk-a", "sk-b"])
@@ -61,8 +64,12 @@ def test_each_key_gets_in(engine: FakeEngine, key: str) -> None:
     with Running(engine, **KEYS) as server:
         with openai.OpenAI(base_url=server.url + "/v1", api_key=key) as client:
             assert client.chat.completions.create(**HELLO).choices[0].message.content
-        headers = {"Authorization": f"bEARER   {key}"}
-        assert httpx.get(server.url + "/v1/models", headers=headers).status_code == 200
+        for headers in (
+            {"Authorization": f"bEARER   {key}"},
+            {"X-Api-Key": key},
+            {"X-Api-Key": key, "Authorization": "Bearer of another server"},
+        ):
+            assert httpx.get(server.url + "/v1/models", headers=headers).status_code == 200
 
 
 def test_the_official_client_sees_its_own_error(engine: FakeEngine) -> None:

@@ -10,8 +10,9 @@ import pytest
 from pydantic import TypeAdapter
 
 from serve.front import schemas
+from serve.front.anthropic import MessagesBody
 from serve.front.app import Front
-from serve.front.openai import _NEUTRAL, ChatBody, CompletionBody
+from serve.front.openai import _NEUTRAL, ChatBody, CompletionBody, Lenient
 from serve.front.responses import ResponsesBody
 from tests.front.fakes import CONFIG, FakeEngine, Running
 
@@ -56,12 +57,13 @@ def test_every_reference_leads_somewhere(document: Any) -> None:
         assert reference.rpartition("/")[2] in document["components"]["schemas"]
 
 
-@pytest.mark.parametrize("body", [ChatBody, CompletionBody, ResponsesBody])
+@pytest.mark.parametrize("body", [ChatBody, CompletionBody, ResponsesBody, MessagesBody])
 def test_bodies_have_the_fields_that_are_checked(document: Any, body: Any) -> None:
     schema = document["components"]["schemas"][body.__name__]
-    neutral = set() if body is ResponsesBody else _NEUTRAL.keys()
+    is_lenient = issubclass(body, Lenient)
+    neutral = _NEUTRAL.keys() if is_lenient else set()
     assert schema["properties"].keys() == body.model_fields.keys() | neutral
-    assert schema["additionalProperties"] is (body is not ResponsesBody)
+    assert schema["additionalProperties"] is is_lenient
     assert schema["required"]
 
 
@@ -88,6 +90,9 @@ def test_what_clients_may_write_is_told_and_not_what_becomes_of_it(document: Any
         ("/tokenize", {"prompt": "hi", "return_token_strs": True}, schemas.Tokenized),
         ("/tokenize", CHAT, schemas.Tokenized),
         ("/detokenize", {"tokens": [5]}, schemas.Detokenized),
+        ("/v1/messages", {**CHAT, "max_tokens": 5}, schemas.MessageReply),
+        ("/v1/messages/count_tokens", CHAT, schemas.MessageTokens),
+        ("/v1/messages", CHAT, schemas.AnthropicErrorReply),
         ("/v1/models", None, schemas.ModelList),
         ("/version", None, schemas.Version),
         ("/ready", None, schemas.Status),

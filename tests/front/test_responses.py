@@ -10,8 +10,9 @@ from pydantic import TypeAdapter
 
 from serve.core.errors import EngineError, NotFoundError, RequestError
 from serve.front.openai import parse
+from serve.front.replies import named_event
 from serve.front.responses import ResponsesBody, Store, as_messages, response
-from serve.front.responses_events import Telling, server_sent
+from serve.front.responses_events import Telling
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
@@ -149,7 +150,7 @@ def told(telling: Telling, *chunks: dict[str, Any]) -> Iterator[Any]:
         yield from telling.finish()
 
     for event in events():
-        sent = json.loads(server_sent(event).partition(b"data: ")[2])
+        sent = json.loads(named_event(event).partition(b"data: ")[2])
         yield EVENT.validate_python(sent)
 
 

