@@ -26,8 +26,8 @@ MOST_LINES = {
     "serve/core": 1_170,
     "serve/front": 5_400,
     "serve/hub": 960,
-    "serve/parent": 780,
-    "serve/rank": 3_320,
+    "serve/parent": 775,
+    "serve/rank": 3_325,
     "serve/tune": 2_200,
 }
 

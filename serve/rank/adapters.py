@@ -69,6 +69,7 @@ class Adapters:
         self._places = dict(_places(stage))
         self._num_layers = len(stage.layers)
         self._read: dict[int, dict[str, Matrices]] = {}
+        self._uncopied: tuple[int, dict[str, Matrices], dict[str, Any]] | None = None
         self._slots: dict[int, int] = {}
         self._num_slots = 0
         self._adapted: dict[str, Adapted] = {}
@@ -136,9 +137,14 @@ class Adapters:
             "scale": scales.pop() if len(scales) == 1 else None,
             "num_bytes": _num_bytes(read.matrices),
         }
-        if self._copies:
-            adapter_copies.write(self._copies, version, read.matrices, answer)
+        self._uncopied = version, read.matrices, answer
         return answer
+
+    def copy(self) -> None:
+        """What was read last, once rank 0 has heard of it: nobody has to wait for a disk."""
+        if self._copies and self._uncopied:
+            adapter_copies.write(self._copies, *self._uncopied)
+        self._uncopied = None
 
     # --- in the step loop
 

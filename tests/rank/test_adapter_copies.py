@@ -38,7 +38,10 @@ def ask(
     message |= {"commit": None, "held": list(held)}
     for own, parent in zip(pipeline.adapters, parents, strict=True):
         own._copies = parent
-    return [own.answer(message) for own in pipeline.adapters]
+    answers = [own.answer(message) for own in pipeline.adapters]
+    for own in pipeline.adapters:
+        own.copy()
+    return answers
 
 
 def there(parents: list[Path]) -> list[list[str]]:

@@ -207,6 +207,9 @@ def test_a_mistake_in_reading_is_that_adapters_alone() -> None:
         def answer(self, _: dict[str, Any]) -> dict[str, Any]:
             raise BufferError("odd")
 
+        def copy(self) -> None:
+            """There is nothing."""
+
     here, there = socket.socketpair()
     with here, there:
         order = Order(1, ("a", "b"), 0, Path(), None, None, Path(), (0, 2), None, 1.0)
