@@ -490,7 +490,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         with pytest.raises(AdapterError, match=message) as raised:
             pipeline.read(1, folder, **options)
         assert raised.value.http_status == status
-        assert "model" not in str(raised.value), "the adapter is what should be mended"
+        assert "the model" not in str(raised.value), "the adapter is what should be mended"
 
     refused(tmp_path / "nowhere", "No adapter found", 404)
     refused(tmp_path / ("x" * 5000), "no path")
