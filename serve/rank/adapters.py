@@ -6,7 +6,7 @@ between steps.
 
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,7 @@ class Adapters:
         self._places = dict(_places(stage))
         self._num_layers = len(stage.layers)
         self._read: dict[int, dict[str, Matrices]] = {}
+        self._uncopied: tuple[int, dict[str, Matrices], dict[str, Any]] | None = None
         self._slots: dict[int, int] = {}
         self._num_slots = 0
         self._adapted: dict[str, Adapted] = {}
@@ -113,7 +114,7 @@ class Adapters:
         that the adapter is for, own those of this stage. What the engine before this one has
         read comes from its copy."""
         version = message["version"]
-        if self._copies and (copy := adapter_copies.read(self._copies, version, message["held"])):
+        if copy := self._copies and self._copy_of(version, message["held"]):
             mx.eval([(of.a, of.b, of.gain) for of in copy[0].values()])
             self._read[version], told = copy
             return dict(told)
@@ -136,9 +137,23 @@ class Adapters:
             "scale": scales.pop() if len(scales) == 1 else None,
             "num_bytes": _num_bytes(read.matrices),
         }
-        if self._copies:
-            adapter_copies.write(self._copies, version, read.matrices, answer)
+        self._uncopied = version, read.matrices, answer
         return answer
+
+    def _copy_of(
+        self, version: int, held: Collection[int]
+    ) -> tuple[dict[str, Matrices], dict[str, Any]] | None:
+        """None also if that engine had other layers."""
+        assert self._copies
+        copy = adapter_copies.read(self._copies, version, held)
+        is_ours = copy and copy[1]["own"] == sorted(self._places.keys() & copy[1]["targets"])
+        return copy if is_ours else None
+
+    def copy(self) -> None:
+        """What was read last, once rank 0 has heard of it: nobody has to wait for a disk."""
+        if self._copies and self._uncopied:
+            adapter_copies.write(self._copies, *self._uncopied)
+        self._uncopied = None
 
     # --- in the step loop
 

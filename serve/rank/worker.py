@@ -219,6 +219,7 @@ class Worker:
             self.parent.send(wire.json_frame(answer))
         except OSError as error:
             fail(self.parent, error, f"Rank {self.order.rank}")
+        adapters.copy()
 
     def _running_loop(self) -> StepLoop:
         if self.loop is None:

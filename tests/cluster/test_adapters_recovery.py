@@ -12,7 +12,7 @@ import pytest
 
 from tests.cluster.questions import QUESTIONS
 from tests.cluster.servers import Server
-from tests.cluster.test_adapters import Whole, answer, ask, folders, load, running
+from tests.cluster.test_adapters import Whole, answer, ask, folders, load, running, wait_until
 
 pytestmark = pytest.mark.long
 
@@ -77,7 +77,7 @@ def test_files_that_were_written_over_change_nothing(
     for folder in folders[:2]:
         shutil.copytree(folder / "lora" / "a", folder / "lora" / f"passing-{victim}")
     assert load(cluster, "x", f"passing-{victim}").status_code == 200
-    assert [len(list(folder.iterdir())) for folder in tmp_path.glob("brigade-*")] == [2, 2]
+    wait_until(lambda: len(list(tmp_path.glob("brigade-*/2.safetensors"))) == 2)
     for folder in folders[:2]:
         file = folder / "lora" / f"passing-{victim}" / "adapters.safetensors"
         file.write_bytes((folder / "lora" / "c" / "adapters.safetensors").read_bytes())
@@ -102,5 +102,5 @@ def test_copies_go_with_their_ranks(
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with running(folders, 2, "--lora", "first=lora/b"):
-        assert len(list(tmp_path.glob("brigade-*/1.safetensors"))) == 2
+        wait_until(lambda: len(list(tmp_path.glob("brigade-*/1.safetensors"))) == 2)
     assert not list(tmp_path.glob("brigade-*"))

@@ -38,7 +38,10 @@ def ask(
     message |= {"commit": None, "held": list(held)}
     for own, parent in zip(pipeline.adapters, parents, strict=True):
         own._copies = parent
-    return [own.answer(message) for own in pipeline.adapters]
+    answers = [own.answer(message) for own in pipeline.adapters]
+    for own in pipeline.adapters:
+        own.copy()
+    return answers
 
 
 def there(parents: list[Path]) -> list[list[str]]:
@@ -130,3 +133,18 @@ def test_an_engine_whose_parent_was_killed_leaves_nothing(tmp_path: Path) -> Non
         worker._run_engine = worker._watch = lambda: None  # type: ignore[method-assign]
         worker.run()
     assert not copies.exists()
+
+
+def test_an_engine_with_other_layers_reads_the_files(tmp_path: Path, parents: list[Path]) -> None:
+    folder = adapters.save_adapter(tmp_path / "a", LLAMA())
+    whole = ask(Pipeline(LLAMA, []), parents[:1], 1, folder)
+    for cuts in ([1, 3], [2], [2, 3], []):  # some layers more on a rank, some fewer, and again
+        num_ranks = len(cuts) + 1
+        pipeline = Pipeline(LLAMA, cuts)
+        answers = ask(pipeline, parents[:num_ranks], 1, folder, held=(1,))
+        assert sorted(name for answer in answers for name in answer["own"]) == whole[0]["own"]
+        expected = Pipeline(LLAMA, cuts)
+        for own in expected.adapters:
+            own.read(1, str(folder), None, 64)
+        for one, other in zip(pipeline.logits([1, 0]), expected.logits([1, 0]), strict=True):
+            assert mx.array_equal(one, other)

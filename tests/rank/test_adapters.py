@@ -207,6 +207,9 @@ def test_a_mistake_in_reading_is_that_adapters_alone() -> None:
         def answer(self, _: dict[str, Any]) -> dict[str, Any]:
             raise BufferError("odd")
 
+        def copy(self) -> None:
+            """There is nothing."""
+
     here, there = socket.socketpair()
     with here, there:
         order = Order(1, (0, 1), ("a", "b"), 0, Path(), None, None, Path(), (0, 2), None, 1.0)
@@ -487,7 +490,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         with pytest.raises(AdapterError, match=message) as raised:
             pipeline.read(1, folder, **options)
         assert raised.value.http_status == status
-        assert "model" not in str(raised.value), "the adapter is what should be mended"
+        assert "the model" not in str(raised.value), "the adapter is what should be mended"
 
     refused(tmp_path / "nowhere", "No adapter found", 404)
     refused(tmp_path / ("x" * 5000), "no path")
