@@ -105,8 +105,8 @@ def _hand_over(config: FineTuneConfig, adapter: Path | None) -> None:
     if adapter is None:
         return
     if config.fine_tune_type == "full":
-        folder = shlex.quote(str(config.adapter_path / "model"))
-        print(f"A server starts with it by\nbrigade serve --model {folder}")
+        words = ["brigade", "serve", "--model", str(config.whole_path)]
+        print(f"A server starts with it by\n{shlex.join(words)}")
         return
     name = adapter_name(config.adapter_path)
     if config.load_into:

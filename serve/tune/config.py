@@ -147,6 +147,11 @@ class FineTuneConfig:
         return hub_id(self.model)
 
     @property
+    def whole_path(self) -> Path:
+        """Where full tuning leaves a model folder."""
+        return self.adapter_path / "model"
+
+    @property
     def trains(self) -> bool:
         return self.train or not self.test
 

@@ -183,7 +183,8 @@ def _check_texts(messages: Sequence[dict[str, Any]]) -> None:
     for number, message in enumerate(messages, start=1):
         content = message.get("content")
         texts = [part.get("text") for part in content] if isinstance(content, list) else [content]
-        if not any(isinstance(text, str) for text in texts) and not message.get("tool_calls"):
+        is_text = any(isinstance(text, str) for text in texts)
+        if not is_text and message.get("role") != "tool" and not message.get("tool_calls"):
             raise ValueError(f"message {number}, of {message.get('role')}, has no text in content")
 
 

@@ -40,9 +40,8 @@ def make_optimizer(config: FineTuneConfig) -> Any:
         optimizer = _OPTIMIZERS[config.optimizer](learning_rate=_rate(config), **own)
         if config.optimizer == "muon" and "learning_rate" in adamw:
             rate = _rate(config, adamw.pop("learning_rate"))
-            return MuonAndAdamW(
-                [optimizer, optimizers.AdamW(rate, **adamw)], [_is_matrix_of_a_layer]
-            )
+            both = [optimizer, optimizers.AdamW(rate, **adamw)]
+            return MuonAndAdamW(both, [_is_matrix_of_a_layer])
         return optimizer
     except (ArithmeticError, TypeError, ValueError, LookupError) as error:
         raise UsageError(

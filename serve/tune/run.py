@@ -78,7 +78,7 @@ class Run:
             self._show(results.write(config, self._facts(), spans))
             if config.fine_tune_type == "full":
                 trained = self._best_folder(done) / checkpoint.ADAPTERS
-                written = whole.write(self.model, trained, config.adapter_path)
+                written = whole.write(self.model, trained, config.whole_path)
                 self._show(Written([written], None))
 
     # --- before training

@@ -101,6 +101,11 @@ def test_gradients_on_a_quantized_base() -> None:
     assert_equal_to_the_unsplit_model(config_of(), 3, "llama", quantized)
 
 
+def test_numbers_of_four_bits_cannot_be_trained() -> None:
+    with pytest.raises(UsageError, match=r"model\..*weight is quantised"):
+        tuned(config_of(fine_tune_type="full"), "llama", make=quantized)
+
+
 def test_stages_below_the_first_trained_layer_have_no_backward() -> None:
     """The last layer is trained alone, so three of four ranks only go forward."""
     config = config_of(num_layers=1)
@@ -152,6 +157,23 @@ def test_full_tuning_trains_a_tied_embedding_from_both_ends(num_ranks: int) -> N
         one_end = {name: ran.gradients[name]}
         assert largest_difference(one_end, {name: expected[name]}) > 0.1
     mx.eval([ran.gradients for ran, _ in ranks])
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "changes"),
+    [
+        (1, {"schedule": "interleaved", "stages_per_rank": 4}),
+        (2, {"schedule": "interleaved", "stages_per_rank": 2}),
+        (3, {"schedule": "zero-bubble"}),
+        (2, {"schedule": "gpipe", "grad_checkpoint": True}),
+    ],
+)
+def test_full_tuning_of_a_tied_model_by_other_schedules(
+    num_ranks: int, changes: dict[str, Any]
+) -> None:
+    """With several stages a rank both ends may be on one."""
+    config = config_of(fine_tune_type="full", **changes)
+    assert_equal_to_the_unsplit_model(config, num_ranks, "llama-tied")
 
 
 def test_a_tied_embedding_stays_the_same_on_both_ends() -> None:

@@ -160,7 +160,7 @@ def test_of_a_model_of_the_hub_the_rest_is_fetched(hub: FakeHub, tmp_path: Path)
     (tmp_path / "out").mkdir()
     mx.save_safetensors(str(tmp_path / "out" / checkpoint.ADAPTERS), changed)
     model = pin(REPO, None, tmp_path / "cache")
-    whole.write(model, tmp_path / "out" / checkpoint.ADAPTERS, tmp_path / "out")
+    whole.write(model, tmp_path / "out" / checkpoint.ADAPTERS, tmp_path / "out" / "model")
     assert same(tensors_of(tmp_path / "out" / "model"), before | changed)
     num_bytes = sum(array.nbytes for name, array in before.items() if name not in changed)
     served = sum(s.end - s.start for s in hub.served if s.file.endswith(".safetensors"))
@@ -181,13 +181,13 @@ def test_what_cannot_be_written_leaves_the_folder_before(
     with monkeypatch.context() as patch:
         patch.setattr(whole, "build_model", refuse)
         with pytest.raises(ModelError):
-            whole.write(TINY_CHAT, out / checkpoint.ADAPTERS, out)
+            whole.write(TINY_CHAT, out / checkpoint.ADAPTERS, out / "model")
     assert same(tensors_of(out / "model"), before)
 
     def full(*_: object, **__: object) -> None:
         raise RuntimeError("[save_safetensors] No space left on device")
 
     monkeypatch.setattr(whole, "save_model", full)
-    with pytest.raises(UsageError, match=f"--adapter-path {out} cannot be written"):
-        whole.write(TINY_CHAT, out / checkpoint.ADAPTERS, out)
+    with pytest.raises(UsageError, match=f"--adapter-path {out / 'model'} cannot be written"):
+        whole.write(TINY_CHAT, out / checkpoint.ADAPTERS, out / "model")
     assert same(tensors_of(out / "model"), before)
