@@ -64,7 +64,7 @@ def make_trainable(config: FineTuneConfig, draw: Draw, model: nn.Module) -> None
         last = model.layers[len(model.layers) - num_layers :]
         for module in [model] if num_layers == len(model.layers) else last:
             module.unfreeze()
-        for name, array in tree_flatten(model.trainable_parameters()):
+        for name, array in dict(tree_flatten(model.trainable_parameters())).items():
             if not mx.issubdtype(array.dtype, mx.floating):
                 raise UsageError(
                     f"--fine-tune-type full: {name} is quantised, and cannot be trained: give the "
