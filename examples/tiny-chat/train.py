@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -111,12 +111,12 @@ def write_dialogues(path: Path, source: Source, lesson: Lesson, count: int) -> N
             stream.write(json.dumps({"messages": dialogue.messages, **tools}) + "\n")
 
 
-def write_data(folder: Path, seed: int, lessons: Sequence[Lesson] = LESSONS) -> None:
+def write_data(folder: Path, seed: int) -> None:
     """Write what each lesson learns from. Validation sees the curve and chooses nothing that the
     held-out split should judge: it is drawn from the training split too."""
     train = Source(Random(f"train {seed}"), "train")
     valid = Source(Random(f"valid {seed}"), "train")
-    for lesson in lessons:
+    for lesson in LESSONS:
         write_dialogues(folder / lesson.name / "train.jsonl", train, lesson, lesson.num_dialogues)
         write_dialogues(folder / lesson.name / "valid.jsonl", valid, lesson, VALID_DIALOGUES)
 

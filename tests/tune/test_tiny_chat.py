@@ -3,9 +3,11 @@ loop that its losses must be those of."""
 
 import importlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +21,7 @@ import pytest
 from serve.tune import data
 from serve.tune.config import FineTuneConfig, read_yaml
 from tests.cluster.servers import TINY_CHAT
-from tests.tune.runs import losses_of
+from tests.tune.runs import losses_of, same
 
 pytestmark = pytest.mark.long
 
@@ -42,23 +44,24 @@ def script() -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="module")
 def work(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first model and the data, of which each run needs little here."""
-    folder: Path = tmp_path_factory.mktemp("tiny") / "work"
-    script.write_start(folder / "start", 7)
-    script.write_data(folder, 7, [replace(lesson, num_dialogues=1000) for lesson in script.LESSONS])
-    return folder
-
-
-@pytest.fixture(scope="module")
-def models(script: ModuleType, work: Path) -> list[Path]:
-    """What both runs have written."""
-    found, model = [], work / "start"
+    """The whole of train.py, with few dialogues for each run and for the score."""
+    folder: Path = tmp_path_factory.mktemp("tiny")
     more = ["--iters", str(NUM_UPDATES), "--save-every", str(NUM_UPDATES)]
     more += ["--steps-per-report", "1", "--val-batches", "1", "--batch-size", str(NUM_ROWS)]
-    for lesson in script.LESSONS:
-        model = script.fine_tune(lesson, model, work, 7, more)
-        found.append(model)
-    return found
+    few = [replace(lesson, num_dialogues=1000) for lesson in script.LESSONS]
+    words = ["--work", str(folder / "work"), "--out", str(folder / "out"), "--", *more]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "LESSONS", few)
+        patch.setattr(script, "score_folder", partial(script.score_folder, num_dialogues=20))
+        patch.setattr(sys, "argv", ["train.py", *words])
+        script.main()
+    return folder / "work"
+
+
+@pytest.fixture
+def models(work: Path) -> list[Path]:
+    """What both runs have written."""
+    return [work / "runs" / name / "model" for name in ("basics", "dialogues")]
 
 
 def schedule(highest: float) -> Callable[[mx.array], mx.array]:
@@ -117,16 +120,29 @@ def test_one_run_follows_the_other(models: list[Path]) -> None:
     assert f"--model {models[0]}" in card
 
 
-def test_what_comes_out_is_such_a_folder_as_the_embedded_model(models: list[Path]) -> None:
-    ours, embedded = (mx.load(str(f / "model.safetensors")) for f in (models[1], TINY_CHAT))
+def test_what_comes_out_is_such_a_folder_as_the_embedded_model(
+    work: Path, models: list[Path]
+) -> None:
+    out = work.parent / "out"
+    ours, embedded = (mx.load(str(f / "model.safetensors")) for f in (out, TINY_CHAT))
+    last = mx.load(str(models[1] / "model.safetensors"))
     assert isinstance(ours, dict)
     assert isinstance(embedded, dict)
+    assert isinstance(last, dict)
     shapes = [{name: (a.shape, a.dtype) for name, a in m.items()} for m in (ours, embedded)]
     assert shapes[0] == shapes[1]
+    assert same(ours, last)
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
-        found, expected = (json.loads((f / name).read_text()) for f in (models[1], TINY_CHAT))
+        found, expected = (json.loads((f / name).read_text()) for f in (out, TINY_CHAT))
         assert found == expected, name
-    assert (models[1] / "tokenizer.json").read_text() == (TINY_CHAT / "tokenizer.json").read_text()
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (out / name).read_text() == (TINY_CHAT / name).read_text()
+
+
+def test_the_card_says_how_good_it_is(work: Path) -> None:
+    text = (work.parent / "out" / "training.md").read_text()
+    assert text.startswith((work / "runs" / "dialogues" / "README.md").read_text())
+    assert re.search(r"^\| \*\*all\*\* \| [0-9]+ of [0-9]+ \| [0-9.]+% \|$", text, re.MULTILINE)
 
 
 def test_each_lesson_has_a_dialogue_for_each_row(script: ModuleType) -> None:
