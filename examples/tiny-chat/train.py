@@ -26,7 +26,6 @@ from transformers import PreTrainedTokenizerFast
 from vocabulary import train_tokenizer
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
 MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -121,15 +120,16 @@ def write_data(folder: Path, seed: int) -> None:
         write_dialogues(folder / lesson.name / "valid.jsonl", valid, lesson, VALID_DIALOGUES)
 
 
-def fine_tune(lesson: Lesson, model: Path, work: Path, seed: int, more: list[str]) -> Path:
-    """Run `brigade fine-tune` on two ranks; return the model folder that it has written."""
-    out = work / "runs" / lesson.name
-    words = ["launch", "-n", "2", "--", "fine-tune", "--model", str(model)]
-    words += ["--config", str(HERE / f"{lesson.name}.yaml"), "--data", str(work / lesson.name)]
-    words += ["--adapter-path", str(out), "--seed", str(seed), *more]
+def fine_tune(lesson: Lesson, model: str, work: Path, seed: int, more: list[str]) -> str:
+    """Run `brigade fine-tune` on two ranks; return the model folder that it has written. Paths
+    are relative to the work folder, as the model card shows them."""
+    settings, out = f"{lesson.name}.yaml", f"runs/{lesson.name}"
+    shutil.copyfile(HERE / settings, work / settings)
+    words = ["launch", "-n", "2", "--", "fine-tune", "--model", model, "--config", settings]
+    words += ["--data", lesson.name, "--adapter-path", out, "--seed", str(seed), *more]
     print("brigade", *words, flush=True)
-    subprocess.run([sys.executable, "-m", "launcher.cli", *words], cwd=ROOT, check=True)
-    return out / "model"
+    subprocess.run([sys.executable, "-m", "launcher.cli", *words], cwd=work, check=True)
+    return f"{out}/model"
 
 
 def main() -> None:
@@ -144,17 +144,17 @@ def main() -> None:
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         work = (arguments.work or Path(temporary)).resolve()
-        model = work / "start"
-        write_start(model, arguments.seed)
+        write_start(work / "start", arguments.seed)
         write_data(work, arguments.seed)
         print(f"data after {time.monotonic() - started:.0f} s", flush=True)
+        last = "start"
         for lesson in LESSONS:
-            model = fine_tune(lesson, model, work, arguments.seed, arguments.more)
+            last = fine_tune(lesson, last, work, arguments.seed, arguments.more)
         minutes = (time.monotonic() - started) / 60
         arguments.out.mkdir(parents=True, exist_ok=True)
-        for path in [*(work / "start").iterdir(), model / "model.safetensors"]:
-            shutil.copyfile(model / path.name, arguments.out / path.name)
-        card = (model / "README.md").read_text()
+        for path in (work / "start").iterdir():
+            shutil.copyfile(work / last / path.name, arguments.out / path.name)
+        card = (work / last / "README.md").read_text()
     scores = table(*score_folder(arguments.out))
     print(scores)
     took = f"Data and both runs took {minutes:.0f} minutes."
