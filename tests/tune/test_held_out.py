@@ -98,12 +98,14 @@ def renamed_turns(turns: Sequence[dict[str, str]]) -> Iterator[dict[str, Any]]:
             yield {"role": roles[turn["from"]], "content": turn["value"]}
 
 
+@pytest.mark.timeout(240)
 def test_chats_with_tools_train_on_two_ranks_as_on_one(tool_chats: Path, tmp_path: Path) -> None:
     """Every turn of the assistant is learned, calls among them."""
     assert roles_of(tool_chats) == {"user", "assistant", "tool"}
+    more = ["--learning-rate", "1e-3", "--batch-size", "2", "--val-batches", "4"]
     outs = [tmp_path / "one", tmp_path / "two"]
     for num_ranks, out in enumerate(outs, start=1):
-        said = finish(launch(num_ranks, flags(tool_chats, out, "--learning-rate", "1e-3")))
+        said = finish(launch(num_ranks, flags(tool_chats, out, *more)))
         assert "269 examples, " in said
         assert "36 examples are cut at --max-seq-length, 1 left out" in said
     one, two = (losses_of(out) for out in outs)
