@@ -18,7 +18,7 @@ MOST_MEDIAN_FUNCTION_LINES = 10
 MOST_FILE_LINES = 350
 
 # Each room's share, so that one cannot grow at another's cost. docs/architecture.md says why
-# they are 17,350 together and not the 8,000 of the first plan.
+# they are 17,810 together and not the 8,000 of the first plan.
 MOST_LINES = {
     "launcher": 2_100,
     "serve/bench": 390,
@@ -27,8 +27,8 @@ MOST_LINES = {
     "serve/front": 5_950,
     "serve/hub": 960,
     "serve/parent": 620,
-    "serve/rank": 3_350,
-    "serve/tune": 2_200,
+    "serve/rank": 3_370,
+    "serve/tune": 2_400,
 }
 
 UNOWNED = re.compile(r"\b(TODO|FIXME|XXX)\b(?!\([\w@-]+\))")

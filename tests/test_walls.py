@@ -52,6 +52,8 @@ OWNERS = {
     "llguidance": ["serve.front.structured", "serve.rank.grammar"],
     "httpx": ["serve.bench.client"],
     "matplotlib": ["serve.bench.plot", "serve.tune.plot"],
+    "tensorboardX": ["serve.cli.report_to"],
+    "wandb": ["serve.cli.report_to"],
     "rich": ["serve.cli.*", "launcher.*"],
     # Nothing is pickled between processes: a message says what it holds.
     "jinja2": ["serve.tune.data"],

@@ -13,7 +13,6 @@ from random import Random
 from typing import Any
 
 import mlx.core as mx
-from batches import render
 from dialogues import Dialogue, Source, draw_dialogue
 from mlx_lm import load
 from mlx_lm.models.cache import make_prompt_cache
@@ -27,6 +26,14 @@ class Turn:
     task: str
     prompt: tuple[int, ...]
     wanted: tuple[int, ...]
+
+
+def render(tokenizer: Any, dialogue: Dialogue) -> str:
+    """Render a whole dialogue with the chat template."""
+    text: str = tokenizer.apply_chat_template(
+        dialogue.messages, tools=dialogue.tools, tokenize=False
+    )
+    return text
 
 
 def turns_of(tokenizer: Any, dialogue: Dialogue) -> list[Turn]:
@@ -79,6 +86,26 @@ def score(
     return asked, right
 
 
+def score_folder(
+    folder: Path, num_dialogues: int = 1500, seed: int = 1, show: int = 0
+) -> tuple[Counter[str], Counter[str]]:
+    """Score the model in a folder on held-out dialogues."""
+    model, wrapper = load(str(folder))[:2]
+    tokenizer = wrapper._tokenizer
+    source = Source(Random(f"evaluate {seed}"), "test")
+    dialogues = [draw_dialogue(source) for _ in range(num_dialogues)]
+    turns = [turn for dialogue in dialogues for turn in turns_of(tokenizer, dialogue)]
+    return score(model, tokenizer, turns, show)
+
+
+def table(asked: Counter[str], right: Counter[str]) -> str:
+    """Say it in Markdown."""
+    rows = [(task, right[task], asked[task]) for task in sorted(asked)]
+    rows.append(("**all**", right.total(), asked.total()))
+    lines = [f"| {name} | {good} of {all_} | {good / all_:.2%} |" for name, good, all_ in rows]
+    return "\n".join(["| task | right | share |", "|---|---|---|", *lines])
+
+
 def main() -> None:
     """Read the command line, score, print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -90,17 +117,10 @@ def main() -> None:
     parser.add_argument("--show", type=int, default=0, help="how many wrong answers to print")
     arguments = parser.parse_args()
     mx.set_default_device(mx.cpu)
-    model, wrapper = load(str(arguments.model))[:2]
-    tokenizer = wrapper._tokenizer
-    source = Source(Random(f"evaluate {arguments.seed}"), "test")
-    dialogues = [draw_dialogue(source) for _ in range(arguments.dialogues)]
-    turns = [turn for dialogue in dialogues for turn in turns_of(tokenizer, dialogue)]
-    asked, right = score(model, tokenizer, turns, arguments.show)
-    for task in sorted(asked):
-        print(f"{task:10} {right[task]:5} of {asked[task]:5}  {right[task] / asked[task]:7.2%}")
-    print(
-        f"{'all':10} {right.total():5} of {asked.total():5}  {right.total() / asked.total():7.2%}"
+    asked, right = score_folder(
+        arguments.model, arguments.dialogues, arguments.seed, arguments.show
     )
+    print(table(asked, right))
     if right.total() < arguments.wanted * asked.total():
         sys.exit(f"below {arguments.wanted:.0%}")
 

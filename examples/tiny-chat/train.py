@@ -1,30 +1,31 @@
-"""Train Tiny from nothing: data, tokenizer, model, all from one seed, on one CPU core.
+"""Train Tiny from nothing by `brigade fine-tune`, on two ranks of this machine.
 
-Writes a folder that mlx_lm and transformers load without any code of ours.
+Tokenizer, first weights and data come from one seed. Two runs follow each other, the second on
+the model folder that the first has written.
 """
 
 import argparse
 import json
+import shutil
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import mlx.core as mx
-import mlx.optimizers as optim
-from batches import Batch, draw_batches
-from dialogues import Source, draw_basic, draw_dialogue
-from mlx.nn.losses import cross_entropy
-from mlx.nn.utils import value_and_grad
+from dialogues import Dialogue, Source, draw_basic, draw_dialogue
+from evaluate import score_folder, table
 from mlx.utils import tree_flatten
 from mlx_lm.models.llama import Model, ModelArgs
 from transformers import PreTrainedTokenizerFast
 from vocabulary import train_tokenizer
 
+HERE = Path(__file__).resolve().parent
 MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -43,146 +44,122 @@ MODEL: dict[str, Any] = {
     "tie_word_embeddings": True,
     "torch_dtype": "float32",
 }
+VOCABULARY = 1024
+TOKENIZER_DIALOGUES = 20_000
+VALID_DIALOGUES = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """Everything that the result depends on."""
+class Lesson:
+    """One run; `name`.yaml has its settings. Each dialogue is learned once."""
 
-    seed: int = 7
-    vocab_size: int = 1024
-    tokenizer_dialogues: int = 20_000
-    basic_steps: int = 800
-    steps: int = 6400
-    muon_lr: float = 0.015
-    adam_lr: float = 3e-3
-    batch_tokens: int = 1536
-    warmup_steps: int = 100
-    final_lr_share: float = 0.01
+    name: str
+    draw: Callable[[Source], Dialogue]
+    num_dialogues: int
 
 
-def make_tokenizer(settings: Settings) -> PreTrainedTokenizerFast:
+# Copying and adding come only after many examples in a row: in the full mixture from the start
+# the model answered no list and hardly a sum after a quarter of the time.
+LESSONS = (
+    Lesson("basics", draw_basic, 800 * 84),
+    Lesson("dialogues", draw_dialogue, 5600 * 32),
+)
+
+
+def make_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     """Train the tokenizer on what is said in training dialogues."""
-    source = Source(Random(f"tokenizer {settings.seed}"), "train")
-    drawn = (draw_dialogue(source) for _ in range(settings.tokenizer_dialogues))
+    source = Source(Random(f"tokenizer {seed}"), "train")
+    drawn = (draw_dialogue(source) for _ in range(TOKENIZER_DIALOGUES))
     texts = (message["content"] for dialogue in drawn for message in dialogue.messages)
-    return train_tokenizer(texts, settings.vocab_size, MODEL["max_position_embeddings"])
+    return train_tokenizer(texts, VOCABULARY, MODEL["max_position_embeddings"])
 
 
-def make_config(tokenizer: PreTrainedTokenizerFast, settings: Settings) -> dict[str, Any]:
-    """Complete the model's config with what the tokenizer decides."""
+def write_start(folder: Path, seed: int) -> None:
+    """Write a model that has learned nothing: config, tokenizer, and weights at random."""
+    folder.mkdir(parents=True)
+    tokenizer = make_tokenizer(seed)
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    return {**MODEL, "vocab_size": settings.vocab_size, "bos_token_id": None, **ids}
-
-
-def make_schedule(lr: float, settings: Settings) -> Callable[[mx.array], mx.array]:
-    """Warm up linearly, then fall along a cosine."""
-    warmup_steps = settings.warmup_steps
-    warmup = optim.linear_schedule(0.0, lr, warmup_steps)
-    decay = optim.cosine_decay(lr, settings.steps - warmup_steps, lr * settings.final_lr_share)
-    schedule: Callable[[mx.array], mx.array] = optim.join_schedules([warmup, decay], [warmup_steps])
-    return schedule
-
-
-def make_optimizer(settings: Settings) -> optim.Optimizer:
-    """Muon for the matrices inside the layers, AdamW for the embedding and the norms.
-
-    On reversing and adding alone Muon needed half as many dialogues as AdamW for the same loss.
-    """
-    muon_schedule = make_schedule(settings.muon_lr, settings)
-    muon = optim.Muon(muon_schedule, momentum=0.95, weight_decay=0.0)
-    adam_schedule = make_schedule(settings.adam_lr, settings)
-    adam = optim.AdamW(adam_schedule, betas=[0.9, 0.98], weight_decay=0.0)
-
-    def in_layer(name: str, value: mx.array) -> bool:
-        return "layers" in name and value.ndim == 2
-
-    return optim.MultiOptimizer([muon, adam], [in_layer])
-
-
-def save(folder: Path, model: Model, tokenizer: PreTrainedTokenizerFast, config: Any) -> None:
-    """Write weights, config, generation config and tokenizer."""
-    folder.mkdir(parents=True, exist_ok=True)
-    weights = dict(tree_flatten(model.parameters()))
-    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    keys = ("bos_token_id", "pad_token_id")
-    generation = {"eos_token_id": [config["eos_token_id"]], **{key: config[key] for key in keys}}
-    generation |= {"do_sample": False}
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    config = {**MODEL, "vocab_size": VOCABULARY, "bos_token_id": None, **ids}
+    write_json(folder / "config.json", config)
+    generation = {**ids, "bos_token_id": None, "eos_token_id": [ids["eos_token_id"]]}
+    write_json(folder / "generation_config.json", {**generation, "do_sample": False})
     tokenizer.save_pretrained(folder)
     # transformers 5 writes a class name and a list that transformers 4 rejects. Both know this
     # class, and tokenizer.json says by itself which tokens are special.
     path = folder / "tokenizer_config.json"
     written = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     written.pop("extra_special_tokens", None)
-    path.write_text(json.dumps(written, indent=2) + "\n")
+    write_json(path, written)
+    mx.random.seed(seed)
+    weights = dict(tree_flatten(Model(ModelArgs.from_dict(config)).parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
 
 
-def loss_of(model: Model, inputs: mx.array, positions: mx.array, targets: mx.array) -> mx.array:
-    """Mean cross-entropy of what the assistant says.
-
-    Inputs are (B, L). Only the N positions that predict a target go through the head: exp is
-    most of the cost of a small model on a CPU.
-    """
-    hidden = model.model(inputs)
-    chosen = hidden.reshape(-1, hidden.shape[-1])[positions]
-    logits = model.model.embed_tokens.as_linear(chosen)
-    return cross_entropy(logits, targets, reduction="mean")
+def write_json(path: Path, value: Any) -> None:
+    """Write as people would."""
+    path.write_text(json.dumps(value, indent=2) + "\n")
 
 
-def lessons(tokenizer: PreTrainedTokenizerFast, settings: Settings) -> Iterator[Batch]:
-    """Draw the batches: the basics, then dialogues of all kinds.
-
-    Copying and adding come only after many examples in a row: in the full mixture from the start
-    the model answered no list and hardly a sum after a quarter of the time.
-    """
-    source = Source(Random(f"train {settings.seed}"), "train")
-    basics = draw_batches(tokenizer, partial(draw_basic, source), settings.batch_tokens)
-    yield from islice(basics, settings.basic_steps)
-    yield from draw_batches(tokenizer, partial(draw_dialogue, source), settings.batch_tokens)
+def write_dialogues(path: Path, source: Source, lesson: Lesson, count: int) -> None:
+    """Write one dialogue a line, as `--data` takes them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as stream:
+        for _ in range(count):
+            dialogue = lesson.draw(source)
+            tools = {"tools": dialogue.tools} if dialogue.tools else {}
+            stream.write(json.dumps({"messages": dialogue.messages, **tools}) + "\n")
 
 
-def take_steps(model: Model, optimizer: optim.Optimizer, batches: Iterator[Batch]) -> None:
-    """Take one step for each batch; one line of log for every 50 steps."""
-    loss_and_grad = value_and_grad(model, partial(loss_of, model))
-    started, seen, losses = time.monotonic(), 0, []
-    for number, batch in enumerate(batches, start=1):
-        loss, gradients = loss_and_grad(*(mx.array(part) for part in batch))
-        gradients, _ = optim.clip_grad_norm(gradients, 1.0)
-        optimizer.update(model, gradients)
-        # One step's graph at a time: the next one starts from these arrays.
-        mx.eval(loss, model.state, optimizer.state)
-        losses.append(loss.item())
-        seen += batch[0].size
-        if number % 50 == 0:
-            seconds, mean = time.monotonic() - started, sum(losses) / len(losses)
-            rate = seen / seconds
-            print(f"step={number} loss={mean:.4f} seconds={seconds:.0f} tokens_per_s={rate:.0f}")
-            losses.clear()
+def write_data(folder: Path, seed: int) -> None:
+    """Write what each lesson learns from. Validation sees the curve and chooses nothing that the
+    held-out split should judge: it is drawn from the training split too."""
+    train = Source(Random(f"train {seed}"), "train")
+    valid = Source(Random(f"valid {seed}"), "train")
+    for lesson in LESSONS:
+        write_dialogues(folder / lesson.name / "train.jsonl", train, lesson, lesson.num_dialogues)
+        write_dialogues(folder / lesson.name / "valid.jsonl", valid, lesson, VALID_DIALOGUES)
 
 
-def train(settings: Settings, folder: Path) -> None:
-    """Train a model from nothing and save it."""
-    mx.random.seed(settings.seed)
-    tokenizer = make_tokenizer(settings)
-    config = make_config(tokenizer, settings)
-    model = Model(ModelArgs.from_dict(config))
-    batches = islice(lessons(tokenizer, settings), settings.steps)
-    take_steps(model, make_optimizer(settings), batches)
-    save(folder, model, tokenizer, config)
+def fine_tune(lesson: Lesson, model: str, work: Path, seed: int, more: list[str]) -> str:
+    """Run `brigade fine-tune` on two ranks; return the model folder that it has written. Paths
+    are relative to the work folder, as the model card shows them."""
+    settings, out = f"{lesson.name}.yaml", f"runs/{lesson.name}"
+    shutil.copyfile(HERE / settings, work / settings)
+    words = ["launch", "-n", "2", "--", "fine-tune", "--model", model, "--config", settings]
+    words += ["--data", lesson.name, "--adapter-path", out, "--seed", str(seed), *more]
+    print("brigade", *words, flush=True)
+    subprocess.run([sys.executable, "-m", "launcher.cli", *words], cwd=work, check=True)
+    return f"{out}/model"
 
 
 def main() -> None:
-    """Read the command line and train."""
+    """Read the command line; train, keep and score the model."""
     parser = argparse.ArgumentParser(description=__doc__)
-    default = Path(__file__).parent
-    parser.add_argument("--out", type=Path, default=default, help="folder to write")
-    parser.add_argument("--seed", type=int, default=Settings().seed)
+    parser.add_argument("--out", type=Path, default=HERE, help="folder to write")
+    parser.add_argument("--work", type=Path, help="folder for data and runs, kept afterwards")
+    parser.add_argument("--seed", type=int, default=7, help="of everything")
+    parser.add_argument("more", nargs="*", help="after --: more flags for both runs")
     arguments = parser.parse_args()
-    # Small float32 matrices: the CPU is what everybody has, and gives the same numbers again.
     mx.set_default_device(mx.cpu)
-    train(Settings(seed=arguments.seed), arguments.out)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as temporary:
+        work = (arguments.work or Path(temporary)).resolve()
+        write_start(work / "start", arguments.seed)
+        write_data(work, arguments.seed)
+        print(f"data after {time.monotonic() - started:.0f} s", flush=True)
+        last = "start"
+        for lesson in LESSONS:
+            last = fine_tune(lesson, last, work, arguments.seed, arguments.more)
+        minutes = (time.monotonic() - started) / 60
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        for path in (work / "start").iterdir():
+            shutil.copyfile(work / last / path.name, arguments.out / path.name)
+        card = (work / last / "README.md").read_text()
+    scores = table(*score_folder(arguments.out))
+    print(scores)
+    took = f"Data and both runs took {minutes:.0f} minutes."
+    text = f"{card}\n{took}\n\n## Held-out answers\n\n{scores}\n"
+    (arguments.out / "training.md").write_text(text)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from rich.console import Console
 from serve.cli.flags import parse
 from serve.cli.load_into import adapter_name, check_server, curl_line, load_into
 from serve.cli.main import FIRST_WORD_SECONDS, follow_launcher, stop_before_the_start, who_has_what
+from serve.cli.report_to import Reports, check_libraries
 from serve.cli.training import TrainingView
 from serve.core.checkpoint import read_checkpoint
 from serve.core.config import read_cluster
@@ -24,6 +25,7 @@ from serve.core.errors import BrigadeError, DisagreementError, UsageError
 from serve.core.plan import check_num_ranks
 from serve.parent.engine import engine_environment
 from serve.tune.config import FineTuneConfig, read_yaml
+from serve.tune.events import Event
 from serve.tune.schedule import Shape, make_schedule
 
 _SERVER = "http://127.0.0.1:8080"  # where `brigade serve` listens unless told
@@ -41,15 +43,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Imported here: a wrong flag should not wait for MLX.
         from serve.tune.run import run
 
-        view = TrainingView()
+        view, reports = TrainingView(), Reports(config)
+
+        def show(event: Event) -> None:
+            view(event)
+            reports(event)
+
         try:
-            run(config, cluster, view, _command(argv, cluster.num_ranks))
+            run(config, cluster, show, _command(argv, cluster.num_ranks))
         except BrigadeError:
             # Mostly all ranks see the same: then rank 0 says it.
             time.sleep(FIRST_WORD_SECONDS if cluster.rank else 0)
             raise
         finally:
             view.close()
+            reports.close()
         _hand_over(config, view.adapter)
     except BrigadeError as error:
         if isinstance(error, DisagreementError):
@@ -72,8 +80,10 @@ def check(argv: Sequence[str], num_ranks: int, rank: int = 0) -> FineTuneConfig:
         raise UsageError(
             f"--data {config.data} is no folder: give one with train.jsonl and perhaps valid.jsonl."
         )
-    if config.load_into and rank == 0:
-        check_server(config.load_into)
+    if rank == 0:
+        check_libraries(config.services)
+        if config.load_into:
+            check_server(config.load_into)
     num_micro_batches = config.grad_accumulation_steps * config.num_micro_batches(num_ranks)
     make_schedule(config.schedule, Shape(num_ranks, num_micro_batches, config.num_chunks()))
     return config
@@ -92,7 +102,11 @@ def _parse(argv: Sequence[str]) -> FineTuneConfig:
 
 def _hand_over(config: FineTuneConfig, adapter: Path | None) -> None:
     """On rank 0. Raises ClusterError if the server does not take the adapter."""
-    if adapter is None or config.fine_tune_type == "full":
+    if adapter is None:
+        return
+    if config.fine_tune_type == "full":
+        words = ["brigade", "serve", "--model", str(config.whole_path)]
+        print(f"A server starts with it by\n{shlex.join(words)}")
         return
     name = adapter_name(config.adapter_path)
     if config.load_into:

@@ -13,17 +13,20 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_unflatten
 from mlx_lm import utils
 
 from serve.core.errors import ModelError
 from serve.hub.partial import PartialModel
 from serve.rank.stage import Stage
 from serve.rank.trace import depends_on
+from serve.rank.trial import named_arrays
 
 _PART_BYTES = 64 << 20
 _NUM_TRACED = 400  # arrays in one call of the tracer
 
 Item = TypeVar("Item")
+Made = TypeVar("Made")
 # Told what goes on ("fetching" or "loading"), the bytes that are done, and all of them.
 Progress = Callable[[str, int, int], None]
 Prepare = Callable[[nn.Module], object]
@@ -49,16 +52,19 @@ def load_stage(
 ) -> LoadedStage:
     """Builds layers [start, end) and reads their weights. prepare may change the whole lazy
     model before it is cut."""
+
+    def cut(whole: nn.Module) -> Stage:
+        prepare(whole)
+        return Stage(whole, start, end)
+
     before = _bytes_read()
     bytes_fetched = 0
     if isinstance(model, PartialModel):
         folder = model.folder
-        stage, bytes_fetched = _fetch_stage(model, start, end, progress, prepare)
+        stage, bytes_fetched = _filled(model, progress, cut, lambda s: s.weights().values())
     else:
         folder = model
-        whole = build_model(folder)
-        prepare(whole)
-        stage = Stage(whole, start, end)
+        stage = cut(build_model(folder))
     weights = list(stage.weights().values())
     bytes_owned = sum(array.nbytes for array in weights)
     done = 0
@@ -72,6 +78,19 @@ def load_stage(
     after = _bytes_read()
     read = None if before is None or after is None else after - before
     return LoadedStage(stage, bytes_owned, read, bytes_fetched)
+
+
+def load_changed(model: Path | PartialModel, changed: Mapping[str, mx.array]) -> nn.Module:
+    """The whole model, lazily, with these weights in the place of its own."""
+
+    def change(whole: nn.Module) -> nn.Module:
+        whole.update(tree_unflatten(list(changed.items())))
+        return whole
+
+    if not isinstance(model, PartialModel):
+        return change(build_model(model))
+    whole, _ = _filled(model, lambda *_: None, change, lambda m: dict(named_arrays(m)).values())
+    return whole
 
 
 def build_model(folder: Path, raw: dict[str, mx.array] | None = None) -> nn.Module:
@@ -114,10 +133,14 @@ def _recording(model: nn.Module, raw: dict[str, mx.array]) -> nn.Module:
 # --- a folder with holes
 
 
-def _fetch_stage(
-    partial: PartialModel, start: int, end: int, progress: Progress, prepare: Prepare
-) -> tuple[Stage, int]:
-    """The stage, not evaluated, its bytes in place; and how many of them were fetched.
+def _filled(
+    partial: PartialModel,
+    progress: Progress,
+    make: Callable[[nn.Module], Made],
+    weights: Callable[[Made], Iterable[mx.array]],
+) -> tuple[Made, int]:
+    """What is made of the lazy model, with the bytes of its weights in place, not evaluated;
+    and how many of them were fetched.
 
     Code of a model that evaluates while it is built has read what was not there yet:
     then that is fetched too, and the model built again.
@@ -126,14 +149,12 @@ def _fetch_stage(
     bytes_fetched = 0
     while True:
         raw: dict[str, mx.array] = {}
-        whole = build_model(partial.folder, raw)
-        prepare(whole)
-        stage = Stage(whole, start, end)
+        made = make(build_model(partial.folder, raw))
         early = _evaluated(raw) - wanted
-        wanted |= early | _made_of(list(stage.weights().values()), raw)
+        wanted |= early | _made_of(list(weights(made)), raw)
         bytes_fetched += partial.fetch(wanted, functools.partial(progress, "fetching"))
         if not early:
-            return stage, bytes_fetched
+            return made, bytes_fetched
 
 
 def _made_of(weights: Sequence[mx.array], raw: Mapping[str, mx.array]) -> set[str]:

@@ -19,6 +19,7 @@ from serve.rank import trace
 from serve.rank.stage import Stage
 from serve.tune import packing
 from serve.tune.data import MicroBatch
+from serve.tune.head import Head
 
 Arrays = dict[str, mx.array]
 
@@ -50,6 +51,7 @@ class TrainedStage:
         if grad_checkpoint:
             for layer in stage.layers[stage.start : stage.end]:
                 _checkpoint(layer)
+        self._head = Head(stage) if stage.is_last else None
 
     def parameters(self) -> Arrays:
         return dict(tree_flatten(self.stage.model.trainable_parameters()))
@@ -93,8 +95,12 @@ class TrainedStage:
     ) -> list[mx.array]:
         segments = batch.segments
         caches = None if segments is None else packing.caches(self.stage, segments)
+        if self._head and self._head.is_exact and batch.num_labels:
+            learned = batch.learned
+            logits = self._head(learned, batch.inputs, caches, received)
+            return [loss_sum(logits, batch, learned) * scale]
         outputs = self.stage(batch.inputs, caches, received)
-        return [loss_sum(outputs[0], batch) * scale] if self.stage.is_last else outputs
+        return [loss_sum(outputs[0], batch) * scale] if self._head else outputs
 
     def _placeholders(self, batch: MicroBatch, received: Sequence[mx.array]) -> "list[_Slot]":
         """For the gradients of the outputs, whose shapes a forward tells that nobody runs."""
@@ -109,10 +115,13 @@ class TrainedStage:
         return [_Slot(*each) for each in self._shapes[shape]]
 
 
-def loss_sum(logits: mx.array, batch: MicroBatch) -> mx.array:
-    """The sum of the cross-entropies of what is learned. logits are (B, L, vocabulary)."""
-    losses = nn.losses.cross_entropy(logits.astype(mx.float32), batch.targets)
-    return (losses * batch.mask).sum()
+def loss_sum(logits: mx.array, batch: MicroBatch, learned: mx.array | None = None) -> mx.array:
+    """The sum of the cross-entropies of what is learned. logits are (B, L, vocabulary), or
+    (1, N, vocabulary) of the N positions that are learned."""
+    targets, mask = batch.targets, batch.mask
+    if learned is not None:
+        targets, mask = (array.reshape(1, -1)[:, learned] for array in (targets, mask))
+    return (nn.losses.cross_entropy(logits.astype(mx.float32), targets) * mask).sum()
 
 
 def _is_floating(array: mx.array) -> bool:

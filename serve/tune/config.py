@@ -1,5 +1,6 @@
 """What `brigade fine-tune` is told: flags and a YAML file with the names of mlx_lm.lora."""
 
+import difflib
 import math
 import re
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from serve.core.plan import parse_memory
 from serve.tune.schedule import SCHEDULES
 
 KINDS = ("lora", "dora", "full")
+SERVICES = ("tensorboard", "wandb")
 OPTIMIZERS = ("adam", "adamw", "muon", "sgd", "adafactor")
 LEARNING_RATE_SCHEDULES = ("cosine_decay", "exponential_decay", "linear_schedule", "step_decay")
 _SERVER = re.compile(r"https?://[^/?#@\s]+/?")
@@ -72,8 +74,8 @@ class FineTuneConfig:
     peft: bool = flag("write each adapter in PEFT's format too, in a folder peft", False)
     load_into: str | None = flag("URL of a server that loads the adapter at the end", None)
     trust_remote_code: bool = flag("refused: Brigade runs no code of a repository", False)
-    report_to: str | None = flag("refused: see metrics.jsonl in --adapter-path", None)
-    project_name: str | None = flag("only together with --report-to", None)
+    report_to: str | None = flag("tensorboard, wandb or both with a comma: log there too", None)
+    project_name: str | None = flag("of --report-to wandb", None)
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -85,11 +87,16 @@ class FineTuneConfig:
                 raise UsageError(f"{name} {value} is unknown: choose {', '.join(choices)}.")
         self._check_numbers()
         self._check_structures()
-        if self.trust_remote_code or self.report_to or self.project_name:
+        if self.trust_remote_code:
             raise UsageError(
-                "--trust-remote-code, --report-to and --project-name are not supported: no code "
-                "of a repository is run, and metrics.jsonl in --adapter-path has the figures."
+                "--trust-remote-code is not supported: no code of a repository is run."
             )
+        if unknown := set(self.services) - set(SERVICES):
+            raise UsageError(
+                f"--report-to {min(unknown)} is unknown: choose {', '.join(SERVICES)}."
+            )
+        if self.project_name and "wandb" not in self.services:
+            raise UsageError("--project-name is for --report-to wandb.")
         _ = self.clear_cache_bytes
 
     def _check_numbers(self) -> None:
@@ -140,8 +147,19 @@ class FineTuneConfig:
         return hub_id(self.model)
 
     @property
+    def whole_path(self) -> Path:
+        """Where full tuning leaves a model folder."""
+        return self.adapter_path / "model"
+
+    @property
     def trains(self) -> bool:
         return self.train or not self.test
+
+    @property
+    def services(self) -> list[str]:
+        """Of --report-to, each once."""
+        names = (name.strip().lower() for name in (self.report_to or "").split(","))
+        return list(dict.fromkeys(name for name in names if name))
 
     @property
     def lora(self) -> dict[str, Any]:
@@ -203,9 +221,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise UsageError(f"--config {path} is not a list of `name: value` lines.")
     known = {each.name: each for each in fields(FineTuneConfig) if each.name != "config"}
     if unknown := [str(name) for name in values if name not in known]:
-        raise UsageError(
-            f"--config {path}: unknown {', '.join(unknown)}. Known: {', '.join(known)}."
-        )
+        meant = difflib.get_close_matches(unknown[0], known, 1)
+        hint = f"did you mean {meant[0]}?" if meant else f"known are {', '.join(known)}."
+        raise UsageError(f"--config {path}: unknown {', '.join(unknown)}: {hint}")
     given = {name: value for name, value in values.items() if value is not None}
     for name, value in given.items():
         _check_kind(path, name, value, known[name].metadata, known[name].type)

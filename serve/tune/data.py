@@ -7,6 +7,7 @@ the seed and the number of the batch alone, so a run can be resumed at any batch
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,9 +18,10 @@ from typing import Any
 import jinja2
 import mlx.core as mx
 import numpy as np
+from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.tuner.datasets import ChatDataset, create_dataset
 
-from serve.core.errors import UsageError
+from serve.core.errors import ModelError, UsageError
 from serve.tune.config import FineTuneConfig
 
 # What tokenizers, templates and mlx-lm's datasets raise at a line that is not as they expect.
@@ -64,6 +66,11 @@ class MicroBatch:
         """Positions that are computed, padding among them."""
         return int(self.inputs.size)
 
+    @property
+    def learned(self) -> mx.array:
+        """(N,): the positions, numbered along all rows, whose target is learned."""
+        return mx.array(np.flatnonzero(np.array(self.mask)).astype(np.int32))
+
 
 @dataclass(frozen=True)
 class Split:
@@ -86,17 +93,29 @@ class Split:
         return np.array([len(example.tokens) for example in self.examples], dtype=np.int64)
 
 
+def read_tokenizer(folder: Path) -> Any:
+    """mlx_lm's. Raises ModelError."""
+    try:
+        return load_tokenizer(folder)
+    except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ModelError(
+            f"The tokenizer in {folder} cannot be read ({reason}): are its files there?"
+        ) from error
+
+
 def read_split(path: Path, tokenizer: Any, config: FineTuneConfig) -> Split:
     """Raises UsageError that names the file and the line of what is wrong."""
     lines = list(_read_lines(path))
     if not lines:
-        raise UsageError(f"{path} has no examples.")
+        optional = " Or remove it: it may be missing." if path.stem == "valid" else ""
+        raise UsageError(f"{path} has no examples: write a JSON object on each line.{optional}")
     try:
         options = SimpleNamespace(mask_prompt=config.mask_prompt)
         dataset = create_dataset([item for _, item in lines], tokenizer, options)
     except ValueError as error:
         raise UsageError(f"{path}:{lines[0][0]}: {str(error).splitlines()[0]}") from error
-    examples, num_cut, num_dropped = [], 0, 0
+    examples, num_cut, num_dropped, shortest = [], 0, 0, sys.maxsize
     digest = hashlib.sha256()
     for number, item in lines:
         try:
@@ -106,6 +125,7 @@ def read_split(path: Path, tokenizer: Any, config: FineTuneConfig) -> Split:
                 f"{path}:{number}: not an example such as the first one is "
                 f"({type(error).__name__}: {error})."
             ) from error
+        shortest = min(shortest, len(example.tokens))
         if len(example.tokens) > config.max_seq_length:
             if config.long_examples == "cut":
                 example = example.cut(config.max_seq_length)
@@ -118,13 +138,16 @@ def read_split(path: Path, tokenizer: Any, config: FineTuneConfig) -> Split:
         else:
             num_dropped += 1
     if not examples:
-        raise UsageError(f"{path}: no example has anything to learn within --max-seq-length.")
+        raise UsageError(
+            f"{path}: no example has anything to learn within --max-seq-length "
+            f"{config.max_seq_length}: the shortest has {shortest} tokens."
+        )
     return Split(examples, num_cut, num_dropped, digest.hexdigest()[:16])
 
 
 def _read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}: see --data.") from error
     except UnicodeDecodeError as error:
@@ -145,12 +168,24 @@ def _read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _example(dataset: Any, item: dict[str, Any], mask_prompt: bool) -> Example:
+    if isinstance(dataset, ChatDataset):
+        _check_texts(item[dataset.chat_key])
     tokens, offset = dataset.process(item)
     tokens = tuple(tokens)
     labels: tuple[tuple[int, int], ...] = ((offset, len(tokens)),)
     if mask_prompt and isinstance(dataset, ChatDataset):
         labels = _turns(dataset, item, tokens) or labels
     return Example(tokens, labels)
+
+
+def _check_texts(messages: Sequence[dict[str, Any]]) -> None:
+    """Templates pass over what they do not find, and nobody would see that it is not learned."""
+    for number, message in enumerate(messages, start=1):
+        content = message.get("content")
+        texts = [part.get("text") for part in content] if isinstance(content, list) else [content]
+        is_text = any(isinstance(text, str) for text in texts)
+        if not is_text and message.get("role") != "tool" and not message.get("tool_calls"):
+            raise ValueError(f"message {number}, of {message.get('role')}, has no text in content")
 
 
 def _turns(
@@ -187,7 +222,10 @@ def batch_at(split: Split, number: int, batch_size: int, seed: int) -> list[int]
     count = len(split.examples)
     if count < batch_size:
         found = f"{count} {'packed rows' if split.is_packed else 'examples'}"
-        raise UsageError(f"train.jsonl has {found} to learn from: --batch-size is {batch_size}.")
+        raise UsageError(
+            f"train.jsonl has {found} to learn from: --batch-size is {batch_size}, give at most "
+            f"{count}."
+        )
     epoch, at = divmod(number, count // batch_size)
     random = np.random.default_rng([seed, epoch])
     kept = random.permutation(count)[: count - count % batch_size]

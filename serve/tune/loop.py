@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
-from mlx import optimizers
-from mlx_lm.tuner.utils import build_schedule
 
 from serve.core.errors import UsageError
 from serve.tune.backward import Arrays, Pass, TrainedStage
@@ -17,16 +15,10 @@ from serve.tune.config import FineTuneConfig
 from serve.tune.data import MicroBatch
 from serve.tune.forecast import OpRecord
 from serve.tune.model import Draw
+from serve.tune.optimizer import make_optimizer, parts_of, states_of
 from serve.tune.schedule import Op, Schedule, Shape, check, make_schedule
 from serve.tune.transport import Links, exchange, sum_arrays
 
-_OPTIMIZERS = {
-    "adam": optimizers.Adam,
-    "adamw": optimizers.AdamW,
-    "muon": optimizers.Muon,
-    "sgd": optimizers.SGD,
-    "adafactor": optimizers.Adafactor,
-}
 _FORWARD_ROUND = 8  # micro-batches for each rank that a validation sends on their way at once
 
 
@@ -199,21 +191,23 @@ class Trainer:
     def owned_state(self) -> Arrays:
         """The optimizer's arrays for the parameters that this rank saves, each by the name of
         the parameter and its own."""
-        state = self.optimizer.state
+        states = states_of(self.optimizer)
         return {
             f"{name}.{part}": array
             for name in sorted(self.owned)
-            for part, array in state[name].items()
+            for part, array in states[name].items()
         }
 
     def restore(self, adapter: Arrays, state: Arrays, step: int) -> None:
         """Takes its own part of what the ranks had saved after so many updates."""
         self.set_parameters(adapter)
+        states = states_of(self.optimizer)
         for key, array in state.items():
             name, _, part = key.rpartition(".")
-            if name in self.optimizer.state:
-                self.optimizer.state[name][part] = array
-        self.optimizer.state["step"] = mx.array(step, mx.uint64)
+            if name in states:
+                states[name][part] = array
+        for part in parts_of(self.optimizer):
+            part.state["step"] = mx.array(step, mx.uint64)
 
     def schedule(self, num_micro_batches: int, kind: str | None = None) -> Schedule:
         """A schedule that is proved to run."""
@@ -305,18 +299,3 @@ class Trainer:
         parameters = self.optimizer.apply_gradients(gradients, self.parameters())
         mx.eval(parameters, self.optimizer.state)  # Else the graphs of all updates would grow.
         self.set_parameters(parameters)
-
-
-def make_optimizer(config: FineTuneConfig) -> Any:
-    """One of mlx's, as mlx_lm.lora makes it. Raises UsageError."""
-    options = (config.optimizer_config or {}).get(config.optimizer) or {}
-    try:
-        rate: Any = config.learning_rate
-        if config.lr_schedule:
-            rate = build_schedule(config.lr_schedule)
-            rate(mx.array(0))
-        return _OPTIMIZERS[config.optimizer](learning_rate=rate, **options)
-    except (TypeError, ValueError, LookupError) as error:
-        raise UsageError(
-            f"optimizer_config or lr_schedule does not fit {config.optimizer}: {error}."
-        ) from error

@@ -1,7 +1,9 @@
 """What of a model is tuned: its adapter, dropout, layers of each stage. Works on whole lazy
 models, before a stage is cut out of them, and evaluates nothing."""
 
+import difflib
 import hashlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -58,9 +60,18 @@ def make_trainable(config: FineTuneConfig, draw: Draw, model: nn.Module) -> None
     mx.random.seed(config.seed)
     model.freeze()
     if config.fine_tune_type == "full":
-        for layer in model.layers[len(model.layers) - num_layers :]:
-            layer.unfreeze()
+        # With all layers goes what is around them: embedding, final norm and head.
+        last = model.layers[len(model.layers) - num_layers :]
+        for module in [model] if num_layers == len(model.layers) else last:
+            module.unfreeze()
+        for name, array in dict(tree_flatten(model.trainable_parameters())).items():
+            if not mx.issubdtype(array.dtype, mx.floating):
+                raise UsageError(
+                    f"--fine-tune-type full: {name} is quantised, and cannot be trained: give the "
+                    "model as it was before, or train an adapter."
+                )
     else:
+        _check_keys(config.lora.get("keys") or (), model)
         try:
             use_dora = config.fine_tune_type == "dora"
             linear_to_lora_layers(model, num_layers, config.lora, use_dora=use_dora)
@@ -73,6 +84,16 @@ def make_trainable(config: FineTuneConfig, draw: Draw, model: nn.Module) -> None
     }
     model.update_modules(tree_unflatten(list(dropouts.items())))
     model.train()
+
+
+def _check_keys(keys: Sequence[str], model: nn.Module) -> None:
+    """mlx_lm passes over a key that names no module. Raises UsageError."""
+    known = {name for layer in model.layers for name, _ in layer.named_modules() if name}
+    around = {name for name, _ in model.named_modules()}
+    for key in keys:
+        if key not in known | around:
+            near = ", ".join(difflib.get_close_matches(str(key), sorted(known), 3, 0))
+            raise UsageError(f"lora_parameters: keys: {key} is no module: there are {near}, ….")
 
 
 def load_adapter(weights: Arrays, name: str, model: nn.Module) -> None:
@@ -127,7 +148,8 @@ def split_layers(config: FineTuneConfig, folder: Path, num_stages: int) -> list[
     # Where there is a backward, it costs as much again, and for weight gradients once more.
     trained = 3 if config.fine_tune_type == "full" else 2
     layers = (_times(c, trained if i >= num_frozen else 1) for i, c in enumerate(cost.layers))
-    cost = replace(cost, layers=tuple(layers), last=_times(cost.last, 2))
+    head = _times(cost.last, 2 if num_frozen else trained)
+    cost = replace(cost, layers=tuple(layers), last=head)
     return balance(model, cost, num_stages, Demand(1, 1), None)[::-1]
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from serve.core.checkpoint import read_checkpoint
 from serve.core.config import Cluster
@@ -19,14 +18,15 @@ from serve.core.errors import DisagreementError, UsageError
 from serve.hub.partial import PartialModel, open_partial, pin
 from serve.rank.transport import Ring
 from serve.rank.weights import load_stage
-from serve.tune import checkpoint, data, packing, results
+from serve.tune import checkpoint, data, packing, results, whole
 from serve.tune.backward import Arrays, TrainedStage
 from serve.tune.config import FineTuneConfig
-from serve.tune.events import Finished, Reported, Saved, Show, Started, Validated
+from serve.tune.events import Finished, Reported, Saved, Show, Started, Validated, Written
 from serve.tune.forecast import Forecast, Probe, forecast, utilisation
 from serve.tune.history import History
 from serve.tune.loop import Trainer
 from serve.tune.model import Draw, adapter_config, prepare, split_layers
+from serve.tune.optimizer import num_steps
 from serve.tune.schedule import Schedule, Shape
 from serve.tune.transport import Links, RingLinks, broadcast, exchange, gather, local_links
 from serve.tune.window import Window
@@ -76,6 +76,10 @@ class Run:
             self._validate(done, "test", chosen)
         if config.trains and self._is_first:
             self._show(results.write(config, self._facts(), spans))
+            if config.fine_tune_type == "full":
+                trained = self._best_folder(done) / checkpoint.ADAPTERS
+                written = whole.write(self.model, trained, config.whole_path)
+                self._show(Written([written], None))
 
     # --- before training
 
@@ -96,7 +100,7 @@ class Run:
             raise UsageError(
                 f"--data {folder} is no folder: give one with train.jsonl (and valid.jsonl)."
             )
-        tokenizer = load_tokenizer(self.folder)
+        tokenizer = data.read_tokenizer(self.folder)
         wanted = {"train": config.trains, "test": config.test}
         wanted["valid"] = config.trains and (folder / "valid.jsonl").exists()
         self.splits = {
@@ -230,12 +234,14 @@ class Run:
         ended = exchange(self.links, (window.ops.means(), results.spans(window.last_records)))
         expected = utilisation(schedule, [mean for means, _ in ended for mean in means])
         measured = window.utilisation, expected, window.peak_bytes
-        folder, best = self.config.adapter_path, self.history.best
-        if best and 0 < best[0] < done:
-            folder = folder / checkpoint.BEST
-        is_early = done < self.config.iters
-        self._keep(Finished(done, is_early, before, *measured, best, folder))
+        is_early, folder = done < self.config.iters, self._best_folder(done)
+        self._keep(Finished(done, is_early, before, *measured, self.history.best, folder))
         return [results.Span(*span) for _, spans in ended for span in spans]
+
+    def _best_folder(self, done: int) -> Path:
+        """Of the weights with the lowest validation loss, or else the last."""
+        folder, best = self.config.adapter_path, self.history.best
+        return folder / checkpoint.BEST if best and 0 < best[0] < done else folder
 
     def _batches(self, first: int) -> list[data.MicroBatch]:
         """The micro-batches of all batches of an update, of which this is the first."""
@@ -306,7 +312,7 @@ class Run:
     def _save(self, iteration: int) -> None:
         """Gathers the adapter and the optimizer's state, and writes them on rank 0."""
         trainer, config = self.trainer, self.config
-        step = int(trainer.optimizer.step.item())
+        step = num_steps(trainer.optimizer)
         adapter, state = self._gathered_adapter(), gather(self.links, trainer.owned_state())
         if self._is_first:
             settings, losses = self._settings(), self.history.losses

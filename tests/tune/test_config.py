@@ -86,7 +86,8 @@ def test_a_file_of_mlx_lm_runs_and_flags_come_first(file: Callable[[str], str]) 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("learning_rat: 1", "unknown learning_rat. Known: model"),
+        ("learning_rat: 1", "unknown learning_rat: did you mean learning_rate?"),
+        ("zzz: 1", "unknown zzz: known are model"),
         ("iters: many", "invalid int value"),
         ("iters: 1.5", "invalid int value"),
         ("iters: true", "iters: True is not such a value"),
@@ -120,7 +121,8 @@ def test_a_wrong_file_is_refused(file: Callable[[str], str], text: str, said: st
         (["--stages-per-rank", "2"], "--schedule interleaved"),
         (["--resume", "--resume-adapter-file", "a"], "exclude each other"),
         (["--trust-remote-code"], "not supported"),
-        (["--report-to", "wandb"], "not supported"),
+        (["--report-to", "swanlab"], "choose tensorboard, wandb"),
+        (["--project-name", "a", "--report-to", "tensorboard"], "is for --report-to wandb"),
         (["--clear-cache-threshold", "much"], "no amount"),
         (["--config", "/no/such.yaml"], "cannot be read"),
         (["--learning-rate", "-1"], "out of range"),

@@ -1,6 +1,7 @@
 """What is read, what of it is learned, and in which order. With the embedded model's tokenizer."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from mlx_lm.tokenizer_utils import load
 from mlx_lm.tuner.datasets import ChatDataset, CompletionsDataset, TextDataset
 
-from serve.core.errors import UsageError
+from serve.core.errors import ModelError, UsageError
 from serve.tune.data import (
     Example,
     Split,
@@ -19,6 +20,7 @@ from serve.tune.data import (
     largest,
     micro_batches,
     read_split,
+    read_tokenizer,
     some_examples,
 )
 from tests.cluster.servers import TINY_CHAT
@@ -34,6 +36,12 @@ CHAT = {
 }
 COMPLETION = {"prompt": "What is 2 plus 3?", "completion": "It is 5."}
 TEXT = {"text": "It is 5."}
+
+
+def chat_of(answer: Any) -> dict[str, Any]:
+    question = {"role": "user", "content": "What time is it?"}
+    return {"messages": [question, {"role": "assistant", "content": answer}]}
+
 
 Write = Callable[..., Path]
 
@@ -137,6 +145,8 @@ def test_a_prompt_longer_than_the_window_is_no_example(tokenizer: Any, write: Wr
         ('{"messages": "hello"}', "not an example"),
         ('{"messages": [{"role": "user"}]}', "not an example"),
         ('{"messages": []}', "not an example"),
+        (json.dumps(chat_of(None)), "message 2, of assistant, has no text"),
+        (json.dumps(chat_of([{"type": "text", "value": "?"}])), "message 2, of assistant"),
     ],
 )
 def test_a_bad_line_is_named(tokenizer: Any, write: Write, line: str, said: str) -> None:
@@ -145,9 +155,36 @@ def test_a_bad_line_is_named(tokenizer: Any, write: Write, line: str, said: str)
         read_split(path, tokenizer, config_of(mask_prompt=True))
 
 
+def test_texts_in_parts_and_calls_without_text_are_examples(tokenizer: Any, write: Write) -> None:
+    call = {"type": "function", "function": {"name": "get_time", "arguments": {"city": "Oslo"}}}
+    parts, called = chat_of([{"type": "text", "text": "It is 12."}]), chat_of(None)
+    called["messages"][1]["tool_calls"] = [call]
+    split = read_split(write(parts, called), tokenizer, config_of(mask_prompt=True))
+    learned = [tokenizer.decode(e.tokens[slice(*e.labels[0])]) for e in split.examples]
+    assert learned[0].startswith("It is 12.")
+    assert "get_time" in learned[1]
+
+
+def test_a_mark_of_utf_8_is_no_part_of_the_first_line(tokenizer: Any, write: Write) -> None:
+    path = write(CHAT)
+    path.write_bytes("\ufeff".encode() + path.read_bytes())
+    assert len(read_split(path, tokenizer, config_of()).examples) == 1
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    shutil.copy(TINY_CHAT / "config.json", tmp_path)
+    with pytest.raises(ModelError, match=f"The tokenizer in {tmp_path} cannot be read .*there"):
+        read_tokenizer(tmp_path)
+
+
 def test_bad_files_are_named(tokenizer: Any, write: Write, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="has no examples"):
+    with pytest.raises(UsageError, match="has no examples: write a JSON object on each line.$"):
         read_split(write(""), tokenizer, config_of())
+    (tmp_path / "valid.jsonl").touch()
+    with pytest.raises(UsageError, match="Or remove it"):
+        read_split(tmp_path / "valid.jsonl", tokenizer, config_of())
+    with pytest.raises(UsageError, match=r"-length 2: the shortest has [0-9]{2} tokens"):
+        read_split(write(CHAT), tokenizer, config_of(max_seq_length=2, long_examples="drop"))
     with pytest.raises(UsageError, match=r"nothing\.jsonl cannot be read"):
         read_split(tmp_path / "nothing.jsonl", tokenizer, config_of())
     with pytest.raises(UsageError, match=r"jsonl:1: Unsupported data format"):

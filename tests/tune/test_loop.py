@@ -17,8 +17,9 @@ from serve.core.errors import UsageError
 from serve.rank.trace import uncompiled
 from serve.tune.config import FineTuneConfig
 from serve.tune.data import MicroBatch
-from serve.tune.loop import Ran, Update, make_optimizer
+from serve.tune.loop import Ran, Trainer, Update
 from serve.tune.model import Draw
+from serve.tune.optimizer import make_optimizer
 from serve.tune.schedule import Op, Shape
 from serve.tune.transport import LocalLinks
 from tests.models import build
@@ -100,6 +101,11 @@ def test_gradients_on_a_quantized_base() -> None:
     assert_equal_to_the_unsplit_model(config_of(), 3, "llama", quantized)
 
 
+def test_numbers_of_four_bits_cannot_be_trained() -> None:
+    with pytest.raises(UsageError, match=r"model\..*weight is quantised"):
+        tuned(config_of(fine_tune_type="full"), "llama", make=quantized)
+
+
 def test_stages_below_the_first_trained_layer_have_no_backward() -> None:
     """The last layer is trained alone, so three of four ranks only go forward."""
     config = config_of(num_layers=1)
@@ -127,6 +133,74 @@ def test_an_adapter_of_a_tied_embedding_gets_the_gradients_of_both_ends() -> Non
     assert last[0] == middle[0] == first[0] == shared
     assert (last[1], first[1]) == (set(), shared), "its norm is counted once"
     assert all(mx.array_equal(last[2][name], first[2][name]) for name in shared)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_full_tuning_trains_a_tied_embedding_from_both_ends(num_ranks: int) -> None:
+    """And the final norm. The negative control: the gradient of one end alone is another."""
+    config = config_of(fine_tune_type="full")
+    assert_equal_to_the_unsplit_model(config, num_ranks, "llama-tied")
+
+    def rank(links: LocalLinks) -> tuple[Ran, Trainer]:
+        own = trainer(config, links, "llama-tied")
+        batches = batches_of(BATCHES)
+        scale = 1 / sum(batch.num_labels for batch in batches)
+        return own.pipeline.run(own.schedule(len(batches)), batches, scale), own
+
+    ranks = run_ranks(num_ranks, rank)
+    name = "model.embed_tokens.weight"
+    assert all(own.shared == {name} for _, own in ranks)
+    assert [name in own.owned for _, own in ranks] == [False] * (num_ranks - 1) + [True]
+    _, expected = unsplit_gradients(tuned(config, "llama-tied"), batches_of(BATCHES))
+    assert {name, "model.norm.weight"} < expected.keys()
+    for ran in (ranks[0][0], ranks[-1][0]):
+        one_end = {name: ran.gradients[name]}
+        assert largest_difference(one_end, {name: expected[name]}) > 0.1
+    mx.eval([ran.gradients for ran, _ in ranks])
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "changes"),
+    [
+        (1, {"schedule": "interleaved", "stages_per_rank": 4}),
+        (2, {"schedule": "interleaved", "stages_per_rank": 2}),
+        (3, {"schedule": "zero-bubble"}),
+        (2, {"schedule": "gpipe", "grad_checkpoint": True}),
+    ],
+)
+def test_full_tuning_of_a_tied_model_by_other_schedules(
+    num_ranks: int, changes: dict[str, Any]
+) -> None:
+    """With several stages a rank both ends may be on one."""
+    config = config_of(fine_tune_type="full", **changes)
+    assert_equal_to_the_unsplit_model(config, num_ranks, "llama-tied")
+
+
+def test_a_tied_embedding_stays_the_same_on_both_ends() -> None:
+    config = config_of(fine_tune_type="full", optimizer="adamw", learning_rate=1e-2)
+
+    def rank(links: LocalLinks) -> mx.array:
+        own = trainer(config, links, "llama-tied")
+        before = own.parameters().get("model.embed_tokens.weight")
+        for number, batches in enumerate(steps(3)):
+            own.update(number, batches, own.schedule(2))
+        after = own.parameters().get("model.embed_tokens.weight")
+        assert before is None or not mx.allclose(before, after)
+        return after
+
+    last, middle, first = run_ranks(3, rank)
+    assert middle is None
+    assert mx.array_equal(last, first)
+
+
+def test_without_all_layers_nothing_around_them_is_trained() -> None:
+    for num_layers, trained in ((0, set()), (2, {2, 3}), (-1, {0, 1, 2, 3})):
+        model = tuned(config_of(fine_tune_type="full", num_layers=num_layers))
+        names = dict(tree_flatten(model.trainable_parameters()))
+        inside = {name for name in names if ".layers." in name}
+        assert {int(name.split(".")[2]) for name in inside} == trained
+        around = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+        assert names.keys() - inside == (around if num_layers == -1 else set())
 
 
 def slightly_more(send: Callable[..., None], op: Op, shape: Shape, arrays: list[mx.array]) -> None:
@@ -332,7 +406,7 @@ def test_validation_is_the_mean_over_labels_without_dropout() -> None:
 
 
 def test_nothing_to_train_and_wrong_arguments_are_refused() -> None:
-    nothing = config_of(lora_parameters={**LORA, "keys": ["no.such.module"]})
+    nothing = config_of(fine_tune_type="full", num_layers=0)
     with pytest.raises(UsageError, match="Nothing is trained"):
         run_ranks(2, lambda links: trainer(nothing, links))
     with pytest.raises(UsageError, match="does not fit adam"):

@@ -64,6 +64,16 @@ def test_an_adapter_that_does_not_fit_changes_nothing() -> None:
     assert model.layers[3].self_attn.q_proj.lora_b.min().item() == 1
 
 
+@pytest.mark.parametrize("key", ["self_attn.qproj", "q_proj", 7])
+def test_a_key_that_names_no_module_is_refused(key: str) -> None:
+    """Beside one that does: mlx_lm would train that alone."""
+    config = config_of(lora_parameters={**LORA, "keys": ["self_attn.v_proj", key]})
+    with pytest.raises(UsageError, match=rf"{key} is no module: there are .*[a-z]+"):
+        make_trainable(config, Draw(0), build("llama"))
+    right = config_of(lora_parameters={**LORA, "keys": ["self_attn.v_proj", "lm_head"]})
+    make_trainable(right, Draw(0), build("llama"))
+
+
 def test_dora_of_experts_is_refused_in_words() -> None:
     with pytest.raises(UsageError, match="--fine-tune-type dora: .*support DoRA"):
         make_trainable(config_of(fine_tune_type="dora"), Draw(0), build("deepseek_v3"))

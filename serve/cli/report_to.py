@@ -1,0 +1,106 @@
+"""The figures of a run for TensorBoard and Weights & Biases, on rank 0. Both libraries are extras.
+Names are those of mlx_lm's callbacks."""
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Protocol
+
+from serve.core.errors import UsageError
+from serve.tune.config import FineTuneConfig
+from serve.tune.events import Event, Reported, Started, Validated
+
+FOLDER = "tensorboard"  # in --adapter-path
+_LIBRARIES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+
+
+def check_libraries(services: Sequence[str]) -> None:
+    """Raises UsageError if one is not installed."""
+    for name in services:
+        if importlib.util.find_spec(_LIBRARIES[name]) is None:
+            raise UsageError(f"--report-to {name}: pip install 'mlx-brigade[{name}]' first.")
+
+
+class Reports:
+    """Opened when training begins: a run that is refused leaves nothing there."""
+
+    def __init__(self, config: FineTuneConfig) -> None:
+        self._config = config
+        self._services: list[_Service] = []
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case Started():
+                for name in self._config.services:
+                    self._services.append(_SERVICES[name](self._config, event.iteration))
+            case Reported():
+                for service in self._services:
+                    service.add(event.iteration, _figures(event))
+            case Validated():
+                name = "val_loss" if event.name == "valid" else f"{event.name}_loss"
+                for service in self._services:
+                    service.add(event.iteration, {name: event.loss})
+
+    def close(self) -> None:
+        for service in self._services:
+            service.close()
+
+
+def _figures(event: Reported) -> dict[str, float]:
+    return {
+        "train_loss": event.loss,
+        "learning_rate": event.learning_rate,
+        "gradient_norm": event.gradient_norm,
+        "tokens_per_second": event.tokens_per_second,
+        "iterations_per_second": event.iterations_per_second,
+        "utilisation": event.utilisation,
+        "peak_memory": max(event.peak_bytes) / 1e9,
+    }
+
+
+class _Service(Protocol):
+    def add(self, iteration: int, figures: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _TensorBoard:
+    def __init__(self, config: FineTuneConfig, iteration: int) -> None:
+        from tensorboardX import SummaryWriter
+
+        # What a run that was killed has reported after its last checkpoint comes again.
+        purged = iteration + 1 if iteration else None
+        self._writer = SummaryWriter(str(config.adapter_path / FOLDER), purge_step=purged)
+
+    def add(self, iteration: int, figures: dict[str, float]) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, iteration)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WeightsAndBiases:
+    def __init__(self, config: FineTuneConfig, _iteration: int) -> None:
+        import wandb
+
+        settings = {name: str(value) for name, value in asdict(config).items()}
+        folder = config.adapter_path.resolve()
+        try:
+            self._run = wandb.init(
+                project=config.project_name, name=folder.name, dir=str(folder), config=settings
+            )
+        except wandb.Error as error:
+            raise UsageError(f"--report-to wandb: {str(error).rstrip('.')}.") from error
+
+    def add(self, iteration: int, figures: dict[str, float]) -> None:
+        self._run.log(figures, step=iteration)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+_SERVICES: dict[str, type[_TensorBoard] | type[_WeightsAndBiases]] = {
+    "tensorboard": _TensorBoard,
+    "wandb": _WeightsAndBiases,
+}

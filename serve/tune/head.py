@@ -1,0 +1,74 @@
+"""Norm and head on the positions that are learned alone, which saves most of the head's work.
+
+In nearly every model what comes after the last layer looks at each position by itself. Whether
+that is so is tried once, with numbers at random.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from serve.rank import trace, trial
+from serve.rank.stage import Stage
+
+_HALF = (mx.bfloat16, mx.float16)
+_NUM_TOKENS = 32  # a vocabulary has as many
+
+
+class Head:
+    """Of the last stage. is_exact says whether a call gives what the stage gives."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage, layer = stage, stage.layers[-1]
+        self._outer: trace.Seam | None = vars(layer).get("_brigade_seam")
+        self._shape: tuple[int, ...] = ()
+        self._chosen: mx.array | None = None
+        trace.open_seam(layer, self._choose)
+        self.is_exact = self._agrees()
+
+    def __call__(
+        self, chosen: mx.array, tokens: mx.array, caches: Any, received: Sequence[mx.array]
+    ) -> mx.array:
+        """Runs the stage, its head on N positions, numbered along all rows. Returns the logits
+        (1, N, vocabulary)."""
+        self._shape, self._chosen = tokens.shape, chosen
+        try:
+            return self._stage(tokens, caches, received)[0]
+        finally:
+            self._chosen = None
+
+    def _choose(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        output = self._outer(call, args, kwargs) if self._outer else call(*args, **kwargs)
+        if self._chosen is None:
+            return output
+        if tuple(output.shape[:-1]) != tuple(self._shape):
+            raise ValueError(f"positions are not rows in {output.shape}")
+        return _rows(output)[:, self._chosen]
+
+    def _agrees(self) -> bool:
+        cut = self._stage.cuts[False]
+        tokens = mx.arange(cut.tokens.size).reshape(cut.tokens.shape) % _NUM_TOKENS
+        received = [_random(array) for array in cut.example()]
+        chosen = mx.array([1, tokens.size - 1])
+        try:
+            (whole,) = self._stage(tokens, None, received)
+            short = self(chosen, tokens, None, received).astype(mx.float32)
+            expected = _rows(whole)[:, chosen].astype(mx.float32)
+            if short.shape != expected.shape:
+                return False
+            apart = mx.linalg.norm(short - expected) / mx.linalg.norm(expected)
+            return bool((apart < (1e-2 if whole.dtype in _HALF else 1e-4)).item())
+        except trial.FAILURES:
+            return False
+
+
+def _rows(array: mx.array) -> mx.array:
+    """(B, L, D) as one row."""
+    return array.reshape(1, -1, array.shape[-1])
+
+
+def _random(array: mx.array) -> mx.array:
+    if not mx.issubdtype(array.dtype, mx.floating):
+        return mx.zeros(array.shape, array.dtype)
+    return mx.random.normal(array.shape, array.dtype, key=mx.random.key(0))

@@ -1,0 +1,33 @@
+"""A model folder as any other, out of the base model and what full tuning has made of it."""
+
+import shutil
+from pathlib import Path
+
+from mlx_lm.utils import save_model
+
+from serve.hub.partial import PartialModel
+from serve.rank.weights import build_model, load_changed
+from serve.tune.checkpoint import CARD, load_arrays, writing
+
+_WEIGHTS = (".safetensors", ".index.json", ".bin", ".gguf", ".npz", ".pt", ".pth")
+
+
+def write(model: Path | PartialModel, trained: Path, final: Path) -> Path:
+    """Makes the folder final, with the model card beside it. Tensors have mlx-lm's names, which
+    are those of the base's files unless mlx-lm stacks or renames them. Raises UsageError,
+    ModelError."""
+    base = model.folder if isinstance(model, PartialModel) else model
+    whole = load_changed(model, load_arrays(trained))
+    new = final.with_name(f"{final.name}.new")
+    with writing(final):
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir()
+        for path in [*base.iterdir(), final.parent / CARD]:
+            if path.is_file() and not path.name.endswith(_WEIGHTS):
+                shutil.copyfile(path, new / path.name)
+        save_model(new, whole, donate_model=True)
+    build_model(new)  # A folder that does not load takes nobody's place.
+    with writing(final):
+        shutil.rmtree(final, ignore_errors=True)
+        new.replace(final)
+    return final
