@@ -29,7 +29,7 @@ def test_an_answer_is_a_model() -> None:
 
 
 def test_tools_are_run_and_their_results_sent_back() -> None:
-    """As betas are asked for: ?beta=true and a header."""
+    """As betas are asked for: ?beta=true and a header. No server-held threads: they are refused."""
     asked = []
 
     @beta_tool
@@ -46,6 +46,7 @@ def test_tools_are_run_and_their_results_sent_back() -> None:
             tools=[is_open],
             tool_choice={"type": "tool", "name": "is_open"},
             max_iterations=2,
+            thread=False,
         )
         replies = list(runner)
     assert [reply.stop_reason for reply in replies] == ["tool_use", "tool_use"]
