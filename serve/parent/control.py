@@ -134,6 +134,7 @@ class Hub:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link = Link(reader, writer)
+        link.keep_alive()
         task = asyncio.current_task()
         assert task is not None
         self._connected[task] = link
@@ -217,21 +218,30 @@ class Hub:
             return False
 
 
-async def join(address: Address, hello: Hello, timeout_seconds: float) -> Link:
-    """The connection of another rank to rank 0, which may start later than this one. Raises
-    ClusterError if rank 0 does not come, refuses, or is somebody else."""
-    deadline = time.monotonic() + timeout_seconds
+async def join(
+    address: Address,
+    hello: Hello,
+    timeout_seconds: float,
+    refused_seconds: float | None = None,
+) -> Link:
+    """The connection of another rank to rank 0, which may start later than this one, or has to be
+    there if nobody listens for refused_seconds. Raises ClusterError if rank 0 does not come,
+    refuses, or is somebody else."""
+    started = time.monotonic()
     while True:
         try:
             link = Link(*await asyncio.open_connection(address.host, address.port))
             break
         except OSError as error:
-            if time.monotonic() > deadline:
+            is_refused = isinstance(error, ConnectionRefusedError)
+            most = (is_refused and refused_seconds) or timeout_seconds
+            if time.monotonic() - started > most:
                 raise ClusterError(
                     f"Rank {hello.rank} could not reach rank 0 at {address} within "
-                    f"{timeout_seconds:g} s ({error.strerror}): did rank 0 start?"
+                    f"{most:g} s ({error.strerror}): did rank 0 start?"
                 ) from error
             await asyncio.sleep(_RETRY_SECONDS)
+    link.keep_alive()
     try:
         await asyncio.wait_for(_introduce(link, hello, address), _HELLO_SECONDS)
     except BaseException as error:

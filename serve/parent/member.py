@@ -15,7 +15,7 @@ from serve.parent.link import Link
 
 Result = TypeVar("Result")
 _LAST_WORD_SECONDS = 1.0
-_REJOIN_SECONDS = 2.0
+_REFUSED_SECONDS = 2.0
 _CAUSE_SECONDS = 0.05
 _STOP_SECONDS = 3.0  # how long rank 0 may take once its streams are finished
 
@@ -42,12 +42,13 @@ async def run_member(config: ServeConfig, cluster: Cluster, facts: dict[str, str
                 return
             # A broken connection, or the end of rank 0. A launcher should see that end first.
             await asyncio.sleep(_LAST_WORD_SECONDS)
-            hub = await _until(signalled, _join_again(cluster.control, hello))
+            hub = await _until(signalled, _join_again(cluster.control, hello, config))
 
 
-async def _join_again(control: Address, hello: Hello) -> Link:
+async def _join_again(control: Address, hello: Hello, config: ServeConfig) -> Link:
+    """Where nobody listens rank 0 has ended; where nobody is reached it may be the network."""
     try:
-        return await join(control, hello, _REJOIN_SECONDS)
+        return await join(control, hello, config.return_timeout, _REFUSED_SECONDS)
     except ClusterError as error:
         raise ClusterError(f"Rank 0 is gone, look at its log: {error}") from error
 

@@ -43,6 +43,7 @@ _logger = logging.getLogger(__name__)
 
 _STATUS_SECONDS = 0.25
 _NUM_SPANS = 4096
+_PARENT_FIRST_SECONDS = 5.0  # it says better what is wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,8 +266,14 @@ class Worker:
         if len(self.order.hosts) == 1:
             return LocalTransport()
         order = self.order
-        with among(order.ring):
-            return RingTransport(Ring(order.rank, order.hosts, order.nonce, order.join_timeout))
+        # MLX holds the interpreter's lock while it waits for neighbours, so no thread here would
+        # see that the parent was killed. This one needs no lock, and ends the process.
+        faulthandler.dump_traceback_later(order.join_timeout + _PARENT_FIRST_SECONDS, exit=True)
+        try:
+            with among(order.ring):
+                return RingTransport(Ring(order.rank, order.hosts, order.nonce, order.join_timeout))
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
     def _loading(self, state: str, done: int, total: int) -> None:
         self.status = {"state": state, "done": done, "total": total}

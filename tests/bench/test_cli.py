@@ -36,7 +36,7 @@ def test_one_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "</svg>" in plot.read_text()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_servers_get_the_same_in_turn() -> None:
     """A after B, or other prompts for B, would compare something else than the servers."""
     with streaming() as (a, seen_a), streaming() as (b, seen_b):

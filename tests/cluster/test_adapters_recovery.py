@@ -65,7 +65,7 @@ def test_answers_and_versions_survive_killed_engines(
     assert again == versions
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_files_that_were_written_over_change_nothing(
     cluster: Server,
     answer: Whole,  # noqa: F811

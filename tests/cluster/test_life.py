@@ -313,7 +313,8 @@ def test_a_demo_ends_when_nobody_reads_it() -> None:
     assert gone(family, 5)
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_stopped_rank_is_named_within_the_stall_timeout(rank: int) -> None:
     """SIGSTOP closes no connection: only the deadline tells."""
     with running(2, "--stall-timeout", "2", "--max-restarts", "0") as server:

@@ -98,6 +98,7 @@ def test_a_slow_link_changes_no_token_and_a_broken_one_is_mended(tmp_path: Path)
         assert num_restarts(server) == 2
 
 
+@pytest.mark.slow
 def test_a_whole_rank_that_goes_and_comes_again(tmp_path: Path) -> None:
     """Parent and engine are killed; whoever started the rank starts it again."""
     with two_ranks(tmp_path) as (ranks, server, other), ExitStack() as stack:

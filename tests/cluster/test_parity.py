@@ -30,7 +30,7 @@ def ask(server: Server, question: str) -> str:
         pytest.param(brigade_launch, 4, marks=pytest.mark.long),
         pytest.param(mlx_launch, 2, marks=pytest.mark.long),
         pytest.param(mlx_launch, 3, marks=pytest.mark.slow),
-        pytest.param(mlx_launch, 4, marks=pytest.mark.long),
+        pytest.param(mlx_launch, 4, marks=pytest.mark.slow),
     ],
 )
 def test_answers_equal_mlx_lm(

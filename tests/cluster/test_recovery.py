@@ -197,6 +197,7 @@ def test_a_killed_engine_costs_a_pause(server: Server, expected: list[Stream], r
     assert float(metrics.split("\nbrigade_recovery_seconds_total ")[1].split()[0]) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", EACH_RANK)
 def test_a_rank_that_stops_for_five_seconds_is_no_fault(
     server: Server, expected: list[Stream], rank: int

@@ -168,6 +168,7 @@ def test_a_killed_agent_takes_its_rank_along(launch: Start, sshd: Sshd) -> None:
     left.unlink()
 
 
+@pytest.mark.slow
 def test_a_stopped_agent_does_not_hold_the_launcher(launch: Start) -> None:
     launched = launch(SLEEP).see("up", 2)
     agent = psutil.Process(launched.pids[1]).parent()

@@ -178,7 +178,7 @@ def test_random_lives(seed: int, kv_bits: int | None) -> None:
             rig.step(group, {id: some(1) for id in groups[group]})
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_keys_and_values_take_little_more_than_is_needed() -> None:
     """One row of 8,192 tokens among seven of 64."""
     config = {"num_hidden_layers": 1, "max_position_embeddings": 16384}

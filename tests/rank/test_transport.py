@@ -5,9 +5,12 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from serve.core import wire
 
 
 def free_ports(count: int) -> list[int]:
@@ -68,3 +71,31 @@ def test_a_peer_that_dies_is_an_error_not_a_hang(tmp_path: Path) -> None:
 def test_a_waiting_rank_costs_no_cpu(tmp_path: Path) -> None:
     _, second = run_ring(tmp_path, "idle", 2)
     assert float(second) < 0.2
+
+
+@pytest.mark.long
+def test_an_engine_whose_parent_was_killed_ends_also_in_the_middle_of_joining(
+    tmp_path: Path,
+) -> None:
+    hostfile = tmp_path / "hosts.json"
+    hostfile.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(2)]))
+    order = {
+        **{"type": "order", "rank": 0, "ring": [0, 1], "hosts": ["127.0.0.1"] * 2, "nonce": 1},
+        **{"model": str(tmp_path), "commit": None, "cache_dir": None, "copies": str(tmp_path)},
+        **{"layers": [0, 1], "kv_bits": None, "join_timeout": 1.0},
+    }
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        engine = subprocess.Popen(
+            [sys.executable, "-m", "serve.rank.worker", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "MLX_HOSTFILE": str(hostfile), "MLX_RANK": "0"},
+            stderr=subprocess.PIPE,
+        )
+        ours.sendall(wire.json_frame(order))
+        time.sleep(3)
+    try:
+        _, said = engine.communicate(timeout=30)
+    finally:
+        engine.kill()
+    assert b"in form_ring" in said, "it had not begun, or was through"

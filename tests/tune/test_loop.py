@@ -317,6 +317,7 @@ def test_losses_equal_mlx_lms_trainer(optimizer: str, tmp_path: Any) -> None:
         assert losses == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_long_run_is_the_same_on_any_ranks() -> None:
     config = config_of(
         learning_rate=1e-3,

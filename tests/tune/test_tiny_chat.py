@@ -101,6 +101,7 @@ def plain_losses(start: Path, folder: Path, adam_rate: float = 3e-3) -> list[flo
     return losses
 
 
+@pytest.mark.slow
 def test_the_pipelines_losses_are_those_of_the_obvious_loop(work: Path, models: list[Path]) -> None:
     """The negative control: another learning rate of the embedding and the norms."""
     found = list(losses_of(models[0].parent).values())

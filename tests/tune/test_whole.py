@@ -116,6 +116,7 @@ def test_on_any_ranks_it_is_the_same_run(
     assert max(abs(one[n] - two[n]) for n in one) < 1e-4
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_same_with_two_optimizers(folder: Path, tmp_path: Path) -> None:
     """Bit for bit, and on two ranks within rounding."""
     both = {"muon": {"weight_decay": 0.0}, "adamw": {"learning_rate": 1e-3}}

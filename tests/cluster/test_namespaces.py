@@ -1,0 +1,107 @@
+"""A rank with a network of its own: its cable can be pulled, which breaks no connection."""
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from launcher.process import free_ports
+from tests.cluster.servers import TINY_CHAT, Server, alone, serve_flags, started
+from tests.cluster.test_links import num_restarts
+from tests.cluster.test_recovery import check_same, run_streams
+
+HERE, THERE = "198.18.77.1", "198.18.77.2"  # a range for tests of networks
+STALL_SECONDS = 8
+
+
+def ip(words: str) -> None:
+    subprocess.run(["ip", *words.split()], check=True, capture_output=True, timeout=10)
+
+
+class Cable:
+    """From this machine to a namespace."""
+
+    def __init__(self) -> None:
+        self.space = f"brigade{os.getpid()}"
+        self.ends = f"bg{os.getpid()}a", f"bg{os.getpid()}b"
+
+    def lay(self) -> None:
+        here, there = self.ends
+        ip(f"netns add {self.space}")
+        ip(f"link add {here} type veth peer name {there}")
+        ip(f"link set {there} netns {self.space}")
+        ip(f"addr add {HERE}/30 dev {here}")
+        ip(f"-n {self.space} addr add {THERE}/30 dev {there}")
+        ip(f"link set {here} up")
+        ip(f"-n {self.space} link set lo up")
+        self.plug()
+
+    def pull(self) -> None:
+        ip(f"-n {self.space} link set {self.ends[1]} down")
+
+    def plug(self) -> None:
+        ip(f"-n {self.space} link set {self.ends[1]} up")
+
+
+@pytest.fixture
+def cable() -> Iterator[Cable]:
+    cable = Cable()
+    try:
+        cable.lay()
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no network namespaces here: {error}")
+    try:
+        yield cable
+    finally:
+        ip(f"netns del {cable.space}")  # and the cable with it
+
+
+@contextmanager
+def two_ranks(folder: Path, cable: Cable) -> Iterator[Server]:
+    ports = free_ports(4)
+    hostfile = folder / "hosts.json"
+    hostfile.write_text(json.dumps([[f"{HERE}:{ports[0]}"], [f"{THERE}:{ports[1]}"]]))
+    variables = [f"MLX_HOSTFILE={hostfile}", f"BRIGADE_CONTROL={HERE}:{ports[2]}"]
+    flags = serve_flags(ports[3], TINY_CHAT, "--stall-timeout", str(STALL_SECONDS))
+    command = ["env", *variables, "BRIGADE_SECRET=s"]
+    with ExitStack() as stack:
+        far = ["ip", "netns", "exec", cable.space, *command, "MLX_RANK=1", *alone(flags)]
+        stack.enter_context(started(far))
+        near = [*command, "MLX_RANK=0", *alone(flags)]
+        server = stack.enter_context(started(near, ports[3]))
+        server.wait_until_ready()
+        yield server
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_cable_that_is_pulled(tmp_path: Path, cable: Cable) -> None:
+    with two_ranks(tmp_path, cable) as server:
+        expected = run_streams(server)
+
+        def pull(seconds: float) -> None:
+            time.sleep(0.5)
+            cable.pull()
+            time.sleep(seconds)
+            cable.plug()
+
+        check_same(run_streams(server, lambda: pull(2.0)), expected)
+        assert num_restarts(server) == 0, "a short break is none"
+        check_same(run_streams(server, lambda: pull(STALL_SECONDS + 5.0)), expected)
+        assert num_restarts(server) >= 1
+        check_same(run_streams(server), expected)
+        # Nobody speaks, and the rank comes back as another connection.
+        num_gone = server.text.count("event=rank_gone")
+        cable.pull()
+        deadline = time.monotonic() + 40
+        while server.text.count("event=rank_gone") == num_gone:
+            assert time.monotonic() < deadline, server.text
+            time.sleep(0.1)
+        cable.plug()
+        server.wait_until_ready()
+        check_same(run_streams(server), expected)
