@@ -75,7 +75,8 @@ class Record(Observer):
 
     def ended(self, rank: int, code: int, comes_back: bool) -> None:
         self._launch.ranks[str(rank)] = f"ended with {code}" + comes_back * ", comes back"
-        self._launch.state = "recovering" if comes_back else "ending"
+        if not comes_back:  # else rank 0 says what is going on
+            self._launch.state = "ending"
         self._save()
 
     def _save(self) -> None:

@@ -35,7 +35,7 @@ GONE_SECONDS = 2.0  # how long the kernel, and the way to it, may take to end a 
 RESTART_SECONDS = 1.0  # between two restarts; the first is at once
 RETRY_SECONDS = 2.0  # between two attempts at one
 RESTART_WINDOW_SECONDS = 300.0
-MAX_RESTARTS = 5  # of ranks in a window
+MAX_RESTARTS = 5  # of a rank in a window
 OUTPUT_SECONDS = 1.0  # how long output may still come after a rank's end
 COLOURS = (36, 33, 35, 32, 34, 31)
 
@@ -106,8 +106,9 @@ class Supervisor:
         self._alive: set[int] = set()
         self._returning: set[int] = set()
         self._unwanted: set[int] = set()  # came back too late
+        self._came_back: set[int] = set()
         self._max_restarts = max_restarts
-        self._lost_at: list[float] = []
+        self._lost_at: dict[int, list[float]] = {}
         self._ending = threading.Event()
         self._state = "running"
         self._deadline: float | None = None
@@ -152,6 +153,7 @@ class Supervisor:
                 self._rank_ended(event)
             case Returned():
                 self._returning.discard(event.rank)
+                self._came_back.add(event.rank)
                 self._adopt(event.rank, event.process)
                 if self._ending.is_set():
                     self._unwanted.add(event.rank)
@@ -170,7 +172,9 @@ class Supervisor:
         self._returning.discard(rank)
         code = exit_code(returncode)
         self._log(f"event=rank_ended rank={rank} code={code}")
-        comes_back = event.lost and self._may_restart(rank)
+        # One that was brought back may find that its host is not ready: a disk, an interface.
+        is_early = code and rank in self._came_back and self._is_kept(rank)
+        comes_back = self._may_restart(rank) if event.lost else bool(is_early)
         self._observer.ended(rank, code, comes_back)
         if comes_back:
             self._returning.add(rank)
@@ -269,13 +273,16 @@ class Supervisor:
     def _may_restart(self, rank: int) -> bool:
         """Rank 0 has the clients' connections: without it nothing is left to return to."""
         now = monotonic()
-        self._lost_at = [at for at in self._lost_at if now - at < RESTART_WINDOW_SECONDS] + [now]
-        kept = rank > 0 and 0 in self._alive and self._state == "running"
-        return kept and len(self._lost_at) <= self._max_restarts
+        before = self._lost_at.get(rank, ())
+        self._lost_at[rank] = [at for at in before if now - at < RESTART_WINDOW_SECONDS] + [now]
+        return self._is_kept(rank) and len(self._lost_at[rank]) <= self._max_restarts
+
+    def _is_kept(self, rank: int) -> bool:
+        return rank > 0 and 0 in self._alive and self._state == "running"
 
     def _bring_back(self, rank: int) -> None:
         """In a thread: another host may take its time, or not be there."""
-        self._ending.wait(RESTART_SECONDS * (len(self._lost_at) - 1))
+        self._ending.wait(RESTART_SECONDS * max(0, len(self._lost_at.get(rank, ())) - 1))
         said = ""
         while not self._ending.is_set():
             try:

@@ -18,16 +18,16 @@ MOST_MEDIAN_FUNCTION_LINES = 10
 MOST_FILE_LINES = 350
 
 # Each room's share, so that one cannot grow at another's cost. docs/architecture.md says why
-# they are 17,810 together and not the 8,000 of the first plan.
+# they are 17,850 together and not the 8,000 of the first plan.
 MOST_LINES = {
-    "launcher": 2_100,
+    "launcher": 2_110,
     "serve/bench": 390,
     "serve/cli": 850,
     "serve/core": 1_170,
-    "serve/front": 5_950,
+    "serve/front": 5_970,
     "serve/hub": 960,
     "serve/parent": 620,
-    "serve/rank": 3_370,
+    "serve/rank": 3_380,
     "serve/tune": 2_400,
 }
 

@@ -334,6 +334,23 @@ def test_a_rank_that_decided_to_end_and_rank_0_do_not_come_back(
     assert launched.text.count("event=rank_started") == 2
 
 
+def test_a_rank_that_came_back_too_early_is_tried_again(relaunch: Start, tmp_path: Path) -> None:
+    """Its host has booted, but the disk with the model is not there yet."""
+    marks = tmp_path / "marks"
+    program = f"""
+if rank == 1:
+    with open({str(marks)!r}, "a+") as file:
+        file.write("x"); file.seek(0)
+        num_starts = len(file.read())
+    if num_starts == 1: os.kill(os.getpid(), 9)
+    if num_starts < 4: sys.exit(3)
+    print("at last", flush=True)
+"""
+    launched = relaunch(2, program + SLEEP).see("at last", 1)
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.end()[0] == 0
+
+
 def test_a_rank_that_ends_after_a_signal_does_not_come_back(relaunch: Start) -> None:
     launched = relaunch(2, SLEEP).see("up", 2)
     launched.process.send_signal(signal.SIGTERM)

@@ -19,6 +19,7 @@ from serve.core.config import ServeConfig, hub_id
 from serve.core.errors import (
     AdapterError,
     BrigadeError,
+    ClusterError,
     ModelError,
     NotFoundError,
     OverloadedError,
@@ -62,6 +63,10 @@ class Ranks(Protocol):
 
 # One that ends the engines would end the next ones, too.
 _MOST_TRIES = 2
+
+
+class _Late(AdapterError):
+    """A rank says nothing."""
 
 
 class _Interrupted(Exception):
@@ -285,7 +290,7 @@ class Adapters:
                     raise _Interrupted
         except (TimeoutError, asyncio.TimeoutError) as error:
             late = [rank for rank in self._ranks.ring if rank not in answers]
-            raise AdapterError(f"Rank {late[0]} does not answer (--load-timeout).", 503) from error
+            raise _Late(f"Rank {late[0]} does not answer (--load-timeout).", 503) from error
         finally:
             del self._answers[version]
         check_answers(answers)
@@ -295,7 +300,7 @@ class Adapters:
         if answer["version"] in self._answers:
             self._answers[answer["version"]][rank] = answer
             self._answered.set()
-        else:
+        elif answer["version"] not in self._held:  # else it is from before a fault
             self._ranks.retire_adapter(answer["version"])  # It took too long.
 
     # --- engines that start anew
@@ -316,6 +321,8 @@ class Adapters:
                 if not held.is_same(answers):
                     raise AdapterError(f"The files in {held.source} are others than before.")
                 self._hold(version, Held(held.source, answers))
+            except _Late as error:
+                raise ClusterError(str(error)) from error  # New engines may answer.
             except AdapterError as error:
                 self._lose(version, error)
             if not self._is_wanted(version):  # It was unloaded meanwhile.

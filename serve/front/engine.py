@@ -17,7 +17,13 @@ from typing import Any, cast
 
 from serve.core import wire
 from serve.core.config import Cluster, ServeConfig
-from serve.core.errors import BrigadeError, EngineError, RequestError, UnavailableError
+from serve.core.errors import (
+    BrigadeError,
+    EngineError,
+    PlanError,
+    RequestError,
+    UnavailableError,
+)
 from serve.core.types import Sequence
 from serve.front.adapters import Adapters
 from serve.front.generation import Generation
@@ -116,8 +122,13 @@ class Engine:
     def _settle(self) -> None:
         """On other ranks than before. Raises PlanError if there is not even room for a short
         sequence."""
-        self._settled, stages = self.ring, self._lives.stages
-        most = room_for_tokens(stages, self._config)
+        stages = self._lives.stages
+        try:
+            most = room_for_tokens(stages, self._config)
+        except PlanError as error:
+            self._lives.refuse_ring(error)
+            raise
+        self._settled = self.ring
         self._scheduler.settle(len(stages), most)
         if not self._config.no_prefix_cache:
             self._scheduler.reuse = cast(Reuse, stages[0].reuse)

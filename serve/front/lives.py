@@ -187,7 +187,9 @@ class Lives:
         is stopped breaks no connection; and when one that was gone is there again."""
         most = self._config.stall_timeout
         while self._work.waiting_seconds() <= most:
-            if newcomers := self.hub.joined.difference(self.ring):
+            newcomers = self.hub.alike.difference(self.ring)
+            # Not with the last restart, which is for a fault of what works.
+            if newcomers and self._restarts.num_left(time.monotonic()) > 1:
                 ranks = ", ".join(map(str, sorted(newcomers)))
                 raise ClusterError(f"Rank {ranks} is there again: the layers are shared out anew.")
             before = time.monotonic()
@@ -263,18 +265,19 @@ class Lives:
             await self.hub.wait_for(self.ring[1:], self._config.join_timeout)
         except ClusterError as error:
             _logger.warning("event=going_on reason=%s", json.dumps(str(error)))
-        there = (0, *sorted(self.hub.joined))
-        memory = [self._ranks[rank].memory_bytes for rank in there]
-        assert self._process is not None
-        try:
-            plan = await self._plans.again(there, memory, self._process)
-        except PlanError as error:
-            _logger.warning("event=waiting reason=%s", json.dumps(str(error)))
+        deadline = time.monotonic() + self._config.return_timeout
+        while True:
+            there = (0, *sorted(self.hub.alike))
+            memory = [self._ranks[rank].memory_bytes for rank in there]
+            assert self._process is not None
+            try:
+                plan = await self._plans.again(there, memory, self._process)
+                break
+            except PlanError as error:
+                _logger.warning("event=waiting reason=%s", json.dumps(str(error)))
             await self._process.stop()
             self._process = await EngineProcess.start()
-            await self._gather_all()
-            there = tuple(stage.rank for stage in self._ranks)
-            plan = await self._plans.again(there, (), self._process)
+            await self.hub.wait_for_more(set(there), deadline - time.monotonic())
         if there != self.ring:
             self._take_part(plan)
 
@@ -353,6 +356,12 @@ class Lives:
     @property
     def missing(self) -> list[int]:
         return [rank for rank in self.ring[1:] if rank not in self.hub.joined]
+
+    def refuse_ring(self, error: PlanError) -> None:
+        """Raises ClusterError, after which more ranks are waited for, if there are any."""
+        if len(self.stages) < len(self._ranks):
+            self._plans.refuse(self.ring, str(error))
+            raise ClusterError(str(error)) from error
 
     def late(self) -> str | None:
         """None when all engines work, else one line that says what they are doing."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from serve.core.config import ServeConfig
-from serve.core.errors import ModelError
+from serve.core.errors import ModelError, PlanError
 from serve.core.plan import StagePlan
 from serve.front.orders import plan_request, replan_request
 from serve.parent.control import engine_ended, raise_if_error
@@ -20,6 +20,7 @@ class Plans:
     def __init__(self, config: ServeConfig, folder: Path) -> None:
         self._config, self._folder = config, str(folder)
         self._known: dict[tuple[int, ...], list[StagePlan]] = {}
+        self._too_small: dict[tuple[int, ...], str] = {}
 
     async def first(self, ring: tuple[int, ...], process: EngineProcess) -> list[StagePlan]:
         """For all ranks. Raises what is wrong with the plan or the model."""
@@ -31,8 +32,14 @@ class Plans:
     ) -> list[StagePlan]:
         """For those of a ring, each with so many bytes of memory, or 0. Raises PlanError if the
         model does not fit; the engine's process has ended then."""
+        if ring in self._too_small:
+            raise PlanError(self._too_small[ring])
         request = replan_request(self._config, ring, memory, self._folder)
         return self._known.get(ring) or await self._make(ring, request, process)
+
+    def refuse(self, ring: tuple[int, ...], reason: str) -> None:
+        """It was tried, and is too small."""
+        self._too_small[ring] = reason
 
     async def _make(
         self, ring: tuple[int, ...], request: dict[str, object], process: EngineProcess

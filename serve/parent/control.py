@@ -104,10 +104,27 @@ class Hub:
         others = {rank: self._hellos[rank]["facts"] for rank in sorted(self.joined)}
         compare({0: self._mine.facts, **others})
 
+    async def wait_for_more(self, known: Collection[int], timeout_seconds: float) -> None:
+        """Than these. Raises ClusterError."""
+        deadline = time.monotonic() + timeout_seconds
+        while not self.alike.difference(known):
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), deadline - time.monotonic())
+            except (TimeoutError, asyncio.TimeoutError) as error:
+                raise ClusterError(
+                    f"No other rank came within {timeout_seconds:g} s (--return-timeout)."
+                ) from error
+
     @property
     def joined(self) -> set[int]:
         """The other ranks that are there."""
         return set(self._links)
+
+    @property
+    def alike(self) -> set[int]:
+        """Those of them that have what rank 0 has."""
+        return {r for r in self._links if self._hellos[r]["facts"] == self._mine.facts}
 
     def pid(self, rank: int) -> int:
         return int(self._hellos[rank]["pid"])

@@ -23,10 +23,13 @@ def write(folder: Path, version: int, matrices: dict[str, Matrices], answer: Any
     parts = {f"{name}.{part}": getattr(m, part) for name, m in matrices.items() for part in _PARTS}
     arrays = {name: array for name, array in parts.items() if array is not None}
     file = _file(folder, version)
+    part = file.with_name(f"{version}.part.safetensors")
     try:
-        mx.save_safetensors(str(file), arrays, {"answer": json.dumps(answer)})
-    except RuntimeError as error:
-        file.unlink(missing_ok=True)
+        # An engine may be killed at any time: what is there under its name is whole.
+        mx.save_safetensors(str(part), arrays, {"answer": json.dumps(answer)})
+        part.rename(file)
+    except (RuntimeError, OSError) as error:
+        part.unlink(missing_ok=True)
         _logger.warning("event=adapter_not_copied version=%d reason=%s", version, error)
 
 
@@ -36,11 +39,15 @@ def read(
     """Matrices, which are lazy, and the answer; None without a copy. held are the versions that
     engines before this one may have read: copies of others go."""
     for file in folder.glob("*.safetensors"):
-        if int(file.stem) not in held:
+        if file.stem not in map(str, held):
             file.unlink()
     if not (file := _file(folder, version)).exists():
         return None
-    loaded: Any = mx.load(str(file), return_metadata=True)
+    try:
+        loaded: Any = mx.load(str(file), return_metadata=True)
+    except RuntimeError as error:
+        _logger.warning("event=adapter_copy_broken version=%d reason=%s", version, error)
+        return None
     modules: defaultdict[str, dict[str, mx.array]] = defaultdict(dict)
     for key, array in loaded[0].items():
         name, _, part = key.rpartition(".")

@@ -65,6 +65,10 @@ class Order:
     kv_bits: int | None
     join_timeout: float
 
+    @property
+    def name(self) -> str:
+        return f"Rank {self.ring[self.rank]}"
+
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "Order":
         fields = {name: value for name, value in fields.items() if name != "type"}
@@ -219,7 +223,7 @@ class Worker:
         try:
             self.parent.send(wire.json_frame(answer))
         except OSError as error:
-            fail(self.parent, error, f"Rank {self.order.rank}")
+            fail(self.parent, error, self.order.name)
         adapters.copy()
 
     def _running_loop(self) -> StepLoop:
@@ -233,9 +237,9 @@ class Worker:
                 for scores in result.scores:
                     self.parent.send(wire.scores_frame(scores))
                 self.parent.send(wire.frame(wire.Kind.RESULT, wire.encode_result(result)))
-            raise ClusterError(f"Rank {self.order.rank}: its right neighbour is gone.")
+            raise ClusterError(f"{self.order.name}: its right neighbour is gone.")
         except Exception as error:  # The top of the thread: the process ends with it.
-            fail(self.parent, error, f"Rank {self.order.rank}")
+            fail(self.parent, error, self.order.name)
 
     def _start(self) -> StepLoop:
         order = self.order
@@ -270,7 +274,7 @@ class Worker:
         # see that the parent was killed. This one needs no lock, and ends the process.
         faulthandler.dump_traceback_later(order.join_timeout + _PARENT_FIRST_SECONDS, exit=True)
         try:
-            with among(order.ring):
+            with among(order.ring, order.copies):
                 return RingTransport(Ring(order.rank, order.hosts, order.nonce, order.join_timeout))
         finally:
             faulthandler.cancel_dump_traceback_later()
@@ -287,7 +291,7 @@ class Worker:
                 self._report()
                 time.sleep(_STATUS_SECONDS)
         except Exception as error:  # The top of the thread: the process ends with it.
-            fail(self.parent, error, f"Rank {self.order.rank}")
+            fail(self.parent, error, self.order.name)
 
     def _report(self) -> None:
         status = {"type": "status", "rank": self.order.rank, **self.status}

@@ -9,6 +9,7 @@ import pytest
 from serve.core.errors import (
     AdapterError,
     BrigadeError,
+    ClusterError,
     EngineError,
     NotFoundError,
     OverloadedError,
@@ -316,3 +317,13 @@ async def test_what_is_unloaded_while_it_is_read_again_does_not_stay() -> None:
     await ranks.adapters.unload("x")
     await restoring
     assert ranks.held == set()
+
+
+async def test_a_rank_that_does_not_read_again_is_a_fault_and_loses_no_adapter() -> None:
+    ranks = FakeRanks(load_timeout=1.0)
+    await ranks.adapters.load("a", "a", in_place=False)
+    ranks.adapters.interrupt()
+    ranks.is_silent, ranks.running[1] = True, 1
+    with pytest.raises(ClusterError, match="Rank 1 does not answer"):
+        await ranks.adapters.restore()
+    assert not ranks.ended

@@ -21,6 +21,7 @@ from serve.core.errors import (
     ClusterError,
     EngineError,
     ModelError,
+    PlanError,
     UnavailableError,
 )
 from serve.core.types import Event, Sampling
@@ -273,6 +274,90 @@ async def test_ranks_that_are_too_small_for_the_model_wait(
         start(2)
         await asyncio.wait_for(answer, 15)
         assert len(layers(engine)) == 3
+
+
+@pytest.mark.long
+async def test_some_that_come_again_are_enough(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("LEAST_RANKS", "2")
+    async with ranks(replan=True, join_timeout=2.0) as (engine, members, start):
+        await ready(engine)
+        answer = asyncio.create_task(collect(engine, prompt(10, 500)))
+        await lose(members[1])
+        await lose(members[2])
+        await until(lambda: "event=waiting" in caplog.text)
+        start(2)
+        await asyncio.wait_for(answer, 15)
+        assert [rank for rank, _ in layers(engine)] == [0, 2]
+
+
+@pytest.mark.long
+async def test_ranks_without_room_for_a_short_sequence_wait(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def room(stages: list[Any], _: Any) -> int:
+        if len(stages) < 3:
+            raise PlanError("There is room for 12 tokens only")
+        return 10_000
+
+    monkeypatch.setattr("serve.front.engine.room_for_tokens", room)
+    async with ranks(replan=True, join_timeout=2.0) as (engine, members, start):
+        await ready(engine)
+        answer = asyncio.create_task(collect(engine, prompt(10, 500)))
+        await lose(members[2])
+        await until(lambda: "event=waiting" in caplog.text)
+        start(2)
+        await asyncio.wait_for(answer, 15)
+        assert len(layers(engine)) == 3
+
+
+@pytest.mark.long
+async def test_a_rank_that_comes_again_with_other_versions_stays_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with ranks(replan=True, join_timeout=2.0) as (engine, members, start):
+        await ready(engine)
+        await lose(members[1])
+        await until(lambda: len(layers(engine)) == 2)
+        await ready(engine)
+        monkeypatch.setitem(globals(), "FACTS", {"mlx": "2"})
+        start(1)
+        await until(lambda: 1 in engine._lives.hub.joined)
+        await collect(engine, prompt(10, 500))
+        assert [rank for rank, _ in layers(engine)] == [0, 2]
+
+
+@pytest.mark.long
+async def test_a_rank_that_comes_again_does_not_take_the_last_restart() -> None:
+    async with ranks(replan=True, join_timeout=2.0, max_restarts=1) as (engine, members, start):
+        await ready(engine)
+        await lose(members[1])
+        await until(lambda: len(layers(engine)) == 2)
+        await ready(engine)
+        start(1)
+        await until(lambda: 1 in engine._lives.hub.joined)
+        await collect(engine, prompt(10, 500))
+        assert not engine.ready_reason()
+
+
+@pytest.mark.long
+async def test_an_answer_from_before_a_fault_retires_no_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with cluster(lora=("poet=/p",), adapter_root=tmp_path) as engine:
+        await ready(engine)
+        monkeypatch.setenv("READ_SECONDS", "0.5")
+        for kill_after in (0.0, 0.3):  # the second one while adapters are read again
+            await asyncio.sleep(kill_after)
+            engines()[0].kill()
+            await until(lambda: engine.ready_reason() == "loading adapters")
+        retired: list[int] = []
+        monkeypatch.setattr(engine, "retire_adapter", retired.append)
+        await ready(engine)
+        await collect(engine, prompt(10, 20))
+        assert [a["version"] for a in engine.adapters.described()] == [1]
+        assert retired == []
 
 
 @pytest.mark.long

@@ -213,3 +213,14 @@ def test_status_shows_every_rank(launcher: Start, capsys: pytest.CaptureFixture[
 def test_a_command_beside_them_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["launch", flag, "--", "serve"]) == 2
     assert "take no command" in capsys.readouterr().err
+
+
+def test_what_is_going_on_when_a_rank_is_lost_is_rank_0s_word() -> None:
+    with recorded(["serve"], ["a", "b"]) as kept:
+        kept.said(0, "x event=recovering life=1")
+        kept.said(0, "x event=ready num_ranks=1 life=1")
+        kept.ended(1, 6, True)  # found only now, because a connection was silent
+        assert kept._launch.state == "ready"
+        assert kept._launch.ranks["1"] == "ended with 6, comes back"
+        kept.ended(0, 0, False)
+        assert kept._launch.state == "ending"
