@@ -207,6 +207,7 @@ def test_a_second_signal_kills_at_once(launch: Start) -> None:
     assert seconds < 3
 
 
+@pytest.mark.long
 def test_ranks_that_ignore_a_signal_are_killed_after_the_drain(launch: Start) -> None:
     launched = launch(2, DEAF + SLEEP).see("up", 2).mark()
     launched.process.send_signal(signal.SIGTERM)

@@ -18,6 +18,7 @@ def bench(*flags: str) -> int:
 QUICK = ["--concurrency", "1,2", "--requests", "2", "--max-tokens", "4"]
 
 
+@pytest.mark.long
 def test_one_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output, plot = tmp_path / "results.json", tmp_path / "results.svg"
     with streaming() as (url, _):

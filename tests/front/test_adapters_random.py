@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -245,6 +246,7 @@ class Life:
             assert stage.loaded == {0, *there}
 
 
+@pytest.mark.long
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 3), st.integers(0, 2**32), st.sampled_from([0.0, 0.05, 0.2]))
 def test_each_request_sees_what_its_name_stood_for(

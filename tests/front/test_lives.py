@@ -135,6 +135,7 @@ def kill_one(chance: random.Random) -> None:
         return  # It has just ended by itself.
 
 
+@pytest.mark.long
 async def test_answers_are_whole_after_kills_at_any_moment() -> None:
     """Also in the middle of a start, and of a recovery."""
     chance = random.Random(11)

@@ -148,6 +148,7 @@ def test_an_impossible_cut_is_refused_with_the_nearest(tmp_path: Path) -> None:
         make_plan(folder, PlanRequest(num_ranks=4))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "num_parameters"), [("llama-70b", 70.6e9), ("deepseek-v3", 671e9)]
 )
