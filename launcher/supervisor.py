@@ -123,9 +123,7 @@ class Supervisor:
             with self._signals(), self._ranks as starts:
                 try:
                     self._start(starts)
-                    while self._alive or (self._returning and not self._ending.is_set()):
-                        if self._state == "lost":
-                            break
+                    while (self._alive or self._returning) and self._state != "lost":
                         self._take(self._next_event())
                 finally:
                     self._kill_alive()
@@ -184,7 +182,7 @@ class Supervisor:
             code = 0  # It was still starting, and ended as it was asked to.
         self._code = self._code or code
         if not self._alive:
-            self._ending.set()
+            self._give_up_waiting()
             return
         if code and self._state in ("running", "waiting"):
             self._end_all(signal.SIGTERM, f"rank {rank} failed")
@@ -215,11 +213,16 @@ class Supervisor:
     def _end_all(
         self, signum: signal.Signals, reason: str, grace_seconds: float = GRACE_SECONDS
     ) -> None:
-        self._ending.set()
+        self._give_up_waiting()
         self._log(f"event=ending ranks={self._alive_text()} signal={signum.name} reason='{reason}'")
         self._enter("ending", grace_seconds)
         for rank in self._alive:
             self._processes[rank].signal(signum)
+
+    def _give_up_waiting(self) -> None:
+        """For ranks that are away. One that comes all the same is unwanted."""
+        self._ending.set()
+        self._returning.clear()
 
     def _kill_all(self, reason: str) -> None:
         self._log(f"event=killing ranks={self._alive_text()} reason='{reason}'")

@@ -34,8 +34,10 @@ class Plans:
         model does not fit; the engine's process has ended then."""
         if ring in self._too_small:
             raise PlanError(self._too_small[ring])
+        if ring in self._known:
+            return self._known[ring]
         request = replan_request(self._config, ring, memory, self._folder)
-        return self._known.get(ring) or await self._make(ring, request, process)
+        return await self._make(ring, request, process)
 
     def refuse(self, ring: tuple[int, ...], reason: str) -> None:
         """It was tried, and is too small."""

@@ -90,31 +90,32 @@ class Hub:
     ) -> None:
         """Raises ClusterError if a rank does not come, DisagreementError if one that has
         come has something else than rank 0."""
-        deadline = time.monotonic() + timeout_seconds
-        while missing := sorted(set(ranks) - self.joined):
-            self._changed.clear()
-            try:
-                await asyncio.wait_for(self._changed.wait(), deadline - time.monotonic())
-            except (TimeoutError, asyncio.TimeoutError) as error:
-                raise ClusterError(
-                    f"Ranks {missing} did not join within {timeout_seconds:g} s: "
-                    f"look at their logs ({flag})."
-                ) from error
+        if not await self._until(lambda: set(ranks) <= self.joined, timeout_seconds):
+            raise ClusterError(
+                f"Ranks {sorted(set(ranks) - self.joined)} did not join within "
+                f"{timeout_seconds:g} s: look at their logs ({flag})."
+            )
 
         others = {rank: self._hellos[rank]["facts"] for rank in sorted(self.joined)}
         compare({0: self._mine.facts, **others})
 
     async def wait_for_more(self, known: Collection[int], timeout_seconds: float) -> None:
         """Than these. Raises ClusterError."""
+        if not await self._until(lambda: bool(self.alike.difference(known)), timeout_seconds):
+            raise ClusterError(
+                f"No other rank came within {timeout_seconds:g} s (--return-timeout)."
+            )
+
+    async def _until(self, is_so: Callable[[], bool], timeout_seconds: float) -> bool:
+        """Of the ranks that are there; False if the time is up before."""
         deadline = time.monotonic() + timeout_seconds
-        while not self.alike.difference(known):
+        while not is_so():
             self._changed.clear()
             try:
                 await asyncio.wait_for(self._changed.wait(), deadline - time.monotonic())
-            except (TimeoutError, asyncio.TimeoutError) as error:
-                raise ClusterError(
-                    f"No other rank came within {timeout_seconds:g} s (--return-timeout)."
-                ) from error
+            except (TimeoutError, asyncio.TimeoutError):
+                return False
+        return True
 
     @property
     def joined(self) -> set[int]:

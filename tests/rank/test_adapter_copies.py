@@ -148,3 +148,15 @@ def test_an_engine_with_other_layers_reads_the_files(tmp_path: Path, parents: li
             own.read(1, str(folder), None, 64)
         for one, other in zip(pipeline.logits([1, 0]), expected.logits([1, 0]), strict=True):
             assert mx.array_equal(one, other)
+
+
+def test_a_copy_that_was_cut_off_is_none(tmp_path: Path, parents: list[Path]) -> None:
+    """An engine may be killed while it writes."""
+    folder = adapters.save_adapter(tmp_path / "a", LLAMA())
+    answers = ask(Pipeline(LLAMA, CUTS), parents, 1, folder)
+    for parent in parents:
+        (file,) = parent.iterdir()
+        file.write_bytes(file.read_bytes()[:-7])
+        (parent / "2.part.safetensors").write_bytes(b"half")
+    assert ask(Pipeline(LLAMA, CUTS), parents, 1, folder, held=(1,)) == answers
+    assert there(parents) == [["1"]] * 3
