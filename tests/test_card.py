@@ -20,15 +20,15 @@ MOST_FILE_LINES = 350
 # Each room's share, so that one cannot grow at another's cost. docs/architecture.md says why
 # they are 17,850 together and not the 8,000 of the first plan.
 MOST_LINES = {
-    "launcher": 2_110,
+    "launcher": 2_120,
     "serve/bench": 390,
-    "serve/cli": 850,
-    "serve/core": 1_170,
-    "serve/front": 5_970,
-    "serve/hub": 960,
+    "serve/cli": 820,
+    "serve/core": 1_150,
+    "serve/front": 6_010,
+    "serve/hub": 940,
     "serve/parent": 620,
     "serve/rank": 3_380,
-    "serve/tune": 2_400,
+    "serve/tune": 2_420,
 }
 
 UNOWNED = re.compile(r"\b(TODO|FIXME|XXX)\b(?!\([\w@-]+\))")

@@ -108,16 +108,18 @@ def _facts(asked: ServeConfig, checkpoint: Checkpoint | None) -> dict[str, str]:
 async def _run_front(
     config: ServeConfig, cluster: Cluster, checkpoint: Checkpoint, facts: dict[str, str]
 ) -> None:
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+    # Until the HTTP server has its own. Before the imports, which nothing raised by a signal
+    # should break.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, task.cancel)
     # Imported here, because ranks above 0 need neither HTTP nor tokenizers.
     from serve.cli.start import StartView
     from serve.front import app
     from serve.front.engine import Engine
     from serve.front.tokens import Tokenizer
 
-    task, loop = asyncio.current_task(), asyncio.get_running_loop()
-    assert task is not None
-    for number in (signal.SIGTERM, signal.SIGINT):  # until the HTTP server has its own
-        loop.add_signal_handler(number, task.cancel)
     listening = app.bind(config.host, config.port)
     view = StartView()
     engine = Engine(config, cluster, checkpoint.folder, facts, view)

@@ -327,6 +327,9 @@ class Adapters:
                 self._lose(version, error)
             if not self._is_wanted(version):  # It was unloaded meanwhile.
                 self._ranks.retire_adapter(version)
+        # On fewer ranks each has more layers.
+        if self._config.adapter_memory and not self._evict([0] * len(self._ranks.ring), None):
+            _logger.warning("event=over_adapter_memory reason='all are pinned or in use'")
 
     def _hold(self, version: int, held: Held) -> None:
         self._held[version] = held
@@ -368,19 +371,26 @@ class Adapters:
         in the place of the old one. Raises OverloadedError if there is none."""
         if self._config.adapter_memory is None:
             return
-        most = memory_of(self._config.adapter_memory, self._ranks.ring)
-        if not _fits([num_bytes], most):
+        if not _fits([num_bytes], memory_of(self._config.adapter_memory, self._ranks.ring)):
             raise AdapterError(f"The adapter has {max(num_bytes)} bytes: over --adapter-memory.")
+        if not self._evict(num_bytes, old):
+            raise OverloadedError(
+                "All adapters in --adapter-memory are pinned or in use: try later, or unpin or "
+                "unload one."
+            )
+
+    def _evict(self, num_bytes: list[int], old: Adapter | None) -> bool:
+        """Whether there is room for so many bytes more on each rank, with what is idle gone."""
+        assert self._config.adapter_memory is not None
+        most = memory_of(self._config.adapter_memory, self._ranks.ring)
         while not _fits([num_bytes, *self._held_beside(old)], most):
             idle = [a for a in self._adapters.values() if a is not old and self._is_idle(a)]
             if not idle:
-                raise OverloadedError(
-                    "All adapters in --adapter-memory are pinned or in use: try later, or unpin or "
-                    "unload one."
-                )
+                return False
             going = min(idle, key=lambda adapter: adapter.used_at)
             _logger.info("event=adapter_evicted name=%s version=%d", going.name, going.version)
             self._retire(going)
+        return True
 
     def _is_idle(self, adapter: Adapter) -> bool:
         return bool(adapter.version) and not adapter.is_pinned and not self._num_running(adapter)

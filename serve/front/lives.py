@@ -96,7 +96,8 @@ class Lives:
         self._stalled = False
         self._progressed = asyncio.Event()
         self._recovering_since: float | None = None
-        self.is_working = False
+        self._has_worked = self.is_working = False
+        self._unfit: set[int] = set()  # ranks whose engine says that it never can
         self.recovery_seconds = 0.0
 
     async def run(self) -> None:
@@ -171,7 +172,7 @@ class Lives:
                 self._process.link.send_json(told)
 
     def _begin(self) -> None:
-        self.is_working = True
+        self._has_worked = self.is_working = True
         self._work.go()
         _logger.info("event=ready num_ranks=%d life=%d", len(self.stages), self.number)
         if self._recovering_since is None:
@@ -187,7 +188,7 @@ class Lives:
         is stopped breaks no connection; and when one that was gone is there again."""
         most = self._config.stall_timeout
         while self._work.waiting_seconds() <= most:
-            newcomers = self.hub.alike.difference(self.ring)
+            newcomers = self._fit - set(self.ring)
             # Not with the last restart, which is for a fault of what works.
             if newcomers and self._restarts.num_left(time.monotonic()) > 1:
                 ranks = ", ".join(map(str, sorted(newcomers)))
@@ -267,7 +268,7 @@ class Lives:
             _logger.warning("event=going_on reason=%s", json.dumps(str(error)))
         deadline = time.monotonic() + self._config.return_timeout
         while True:
-            there = (0, *sorted(self.hub.alike))
+            there = (0, *sorted(self._fit))
             memory = [self._ranks[rank].memory_bytes for rank in there]
             assert self._process is not None
             try:
@@ -277,7 +278,7 @@ class Lives:
                 _logger.warning("event=waiting reason=%s", json.dumps(str(error)))
             await self._process.stop()
             self._process = await EngineProcess.start()
-            await self.hub.wait_for_more(set(there), deadline - time.monotonic())
+            await self.hub.wait_for_more(self._unfit.union(there), deadline - time.monotonic())
         if there != self.ring:
             self._take_part(plan)
 
@@ -311,7 +312,11 @@ class Lives:
         if kind == "error":
             error = from_exit_code(message["exit_code"], message["message"])
             _logger.warning("event=fault rank=%d reason=%s", rank, json.dumps(str(error)))
-            if life == self.number or not may_pass(error):
+            if rank and self._config.replan and self._has_worked and not may_pass(error):
+                self._unfit.add(rank)  # The others have a model that works.
+                error = ClusterError(str(error))
+            is_awaited = life == self.number and rank in self.ring
+            if is_awaited or not may_pass(error):
                 self._on_fault(error)
         elif kind == "gone":
             # While a rank is waited for it may come and go.
@@ -321,6 +326,7 @@ class Lives:
             if rank in self.ring and self._ranks[rank].state != "renewing":
                 self._on_fault(ClusterError(message["reason"]))
         elif kind == "joined":
+            self._unfit.discard(rank)
             self._renew_member(self._ranks[rank])
         elif life == self.number and kind == "status":
             self._update_stage(self._ranks[rank], message)
@@ -352,6 +358,11 @@ class Lives:
     def ring(self) -> tuple[int, ...]:
         """The ranks that take part, in order."""
         return tuple(stage.rank for stage in self.stages)
+
+    @property
+    def _fit(self) -> set[int]:
+        """The other ranks that are there and may take part."""
+        return self.hub.alike - self._unfit
 
     @property
     def missing(self) -> list[int]:

@@ -8,6 +8,7 @@ from typing import Any
 from serve.core import wire
 
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPALIVE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+_KEEP_ALIVE |= {"TCP_USER_TIMEOUT": 25_000}  # ms, of a peer that was sent something
 
 
 class Link:
@@ -22,12 +23,12 @@ class Link:
         return str(peer[0]) if isinstance(peer, tuple) else "local"
 
     def keep_alive(self) -> None:
-        """Has the system ask an idle peer whether it is there: one that lost its power, or whose
+        """Has the system find out whether the peer is there: one that lost its power, or whose
         cable was pulled for long, is gone after 25 s."""
         taken = self._writer.get_extra_info("socket")
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEP_ALIVE.items():
-            if hasattr(socket, name):  # macOS calls the first one otherwise.
+            if hasattr(socket, name):  # macOS calls the first one otherwise, and lacks the last.
                 taken.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def send(self, data: bytes) -> None:

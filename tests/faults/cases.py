@@ -147,6 +147,37 @@ FINE = [
     Case("the largest seed", good_body(seed=2**63 - 1), (200,)),
 ]
 
+ANTHROPIC = "/v1/messages"
+ANTHROPIC_BODIES = [
+    Case(f"{ANTHROPIC}: {case.name}", case.sent, case.status, case.words)
+    for case in (
+        *TEXT,
+        *_wrong_values("max_tokens", 0, -1, 1.5, -HUGE, True, None, MISSING, *NO_NUMBER),
+        *_wrong_values("temperature", -1, -1e-9, 2.5, HUGE, *NO_NUMBER),
+        *_wrong_values("top_p", 0, 1.1, HUGE, *NO_NUMBER),
+        *_wrong_values("top_k", -2, 1.5, HUGE, "1"),
+        *_wrong_values("stop_sequences", 1, [1], [""], ["x"] * 5000, ["x" * 100_000]),
+        *_wrong_values("stream", "yes", 1, []),
+        *_wrong_values("system", 5, [5], {}, [{"type": "image"}]),
+        *_wrong_values("tools", 5, [5], [{"name": "f"}], [{"name": "f", "input_schema": 5}]),
+        *_wrong_values("tool_choice", "any", {"type": "tool"}, {"type": "nope"}),
+        *_wrong_values("thinking", {"type": "enabled", "budget_tokens": 1024}, True),
+        *_wrong_values("metadata", 5, {"user_id": 5}),
+        *_wrong_values("model", 5, None, MISSING),
+        *_wrong_values(
+            "messages",
+            *([], None, {}, "x", [5], [{}], [{"role": "tool", "content": "x"}], MISSING),
+            *(said(5), said(None), said([5]), said([{"type": "text"}]), said([{"type": "image"}])),
+        ),
+        *_wrong_values("hidden", 1),
+        Case("a huge answer", good_body(max_tokens=10**12), words="maximum context"),
+        Case("no such model", good_body(model="nope"), (404,), "nope"),
+        Case("a long prompt", good_body(messages=said("word " * 5000)), words="maximum context"),
+        Case("NUL in a message", good_body(messages=said("a\0b")), (200,)),
+        Case("an empty turn", good_body(messages=said("")), (200, 400)),
+    )
+]
+
 MODELS = [
     Case(f"model {name[:20]!r}", good_body(model=name), (404,), "model")
     for name in ("", "nope", "tiny-chat\0", "TINY-CHAT", "../../etc/passwd", "x" * 100_000, "a\nb")

@@ -14,6 +14,8 @@ import pytest
 
 from tests.cluster.servers import Server
 from tests.faults.cases import (
+    ANTHROPIC,
+    ANTHROPIC_BODIES,
     BODIES,
     CHAT,
     FULL,
@@ -66,7 +68,7 @@ def names(cases: list[Case]) -> list[str]:
 
 
 def test_there_are_many_cases() -> None:
-    cases = [*BODIES, *REQUESTS, *WIRE]
+    cases = [*BODIES, *ANTHROPIC_BODIES, *REQUESTS, *WIRE]
     assert len({case.name for case in cases}) == len(cases) >= 200
 
 
@@ -80,6 +82,18 @@ def test_a_body(http: httpx.Client, case: Case, stream: bool) -> None:
         sent = sent[:-1] + b', "stream": true}'
     reply = http.post(CHAT, content=sent, headers=JSON)
     check(case, reply.status_code, reply.content)
+
+
+@pytest.mark.parametrize("case", ANTHROPIC_BODIES, ids=names(ANTHROPIC_BODIES))
+def test_a_body_in_anthropics_words(http: httpx.Client, case: Case) -> None:
+    reply = http.post(ANTHROPIC, content=case.sent, headers=JSON)
+    assert reply.status_code in case.status, reply.text[:500]
+    if reply.status_code >= 400:
+        assert not _SECRETS.search(reply.content)
+        body = reply.json()
+        assert set(body) == {"type", "error", "request_id"}
+        assert set(body["error"]) == {"type", "message"}
+        assert case.words in body["error"]["message"]
 
 
 def test_a_prompt_that_is_too_long_names_both_lengths_and_no_rank_works(

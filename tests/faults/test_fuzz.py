@@ -13,16 +13,39 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from serve.front.openai import _NEUTRAL, ChatBody
+from serve.front.anthropic import MessagesBody
+from serve.front.openai import _NEUTRAL, ChatBody, CompletionBody
+from serve.front.responses import ResponsesBody
 from tests.cluster.servers import Server, running
-from tests.faults.cases import CHAT, GOOD, JSON
+from tests.faults.cases import ANTHROPIC, CHAT, GOOD, JSON
 
 pytestmark = pytest.mark.long
 
 BODIES_AT_ONCE = 20
 MOST_GROWTH_BYTES = 48 << 20
 FINE = {200, 400, 404, 413, 429}
-FIELDS = sorted({*ChatBody.model_fields, *_NEUTRAL})
+COMPLETIONS, RESPONSES = "/v1/completions", "/v1/responses"
+# What is asked of each call, and the fields that it knows.
+CALLS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    CHAT: (GOOD, sorted({*ChatBody.model_fields, *_NEUTRAL})),
+    COMPLETIONS: (
+        {"model": GOOD["model"], "prompt": "What is 7 + 5?", "max_tokens": 4},
+        sorted({*CompletionBody.model_fields, *_NEUTRAL}),
+    ),
+    RESPONSES: (
+        {"model": GOOD["model"], "input": "What is 7 + 5?", "max_output_tokens": 16},
+        sorted(ResponsesBody.model_fields),
+    ),
+    ANTHROPIC: (GOOD, sorted(MessagesBody.model_fields)),
+}
+LAST_EVENT = {
+    CHAT: "data: [DONE]",
+    COMPLETIONS: "data: [DONE]",
+    RESPONSES: "event: response.",
+    ANTHROPIC: "event: message_stop",
+}
+OPENAI_ERROR = {"message", "type", "param", "code"}
+ERROR = {ANTHROPIC: {"type", "message"}}
 
 numbers = st.one_of(
     st.integers(),
@@ -56,6 +79,11 @@ LIKELY: dict[str, st.SearchStrategy[Any]] = {
     "seed": st.integers(-(2**63), 2**63 - 1),
     "max_tokens": st.integers(1, 40),
     "stop": st.lists(st.text(min_size=1, max_size=4), max_size=5) | st.text(max_size=3),
+    "stop_sequences": st.lists(st.text(min_size=1, max_size=4), max_size=5),
+    "prompt": st.text(max_size=60) | st.lists(st.integers(0, 1100), max_size=20),
+    "input": st.text(max_size=60) | messages,
+    "system": st.text(max_size=20) | st.lists(parts, max_size=2),
+    "instructions": st.text(max_size=20),
     "stream": st.booleans(),
     "stream_options": st.fixed_dictionaries({"include_usage": st.booleans()}),
     "chat_template_kwargs": st.dictionaries(st.text(max_size=12), anything, max_size=3),
@@ -63,18 +91,22 @@ LIKELY: dict[str, st.SearchStrategy[Any]] = {
 
 
 @st.composite
-def bodies(draw: st.DrawFn) -> bytes:
-    body: dict[str, Any] = dict(GOOD)
-    for name in draw(st.lists(st.sampled_from(sorted(LIKELY)), max_size=4)):
+def requests(draw: st.DrawFn) -> tuple[str, bytes]:
+    """A path and a body."""
+    path = draw(st.sampled_from(sorted(CALLS)))
+    good, fields = CALLS[path]
+    body: dict[str, Any] = dict(good)
+    likely = sorted(LIKELY.keys() & fields)
+    for name in draw(st.lists(st.sampled_from(likely), max_size=4)):
         body[name] = draw(LIKELY[name])
     if draw(st.integers(0, 2)) == 0:
-        body |= draw(st.dictionaries(st.sampled_from(FIELDS) | st.text(), anything, max_size=3))
+        body |= draw(st.dictionaries(st.sampled_from(fields) | st.text(), anything, max_size=3))
     data = json.dumps(body).encode()
     if draw(st.integers(0, 4)) == 0:
         at = draw(st.integers(0, len(data)))
         cut = draw(st.integers(0, 5))
         data = data[:at] + draw(st.binary(max_size=6)) + data[at + cut :]
-    return data
+    return path, data
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +130,9 @@ def run(server: Server, num_bodies: int) -> None:
         ThreadPoolExecutor(BODIES_AT_ONCE) as threads,
     ):
 
-        def ask(body: bytes) -> httpx.Response:
-            return client.post(CHAT, content=body, headers=JSON)
+        def ask(request: tuple[str, bytes]) -> httpx.Response:
+            path, body = request
+            return client.post(path, content=body, headers=JSON)
 
         @settings(
             max_examples=num_bodies // BODIES_AT_ONCE,
@@ -107,16 +140,18 @@ def run(server: Server, num_bodies: int) -> None:
             database=None,
             suppress_health_check=list(HealthCheck),
         )
-        @given(st.lists(bodies(), min_size=BODIES_AT_ONCE, max_size=BODIES_AT_ONCE))
-        def check(many: list[bytes]) -> None:
-            for body, reply in zip(many, threads.map(ask, many), strict=True):
+        @given(st.lists(requests(), min_size=BODIES_AT_ONCE, max_size=BODIES_AT_ONCE))
+        def check(many: list[tuple[str, bytes]]) -> None:
+            for (path, body), reply in zip(many, threads.map(ask, many), strict=True):
                 counted[reply.status_code] += 1
-                assert reply.status_code in FINE, (body, reply.text)
+                assert reply.status_code in FINE, (path, body, reply.text)
                 if reply.headers["content-type"].startswith("text/event-stream"):
-                    assert reply.text.endswith("data: [DONE]\n\n"), (body, reply.text)
-                    assert '"error"' not in reply.text.rsplit("\n\n", 3)[1], (body, reply.text)
+                    events = reply.text.split("\n\n")
+                    assert events[-1] == "", (path, body, reply.text)
+                    assert events[-2].startswith(LAST_EVENT[path]), (path, body, reply.text)
+                    assert '"error":{' not in reply.text, (path, body, reply.text)
                 elif reply.status_code >= 400:
-                    assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
+                    assert set(reply.json()["error"]) == ERROR.get(path, OPENAI_ERROR)
             pipeline = client.get("/admin/pipeline").json()
             assert pipeline["num_running"] + pipeline["num_waiting"] == 0
             sizes.append(resident_bytes(server))

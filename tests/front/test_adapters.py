@@ -224,6 +224,25 @@ async def test_new_engines_hold_what_is_current_or_in_use_and_nothing_else() -> 
     assert (await adapters.version("a"), await adapters.version("c")) == (4, 3)
 
 
+async def test_a_ring_with_less_memory_evicts_what_is_idle(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ranks = FakeRanks(adapter_memory="200KB")
+    for name in ("a", "b"):
+        await ranks.adapters.load(name, name, in_place=False)
+    await ranks.adapters.version("a")
+    ranks.num_bytes = [150_000, 50_000]
+    start_anew(ranks)
+    await ranks.adapters.restore()
+    assert ranks.held == {1}, "b was used least recently"
+    ranks.num_bytes = [250_000, 50_000]
+    ranks.running[1] = 1
+    start_anew(ranks)
+    await ranks.adapters.restore()
+    assert ranks.held == {1}, "no request ends for it"
+    assert "event=over_adapter_memory" in caplog.text
+
+
 @pytest.mark.parametrize("fault", ["other files", "no files"])
 async def test_an_adapter_whose_files_changed_is_not_taken_for_what_it_was(fault: str) -> None:
     ranks = FakeRanks()

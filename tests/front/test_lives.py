@@ -330,6 +330,28 @@ async def test_a_rank_that_comes_again_with_other_versions_stays_out(
 
 
 @pytest.mark.long
+async def test_a_rank_that_comes_again_and_cannot_load_stays_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with ranks(replan=True, join_timeout=2.0) as (engine, members, start):
+        await ready(engine)
+        whole = layers(engine)
+        answer = asyncio.create_task(collect(engine, prompt(10, 2000)))
+        await lose(members[1])
+        await until(lambda: len(layers(engine)) == 2)
+        monkeypatch.setenv("BREAK_AT_ORDER", f"1,{ModelError.exit_code}")
+        start(1)
+        await until(lambda: engine._lives._unfit == {1})
+        monkeypatch.delenv("BREAK_AT_ORDER")
+        await until(lambda: len(layers(engine)) == 2)
+        await ready(engine)
+        await lose(members[1])
+        start(1)
+        await until(lambda: layers(engine) == whole)
+        await asyncio.wait_for(answer, 30)
+
+
+@pytest.mark.long
 async def test_a_rank_that_comes_again_does_not_take_the_last_restart() -> None:
     async with ranks(replan=True, join_timeout=2.0, max_restarts=1) as (engine, members, start):
         await ready(engine)
