@@ -2,7 +2,7 @@
 
 Checks of macOS were written from other people's reports and have not run there yet: wired memory
 (mlx-lm#883), MLX_METAL_FAST_SYNCH (mlx#3142), Local Network privacy (mlx#3755), addresses of
-Thunderbolt links that go at a reboot (mlx#1902).
+Thunderbolt links that go at a reboot (mlx#1902), kinds of ports, RDMA.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -69,15 +69,18 @@ def check_memory(facts: Facts) -> Finding:
 def check_disk(facts: Facts) -> Finding:
     free = facts["free_disk_bytes"]
     what = f"{format_bytes(free)} are free for parts of models"
-    fix = "free some, or name a folder elsewhere with --cache-dir"
-    status = "fail" if free < GB / 10 else "warn" if free < 10 * GB else "ok"
-    return Finding(status, facts["host"], what, "" if status == "ok" else fix)
+    if free < 10 * GB:  # No failure: a model may be all here, or its --cache-dir elsewhere.
+        fix = "free some, or name a folder elsewhere: HF_HOME, serve --cache-dir"
+        return Finding("warn", facts["host"], what, fix)
+    return Finding("ok", facts["host"], what)
 
 
 def check_files(facts: Facts) -> Finding:
     most = facts["max_files"]
     if 0 <= most < 4096:
-        fix = "raise it: `ulimit -Hn 65536` (macOS: sudo launchctl limit maxfiles 65536 200000)"
+        fix = "raise nofile in /etc/security/limits.conf to 65536 and log in again"
+        if facts["system"] == "Darwin":
+            fix = "sudo launchctl limit maxfiles 65536 200000"
         return Finding("warn", facts["host"], f"a process may open {most} files", fix)
     text = "any number of" if most < 0 else f"{most:,}"
     return Finding("ok", facts["host"], f"a process may open {text} files")
@@ -117,6 +120,32 @@ def check_sleep(facts: Facts) -> Finding | None:
     return Finding("ok", facts["host"], "it does not go to sleep")
 
 
+def check_links(facts: Facts) -> Finding | None:
+    """Whether the hostfile's addresses are those of cables."""
+    ports = facts.get("ports") or {}
+    kinds = {ip: ports.get(name, name) for ip, name in facts["interfaces"].items() if name}
+    if not ports or not kinds:
+        return None
+    what = ", ".join(f"{ip} is of {kind}" for ip, kind in kinds.items())
+    if "Wi-Fi" in kinds.values():
+        fix = (
+            "write the address of a cable: mlx.distributed_config --over thunderbolt (or ethernet)"
+        )
+        return Finding("warn", facts["host"], what, fix)
+    if "Thunderbolt Bridge" in kinds.values():
+        fix = "an address for each link: mlx.distributed_config --over thunderbolt --auto-setup"
+        return Finding("warn", facts["host"], f"{what}, which all links share", fix)
+    return Finding("ok", facts["host"], what)
+
+
+def check_rdma(facts: Facts) -> Finding | None:
+    """For whoever looks for it: ranks speak TCP, over Thunderbolt too."""
+    if "rdma" not in facts:
+        return None
+    devices = ", ".join(facts["rdma"]) or "none (`rdma_ctl enable` in Recovery makes them)"
+    return Finding("ok", facts["host"], f"RDMA devices, which ranks do not use: {devices}")
+
+
 def check_model(facts: Facts) -> Finding | None:
     model = facts["model"]
     if not model:
@@ -137,6 +166,8 @@ HOST_CHECKS: Sequence[Callable[[Facts], Finding | None]] = (
     check_variables,
     check_strays,
     check_sleep,
+    check_links,
+    check_rdma,
     check_model,
 )
 

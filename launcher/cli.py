@@ -138,7 +138,7 @@ def keep(
 ) -> int:
     # A run of fine-tune goes on from its checkpoint; what serves takes a rank back.
     max_restarts = MAX_RESTARTS if words[0] == "serve" else 0
-    with recorded(words, hosts) as record:
+    with recorded(words, hosts, drain_seconds) as record:
         return Supervisor(ranks, write_line, drain_seconds, record, max_restarts).run()
 
 

@@ -122,8 +122,10 @@ def examine_ring(connections: list[Connection], python: str, tell: Tell) -> Find
     supervisor = Supervisor(ranks, lines.append)
     timer = threading.Timer(RING_SECONDS, supervisor.stop)
     timer.start()
-    code = supervisor.run()
-    timer.cancel()
+    try:
+        code = supervisor.run()
+    finally:
+        timer.cancel()
     said = [line for line in lines if not line.startswith("[launch]")]
     if code:
         last = said[-1] if said else f"no word within {RING_SECONDS:g} s"

@@ -5,6 +5,7 @@ What is asked of macOS was written by reading, and has not run there yet.
 
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
@@ -24,6 +25,9 @@ from serve.parent.engine import engine_environment
 from serve.parent.facts import files, versions
 
 _RANK_MODULES = {"serve.rank.worker", "serve.cli.main", "serve.cli.fine_tune"}
+_OURS = re.compile(r"\b(brigade|launcher)\b")
+_LIST_PORTS = ("networksetup", "-listallhardwareports")
+_PORT = re.compile(r"Hardware Port: (.+)\nDevice: (\S+)")
 _TOOL_SECONDS = 5.0
 
 
@@ -61,14 +65,20 @@ def model_facts(folder: Path) -> dict[str, str]:
 
 
 def strays() -> list[int]:
-    """Ranks and engines that nobody looks after: init has become their parent. A service of
-    init's own has it from the beginning, but no leash."""
+    """Ranks and engines that nobody looks after: init, or a session's, has become their parent.
+    A service of init's own has it from the beginning, but no leash, and in a container a launcher
+    may be what stands for init."""
     found = []
-    for process in psutil.process_iter(["pid", "ppid", "cmdline"]):
+    for process in psutil.process_iter(["pid", "cmdline"]):
         modules = _RANK_MODULES.intersection(process.info["cmdline"] or ())
-        if process.info["ppid"] != 1 or not modules:
+        if not modules:
             continue
         with suppress(psutil.Error):
+            parent = process.parent()
+            if parent and parent.pid != 1 and parent.name() != "systemd":
+                continue
+            if parent and _OURS.search(" ".join(parent.cmdline())):
+                continue
             if modules == {"serve.rank.worker"} or "BRIGADE_LEASH" in process.environ():
                 found.append(process.info["pid"])
     return found
@@ -118,12 +128,13 @@ def _unusable(ip: str) -> str | None:
 
 def mac_facts() -> dict[str, Any]:
     """Of a Mac: the limit of wired memory in MB (0 is the system's own), minutes to sleep (0 is
-    never), RDMA devices. Not run on macOS yet."""
+    never), RDMA devices, and what kind of port each interface is. Not run on macOS yet."""
     sleep = [line.split() for line in _tool("pmset", "-g").splitlines()]
     return {
         "wired_limit": _tool("sysctl", "-n", "iogpu.wired_limit_mb"),
         "sleep": next((words[1] for words in sleep if words[:1] == ["sleep"]), ""),
         "rdma": _tool("ibv_devices").split()[4:],
+        "ports": {device: port for port, device in _PORT.findall(_tool(*_LIST_PORTS))},
     }
 
 

@@ -27,7 +27,6 @@ class Host:
     rank: int
     ssh: str
     ips: tuple[str, ...]
-    rdma: tuple[Any, ...] = ()
 
     @property
     def is_local(self) -> bool:
@@ -91,7 +90,7 @@ def _host(path: str, rank: int, entry: Any) -> Host:
             _wrong(path, where, f"has {ip!r} among its ips, {reason}", "write it as 10.0.0.1")
     if not isinstance(rdma, list):
         _wrong(path, where, f"has rdma {rdma!r}", 'write a list, or leave "rdma" away')
-    return Host(rank, ssh, tuple(dict.fromkeys(ips)), tuple(rdma))
+    return Host(rank, ssh, tuple(dict.fromkeys(ips)))
 
 
 def _not_an_address(ip: Any) -> str | None:

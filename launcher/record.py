@@ -14,13 +14,14 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from launcher.supervisor import Observer
 from serve.core.errors import ClusterError, UsageError
 
-STOP_SECONDS = 60.0
+STOP_SECONDS = 5.0  # beyond what ranks may take to end
 _POLL_SECONDS = 0.1
 
 # Rank 0's own lines -> what is going on.
@@ -30,7 +31,7 @@ _RECOVERING = re.compile(r"event=recovering ")
 _READY = re.compile(r"\bevent=ready ")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Launch:
     """state is starting, fetching, loading, ready, recovering or ending. since is a time of the
     epoch."""
@@ -39,6 +40,7 @@ class Launch:
     words: list[str]
     hosts: list[str]
     since: float
+    end_seconds: float  # how long its ranks may take to end
     state: str = "starting"
     url: str = ""
     ranks: dict[str, str] = field(default_factory=dict)  # rank -> how its process is
@@ -53,34 +55,32 @@ class Record(Observer):
         self._save()
 
     def started(self, rank: int, pid: int) -> None:
-        self._launch.ranks[str(rank)] = f"runs as {pid}"
-        self._save()
+        self._save(ranks={**self._launch.ranks, str(rank): f"runs as {pid}"})
 
     def said(self, rank: int, line: str) -> None:
         if rank:
             return
         if _RECOVERING.search(line):
-            self._launch.state = "recovering"
+            self._save(state="recovering")
         elif self._launch.state == "ready":
             return
         elif url := _URL.search(line):
-            self._launch.url = url[1]
+            self._save(url=url[1])
         elif stage := _STAGE.search(line):
-            self._launch.state = stage[1]
+            self._save(state=stage[1])
         elif _READY.search(line):
-            self._launch.state = "ready"
-        else:
-            return
-        self._save()
+            self._save(state="ready")
 
     def ended(self, rank: int, code: int, comes_back: bool) -> None:
-        self._launch.ranks[str(rank)] = f"ended with {code}" + comes_back * ", comes back"
-        if not comes_back:  # else rank 0 says what is going on
-            self._launch.state = "ending"
-        self._save()
+        how = f"ended with {code}" + comes_back * ", comes back"
+        # Of one that comes back rank 0 says what is going on.
+        state = self._launch.state if comes_back else "ending"
+        self._save(ranks={**self._launch.ranks, str(rank): how}, state=state)
 
-    def _save(self) -> None:
-        with self._lock:
+    def _save(self, **changes: Any) -> None:
+        """A full disk is no reason to end the ranks: the file says less then."""
+        with self._lock, suppress(OSError):
+            self._launch = replace(self._launch, **changes)
             data = json.dumps(asdict(self._launch)).encode()
             # In place, because the lock is the file's. Readers stop at the end of the object.
             os.pwrite(self._descriptor, data, 0)
@@ -88,13 +88,14 @@ class Record(Observer):
 
 
 @contextmanager
-def recorded(words: Sequence[str], hosts: Sequence[str]) -> Iterator[Record]:
+def recorded(words: Sequence[str], hosts: Sequence[str], end_seconds: float) -> Iterator[Record]:
     file = _folder() / f"{os.getpid()}.launch"
     new = file.with_suffix(".new")
     descriptor = os.open(new, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        record = Record(Launch(os.getpid(), list(words), list(hosts), time.time()), descriptor)
+        launch = Launch(os.getpid(), list(words), list(hosts), time.time(), end_seconds)
+        record = Record(launch, descriptor)
         new.rename(file)  # Who looks sees it locked and written, or not at all.
         yield record
     finally:
@@ -112,11 +113,12 @@ def stop(pid: int | None) -> Launch:
     """Asks a launcher to end its ranks, and waits for that. Raises UsageError, ClusterError."""
     launch = _chosen(pid)
     os.kill(launch.pid, signal.SIGTERM)
-    deadline = time.monotonic() + STOP_SECONDS
+    most_seconds = launch.end_seconds + STOP_SECONDS
+    deadline = time.monotonic() + most_seconds
     while launch.pid in [each.pid for each in launches()]:
         if time.monotonic() > deadline:
             raise ClusterError(
-                f"launch {launch.pid} still ends after {STOP_SECONDS:g} s (--drain-timeout): "
+                f"launch {launch.pid} still ends after {most_seconds:g} s (--drain-timeout): "
                 "wait, or stop it once more, which kills its ranks."
             )
         time.sleep(_POLL_SECONDS)

@@ -12,6 +12,7 @@ One thread a rank reads its output and one waits for its end; they and the signa
 events into one queue, and `run` sleeps on that queue. Knows no HTTP, no MLX and no command line.
 """
 
+import math
 import os
 import queue
 import signal
@@ -36,6 +37,7 @@ RESTART_SECONDS = 1.0  # between two restarts; the first is at once
 RETRY_SECONDS = 2.0  # between two attempts at one
 RESTART_WINDOW_SECONDS = 300.0
 MAX_RESTARTS = 5  # of a rank in a window
+EARLY_SECONDS = 60.0  # after a return an end is that of a host that is not ready
 OUTPUT_SECONDS = 1.0  # how long output may still come after a rank's end
 COLOURS = (36, 33, 35, 32, 34, 31)
 
@@ -106,7 +108,7 @@ class Supervisor:
         self._alive: set[int] = set()
         self._returning: set[int] = set()
         self._unwanted: set[int] = set()  # came back too late
-        self._came_back: set[int] = set()
+        self._came_back_at: dict[int, float] = {}
         self._max_restarts = max_restarts
         self._lost_at: dict[int, list[float]] = {}
         self._ending = threading.Event()
@@ -151,7 +153,7 @@ class Supervisor:
                 self._rank_ended(event)
             case Returned():
                 self._returning.discard(event.rank)
-                self._came_back.add(event.rank)
+                self._came_back_at[event.rank] = monotonic()
                 self._adopt(event.rank, event.process)
                 if self._ending.is_set():
                     self._unwanted.add(event.rank)
@@ -171,8 +173,9 @@ class Supervisor:
         code = exit_code(returncode)
         self._log(f"event=rank_ended rank={rank} code={code}")
         # One that was brought back may find that its host is not ready: a disk, an interface.
-        is_early = code and rank in self._came_back and self._is_kept(rank)
-        comes_back = self._may_restart(rank) if event.lost else bool(is_early)
+        back_seconds = monotonic() - self._came_back_at.get(rank, -math.inf)
+        is_early = code != 0 and back_seconds < EARLY_SECONDS and self._is_kept(rank)
+        comes_back = self._may_restart(rank) if event.lost else is_early
         self._observer.ended(rank, code, comes_back)
         if comes_back:
             self._returning.add(rank)
@@ -247,7 +250,9 @@ class Supervisor:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        caught = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+            caught.append(signal.SIGHUP)
         before = [(signum, signal.signal(signum, forward)) for signum in caught]
         try:
             yield

@@ -174,8 +174,8 @@ class Adapters:
                     "adapter in place, set 'load_inplace' to True.",
                     param="lora_name",
                 )
-            adapter.is_pinned = old is not None and old.is_pinned
             await self._load(adapter, old)
+            adapter.is_pinned = old is not None and old.is_pinned
             self._adapters[name] = adapter
             if old:
                 self.num_swapped += 1

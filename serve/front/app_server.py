@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import math
 import resource
 import signal
 import sys
@@ -21,7 +20,7 @@ from serve.front.record import Record, request_id
 
 BACKLOG = 2048
 LINGER_SECONDS = 10.0
-_CANCEL_SECONDS = 2  # after the streams were ended
+_CANCEL_SECONDS = 2  # for what still runs after the drain
 _NUM_OTHER_FILES = 256
 _MOST_CROWD = 2  # times max_connections: only so many are told that there are too many
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -46,7 +45,7 @@ class Config(uvicorn.Config):
             server_header=False,
             backlog=BACKLOG,
             h11_max_incomplete_event_size=limits.max_header_bytes,
-            timeout_graceful_shutdown=math.ceil(limits.drain_timeout) + _CANCEL_SECONDS,
+            timeout_graceful_shutdown=_CANCEL_SECONDS,
         )
         self.limits = limits
 

@@ -193,15 +193,19 @@ class Lives:
             if newcomers and self._restarts.num_left(time.monotonic()) > 1:
                 ranks = ", ".join(map(str, sorted(newcomers)))
                 raise ClusterError(f"Rank {ranks} is there again: the layers are shared out anew.")
+            for stage in self.stages:  # Its engine may be at work while its parent stands still.
+                if time.monotonic() - stage.heard_at > most:
+                    self.hub.forget(stage.rank)
             before = time.monotonic()
             await asyncio.sleep(_WATCH_SECONDS)
             if time.monotonic() - before > 2 * _WATCH_SECONDS:
                 # It was this process that stood still: what came meanwhile is read first.
                 await asyncio.sleep(_WATCH_SECONDS)
         self._stalled = True
+        suspected = suspicion(self.stages, time.monotonic())
         raise ClusterError(
-            f"No step came back for {most:g} s: {suspicion(self.stages, time.time())}, look at its "
-            "log for where it stood (--stall-timeout)."
+            f"No step came back for {most:g} s: {suspected}, look at its log for where it stood "
+            "(--stall-timeout)."
         )
 
     async def _until_all(self, states: set[str], timeout_seconds: float, what: str) -> None:
@@ -345,7 +349,7 @@ class Lives:
         before = stage.state, stage.done
         if hop := message.get("waits_on"):  # which counts places in the ring
             message["waits_on"] = [self.ring[place] for place in hop]
-        stage.update(message, time.time())
+        stage.update(message, time.monotonic())
         if (stage.state, stage.done) != before:
             self._progressed.set()
             self._view.progressed(stage)
@@ -382,7 +386,7 @@ class Lives:
         return late[0] if late else None
 
     def silent(self) -> str | None:
-        silent = [stage for stage in self.stages if is_silent(stage, time.time())]
+        silent = [stage for stage in self.stages if is_silent(stage, time.monotonic())]
         return f"rank {silent[0].rank}: silent" if silent else None
 
     def tell_all(self, message: Json) -> None:

@@ -108,6 +108,7 @@ class StageStatus:
     _busy: deque[tuple[float, float]] = field(default_factory=deque)
 
     def update(self, message: dict[str, Any], now: float) -> None:
+        """now is a time of the monotonic clock."""
         self.state = message["state"]
         self.done, self.total = message.get("done", 0), message.get("total", 0)
         for name in _REPORTED:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 
+from serve.core.errors import EngineError
 from serve.parent.link import Link
 
 _OPENBLAS = (
@@ -22,6 +23,7 @@ _OPENBLAS = (
 """MLX's Linux CPU wheel links the reference BLAS, which is some 30 times slower."""
 
 _DUMP_SECONDS = 0.3
+_KILLED_SECONDS = 10.0
 _COPIES = "brigade-copies-"
 _NEW_SECONDS = 60.0
 
@@ -71,18 +73,19 @@ class EngineProcess:
     @classmethod
     async def start(cls) -> "EngineProcess":
         """Starts the child, which takes some seconds to import MLX and then waits for an
-        order, as serve.rank.worker.Order reads it."""
+        order, as serve.rank.worker.Order reads it. Raises EngineError."""
         ours, theirs = socket.socketpair()
         with theirs:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                cls.program,
-                str(theirs.fileno()),
-                pass_fds=[theirs.fileno()],
-                stdin=asyncio.subprocess.DEVNULL,
-                env=engine_environment(os.environ),
-            )
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", cls.program, str(theirs.fileno())),
+                    pass_fds=[theirs.fileno()],
+                    stdin=asyncio.subprocess.DEVNULL,
+                    env=engine_environment(os.environ),
+                )
+            except OSError as error:
+                ours.close()
+                raise EngineError(f"The engine cannot be started: {error}.") from error
         return cls(process, Link(*await asyncio.open_connection(sock=ours)))
 
     @property
@@ -99,8 +102,14 @@ class EngineProcess:
             await asyncio.sleep(_DUMP_SECONDS)
 
     async def stop(self) -> None:
-        """The engine holds nothing that is worth a goodbye, and may hang in MLX."""
+        """The engine holds nothing that is worth a goodbye, and may hang in MLX. Raises EngineError
+        if it does not even end when it is killed, as under a driver that is stuck."""
         if self._process.returncode is None:
             self._process.kill()
-        await self._process.wait()
         await self.link.close()
+        try:
+            await asyncio.wait_for(self._process.wait(), _KILLED_SECONDS)
+        except (TimeoutError, asyncio.TimeoutError) as error:
+            raise EngineError(
+                f"The engine of pid {self.pid} does not end when it is killed: restart its host."
+            ) from error

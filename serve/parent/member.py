@@ -25,13 +25,15 @@ async def run_member(config: ServeConfig, cluster: Cluster, facts: dict[str, str
     come, refuses, or is gone.
 
     A launcher signals all ranks at once, and rank 0 may have streams to finish: so
-    once it has joined, this rank waits for rank 0's word.
+    once it has joined, this rank waits for rank 0's word. One that does not get it was signalled
+    alone, and ends by that signal: a launcher is to see that it is lost, and not done.
     """
     if cluster.control is None:
         raise ClusterError("A rank above 0 needs the control address of rank 0.")
-    signalled = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    signalled: asyncio.Future[signal.Signals] = loop.create_future()
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, signalled.set)
+        loop.add_signal_handler(number, _note, signalled, number)
     hello = Hello.of(cluster, facts, os.getpid())
     hub = await _until(signalled, join(cluster.control, hello, config.join_timeout))
     grace_seconds = config.drain_timeout + _STOP_SECONDS
@@ -43,6 +45,13 @@ async def run_member(config: ServeConfig, cluster: Cluster, facts: dict[str, str
             # A broken connection, or the end of rank 0. A launcher should see that end first.
             await asyncio.sleep(_LAST_WORD_SECONDS)
             hub = await _until(signalled, _join_again(cluster.control, hello, config))
+    signal.signal(signalled.result(), signal.SIG_DFL)
+    signal.raise_signal(signalled.result())
+
+
+def _note(signalled: "asyncio.Future[signal.Signals]", number: signal.Signals) -> None:
+    if not signalled.done():
+        signalled.set_result(number)
 
 
 async def _join_again(control: Address, hello: Hello, config: ServeConfig) -> Link:
@@ -54,17 +63,19 @@ async def _join_again(control: Address, hello: Hello, config: ServeConfig) -> Li
 
 
 async def _until(
-    signalled: asyncio.Event, work: Coroutine[Any, Any, Result], grace_seconds: float = 0.0
+    signalled: "asyncio.Future[signal.Signals]",
+    work: Coroutine[Any, Any, Result],
+    grace_seconds: float = 0.0,
 ) -> Result | None:
     """The result of work; None if a signal, and the grace after it, came first."""
-    working, waiting = asyncio.create_task(work), asyncio.create_task(signalled.wait())
+    working = asyncio.create_task(work)
     try:
-        await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {working, signalled}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if grace_seconds and not working.done():
             await asyncio.wait({working}, timeout=grace_seconds)
         return working.result() if working.done() else None
     finally:
-        waiting.cancel()
         working.cancel()
         await asyncio.gather(working, return_exceptions=True)
 

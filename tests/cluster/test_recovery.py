@@ -93,10 +93,10 @@ def run_streams(server: Server, disturb: Any = lambda: None) -> list[Stream]:
 
 
 class Killer:
-    """Kills a random rank's engine, and again when that is mended."""
+    """Kills a random rank's engine, or all of a rank but rank 0, and again when that is mended."""
 
-    def __init__(self, server: Server, num_kills: int, seed: int) -> None:
-        self.server, self.num_kills = server, num_kills
+    def __init__(self, server: Server, num_kills: int, seed: int, whole: bool) -> None:
+        self.server, self.num_kills, self.whole = server, num_kills, whole
         self.chance = random.Random(seed)
         self.times: list[float] = []
 
@@ -106,7 +106,10 @@ class Killer:
             self.server.wait_until_ready()
             engines = self.server.engines()
             self.times.append(time.monotonic())
-            engines[self.chance.choice(sorted(engines))].kill()
+            engine = engines[self.chance.choice(sorted(engines)[self.whole :])]
+            for process in [engine.parent(), engine] if self.whole else [engine]:
+                assert process is not None
+                process.kill()
 
     def seconds_to_next_token(self, streams: list[Stream]) -> list[float]:
         """Of kills under which somebody waited for one."""
@@ -124,13 +127,18 @@ def check_same(streams: list[Stream], expected: list[Stream]) -> None:
 
 
 def check_kills(
-    num_ranks: int, num_rounds: int, kills_of_a_round: int, launch: Any, first_seed: int = 0
+    num_ranks: int,
+    num_rounds: int,
+    kills_of_a_round: int,
+    launch: Any,
+    first_seed: int = 0,
+    whole: bool = False,
 ) -> None:
     with running(num_ranks, *WITHOUT_LIMIT, launch=launch) as server:
         expected, seconds = run_streams(server), []
         num_processes = len(server.family())
         for seed in range(num_rounds):
-            killer = Killer(server, kills_of_a_round, first_seed + seed)
+            killer = Killer(server, kills_of_a_round, first_seed + seed, whole)
             streams = run_streams(server, killer)
             check_same(streams, expected)
             seconds += killer.seconds_to_next_token(streams)
@@ -163,6 +171,12 @@ def test_streams_go_on_after_kills(num_ranks: int, launch: Any) -> None:
 @pytest.mark.parametrize("first_seed", [100, 200, 300, 400])
 def test_a_hundred_kills_change_no_token(first_seed: int) -> None:
     check_kills(2, 9, 3, brigade_launch, first_seed)
+
+
+@pytest.mark.slow
+def test_whole_ranks_that_are_killed_change_no_token() -> None:
+    """The launcher starts each again, five times in five minutes at most."""
+    check_kills(3, 3, 2, brigade_launch, whole=True)
 
 
 @pytest.fixture(scope="module")

@@ -118,6 +118,7 @@ GOES_ON: dict[str, Fault] = {
     "an engine killed again and again": engine_again,
     "rank 1's parent killed": to_parent(signal.SIGKILL, 1),
     "rank 1 killed as a whole": whole_rank,
+    "rank 1's parent told to end": to_parent(signal.SIGTERM, 1),
     "garbage on every port": garbage,
 }
 ENDS: dict[str, tuple[Fault, int]] = {
@@ -131,7 +132,6 @@ ENDS: dict[str, tuple[Fault, int]] = {
     "a signal in a recovery": (signal_in_recovery, 0),
     "rank 0's parent killed": (to_parent(signal.SIGKILL, 0), 137),
     "rank 0's parent told to end": (to_parent(signal.SIGTERM, 0), 0),
-    "rank 1's parent told to end": (to_parent(signal.SIGTERM, 1), 6),
     "rank 0's parent stopped, then a signal": (frozen_rank_0, 137),
     "rank 1's parent stopped": (to_parent(signal.SIGSTOP, 1), 6),
     "the model is gone": (model_gone, 3),

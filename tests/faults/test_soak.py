@@ -1,4 +1,5 @@
-"""Hours of use in minutes: clients that ask, wait and leave, and engines that are killed.
+"""Hours of use in minutes: clients that ask, wait and leave, adapters that are swapped, and engines
+that are killed.
 
 SOAK_SECONDS is how long, ten minutes unless it is set. Nothing may be lost, and nothing may grow.
 """
@@ -15,11 +16,13 @@ import httpx
 import psutil
 import pytest
 
-from tests.cluster.servers import Server, gone, running
+from tests.cluster.servers import TINY_CHAT, Server, gone, running
 
 SOAK_SECONDS = float(os.environ.get("SOAK_SECONDS", "600"))
 NUM_CLIENTS = 8
 NUM_KILLS = 4
+SWAPS_OF_A_KILL = 8
+ADAPTERS = TINY_CHAT.parent / "adapters"
 LEAVING_SHARE = 0.2
 MOST_GROWTH_BYTES = 30 << 20
 
@@ -45,7 +48,7 @@ class Soak:
     def ask(self, http: httpx.Client, chance: random.Random) -> None:
         words = " ".join(["word"] * int(chance.lognormvariate(3, 1)))
         body: dict[str, Any] = {
-            "model": "tiny-chat",
+            "model": chance.choice(["tiny-chat", "swapped"]),
             "messages": [{"role": "user", "content": f"Say something about {words[:1500]}"}],
             "max_tokens": chance.randint(1, 120),
             "temperature": chance.choice([0, 1]),
@@ -63,33 +66,43 @@ class Soak:
         assert line == "data: [DONE]", line
         self.ends["whole"] += 1
 
+    def swap(self, path: str) -> None:
+        body = {"lora_name": "swapped", "lora_path": path, "load_inplace": True}
+        reply = httpx.post(f"{self.server.url}/v1/load_lora_adapter", json=body, timeout=60)
+        assert reply.status_code == 200, reply.text
+        self.ends["swapped"] += 1
+
     def run(self) -> None:
         clients = [threading.Thread(target=self.client, args=(n,)) for n in range(NUM_CLIENTS)]
         for client in clients:
             client.start()
-        for _ in range(NUM_KILLS):
-            time.sleep((self.until - time.monotonic()) / (NUM_KILLS + 1))
+        pause = (self.until - time.monotonic()) / (NUM_KILLS + 1) / SWAPS_OF_A_KILL
+        for number in range(NUM_KILLS * SWAPS_OF_A_KILL):
+            time.sleep(pause)
             self.server.wait_until_ready()
-            random.choice(list(self.server.engines().values())).kill()
+            self.swap(("pirate", "poet")[number % 2])
+            if number % SWAPS_OF_A_KILL == SWAPS_OF_A_KILL - 1:
+                random.choice(list(self.server.engines().values())).kill()
         for client in clients:
             client.join(120)
             assert not client.is_alive(), "a client waits without end"
 
 
 def idle(server: Server) -> list[tuple[int, int]]:
-    """Descriptors and bytes of each rank's parent, when nothing runs."""
+    """Descriptors and bytes of the launcher and each rank's parent, when nothing runs."""
     deadline = time.monotonic() + 10
     while any(server.get("/admin/pipeline")[name] for name in ("num_running", "num_waiting")):
         assert time.monotonic() < deadline, "something runs without a client"
         time.sleep(0.1)
     time.sleep(1)
     pids = [stage["pid"] for stage in server.get("/admin/pipeline")["stages"]]
-    parents = map(psutil.Process, pids)
-    return [(parent.num_fds(), parent.memory_info().rss) for parent in parents]
+    processes = map(psutil.Process, [server.process.pid, *pids])
+    return [(process.num_fds(), process.memory_info().rss) for process in processes]
 
 
 def test_nothing_is_lost_and_nothing_grows() -> None:
-    with running(2, "--max-restarts", "1000") as server:
+    adapters = ("--adapter-root", str(ADAPTERS), "--lora", f"swapped={ADAPTERS / 'poet'}")
+    with running(2, "--max-restarts", "1000", *adapters) as server:
         Soak(server, time.monotonic() + SOAK_SECONDS / 6).run()  # until everything was used once
         before = idle(server)
         soak = Soak(server, time.monotonic() + SOAK_SECONDS)
@@ -97,7 +110,7 @@ def test_nothing_is_lost_and_nothing_grows() -> None:
         after = idle(server)
         print(f"{dict(soak.ends)} descriptors and bytes: {before} then {after}")
         assert not soak.lost
-        assert min(soak.ends["whole"], soak.ends["left"]) > 10
+        assert min(soak.ends["whole"], soak.ends["left"], soak.ends["swapped"]) > 10
         for (fds_before, bytes_before), (fds, num_bytes) in zip(before, after, strict=True):
             assert fds <= fds_before + 2
             assert num_bytes <= bytes_before + MOST_GROWTH_BYTES

@@ -310,6 +310,20 @@ def test_a_signal_lets_answers_finish(model_folder: Path) -> None:
         assert server.returncode == 0
 
 
+def test_half_a_body_does_not_hold_up_the_end(model_folder: Path) -> None:
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with (
+        process(model_folder, 0.1) as (server, port),
+        socket.create_connection(("127.0.0.1", port)) as half,
+    ):
+        half.sendall(f"{head}Content-Length: 99\r\n\r\n{{".encode())
+        time.sleep(0.2)
+        server.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        assert server.communicate(timeout=20)[0] == "returned True\n"
+        assert time.monotonic() - began < CONFIG.drain_timeout + 4
+
+
 async def reply_after_a_signal(
     engine: FakeEngine, number: signal.Signals, stream: bool
 ) -> httpx.Response:

@@ -24,7 +24,10 @@ GOOD: dict[str, Any] = {
     "unusable": {},
     "model": {"config.json": "1", "weights": "2"},
 }
-MAC = {"system": "Darwin", "blas": None, "wired_limit": "0", "sleep": "0", "rdma": []}
+MAC: dict[str, Any] = {
+    **{"system": "Darwin", "blas": None, "wired_limit": "0", "sleep": "0"},
+    **{"rdma": ["rdma_en2"], "ports": {"en5": "Thunderbolt 1"}},
+}
 
 
 def found(changes: dict[str, Any]) -> list[Finding]:
@@ -51,8 +54,11 @@ def versions(**changes: str) -> dict[str, Any]:
         ({"free_memory_bytes": 6 * 10**9}, "warn", "6.0 GB of 64.0 GB", "--memory"),
         ({**MAC, "wired_limit": "60000"}, "warn", "60.0 GB may be wired", "iogpu.wired_limit_mb"),
         ({"free_disk_bytes": 5 * 10**9}, "warn", "5.0 GB are free", "--cache-dir"),
-        ({"free_disk_bytes": 5 * 10**7}, "fail", "50.0 MB are free", "--cache-dir"),
-        ({"max_files": 256}, "warn", "256 files", "ulimit -Hn"),
+        ({"free_disk_bytes": 5 * 10**7}, "warn", "50.0 MB are free", "HF_HOME"),
+        ({"max_files": 256}, "warn", "256 files", "limits.conf"),
+        ({**MAC, "max_files": 256}, "warn", "256 files", "launchctl limit maxfiles"),
+        ({**MAC, "ports": {"en5": "Wi-Fi"}}, "warn", "10.0.0.1 is of Wi-Fi", "--over thunderbolt"),
+        ({**MAC, "ports": {"en5": "Thunderbolt Bridge"}}, "warn", "all links", "--auto-setup"),
         ({"variables": {"MLX_METAL_FAST_SYNCH": "1"}}, "fail", "wedge a GPU", "unset MLX_METAL"),
         ({"strays": [7, 9]}, "warn", "still run: 7 9", "kill -9 7 9"),
         ({"unusable": {"10.0.0.9": "no port"}}, "fail", "10.0.0.9 is not of", "`ip addr`"),

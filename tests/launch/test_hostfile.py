@@ -21,7 +21,7 @@ def parse(content: Any) -> Any:
 def test_a_list_of_hosts() -> None:
     assert parse([A, B]).hosts == (
         Host(0, "a", ("10.0.0.1",)),
-        Host(1, "b", ("10.0.0.2", "10.0.1.2"), (None, "rdma_en5")),
+        Host(1, "b", ("10.0.0.2", "10.0.1.2")),
     )
 
 

@@ -23,7 +23,7 @@ import sys
 from launcher.process import local_ranks
 from launcher.record import recorded
 from launcher.supervisor import Supervisor
-with recorded(["serve", "--model", sys.argv[1]], ["127.0.0.1", "studio"]) as record:
+with recorded(["serve", "--model", sys.argv[1]], ["127.0.0.1", "studio"], 0.0) as record:
     ranks = local_ranks([sys.executable, "-c", sys.argv[2]], 2)
     sys.exit(Supervisor(ranks, drain_seconds=2.0, observer=record).run())
 """
@@ -176,7 +176,7 @@ def test_stop_does_not_wait_for_ever(launcher: Start, monkeypatch: pytest.Monkey
 
 def test_a_record_that_is_written_is_never_read_in_half(folder: Path) -> None:
     """Shorter than before: the old end is still there between the two calls."""
-    with recorded(["serve"], ["a"]) as mine:
+    with recorded(["serve"], ["a"], 12.0) as mine:
         file = folder / f"{os.getpid()}.launch"
         whole = file.read_bytes()
         file.write_bytes(whole + b'"}, old end')
@@ -216,7 +216,7 @@ def test_a_command_beside_them_is_refused(flag: str, capsys: pytest.CaptureFixtu
 
 
 def test_what_is_going_on_when_a_rank_is_lost_is_rank_0s_word() -> None:
-    with recorded(["serve"], ["a", "b"]) as kept:
+    with recorded(["serve"], ["a", "b"], 12.0) as kept:
         kept.said(0, "x event=recovering life=1")
         kept.said(0, "x event=ready num_ranks=1 life=1")
         kept.ended(1, 6, True)  # found only now, because a connection was silent
