@@ -197,6 +197,19 @@ def test_a_closed_terminal_ends_the_ranks(launch: Start) -> None:
     assert launched.end()[0] == 0
 
 
+def test_under_nohup_a_closed_terminal_ends_nothing(
+    launch: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = f"import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n{LAUNCH}"
+    monkeypatch.setattr(sys.modules[__name__], "LAUNCH", text)
+    launched = launch(2, SLEEP).see("up", 2)
+    launched.process.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    assert all(map(alive, launched.pids))
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.end()[0] == 0
+
+
 def test_a_second_signal_kills_at_once(launch: Start) -> None:
     launched = launch(2, DEAF + SLEEP).see("up", 2).mark()
     launched.process.send_signal(signal.SIGINT)
@@ -350,6 +363,22 @@ if rank == 1:
     launched = relaunch(2, program + SLEEP).see("at last", 1)
     launched.process.send_signal(signal.SIGTERM)
     assert launched.end()[0] == 0
+
+
+def test_a_rank_that_decides_to_end_long_after_it_came_back_ends_the_launch(
+    relaunch: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    text = f"from launcher import supervisor\nsupervisor.EARLY_SECONDS = 0.1\n{LAUNCH}"
+    monkeypatch.setattr(sys.modules[__name__], "LAUNCH", text)
+    program = f"""
+if rank == 1:
+    with open({str(tmp_path / "mark")!r}, "a+") as file:
+        if not file.tell(): file.write("x"); file.close(); os.kill(os.getpid(), 9)
+    time.sleep(0.5); sys.exit(3)
+"""
+    launched = relaunch(2, program + SLEEP)
+    assert launched.end()[0] == 3
+    assert launched.text.count("event=rank_started rank=1") == 2
 
 
 def test_a_rank_that_ends_after_a_signal_does_not_come_back(relaunch: Start) -> None:

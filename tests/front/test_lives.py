@@ -352,6 +352,21 @@ async def test_a_rank_that_comes_again_and_cannot_load_stays_out(
 
 
 @pytest.mark.long
+async def test_a_parent_that_stands_still_is_a_fault_though_its_engine_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with ranks(stall_timeout=1.0) as (engine, members, start):
+        await ready(engine)
+        answer = asyncio.create_task(collect(engine, prompt(10, 1500)))
+        hub = engine._lives.hub
+        with monkeypatch.context() as deaf:
+            deaf.setattr(engine._lives, "_update_stage", lambda *_: None)
+            await until(lambda: engine.pipeline()["num_restarts"] == 1)
+        await until(lambda: {1, 2} <= hub.joined)
+        await asyncio.wait_for(answer, 30)
+
+
+@pytest.mark.long
 async def test_a_rank_that_comes_again_does_not_take_the_last_restart() -> None:
     async with ranks(replan=True, join_timeout=2.0, max_restarts=1) as (engine, members, start):
         await ready(engine)

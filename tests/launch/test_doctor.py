@@ -229,6 +229,22 @@ def test_a_stray_rank_is_found(orphan: psutil.Process) -> None:
     wait_until(lambda: orphan.pid in strays())
 
 
+def test_a_rank_of_a_launcher_that_is_init_is_no_stray(
+    orphan: psutil.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container."""
+    if orphan.ppid() != 1:
+        pytest.skip("another process than init takes orphans here")
+    wait_until(lambda: orphan.pid in strays())
+    cmdline = psutil.Process.cmdline
+
+    def faked(process: psutil.Process) -> list[str]:
+        return ["brigade", "launch"] if process.pid == 1 else cmdline(process)
+
+    monkeypatch.setattr(psutil.Process, "cmdline", faked)
+    assert orphan.pid not in strays()
+
+
 def test_a_rank_with_a_parent_is_no_stray() -> None:
     words = [sys.executable, "-c", "import time; time.sleep(30)", "serve.rank.worker"]
     with subprocess.Popen(words) as child:

@@ -185,6 +185,18 @@ def test_a_record_that_is_written_is_never_read_in_half(folder: Path) -> None:
         assert json.loads(file.read_bytes())["ranks"] == {"0": "runs as 7"}
 
 
+def test_a_full_disk_ends_no_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with recorded(["serve"], ["a"], 12.0) as mine:
+        with monkeypatch.context() as disk:
+            disk.setattr(os, "pwrite", full)
+            mine.started(0, 7)
+        mine.said(0, "event=ready num_ranks=1")
+        assert (the_only().state, the_only().ranks) == ("ready", {"0": "runs as 7"})
+
+
 def test_a_folder_that_cannot_be_made_says_how_to_choose_another(tmp_path: Path) -> None:
     (tmp_path / "brigade").touch()
     with pytest.raises(ClusterError, match="cannot be made .*: set XDG_STATE_HOME"):
