@@ -20,7 +20,7 @@ from launcher import cli
 from launcher.process import free_ports
 from serve.cli.flags import parse
 from serve.core.config import ServeConfig
-from tests.cluster.servers import BIN, TINY_CHAT
+from tests.cluster.servers import BIN, TINY_CHAT, alone, running
 from tests.launch.sshd import Sshd
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -118,8 +118,21 @@ def test_every_command_runs(tmp_path: Path, sshd: Sshd) -> None:
     assert upgrade.count("Name: mlx-brigade") == 2
 
 
+@pytest.mark.long
+def test_each_way_to_drain_ends_with_code_0() -> None:
+    (block,) = blocks("Drain")
+    ways = block.splitlines()
+    assert len(ways) == 3
+    for way in ways:
+        with running(1, launch=alone) as server:
+            command = way.replace("localhost:8080", f"127.0.0.1:{server.port}")
+            environment = {**os.environ, "PID": str(server.process.pid)}
+            subprocess.run(["bash", "-c", command], env=environment, check=True)
+            assert server.process.wait(10) == 0
+
+
 def test_there_are_commands_in_every_section() -> None:
-    assert [len(blocks(section)) for section in SECTIONS] == [4, 1, 1]
+    assert [len(blocks(section)) for section in (*SECTIONS, "Drain")] == [4, 1, 1, 1]
 
 
 def understood(words: list[str]) -> ServeConfig:
