@@ -4,6 +4,7 @@ A launcher that was killed loses the lock, so a record never speaks of a process
 nor of a stranger that got its number.
 """
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -40,7 +41,7 @@ class Launch:
     words: list[str]
     hosts: list[str]
     since: float
-    end_seconds: float  # how long its ranks may take to end
+    end_seconds: float = 60.0  # how long its ranks may take to end
     state: str = "starting"
     url: str = ""
     ranks: dict[str, str] = field(default_factory=dict)  # rank -> how its process is
@@ -144,7 +145,9 @@ def _read(file: Path) -> Launch | None:
             fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             fields, _ = json.JSONDecoder().raw_decode(opened.read().decode())
-            return Launch(**fields)
+            known = {each.name for each in dataclasses.fields(Launch)}
+            # It may be of another version, that is upgraded beside it.
+            return Launch(**{name: value for name, value in fields.items() if name in known})
         file.unlink()
     return None
 

@@ -185,6 +185,15 @@ def test_a_record_that_is_written_is_never_read_in_half(folder: Path) -> None:
         assert json.loads(file.read_bytes())["ranks"] == {"0": "runs as 7"}
 
 
+def test_a_launch_of_another_version_is_shown(folder: Path) -> None:
+    with recorded(["serve"], ["a"], 12.0):
+        file = folder / f"{os.getpid()}.launch"
+        fields = json.loads(file.read_bytes())
+        del fields["end_seconds"]
+        file.write_text(json.dumps(fields | {"colour": "red"}))
+        assert the_only().words == ["serve"]
+
+
 def test_a_full_disk_ends_no_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
