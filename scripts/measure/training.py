@@ -105,16 +105,18 @@ def _watched(name: str, words: list[str]) -> list[float]:
     """Runs a command to its end. The CPU seconds of each rank from the first update to the last."""
     said: list[str] = []
     taken: list[list[float]] = []
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert process.stdout is not None
-    deadline = Timer(TIMEOUT, process.terminate)
-    deadline.start()
-    for line in process.stdout:
-        said.append(line)
-        if "trained parameters" in line or "tokens_per_second=" in line:
-            taken.append(_cpu_seconds(process.pid))
-    deadline.cancel()
-    if process.wait():
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        deadline = Timer(TIMEOUT, process.terminate)
+        deadline.start()
+        for line in process.stdout:
+            said.append(line)
+            if "trained parameters" in line or "tokens_per_second=" in line:
+                taken.append(_cpu_seconds(process.pid))
+        deadline.cancel()
+    if process.returncode:
         raise SystemExit(f"scripts/bench: {name}: {''.join(said)[-4000:]}")
     before, after = taken
     return [b - a for a, b in zip(before, after, strict=True)]
