@@ -36,9 +36,7 @@ class FineTuneConfig:
     train: bool = flag("train (the default without --test)", False)
     test: bool = flag("loss on test.jsonl, after training if --train is given", False)
     fine_tune_type: str = flag("lora, dora or full", "lora", among=("lora", "dora", "full"))
-    num_layers: int | None = flag(
-        "train the last so many layers, 0 or -1: all (16)", None, least=-1
-    )
+    num_layers: int | None = flag("train the last so many, 0 or -1: all (16)", None, least=-1)
     lora_parameters: dict[str, Any] | None = _from_file("rank, scale, dropout, keys")
     batch_size: int = flag("examples of a batch", 4, least=1)
     micro_batches: int | None = flag("parts of a batch (batch size; 1 on one rank)", None, least=1)
@@ -103,9 +101,7 @@ class FineTuneConfig:
         if self.stages_per_rank and self.schedule != "interleaved":
             raise UsageError("--stages-per-rank is for --schedule interleaved.")
         if self.max_grad_norm == 0:
-            raise UsageError(
-                "--max-grad-norm 0 leaves nothing of any gradient: give more, or none."
-            )
+            raise UsageError("--max-grad-norm 0 leaves nothing of any gradient: give more.")
         training = self.resume or self.load_into or self.peft or self.report_to
         if training and not self.trains:
             raise UsageError("--resume, --load-into, --peft, --report-to: --test trains nothing.")
