@@ -103,6 +103,7 @@ def in_parts() -> None:
         for name, array in everything.items():
             assert (found[name].shape, found[name].dtype) == (array.shape, array.dtype)
             assert mx.array_equal(found[name], array)
+    exchange(links, "all have it")
     assert exchange(links, bool(sizes)) == [True] * NUM_RANKS, "nothing went over the ring"
     assert max(sizes) <= 16 + 4, "a part, and the number of its message"
     links.close()
