@@ -165,7 +165,8 @@ def _read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _example(dataset: Any, item: dict[str, Any], mask_prompt: bool) -> Example:
     if isinstance(dataset, ChatDataset):
         _check_texts(item[dataset.chat_key])
-        if mask_prompt and all(m.get("role") != "assistant" for m in item[dataset.chat_key]):
+        roles = {message.get("role") for message in item[dataset.chat_key]}
+        if mask_prompt and roles and "assistant" not in roles:
             return Example((), ())
     tokens, offset = dataset.process(item)
     tokens = tuple(tokens)
