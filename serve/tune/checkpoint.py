@@ -75,8 +75,10 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
 def publish(folder: Path) -> Path:
     """Puts the last checkpoint's adapter where mlx_lm looks, and removes what is older."""
     final = _checkpoints(folder)[-1]
+    adapters = folder / ADAPTERS, folder / f"{final.name}_{ADAPTERS}"
     with writing(folder):
-        for adapter in (folder / f"{final.name}_{ADAPTERS}", folder / ADAPTERS):
+        # The last one is there when both are written.
+        for adapter in () if all(map(Path.exists, adapters)) else adapters:
             _replace(adapter, lambda path: shutil.copyfile(final / ADAPTERS, path))
         for old in (folder / _FOLDER).iterdir():
             if old != final:

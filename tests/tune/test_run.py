@@ -160,7 +160,8 @@ def test_what_was_owed_after_the_last_batch_is_done_by_resume(
     """A kill right behind the last checkpoint leaves nothing but that."""
     out = tmp_path / "out"
     shutil.copytree(alone[0], out)
-    for name in (checkpoint.ADAPTERS, f"0000008_{checkpoint.ADAPTERS}", checkpoint.CARD):
+    (out / checkpoint.ADAPTERS).write_bytes(b"of the checkpoint before")
+    for name in (f"0000008_{checkpoint.ADAPTERS}", checkpoint.CARD):
         (out / name).unlink()
     (out / "checkpoints" / "0000004").mkdir()
     tested = [event for event in alone[1] if isinstance(event, Validated)][-1]
