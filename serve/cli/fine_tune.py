@@ -11,13 +11,14 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from rich.console import Console
 
 from serve.cli.flags import parse
 from serve.cli.load_into import adapter_name, check_server, curl_line, load_into
-from serve.cli.main import FIRST_WORD_SECONDS, follow_launcher, stop_before_the_start, who_has_what
-from serve.cli.report_to import Reports, check_libraries
+from serve.cli.main import FIRST_WORD_SECONDS, follow_launcher, who_has_what
+from serve.cli.report_to import Reports, services
 from serve.cli.training import TrainingView
 from serve.core.checkpoint import read_checkpoint
 from serve.core.config import read_cluster
@@ -33,7 +34,7 @@ _SERVER = "http://127.0.0.1:8080"  # where `brigade serve` listens unless told
 
 def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-    signal.signal(signal.SIGTERM, stop_before_the_start)
+    signal.signal(signal.SIGTERM, _stop)
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
         cluster = read_cluster(os.environ)
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             reports(event)
 
         try:
-            run(config, cluster, show, _command(argv, cluster.num_ranks))
+            folder = run(config, cluster, show, _command(argv, cluster.num_ranks))
         except BrigadeError:
             # Mostly all ranks see the same: then rank 0 says it.
             time.sleep(FIRST_WORD_SECONDS if cluster.rank else 0)
@@ -58,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             view.close()
             reports.close()
-        _hand_over(config, view.adapter)
+        if config.trains and not cluster.rank:
+            _hand_over(config, folder)
     except BrigadeError as error:
         if isinstance(error, DisagreementError):
             Console(stderr=True, highlight=False).print(who_has_what(error))
@@ -66,7 +68,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _end(error.exit_code)
     except KeyboardInterrupt:
         return _end(130)
+    except SystemExit as stop:  # SIGTERM, or --help
+        return _end(int(stop.code or 0))
+    except Exception:
+        logging.exception("event=failed")
+        return _end(1)
     return _end(0)
+
+
+def _stop(*_: object) -> NoReturn:
+    """It is not done: whoever waits for it should know."""
+    raise SystemExit(128 + signal.SIGTERM)
 
 
 def check(argv: Sequence[str], num_ranks: int, rank: int = 0) -> FineTuneConfig:
@@ -81,7 +93,7 @@ def check(argv: Sequence[str], num_ranks: int, rank: int = 0) -> FineTuneConfig:
             f"--data {config.data} is no folder: give one with train.jsonl and perhaps valid.jsonl."
         )
     if rank == 0:
-        check_libraries(config.services)
+        services(config)
         if config.load_into:
             check_server(config.load_into)
     num_micro_batches = config.grad_accumulation_steps * config.num_micro_batches(num_ranks)
@@ -100,10 +112,8 @@ def _parse(argv: Sequence[str]) -> FineTuneConfig:
     return parse(FineTuneConfig, argv, "brigade fine-tune", __doc__ or "", given)
 
 
-def _hand_over(config: FineTuneConfig, adapter: Path | None) -> None:
-    """On rank 0. Raises ClusterError if the server does not take the adapter."""
-    if adapter is None:
-        return
+def _hand_over(config: FineTuneConfig, adapter: Path) -> None:
+    """Raises ClusterError if the server does not take the adapter."""
     if config.fine_tune_type == "full":
         words = ["brigade", "serve", "--model", str(config.whole_path)]
         print(f"A server starts with it by\n{shlex.join(words)}")

@@ -12,6 +12,7 @@ from serve.core.errors import ClusterError, UsageError
 
 _PATH = "/v1/load_lora_adapter"
 _SECONDS = 60.0
+_SERVER = re.compile(r"https?://[^/?#@\s]+/?")
 _KEY = "BRIGADE_ADMIN_KEY"
 
 
@@ -24,6 +25,8 @@ def curl_line(url: str, folder: Path, name: str) -> str:
 
 def check_server(url: str) -> None:
     """Raises UsageError if no server is there that could take an adapter."""
+    if not _SERVER.fullmatch(url):
+        raise UsageError(f"--load-into {url!r} is no http://HOST:PORT.")
     _call(url, "/v1/lora_adapters", None, UsageError)
 
 

@@ -2,7 +2,6 @@
 Names are those of mlx_lm's callbacks."""
 
 import importlib.util
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Protocol
 
@@ -14,11 +13,18 @@ FOLDER = "tensorboard"  # in --adapter-path
 _LIBRARIES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
-def check_libraries(services: Sequence[str]) -> None:
-    """Raises UsageError if one is not installed."""
-    for name in services:
+def services(config: FineTuneConfig) -> list[str]:
+    """Of --report-to, each once. Raises UsageError if one is unknown or not installed."""
+    names = (name.strip().lower() for name in (config.report_to or "").split(","))
+    found = list(dict.fromkeys(name for name in names if name))
+    for name in found:
+        if name not in _LIBRARIES:
+            raise UsageError(f"--report-to {name} is unknown: choose {', '.join(_LIBRARIES)}.")
         if importlib.util.find_spec(_LIBRARIES[name]) is None:
             raise UsageError(f"--report-to {name}: pip install 'mlx-brigade[{name}]' first.")
+    if config.project_name and "wandb" not in found:
+        raise UsageError("--project-name is for --report-to wandb.")
+    return found
 
 
 class Reports:
@@ -31,7 +37,7 @@ class Reports:
     def __call__(self, event: Event) -> None:
         match event:
             case Started():
-                for name in self._config.services:
+                for name in services(self._config):
                     self._services.append(_SERVICES[name](self._config, event.iteration))
             case Reported():
                 for service in self._services:

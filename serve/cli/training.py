@@ -1,8 +1,6 @@
 """What people see of a run, on rank 0: tables, a line for each report, and on a terminal a bar
 below them."""
 
-from pathlib import Path
-
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -14,10 +12,7 @@ _OUT = Console(highlight=False)
 
 
 class TrainingView:
-    """adapter is the folder that a server should load, when the run has ended."""
-
     def __init__(self) -> None:
-        self.adapter: Path | None = None
         columns = MofNCompleteColumn(), TextColumn("batches,"), TimeRemainingColumn()
         self._bar = Progress(BarColumn(), *columns, TextColumn("left"), console=_OUT)
         self._task = self._bar.add_task("")
@@ -39,7 +34,6 @@ class TrainingView:
             case Finished():
                 self.close()
                 _show_end(event)
-                self.adapter = event.adapter
             case Written():
                 _say(wrote=" ".join(map(str, event.paths)))
                 if event.without:

@@ -1,14 +1,11 @@
 """A connection that carries frames, for asyncio: to the engine child, between parents."""
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
 from serve.core import wire
-
-_KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPALIVE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-_KEEP_ALIVE |= {"TCP_USER_TIMEOUT": 25_000}  # ms, of a peer that was sent something
+from serve.core.connection import keep_alive
 
 
 class Link:
@@ -23,13 +20,7 @@ class Link:
         return str(peer[0]) if isinstance(peer, tuple) else "local"
 
     def keep_alive(self) -> None:
-        """Has the system find out whether the peer is there: one that lost its power, or whose
-        cable was pulled for long, is gone after 25 s."""
-        taken = self._writer.get_extra_info("socket")
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEP_ALIVE.items():
-            if hasattr(socket, name):  # macOS calls the first one otherwise, and lacks the last.
-                taken.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        keep_alive(self._writer.get_extra_info("socket"))
 
     def send(self, data: bytes) -> None:
         """Queues a frame. What goes this way is small and bounded by the steps in

@@ -22,6 +22,7 @@ from typing import Protocol, cast
 import mlx.core as mx
 
 from serve.core import wire
+from serve.core.connection import keep_alive
 from serve.core.errors import ClusterError
 from serve.core.types import Step
 
@@ -188,11 +189,14 @@ def form_ring(
     ring: Ring, stream: mx.Stream
 ) -> tuple[mx.distributed.Group, socket.socket, socket.socket]:
     """MLX's group, and the doorbells to the left and from the right neighbour."""
-    group = mx.distributed.init(strict=True, backend="ring")
-    if (group.rank(), group.size()) != (ring.rank, len(ring.hosts)):
-        raise ClusterError("MLX formed a ring of another size than the hostfile says.")
     with socket.create_server((ring.hosts[ring.rank], 0), backlog=2) as listening:
-        ports = _exchange(ring.nonce, listening.getsockname()[1], group, stream)
+        try:
+            group = mx.distributed.init(strict=True, backend="ring")
+            if (group.rank(), group.size()) != (ring.rank, len(ring.hosts)):
+                raise ClusterError("MLX formed a ring of another size than the hostfile says.")
+            ports = _exchange(ring.nonce, listening.getsockname()[1], group, stream)
+        except RuntimeError as error:
+            raise ClusterError(f"The ring broke: {error}.") from error
         return group, *_ring_doorbells(ring, listening, ports)
 
 
@@ -200,11 +204,7 @@ def _exchange(nonce: int, port: int, group: mx.distributed.Group, stream: mx.Str
     """The first collective: everyone's doorbell port, if all have the same nonce."""
     mine = mx.array([[nonce, port]], dtype=mx.int32)
     everyone = mx.distributed.all_gather(mine, group=group, stream=stream)
-    try:
-        pairs = cast(list[list[int]], everyone.tolist())
-    except RuntimeError as error:
-        raise ClusterError(f"The ring broke: {error}.") from error
-    nonces, ports = zip(*pairs, strict=True)
+    nonces, ports = zip(*cast(list[list[int]], everyone.tolist()), strict=True)
     if set(nonces) != {nonce}:
         raise ClusterError(
             "Ranks of two launches met on the same ports: "
@@ -226,6 +226,7 @@ def _ring_doorbells(
         left.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         left.sendall(greeting)
         left.settimeout(None)
+        keep_alive(left)
         return left, _accept_neighbour(ring, listening)
     except OSError as error:
         raise ClusterError(f"Rank {ring.rank} cannot reach its neighbours: {error}.") from error
@@ -242,6 +243,7 @@ def _accept_neighbour(ring: Ring, listening: socket.socket) -> socket.socket:
         try:
             if json.loads(_read_line(connection)) == expected:
                 connection.settimeout(None)
+                keep_alive(connection)
                 return connection
         except (OSError, ValueError):
             connection.close()  # A port scanner, not a neighbour: go on waiting.
@@ -278,7 +280,7 @@ def unpack(number: int, specs: Sequence[wire.TensorSpec], packed: mx.array) -> l
     arrays, at = [], 0
     for spec in specs:
         end = at + _num_bytes(spec)
-        arrays.append(packed[at:end].view(_DTYPES[spec.dtype]).reshape(spec.shape))
+        arrays.append(packed[at:end].view(DTYPES[spec.dtype]).reshape(spec.shape))
         at = end
     if packed[at:].view(mx.int32).item() != number:
         raise ClusterError(f"The tensors of another message came in place of number {number}.")
@@ -289,13 +291,13 @@ def _num_bytes(spec: wire.TensorSpec) -> int:
     count = 1
     for size in spec.shape:
         count *= size
-    if spec.dtype not in _DTYPES:
+    if spec.dtype not in DTYPES:
         raise ClusterError(f"A neighbour announced a tensor of unknown type {spec.dtype!r}.")
-    return count * _DTYPES[spec.dtype].size
+    return count * DTYPES[spec.dtype].size
 
 
 def _dtype_name(dtype: mx.Dtype) -> str:
     return str(dtype).rpartition(".")[2]
 
 
-_DTYPES = {_dtype_name(d): d for d in vars(mx).values() if isinstance(d, mx.Dtype)}
+DTYPES = {_dtype_name(d): d for d in vars(mx).values() if isinstance(d, mx.Dtype)}

@@ -1,9 +1,8 @@
 """One stage in training: one lazy graph for each micro-batch.
 
-mx.vjp builds outputs, input gradients and parameter gradients at once, with a
-placeholder for the gradient of the outputs, which comes later. Evaluating them one
-after another computes each operation once. Nothing is evaluated here.
-"""
+mx.vjp builds outputs, input gradients and parameter gradients at once, with a placeholder for the
+gradient of the outputs, which comes later. Evaluating them one after another computes each
+operation once. Nothing is evaluated here."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -53,10 +53,8 @@ def begin(folder: Path, config: dict[str, Any]) -> None:
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Writes a checkpoint, then its adapter where mlx_lm looks, and removes the checkpoint
-    before. Raises UsageError; then what was there before is still whole."""
-    name = f"{checkpoint.iteration:07d}"
-    final = folder / _FOLDER / name
+    """Writes a checkpoint, and publishes it. Raises UsageError; then what was there before is
+    still whole."""
     fields = ("iteration", "step", "settings", "losses")
     state = {field: getattr(checkpoint, field) for field in fields}
 
@@ -70,9 +68,17 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
             _sync(part)
 
     with writing(folder):
-        if not final.exists():
-            _replace(final, write)
-        for adapter in (folder / f"{name}_{ADAPTERS}", folder / ADAPTERS):
+        _replace(folder / _FOLDER / f"{checkpoint.iteration:07d}", write)
+    return publish(folder)
+
+
+def publish(folder: Path) -> Path:
+    """Puts the last checkpoint's adapter where mlx_lm looks, and removes what is older."""
+    final = _checkpoints(folder)[-1]
+    adapters = folder / ADAPTERS, folder / f"{final.name}_{ADAPTERS}"
+    with writing(folder):
+        # The last one is there when both are written.
+        for adapter in () if all(map(Path.exists, adapters)) else adapters:
             _replace(adapter, lambda path: shutil.copyfile(final / ADAPTERS, path))
         for old in (folder / _FOLDER).iterdir():
             if old != final:
@@ -98,8 +104,10 @@ def export_peft(folder: Path) -> None:
     with writing(folder):
         shutil.rmtree(new, ignore_errors=True)
         convert(folder, new)
-        shutil.rmtree(final, ignore_errors=True)
-        new.replace(final)
+        final.mkdir(exist_ok=True)
+        for path in new.iterdir():  # One by one: of a run all but the weights is the same.
+            path.replace(final / path.name)
+        new.rmdir()
 
 
 def load_last(folder: Path, settings: dict[str, Any]) -> Checkpoint:
@@ -117,7 +125,6 @@ def load_last(folder: Path, settings: dict[str, Any]) -> Checkpoint:
     if changed := [name for name in now if now[name] != state["settings"].get(name)]:
         before = ", ".join(f"{name} was {state['settings'].get(name)}" for name in changed)
         raise UsageError(f"--resume: {folder} is of a run with other settings: {before}.")
-    state["losses"] = [(iteration, loss) for iteration, loss in state["losses"]]
     adapter, optimizer = arrays
     return Checkpoint(adapter=adapter, optimizer=optimizer, **state)
 

@@ -15,11 +15,8 @@ from serve.core.errors import UsageError
 from serve.core.plan import parse_memory
 from serve.tune.schedule import SCHEDULES
 
-KINDS = ("lora", "dora", "full")
-SERVICES = ("tensorboard", "wandb")
 OPTIMIZERS = ("adam", "adamw", "muon", "sgd", "adafactor")
 LEARNING_RATE_SCHEDULES = ("cosine_decay", "exponential_decay", "linear_schedule", "step_decay")
-_SERVER = re.compile(r"https?://[^/?#@\s]+/?")
 _LORA = {"rank": 8, "dropout": 0.0, "scale": 20.0}
 
 
@@ -38,8 +35,8 @@ class FineTuneConfig:
     adapter_path: Path = flag("folder to write", Path("adapters"))
     train: bool = flag("train (the default without --test)", False)
     test: bool = flag("loss on test.jsonl, after training if --train is given", False)
-    fine_tune_type: str = flag("lora, dora or full", "lora", choices=KINDS)
-    num_layers: int | None = flag("train the last so many layers, -1: all (16)", None, least=-1)
+    fine_tune_type: str = flag("lora, dora or full", "lora", among=("lora", "dora", "full"))
+    num_layers: int | None = flag("train the last so many, 0 or -1: all (16)", None, least=-1)
     lora_parameters: dict[str, Any] | None = _from_file("rank, scale, dropout, keys")
     batch_size: int = flag("examples of a batch", 4, least=1)
     micro_batches: int | None = flag("parts of a batch (batch size; 1 on one rank)", None, least=1)
@@ -49,14 +46,18 @@ class FineTuneConfig:
     early_stop: int | None = flag(
         "end after so many validations in a row without a lower loss", None, least=1
     )
-    optimizer: str = flag("adam, adamw, muon, sgd or adafactor", "adam", choices=OPTIMIZERS)
+    optimizer: str = flag("adam, adamw, muon, sgd or adafactor", "adam", among=OPTIMIZERS)
     optimizer_config: dict[str, Any] | None = _from_file("arguments of each optimizer")
     learning_rate: float = flag("of the optimizer", 1e-5, least=0, most=100)
     lr_schedule: dict[str, Any] | None = _from_file("name, arguments, warmup, warmup_init")
     max_grad_norm: float | None = flag("clip the norm of all gradients together", None, least=0)
+    prompt_feature: str = flag("key of a prompt in the data", "prompt")
+    completion_feature: str = flag("key of what follows a prompt", "completion")
+    text_feature: str = flag("key of a text", "text")
+    chat_feature: str = flag("key of the messages of a chat", "messages")
     mask_prompt: bool = flag("learn only what the assistant says, in every turn", False)
     max_seq_length: int = flag("longest example in tokens", 2048, least=2)
-    long_examples: str = flag("cut or drop longer ones", "cut", choices=("cut", "drop"))
+    long_examples: str = flag("cut or drop longer ones", "cut", among=("cut", "drop"))
     packing: bool = flag("rows of several examples, up to --max-seq-length together", False)
     seed: int = flag("of the order, the first adapter and dropout", 0, least=0, most=2**32 - 1)
     val_batches: int = flag("batches of a validation, -1: all", 25, least=-1)
@@ -68,9 +69,10 @@ class FineTuneConfig:
     resume_adapter_file: Path | None = flag("begin with these adapter weights", None)
     grad_checkpoint: bool = flag("compute layers again in the backward, for memory", False)
     clear_cache_threshold: str = flag("empty MLX's cache between updates above this", "0")
-    schedule: str = flag(", ".join(SCHEDULES), "1f1b", choices=SCHEDULES)
+    schedule: str = flag(", ".join(SCHEDULES), "1f1b", among=SCHEDULES)
     stages_per_rank: int | None = flag("of --schedule interleaved (2)", None, least=1, most=64)
     split: str = flag("auto, even, or layers of each stage such as 20,12", "auto")
+    stall_timeout: float = flag("seconds until a silent rank is given up", 600.0, least=1)
     peft: bool = flag("write each adapter in PEFT's format too, in a folder peft", False)
     load_into: str | None = flag("URL of a server that loads the adapter at the end", None)
     trust_remote_code: bool = flag("refused: Brigade runs no code of a repository", False)
@@ -80,23 +82,10 @@ class FineTuneConfig:
     def __post_init__(self) -> None:
         check_ranges(self)
         check_revision(self.model, self.revision)
-        for each in fields(self):
-            choices, value = each.metadata.get("choices"), getattr(self, each.name)
-            if choices and value not in choices:
-                name = "--" + each.name.replace("_", "-")
-                raise UsageError(f"{name} {value} is unknown: choose {', '.join(choices)}.")
         self._check_numbers()
         self._check_structures()
         if self.trust_remote_code:
-            raise UsageError(
-                "--trust-remote-code is not supported: no code of a repository is run."
-            )
-        if unknown := set(self.services) - set(SERVICES):
-            raise UsageError(
-                f"--report-to {min(unknown)} is unknown: choose {', '.join(SERVICES)}."
-            )
-        if self.project_name and "wandb" not in self.services:
-            raise UsageError("--project-name is for --report-to wandb.")
+            raise UsageError("--trust-remote-code is refused: no code of a repository is run.")
         _ = self.clear_cache_bytes
 
     def _check_numbers(self) -> None:
@@ -106,27 +95,29 @@ class FineTuneConfig:
                 f"--iters {self.iters} and --save-every {self.save_every} count batches: give "
                 f"multiples of --grad-accumulation-steps {self.grad_accumulation_steps}."
             )
-        if self.micro_batches and self.batch_size % self.micro_batches:
-            raise UsageError(
-                f"--micro-batches {self.micro_batches} does not divide --batch-size "
-                f"{self.batch_size}."
-            )
+        size, parts = self.batch_size, self.micro_batches
+        if parts and size % parts:
+            raise UsageError(f"--micro-batches {parts} does not divide --batch-size {size}.")
         if self.stages_per_rank and self.schedule != "interleaved":
             raise UsageError("--stages-per-rank is for --schedule interleaved.")
+        if self.max_grad_norm == 0:
+            raise UsageError("--max-grad-norm 0 leaves nothing of any gradient: give more.")
+        training = self.resume or self.load_into or self.peft or self.report_to
+        if training and not self.trains:
+            raise UsageError("--resume, --load-into, --peft, --report-to: --test trains nothing.")
         if self.resume and self.resume_adapter_file:
             raise UsageError("--resume and --resume-adapter-file exclude each other.")
         if self.early_stop and not self.val_batches:
             raise UsageError("--early-stop needs validations: see --val-batches.")
         if self.fine_tune_type == "full" and (self.peft or self.load_into):
             raise UsageError("--peft and --load-into are for adapters, not --fine-tune-type full.")
-        if self.load_into and not _SERVER.fullmatch(self.load_into):
-            raise UsageError(f"--load-into {self.load_into!r} is no http://HOST:PORT.")
 
     def _check_structures(self) -> None:
         lora = self.lora
-        unknown = set(lora) - {"rank", "scale", "dropout", "keys"}
-        right = isinstance(lora["rank"], int) and lora["rank"] > 0 and 0 <= lora["dropout"] < 1
-        if unknown or not right:
+        rank, dropout, scale = (lora[name] for name in _LORA)
+        known = set(lora) <= {*_LORA, "keys"} and isinstance(lora.get("keys"), list | None)
+        numbers = all(isinstance(number, int | float) for number in (rank, dropout, scale))
+        if not (known and numbers and isinstance(rank, int) and rank > 0 and 0 <= dropout < 1):
             raise UsageError(
                 f"lora_parameters {lora} is wrong: give rank (above 0), scale, dropout (0 to 1) "
                 "and perhaps keys, the names of modules."
@@ -156,12 +147,6 @@ class FineTuneConfig:
         return self.train or not self.test
 
     @property
-    def services(self) -> list[str]:
-        """Of --report-to, each once."""
-        names = (name.strip().lower() for name in (self.report_to or "").split(","))
-        return list(dict.fromkeys(name for name in names if name))
-
-    @property
     def lora(self) -> dict[str, Any]:
         return {**_LORA, **(self.lora_parameters or {})}
 
@@ -172,13 +157,12 @@ class FineTuneConfig:
 
     def num_trained_layers(self, num_layers: int) -> int:
         """Raises UsageError if there are not so many."""
-        if self.num_layers is None:
+        asked = self.num_layers
+        if asked is None:
             return min(16, num_layers)
-        if self.num_layers > num_layers:
-            raise UsageError(
-                f"--num-layers {self.num_layers} is more than the model's {num_layers}."
-            )
-        return num_layers if self.num_layers == -1 else self.num_layers
+        if asked > num_layers and self.trains:
+            raise UsageError(f"--num-layers {asked} is more than the model's {num_layers}.")
+        return min(asked, num_layers) if asked > 0 else num_layers
 
     def for_examples(self, count: int) -> "FineTuneConfig":
         """With the iters of its epochs over so many examples. Raises UsageError."""
@@ -231,11 +215,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _check_kind(path: Path, name: str, value: Any, metadata: Mapping[str, Any], kind: Any) -> None:
-    wanted: Any = str | int | float
-    if metadata.get("file_only"):
-        wanted = dict
-    elif kind is bool:
-        wanted = bool
+    plain: Any = bool if kind is bool else str | int | float
+    wanted = dict if metadata.get("file_only") else plain
     wrong = isinstance(value, bool) != (wanted is bool) or not isinstance(value, wanted)
     if wrong or (isinstance(value, float) and not math.isfinite(value)):
         raise UsageError(f"--config {path}: {name}: {value!r} is not such a value.")

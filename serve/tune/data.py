@@ -1,18 +1,16 @@
 """Examples out of jsonl files, which of their tokens are learned, and the batches of a run.
 
-Formats and tokens are those of mlx_lm.tuner.datasets; labels, order and padding are not:
-every turn of the assistant can be learned, padding never is, and the order follows from
-the seed and the number of the batch alone, so a run can be resumed at any batch.
-"""
+Formats and tokens are those of mlx_lm.tuner.datasets; labels, order and padding are not: every
+turn of the assistant can be learned, padding never is, and the order follows from the seed and
+the number of the batch alone, so a run can be resumed at any batch."""
 
 import hashlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jinja2
@@ -25,9 +23,7 @@ from serve.core.errors import ModelError, UsageError
 from serve.tune.config import FineTuneConfig
 
 # What tokenizers, templates and mlx-lm's datasets raise at a line that is not as they expect.
-_FAILURES = (
-    jinja2.TemplateError, AttributeError, LookupError, RuntimeError, TypeError, ValueError
-)  # fmt: skip
+_FAILURES = (jinja2.TemplateError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +68,7 @@ class MicroBatch:
         return mx.array(np.flatnonzero(np.array(self.mask)).astype(np.int32))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Split:
     """The examples of one file, or rows of several. num_cut and num_dropped are those longer
     than the window or without a label; digest tells whether two ranks have read the same."""
@@ -111,8 +107,7 @@ def read_split(path: Path, tokenizer: Any, config: FineTuneConfig) -> Split:
         optional = " Or remove it: it may be missing." if path.stem == "valid" else ""
         raise UsageError(f"{path} has no examples: write a JSON object on each line.{optional}")
     try:
-        options = SimpleNamespace(mask_prompt=config.mask_prompt)
-        dataset = create_dataset([item for _, item in lines], tokenizer, options)
+        dataset = create_dataset([item for _, item in lines], tokenizer, config)
     except ValueError as error:
         raise UsageError(f"{path}:{lines[0][0]}: {str(error).splitlines()[0]}") from error
     examples, num_cut, num_dropped, shortest = [], 0, 0, sys.maxsize
@@ -170,11 +165,15 @@ def _read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _example(dataset: Any, item: dict[str, Any], mask_prompt: bool) -> Example:
     if isinstance(dataset, ChatDataset):
         _check_texts(item[dataset.chat_key])
+        roles = {message.get("role") for message in item[dataset.chat_key]}
+        if mask_prompt and roles and "assistant" not in roles:
+            return Example((), ())
     tokens, offset = dataset.process(item)
     tokens = tuple(tokens)
     labels: tuple[tuple[int, int], ...] = ((offset, len(tokens)),)
     if mask_prompt and isinstance(dataset, ChatDataset):
-        labels = _turns(dataset, item, tokens) or labels
+        turns = _turns(dataset, item, tokens)
+        labels = labels if turns is None else turns
     return Example(tokens, labels)
 
 
@@ -190,9 +189,9 @@ def _check_texts(messages: Sequence[dict[str, Any]]) -> None:
 
 def _turns(
     dataset: ChatDataset, item: dict[str, Any], tokens: tuple[int, ...]
-) -> tuple[tuple[int, int], ...]:
+) -> tuple[tuple[int, int], ...] | None:
     """The tokens of each turn of the assistant. None of a template that shows earlier turns
-    in another way than the last: then only that one can be learned."""
+    in another way than the last, if that is the assistant's: then only it can be learned."""
     messages = item[dataset.chat_key]
 
     def render(num_messages: int, prompt: bool) -> tuple[int, ...]:
@@ -205,7 +204,7 @@ def _turns(
         if message["role"] == "assistant":
             before, after = render(n, True), render(n + 1, False)
             if tokens[: len(after)] != after or after[: len(before)] != before:
-                return ()
+                return None if messages[-1]["role"] == "assistant" else ()
             labels.append((len(before), len(after)))
     return tuple(labels)
 
@@ -223,22 +222,25 @@ def batch_at(split: Split, number: int, batch_size: int, seed: int) -> list[int]
     if count < batch_size:
         found = f"{count} {'packed rows' if split.is_packed else 'examples'}"
         raise UsageError(
-            f"train.jsonl has {found} to learn from: --batch-size is {batch_size}, give at most "
-            f"{count}."
+            f"train.jsonl has {found} to learn from: --batch-size {batch_size} is more."
         )
     epoch, at = divmod(number, count // batch_size)
-    random = np.random.default_rng([seed, epoch])
+    return [int(n) for n in _epoch(split, epoch, batch_size, seed)[at]]
+
+
+@lru_cache(maxsize=1)
+def _epoch(split: Split, epoch: int, batch_size: int, seed: int) -> Any:
+    """(N, B): all batches of an epoch in their order."""
+    random, count = np.random.default_rng([seed, epoch]), len(split.examples)
     kept = random.permutation(count)[: count - count % batch_size]
     order = kept[np.argsort(split.lengths[kept], kind="stable")].reshape(-1, batch_size)
-    batch: list[int] = order[random.permutation(len(order))[at]].tolist()
-    return batch
+    return order[random.permutation(len(order))]
 
 
 def some_examples(split: Split, most: int | None, seed: int) -> list[int]:
     """The same examples at each call, shortest first; all of them if most is None."""
     order = np.random.default_rng(seed).permutation(len(split.examples))[:most]
-    chosen: list[int] = order[np.argsort(split.lengths[order], kind="stable")].tolist()
-    return chosen
+    return [int(n) for n in order[np.argsort(split.lengths[order], kind="stable")]]
 
 
 def micro_batches(split: Split, chosen: Sequence[int], num_rows: int) -> list[MicroBatch]:

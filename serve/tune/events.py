@@ -58,7 +58,7 @@ class Saved:
 class Finished:
     """What was forecast at the start, and what came. expected_utilisation is that of the
     schedule with the costs as they were measured in the run. best is the lowest validation
-    loss and its batch, adapter the folder of the weights that had it, or else of the last."""
+    loss and its batch."""
 
     iteration: int
     is_early: bool
@@ -67,7 +67,6 @@ class Finished:
     expected_utilisation: float
     peak_bytes: list[int]
     best: tuple[int, float] | None
-    adapter: Path
 
 
 @dataclass(frozen=True, slots=True)

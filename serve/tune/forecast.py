@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from serve.tune.schedule import Op, OpCost, Schedule, simulate
@@ -73,9 +73,6 @@ class Probe:
         }
         extra["update"] = trained * (2 if clips else 1) + state
         return cls(base, trained, state, held, extra, seconds.means())
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def peak_bytes(self, num_in_flight: int) -> int:
         """The most at any time, when so many micro-batches are held at once, and beside them

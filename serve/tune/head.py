@@ -1,8 +1,7 @@
 """Norm and head on the positions that are learned alone, which saves most of the head's work.
 
 In nearly every model what comes after the last layer looks at each position by itself. Whether
-that is so is tried once, with numbers at random.
-"""
+that is so is tried once, with numbers at random."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -4,7 +4,7 @@ must agree on, and updates its own parameters. Knows no files."""
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -39,10 +39,6 @@ class Ran:
     def seconds(self) -> float:
         return self.records[-1].end
 
-    @property
-    def peak_bytes(self) -> int:
-        return max(record.peak for record in self.records)
-
 
 class Pipeline:
     """This rank's stages, by their number in the pipeline."""
@@ -60,7 +56,8 @@ class Pipeline:
             before, start = mx.get_active_memory(), time.perf_counter()
             mx.reset_peak_memory()
             if op.kind == "F":
-                sent = self._forward(op, schedule.shape, batches, arrays, scale, ran)
+                batch = batches[op.micro_batch]
+                sent = self._forward(op, schedule.shape, batch, arrays, scale, ran)
             elif op.kind == "B":
                 sent = self._backward(op, arrays)
             else:
@@ -74,22 +71,16 @@ class Pipeline:
         return ran
 
     def _forward(
-        self,
-        op: Op,
-        shape: Shape,
-        batches: Sequence[MicroBatch],
-        received: list[mx.array],
-        scale: float,
-        ran: Ran,
+        self, op: Op, shape: Shape, batch: MicroBatch, given: list[mx.array], scale: float, ran: Ran
     ) -> list[mx.array] | None:
-        stage, batch = self.stages[op.stage], batches[op.micro_batch]
+        stage = self.stages[op.stage]
         self._draw.micro_batch = op.micro_batch
         if op.stage >= shape.first_trained:
             needs_dx = op.stage > shape.first_trained
-            made = stage.forward_backward(batch, received, scale, needs_dx)
+            made = stage.forward_backward(batch, given, scale, needs_dx)
             self._passes[op.micro_batch, op.stage] = made
         else:
-            made = stage.forward(batch, received, scale)
+            made = stage.forward(batch, given, scale)
         # The forward alone: what it keeps for the backward stays in the graph.
         mx.eval(made.outputs)
         if not stage.stage.is_last:
@@ -148,10 +139,6 @@ class Update:
     peak_bytes: list[int]
     records: list[OpRecord]
 
-    @property
-    def utilisation(self) -> float:
-        return sum(self.busy_seconds) / (len(self.busy_seconds) * self.seconds)
-
 
 class Trainer:
     """Makes the same updates on all ranks, each of its own parameters."""
@@ -169,10 +156,7 @@ class Trainer:
                 holders.setdefault(name, []).append(number)
         if not holders:
             raise UsageError("Nothing is trained: see num_layers, and keys of lora_parameters.")
-        num_stages = sum(len(rank) for rank in named)
-        self.shape = Shape(
-            links.num_ranks, 1, num_stages // links.num_ranks, min(map(min, holders.values()))
-        )
+        self.shape = Shape(links.num_ranks, 1, len(stages), min(map(min, holders.values())))
         ranks = {name: {self.shape.rank(n) for n in held} for name, held in holders.items()}
         self.shared = {name for name, on in ranks.items() if len(on) > 1}
         self.owned = {n for n, held in holders.items() if self.shape.rank(min(held)) == links.rank}
@@ -211,12 +195,7 @@ class Trainer:
 
     def schedule(self, num_micro_batches: int, kind: str | None = None) -> Schedule:
         """A schedule that is proved to run."""
-        shape = Shape(
-            self.shape.num_ranks,
-            num_micro_batches,
-            self.shape.num_chunks,
-            self.shape.first_trained,
-        )
+        shape = replace(self.shape, num_micro_batches=num_micro_batches)
         schedule = make_schedule(kind or self.config.schedule, shape)
         check(schedule)
         return schedule
@@ -229,14 +208,15 @@ class Trainer:
         self._sum_shared(ran.gradients)
         note: dict[str, Any] = {
             "loss": ran.loss,
-            "square": self._square(ran.gradients),
+            "squares": self._squares(ran.gradients),
             "busy": ran.busy_seconds,
             "seconds": ran.seconds,
-            "peak": max(ran.peak_bytes, self._update_peak),
+            "peak": max(self._update_peak, *(record.peak for record in ran.records)),
         }
         notes = exchange(self.links, note)
         loss = sum(each["loss"] for each in notes)
-        norm = math.sqrt(sum(each["square"] for each in notes))
+        # Exactly, so that it is the same number however many ranks share the parameters.
+        norm = math.sqrt(math.fsum(square for each in notes for square in each["squares"]))
         # All ranks see the same notes, so all skip it or none.
         is_finite = math.isfinite(loss) and math.isfinite(norm)
         if is_finite:
@@ -284,13 +264,13 @@ class Trainer:
             if own is not None:
                 gradients[name] = total
 
-    def _square(self, gradients: Arrays) -> float:
+    def _squares(self, gradients: Arrays) -> list[float]:
         squares = [
             gradients[name].astype(mx.float32).square().sum()
             for name in sorted(self.owned & gradients.keys())
         ]
         mx.eval(squares)  # One number for each parameter, which ranks sum.
-        return sum(number(square) for square in squares)
+        return [number(square) for square in squares]
 
     def _apply(self, gradients: Arrays, norm: float) -> None:
         most = self.config.max_grad_norm

@@ -3,6 +3,7 @@ models, before a stage is cut out of them, and evaluates nothing."""
 
 import difflib
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,12 +16,12 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from serve.core.checkpoint import read_checkpoint
 from serve.core.errors import UsageError
-from serve.core.plan import Demand, LayerCost, LayerRange, check_num_ranks, even_split, parse_split
+from serve.core.plan import Demand, LayerRange, check_num_ranks, even_split, parse_split
 from serve.rank.costs import measure
 from serve.rank.planning import balance
 from serve.rank.weights import build_model
 from serve.tune.backward import Arrays
-from serve.tune.checkpoint import ADAPTERS, load_arrays
+from serve.tune.checkpoint import ADAPTERS, CONFIG, load_arrays
 from serve.tune.config import FineTuneConfig
 
 
@@ -110,6 +111,17 @@ def load_adapter(weights: Arrays, name: str, model: nn.Module) -> None:
     model.update(tree_unflatten(list(weights.items())))
 
 
+def of_adapter(config: FineTuneConfig) -> FineTuneConfig:
+    """With the settings that an adapter to be tested was made with. Raises UsageError."""
+    path = (config.resume_adapter_file or config.adapter_path / ADAPTERS).with_name(CONFIG)
+    try:
+        written = {"fine_tune_type": "lora", **json.loads(path.read_text())}
+        names = ("fine_tune_type", "num_layers", "lora_parameters")
+        return replace(config, **{name: written[name] for name in names})
+    except (OSError, LookupError, TypeError, ValueError) as error:
+        raise UsageError(f"{path} does not say what is tested: {error!r}.") from error
+
+
 def prepare(config: FineTuneConfig, draw: Draw, model: nn.Module) -> None:
     """Without training, what --adapter-path has is tested. Raises UsageError if an adapter
     does not fit the model."""
@@ -147,13 +159,11 @@ def split_layers(config: FineTuneConfig, folder: Path, num_stages: int) -> list[
     num_frozen = num_layers - config.num_trained_layers(num_layers)
     # Where there is a backward, it costs as much again, and for weight gradients once more.
     trained = 3 if config.fine_tune_type == "full" else 2
-    layers = (_times(c, trained if i >= num_frozen else 1) for i, c in enumerate(cost.layers))
-    head = _times(cost.last, 2 if num_frozen else trained)
+    factors = [trained if i >= num_frozen else 1 for i in range(num_layers)]
+    factors.append(2 if num_frozen else trained)
+    *layers, head = (
+        replace(c, weight_bytes=c.weight_bytes * factor, expert_bytes=c.expert_bytes * factor)
+        for c, factor in zip([*cost.layers, cost.last], factors, strict=True)
+    )
     cost = replace(cost, layers=tuple(layers), last=head)
     return balance(model, cost, num_stages, Demand(1, 1), None)[::-1]
-
-
-def _times(cost: LayerCost, factor: int) -> LayerCost:
-    return replace(
-        cost, weight_bytes=cost.weight_bytes * factor, expert_bytes=cost.expert_bytes * factor
-    )

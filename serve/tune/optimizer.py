@@ -35,8 +35,8 @@ def _is_matrix_of_a_layer(name: str, array: mx.array) -> bool:
 def make_optimizer(config: FineTuneConfig) -> Any:
     """Raises UsageError. With muon, a learning_rate for adamw makes it the two together."""
     options = config.optimizer_config or {}
-    own, adamw = dict(options.get(config.optimizer) or {}), dict(options.get("adamw") or {})
     try:
+        own, adamw = dict(options.get(config.optimizer) or {}), dict(options.get("adamw") or {})
         optimizer = _OPTIMIZERS[config.optimizer](learning_rate=_rate(config), **own)
         if config.optimizer == "muon" and "learning_rate" in adamw:
             rate = _rate(config, adamw.pop("learning_rate"))

@@ -2,8 +2,7 @@
 
 An unmodified model asks its caches for the mask, so caches that hold nothing give it one
 that ends where an example begins. Positions go on along the row: that changes nothing
-where only their differences count, as with RoPE. Whether a model is such is tried.
-"""
+where only their differences count, as with RoPE. Whether a model is such is tried."""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence

@@ -32,7 +32,6 @@ class Facts:
     model_digest: str
     data: dict[str, tuple[str, str]]
     num_ranks: int
-    num_stages: int
 
 
 def spans(records: Sequence[OpRecord]) -> list[Span]:
@@ -49,8 +48,10 @@ def write(config: FineTuneConfig, facts: Facts, ran: Sequence[Span]) -> Written:
 
     with checkpoint.writing(folder):
         draw_curves(folder / CURVES, metrics)
-        draw_schedule(folder / SCHEDULE, f"{config.schedule}, the last update", ran)
-    return Written([folder / name for name in (checkpoint.CARD, CURVES, SCHEDULE)], None)
+        if ran:
+            draw_schedule(folder / SCHEDULE, f"{config.schedule}, the last update", ran)
+    names = (checkpoint.CARD, CURVES, SCHEDULE) if ran else (checkpoint.CARD, CURVES)
+    return Written([folder / name for name in names], None)
 
 
 def card(config: FineTuneConfig, facts: Facts, metrics: Sequence[dict[str, Any]]) -> str:

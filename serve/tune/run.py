@@ -20,41 +20,44 @@ from serve.rank.transport import Ring
 from serve.rank.weights import load_stage
 from serve.tune import checkpoint, data, packing, results, whole
 from serve.tune.backward import Arrays, TrainedStage
+from serve.tune.checkpoint import load_arrays
 from serve.tune.config import FineTuneConfig
 from serve.tune.events import Finished, Reported, Saved, Show, Started, Validated, Written
 from serve.tune.forecast import Forecast, Probe, forecast, utilisation
 from serve.tune.history import History
 from serve.tune.loop import Trainer
-from serve.tune.model import Draw, adapter_config, prepare, split_layers
+from serve.tune.model import Draw, adapter_config, of_adapter, prepare, split_layers
 from serve.tune.optimizer import num_steps
 from serve.tune.schedule import Schedule, Shape
-from serve.tune.transport import Links, RingLinks, broadcast, exchange, gather, local_links
+from serve.tune.transport import Links, RingLinks, broadcast, exchange, gather, local_links, share
 from serve.tune.window import Window
 
 _JOIN_SECONDS = 60.0
 
 
-def run(config: FineTuneConfig, cluster: Cluster, show: Show, command: str = "") -> None:
-    """Raises BrigadeError. After it all ranks have done what they had to. command is what
-    the model card says that was typed."""
-    links = join(cluster)
+def run(config: FineTuneConfig, cluster: Cluster, show: Show, command: str = "") -> Path:
+    """The folder of the weights that a server should load. Raises BrigadeError. After it all
+    ranks have done what they had to. command is what the model card says that was typed."""
+    links = join(cluster, config.stall_timeout)
     try:
-        Run(config, links, show, command).run()
+        folder = Run(config, links, show, command).run()
         exchange(links, "done")
+        return folder
     finally:
         links.close()
 
 
-def join(cluster: Cluster) -> Links:
+def join(cluster: Cluster, stall_seconds: float) -> Links:
     if cluster.num_ranks == 1:
         return local_links(1)[0]
     nonce = zlib.crc32(cluster.secret.encode()) >> 1
-    return RingLinks(Ring(cluster.rank, cluster.hosts, nonce, _JOIN_SECONDS))
+    return RingLinks(Ring(cluster.rank, cluster.hosts, nonce, _JOIN_SECONDS), stall_seconds)
 
 
 class Run:
     def __init__(self, config: FineTuneConfig, links: Links, show: Show, command: str) -> None:
-        self.config, self.links, self._command = config, links, command
+        self.config = config if config.trains else of_adapter(config)
+        self.links, self._command = links, command
         self._is_first = links.rank == 0
         self._show = show if self._is_first else lambda _: None
         self.model = self._open_model()
@@ -65,21 +68,28 @@ class Run:
         self._load()
         self.history = History()
 
-    def run(self) -> None:
+    def run(self) -> Path:
         config, done = self.config, 0
         spans: list[results.Span] = []
         if config.trains:
             self._check_packing()
-            done, spans = self._train(self._begin())
+            done = self._begin()
+            # A run that was ended after its last checkpoint may still owe what comes below.
+            if done < config.iters and not self.history.has_stalled(config.early_stop):
+                done, spans = self._train(done)
+        iteration, folder = self._best(done)
         if config.test:
-            chosen = self._validation("test", config.test_batches)
-            self._validate(done, "test", chosen)
+            if folder != config.adapter_path:
+                best = load_arrays(folder / checkpoint.ADAPTERS) if self._is_first else {}
+                self.trainer.set_parameters(share(self.links, best))
+            self._validate(iteration, "test", self._validation("test", config.test_batches))
         if config.trains and self._is_first:
             self._show(results.write(config, self._facts(), spans))
             if config.fine_tune_type == "full":
-                trained = self._best_folder(done) / checkpoint.ADAPTERS
+                trained = folder / checkpoint.ADAPTERS
                 written = whole.write(self.model, trained, config.whole_path)
                 self._show(Written([written], None))
+        return folder
 
     # --- before training
 
@@ -96,10 +106,6 @@ class Run:
     def _read_data(self) -> None:
         """Every rank reads the examples: all need their shapes and the number of labels."""
         config, folder = self.config, self.config.data
-        if not folder.is_dir():
-            raise UsageError(
-                f"--data {folder} is no folder: give one with train.jsonl (and valid.jsonl)."
-            )
         tokenizer = data.read_tokenizer(self.folder)
         wanted = {"train": config.trains, "test": config.test}
         wanted["valid"] = config.trains and (folder / "valid.jsonl").exists()
@@ -167,27 +173,33 @@ class Run:
                 checkpoint.begin(config.adapter_path, self._adapter_config)
             return 0
         note: Any = None
-        arrays: list[mx.array] = []
+        adapter, optimizer = {}, {}
         if self._is_first:
-            last = checkpoint.load_last(config.adapter_path, self._settings())
-            checkpoint.forget_metrics_after(config.adapter_path, last.iteration)
-            note = last.iteration, last.step, last.losses, list(last.adapter), list(last.optimizer)
-            arrays = [*last.adapter.values(), *last.optimizer.values()]
-        (iteration, step, losses, names, state), arrays = broadcast(self.links, (note, arrays))
-        adapter = dict(zip(names, arrays[: len(names)], strict=True))
-        optimizer = dict(zip(state, arrays[len(names) :], strict=True))
-        self.trainer.restore(adapter, optimizer, step)
+            last = self._take_up()
+            note = last.iteration, last.step, last.losses, last.settings["micro_batches"]
+            adapter, optimizer = last.adapter, last.optimizer
+        (iteration, step, losses, self.num_parts), _ = broadcast(self.links, (note, []))
+        self.trainer.restore(share(self.links, adapter), share(self.links, optimizer), step)
         self.history = History([(done, loss) for done, loss in losses])
-        if iteration >= config.iters:
-            raise UsageError(f"--resume: {iteration} batches are done: give more --iters.")
-        if self.history.has_stalled(config.early_stop):
-            raise UsageError(f"--resume: it stopped early after {iteration}: see --early-stop.")
         return int(iteration)
+
+    def _take_up(self) -> checkpoint.Checkpoint:
+        """The last checkpoint, with what should follow from it in the folder."""
+        config, folder, settings = self.config, self.config.adapter_path, self._settings()
+        if not config.micro_batches:
+            del settings["micro_batches"]  # Those of before, on any number of ranks.
+        last = checkpoint.load_last(folder, settings)
+        checkpoint.forget_metrics_after(folder, last.iteration)
+        checkpoint.publish(folder)
+        for place in (folder, folder / checkpoint.BEST):
+            if config.peft and (place / checkpoint.ADAPTERS).exists():
+                checkpoint.export_peft(place)
+        return last
 
     def _settings(self) -> dict[str, Any]:
         """What must be the same for a run to be the same when it is resumed."""
         facts = {"model": self.model_checkpoint.digest, "data": self.splits["train"].digest}
-        return self.config.decides_numbers() | facts
+        return self.config.decides_numbers() | facts | {"micro_batches": self.num_parts}
 
     # --- training
 
@@ -203,7 +215,9 @@ class Run:
             self._validate(0, "valid", chosen)
         window, done, is_last = Window(self.links.num_ranks), start, False
         while not is_last:
-            window.add(trainer.update(done // accumulated, self._batches(done), schedule))
+            began = time.perf_counter()
+            update = trainer.update(done // accumulated, self._batches(done), schedule)
+            window.add(update, time.perf_counter() - began)
             done += accumulated
             is_last = done == config.iters
             due = {
@@ -215,7 +229,7 @@ class Run:
             if due[config.steps_per_eval]:
                 self._validate(done, "valid", chosen)
                 is_last = is_last or self.history.has_stalled(config.early_stop)
-            if is_last and not window.is_empty:
+            if is_last and window.updates:
                 self._report(done, window)
             if is_last or due[config.save_every]:
                 self._save(done)
@@ -223,10 +237,11 @@ class Run:
 
     def _tell_start(self, schedule: Schedule, before: Forecast, start: int) -> None:
         split = self.splits["train"]
-        num_trained = sum(exchange(self.links, self._num_owned()))
+        parameters, owned = self.trainer.parameters(), self.trainer.owned
+        num_trained = sum(exchange(self.links, sum(parameters[name].size for name in owned)))
         examples = split.size, split.num_cut, split.num_dropped
-        batches = start, self.config.iters
-        self._show(Started(schedule, self.layers, num_trained, before, *examples, *batches))
+        facts = schedule, self.layers, num_trained, before, *examples
+        self._show(Started(*facts, start, self.config.iters))
 
     def _tell_end(
         self, done: int, schedule: Schedule, before: Forecast, window: Window
@@ -234,26 +249,24 @@ class Run:
         ended = exchange(self.links, (window.ops.means(), results.spans(window.last_records)))
         expected = utilisation(schedule, [mean for means, _ in ended for mean in means])
         measured = window.utilisation, expected, window.peak_bytes
-        is_early, folder = done < self.config.iters, self._best_folder(done)
-        self._keep(Finished(done, is_early, before, *measured, self.history.best, folder))
+        is_early = done < self.config.iters
+        self._keep(Finished(done, is_early, before, *measured, self.history.best))
         return [results.Span(*span) for _, spans in ended for span in spans]
 
-    def _best_folder(self, done: int) -> Path:
-        """Of the weights with the lowest validation loss, or else the last."""
+    def _best(self, done: int) -> tuple[int, Path]:
+        """Batches and folder of the weights with the lowest validation loss, or else the last."""
         folder, best = self.config.adapter_path, self.history.best
-        return folder / checkpoint.BEST if best and 0 < best[0] < done else folder
+        if best and 0 < best[0] < done:
+            return best[0], folder / checkpoint.BEST
+        return done, folder
 
     def _batches(self, first: int) -> list[data.MicroBatch]:
         """The micro-batches of all batches of an update, of which this is the first."""
         config, split = self.config, self.splits["train"]
+        numbers = range(first, first + config.grad_accumulation_steps)
+        batches = (data.batch_at(split, n, config.batch_size, config.seed) for n in numbers)
         num_rows = config.batch_size // self.num_parts
-        return [
-            micro_batch
-            for n in range(first, first + config.grad_accumulation_steps)
-            for micro_batch in data.micro_batches(
-                split, data.batch_at(split, n, config.batch_size, config.seed), num_rows
-            )
-        ]
+        return data.micro_batches(split, [n for batch in batches for n in batch], num_rows)
 
     def _probe(self, schedule: Schedule) -> Forecast:
         """Runs the largest micro-batches and forgets the gradients, to tell what a step will
@@ -271,12 +284,8 @@ class Run:
         trained = sum(array.nbytes for array in trainer.parameters().values())
         clips = self.config.max_grad_norm is not None
         probe = Probe.of(ran.records, mx.get_active_memory(), trained, state, clips=clips)
-        notes = exchange(self.links, probe.to_json())
+        notes = exchange(self.links, dataclasses.asdict(probe))
         return forecast(schedule, [Probe(**note) for note in notes])
-
-    def _num_owned(self) -> int:
-        parameters = self.trainer.parameters()
-        return sum(int(parameters[name].size) for name in self.trainer.owned)
 
     def _validation(self, name: str, num_batches: int) -> list[data.MicroBatch]:
         if name not in self.splits or not num_batches:
@@ -339,5 +348,4 @@ class Run:
             model_digest=self.model_checkpoint.digest,
             data={name: (split.size, split.digest) for name, split in self.splits.items()},
             num_ranks=self.links.num_ranks,
-            num_stages=len(self.layers),
         )

@@ -1,39 +1,42 @@
 """How activations, gradients and what ranks agree on get from rank to rank in training.
 
-Every message has a tag, by which the receiver takes it when its schedule wants it: so
-messages may come in any order, and a send never waits for its receiver's turn. Each
-neighbour has a thread that sends and one that receives, with streams of their own, so
-that two large messages pass each other; a receive is posted when its doorbell rings,
-because one that waits costs a core. Nothing here is a collective of MLX.
-"""
+A message has a tag, by which the receiver takes it when its schedule wants it: they may come in
+any order, and no send waits for its receiver's turn. Each neighbour has a thread that sends and
+one that receives, so that two large messages pass each other. A receive is posted when its
+doorbell rings, because one that waits costs a core. Nothing here is a collective of MLX."""
 
+import math
 import queue
 import socket
-import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import count
+from threading import Condition, Thread
 from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 
 from serve.core import wire
 from serve.core.errors import ClusterError
-from serve.rank.transport import Ring, form_ring, pack, packed_bytes, tensor_specs, unpack
+from serve.rank.transport import DTYPES, Ring, form_ring, pack, packed_bytes, tensor_specs, unpack
 
 Payload = tuple[Any, list[mx.array]]
 """A note, which is JSON, and arrays."""
 Note = TypeVar("Note")
 _FLUSH_SECONDS = 5.0
+_BEAT_SECONDS, _TICK_SECONDS = 5.0, 1.0
+_PART_BYTES = 256 << 20  # of a message over the ring: MLX counts elements with 32 bits
 
 
 class Inbox:
     """Messages that have come from so many neighbours, by their tags."""
 
-    def __init__(self, num_peers: int = 1) -> None:
-        self._num_peers = num_peers
+    def __init__(self, num_peers: int = 1, stall_seconds: float = math.inf) -> None:
+        self._num_peers, self._stall_seconds = num_peers, stall_seconds
+        self._silent_seconds: dict[int, float] = {}
         self._messages: dict[str, deque[Payload]] = defaultdict(deque)
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._error: ClusterError | None = None
 
     def put(self, tag: str, payload: Payload) -> None:
@@ -47,19 +50,34 @@ class Inbox:
             self._error = self._error or error
             self._changed.notify_all()
 
-    def part(self, error: ClusterError) -> None:
+    def hear(self, peer: int) -> None:
+        """That it lives. From the first time on it has to be heard."""
+        with self._changed:
+            self._silent_seconds[peer] = 0.0
+
+    def part(self, peer: int) -> None:
         """A neighbour has done all that it had to. Another one may still have something."""
         with self._changed:
+            self._silent_seconds.pop(peer, None)
             self._num_peers -= 1
             if self._num_peers <= 0:
-                self.fail(error)
+                self.fail(ClusterError(f"Rank {peer} has ended."))
 
     def take(self, tag: str) -> Payload:
         with self._changed:
             while not self._messages[tag]:
                 if self._error:
                     raise self._error
-                self._changed.wait()
+                if self._changed.wait(_TICK_SECONDS):
+                    continue
+                # By its own waiting: a rank that was stopped itself blames nobody.
+                for peer in self._silent_seconds:
+                    self._silent_seconds[peer] += _TICK_SECONDS
+                    if self._silent_seconds[peer] > self._stall_seconds:
+                        raise ClusterError(
+                            f"Rank {peer} has been silent for {self._stall_seconds:g} s: is it "
+                            "stopped, or its host or network down? See --stall-timeout."
+                        )
             return self._messages[tag].popleft()
 
 
@@ -119,6 +137,12 @@ def sum_arrays(links: Links, arrays: Sequence[mx.array]) -> list[mx.array]:
     return all_reduce(links, (None, list(arrays)), add)[1]
 
 
+def share(links: Links, named: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Rank 0's named arrays, on every rank."""
+    names, arrays = broadcast(links, (list(named), list(named.values())))
+    return dict(zip(names, arrays, strict=True))
+
+
 def gather(links: Links, named: dict[str, mx.array]) -> dict[str, mx.array]:
     """On rank 0 the named arrays of all ranks."""
 
@@ -149,7 +173,7 @@ class LocalLinks:
     def close(self) -> None:
         """The others get an error if they wait for more."""
         for peer in _neighbours(self.rank, self.num_ranks):
-            self._inboxes[peer].part(ClusterError(f"Rank {self.rank} has ended."))
+            self._inboxes[peer].part(self.rank)
 
 
 def local_links(num_ranks: int) -> list[LocalLinks]:
@@ -165,12 +189,13 @@ def _neighbours(rank: int, num_ranks: int) -> set[int]:
 
 
 class RingLinks:
-    """Raises ClusterError from receive when a neighbour is gone. That is the end of the
-    process: a group cannot be formed twice in one."""
+    """Raises ClusterError from receive when a neighbour is gone, or silent for so long. That is
+    the end of the process: a group cannot be formed twice in one."""
 
-    def __init__(self, ring: Ring) -> None:
+    def __init__(self, ring: Ring, stall_seconds: float) -> None:
         self.rank, self.num_ranks = ring.rank, len(ring.hosts)
-        self._inbox = Inbox(len(_neighbours(self.rank, self.num_ranks)))
+        self._inbox = Inbox(len(_neighbours(self.rank, self.num_ranks)), stall_seconds)
+        self._beat_seconds = min(_BEAT_SECONDS, stall_seconds / 4)
         self._group, self._left, self._right = form_ring(ring, mx.new_stream(mx.cpu))
         left, right = (ring.rank - 1) % self.num_ranks, (ring.rank + 1) % self.num_ranks
         writers, readers = {left: self._left}, {right: self._right}
@@ -182,6 +207,7 @@ class RingLinks:
             self._outboxes[peer] = queue.SimpleQueue()
             self._senders.append(self._start(self._send_all, peer, doorbell))
         for peer, doorbell in readers.items():
+            self._inbox.hear(peer)
             self._start(self._receive_all, peer, doorbell)
 
     def send(self, to: int, tag: str, note: Any, arrays: Sequence[mx.array]) -> None:
@@ -199,22 +225,20 @@ class RingLinks:
         for doorbell in (self._left, self._right):
             doorbell.close()
 
-    def _start(
-        self, run: Callable[..., None], peer: int, doorbell: socket.socket
-    ) -> threading.Thread:
+    def _start(self, run: Callable[..., None], peer: int, doorbell: socket.socket) -> Thread:
         def top() -> None:
             try:
                 run(peer, doorbell, mx.new_stream(mx.cpu))
-            except (OSError, RuntimeError, ValueError, ClusterError) as error:
+            except Exception as error:  # Whatever it is, somebody waits for this thread.
                 self._inbox.fail(ClusterError(f"The link to rank {peer} broke: {error}."))
 
-        thread = threading.Thread(target=top, name=f"{run.__name__} {peer}", daemon=True)
+        thread = Thread(target=top, name=f"{run.__name__} {peer}", daemon=True)
         thread.start()
         return thread
 
     def _send_all(self, peer: int, doorbell: socket.socket, stream: mx.Stream) -> None:
         for number in count():
-            message = self._outboxes[peer].get()
+            message = self._next(peer, doorbell)
             if message is None:
                 doorbell.sendall(wire.json_frame({"parting": True}))
                 return
@@ -222,31 +246,58 @@ class RingLinks:
             tensors = [[spec.dtype, spec.shape] for spec in tensor_specs(arrays)]
             header = {"number": number, "tag": tag, "note": note, "tensors": tensors}
             with mx.stream(stream):
-                packed = pack(number, arrays)
-                mx.eval(packed)  # Before the doorbell: a receive that waits costs a core.
+                flat = [(array.reshape(-1), array.itemsize) for array in arrays]
+                parts = [
+                    pack(number, [a[i:j]]) for a, size in flat for i, j in _parts(a.size, size)
+                ]
+                mx.eval(parts[:1])  # Before the doorbell: a receive that waits costs a core.
                 doorbell.sendall(wire.json_frame(header))
-                if arrays:
-                    mx.eval(mx.distributed.send(packed, peer, group=self._group, stream=stream))
+                while parts:
+                    part = parts.pop(0)
+                    mx.eval(mx.distributed.send(part, peer, group=self._group, stream=stream))
+
+    def _next(self, peer: int, doorbell: socket.socket) -> tuple[str, Payload] | None:
+        """What is to be sent. Until there is something the peer hears that this rank lives."""
+        while True:
+            try:
+                return self._outboxes[peer].get(timeout=self._beat_seconds)
+            except queue.Empty:
+                # Whether the peer is gone is seen by the thread that listens to it.
+                with suppress(OSError):
+                    doorbell.sendall(wire.json_frame({"alive": True}))
 
     def _receive_all(self, peer: int, doorbell: socket.socket, stream: mx.Stream) -> None:
         frames = wire.FrameReader()
         while data := doorbell.recv(1 << 16):
+            self._inbox.hear(peer)
             for _, body in frames.feed(data):
                 header = wire.parse_json(body)
                 if "parting" in header:
-                    self._inbox.part(ClusterError(f"Rank {peer} has ended."))
+                    self._inbox.part(peer)
                     return
-                payload = header["note"], self._arrays(peer, header, stream)
-                self._inbox.put(header["tag"], payload)
+                if "alive" not in header:
+                    payload = header["note"], self._arrays(peer, header, stream)
+                    self._inbox.put(header["tag"], payload)
         self._inbox.fail(ClusterError(f"Rank {peer} has ended: look at what it said."))
 
     def _arrays(self, peer: int, header: dict[str, Any], stream: mx.Stream) -> list[mx.array]:
-        specs = [wire.TensorSpec(dtype, tuple(shape)) for dtype, shape in header["tensors"]]
-        if not specs:
-            return []
+        arrays: list[mx.array] = []
         with mx.stream(stream):
-            size = (packed_bytes(specs),)
-            packed = mx.distributed.recv(size, mx.uint8, peer, group=self._group, stream=stream)
-            arrays = unpack(header["number"], specs, packed)
-            mx.eval(arrays)  # Here, because lazy arrays cannot leave the thread they are from.
+            for dtype, shape in header["tensors"]:
+                parts: list[mx.array] = []
+                for start, end in _parts(math.prod(shape), DTYPES[dtype].size):
+                    spec = [wire.TensorSpec(dtype, (end - start,))]
+                    size, group = (packed_bytes(spec),), self._group
+                    packed = mx.distributed.recv(size, mx.uint8, peer, group=group, stream=stream)
+                    parts += unpack(header["number"], spec, packed)
+                    mx.eval(parts)  # Here: lazy arrays cannot leave the thread they are from.
+                    self._inbox.hear(peer)
+                arrays.append(mx.concatenate(parts).reshape(shape))
+            mx.eval(arrays)
         return arrays
+
+
+def _parts(count: int, item_bytes: int) -> list[tuple[int, int]]:
+    """The elements of a tensor, from and to, that go over the ring together."""
+    step = _PART_BYTES // item_bytes
+    return [(start, min(start + step, count)) for start in range(0, max(1, count), step)]

@@ -1,7 +1,5 @@
 """What updates add up to: those since the last report, and those of a whole run."""
 
-import time
-
 from serve.core.errors import EngineError
 from serve.tune.events import Reported
 from serve.tune.forecast import OpRecord, OpSeconds
@@ -17,19 +15,17 @@ class Window:
         self.last_records: list[OpRecord] = []
         self._busy = self._seconds = 0.0
         self._skipped_in_row = 0
-        self._updates: list[Update] = []
-        self._began = time.perf_counter()
+        self.updates: list[Update] = []
+        self._since_report = 0.0
 
     @property
     def utilisation(self) -> float:
         return self._busy / (len(self.peak_bytes) * self._seconds)
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._updates
-
-    def add(self, update: Update) -> None:
-        self._updates.append(update)
+    def add(self, update: Update, seconds: float) -> None:
+        """seconds are all that it took, with making its batches."""
+        self.updates.append(update)
+        self._since_report += seconds
         self.last_records = update.records
         self._busy += sum(update.busy_seconds)
         self._seconds += update.seconds
@@ -45,10 +41,11 @@ class Window:
 
     def report(self, iteration: int, learning_rate: float, accumulated: int) -> Reported:
         """And begins a new window."""
-        updates, seconds = self._updates, time.perf_counter() - self._began
+        updates, seconds = self.updates, self._since_report
         good = [update for update in updates if not update.is_skipped]
         num_labels = sum(update.num_labels for update in good)
         loss = sum(update.loss * update.num_labels for update in good)
+        busy = sum(sum(update.busy_seconds) / update.seconds for update in updates)
         reported = Reported(
             iteration=iteration,
             loss=loss / num_labels if num_labels else float("nan"),
@@ -56,9 +53,9 @@ class Window:
             gradient_norm=updates[-1].gradient_norm,
             tokens_per_second=sum(update.num_tokens for update in updates) / seconds,
             iterations_per_second=len(updates) * accumulated / seconds,
-            utilisation=sum(update.utilisation for update in updates) / len(updates),
+            utilisation=busy / (len(updates) * len(self.peak_bytes)),
             peak_bytes=[max(peaks) for peaks in zip(*(u.peak_bytes for u in updates), strict=True)],
             num_skipped=len(updates) - len(good),
         )
-        self._updates, self._began = [], time.perf_counter()
+        self.updates, self._since_report = [], 0.0
         return reported

@@ -1,10 +1,13 @@
 """What scripts/bench works out of records and timelines."""
 
+import itertools
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from scripts.measure import training
 from scripts.measure.__main__ import markdown
 from scripts.measure.adapters import write
 from scripts.measure.hops import hop_seconds
@@ -76,3 +79,54 @@ def test_hops_lie_between_the_end_on_a_stage_and_the_beginning_on_the_next() -> 
     forth, back = hop_seconds([{"ph": "M", "pid": 0}, *prompt, *decoding, *later])
     assert forth == pytest.approx([0.25, 0.75, 0.5])
     assert back == pytest.approx([0.5])  # step 4 is not known: nothing is said of its hop
+
+
+def test_a_row_of_training_has_a_figure_for_each_column() -> None:
+    run = {
+        "tokens_per_second": 50.0,
+        "utilisation": 0.8,
+        "expected_utilisation": 0.9,
+        "busy_seconds": 8.0,
+        "cpu_seconds": [5.0, 7.0],
+        "peak_bytes": [110, 90],
+        "forecast": [100, 100],
+    }
+    rates = {name: 25.0 for name in training.RUNS} | {"2 ranks, 1F1B": 50.0}
+    shown = training._shown(rates, "2 ranks, 1F1B", [run, run])
+    assert len(shown) == len(training.COLUMNS) - 1
+    row = dict(zip(training.COLUMNS[1:], shown, strict=True))
+    assert row["÷ one batch at a time"] == "2.00"
+    assert row["CPU ÷ busy seconds"] == "1.50"
+    assert row["busy ÷ bound"] == "0.889"
+
+
+def test_schedule_and_size_of_micro_batches_are_told_apart() -> None:
+    """A row differs from the one before in one of them alone."""
+    rows = list(training.RUNS.values())
+    apart = [sum(a != b for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(rows)]
+    assert apart == [1] * (len(rows) - 1)
+
+
+def test_the_cpu_seconds_of_a_run_are_those_of_each_rank(tmp_path: Path) -> None:
+    """Ranks that do nothing but say what a run says, and compute between it."""
+    (tmp_path / "launcher.py").write_text(
+        "import os, subprocess, sys\n"
+        "ranks = [subprocess.Popen([sys.executable, sys.argv[1], 'serve.cli.fine_tune'],"
+        " env={**os.environ, 'MLX_RANK': str(r)}) for r in (0, 1)]\n"
+        "sys.exit(max(rank.wait() for rank in ranks))\n"
+    )
+    (tmp_path / "rank.py").write_text(
+        "import os, time\n"
+        "first = os.environ['MLX_RANK'] == '0'\n"
+        "time.sleep(0.3)\n"
+        "if first: print('1 trained parameters', flush=True)\n"
+        "end = time.process_time() + (0.4 if first else 0.2)\n"
+        "while time.process_time() < end: pass\n"
+        "time.sleep(1.0 if first else 1.5)\n"
+        "if first: print('tokens_per_second=1', flush=True)\n"
+        "time.sleep(1)\n"
+    )
+    words = [sys.executable, str(tmp_path / "launcher.py"), str(tmp_path / "rank.py")]
+    first, second = training._watched("a", words)
+    assert first == pytest.approx(0.4, abs=0.15)
+    assert second == pytest.approx(0.2, abs=0.15)

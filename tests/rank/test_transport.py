@@ -8,9 +8,12 @@ import sys
 import time
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from serve.core import wire
+from serve.core.errors import ClusterError
+from serve.rank.transport import Ring, _ring_doorbells, form_ring
 
 
 def free_ports(count: int) -> list[int]:
@@ -99,3 +102,25 @@ def test_an_engine_whose_parent_was_killed_ends_also_in_the_middle_of_joining(
     finally:
         engine.kill()
     assert b"in form_ring" in said, "it had not begun, or was through"
+
+
+def test_the_system_finds_out_whether_a_neighbour_is_there() -> None:
+    """A ring of one rank, which is its own neighbour on both sides."""
+    ring = Ring(0, ("127.0.0.1",), 5, 5.0)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        doorbells = _ring_doorbells(ring, listening, [listening.getsockname()[1]])
+    for doorbell in doorbells:
+        assert doorbell.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            assert doorbell.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 25_000
+        doorbell.close()
+
+
+def test_a_ring_that_cannot_be_formed_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hosts.json").write_text('[["nowhere"], ["127.0.0.1:1"]]')
+    monkeypatch.setenv("MLX_RANK", "0")
+    monkeypatch.setenv("MLX_HOSTFILE", str(tmp_path / "hosts.json"))
+    with pytest.raises(ClusterError, match="The ring broke: "):
+        form_ring(Ring(0, ("127.0.0.1",) * 2, 5, 5.0), mx.new_stream(mx.cpu))

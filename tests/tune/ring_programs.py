@@ -2,14 +2,18 @@
 
 import itertools
 import os
+import signal
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 
 from serve.core.errors import ClusterError
 from serve.rank.transport import Ring
-from serve.tune.transport import RingLinks, exchange, gather, sum_arrays
+from serve.tune import transport
+from serve.tune.transport import RingLinks, exchange, gather, share, sum_arrays
 from tests.tune.ranks import (
     batches_of,
     config_of,
@@ -24,8 +28,8 @@ NUM_RANKS = int(os.environ["NUM_RANKS"])
 LEFT, RIGHT = (RANK - 1) % NUM_RANKS, (RANK + 1) % NUM_RANKS
 
 
-def join() -> RingLinks:
-    return RingLinks(Ring(RANK, ("127.0.0.1",) * NUM_RANKS, 5, 10.0))
+def join(stall_seconds: float = 60.0) -> RingLinks:
+    return RingLinks(Ring(RANK, ("127.0.0.1",) * NUM_RANKS, 5, 10.0), stall_seconds)
 
 
 def tensors(rank: int, number: int) -> list[mx.array]:
@@ -74,6 +78,71 @@ def both_ways() -> None:
     os._exit(0)
 
 
+def in_parts() -> None:
+    """What ranks gather and share goes over the ring in parts of 16 bytes."""
+    transport._PART_BYTES = 16
+    links, sizes = join(), []
+    send: Callable[..., mx.array] = mx.distributed.send
+
+    def noted(array: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        sizes.append(array.nbytes)
+        return send(array, *args, **kwargs)
+
+    mx.distributed.send = noted
+
+    def of(rank: int) -> dict[str, mx.array]:
+        whole = dict(enumerate(tensors(rank, 3)))
+        whole |= {4: mx.arange(37).astype(mx.int8), 5: mx.array([True] * 5), 6: mx.array(rank)}
+        mx.eval(whole)
+        return {f"{n} of {rank}": array for n, array in whole.items()}
+
+    everything = {name: array for rank in range(NUM_RANKS) for name, array in of(rank).items()}
+    gathered = gather(links, of(RANK))
+    for found in (share(links, gathered), gathered if RANK == 0 else everything):
+        assert found.keys() == everything.keys()
+        for name, array in everything.items():
+            assert (found[name].shape, found[name].dtype) == (array.shape, array.dtype)
+            assert mx.array_equal(found[name], array)
+    exchange(links, "all have it")
+    assert exchange(links, bool(sizes)) == [True] * NUM_RANKS, "nothing went over the ring"
+    assert max(sizes) <= 16 + 4, "a part, and the number of its message"
+    links.close()
+    print("fine", flush=True)
+    os._exit(0)
+
+
+def sender_fails() -> None:
+    """Rank 0 has something to send that no message can hold."""
+    links = join()
+    if RANK == 0:
+        links.send(LEFT, "never", {1, 2}, [])
+    try:
+        links.receive("never")
+    except ClusterError as error:
+        print(error, flush=True)
+    os._exit(0)
+
+
+def silent() -> None:
+    """The last rank computes for longer than a silent one is waited for, and is then stopped."""
+    links = join(stall_seconds=2.0)
+    pids = exchange(links, os.getpid())
+    if RANK == NUM_RANKS - 1:
+        time.sleep(4.0)
+    exchange(links, "still there")
+    if RANK == NUM_RANKS - 1:
+        time.sleep(0.5)  # The last word goes out first.
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        links.receive("never")
+    except ClusterError as error:
+        print(error, flush=True)
+    if RANK == 0:
+        time.sleep(2.0)  # The others say it too.
+        os.kill(pids[-1], signal.SIGKILL)
+    os._exit(0)
+
+
 def peer_ends() -> None:
     """The last rank ends while the others wait for it; those beside it say so."""
     links = join()
@@ -107,4 +176,5 @@ def gradients() -> None:
 
 
 if __name__ == "__main__":
-    {"both_ways": both_ways, "gradients": gradients, "peer_ends": peer_ends}[sys.argv[1]]()
+    programs = (both_ways, gradients, in_parts, peer_ends, sender_fails, silent)
+    {program.__name__: program for program in programs}[sys.argv[1]]()

@@ -1,18 +1,22 @@
 """Runs that count in epochs, stop early, keep the best, pack rows and convert what they write."""
 
+import itertools
 import json
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import mlx_lm
 import pytest
 
+from serve.core.config import Cluster
 from serve.core.errors import AdapterError, UsageError
 from serve.rank.adapter_formats import convert
 from serve.tune import checkpoint
 from serve.tune.data import micro_batches, read_split, some_examples
-from serve.tune.events import Event, Finished, Saved, Started, Validated
+from serve.tune.events import Event, Finished, Saved, Started, Validated, Written
+from serve.tune.run import run
 from tests.cluster.servers import TINY_CHAT
 from tests.tune.ranks import loss_sum
 from tests.tune.runs import arrays_of, config_of, finish, flags, launch, losses_of, ran, same
@@ -29,14 +33,15 @@ def finished_of(events: list[Event]) -> Finished:
 
 
 def validations_of(events: list[Event]) -> dict[int, float]:
-    return {event.iteration: event.loss for event in events if isinstance(event, Validated)}
+    validated = (event for event in events if isinstance(event, Validated))
+    return {event.iteration: event.loss for event in validated if event.name == "valid"}
 
 
 @pytest.fixture(scope="module")
 def stopped(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Event]]:
     out = tmp_path_factory.mktemp("stopped") / "out"
     more = {"iters": 100, "lr_schedule": TOO_FAST, "steps_per_eval": 1, "early_stop": 3}
-    return out, ran(folder, out, steps_per_report=2, **more)
+    return out, ran(folder, out, steps_per_report=2, train=True, test=True, **more)
 
 
 def test_an_early_stop_leaves_best_and_last(
@@ -48,17 +53,29 @@ def test_an_early_stop_leaves_best_and_last(
     assert finished.best == (best, losses[best])
     assert finished.is_early
     assert finished.iteration == max(losses) == best + 3 < 100
-    assert finished.adapter == out / checkpoint.BEST
     assert [event for event in events if isinstance(event, Saved)][-1].iteration == best + 3
     assert max(losses_of(out)) == best + 3, "the last batches are reported too"
     for place, iteration in ((out, best + 3), (out / checkpoint.BEST, best)):
-        assert validated(place, folder) == pytest.approx(losses[iteration], rel=1e-4)
+        assert loss_of(place, folder / "valid.jsonl") == pytest.approx(losses[iteration], rel=1e-4)
 
 
-def validated(adapter: Path, data: Path) -> float:
-    """The validation loss of mlx_lm's own model with an adapter."""
+def test_what_is_tested_is_what_a_server_should_load(
+    folder: Path, stopped: tuple[Path, list[Event]]
+) -> None:
+    out, events = stopped
+    (tested,) = (e for e in events if isinstance(e, Validated) and e.name == "test")
+    losses = [loss_of(place, folder / "test.jsonl") for place in (out / checkpoint.BEST, out)]
+    assert tested.loss == pytest.approx(losses[0], rel=1e-4)
+    assert losses[1] != pytest.approx(losses[0], rel=1e-2), "best and last are alike"
+    best = finished_of(events).best
+    assert best is not None
+    assert tested.iteration == best[0]
+
+
+def loss_of(adapter: Path, file: Path) -> float:
+    """The loss of mlx_lm's own model with an adapter."""
     model, tokenizer = mlx_lm.load(str(TINY_CHAT), adapter_path=str(adapter))
-    split = read_split(data / "valid.jsonl", tokenizer, config_of(data, adapter))
+    split = read_split(file, tokenizer, config_of(file.parent, adapter))
     batches = micro_batches(split, some_examples(split, None, 0), 4)
     total = sum(loss_sum(model(b.inputs), b).item() for b in batches)
     return total / sum(b.num_labels for b in batches)
@@ -75,8 +92,9 @@ def test_a_resumed_run_stops_where_it_would_have(
     assert finished_of(events).best == whole.best
     for name in (".", checkpoint.BEST):
         assert same(arrays_of(out / name), arrays_of(stopped[0] / name))
-    with pytest.raises(UsageError, match=f"stopped early after {whole.iteration}"):
-        ran(folder, out, iters=100, resume=True, **more)
+    config, events = config_of(folder, out, **{"iters": 100, "resume": True, **more}), []
+    assert run(config, Cluster(), events.append) == out / checkpoint.BEST
+    assert [type(event) for event in events] == [Written], "nothing was left to train"
 
 
 @pytest.mark.slow
@@ -85,7 +103,9 @@ def test_epochs_count_whole_batches_of_the_examples(folder: Path, tmp_path: Path
     more = {"epochs": 3, "batch_size": 12, "grad_accumulation_steps": 2}
     events = ran(folder, tmp_path / "out", **more)
     assert finished_of(events).iteration == 8
-    assert finished_of(events).adapter == tmp_path / "out", "the last is the best"
+    best = finished_of(events).best
+    assert best is not None
+    assert best[0] == 8, "the last is the best"
     with pytest.raises(UsageError, match="--epochs 1 over 40 examples are 1 batches"):
         ran(folder, tmp_path / "other", epochs=1, batch_size=40, grad_accumulation_steps=2)
 
@@ -136,7 +156,7 @@ def test_what_cannot_be_done_is_said_before(folder: Path, tmp_path: Path) -> Non
     shutil.copy(folder / "train.jsonl", data)
     with pytest.raises(UsageError, match=r"--early-stop needs .*valid\.jsonl"):
         ran(data, tmp_path / "out", early_stop=2)
-    with pytest.raises(UsageError, match=r"packed rows to learn from: --batch-size is 30"):
+    with pytest.raises(UsageError, match=r"packed rows to learn from: --batch-size 30 is more"):
         ran(data, tmp_path / "out", packing=True, max_seq_length=512, batch_size=30)
     assert not (tmp_path / "out").exists()
 
@@ -159,3 +179,23 @@ def test_a_run_that_was_killed_in_its_first_save_can_start_again(
     (half / checkpoint.ADAPTERS).write_bytes(b"half")
     ran(folder, tmp_path, iters=4)
     assert [path.name for path in half.parent.iterdir()] == ["0000004"]
+
+
+def test_a_kill_while_peft_is_written_leaves_one_that_loads(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    ran(folder, out, iters=4, peft=True)
+    for moment in range(3):
+        moved = itertools.count()
+
+        def replace(path: Path, target: Path, moment: int = moment, moved=moved) -> Path:
+            if next(moved) == moment:
+                raise KeyboardInterrupt
+            return Path.rename(path, target)
+
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            patch.setattr(Path, "replace", replace)
+            checkpoint.export_peft(out)
+        convert(out / "peft", tmp_path / f"back {moment}")
+        assert same(arrays_of(tmp_path / f"back {moment}"), arrays_of(out))

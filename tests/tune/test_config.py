@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 from mlx_lm import lora
+from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from serve.cli.fine_tune import _parse, check
 from serve.core.errors import BrigadeError, UsageError
 from serve.tune.config import FineTuneConfig
 from tests.cluster.servers import TINY_CHAT
+from tests.models import build
+from tests.tune.ranks import LORA
 
 BASE = ["--model", "m", "--data", "d"]
 
@@ -97,6 +100,10 @@ def test_a_file_of_mlx_lm_runs_and_flags_come_first(file: Callable[[str], str]) 
         ("lora_parameters: {rank: 8, alpha: 16}", "lora_parameters"),
         ("lora_parameters: {rank: 0}", "rank"),
         ("lora_parameters: {dropout: 1.0}", "dropout"),
+        ("lora_parameters: {dropout: x}", "lora_parameters"),
+        ("lora_parameters: {scale: x}", "lora_parameters"),
+        ("lora_parameters: {rank: 8.0}", "lora_parameters"),
+        ("lora_parameters: {keys: q_proj}", "lora_parameters"),
         ("lr_schedule: {name: cosine, arguments: [1]}", "lr_schedule"),
         ("lr_schedule: {name: cosine_decay}", "arguments"),
         ("- a", "not a list of"),
@@ -113,25 +120,28 @@ def test_a_wrong_file_is_refused(file: Callable[[str], str], text: str, said: st
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--fine-tune-type", "qlora"], "choose lora, dora, full"),
-        (["--optimizer", "lion"], "choose adam"),
-        (["--schedule", "dualpipe"], "choose naive"),
+        (["--fine-tune-type", "qlora"], "not one of lora, dora, full"),
+        (["--optimizer", "lion"], "not one of adam"),
+        (["--schedule", "dualpipe"], "not one of naive"),
         (["--batch-size", "4", "--micro-batches", "3"], "does not divide --batch-size 4"),
         (["--iters", "10", "--grad-accumulation-steps", "4"], "multiples of --grad-acc"),
         (["--stages-per-rank", "2"], "--schedule interleaved"),
         (["--resume", "--resume-adapter-file", "a"], "exclude each other"),
-        (["--trust-remote-code"], "not supported"),
-        (["--report-to", "swanlab"], "choose tensorboard, wandb"),
-        (["--project-name", "a", "--report-to", "tensorboard"], "is for --report-to wandb"),
+        (["--trust-remote-code"], "no code of a repository"),
         (["--clear-cache-threshold", "much"], "no amount"),
         (["--config", "/no/such.yaml"], "cannot be read"),
         (["--learning-rate", "-1"], "out of range"),
+        (["--max-grad-norm", "0"], "--max-grad-norm 0 leaves nothing"),
+        (["--max-grad-norm", "-1"], "out of range"),
+        (["--stall-timeout", "0"], "out of range"),
+        (["--test", "--resume"], "--test trains nothing"),
+        (["--test", "--load-into", "http://a:1"], "--test trains nothing"),
+        (["--test", "--peft"], "--test trains nothing"),
+        (["--test", "--report-to", "wandb"], "--test trains nothing"),
         (["--epochs", "0"], "out of range"),
         (["--early-stop", "2", "--val-batches", "0"], "--early-stop needs validations"),
         (["--fine-tune-type", "full", "--peft"], "are for adapters"),
         (["--fine-tune-type", "full", "--load-into", "http://a:1"], "are for adapters"),
-        (["--load-into", "localhost:8080"], "is no http://HOST:PORT"),
-        (["--load-into", "http://a:1/v1"], "is no http://HOST:PORT"),
     ],
 )
 def test_wrong_flags_are_refused(flags: list[str], said: str) -> None:
@@ -147,6 +157,10 @@ def test_wrong_flags_are_refused(flags: list[str], said: str) -> None:
         (2, ["--num-layers", "9"], "more than the model's 8"),
         (3, ["--schedule", "interleaved"], "multiple of 3 micro-batches"),
         (1, ["--data", "/no/such/folder"], "is no folder"),
+        (1, ["--report-to", "swanlab"], "choose tensorboard, wandb"),
+        (1, ["--project-name", "a", "--report-to", "tensorboard"], "is for --report-to wandb"),
+        (1, ["--load-into", "localhost:8080"], "is no http://HOST:PORT"),
+        (1, ["--load-into", "http://a:1/v1"], "is no http://HOST:PORT"),
         (1, ["--model", "/no/such/model"], "is no folder"),
     ],
 )
@@ -171,3 +185,12 @@ def test_a_server_that_is_not_there_is_told_before_anything_starts(tmp_path: Pat
     with pytest.raises(UsageError, match="does not answer"):
         check(words, 1)
     assert check(words, 2, rank=1).load_into, "rank 0 asks for all"
+
+
+@pytest.mark.parametrize(("asked", "found"), [("-1", 8), ("0", 8), ("3", 3), ("8", 8)])
+def test_no_layers_are_all_layers_as_in_mlx_lm(asked: str, found: int) -> None:
+    assert _parse([*BASE, "--num-layers", asked]).num_trained_layers(8) == found
+    model = build("llama")
+    linear_to_lora_layers(model, int(asked), LORA)
+    num_tuned = sum("lora_a" in str(layer.trainable_parameters()) for layer in model.layers)
+    assert num_tuned == min(found, 4)

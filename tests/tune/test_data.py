@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from mlx_lm.tokenizer_utils import load
 from mlx_lm.tuner.datasets import ChatDataset, CompletionsDataset, TextDataset
 
 from serve.core.errors import ModelError, UsageError
+from serve.tune import data
 from serve.tune.data import (
     Example,
     Split,
@@ -115,6 +117,37 @@ def test_of_a_template_that_hides_turns_the_last_is_learned(tokenizer: Any, writ
     (example,) = read_split(write(CHAT), Forgetful(tokenizer), config).examples
     (only,) = learned(tokenizer, example)
     assert "It is 6." in only
+
+
+def test_a_chat_in_which_nobody_answers_is_left_out_and_counted(
+    tokenizer: Any, write: Write
+) -> None:
+    """mlx_lm.lora would learn what the user says."""
+    config, alone = config_of(mask_prompt=True), {"messages": CHAT["messages"][:1]}
+    unanswered = {"messages": CHAT["messages"][:3]}
+    split = read_split(write(CHAT, alone), tokenizer, config)
+    assert (len(split.examples), split.num_dropped) == (1, 1)
+    (first,) = read_split(write(unanswered), tokenizer, config).examples
+    (only,) = learned(tokenizer, first)
+    assert "It is 5." in only
+    split = read_split(write(CHAT, unanswered), Forgetful(tokenizer), config)
+    assert (len(split.examples), split.num_dropped) == (1, 1), "its last turn is the user's"
+
+
+def test_keys_of_the_data_can_have_other_names(tokenizer: Any, write: Write) -> None:
+    """As in a file of mlx_lm.lora."""
+    for item, renamed in (
+        (CHAT, {"chat_feature": "turns"}),
+        (COMPLETION, {"prompt_feature": "question", "completion_feature": "answer"}),
+        (TEXT, {"text_feature": "body"}),
+    ):
+        keys = {flag.removesuffix("_feature"): key for flag, key in renamed.items()}
+        keys["messages"] = keys.pop("chat", "")
+        other = {keys.get(name, name): value for name, value in item.items()}
+        config = config_of(mask_prompt=item is not TEXT)
+        expected = read_split(write(item), tokenizer, config)
+        found = read_split(write(other), tokenizer, replace(config, **renamed))
+        assert found.digest == expected.digest
 
 
 def test_long_examples_are_cut_or_dropped_and_counted(tokenizer: Any, write: Write) -> None:
@@ -226,8 +259,16 @@ def test_a_batch_follows_from_seed_and_number_alone() -> None:
         assert lengths[-1] - lengths[0] <= 2
 
 
+def test_an_epoch_is_put_in_order_once() -> None:
+    split = split_of(list(range(1, 42)))
+    data._epoch.cache_clear()
+    for number in range(30):
+        batch_at(split, number, 4, seed=3)
+    assert data._epoch.cache_info().misses == 3
+
+
 def test_too_few_examples_for_a_batch_are_refused() -> None:
-    with pytest.raises(UsageError, match="3 examples to learn from: --batch-size is 4"):
+    with pytest.raises(UsageError, match="3 examples to learn from: --batch-size 4 is more"):
         batch_at(split_of([4, 5, 6]), 0, 4, seed=0)
 
 

@@ -1,5 +1,7 @@
 """Memory and bubble from records of ops."""
 
+from dataclasses import asdict
+
 import pytest
 
 from serve.tune.forecast import OpRecord, OpSeconds, Probe, forecast, utilisation
@@ -31,7 +33,7 @@ def test_memory_grows_with_what_is_held() -> None:
     assert probe.peak_bytes(1) == 100 + 2 + max(15, 10 + 4)
     assert probe.peak_bytes(4) == 100 + 2 + max(30 + 15, 40 + 4)
     assert probe.peak_bytes(0) == 100 + 2 + 15, "a stage that only goes forward"
-    assert Probe(**probe.to_json()) == probe
+    assert Probe(**asdict(probe)) == probe
 
 
 def test_an_update_can_need_most() -> None:

@@ -83,6 +83,7 @@ def test_the_state_of_each_parameter_can_be_kept_and_put_back(names: list[str]) 
     [
         {"optimizer_config": {**BOTH, "adamw": {"learning_rate": 0.1, "beta": 1}}},
         {"optimizer_config": {**BOTH, "adamw": {"learning_rate": "much"}}},
+        {"optimizer_config": {"muon": 3}},
         {"lr_schedule": {"name": "cosine_decay", "arguments": [0.0, 10]}},
     ],
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from serve.cli.fine_tune import check
-from serve.cli.report_to import FOLDER, Reports
+from serve.cli.report_to import FOLDER, Reports, services
 from serve.core.errors import UsageError
 from serve.tune.events import Reported, Started
 from tests.cluster.servers import TINY_CHAT
@@ -79,8 +79,8 @@ def test_a_resumed_run_takes_back_what_comes_again(tmp_path: Path) -> None:
 
 
 def test_nothing_is_written_unless_asked_or_before_training(tmp_path: Path) -> None:
-    for services, events in ((None, EVENTS), ("tensorboard", EVENTS[1:])):
-        reports = Reports(config_of(adapter_path=tmp_path, report_to=services))
+    for asked, events in ((None, EVENTS), ("tensorboard", EVENTS[1:])):
+        reports = Reports(config_of(adapter_path=tmp_path, report_to=asked))
         for event in events:
             reports(event)
         reports.close()
@@ -91,11 +91,11 @@ def test_a_library_that_is_not_there_is_said_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["--model", str(TINY_CHAT), "--data", str(tmp_path), "--report-to"]
-    assert check([*words, "tensorboard"], 1).services == ["tensorboard"]
+    assert services(check([*words, "tensorboard, TensorBoard,"], 1)) == ["tensorboard"]
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(UsageError, match=r"wandb: pip install 'mlx-brigade\[wandb\]' first"):
         check([*words, "WandB"], 1)
-    assert check([*words, "wandb, tensorboard,"], 2, rank=1).services == ["wandb", "tensorboard"]
+    assert check([*words, "wandb"], 2, rank=1).report_to == "wandb", "rank 0 says it"
 
 
 @pytest.mark.long

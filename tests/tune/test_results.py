@@ -27,7 +27,6 @@ FACTS = results.Facts(
     model_digest="0123",
     data={"train": ("40 examples in 9 rows", "4567"), "valid": ("6 examples", "89ab")},
     num_ranks=2,
-    num_stages=2,
 )
 
 
@@ -75,6 +74,13 @@ def test_charts_show_every_curve_and_every_op(folder: Path) -> None:
             assert f"<!-- {text} -->" in source, text
     # One number of a micro-batch in each bar.
     assert (folder / "schedule.svg").read_text().count("<!-- 4 -->") >= len("FBW") * 2
+
+
+def test_a_run_that_had_nothing_left_to_train_keeps_the_chart_of_its_schedule(folder: Path) -> None:
+    (folder / "schedule.svg").write_text("of the updates that were made")
+    written = results.write(config_of(adapter_path=folder), FACTS, [])
+    assert [path.name for path in written.paths] == ["README.md", "curves.svg"]
+    assert (folder / "schedule.svg").read_text() == "of the updates that were made"
 
 
 def test_a_run_without_validation_has_its_chart_too(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import mlx.core as mx
 import pytest
 
 from serve.core.errors import ClusterError
+from serve.tune import transport
 from serve.tune.transport import Inbox, LocalLinks, exchange, gather, local_links
 from tests.rank.test_transport import run_ring
 from tests.tune.ranks import run_ranks
@@ -20,6 +21,45 @@ def test_large_messages_pass_each_other_and_wait_for_their_turn(
     tmp_path: Path, num_ranks: int
 ) -> None:
     assert run_ring(tmp_path, "both_ways", num_ranks, PROGRAMS) == ["fine"] * num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_no_message_of_the_ring_is_larger_than_a_part(tmp_path: Path, num_ranks: int) -> None:
+    assert run_ring(tmp_path, "in_parts", num_ranks, PROGRAMS) == ["fine"] * num_ranks
+
+
+def test_the_parts_of_a_tensor_are_all_of_it_however_large() -> None:
+    """MLX counts with 32 bits: 5 billion elements of a byte, and one more than a part."""
+    for count, item_bytes in ((5_000_000_000, 1), ((256 << 20) // 4 + 1, 4), (1, 8), (0, 2)):
+        parts = transport._parts(count, item_bytes)
+        assert [start for start, _ in parts] == [0, *(end for _, end in parts[:-1])]
+        assert parts[-1][1] == count
+        assert max(end - start for start, end in parts) * item_bytes <= 256 << 20
+
+
+def test_a_message_that_cannot_be_sent_is_an_error_not_a_hang(tmp_path: Path) -> None:
+    first, _ = run_ring(tmp_path, "sender_fails", 2, PROGRAMS)
+    assert "The link to rank 1 broke" in first
+    assert "set is not JSON serializable" in first
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_stopped_rank_is_given_up_by_name_and_a_slow_one_is_not(
+    tmp_path: Path, num_ranks: int
+) -> None:
+    *others, last = run_ring(tmp_path, "silent", num_ranks, PROGRAMS)
+    assert last == ""
+    for said in others:
+        assert f"Rank {num_ranks - 1} has been silent for 2 s" in said
+
+
+def test_who_has_done_its_part_may_be_silent() -> None:
+    inbox = Inbox(2, stall_seconds=1.5)
+    inbox.hear(1)
+    inbox.hear(2)
+    inbox.part(1)
+    with pytest.raises(ClusterError, match="Rank 2 has been silent for 1.5 s"):
+        inbox.take("never")
 
 
 def test_a_neighbour_that_ends_is_an_error_not_a_hang(tmp_path: Path) -> None:

@@ -27,12 +27,12 @@ EVENTS = [
     Reported(10, 1.5, 1e-4, 2.5, 1000.0, 4.0, 0.7, [10**6, 3 * 10**6], 1),
     Validated(10, "valid", 1.25, 0.5),
     Saved(10, Path("out/adapters.safetensors")),
-    Finished(12, True, FORECAST, 0.7, 0.72, [10**6, 3 * 10**6], (10, 1.25), Path("out/best")),
+    Finished(12, True, FORECAST, 0.7, 0.72, [10**6, 3 * 10**6], (10, 1.25)),
     Written([Path("out/README.md")], "charts: pip install 'mlx-brigade[bench]'"),
 ]
 
 
-def said(monkeypatch: pytest.MonkeyPatch, *, is_terminal: bool) -> tuple[str, Path | None]:
+def said(monkeypatch: pytest.MonkeyPatch, *, is_terminal: bool) -> str:
     text = io.StringIO()
     console = Console(file=text, force_terminal=is_terminal, width=120, highlight=False)
     monkeypatch.setattr(training, "_OUT", console)
@@ -40,12 +40,12 @@ def said(monkeypatch: pytest.MonkeyPatch, *, is_terminal: bool) -> tuple[str, Pa
     for event in EVENTS:
         view(event)
     view.close()
-    return text.getvalue(), view.adapter
+    return text.getvalue()
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_every_event_is_told(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
-    text, adapter = said(monkeypatch, is_terminal=is_terminal)
+    text = said(monkeypatch, is_terminal=is_terminal)
     for part in (
         "40 examples in 9 rows, 1,234 trained parameters",
         "goes on after 4 batches",
@@ -57,5 +57,4 @@ def test_every_event_is_told(monkeypatch: pytest.MonkeyPatch, is_terminal: bool)
         "mlx-brigade[bench]",
     ):
         assert part in text, part
-    assert adapter == Path("out/best")
     assert ("10/20" in text) == is_terminal, "a bar is for a terminal only"

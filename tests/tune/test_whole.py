@@ -93,6 +93,19 @@ def server(trained: tuple[Path, str]) -> Iterator[Server]:
         yield server
 
 
+def test_a_folder_that_was_still_owed_is_made_by_resume(
+    folder: Path, tmp_path: Path, trained: tuple[Path, str]
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(trained[0], out)
+    shutil.rmtree(out / "model")
+    (out / checkpoint.ADAPTERS).unlink()
+    words = flags(folder, out, *WORDS, "--resume", "--steps-per-eval", "2", "--iters", "4")
+    said = finish(launch(2, words))
+    assert f"brigade serve --model {out / 'model'}" in said
+    assert same(tensors_of(out / "model"), tensors_of(trained[0] / "model"))
+
+
 def test_this_server_says_the_same(trained: tuple[Path, str], server: Server) -> None:
     body = {"model": "model", "prompt": TOKENS, "max_tokens": 0, "echo": True, "logprobs": 0}
     reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)

@@ -1,0 +1,62 @@
+"""What a report says of the updates since the one before."""
+
+import math
+import time
+
+import pytest
+
+from serve.core.errors import EngineError
+from serve.tune.forecast import OpRecord
+from serve.tune.loop import Update
+from serve.tune.schedule import Op
+from serve.tune.window import Window
+
+
+def update(*, busy: float = 1.0, peak: int = 5, loss: float = 2.0, labels: int = 10) -> Update:
+    return Update(
+        loss=loss,
+        gradient_norm=1.5,
+        num_labels=labels,
+        num_tokens=100,
+        is_skipped=not math.isfinite(loss),
+        seconds=2.0,
+        busy_seconds=[busy, 2.0],
+        peak_bytes=[peak, 7],
+        records=[OpRecord(Op("F", 0, 0), 0.0, busy, 0, 0, 0)],
+    )
+
+
+def test_speed_is_that_of_updates_and_not_of_what_is_between_them() -> None:
+    window = Window(2)
+    for _ in range(2):
+        window.add(update(), 4.0)
+        time.sleep(0.05)  # a validation, a checkpoint
+    report = window.report(6, 1e-4, accumulated=3)
+    assert report.tokens_per_second == pytest.approx(200 / 8)
+    assert report.iterations_per_second == pytest.approx(2 * 3 / 8)
+    window.add(update(), 1.0)
+    assert window.report(9, 1e-4, accumulated=3).tokens_per_second == pytest.approx(100)
+
+
+def test_a_report_is_of_all_learned_tokens_and_both_ranks() -> None:
+    window = Window(2)
+    window.add(update(busy=1.0, peak=9, loss=1.0, labels=30), 1.0)
+    window.add(update(busy=2.0, loss=3.0, labels=10), 1.0)
+    window.add(update(busy=2.0, loss=math.nan), 1.0)
+    report = window.report(3, 1e-4, accumulated=1)
+    assert report.loss == pytest.approx((30 + 30) / 40)
+    assert report.utilisation == pytest.approx((0.75 + 1 + 1) / 3)
+    assert (report.peak_bytes, report.num_skipped) == ([9, 7], 1)
+    assert window.utilisation == pytest.approx(11 / 12)
+    assert not window.updates
+
+
+def test_ten_updates_in_a_row_that_are_not_finite_end_a_run() -> None:
+    window = Window(2)
+    for _ in range(9):
+        window.add(update(loss=math.inf), 1.0)
+    window.add(update(), 1.0)
+    for _ in range(9):
+        window.add(update(loss=math.nan), 1.0)
+    with pytest.raises(EngineError, match="10 updates in a row were not finite"):
+        window.add(update(loss=math.nan), 1.0)
