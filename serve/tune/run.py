@@ -176,7 +176,12 @@ class Run:
         adapter, optimizer = {}, {}
         if self._is_first:
             last = self._take_up()
-            note = last.iteration, last.step, last.losses, last.settings["micro_batches"]
+            note = (
+                last.iteration,
+                last.step,
+                last.losses,
+                last.settings.get("micro_batches", self.num_parts),
+            )
             adapter, optimizer = last.adapter, last.optimizer
         (iteration, step, losses, self.num_parts), _ = broadcast(self.links, (note, []))
         self.trainer.restore(share(self.links, adapter), share(self.links, optimizer), step)
