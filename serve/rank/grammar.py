@@ -6,7 +6,7 @@ llguidance gives Python's lock back meanwhile.
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import mlx.core as mx
@@ -18,6 +18,7 @@ from serve.core.errors import RequestError
 from serve.core.types import Sampling
 
 _NUM_THREADS = 2
+_MOST_COMPILED = 16
 # What following a grammar may cost, and what it may be late: everybody waits for a late mask.
 _SECONDS_PER_TOKEN = 0.02
 _MOST_LATE_SECONDS = 2.0
@@ -31,10 +32,18 @@ class Grammars:
     def __init__(self, folder: Path) -> None:
         self._file = folder / "tokenizer.json"
         self.threads = ThreadPoolExecutor(_NUM_THREADS, "grammar")
+        self._compiled = lru_cache(_MOST_COMPILED)(self._compile)
 
     @cached_property
     def tokenizer(self) -> LLTokenizer:
         return LLTokenizer(str(self._file))
+
+    def matcher(self, grammar: str) -> LLMatcher:
+        """At the grammar's beginning. Those of one grammar share what is slow to make."""
+        return self._compiled(grammar).deep_copy()
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        return LLMatcher(self.tokenizer, grammar, log_level=0)
 
 
 class Constraint:
@@ -67,11 +76,11 @@ class Constraint:
 
     def _advance(self, tokens: list[int]) -> Mask | None:
         """The mask after tokens; None if every one may come."""
+        _ = self._grammars.tokenizer  # To load it is the doing of no request.
+        began = time.thread_time()
         if self._matcher is None:
             assert self._sampling.grammar is not None
-            tokenizer = self._grammars.tokenizer
-            self._matcher = LLMatcher(tokenizer, self._sampling.grammar, log_level=0)
-        began = time.thread_time()
+            self._matcher = self._grammars.matcher(self._sampling.grammar)
         for token in tokens:
             if self._is_free:
                 self._is_free = token != self._sampling.free_until

@@ -10,14 +10,14 @@ from serve.core.errors import RequestError
 from serve.core.types import Sampling
 from serve.front.answer import Job
 from serve.front.chat import prepare
-from serve.front.openai import parse_chat
+from serve.front.openai import ChatBody, parse
 from serve.front.prompt import Prompt
 from serve.front.tokens import Tokenizer
 
 
 def job(tokenizer: Tokenizer, max_context: int, content: str = "hi", **fields: Any) -> Job:
     body = {"model": "m", "messages": [{"role": "user", "content": content}], **fields}
-    return prepare(parse_chat(json.dumps(body).encode()), tokenizer, max_context)
+    return prepare(parse(ChatBody, body), tokenizer, max_context)
 
 
 def prepared(tokenizer: Tokenizer, max_context: int, content: str = "hi", **fields: Any) -> Prompt:

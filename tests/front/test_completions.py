@@ -237,6 +237,29 @@ def test_prompts_share_a_seed_only_if_it_is_given(
     assert len(set(seeds)) == num
 
 
+def test_what_prompts_share_is_made_once(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A grammar, bad words, a list of all ids: not for each of up to 1,024 prompts."""
+    num_made, make = [0], CompletionBody.samplings
+
+    def counted(*arguments: Any) -> Any:
+        num_made[0] += 1
+        return make(*arguments)
+
+    monkeypatch.setattr(CompletionBody, "samplings", counted)
+    prompts = job(tokenizer, prompt=["a"] * 50, bad_words=["hello"], allowed_token_ids=[7]).prompts
+    assert num_made == [1]
+    first, *others = (prompt.samplings[0] for prompt in prompts)
+    assert all(other.bad_words is first.bad_words for other in others)
+    assert len({first.seed, *(other.seed for other in others)}) == 50
+
+
+def test_ids_that_are_allowed_twice_count_once(tokenizer: Tokenizer) -> None:
+    asked = job(tokenizer, allowed_token_ids=[9, 7, 9] * 50_000)
+    assert asked.prompts[0].samplings[0].allowed_ids == (7, 9)
+
+
 async def test_ids_of_prompt_and_answer(engine: FakeEngine) -> None:
     (choice,) = (await reply(engine, prompt="one two", return_token_ids=True))["choices"]
     assert choice["prompt_token_ids"] == engine.tokenizer.encode("one two")

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from serve.core.errors import RequestError
+from serve.front.body import json_object
 from serve.front.messages import template_message
-from serve.front.openai import ChatBody, CompletionBody, parse, parse_chat
+from serve.front.openai import ChatBody, CompletionBody, parse
 from serve.front.sampling import MOST_STOPS, SamplingBody
 
 USER = {"role": "user", "content": "hi"}
@@ -16,7 +17,11 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{
 
 
 def chat(**fields: Any) -> ChatBody:
-    return parse_chat(json.dumps({"model": "m", "messages": [USER], **fields}).encode())
+    return read(json.dumps({"model": "m", "messages": [USER], **fields}).encode())
+
+
+def read(data: bytes) -> ChatBody:
+    return parse(ChatBody, json_object(data))
 
 
 def refusal(**fields: Any) -> RequestError:
@@ -220,7 +225,7 @@ def test_wrong_fields_of_a_chat(fields: dict[str, Any], param: str) -> None:
 
 def test_a_missing_field_is_named() -> None:
     with pytest.raises(RequestError, match="'messages' is missing"):
-        parse_chat(b'{"model": "m"}')
+        read(b'{"model": "m"}')
 
 
 def test_limits_that_differ_are_refused() -> None:
@@ -259,7 +264,7 @@ def test_stream_options_need_a_stream() -> None:
 )
 def test_a_body_that_is_no_request_is_refused(data: bytes) -> None:
     with pytest.raises(RequestError) as raised:
-        parse_chat(data)
+        read(data)
     assert len(str(raised.value)) < 300
 
 

@@ -90,6 +90,26 @@ def test_a_grammar_that_everybody_would_wait_for_is_an_error_of_the_request(
     assert len(drawn(begin(grammars, plain, []), 1, [], stop=30)) == 30
 
 
+def test_a_grammar_that_is_slow_to_prepare_is_an_error_of_the_request(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar, "_MOST_LATE_SECONDS", 0.02)
+    slow = LLMatcher.grammar_from_json_schema({"type": "integer", "multipleOf": 99_991})
+    with pytest.raises(RequestError, match="too long"):
+        allowed(begin(grammars, slow, []))
+
+
+def test_rows_share_a_grammar_and_not_how_far_they_are(grammars: Grammars) -> None:
+    """What is slow is done once (twice, if two threads begin with it together)."""
+    first = begin(grammars, CHOICE, [])
+    allowed(first)
+    rows = [first, *(begin(grammars, CHOICE, []) for _ in range(7))]
+    assert grammars._compiled.cache_info().misses == 1
+    ends = [drawn(row, seed, []) for seed, row in enumerate(rows)]
+    assert len(set(map(tuple, ends))) > 1
+    assert all(end[-1] == END for end in ends)
+
+
 def test_what_does_not_fit_is_an_error_of_the_request(grammars: Grammars) -> None:
     wrong = TOKENIZER.encode("no list", add_special_tokens=False).ids
     with pytest.raises(RequestError, match="cannot be followed"):
