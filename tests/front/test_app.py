@@ -326,3 +326,25 @@ def test_too_many_answers_are_refused_before_prompts_are_encoded(
     for reply in replies:
         assert reply.status_code == 400
         assert "8 answers, 6 are the most" in reply.json()["error"]["message"]
+
+
+def test_a_grammar_that_is_wrong_is_told_in_the_words_of_its_call(shared: Running) -> None:
+    schema = {"type": "nil"}
+    format = {"type": "json_schema", "name": "x", "schema": schema}
+    said = {"messages": HELLO["messages"], "max_tokens": 5}
+    asked = {
+        "/v1/responses": {"input": "hi", "text": {"format": format}},
+        "/v1/messages": {
+            **said,
+            "output_config": {"format": {"type": "json_schema", "schema": schema}},
+        },
+        CHAT: {**said, "structured_outputs": {"json": schema}},
+    }
+    for path, body in asked.items():
+        reply = httpx.post(shared.url + path, json={"model": "tiny", **body}, timeout=20)
+        error = reply.json()["error"]
+        assert reply.status_code == 400
+        assert "nil" in error["message"]
+        assert "response_format" not in reply.text
+        if path == "/v1/responses":
+            assert error["param"] == "text.format"

@@ -237,6 +237,21 @@ def test_prompts_share_a_seed_only_if_it_is_given(
     assert len(set(seeds)) == num
 
 
+def test_a_prompt_that_is_cut_to_fit_leaves_room_for_the_default_answer(
+    tokenizer: Tokenizer,
+) -> None:
+    def cut(max_context: int, **fields: Any) -> tuple[int, int]:
+        asked = job(tokenizer, max_context, prompt=[5] * 300, truncate_prompt_tokens=-1, **fields)
+        return len(asked.prompts[0].ids), asked.prompts[0].max_tokens
+
+    assert cut(100) == (84, 16)
+    assert cut(100, max_tokens=40) == (60, 40)
+    assert cut(100, max_tokens=0, echo=True) == (100, 0)
+    assert cut(10) == (1, 9)
+    with pytest.raises(RequestError, match="asked for 101 tokens"):
+        cut(100, max_tokens=100)
+
+
 def test_what_prompts_share_is_made_once(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,11 +5,15 @@ import math
 from typing import Any
 
 import pytest
+from openai.types import completion_create_params as of_text
+from openai.types.chat import completion_create_params as of_chat
 
 from serve.core.errors import RequestError
+from serve.front.anthropic import MessagesBody
 from serve.front.body import json_object
-from serve.front.messages import template_message
-from serve.front.openai import ChatBody, CompletionBody, parse
+from serve.front.messages import Body, template_message
+from serve.front.openai import _NEUTRAL, ChatBody, CompletionBody, parse
+from serve.front.responses import ResponsesBody
 from serve.front.sampling import MOST_STOPS, SamplingBody
 
 USER = {"role": "user", "content": "hi"}
@@ -113,6 +117,12 @@ def test_a_wrong_value_is_refused_by_name(name: str, value: Any) -> None:
         ("logprob_token_ids", [1]),
         ("spaces_between_special_tokens", False),
         ("chat_template", "{{ 1 }}"),
+        ("request_id", "mine"),
+        ("return_prompt_text", True),
+        ("stream_interval", 5),
+        ("prompt_cache_retention", "24h"),
+        ("guided_decoding_backend", "xgrammar"),
+        ("moderation", {"model": "omni"}),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(name: str, value: Any) -> None:
@@ -272,3 +282,27 @@ def test_a_long_wrong_name_makes_no_long_error() -> None:
     error = refusal(messages=[{**USER, "x" * 100_000: 1}])
     assert len(str(error)) < 400
     assert len(str(error.param)) < 200
+
+
+@pytest.mark.parametrize(("given", "body"), [(of_chat, ChatBody), (of_text, CompletionBody)])
+def test_every_field_of_the_official_client_is_known(given: Any, body: type[ChatBody]) -> None:
+    """Else it would be ignored, and nobody told."""
+    fields = {*given.CompletionCreateParamsBase.__annotations__, "stream"}
+    assert len(fields) > 15
+    assert not fields - body.model_fields.keys() - _NEUTRAL.keys()
+
+
+@pytest.mark.parametrize("body", [ChatBody, CompletionBody, ResponsesBody, MessagesBody])
+def test_null_is_the_same_as_leaving_a_field_out(body: type[Body], caplog: Any) -> None:
+    good: dict[str, Any] = {"model": "m", "max_tokens": 5, "messages": [USER], "prompt": "hi"}
+    good = {name: good[name] for name in good if name in body.model_fields} | (
+        {"input": "hi"} if body is ResponsesBody else {}
+    )
+    names = ("reasoning", "conversation", "container", "stream_options", "nobody", "max_tool_calls")
+    nothing = dict.fromkeys({*names, *body.model_fields} - good.keys())
+    assert parse(body, {**good, **nothing}) == parse(body, good)
+    assert not caplog.records
+
+
+def test_a_prompt_is_not_cut_to_nothing() -> None:
+    assert refusal(truncate_prompt_tokens=0).param == "truncate_prompt_tokens"
