@@ -18,17 +18,17 @@ MOST_MEDIAN_FUNCTION_LINES = 10
 MOST_FILE_LINES = 350
 
 # Each room's share, so that one cannot grow at another's cost. docs/architecture.md says why
-# they are 17,890 together and not the 8,000 of the first plan.
+# they are 17,900 together and not the 8,000 of the first plan.
 MOST_LINES = {
     "launcher": 2_160,
-    "serve/bench": 390,
+    "serve/bench": 385,
     "serve/cli": 820,
     "serve/core": 1_135,
-    "serve/front": 6_010,
+    "serve/front": 6_015,
     "serve/hub": 935,
-    "serve/parent": 640,
-    "serve/rank": 3_380,
-    "serve/tune": 2_420,
+    "serve/parent": 625,
+    "serve/rank": 3_400,
+    "serve/tune": 2_425,
 }
 
 UNOWNED = re.compile(r"\b(TODO|FIXME|XXX)\b(?!\([\w@-]+\))")

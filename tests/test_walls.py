@@ -49,7 +49,7 @@ OWNERS = {
     "safetensors": ["serve.rank.weights"],
     "mlx": ["serve.rank.*", "serve.tune.*"],
     "mlx_lm": ["serve.rank.*", "serve.tune.*"],
-    "llguidance": ["serve.front.structured", "serve.rank.grammar"],
+    "llguidance": ["serve.front.structured", "serve.front.grammar_check", "serve.rank.grammar"],
     "httpx": ["serve.bench.client"],
     "matplotlib": ["serve.bench.plot", "serve.tune.plot"],
     "tensorboardX": ["serve.cli.report_to"],

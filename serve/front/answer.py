@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from serve.core.errors import BrigadeError, EngineError
 from serve.core.types import Event, Score
@@ -24,6 +24,8 @@ from serve.front.record import Record
 from serve.front.replies import Json
 from serve.front.schemas import Usage
 from serve.front.tokens import Tokenizer
+
+Told = TypeVar("Told")
 
 _logger = logging.getLogger(__name__)
 
@@ -151,18 +153,18 @@ class Answer:
 
     async def server_sent_events(self, include_usage: bool) -> AsyncIterator[bytes]:
         """The chunks as an event stream. [DONE] ends it also after an error, as vLLM's."""
-        async for chunk in self.outcome(include_usage):
-            if isinstance(chunk, BrigadeError):
-                yield replies.server_sent(replies.error_object(chunk))
-            else:
-                yield replies.server_sent(chunk)
+        events = (replies.server_sent(chunk) async for chunk in self.chunks(include_usage))
+        async for event in self.outcome(events):
+            if isinstance(event, BrigadeError):
+                event = replies.server_sent(replies.error_object(event))
+            yield event
         yield replies.DONE
 
-    async def outcome(self, include_usage: bool) -> AsyncIterator[Json | BrigadeError]:
-        """The chunks, and an error as the last of them."""
+    async def outcome(self, told: AsyncIterator[Told]) -> AsyncIterator[Told | BrigadeError]:
+        """What is made of the chunks, and an error as the last of it."""
         try:
-            async for chunk in self.chunks(include_usage):
-                yield chunk
+            async for each in told:
+                yield each
         except BrigadeError as error:
             yield self._failure(error)
         except Exception as error:

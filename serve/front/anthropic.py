@@ -16,7 +16,7 @@ from serve.front.messages import Body, Empty, refuse
 from serve.front.openai import ChatBody, parse
 from serve.front.replies import Json
 from serve.front.responses import as_messages, as_parts
-from serve.front.sampling import Stops, Temperature, TopK, TopP
+from serve.front.sampling import StopList, Temperature, TopK, TopP
 from serve.front.tools import MOST_TOOLS, ToolName
 
 # Fields that chat calls the same.
@@ -100,7 +100,7 @@ class UserTurn(Body):
     role: Literal["user"]
     content: Annotated[
         list[Heard],
-        Field(fail_fast=True),
+        Field(min_length=1, fail_fast=True),
         BeforeValidator(as_parts, json_schema_input_type=str | list[Heard]),
     ]
 
@@ -109,7 +109,7 @@ class AssistantTurn(Body):
     role: Literal["assistant"]
     content: Annotated[
         list[Told],
-        Field(fail_fast=True),
+        Field(min_length=1, fail_fast=True),
         BeforeValidator(as_parts, json_schema_input_type=str | list[Told]),
     ]
 
@@ -220,7 +220,7 @@ class MessagesBody(CountBody):
     """metadata and service_tier change no answer."""
 
     max_tokens: Annotated[int, Field(ge=1)]
-    stop_sequences: Stops = ()
+    stop_sequences: StopList = ()
     stream: bool | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None

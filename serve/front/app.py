@@ -21,12 +21,7 @@ from starlette.routing import Route
 
 from serve import __version__
 from serve.core.config import ServeConfig
-from serve.core.errors import (
-    AddressError,
-    BrigadeError,
-    RequestError,
-    UnavailableError,
-)
+from serve.core.errors import AddressError, BrigadeError, RequestError, UnavailableError
 from serve.front import chat, completions, guard, replies, schemas, tokenize
 from serve.front.answer import Answer, Engine, Job
 from serve.front.app_adapters import AdapterCalls
@@ -123,6 +118,7 @@ class Front:
         self._tokenizer = tokenizer
         self._max_context = max_context
         self._drain_seconds = config.drain_timeout
+        self._most_answers = config.max_queue + config.max_num_sequences
         self._created = int(time.time())
         self._adapters = engine.adapters
         self._metrics = Metrics(engine.pipeline)
@@ -196,6 +192,7 @@ class Front:
 
     def prepare_chat(self, body: ChatBody) -> Job:
         self._adapters.check(body.model)
+        body.check_num_answers(1, self._most_answers)
         return chat.prepare(body, self._tokenizer, self._max_context)
 
     def count(self, body: ChatBody) -> int:
@@ -206,6 +203,7 @@ class Front:
     def _read_completion(self, data: bytes) -> Job:
         body = parse(CompletionBody, json_object(data))
         self._adapters.check(body.model)
+        body.check_num_answers(len(body.prompt), self._most_answers)
         return completions.prepare(body, self._tokenizer, self._max_context)
 
     async def _generate(self, request: Request, read: Callable[[bytes], Job]) -> Response:
@@ -237,18 +235,19 @@ class Front:
     @told(404, body=Tokenizable, reply=schemas.Tokenized)
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or of messages."""
-        return json_response(await self.in_thread(request, self._read_tokenize))
+        return await self.in_thread(request, self._read_tokenize)
 
     @told(404, body=DetokenizeBody, reply=schemas.Detokenized)
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
-        return json_response(await self.in_thread(request, self._read_detokenize))
+        return await self.in_thread(request, self._read_detokenize)
 
-    def _read_tokenize(self, data: bytes) -> schemas.Tokenized:
-        return tokenize.tokenize(data, self._tokenizer, self._max_context, self._adapters.check)
+    def _read_tokenize(self, data: bytes) -> Response:
+        check = self._adapters.check
+        return json_response(tokenize.tokenize(data, self._tokenizer, self._max_context, check))
 
-    def _read_detokenize(self, data: bytes) -> schemas.Detokenized:
-        return tokenize.detokenize(data, self._tokenizer, self._adapters.check)
+    def _read_detokenize(self, data: bytes) -> Response:
+        return json_response(tokenize.detokenize(data, self._tokenizer, self._adapters.check))
 
     @told(reply=schemas.ModelList)
     async def models(self, _: Request) -> Response:
@@ -354,9 +353,7 @@ def _seconds(text: str) -> float:
 async def _brigade_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, BrigadeError)
     return json_response(
-        guard.error_reply(request.scope, error),
-        error.http_status,
-        replies.error_headers(error),
+        guard.error_reply(request.scope, error), error.http_status, replies.error_headers(error)
     )
 
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
@@ -10,8 +10,10 @@ from starlette.routing import Route
 from serve.core.errors import RequestError
 from serve.front import guard, replies
 from serve.front.adapters import Adapters
+from serve.front.app_stream import json_response
 from serve.front.body import json_object
 from serve.front.messages import Body
+from serve.front.openai import parse
 from serve.front.openapi import told
 
 Name = Annotated[str, Field(min_length=1, max_length=300)]
@@ -77,24 +79,20 @@ class AdapterCalls:
     async def list(self, _: Request) -> Response:
         """The adapters that are loaded."""
         listed = {"object": "list", "data": self._adapters.described()}
-        return Response(replies.encode(listed), media_type="application/json")
+        return json_response(listed)
 
     @told(403, 404, 409, body=ChangeBody, reply=replies.Json)
     async def change(self, request: Request) -> Response:
         """Pins an adapter, preloads it, or makes it the default."""
         body = await _read(request, ChangeBody, "'lora_name' needs to be provided.")
         changed = await self._adapters.change(body.lora_name, body.pin, body.default, body.preload)
-        return Response(replies.encode(changed), media_type="application/json")
+        return json_response(changed)
 
 
 async def _read(request: Request, kind: type[Parsed], missing: str) -> Parsed:
     """missing is what vLLM says when a name or path is."""
-    data = await guard.read_body(request.scope, request.receive)
-    try:
-        return kind.model_validate(json_object(data))
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field = ".".join(map(str, first["loc"]))
-        is_missing = first["type"] in ("missing", "string_too_short")
-        message = missing if is_missing else f"{field}: {first['msg']}."
-        raise RequestError(message, param=field or None) from error
+    fields = json_object(await guard.read_body(request.scope, request.receive))
+    for name, field in kind.model_fields.items():
+        if field.is_required() and fields.get(name) in (None, ""):
+            raise RequestError(missing, param=name)
+    return parse(kind, fields)

@@ -64,10 +64,7 @@ class MessageCalls:
             yield event
 
     @told(
-        *(404, 500),
-        body=CountBody,
-        reply=schemas.MessageTokens,
-        error=schemas.AnthropicErrorReply,
+        *(404, 500), body=CountBody, reply=schemas.MessageTokens, error=schemas.AnthropicErrorReply
     )
     async def count(self, request: Request) -> Response:
         """How many tokens a prompt has, of a chat in Anthropic's words."""

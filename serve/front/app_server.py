@@ -20,6 +20,7 @@ from serve.front.record import Record, request_id
 
 BACKLOG = 2048
 LINGER_SECONDS = 10.0
+SEND_SECONDS = 60.0
 _CANCEL_SECONDS = 2  # for what still runs after the drain
 _NUM_OTHER_FILES = 256
 _MOST_CROWD = 2  # times max_connections: only so many are told that there are too many
@@ -52,14 +53,18 @@ class Config(uvicorn.Config):
 
 class Protocol(H11Protocol):
     """One connection. A deadline runs while its client owes a header or, after an early
-    answer, the rest of a body that nobody reads any more."""
+    answer, the rest of a body that nobody reads any more. Another one runs while it has not
+    taken all that was sent: a transport that is closed waits for that, for ever."""
 
     config: Config
     _deadline: asyncio.TimerHandle | None = None
     _owed: object = None  # of their states in h11, the one with the deadline
+    _sending: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # Of whatever is not taken at once, pause_writing tells.
+        transport.set_write_buffer_limits(0)
         self.app_state = {"connections": self.connections}
         if len(self.connections) > _MOST_CROWD * self.config.limits.max_connections:
             transport.abort()
@@ -72,6 +77,28 @@ class Protocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._clear()
+        self._stop_sending()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._give_up(sys.maxsize)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_sending()
+
+    def _give_up(self, num_bytes: int) -> None:
+        """If the client has taken nothing since so many bytes were left."""
+        left = self.transport.get_write_buffer_size()
+        if left < num_bytes:
+            self._sending = self.loop.call_later(SEND_SECONDS, self._give_up, left)
+            return
+        _logger.warning("A client took nothing for %g seconds: given up.", SEND_SECONDS)
+        self.transport.abort()
+
+    def _stop_sending(self) -> None:
+        if self._sending is not None:
+            self._sending.cancel()
 
     def send_400_response(self, msg: str) -> None:
         """For what is no HTTP at all. h11 says which status fits."""

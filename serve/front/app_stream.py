@@ -1,11 +1,9 @@
 """How answers leave: as JSON, or as a stream of events that ends with its client."""
 
-import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
-from sse_starlette.sse import SendTimeoutError
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,9 +14,6 @@ from serve.front.replies import Json
 
 KEEP_ALIVE = ServerSentEvent(comment="keep-alive", sep="\n")
 KEEP_ALIVE_SECONDS = 15.0
-SEND_SECONDS = 60.0
-
-_logger = logging.getLogger(__name__)
 
 
 def json_response(
@@ -38,7 +33,7 @@ async def in_events(
     """tell makes typed events of chunks, and fills whole with what they say: the reply to who
     wants no stream."""
     if answer.is_stream:
-        events = tell(answer.outcome(include_usage=True))
+        events = tell(answer.outcome(answer.chunks(include_usage=True)))
         return Stream(answer, (replies.named_event(e) async for e in events), headers, ping)
     try:
         telling = _all(tell(answer.chunks(include_usage=True)))
@@ -68,14 +63,11 @@ class Stream(EventSourceResponse):
             headers={"cache-control": "no-cache", **headers},
             ping=KEEP_ALIVE_SECONDS,
             ping_message_factory=lambda: ping,
-            send_timeout=SEND_SECONDS,
         )
         self._answer = answer
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
             await super().__call__(scope, receive, send)
-        except SendTimeoutError:
-            _logger.warning("A client took nothing for %g seconds: given up.", SEND_SECONDS)
         finally:
             self._answer.close()

@@ -26,7 +26,7 @@ def prepare(body: ChatBody, tokenizer: Tokenizer, max_context: int) -> Job:
     room = Room(max_context, "messages", body.truncate_prompt_tokens)
     text = body.render(tokenizer)
     ids = room.encode(text, tokenizer, bool(body.add_special_tokens))
-    ids = room.cut(ids, body.most_tokens)
+    ids = room.cut(ids, body.most_tokens or 1)
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = room.max_tokens(ids, body.most_tokens, None, name)
     body.check_min_tokens(max_tokens)
@@ -35,6 +35,12 @@ def prepare(body: ChatBody, tokenizer: Tokenizer, max_context: int) -> Job:
     is_thinking = bool(thoughts and text.rstrip().endswith(thoughts[0]))
     if thoughts and is_thinking:
         free_until = tokenizer.id_of(thoughts[1])
+        if free_until is None and samplings[0].grammar:
+            raise RequestError(
+                "A grammar begins after thoughts, and no single token ends those of this model: "
+                "have it not think (chat_template_kwargs), or demand nothing.",
+                param=next(iter(body.grammars())),
+            )
         samplings = tuple(replace(each, free_until=free_until) for each in samplings)
     parsers = [parser_of(body, tokenizer.format, is_thinking) for _ in samplings]
     has_marks = type(parsers[0]) is not Plain

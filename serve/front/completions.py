@@ -1,6 +1,8 @@
 """Completions: text or token ids go on. Prompts of a request share nothing but parameters."""
 
+import secrets
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 from serve.core.types import Score
@@ -20,17 +22,19 @@ def prepare(body: CompletionBody, tokenizer: Tokenizer, max_context: int) -> Job
     """Takes its time: call it in a thread. Raises RequestError if a prompt does not fit into
     max_context tokens."""
     room = Room(max_context, "prompt", body.truncate_prompt_tokens)
-    scored = body.num_scored
+    samplings = body.samplings(tokenizer, body.logprobs, body.num_scored)
+    end_ids = body.end_ids(tokenizer)
     prompts = []
     for given in body.prompt:
         ids = _encode(given, body, room, tokenizer)
         max_tokens = room.max_tokens(ids, body.max_tokens, _DEFAULT_MAX_TOKENS, "max_tokens")
         body.check_min_tokens(max_tokens)
-        samplings = body.samplings(tokenizer, body.logprobs, scored)
+        if body.seed is None:
+            samplings = tuple(replace(each, seed=secrets.randbits(63)) for each in samplings)
         text = given if isinstance(given, str) and room.keep is None else None
         if body.echo and text is None:
             text = tokenizer.decode(ids, skip_special_tokens=False)
-        prompts.append(Prompt(ids, max_tokens, samplings, body.end_ids(tokenizer), text or ""))
+        prompts.append(Prompt(ids, max_tokens, samplings, end_ids, text or ""))
     return Job(body, prompts, CompletionShape(body, prompts, tokenizer))
 
 
@@ -42,7 +46,7 @@ def _encode(
     else:
         ids = given
         check_ids("prompt", ids, tokenizer.vocab_size)
-    return room.cut(ids, body.max_tokens)
+    return room.cut(ids, _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
 
 
 class CompletionShape:

@@ -11,19 +11,13 @@ import logging
 import time
 from collections.abc import Sequence as ReadableList
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
 from serve.core import wire
 from serve.core.config import Cluster, ServeConfig
-from serve.core.errors import (
-    BrigadeError,
-    EngineError,
-    PlanError,
-    RequestError,
-    UnavailableError,
-)
+from serve.core.errors import BrigadeError, EngineError, PlanError, RequestError, UnavailableError
 from serve.core.types import Sequence
 from serve.front.adapters import Adapters
 from serve.front.generation import Generation
@@ -42,12 +36,7 @@ class Engine:
     """As Lives. Requests that come while engines start anew wait for them."""
 
     def __init__(
-        self,
-        config: ServeConfig,
-        cluster: Cluster,
-        folder: Path,
-        facts: dict[str, str],
-        view: View,
+        self, config: ServeConfig, cluster: Cluster, folder: Path, facts: dict[str, str], view: View
     ) -> None:
         self._config, self._cluster = config, cluster
         self._lives = Lives(config, cluster, folder, facts, view, self)
@@ -246,12 +235,14 @@ class Engine:
         """What choosing its tokens needs goes to rank 0 before its first step, and again if it
         begins anew."""
         sequence = self._scheduler.sequence(sequence_id)
+        sampling = sequence.sampling
         message = {
             "type": "admit",
             "sequence": sequence_id,
-            "sampling": asdict(sequence.sampling),
+            # Not by asdict, which copies every list that a request has given.
+            "sampling": {field.name: getattr(sampling, field.name) for field in fields(sampling)},
             "num_prompt": len(sequence.prompt),
-            "tokens": sequence.tokens if sequence.sampling.reads_tokens else [],
+            "tokens": sequence.tokens if sampling.reads_tokens else [],
         }
         self._lives.send(wire.json_frame(message))
 

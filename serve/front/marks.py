@@ -72,8 +72,11 @@ class ListedCalls(Plain):
             call, end = self._decoder.raw_decode(self._text, start)
         except ValueError:  # It is not complete.
             return None
-        self._text = self._text[end:]
-        ((name, arguments),) = called(call)
+        text, self._text = self._text[start:end], self._text[end:]
+        try:
+            ((name, arguments),) = called(call)
+        except ValueError:  # Such as a number that is no float. It stays what it is.
+            return Piece("content", text)
         return Piece("call", arguments, name)
 
 

@@ -102,10 +102,7 @@ class AssistantMessage(Body):
         return self
 
 
-Message = Annotated[
-    PromptMessage | ToolMessage | AssistantMessage,
-    Field(discriminator="role"),
-]
+Message = Annotated[PromptMessage | ToolMessage | AssistantMessage, Field(discriminator="role")]
 
 
 def template_message(message: Message) -> dict[str, Any]:

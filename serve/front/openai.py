@@ -12,7 +12,6 @@ from pydantic import BeforeValidator, FailFast, Field, ValidationError, model_va
 from pydantic_core import ErrorDetails
 
 from serve.core.errors import RequestError
-from serve.front.body import json_object
 from serve.front.messages import Body, Message, refuse, template_message
 from serve.front.sampling import MOST_LOGPROBS, SamplingBody, TokenIds
 from serve.front.tokens import Tokenizer
@@ -22,46 +21,33 @@ MOST_PROMPTS = 1024
 _MOST_PATH_CHARACTERS = 120
 _MOST_NAMES_LOGGED = 8
 
-# Fields of OpenAI and vLLM that are not supported, with the values that change nothing.
-# None is always among them. A body that has such a field of its own is asked first.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "audio": (),
-    "best_of": (1,),
-    "cache_salt": (),
-    "chat_template": (),
-    "continue_final_message": (False,),
-    "detokenize": (True,),
-    "documents": (),
-    "echo": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "kv_transfer_params": (),
-    "length_penalty": (1,),
-    "logprob_token_ids": (),
-    "logits_processors": ([],),
-    "mm_processor_kwargs": (),
-    "modalities": (["text"],),
-    "prediction": (),
-    "priority": (0,),
-    "prompt_embeds": (),
-    "reasoning_effort": (),
-    "repetition_detection": (),
-    "service_tier": ("auto", "default"),
-    "spaces_between_special_tokens": (True,),
-    "store": (False,),
-    "suffix": ("",),
-    "thinking_token_budget": (-1,),
-    "truncation_side": ("left",),
-    "use_beam_search": (False,),
-    "verbosity": (),
-    "vllm_xargs": (),
-    "web_search_options": (),
-}
+# Fields of OpenAI and vLLM that are not supported, by the values that change nothing. null is
+# always among them. A body that has such a field of its own is asked first.
+_NAMES_BY_NEUTRAL: list[tuple[tuple[Any, ...], str]] = [
+    (
+        (),
+        "audio cache_salt chat_template documents ec_transfer_params guided_choice "
+        "guided_decoding_backend guided_grammar guided_json guided_regex "
+        "guided_whitespace_pattern kv_transfer_params logprob_token_ids media_io_kwargs "
+        "mm_processor_kwargs moderation prediction prompt_cache_options prompt_embeds "
+        "reasoning_effort repetition_detection request_id session_id verbosity vllm_xargs "
+        "watermarking web_search_options",
+    ),
+    ((True,), "add_generation_prompt detokenize return_mm_kwargs spaces_between_special_tokens"),
+    ((False,), "continue_final_message echo return_prompt_text return_token_offsets store"),
+    ((False,), "use_beam_search"),
+    ((0,), "priority routed_experts_prompt_start"),
+    ((1,), "best_of length_penalty stream_interval"),
+    ((-1,), "thinking_token_budget"),
+    (("",), "suffix"),
+    (([],), "functions logits_processors"),
+    ((["text"],), "modalities"),
+    (("auto", "default"), "service_tier"),
+    (("in_memory",), "prompt_cache_retention"),
+    (("left",), "truncation_side"),
+    (("none", "auto"), "function_call"),
+]
+_NEUTRAL = {name: values for values, names in _NAMES_BY_NEUTRAL for name in names.split()}
 
 _logger = logging.getLogger(__name__)
 Parsed = TypeVar("Parsed", bound=Body)
@@ -91,7 +77,7 @@ class GenerationBody(SamplingBody, Lenient):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 63)] | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -107,16 +93,20 @@ class GenerationBody(SamplingBody, Lenient):
             refuse("stream_options is allowed only with stream=true", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             refuse("prompt_logprobs are not available with stream=true", "prompt_logprobs")
+        if self.truncate_prompt_tokens == 0:
+            refuse("truncate_prompt_tokens leaves nothing of the prompt", "truncate_prompt_tokens")
         return self
 
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    @property
-    def num_top(self) -> int | None:
-        """How many of the likeliest tokens are told with each one; None for no scores."""
-        raise NotImplementedError
+    def check_num_answers(self, num_prompts: int, most: int) -> None:
+        if (asked := num_prompts * self.num_choices) > most:
+            raise RequestError(
+                f"The request asks for {asked} answers, {most} are the most at a time: "
+                "send fewer prompts or a smaller n."
+            )
 
 
 class Templated(Body):
@@ -176,6 +166,7 @@ class ChatBody(Templated, GenerationBody):
 
     @property
     def num_top(self) -> int | None:
+        """How many of the likeliest tokens are told with each one; None for no scores."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -218,10 +209,6 @@ class CompletionBody(GenerationBody):
         return self
 
     @property
-    def num_top(self) -> int | None:
-        return self.logprobs
-
-    @property
     def num_scored(self) -> int | None:
         """How many of the likeliest are told in the place of each of the prompt's tokens."""
         asked = (self.logprobs if self.echo else None, self.prompt_logprobs)
@@ -253,7 +240,9 @@ Tokenizable = TokenizeBody | TokenizeChatBody
 
 
 def parse(kind: type[Parsed], body: dict[str, Any]) -> Parsed:
-    """Raises RequestError, which names the first field that is wrong."""
+    """null is the same as leaving a field out. Raises RequestError, which names the first
+    field that is wrong."""
+    body = {name: value for name, value in body.items() if value is not None}
     if not issubclass(kind, Lenient):
         return _validated(kind, body)
     unknown = body.keys() - kind.model_fields.keys() - _NEUTRAL.keys()
@@ -273,13 +262,9 @@ def _validated(kind: type[Parsed], body: dict[str, Any]) -> Parsed:
         raise _request_error(error, body) from error
 
 
-def parse_chat(data: bytes) -> ChatBody:
-    return parse(ChatBody, json_object(data))
-
-
 def _check_neutral(name: str, value: Any) -> None:
     """Raises RequestError if a field that is not supported asks for something."""
-    for neutral in (None, *_NEUTRAL[name]):
+    for neutral in _NEUTRAL[name]:
         if value == neutral and isinstance(value, bool) == isinstance(neutral, bool):
             return
     allowed = ", ".join(str(encoded) for encoded in _NEUTRAL[name]) or "null"

@@ -138,8 +138,8 @@ def _reply(call: Call, schemas: dict[Any, JsonSchemaValue]) -> Json:
     if call.chunk is not None:
         data = {"contentMediaType": "application/json", "contentSchema": schemas[call.chunk]}
         events = "Data of events: chunks, perhaps an error, then [DONE]."
-        content["text/event-stream"] = {
-            "schema": {"type": "string", "description": events},
-            "x-event": {"anyOf": [data, {"const": "[DONE]"}]},
-        }
+        schema, told = {"type": "string", "description": events}, [data, {"const": "[DONE]"}]
+        if call.chunk is Json:  # Events with types of their own, of which one is the last.
+            schema["description"], told = "Data of events.", [data]
+        content["text/event-stream"] = {"schema": schema, "x-event": {"anyOf": told}}
     return {"description": "The answer.", "content": content}

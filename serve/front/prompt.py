@@ -39,12 +39,11 @@ class Room:
             raise self._too_long(f"{_WHOSE[self.param]} at least {least} tokens")
         return tokenizer.encode(text, add_special_tokens)
 
-    def cut(self, ids: list[int], asked: int | None) -> list[int]:
-        """The last tokens, as many as are to be kept; -1 is as many as fit."""
+    def cut(self, ids: list[int], asked: int) -> list[int]:
+        """The last tokens, as many as are to be kept; -1 is as many as fit with the answer."""
         if self.keep is None:
             return ids
-        keep = self.max_context - (1 if asked is None else asked) if self.keep < 0 else self.keep
-        return ids[-keep:] if keep > 0 else ids
+        return ids[-max(1, self.max_context - asked if self.keep < 0 else self.keep) :]
 
     def max_tokens(self, ids: list[int], asked: int | None, default: int | None, name: str) -> int:
         """How long the answer may be. asked comes in the field `name`."""

@@ -132,6 +132,11 @@ class TextOptions(Body):
     verbosity: Literal["medium"] | None = None
 
 
+Name = Annotated[str, Field(max_length=64)]
+Value = Annotated[str, Field(max_length=512)]
+Metadata = Annotated[dict[Name, Value], Field(max_length=16)]  # as OpenAI has it
+
+
 class ResponsesBody(Body):
     """Unknown fields are refused. user and the like change no answer; what is Literal here may
     only be what changes nothing."""
@@ -153,7 +158,7 @@ class ResponsesBody(Body):
     tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None

@@ -119,8 +119,4 @@ class Telling:
 
     def _numbered(self, name: str, /, **fields: object) -> Json:
         self._num_events += 1
-        return {
-            "type": f"response.{name}",
-            "sequence_number": self._num_events - 1,
-            **fields,
-        }
+        return {"type": f"response.{name}", "sequence_number": self._num_events - 1, **fields}

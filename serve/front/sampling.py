@@ -4,7 +4,7 @@ import secrets
 from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
 from serve.core.errors import RequestError
 from serve.core.types import Sampling
@@ -22,12 +22,12 @@ MOST_LOGPROBS = 20
 _MOST_INT = 2**31 - 1
 
 
-def _list_stops(stop: Any) -> Any:
+def _one_or_more(stop: Any) -> Any:
     return _strings([stop] if isinstance(stop, str) else stop, MOST_STOPS)
 
 
-def _list_bad_words(words: Any) -> Any:
-    return _strings(words, MOST_BAD_WORDS)
+def _listed(most: int) -> BeforeValidator:
+    return BeforeValidator(lambda texts: _strings(texts, most), list[str] | None)
 
 
 def _strings(texts: Any, most: int) -> tuple[str, ...]:
@@ -56,20 +56,13 @@ def _read_biases(biases: Any) -> Any:
     return {int(id): float(bias) for id, bias in biases.items()}
 
 
-def _not_empty(ids: list[int] | None) -> list[int] | None:
-    if ids == []:
-        refuse("allows nothing: give token ids, or leave it out")
-    return ids
-
-
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Penalty = Annotated[Number, Field(ge=-2, le=2)]
 Temperature = Annotated[Number, Field(ge=0, le=2)]
 TopP = Annotated[Number, Field(gt=0, le=1)]
 TopK = Annotated[int, Field(ge=-1, le=_MOST_INT)]
-Stops = Annotated[
-    tuple[str, ...], BeforeValidator(_list_stops, json_schema_input_type=str | list[str] | None)
-]
+StopList = Annotated[tuple[str, ...], _listed(MOST_STOPS)]
+Stops = Annotated[tuple[str, ...], BeforeValidator(_one_or_more, str | list[str] | None)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=_MOST_INT)]], Field(fail_fast=True)]
 
 
@@ -87,11 +80,8 @@ class SamplingBody(Body):
         dict[int, float],
         BeforeValidator(_read_biases, json_schema_input_type=dict[str, float] | None),
     ] = {}
-    allowed_token_ids: Annotated[TokenIds | None, AfterValidator(_not_empty)] = None
-    bad_words: Annotated[
-        tuple[str, ...],
-        BeforeValidator(_list_bad_words, json_schema_input_type=list[str] | None),
-    ] = ()
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
+    bad_words: Annotated[tuple[str, ...], _listed(MOST_BAD_WORDS)] = ()
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=_MOST_INT)] | None = None
@@ -137,7 +127,7 @@ class SamplingBody(Body):
             repetition_penalty=_given(self.repetition_penalty, 1.0),
             bias_ids=tuple(self.logit_bias),
             biases=tuple(self.logit_bias.values()),
-            allowed_ids=tuple(self.allowed_token_ids or ()),
+            allowed_ids=tuple(sorted(set(self.allowed_token_ids or ()))),
             bad_words=self._bad_words(tokenizer),
             min_tokens=self.min_tokens or 0,
             end_ids=self._banned_first(tokenizer),

@@ -99,11 +99,6 @@ class Scheduler:
         """All or none. Raises OverloadedError if too many wait already, RequestError if the
         stages could not even hold one of them alone."""
         most = self._max_queue + self._max_num_sequences
-        if len(sequences) > most:
-            raise RequestError(
-                f"The request asks for {len(sequences)} answers, {most} are the most at a time: "
-                "send fewer prompts or a smaller n."
-            )
         if self.num_waiting + self.num_running + len(sequences) > most:
             raise OverloadedError(
                 f"{self.num_waiting} requests wait already: try again later.", code="queue_full"

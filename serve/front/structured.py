@@ -1,28 +1,32 @@
 """The grammar that an answer must follow: response_format and structured_outputs.
 
 Grammars are llguidance's, so is the check whether one can be followed at all; rank 0's
-engine follows it. Limits of the library bound what a check may cost.
+engine follows it.
 """
 
 import json
 import re
-from functools import cached_property, lru_cache
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 from pydantic import Field, model_validator
 
-from serve.core.errors import RequestError
+from serve.core.errors import BrigadeError, RequestError
+from serve.front import grammar_check
 from serve.front.messages import Body, refuse
-
-if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions
 
 MOST_GRAMMAR_CHARACTERS = 256 << 10
 _MOST_KNOWN = 256
 # Else a model may write nothing but blanks.
-_JSON_OPTIONS: "JsonCompileOptions" = {"whitespace_pattern": r"[ \n\t]{0,32}"}
+_BLANKS = r"[ \n\t]{0,32}"
 
 
 class JsonSchema(Body):
@@ -77,7 +81,7 @@ def of_schema(schema: dict[str, Any] | str) -> str:
     """Raises RequestError if the schema is text that is no JSON object."""
     text = schema if isinstance(schema, str) else json.dumps(schema)
     try:
-        return LLMatcher.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
+        return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _BLANKS})
     except ValueError as error:
         raise RequestError(
             f"The schema is no JSON object: {error}", param="structured_outputs"
@@ -85,33 +89,58 @@ def of_schema(schema: dict[str, Any] | str) -> str:
 
 
 class Grammars:
-    """The model's tokenizer as llguidance sees it, and what it said of the last grammars.
+    """What another process said of the last grammars, with the model's tokenizer.
 
-    Thread-safe; checking gives Python's lock back.
+    Thread-safe; one is checked after the other.
     """
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "tokenizer.json"
-        # Python's lock is given back meanwhile, so two may check the same one.
+        self._lock = threading.Lock()
+        self._checker: subprocess.Popen[str] | None = None
         self.objection = lru_cache(_MOST_KNOWN)(self._objection)
 
-    @cached_property
-    def _tokenizer(self) -> LLTokenizer:
-        return LLTokenizer(str(self._file))
-
     def check(self, grammar: str, param: str) -> None:
-        """Raises RequestError if no answer can follow it, or it is too large or wrong."""
+        """Raises RequestError if no answer can follow it, or it is too large, slow or wrong."""
         if len(grammar) > MOST_GRAMMAR_CHARACTERS:
-            raise RequestError(
-                f"{param} has {len(grammar)} characters, {MOST_GRAMMAR_CHARACTERS} are allowed.",
-                param=param,
-            )
+            most = f"{MOST_GRAMMAR_CHARACTERS} are allowed"
+            raise RequestError(f"The grammar has {len(grammar)} characters, {most}.", param=param)
         if reason := self.objection(grammar):
-            raise RequestError(f"{param} cannot be followed: {reason}", param=param)
+            raise RequestError(f"The grammar cannot be followed: {reason}", param=param)
 
     def _objection(self, grammar: str) -> str:
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
-        can_begin = not matcher.is_error() and any(matcher.compute_logit_bias())
-        if matcher.is_error():
-            return matcher.get_error().partition("<state>")[0][:500]
-        return "" if can_begin else "no answer can follow it"
+        with self._lock:
+            self._checker = self._checker or self._start()
+            if answer := _ask(self._checker, grammar):
+                return str(json.loads(answer))
+            self._checker, status = None, self._end()
+        if status == -signal.SIGPROF:
+            most = f"{grammar_check.MOST_SECONDS:g} s"
+            return f"it takes more than {most} to prepare: make it simpler"
+        raise BrigadeError(f"The check of grammars ended with {status}.")
+
+    def _start(self) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-m", grammar_check.__name__, str(self._file)]
+        pipe = subprocess.PIPE
+        # In a session of its own: a terminal's SIGINT is for the server.
+        checker = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, text=True, start_new_session=True
+        )
+        self._end = weakref.finalize(self, _end, checker)  # also when this process ends
+        return checker
+
+
+def _ask(checker: "subprocess.Popen[str]", grammar: str) -> str:
+    """Empty if it is gone."""
+    assert checker.stdin
+    assert checker.stdout
+    with suppress(BrokenPipeError):
+        checker.stdin.write(json.dumps(grammar) + "\n")
+        checker.stdin.flush()
+    return checker.stdout.readline()
+
+
+def _end(checker: "subprocess.Popen[str]") -> int:
+    checker.kill()
+    checker.communicate()
+    return checker.returncode

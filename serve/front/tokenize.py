@@ -3,13 +3,7 @@
 from collections.abc import Callable
 
 from serve.front.body import json_object
-from serve.front.openai import (
-    DetokenizeBody,
-    Tokenizable,
-    TokenizeBody,
-    TokenizeChatBody,
-    parse,
-)
+from serve.front.openai import DetokenizeBody, Tokenizable, TokenizeBody, TokenizeChatBody, parse
 from serve.front.sampling import check_ids
 from serve.front.schemas import Detokenized, Tokenized
 from serve.front.tokens import Tokenizer

@@ -62,17 +62,18 @@ def grammar_of_call(tools: Sequence[Tool], choice: ToolChoice, parallel: bool) -
     calls = {
         "type": "array",
         "minItems": 1,
-        "items": {"anyOf": [_call_schema(tool) for tool in tools]},
+        "items": {"anyOf": [_call_schema(*numbered) for numbered in enumerate(tools)]},
     }
     return of_schema(calls if parallel else {**calls, "maxItems": 1})
 
 
-def _call_schema(tool: Tool) -> dict[str, Any]:
+def _call_schema(number: int, tool: Tool) -> dict[str, Any]:
+    """With an $id, references of the parameters (`#/$defs/...`) are to themselves."""
     return {
         "type": "object",
         "properties": {
             "name": {"const": tool.function.name},
-            "parameters": _parameters(tool),
+            "parameters": {**_parameters(tool), "$id": f"urn:tool:{number}"},
         },
         "required": ["name", "parameters"],
         "additionalProperties": False,
@@ -85,7 +86,7 @@ def _parameters(tool: Tool) -> dict[str, Any]:
 
 def called(parsed: Any) -> list[tuple[str, str]]:
     """Names and arguments as JSON text, of what a parser of mlx-lm gives. Raises ValueError
-    if it is no call."""
+    if it is no call, or one that no JSON can tell."""
     calls = parsed if isinstance(parsed, list) else [parsed]
     return [_name_and_arguments(call) for call in calls]
 
@@ -95,6 +96,7 @@ def _name_and_arguments(call: Any) -> tuple[str, str]:
     if not isinstance(name, str):
         raise ValueError("a call without a name")
     arguments = call.get("arguments", call.get("parameters", {}))
-    if isinstance(arguments, str):
-        return name, arguments
-    return name, json.dumps(arguments, ensure_ascii=False)
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    (name + arguments).encode()  # A lone surrogate is a ValueError.
+    return name, arguments

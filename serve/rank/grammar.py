@@ -6,7 +6,7 @@ llguidance gives Python's lock back meanwhile.
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import mlx.core as mx
@@ -18,6 +18,7 @@ from serve.core.errors import RequestError
 from serve.core.types import Sampling
 
 _NUM_THREADS = 2
+_MOST_COMPILED = 16
 # What following a grammar may cost, and what it may be late: everybody waits for a late mask.
 _SECONDS_PER_TOKEN = 0.02
 _MOST_LATE_SECONDS = 2.0
@@ -31,15 +32,24 @@ class Grammars:
     def __init__(self, folder: Path) -> None:
         self._file = folder / "tokenizer.json"
         self.threads = ThreadPoolExecutor(_NUM_THREADS, "grammar")
+        self._compiled = lru_cache(_MOST_COMPILED)(self._compile)
 
     @cached_property
     def tokenizer(self) -> LLTokenizer:
         return LLTokenizer(str(self._file))
 
+    def matcher(self, grammar: str) -> LLMatcher:
+        """At the grammar's beginning. Those of one grammar share what is slow to make."""
+        return self._compiled(grammar).deep_copy()
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        return LLMatcher(self.tokenizer, grammar, log_level=0)
+
 
 class Constraint:
     """sampling.grammar, and how far one sequence has come in it, which has so much output
-    already. With sampling.free_until it begins after that token. Where it is complete the
+    already. With sampling.free_until it begins after that token, which comes in the place of an
+    end before it. Where it is complete the
     end_ids may come."""
 
     def __init__(self, grammars: Grammars, sampling: Sampling, output: list[int]) -> None:
@@ -52,10 +62,11 @@ class Constraint:
     def apply(self, logits: mx.array) -> mx.array:
         """logits (vocabulary,) with -inf for what may not come. Raises RequestError when the
         grammar has become too complex or too slow to follow."""
-        mask = self._mask.result()
-        if mask is None:
-            return logits
-        allowed = mx.array(mask[: logits.size])
+        allowed = mx.array(self._mask.result()[: logits.size])
+        if self._is_free and self._sampling.end_ids:
+            # Where the answer would end its thoughts end: what is demanded is still to come.
+            mark, ends = self._sampling.free_until, mx.array(self._sampling.end_ids)
+            logits[mark] = mx.maximum(logits[mark], logits[ends].max())
         only = mx.full(logits.shape, -mx.inf)
         only[: allowed.size] = mx.where(allowed, logits[: allowed.size], -mx.inf)
         return only
@@ -65,23 +76,30 @@ class Constraint:
         self._mask.result()  # The matcher must not change while it is asked.
         self._mask = self._grammars.threads.submit(self._advance, [token])
 
-    def _advance(self, tokens: list[int]) -> Mask | None:
-        """The mask after tokens; None if every one may come."""
+    def _advance(self, tokens: list[int]) -> Mask:
+        """The mask after tokens."""
+        _ = self._grammars.tokenizer  # To load it is the doing of no request.
+        began = time.thread_time()
         if self._matcher is None:
             assert self._sampling.grammar is not None
-            tokenizer = self._grammars.tokenizer
-            self._matcher = LLMatcher(tokenizer, self._sampling.grammar, log_level=0)
-        began = time.thread_time()
+            self._matcher = self._grammars.matcher(self._sampling.grammar)
         for token in tokens:
             if self._is_free:
                 self._is_free = token != self._sampling.free_until
             elif token not in self._sampling.end_ids:
                 self._matcher.consume_token(token)
-        mask = None if self._is_free else self._look(self._matcher)
+        mask = self._all_but_ends() if self._is_free else self._look(self._matcher)
         seconds = time.thread_time() - began - _SECONDS_PER_TOKEN * len(tokens)
         self._late_seconds = max(0.0, self._late_seconds + seconds)
         if self._late_seconds > _MOST_LATE_SECONDS:
             raise RequestError("The grammar of this request takes too long to follow.")
+        return mask
+
+    def _all_but_ends(self) -> Mask:
+        """While it is free."""
+        mask = np.ones(self._grammars.tokenizer.vocab_size, np.bool_)
+        ends = {id for id in self._sampling.end_ids if id < mask.size}
+        mask[list(ends - {self._sampling.free_until})] = False
         return mask
 
     def _look(self, matcher: LLMatcher) -> Mask:

@@ -8,6 +8,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import cast
 
 import mlx.core as mx
@@ -80,13 +81,18 @@ class Sampler:
         if banned := [*ends, *self._ends_of_bad_words()]:
             logits[mx.array(banned)] = _BANNED
         if sampling.allowed_ids:
-            allowed = mx.array(sampling.allowed_ids)
+            allowed = self._allowed
             only = mx.full(logits.shape, -math.inf)
             only[allowed] = mx.maximum(logits[allowed], 2 * _BANNED)
             logits = only
         if sampling.bias_ids:
             logits = logits.at[mx.array(sampling.bias_ids)].add(mx.array(sampling.biases))
         return self._penalised(logits) if sampling.has_penalties else logits
+
+    @cached_property
+    def _allowed(self) -> mx.array:
+        """May be all of the vocabulary: made once, and not for each token."""
+        return mx.array(self.sampling.allowed_ids)
 
     def _ends_of_bad_words(self) -> list[int]:
         """Last tokens of those words of which the answer ends with all before."""

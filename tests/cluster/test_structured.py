@@ -3,10 +3,11 @@
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
+from pydantic import BaseModel, ConfigDict
 
 from tests.cluster.servers import Server
 
@@ -111,6 +112,50 @@ def test_some_tool_is_called_when_one_is_required(server: Server) -> None:
     assert reply.choices[0].finish_reason == "tool_calls"
     assert call.function.name in ("weather", "clock")
     assert isinstance(json.loads(call.function.arguments), dict)
+
+
+class Place(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    city: Literal["Rome", "Oslo"]
+
+
+class Journey(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    start: Place
+    end: Place
+
+
+def test_a_required_tool_has_a_schema_of_several_models(server: Server) -> None:
+    """Its references are to its own $defs, as pydantic writes them."""
+    tool: Any = {
+        "type": "function",
+        "function": {"name": "travel", "parameters": Journey.model_json_schema()},
+    }
+    reply = ask(server, tools=[tool, CLOCK], tool_choice="required", temperature=1, seed=4)
+    calls = [call.function for call in reply.choices[0].message.tool_calls]
+    named = ask(server, tools=[tool], tool_choice="required", temperature=1, seed=5)
+    calls += [call.function for call in named.choices[0].message.tool_calls]
+    travels = [call for call in calls if call.name == "travel"]
+    assert travels
+    assert all(Journey.model_validate_json(call.arguments) for call in travels)
+
+
+def test_a_schema_that_is_slow_to_prepare_stops_nobody(server: Server) -> None:
+    """A second of a core for each, and then 400; who asks for something else is answered."""
+
+    def slow(number: int) -> int:
+        schema = {"type": "integer", "multipleOf": 9_999_991 - number}
+        format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        with pytest.raises(openai.BadRequestError, match="make it simpler") as told:
+            ask(server, response_format=format, n=8)
+        return told.value.status_code
+
+    with ThreadPoolExecutor(4) as pool:
+        refused = [pool.submit(slow, number) for number in range(4)]
+        assert ask(server, temperature=0).choices[0].message.content
+        assert [each.result(60) for each in refused] == [400] * 4
+    assert len(ask(server, n=8, extra_body={"structured_outputs": {"regex": "a{9}"}}).choices) == 8
+    assert "No step came back" not in server.text
 
 
 def test_calls_are_streamed_as_they_are_told_whole(server: Server) -> None:

@@ -72,6 +72,67 @@ messages = st.lists(
     ),
     max_size=4,
 )
+types = st.sampled_from(["object", "array", "string", "integer", "number", "null", "nil"])
+schemas = st.recursive(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "type": types,
+            "enum": st.lists(leaves, min_size=1, max_size=3),
+            # The last one is refused after a second of a core.
+            "multipleOf": st.sampled_from([-1, 0, 0.5, 1, 3, 7, 100, 9_999_991]),
+            "maxLength": st.integers(0, 40) | numbers,
+            "pattern": st.text(max_size=6),
+            "$ref": st.sampled_from(["#", "#/$defs/a", "#/$defs/b", "http://127.0.0.1:9/a"]),
+        },
+    ),
+    lambda inner: st.fixed_dictionaries(
+        {},
+        optional={
+            "type": types,
+            "properties": st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+            "required": st.lists(st.sampled_from("abc"), max_size=2),
+            "items": inner,
+            "maxItems": st.integers(0, 3),
+            "anyOf": st.lists(inner, max_size=3),
+            "allOf": st.lists(inner, max_size=3),
+            "$defs": st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
+            "additionalProperties": st.booleans(),
+        },
+    ),
+    max_leaves=6,
+)
+tool_names = st.sampled_from(["f", "g"]) | st.text(max_size=3)
+functions = st.fixed_dictionaries(
+    {"name": tool_names}, optional={"parameters": schemas, "description": st.text(max_size=9)}
+)
+function_tools = st.one_of(
+    st.fixed_dictionaries({"type": st.just("function"), "function": functions}),
+    functions.map(lambda function: {"type": "function", **function}),
+    st.fixed_dictionaries({"name": tool_names, "input_schema": schemas}),
+)
+formats = st.one_of(
+    st.fixed_dictionaries({"type": st.sampled_from(["text", "json_object", "json_schema"])}),
+    schemas.map(lambda schema: {"type": "json_schema", "schema": schema}),
+    schemas.map(
+        lambda schema: {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    ),
+)
+structured = st.one_of(
+    schemas.map(lambda schema: {"json": schema}),
+    st.text(max_size=12).map(lambda regex: {"regex": regex}),
+    st.sampled_from(["a+b", "[0-9]{3}", "(a|b)*", "a{1000}{1000}"]).map(lambda r: {"regex": r}),
+    st.lists(st.text(max_size=5), max_size=3).map(lambda choice: {"choice": choice}),
+    st.sampled_from(['start: "a"+', "start: start", "start: /[a-z]/ start?"]).map(
+        lambda grammar: {"grammar": grammar}
+    ),
+)
+choices = st.one_of(
+    st.sampled_from(["auto", "none", "required"]),
+    st.just({"type": "function", "function": {"name": "f"}}),
+    st.just({"type": "function", "name": "f"}),
+    st.sampled_from([{"type": "any"}, {"type": "tool", "name": "f"}, {"type": "auto"}]),
+)
 LIKELY: dict[str, st.SearchStrategy[Any]] = {
     "messages": messages,
     "temperature": st.floats(0, 2),
@@ -84,6 +145,12 @@ LIKELY: dict[str, st.SearchStrategy[Any]] = {
     "input": st.text(max_size=60) | messages,
     "system": st.text(max_size=20) | st.lists(parts, max_size=2),
     "instructions": st.text(max_size=20),
+    "tools": st.lists(function_tools, max_size=3),
+    "tool_choice": choices,
+    "response_format": formats,
+    "structured_outputs": structured,
+    "text": formats.map(lambda format: {"format": format}),
+    "output_config": formats.map(lambda format: {"format": format}),
     "stream": st.booleans(),
     "stream_options": st.fixed_dictionaries({"include_usage": st.booleans()}),
     "chat_template_kwargs": st.dictionaries(st.text(max_size=12), anything, max_size=3),

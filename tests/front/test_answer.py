@@ -132,6 +132,17 @@ async def test_an_exception_of_ours_ends_that_stream_alone(
     assert record.status == 500
 
 
+async def test_what_cannot_be_encoded_ends_its_stream_with_an_error(
+    engine: FakeEngine, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    untold = {"choices": [{"delta": {"content": "\ud800"}}]}
+    monkeypatch.setattr(Answer, "_take", lambda *_: iter([untold]))
+    stream = start(engine, record).server_sent_events(include_usage=False)
+    event, done = [event async for event in stream]
+    assert (b"server_error" in event, done) == (True, replies.DONE)
+    assert record.status == 500
+
+
 async def test_a_row_that_failed_is_a_mistake_of_ours_and_no_broken_cluster(
     engine: FakeEngine, record: Record
 ) -> None:

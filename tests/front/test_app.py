@@ -308,3 +308,43 @@ def test_the_error_of_a_broken_cluster_ends_serving(server: Running, engine: Fak
     assert server.join(5)
     assert isinstance(server.ended_with, ClusterError)
     assert engine.generations[0].closed.is_set()
+
+
+def test_too_many_answers_are_refused_before_prompts_are_encoded(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("a prompt was encoded")
+
+    monkeypatch.setattr(engine.tokenizer, "encode", never)
+    with Running(engine, max_queue=4, max_num_sequences=2) as server:
+        body = {"model": "tiny", "prompt": ["a b"] * 4, "n": 2}
+        replies = [
+            httpx.post(server.url + "/v1/completions", json=body, timeout=10),
+            post(server, n=8),
+        ]
+    for reply in replies:
+        assert reply.status_code == 400
+        assert "8 answers, 6 are the most" in reply.json()["error"]["message"]
+
+
+def test_a_grammar_that_is_wrong_is_told_in_the_words_of_its_call(shared: Running) -> None:
+    schema = {"type": "nil"}
+    format = {"type": "json_schema", "name": "x", "schema": schema}
+    said = {"messages": HELLO["messages"], "max_tokens": 5}
+    asked = {
+        "/v1/responses": {"input": "hi", "text": {"format": format}},
+        "/v1/messages": {
+            **said,
+            "output_config": {"format": {"type": "json_schema", "schema": schema}},
+        },
+        CHAT: {**said, "structured_outputs": {"json": schema}},
+    }
+    for path, body in asked.items():
+        reply = httpx.post(shared.url + path, json={"model": "tiny", **body}, timeout=20)
+        error = reply.json()["error"]
+        assert reply.status_code == 400
+        assert "nil" in error["message"]
+        assert "response_format" not in reply.text
+        if path == "/v1/responses":
+            assert error["param"] == "text.format"

@@ -230,18 +230,56 @@ def test_a_client_that_leaves_in_the_middle_of_a_stream(
     assert engine.generations[0].closed.wait(2)
 
 
+# More than the socket buffers of both sides hold, and in a few pieces at most.
+LARGE = b'{"a":"' + b"x" * (8 << 20) + b'"}'
+GET_DOCUMENT = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+def num_connections(server: Running) -> int:
+    """Files of this process that are sockets with an end at the server."""
+    states = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    local = f":{server.port:04X}"
+    return sum(line.split()[1].endswith(local) and line.split()[3] == "01" for line in states)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        request_bytes(stream=True),
+        request_bytes(stream=False),
+        GET_DOCUMENT,
+        GET_DOCUMENT.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"),
+        GET_DOCUMENT * 20,
+    ],
+    ids=["stream", "reply", "get", "get and close", "pipelined"],
+)
 def test_a_client_that_reads_nothing_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, engine: FakeEngine, data: bytes
+) -> None:
+    """A transport that is closed waits for its client to read, for ever."""
+    monkeypatch.setattr(app_server, "SEND_SECONDS", 0.2)
+    monkeypatch.setattr("serve.front.replies.encode", lambda body: LARGE)
+    with Running(engine) as server, server.connect() as connection:
+        connection.sendall(data)
+        wait_until(lambda: num_connections(server) == 1)
+        wait_until(lambda: num_connections(server) == 0)
+        assert all(generation.closed.wait(5) for generation in engine.generations)
+        assert len(read_all(connection)) < len(LARGE), "only what was on its way"
+
+
+def test_a_client_that_reads_slowly_gets_all(
     monkeypatch: pytest.MonkeyPatch, engine: FakeEngine
 ) -> None:
-    monkeypatch.setattr(app_stream, "SEND_SECONDS", 0.2)
-    # Longer than the socket buffers of both sides, and faster than they are emptied.
-    monkeypatch.setattr("serve.front.replies.server_sent", lambda body: b": " + b"x" * (1 << 20))
-    engine.answer = "hello world " * 200
+    """Longer than the deadline, but never so long nothing."""
+    monkeypatch.setattr(app_server, "SEND_SECONDS", 0.4)
+    monkeypatch.setattr("serve.front.replies.encode", lambda body: LARGE)
     with Running(engine) as server, server.connect() as connection:
-        connection.sendall(request_bytes(stream=True))
-        wait_until(lambda: bool(engine.generations))
-        assert engine.generations[0].closed.wait(5)
-        assert httpx.get(server.url + "/health").status_code == 200
+        connection.sendall(GET_DOCUMENT.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+        received = 0
+        while chunk := connection.recv(1 << 20):
+            received += len(chunk)
+            time.sleep(0.1)
+        assert received > len(LARGE)
 
 
 def test_many_at_once(server: Running, engine: FakeEngine) -> None:

@@ -10,14 +10,15 @@ from serve.core.errors import RequestError
 from serve.core.types import Sampling
 from serve.front.answer import Job
 from serve.front.chat import prepare
-from serve.front.openai import parse_chat
+from serve.front.formats import Format
+from serve.front.openai import ChatBody, parse
 from serve.front.prompt import Prompt
 from serve.front.tokens import Tokenizer
 
 
 def job(tokenizer: Tokenizer, max_context: int, content: str = "hi", **fields: Any) -> Job:
     body = {"model": "m", "messages": [{"role": "user", "content": content}], **fields}
-    return prepare(parse_chat(json.dumps(body).encode()), tokenizer, max_context)
+    return prepare(parse(ChatBody, body), tokenizer, max_context)
 
 
 def prepared(tokenizer: Tokenizer, max_context: int, content: str = "hi", **fields: Any) -> Prompt:
@@ -159,3 +160,18 @@ def test_a_prompt_is_cut_from_the_left(tokenizer: Tokenizer) -> None:
     assert cut.ids == whole.ids[-20:]
     fitted = prepared(tokenizer, 50, "hello " * 100, truncate_prompt_tokens=-1, max_tokens=10)
     assert fitted.ids == whole.ids[-40:]
+
+
+def test_a_grammar_needs_to_know_where_thoughts_end(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Kimi K3's marks, which are several tokens each."""
+    marks = ("<|assistant|>", "<|close|>think<|sep|>")
+    monkeypatch.setattr(tokenizer, "format", Format(None, marks))
+    assert prepared(tokenizer, 200).samplings[0].free_until is None
+    with pytest.raises(RequestError, match="no single token ends") as told:
+        prepared(tokenizer, 200, response_format={"type": "json_object"})
+    assert told.value.param == "response_format"
+    monkeypatch.setattr(tokenizer, "format", Format(None, (marks[0], "a")))
+    asked = prepared(tokenizer, 200, response_format={"type": "json_object"})
+    assert asked.samplings[0].free_until == tokenizer.id_of("a")

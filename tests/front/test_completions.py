@@ -237,6 +237,44 @@ def test_prompts_share_a_seed_only_if_it_is_given(
     assert len(set(seeds)) == num
 
 
+def test_a_prompt_that_is_cut_to_fit_leaves_room_for_the_default_answer(
+    tokenizer: Tokenizer,
+) -> None:
+    def cut(max_context: int, **fields: Any) -> tuple[int, int]:
+        asked = job(tokenizer, max_context, prompt=[5] * 300, truncate_prompt_tokens=-1, **fields)
+        return len(asked.prompts[0].ids), asked.prompts[0].max_tokens
+
+    assert cut(100) == (84, 16)
+    assert cut(100, max_tokens=40) == (60, 40)
+    assert cut(100, max_tokens=0, echo=True) == (100, 0)
+    assert cut(10) == (1, 9)
+    with pytest.raises(RequestError, match="asked for 101 tokens"):
+        cut(100, max_tokens=100)
+
+
+def test_what_prompts_share_is_made_once(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A grammar, bad words, a list of all ids: not for each of up to 1,024 prompts."""
+    num_made, make = [0], CompletionBody.samplings
+
+    def counted(*arguments: Any) -> Any:
+        num_made[0] += 1
+        return make(*arguments)
+
+    monkeypatch.setattr(CompletionBody, "samplings", counted)
+    prompts = job(tokenizer, prompt=["a"] * 50, bad_words=["hello"], allowed_token_ids=[7]).prompts
+    assert num_made == [1]
+    first, *others = (prompt.samplings[0] for prompt in prompts)
+    assert all(other.bad_words is first.bad_words for other in others)
+    assert len({first.seed, *(other.seed for other in others)}) == 50
+
+
+def test_ids_that_are_allowed_twice_count_once(tokenizer: Tokenizer) -> None:
+    asked = job(tokenizer, allowed_token_ids=[9, 7, 9] * 50_000)
+    assert asked.prompts[0].samplings[0].allowed_ids == (7, 9)
+
+
 async def test_ids_of_prompt_and_answer(engine: FakeEngine) -> None:
     (choice,) = (await reply(engine, prompt="one two", return_token_ids=True))["choices"]
     assert choice["prompt_token_ids"] == engine.tokenizer.encode("one two")

@@ -4,14 +4,20 @@ import json
 import random
 import subprocess
 import sys
+from typing import Annotated, Any, Literal
 
 import pytest
-from pydantic import ValidationError
+from llguidance import LLTokenizer
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import AutoTokenizer
 
 from serve.core.errors import RequestError, UsageError
+from serve.front.anthropic import MessagesBody
 from serve.front.formats import Format, ToolFormat, _tool_format, format_of, tool_parsers
 from serve.front.marks import ListedCalls, Marked, NamedCall, Piece, Plain
+from serve.front.openai import ChatBody, parse
+from serve.front.responses import ResponsesBody
+from serve.front.structured import Grammars
 from serve.front.tools import NamedTool, Tool, grammar_of_call
 from tests.front.test_structured import MODEL, accepts, tokenizer
 
@@ -51,6 +57,12 @@ def cut(text: str, chance: random.Random) -> list[str]:
 
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+# What Python's reader of JSON takes, and no reply can carry.
+UNTOLD = ['{"city": "\\ud800"}', '{"days": 1e999}', '{"days": NaN}', '{"days": [-Infinity]}']
+NO_JSON = [
+    *(f'<tool_call>{{"name": "weather", "arguments": {each}}}</tool_call>' for each in UNTOLD),
+    '<tool_call>{"name": "\\udc00", "arguments": {}}</tool_call>',
+]
 CALLED = ("call", "weather", '{"city": "Rome"}')
 
 
@@ -72,6 +84,7 @@ CALLED = ("call", "weather", '{"city": "Rome"}')
             '<tool_call>{"no": "name"}</tool_call>!',
             [("content", None, '<tool_call>{"no": "name"}</tool_call>!')],
         ),
+        *((text, [("content", None, text)]) for text in NO_JSON),
         (CALL.removesuffix("</tool_call>"), [CALLED]),
         ("half a mark <tool_c", [("content", None, "half a mark <tool_c")]),
     ],
@@ -131,6 +144,15 @@ def test_listed_calls_come_one_by_one() -> None:
         assert taken_apart(ListedCalls(), deltas) == expected
 
 
+@pytest.mark.parametrize("arguments", UNTOLD)
+def test_a_listed_call_that_no_json_can_tell_stays_text(arguments: str) -> None:
+    """A grammar lets \\ud800 and 1e999 through: both are JSON."""
+    call = f'{{"name": "weather", "parameters": {arguments}}}'
+    time_ = '{"name": "time", "parameters": {}}'
+    expected = [("content", None, call), ("call", "time", "{}")]
+    assert taken_apart(ListedCalls(), list(f"[{call}, {time_}]")) == expected
+
+
 # --- what mlx-lm knows
 
 
@@ -182,6 +204,82 @@ def test_demanded_calls_have_a_grammar(tokenizer) -> None:  # noqa: ANN001, F811
     named = grammar_of_call(TOOLS, choice, parallel=True)
     assert accepts(tokenizer, named, '{"city": "Rome"}')
     assert not accepts(tokenizer, named, "{}")
+
+
+class Place(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    city: str
+    near: list["Place"] = []
+
+
+class Journey(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    start: Place
+    days: int
+
+
+class Place2(Place):
+    country: Literal["IT", "FR"]
+
+
+class Stay(BaseModel):
+    model_config = ConfigDict(extra="forbid", title="Journey")
+    start: Annotated[Place2, Field(title="Place")]
+
+
+def nested_tools() -> list[dict[str, Any]]:
+    """As pydantic writes them, with a $defs of their own that are called the same."""
+    schemas = [kind.model_json_schema() for kind in (Journey, Stay)]
+    assert "$defs" in json.dumps(schemas[0])
+    schemas[1] = json.loads(json.dumps(schemas[1]).replace("Place2", "Place"))
+    # Two that claim to be the same document, which they are not.
+    return [
+        {"name": f"t{n}", "schema": {"$id": "https://example.org/tool", **schema}}
+        for n, schema in enumerate(schemas)
+    ]
+
+
+RIGHT = [
+    [("t0", {"start": {"city": "Rome", "near": [{"city": "Ostia"}]}, "days": 3})],
+    [("t1", {"start": {"city": "Rome", "country": "IT"}})],
+    [
+        ("t1", {"start": {"city": "Nice", "country": "FR"}}),
+        ("t0", {"start": {"city": "A"}, "days": 1}),
+    ],
+]
+WRONG = [
+    [("t0", {"start": {"city": "Rome", "country": "IT"}, "days": 3})],
+    [("t0", {"start": {"city": 5}, "days": 3})],
+    [("t1", {"start": {"city": "Rome"}})],
+]
+
+
+@pytest.mark.parametrize("api", ["chat", "responses", "anthropic"])
+def test_demanded_calls_whose_schemas_refer_to_themselves(
+    tokenizer: LLTokenizer,  # noqa: F811
+    api: str,
+) -> None:
+    """`#/$defs/...` is of the tool, wherever its schema is put."""
+    said = [{"role": "user", "content": "hi"}]
+    named = [(tool["name"], tool["schema"]) for tool in nested_tools()]
+    if api == "chat":
+        tools = [{"name": name, "parameters": schema} for name, schema in named]
+        functions = [{"type": "function", "function": tool} for tool in tools]
+        fields = {"messages": said, "tools": functions, "tool_choice": "required"}
+        body = parse(ChatBody, {"model": "m", **fields})
+    elif api == "responses":
+        tools = [{"type": "function", "name": n, "parameters": schema} for n, schema in named]
+        fields = {"input": "hi", "tools": tools, "tool_choice": "required"}
+        body = parse(ResponsesBody, {"model": "m", **fields}).as_chat(said)
+    else:
+        tools = [{"name": name, "input_schema": schema} for name, schema in named]
+        fields = {"messages": said, "tools": tools, "tool_choice": {"type": "any"}}
+        body = parse(MessagesBody, {"model": "m", "max_tokens": 9, **fields}).as_chat()
+    grammar = body.grammars()["tool_choice"]
+    Grammars(MODEL).check(grammar, "tool_choice")
+    for calls, is_right in [*((c, True) for c in RIGHT), *((c, False) for c in WRONG)]:
+        text = json.dumps([{"name": name, "parameters": given} for name, given in calls])
+        assert accepts(tokenizer, grammar, text) == is_right, text
 
 
 def test_nothing_is_demanded_unless_it_is() -> None:

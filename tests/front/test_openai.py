@@ -5,10 +5,15 @@ import math
 from typing import Any
 
 import pytest
+from openai.types import completion_create_params as of_text
+from openai.types.chat import completion_create_params as of_chat
 
 from serve.core.errors import RequestError
-from serve.front.messages import template_message
-from serve.front.openai import ChatBody, CompletionBody, parse, parse_chat
+from serve.front.anthropic import MessagesBody
+from serve.front.body import json_object
+from serve.front.messages import Body, template_message
+from serve.front.openai import _NEUTRAL, ChatBody, CompletionBody, parse
+from serve.front.responses import ResponsesBody
 from serve.front.sampling import MOST_STOPS, SamplingBody
 
 USER = {"role": "user", "content": "hi"}
@@ -16,7 +21,11 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{
 
 
 def chat(**fields: Any) -> ChatBody:
-    return parse_chat(json.dumps({"model": "m", "messages": [USER], **fields}).encode())
+    return read(json.dumps({"model": "m", "messages": [USER], **fields}).encode())
+
+
+def read(data: bytes) -> ChatBody:
+    return parse(ChatBody, json_object(data))
 
 
 def refusal(**fields: Any) -> RequestError:
@@ -108,6 +117,12 @@ def test_a_wrong_value_is_refused_by_name(name: str, value: Any) -> None:
         ("logprob_token_ids", [1]),
         ("spaces_between_special_tokens", False),
         ("chat_template", "{{ 1 }}"),
+        ("request_id", "mine"),
+        ("return_prompt_text", True),
+        ("stream_interval", 5),
+        ("prompt_cache_retention", "24h"),
+        ("guided_decoding_backend", "xgrammar"),
+        ("moderation", {"model": "omni"}),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(name: str, value: Any) -> None:
@@ -220,7 +235,7 @@ def test_wrong_fields_of_a_chat(fields: dict[str, Any], param: str) -> None:
 
 def test_a_missing_field_is_named() -> None:
     with pytest.raises(RequestError, match="'messages' is missing"):
-        parse_chat(b'{"model": "m"}')
+        read(b'{"model": "m"}')
 
 
 def test_limits_that_differ_are_refused() -> None:
@@ -259,7 +274,7 @@ def test_stream_options_need_a_stream() -> None:
 )
 def test_a_body_that_is_no_request_is_refused(data: bytes) -> None:
     with pytest.raises(RequestError) as raised:
-        parse_chat(data)
+        read(data)
     assert len(str(raised.value)) < 300
 
 
@@ -267,3 +282,27 @@ def test_a_long_wrong_name_makes_no_long_error() -> None:
     error = refusal(messages=[{**USER, "x" * 100_000: 1}])
     assert len(str(error)) < 400
     assert len(str(error.param)) < 200
+
+
+@pytest.mark.parametrize(("given", "body"), [(of_chat, ChatBody), (of_text, CompletionBody)])
+def test_every_field_of_the_official_client_is_known(given: Any, body: type[ChatBody]) -> None:
+    """Else it would be ignored, and nobody told."""
+    fields = {*given.CompletionCreateParamsBase.__annotations__, "stream"}
+    assert len(fields) > 15
+    assert not fields - body.model_fields.keys() - _NEUTRAL.keys()
+
+
+@pytest.mark.parametrize("body", [ChatBody, CompletionBody, ResponsesBody, MessagesBody])
+def test_null_is_the_same_as_leaving_a_field_out(body: type[Body], caplog: Any) -> None:
+    good: dict[str, Any] = {"model": "m", "max_tokens": 5, "messages": [USER], "prompt": "hi"}
+    good = {name: good[name] for name in good if name in body.model_fields} | (
+        {"input": "hi"} if body is ResponsesBody else {}
+    )
+    names = ("reasoning", "conversation", "container", "stream_options", "nobody", "max_tool_calls")
+    nothing = dict.fromkeys({*names, *body.model_fields} - good.keys())
+    assert parse(body, {**good, **nothing}) == parse(body, good)
+    assert not caplog.records
+
+
+def test_a_prompt_is_not_cut_to_nothing() -> None:
+    assert refusal(truncate_prompt_tokens=0).param == "truncate_prompt_tokens"

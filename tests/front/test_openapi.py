@@ -126,3 +126,21 @@ def test_chunks_have_their_types(
     assert len(chunks) > 3
     for chunk in chunks:
         TypeAdapter(kind).validate_python(json.loads(chunk), strict=True, extra="forbid")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "is_done"),
+    [
+        ("/v1/chat/completions", CHAT, True),
+        ("/v1/completions", COMPLETION, True),
+        ("/v1/responses", {"model": "tiny", "input": "hi"}, False),
+        ("/v1/messages", {**CHAT, "max_tokens": 5}, False),
+    ],
+)
+def test_how_a_stream_ends_is_told(
+    server: Running, document: Any, path: str, body: Any, is_done: bool
+) -> None:
+    content = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]
+    assert ("[DONE]" in json.dumps(content)) == is_done
+    text = httpx.post(server.url + path, json={**body, "stream": True}, timeout=10).text
+    assert text.endswith("data: [DONE]\n\n") == is_done

@@ -1,6 +1,11 @@
 """Grammars from requests: what they accept, and what is refused in bounded time."""
 
+import gc
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -9,7 +14,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from pydantic import ValidationError
 
-from serve.core.errors import RequestError
+from serve.core.errors import BrigadeError, RequestError
 from serve.front.structured import Grammars, ResponseFormat, StructuredOutputs, of_schema
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny-chat"
@@ -134,6 +139,79 @@ def test_what_no_answer_can_follow_is_refused_soon(body: Any) -> None:
     assert caught.value.param == "structured_outputs"
     assert "site-packages" not in str(caught.value)
     assert time.monotonic() - started < 20, "hopeless grammars are found by limits, not by waiting"
+
+
+def multiple_of(number: int) -> dict[str, Any]:
+    return {"type": "integer", "multipleOf": number}
+
+
+SLOW: list[tuple[str, Any]] = [
+    ("a large multiple", {"json": multiple_of(9_999_991)}),
+    ("a common multiple", {"json": {"allOf": [multiple_of(9_973), multiple_of(9_967)]}}),
+    ("inside of a grammar", {"grammar": f"start: %json {json.dumps(multiple_of(9_999_991))}"}),
+]
+
+
+@pytest.mark.parametrize("body", [body for _, body in SLOW], ids=[name for name, _ in SLOW])
+def test_what_is_slow_to_prepare_is_refused_and_others_are_not(body: Any) -> None:
+    """No limit of llguidance's bounds these: each takes it many seconds, and megabytes."""
+    grammars = Grammars(MODEL)
+    started = time.monotonic()
+    with pytest.raises(RequestError, match="cannot be followed: .* simpler"):
+        grammars.check(StructuredOutputs.model_validate(body).grammar(), "structured_outputs")
+    assert time.monotonic() - started < 10, "a second of a core, which others may need as well"
+    grammars.check(of_schema(PERSON), "response_format")
+    grammars.check(of_schema(multiple_of(101)), "response_format")
+
+
+def checkers() -> set[int]:
+    """Processes that check grammars for this one."""
+    gc.collect()
+    told = subprocess.run(
+        ["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True
+    ).stdout
+    return {int(line.split()[0]) for line in told.splitlines() if "grammar_check" in line}
+
+
+def test_a_check_leaves_no_process_behind_and_brings_no_mlx() -> None:
+    before, grammars = checkers(), Grammars(MODEL)
+    grammars.check(of_schema(PERSON), "response_format")
+    (checker,) = checkers() - before
+    maps = Path(f"/proc/{checker}/maps")
+    assert not maps.exists() or "libmlx" not in maps.read_text()
+    with pytest.raises(RequestError):
+        grammars.check(of_schema(multiple_of(9_999_991)), "response_format")
+    assert checkers() == before, "it was stopped"
+    grammars.check(of_schema(multiple_of(3)), "response_format")
+    del grammars
+    assert checkers() == before
+
+
+def test_a_check_that_breaks_is_the_end_of_its_request_alone() -> None:
+    grammars = Grammars(MODEL)
+    before = checkers()
+    grammars.check(of_schema(PERSON), "response_format")
+    (checker,) = checkers() - before
+    os.kill(checker, signal.SIGKILL)
+    with pytest.raises(BrigadeError, match="ended with -9") as told:
+        grammars.check(of_schema(multiple_of(2)), "response_format")
+    assert told.value.http_status == 500
+    grammars.check(of_schema(multiple_of(2)), "response_format")
+
+
+def test_it_ends_with_its_server() -> None:
+    """Also with one that is killed."""
+    program = (
+        "import os, signal, sys; from pathlib import Path; from serve.front.structured import *\n"
+        "grammars = Grammars(Path(sys.argv[1])); grammars.check(of_schema({}), 'x')\n"
+        "print(grammars._checker.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    command = [sys.executable, "-c", program, str(MODEL)]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{int(told.stdout)}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_what_can_be_followed_is_checked_once() -> None:

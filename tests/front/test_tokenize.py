@@ -1,10 +1,12 @@
 """/tokenize and /detokenize over HTTP, as vLLM's clients use them."""
 
+import threading
 from typing import Any
 
 import httpx
 import pytest
 
+from serve.front import replies
 from tests.front.fakes import MAX_CONTEXT, Running
 
 
@@ -53,3 +55,21 @@ def test_what_is_wrong_is_told(
     reply = post(shared, path, **body)
     assert reply.status_code == status
     assert reply.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/tokenize", {"prompt": "hi"}), ("/detokenize", {"tokens": [5]})]
+)
+def test_long_replies_are_written_beside_the_event_loop(
+    shared: Running, monkeypatch: pytest.MonkeyPatch, path: str, body: Any
+) -> None:
+    """Millions of ids take seconds, in which nobody else would get anything."""
+    threads, encode = [], replies.encode
+
+    def noted(reply: Any) -> bytes:
+        threads.append(threading.current_thread().name)
+        return encode(reply)
+
+    monkeypatch.setattr(replies, "encode", noted)
+    assert post(shared, path, **body).status_code == 200
+    assert [name.startswith("prompt") for name in threads] == [True]

@@ -90,15 +90,54 @@ def test_a_grammar_that_everybody_would_wait_for_is_an_error_of_the_request(
     assert len(drawn(begin(grammars, plain, []), 1, [], stop=30)) == 30
 
 
+def test_a_grammar_that_is_slow_to_prepare_is_an_error_of_the_request(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar, "_MOST_LATE_SECONDS", 0.02)
+    slow = LLMatcher.grammar_from_json_schema({"type": "integer", "multipleOf": 99_991})
+    with pytest.raises(RequestError, match="too long"):
+        allowed(begin(grammars, slow, []))
+
+
+def test_rows_share_a_grammar_and_not_how_far_they_are(grammars: Grammars) -> None:
+    """What is slow is done once (twice, if two threads begin with it together)."""
+    first = begin(grammars, CHOICE, [])
+    allowed(first)
+    rows = [first, *(begin(grammars, CHOICE, []) for _ in range(7))]
+    assert grammars._compiled.cache_info().misses == 1
+    ends = [drawn(row, seed, []) for seed, row in enumerate(rows)]
+    assert len(set(map(tuple, ends))) > 1
+    assert all(end[-1] == END for end in ends)
+
+
 def test_what_does_not_fit_is_an_error_of_the_request(grammars: Grammars) -> None:
     wrong = TOKENIZER.encode("no list", add_special_tokens=False).ids
     with pytest.raises(RequestError, match="cannot be followed"):
         allowed(begin(grammars, NUMBERS, wrong))
 
 
-def test_before_it_begins_everything_is_allowed(grammars: Grammars) -> None:
+def test_before_it_begins_everything_but_the_end_is_allowed(grammars: Grammars) -> None:
+    """An answer that ends in its thoughts would lack what was demanded."""
     thought = TOKENIZER.encode("first a thought", add_special_tokens=False).ids
-    constraint = begin(grammars, CHOICE, thought, free_until=END)
-    assert allowed(constraint).all().item()
-    constraint.accept(END)
+    mark = TOKENIZER.token_to_id("</tool_call>")
+    constraint = begin(grammars, CHOICE, thought, free_until=mark)
+    size = TOKENIZER.get_vocab_size()
+    assert [id for id in range(size) if not allowed(constraint)[id].item()] == [END]
+    constraint.accept(mark)
     assert 0 < allowed(constraint).sum().item() < 20
+
+
+def test_where_the_answer_would_end_its_thoughts_end(grammars: Grammars) -> None:
+    mark = TOKENIZER.token_to_id("</tool_call>")
+    constraint = begin(grammars, CHOICE, [], free_until=mark)
+    logits = mx.zeros(NUM_LOGITS)
+    logits[END] = 5.0
+    assert mx.argmax(constraint.apply(logits)).item() == mark
+    constraint.accept(mark)
+    assert mx.argmax(allowed(constraint)).item() != mark
+    endless = Constraint(grammars, Sampling(grammar=CHOICE, free_until=mark), [])
+    assert allowed(endless)[END].item()
+
+
+def test_the_end_of_thoughts_may_be_the_answers(grammars: Grammars) -> None:
+    assert allowed(begin(grammars, CHOICE, [], free_until=END))[END].item()

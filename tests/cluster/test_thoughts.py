@@ -1,0 +1,86 @@
+"""A model that thinks, over two real ranks: the embedded one, whose marks of calls are renamed, and
+whose template opens a thought. So what it would call is what it thinks."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.cluster.servers import TINY_CHAT, Server, running
+
+pytestmark = pytest.mark.long
+
+ASKED = "What is 7 + 5?"
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "parameters": SCHEMA | {"additionalProperties": False}},
+}
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("model") / "thinker"
+    shutil.copytree(TINY_CHAT, folder)
+    _replace(folder / "tokenizer.json", "tool_call>", "think>")
+    template = folder / "chat_template.jinja"
+    _replace(template, "tool_call>", "think>")
+    _replace(template, "{{- '<|assistant|>' -}}", "{{- '<|assistant|><think>' -}}")
+    with running(2, "--model", str(folder)) as server:
+        yield server
+
+
+def _replace(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+def ask(server: Server, **fields: Any) -> Any:
+    body: dict[str, Any] = {
+        "model": "thinker",
+        "messages": [{"role": "user", "content": ASKED}],
+        "temperature": 0,
+        "max_tokens": 200,
+    }
+    return server.client().chat.completions.create(**body | fields)
+
+
+def test_thoughts_are_apart_from_the_answer(thinker: Server) -> None:
+    message = ask(thinker).choices[0].message
+    assert len(message.reasoning_content) > 3
+    assert "think>" not in message.reasoning_content + (message.content or "")
+    deltas = [chunk.choices[0].delta for chunk in ask(thinker, stream=True) if chunk.choices]
+    streamed = [getattr(delta, "reasoning_content", None) or "" for delta in deltas]
+    assert "".join(streamed) == message.reasoning_content
+    assert "".join(delta.content or "" for delta in deltas) == (message.content or "")
+    silent = ask(thinker, extra_body={"include_reasoning": False}).choices[0].message
+    assert not hasattr(silent, "reasoning_content")
+    assert silent.content == message.content
+
+
+def test_a_grammar_begins_after_them(thinker: Server) -> None:
+    """They are as free as without one; this model would end with them."""
+    thought = ask(thinker).choices[0].message.reasoning_content
+    outputs = {"structured_outputs": {"regex": "[0-9]{3}-[0-9]{3}"}}
+    choice = ask(thinker, extra_body=outputs).choices[0]
+    assert choice.message.reasoning_content == thought
+    assert re.fullmatch("[0-9]{3}-[0-9]{3}", choice.message.content)
+    called = ask(thinker, tools=[TOOL], tool_choice="required", parallel_tool_calls=False)
+    message = called.choices[0].message
+    assert message.reasoning_content
+    assert [call.function.name for call in message.tool_calls] == ["add"]
+
+
+def test_the_other_calls_tell_them_in_their_own_words(thinker: Server) -> None:
+    thought = ask(thinker).choices[0].message.reasoning_content
+    items = thinker.client().responses.create(model="thinker", input=ASKED, temperature=0).output
+    assert (items[0].type, items[0].content[0].text) == ("reasoning", thought)
+    said = {"messages": [{"role": "user", "content": ASKED}], "max_tokens": 200, "temperature": 0}
+    url = f"{thinker.url}/v1/messages"
+    blocks = httpx.post(url, json={"model": "thinker", **said}, timeout=60).json()["content"]
+    assert (blocks[0]["type"], blocks[0]["thinking"]) == ("thinking", thought)
