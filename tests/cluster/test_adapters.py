@@ -299,6 +299,7 @@ def check_memory_is_freed(server: Server) -> None:
     assert post(server, "/v1/unload_lora_adapter", lora_name="a").status_code == 404
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_least_recently_used_goes_and_comes_back(
     folders: list[Path], answer: Whole, num_ranks: int

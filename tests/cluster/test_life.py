@@ -131,6 +131,7 @@ def test_more_ranks_than_layers(launch: Any) -> None:
         assert server.process.returncode == 4
 
 
+@pytest.mark.slow
 def test_a_second_cluster_on_the_same_ports_says_so() -> None:
     with running(2, launch=mlx_launch) as first:
         command = list(first.process.args)
@@ -235,6 +236,7 @@ def test_nobody_outlives_a_killed_launcher() -> None:
         assert gone(family, 5), "ranks outlived their launcher"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
 )

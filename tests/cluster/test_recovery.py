@@ -231,6 +231,7 @@ def test_a_rank_that_stops_for_five_seconds_is_no_fault(
     assert server.get("/admin/pipeline")["num_restarts"] == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", EACH_RANK)
 def test_a_rank_that_stops_for_ever_is_found_and_named(
     server: Server, expected: list[Stream], rank: int
@@ -253,6 +254,7 @@ def test_a_rank_that_stops_for_ever_is_found_and_named(
     server.wait_for_log(r"in (_next_frame|_wait_for)\b")
 
 
+@pytest.mark.slow
 def test_restarts_that_are_used_up_end_the_cluster_with_the_reason() -> None:
     with running(2, "--max-restarts", "1") as server:
         family = server.family()

@@ -232,7 +232,7 @@ async def until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
     await asyncio.wait_for(wait(), seconds)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 async def test_the_ranks_that_are_left_share_the_layers_until_others_are_there_again(
     tmp_path: Path,
 ) -> None:

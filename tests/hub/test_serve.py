@@ -11,6 +11,7 @@ import pytest
 
 from launcher.process import free_ports
 from tests.cluster.servers import BIN, ROOT, TINY_CHAT, Server, brigade_launch, started
+from tests.cluster.test_links import Ranks
 from tests.hub.checkpoints import header_sizes
 from tests.hub.server import COMMIT, REPO, FakeHub, running
 
@@ -62,6 +63,27 @@ def test_a_cluster_serves_a_model_of_the_hub(tiny_hub: FakeHub, tmp_path: Path) 
         server.wait_until_ready()
         assert answer(server, REPO) == from_hub
     assert not [s for s in tiny_hub.served if s.file.endswith(".safetensors")]
+
+
+@pytest.mark.slow
+def test_the_layers_of_a_rank_that_is_lost_are_fetched_by_the_others(
+    tiny_hub: FakeHub, tmp_path: Path
+) -> None:
+    """Each rank has a cache of its own, as on hosts of their own."""
+    flags = ("--model", REPO, "--revision", "v1", "--replan", "--join-timeout", "4")
+    ranks = Ranks(tmp_path, free_ports(4), [], flags)
+    of_0, of_1 = ([*ranks.command(r), "--cache-dir", str(tmp_path / f"cache-{r}")] for r in (0, 1))
+    with started(of_1) as other, started(of_0, ranks.ports[-1]) as server:
+        server.wait_until_ready()
+        owned_by_other = server.get("/admin/pipeline")["stages"][1]["bytes_owned"]
+        expected = answer(server, REPO)
+        tiny_hub.served.clear()
+        other.process.kill()
+        server.wait_for_log("event=recovered")
+        (stage,) = server.get("/admin/pipeline")["stages"]
+        assert stage["layers"] == [0, 8]
+        assert answer(server, REPO) == expected
+    assert 0 < tiny_hub.data_bytes(header_sizes(tiny_hub.folder)) <= 1.01 * owned_by_other
 
 
 def test_a_plan_reads_headers_alone(tiny_hub: FakeHub) -> None:

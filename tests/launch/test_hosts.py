@@ -240,6 +240,7 @@ def test_a_rank_comes_back_after_a_lost_connection(relaunch: Start) -> None:
     assert launched.end()[0] == 137
 
 
+@pytest.mark.slow
 def test_a_host_that_is_away_is_waited_for(relaunch: Start, sshd: Sshd) -> None:
     """It is rank 0 that gives up: it knows how long its clients may wait."""
     launched = relaunch(SLEEP).see("up", 2)

@@ -118,7 +118,7 @@ def test_every_command_runs(tmp_path: Path, sshd: Sshd) -> None:
     assert upgrade.count("Name: mlx-brigade") == 2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_each_way_to_drain_ends_with_code_0() -> None:
     (block,) = blocks("Drain")
     ways = block.splitlines()

@@ -141,6 +141,7 @@ def answer(foreign: socket.socket, greeting: bytes) -> None:
             return
 
 
+@pytest.mark.slow
 def test_a_port_scanner_during_the_start_changes_no_answer(
     mlx_lm_answer: Callable[[str], str],  # noqa: F811
 ) -> None:

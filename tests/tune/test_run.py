@@ -129,7 +129,7 @@ def test_a_resumed_run_is_the_same(
     assert losses_of(out) == losses_of(alone[0])
 
 
-@pytest.mark.parametrize("ranks", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("ranks", [(1, 2), pytest.param((2, 1), marks=pytest.mark.slow)])
 def test_a_run_goes_on_bit_for_bit_on_other_ranks(
     folder: Path, tmp_path: Path, ranks: tuple[int, int]
 ) -> None:

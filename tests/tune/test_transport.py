@@ -43,7 +43,7 @@ def test_a_message_that_cannot_be_sent_is_an_error_not_a_hang(tmp_path: Path) ->
     assert "set is not JSON serializable" in first
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_stopped_rank_is_given_up_by_name_and_a_slow_one_is_not(
     tmp_path: Path, num_ranks: int
 ) -> None:
