@@ -107,6 +107,7 @@ def test_schedule_and_size_of_micro_batches_are_told_apart() -> None:
     assert apart == [1] * (len(rows) - 1)
 
 
+@pytest.mark.long
 def test_the_cpu_seconds_of_a_run_are_those_of_each_rank(tmp_path: Path) -> None:
     """Ranks that do nothing but say what a run says, and compute between it."""
     (tmp_path / "launcher.py").write_text(

@@ -140,6 +140,7 @@ def test_a_required_tool_has_a_schema_of_several_models(server: Server) -> None:
     assert all(Journey.model_validate_json(call.arguments) for call in travels)
 
 
+@pytest.mark.long
 def test_a_schema_that_is_slow_to_prepare_stops_nobody(server: Server) -> None:
     """A second of a core for each, and then 400; who asks for something else is answered."""
 

@@ -348,6 +348,7 @@ def test_a_signal_lets_answers_finish(model_folder: Path) -> None:
         assert server.returncode == 0
 
 
+@pytest.mark.long
 def test_half_a_body_does_not_hold_up_the_end(model_folder: Path) -> None:
     head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     with (
