@@ -29,6 +29,8 @@ from serve.tune.config import FineTuneConfig, read_yaml
 from serve.tune.events import Event
 from serve.tune.schedule import Shape, make_schedule
 
+_STOPPED = 128 + signal.SIGTERM
+_STOP_SECONDS = 8  # less than a launcher waits
 _SERVER = "http://127.0.0.1:8080"  # where `brigade serve` listens unless told
 
 
@@ -78,7 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _stop(*_: object) -> NoReturn:
     """It is not done: whoever waits for it should know."""
-    raise SystemExit(128 + signal.SIGTERM)
+    # What is raised in the middle of a callback, such as a finaliser, is lost.
+    signal.signal(signal.SIGALRM, lambda *_: os._exit(_STOPPED))
+    signal.alarm(_STOP_SECONDS)
+    raise SystemExit(_STOPPED)
 
 
 def check(argv: Sequence[str], num_ranks: int, rank: int = 0) -> FineTuneConfig:

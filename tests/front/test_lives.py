@@ -329,7 +329,7 @@ async def test_a_rank_that_comes_again_with_other_versions_stays_out(
         assert [rank for rank, _ in layers(engine)] == [0, 2]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 async def test_a_rank_that_comes_again_and_cannot_load_stays_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

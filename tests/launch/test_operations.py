@@ -95,7 +95,7 @@ class Terminal:
         raise AssertionError((self.folder / "launch.log").read_text("utf-8"))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_command_runs(tmp_path: Path, sshd: Sshd) -> None:
     terminal = Terminal(tmp_path, sshd)
     said: list[str] = []

@@ -287,6 +287,32 @@ def test_a_run_that_is_told_to_end_is_not_done(
     assert "Traceback" not in said
 
 
+SWALLOWS = """
+import signal, time
+from serve.cli import fine_tune
+fine_tune._STOP_SECONDS = 1
+signal.signal(signal.SIGTERM, fine_tune._stop)
+class Swallows:
+    def __del__(self):
+        print("up", flush=True)
+        time.sleep(30)
+gone = Swallows()
+del gone
+print("goes on", flush=True)
+time.sleep(30)
+"""
+
+
+def test_a_signal_whose_exception_is_lost_ends_the_run_all_the_same() -> None:
+    words = [sys.executable, "-c", SWALLOWS]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=20)[0] == "goes on\n"
+        assert process.returncode == 128 + signal.SIGTERM
+
+
 # --- bad input
 
 

@@ -23,7 +23,7 @@ from serve.tune.config import FineTuneConfig, read_yaml
 from tests.cluster.servers import TINY_CHAT
 from tests.tune.runs import losses_of, same
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 NUM_UPDATES, NUM_ROWS = 12, 16
 
