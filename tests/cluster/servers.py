@@ -56,6 +56,7 @@ class Server:
     process: subprocess.Popen[str]
     port: int
     log: list[str] = field(default_factory=list)
+    clients: list[openai.OpenAI] = field(default_factory=list)
 
     @property
     def url(self) -> str:
@@ -66,7 +67,10 @@ class Server:
         return "".join(self.log)
 
     def client(self, **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)
+        """Closed with the server, and not whenever garbage is collected."""
+        made = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)
+        self.clients.append(made)
+        return made
 
     def get(self, path: str) -> Any:
         return httpx.get(self.url + path, timeout=10).raise_for_status().json()
@@ -129,6 +133,8 @@ def started(command: Sequence[str], port: int = 0) -> Iterator[Server]:
     try:
         yield server
     finally:
+        for client in server.clients:
+            client.close()
         if process.poll() is None:
             family = server.family()
             process.send_signal(signal.SIGTERM)
