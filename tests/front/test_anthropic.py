@@ -102,6 +102,7 @@ def test_text_of_the_assistant_at_the_end_is_gone_on_from() -> None:
     assert not as_chat().continue_final_message
 
 
+@pytest.mark.long
 def test_many_blocks_take_no_long_time() -> None:
     """Adding them up one by one would copy what is there for each: minutes for one body."""
     blocks = [text("x" * 10)] * 100_000

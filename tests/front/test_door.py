@@ -229,6 +229,7 @@ def test_a_crowd_is_turned_away(engine: FakeEngine) -> None:
 # --- draining
 
 
+@pytest.mark.long
 def test_draining_finishes_what_runs_and_then_ends(server: Running, engine: FakeEngine) -> None:
     engine.delay, engine.answer = 0.4, "hello world how are you"
     stream = httpx.stream("POST", server.url + CHAT, json={**HELLO, "stream": True}, timeout=10)

@@ -143,6 +143,7 @@ def check_random_lives(
     check_all_ended(pipeline)
 
 
+@pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(LIVES)
 def test_random_lives(life: tuple[Any, ...]) -> None:
@@ -175,6 +176,7 @@ def test_stages_are_busy_when_there_are_as_many_sequences(num_stages: int) -> No
     assert pipeline.busy_share > 0.9
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_stages", [2, 4, 8])
 @pytest.mark.parametrize("num_clients_of_a_stage", [1, 4])
 def test_stages_are_busy_with_prompts_and_answers(

@@ -116,6 +116,7 @@ LIVES = st.tuples(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=200, deadline=None)
 @given(LIVES)
 def test_random_kills(life: tuple[Any, ...]) -> None:
