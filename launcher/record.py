@@ -4,7 +4,6 @@ A launcher that was killed loses the lock, so a record never speaks of a process
 nor of a stranger that got its number.
 """
 
-import dataclasses
 import fcntl
 import json
 import os
@@ -15,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -144,10 +143,10 @@ def _read(file: Path) -> Launch | None:
         try:
             fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            fields, _ = json.JSONDecoder().raw_decode(opened.read().decode())
-            known = {each.name for each in dataclasses.fields(Launch)}
+            told, _ = json.JSONDecoder().raw_decode(opened.read().decode())
             # It may be of another version, that is upgraded beside it.
-            return Launch(**{name: value for name, value in fields.items() if name in known})
+            known = (each.name for each in fields(Launch))
+            return Launch(**{name: told[name] for name in known if name in told})
         file.unlink()
     return None
 

@@ -49,8 +49,7 @@ class Grammars:
 class Constraint:
     """sampling.grammar, and how far one sequence has come in it, which has so much output
     already. With sampling.free_until it begins after that token, which comes in the place of an
-    end before it. Where it is complete the
-    end_ids may come."""
+    end before it. Where it is complete the end_ids may come."""
 
     def __init__(self, grammars: Grammars, sampling: Sampling, output: list[int]) -> None:
         self._grammars, self._sampling = grammars, sampling
@@ -62,22 +61,30 @@ class Constraint:
     def apply(self, logits: mx.array) -> mx.array:
         """logits (vocabulary,) with -inf for what may not come. Raises RequestError when the
         grammar has become too complex or too slow to follow."""
-        allowed = mx.array(self._mask.result()[: logits.size])
-        if self._is_free and self._sampling.end_ids:
-            # Where the answer would end its thoughts end: what is demanded is still to come.
-            mark, ends = self._sampling.free_until, mx.array(self._sampling.end_ids)
-            logits[mark] = mx.maximum(logits[mark], logits[ends].max())
+        mask = self._mask.result()
+        if mask is None:
+            return self._without_ends(logits)
+        allowed = mx.array(mask[: logits.size])
         only = mx.full(logits.shape, -mx.inf)
         only[: allowed.size] = mx.where(allowed, logits[: allowed.size], -mx.inf)
         return only
+
+    def _without_ends(self, logits: mx.array) -> mx.array:
+        """Where the answer would end its thoughts end: what is demanded is still to come."""
+        mark = self._sampling.free_until
+        ends = [id for id in self._sampling.end_ids if id < logits.size and id != mark]
+        if ends:
+            logits[mark] = mx.maximum(logits[mark], logits[mx.array(ends)].max())
+            logits[mx.array(ends)] = -mx.inf
+        return logits
 
     def accept(self, token: int) -> None:
         """The token that was chosen."""
         self._mask.result()  # The matcher must not change while it is asked.
         self._mask = self._grammars.threads.submit(self._advance, [token])
 
-    def _advance(self, tokens: list[int]) -> Mask:
-        """The mask after tokens."""
+    def _advance(self, tokens: list[int]) -> Mask | None:
+        """The mask after tokens; None while all but an end may come."""
         _ = self._grammars.tokenizer  # To load it is the doing of no request.
         began = time.thread_time()
         if self._matcher is None:
@@ -88,18 +95,11 @@ class Constraint:
                 self._is_free = token != self._sampling.free_until
             elif token not in self._sampling.end_ids:
                 self._matcher.consume_token(token)
-        mask = self._all_but_ends() if self._is_free else self._look(self._matcher)
+        mask = None if self._is_free else self._look(self._matcher)
         seconds = time.thread_time() - began - _SECONDS_PER_TOKEN * len(tokens)
         self._late_seconds = max(0.0, self._late_seconds + seconds)
         if self._late_seconds > _MOST_LATE_SECONDS:
             raise RequestError("The grammar of this request takes too long to follow.")
-        return mask
-
-    def _all_but_ends(self) -> Mask:
-        """While it is free."""
-        mask = np.ones(self._grammars.tokenizer.vocab_size, np.bool_)
-        ends = {id for id in self._sampling.end_ids if id < mask.size}
-        mask[list(ends - {self._sampling.free_until})] = False
         return mask
 
     def _look(self, matcher: LLMatcher) -> Mask:

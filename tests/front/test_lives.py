@@ -5,7 +5,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -261,20 +261,28 @@ async def test_the_ranks_that_are_left_share_the_layers_until_others_are_there_a
         assert [len(a["bytes"]) for a in described] == [3, 3]
 
 
+async def ring_after(
+    caplog: pytest.LogCaptureFixture, lost: Sequence[int], returns: int
+) -> list[int]:
+    """Who answers in the end, if those that are left are not enough until one returns."""
+    async with ranks(replan=True, join_timeout=2.0) as (engine, members, start):
+        await ready(engine)
+        answer = asyncio.create_task(collect(engine, prompt(10, 500)))
+        for rank in lost:
+            await lose(members[rank])
+        await until(lambda: "event=waiting" in caplog.text)
+        start(returns)
+        await asyncio.wait_for(answer, 15)
+        return [rank for rank, _ in layers(engine)]
+
+
 @pytest.mark.long
 async def test_ranks_that_are_too_small_for_the_model_wait(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("LEAST_RANKS", "3")
-    async with ranks(replan=True, join_timeout=2.0) as (engine, members, start):
-        await ready(engine)
-        answer = asyncio.create_task(collect(engine, prompt(10, 500)))
-        await lose(members[2])
-        await until(lambda: "event=waiting" in caplog.text)
-        assert "Too large." in caplog.text
-        start(2)
-        await asyncio.wait_for(answer, 15)
-        assert len(layers(engine)) == 3
+    assert await ring_after(caplog, [2], 2) == [0, 1, 2]
+    assert "Too large." in caplog.text
 
 
 @pytest.mark.long
@@ -282,15 +290,7 @@ async def test_some_that_come_again_are_enough(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("LEAST_RANKS", "2")
-    async with ranks(replan=True, join_timeout=2.0) as (engine, members, start):
-        await ready(engine)
-        answer = asyncio.create_task(collect(engine, prompt(10, 500)))
-        await lose(members[1])
-        await lose(members[2])
-        await until(lambda: "event=waiting" in caplog.text)
-        start(2)
-        await asyncio.wait_for(answer, 15)
-        assert [rank for rank, _ in layers(engine)] == [0, 2]
+    assert await ring_after(caplog, [1, 2], 2) == [0, 2]
 
 
 @pytest.mark.long
@@ -303,14 +303,7 @@ async def test_ranks_without_room_for_a_short_sequence_wait(
         return 10_000
 
     monkeypatch.setattr("serve.front.engine.room_for_tokens", room)
-    async with ranks(replan=True, join_timeout=2.0) as (engine, members, start):
-        await ready(engine)
-        answer = asyncio.create_task(collect(engine, prompt(10, 500)))
-        await lose(members[2])
-        await until(lambda: "event=waiting" in caplog.text)
-        start(2)
-        await asyncio.wait_for(answer, 15)
-        assert len(layers(engine)) == 3
+    assert await ring_after(caplog, [2], 2) == [0, 1, 2]
 
 
 @pytest.mark.long
