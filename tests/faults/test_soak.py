@@ -20,13 +20,13 @@ from tests.cluster.servers import TINY_CHAT, Server, gone, running
 
 SOAK_SECONDS = float(os.environ.get("SOAK_SECONDS", "600"))
 NUM_CLIENTS = 8
-NUM_KILLS = 4
+NUM_KILLS = max(4, int(SOAK_SECONDS / 300))
 SWAPS_OF_A_KILL = 8
 ADAPTERS = TINY_CHAT.parent / "adapters"
 LEAVING_SHARE = 0.2
 MOST_GROWTH_BYTES = 30 << 20
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(int(SOAK_SECONDS) + 120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(int(SOAK_SECONDS * 7 / 6) + 300)]
 
 
 @dataclass
