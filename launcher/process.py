@@ -6,13 +6,15 @@ import secrets
 import signal
 import socket
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 from launcher.command import HOST, Ring, hostfile_text, rank_environment
 from serve.core.errors import AddressError
+from serve.core.folder import own_folder
 
 LONGEST_LINE_BYTES = 65536
 
@@ -80,8 +82,13 @@ class LocalProcess:
         signal_group(self.pid, signal.SIGKILL)
 
     def wait(self) -> int:
-        wait_unreaped(self.pid)
-        # What the rank left behind. Its number is still taken, so no stranger can be hit.
+        if hasattr(os, "waitid"):
+            # Already reaped by a `poll` in the main thread: then it has ended, too.
+            with suppress(ChildProcessError):
+                os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        else:  # macOS before Python 3.13; it gives all other numbers before one comes again
+            self._process.wait()
+        # What the rank left behind. Nobody else has its number, so no stranger can be hit.
         self.kill()
         return self._process.wait()
 
@@ -97,26 +104,32 @@ def local_ranks(
     addresses = [[f"{HOST}:{port}"] for port in ports]
     with shared_ring(addresses, f"{HOST}:{control}", secrets.token_hex(16)) as ring:
 
-        def start_of(rank: int) -> Start:
+        def start(rank: int) -> LocalProcess:
+            # Again for one that comes back: systems clean their temporary folders.
+            write_hostfile(ring.hostfile, addresses)
             environment = rank_environment(base, ring, rank, num_ranks)
-            return lambda: LocalProcess(f"rank {rank}", command, environment, ring.leash)
+            return LocalProcess(f"rank {rank}", command, environment, ring.leash)
 
-        yield [start_of(rank) for rank in range(num_ranks)]
+        yield [partial(start, rank) for rank in range(num_ranks)]
 
 
 @contextmanager
 def shared_ring(addresses: Sequence[Sequence[str]], control: str, secret: str) -> Iterator[Ring]:
     """What ranks read on this machine, for as long as they run."""
     leash, our_end = os.pipe()
-    descriptor, hostfile = tempfile.mkstemp(prefix="brigade-", suffix=".json")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(hostfile_text(addresses))
-        yield Ring(hostfile, control, secret, leash)
+        with own_folder() as folder:
+            hostfile = f"{folder}/hosts.json"
+            write_hostfile(hostfile, addresses)
+            yield Ring(hostfile, control, secret, leash)
     finally:
         os.close(leash)
         os.close(our_end)
-        os.unlink(hostfile)
+
+
+def write_hostfile(path: str, addresses: Sequence[Sequence[str]]) -> None:
+    Path(path).parent.mkdir(0o700, exist_ok=True)
+    Path(path).write_text(hostfile_text(addresses), "utf-8")
 
 
 def free_ports(count: int, address: str = HOST) -> list[int]:
@@ -146,11 +159,3 @@ def signal_group(group: int, signum: signal.Signals) -> None:
     # macOS answers PermissionError when all that is left of a group is zombies.
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signum)
-
-
-def wait_unreaped(pid: int) -> None:
-    """Waits for the end of a child but leaves its number taken, where the system can do that."""
-    if hasattr(os, "waitid"):
-        # Already reaped by a `poll` in the main thread: then it has ended, too.
-        with suppress(ChildProcessError):
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)

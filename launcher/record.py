@@ -24,11 +24,11 @@ from serve.core.errors import ClusterError, UsageError
 STOP_SECONDS = 5.0  # beyond what ranks may take to end
 _POLL_SECONDS = 0.1
 
-# Rank 0's own lines -> what is going on.
-_URL = re.compile(r"\bevent=listening url=(\S+)")
-_STAGE = re.compile(r"\bevent=stage_(fetching|loading) ")
-_RECOVERING = re.compile(r"event=recovering ")
-_READY = re.compile(r"\bevent=ready ")
+# What rank 0 says: its URL, or what is going on. An event comes first in its line; what stands
+# later may be a client's word.
+_EVENT = re.compile(
+    r"[^=]*\bevent=(?:listening url=(\S+)|(?:stage_)?(fetching|loading|ready|recovering)\b)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +58,9 @@ class Record(Observer):
         self._save(ranks={**self._launch.ranks, str(rank): f"runs as {pid}"})
 
     def said(self, rank: int, line: str) -> None:
-        if rank:
-            return
-        if _RECOVERING.search(line):
-            self._save(state="recovering")
-        elif self._launch.state == "ready":
-            return
-        elif url := _URL.search(line):
-            self._save(url=url[1])
-        elif stage := _STAGE.search(line):
-            self._save(state=stage[1])
-        elif _READY.search(line):
-            self._save(state="ready")
+        told = None if rank else _EVENT.match(line)
+        if told and (told[2] == "recovering" or self._launch.state != "ready"):
+            self._save(**{"url": told[1]} if told[1] else {"state": told[2]})
 
     def ended(self, rank: int, code: int, comes_back: bool) -> None:
         how = f"ended with {code}" + comes_back * ", comes back"
@@ -112,7 +103,8 @@ def launches() -> list[Launch]:
 def stop(pid: int | None) -> Launch:
     """Asks a launcher to end its ranks, and waits for that. Raises UsageError, ClusterError."""
     launch = _chosen(pid)
-    os.kill(launch.pid, signal.SIGTERM)
+    with suppress(ProcessLookupError):
+        os.kill(launch.pid, signal.SIGTERM)
     most_seconds = launch.end_seconds + STOP_SECONDS
     deadline = time.monotonic() + most_seconds
     while launch.pid in [each.pid for each in launches()]:

@@ -191,9 +191,15 @@ def connected(
 ) -> Iterator[list[Connection]]:
     """An agent on each host, which has answered. All go with the context, and so do their ranks."""
     connections: list[Connection] = []
-    living = threading.Event()
-    # As ranks do while they start. The default would leave every ssh behind.
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    living, asked_to_end = threading.Event(), threading.Event()
+
+    def end(*_: object) -> None:
+        """Not by raising, which may be lost in a callback: without connections nothing goes on."""
+        asked_to_end.set()
+        for connection in connections:
+            signal_group(connection.process.pid, signal.SIGKILL)
+
+    before = signal.signal(signal.SIGTERM, end)
 
     def live() -> None:
         while not living.wait(ALIVE_SECONDS):
@@ -213,6 +219,8 @@ def connected(
         living.set()
         with ThreadPoolExecutor(len(hosts)) as pool:
             list(pool.map(Connection.close, connections))
+        if asked_to_end.is_set():
+            sys.exit(0)
 
 
 def on_each(

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -84,7 +85,7 @@ class Launch:
         code = self.process.wait(timeout=seconds)
         took = time.monotonic() - self._begin
         assert not [pid for pid in self.pids if alive(pid)], self.text
-        assert not list(self.folder.glob("brigade-*.json"))
+        assert not list(self.folder.glob("brigade-*"))
         return code, took
 
     def mark(self) -> "Launch":
@@ -263,6 +264,17 @@ def test_grandchildren_of_a_crashed_rank_are_gone(launch: Start) -> None:
     assert "event=killing" not in launched.text
 
 
+def test_ranks_live_until_they_end_where_a_child_cannot_be_waited_for_unreaped(
+    launch: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """macOS had no waitid before Python 3.13: every rank was killed as soon as it ran."""
+    text = f"import os\ndel os.waitid\n{LAUNCH}"
+    monkeypatch.setattr(sys.modules[__name__], "LAUNCH", text)
+    launched = launch(2, f"{DEAF_CHILD}time.sleep(1)\nif rank: os._exit(5)\n{SLEEP}")
+    assert launched.end()[0] == 5
+    assert launched.text.count("child up") == 2
+
+
 def test_grandchildren_are_gone_after_a_signal(launch: Start) -> None:
     launched = launch(2, f"{DEAF_CHILD}{SLEEP}").see("child up", 2).mark()
     assert len(launched.pids) == 4
@@ -323,6 +335,21 @@ def test_a_killed_rank_is_started_again_in_the_same_ring(relaunch: Start) -> Non
     first, second = (rank for rank in told(launched) if rank["MLX_RANK"] == "1")
     assert first == second
     assert alive(launched.pids[0])
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.end()[0] == 0
+
+
+def test_a_rank_comes_back_though_the_system_has_cleaned_its_temporary_folders(
+    relaunch: Start, tmp_path: Path
+) -> None:
+    """macOS does that after three days."""
+    launched = relaunch(2, "print(open(os.environ['MLX_HOSTFILE']).read())\n" + SLEEP)
+    launched.see("up", 2)
+    (folder,) = tmp_path.glob("brigade-*")
+    shutil.rmtree(folder)
+    os.kill(launched.pids[1], signal.SIGKILL)
+    launched.see("up", 3)
+    assert len(set(re.findall(r"\[\[.*", launched.text))) == 1
     launched.process.send_signal(signal.SIGTERM)
     assert launched.end()[0] == 0
 

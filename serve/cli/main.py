@@ -34,8 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _stop_before_the_start)
     try:
         cluster = read_cluster(os.environ)
-        run = _check_first(sys.argv[1:] if argv is None else argv, cluster)
         follow_launcher(cluster)
+        run = _check_first(sys.argv[1:] if argv is None else argv, cluster)
         asyncio.run(run())
     except BrigadeError as error:
         if isinstance(error, DisagreementError):

@@ -288,9 +288,9 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """This rank's place. control is where rank 0's parent listens for the others;
-    secret tells one launch from another; leash is a file that ends with the
-    launcher."""
+    """This rank's place. control is where rank 0's parent listens for the others; secret tells
+    one launch from another; leash is a file that ends with the launcher; addresses are what the
+    hostfile said when this rank started, for it may be gone when an engine starts anew."""
 
     rank: int = 0
     num_ranks: int = 1
@@ -298,6 +298,7 @@ class Cluster:
     control: Address | None = None
     secret: str = ""
     leash: int | None = None
+    addresses: tuple[tuple[str, ...], ...] = ()
 
 
 def read_cluster(environment: Mapping[str, str]) -> Cluster:
@@ -314,7 +315,7 @@ def read_cluster(environment: Mapping[str, str]) -> Cluster:
             "MLX_RANK is set but MLX_HOSTFILE is not: start the ranks with `brigade launch` "
             "or with `mlx.launch --backend ring`."
         )
-    ring = _read_hostfile(Path(hostfile))
+    ring, addresses = _read_hostfile(Path(hostfile))
     if rank not in range(max(1, len(ring))):
         raise UsageError(f"MLX_RANK={rank} is not one of the {len(ring)} ranks in {hostfile}.")
     if len(ring) <= 1:
@@ -328,6 +329,7 @@ def read_cluster(environment: Mapping[str, str]) -> Cluster:
         control=parse_address(control, "BRIGADE_CONTROL"),
         secret=environment.get("BRIGADE_SECRET", ""),
         leash=leash,
+        addresses=addresses,
     )
 
 
@@ -345,14 +347,15 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-def _read_hostfile(path: Path) -> list[Address]:
-    """The first address of each rank in MLX's JSON list of lists of "ip:port"."""
+def _read_hostfile(path: Path) -> tuple[list[Address], tuple[tuple[str, ...], ...]]:
+    """The first address of each rank in MLX's JSON list of lists of "ip:port", and all."""
     try:
         text = path.read_text().strip()
         entries = json.loads(text) if text else []
         if not isinstance(entries, list) or not all(isinstance(e, list) for e in entries):
             raise ValueError("something else stands there")
-        return [parse_address(addresses[0], str(path)) for addresses in entries]
+        first = [parse_address(addresses[0], str(path)) for addresses in entries]
+        return first, tuple(map(tuple, entries))
     except OSError as error:
         raise UsageError(f"MLX_HOSTFILE={path} cannot be read: {error.strerror}.") from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:

@@ -162,18 +162,11 @@ class Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """uvicorn's own raises the signal once more at the end, which kills the process
-        before its ranks are told."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
-            loop.add_signal_handler(number, self._stop, number)
-        try:
-            yield
-        finally:
+        before its ranks are told. So would another one that comes then: these stay."""
+        if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                loop.remove_signal_handler(number)
+                asyncio.get_running_loop().add_signal_handler(number, self._stop, number)
+        yield
 
     def _stop(self, number: int) -> None:
         if self._is_asked and number == signal.SIGINT:

@@ -21,12 +21,13 @@ from typing import Any, Protocol
 from serve.core import wire
 from serve.core.config import Cluster, ServeConfig
 from serve.core.errors import BrigadeError, ClusterError, EngineError, PlanError, from_exit_code
+from serve.core.folder import own_folder
 from serve.core.plan import StagePlan
 from serve.front.orders import order
 from serve.front.plans import Plans
 from serve.front.stages import StageStatus, is_silent, suspicion
 from serve.parent.control import Hello, Hub, engine_ended
-from serve.parent.engine import EngineProcess, copies_folder
+from serve.parent.engine import EngineProcess
 from serve.parent.restarts import Restarts, may_pass
 
 _WATCH_SECONDS = 0.5
@@ -88,7 +89,7 @@ class Lives:
         self._plans = Plans(config, folder)
         self.hub = Hub(Hello.of(cluster, facts, os.getpid()), self._on_message)
         self._restarts = Restarts(config.max_restarts, config.restart_window)
-        self._copies = copies_folder()
+        self._copies = own_folder()
         self._process: EngineProcess | None = None
         self.number = 0  # how often engines started anew
         self._faulty = asyncio.Event()
@@ -260,8 +261,11 @@ class Lives:
             self._on_fault(error)
 
     async def _gather_all(self) -> None:
-        others = [stage.rank for stage in self._ranks[1:]]
-        await self.hub.wait_for(others, self._config.return_timeout, "--return-timeout")
+        others, seconds = self.ring[1:], self._config.return_timeout
+        if self.missing:
+            ranks = ",".join(map(str, self.missing))
+            _logger.warning("event=waiting ranks=%s timeout=%g", ranks, seconds)
+        await self.hub.wait_for(others, seconds, "--return-timeout")
 
     async def _gather_some(self) -> None:
         """Those that took part are waited for, but not for long: then all that are there

@@ -49,12 +49,13 @@ def order(
     copies: str,
 ) -> dict[str, Any]:
     """For the engine of one rank, as serve.rank.worker.Order reads it. ring are the ranks that
-    take part, in order. Paths are those of rank 0: other ranks have their own."""
+    take part, in order. Paths and addresses are those of rank 0: other ranks have their own."""
     return {
         "type": "order",
         "rank": ring.index(stage.rank),
         "ring": list(ring),
         "hosts": [cluster.hosts[rank] for rank in ring],
+        "addresses": cluster.addresses,
         "nonce": nonce,
         "model": str(config.model),
         "commit": config.revision,

@@ -23,7 +23,13 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from serve.core.errors import ModelError
+from serve.core.errors import EngineError, ModelError
+
+
+class HubError(ModelError):
+    """It is no fault of the model that the hub cannot be reached: later it may be."""
+
+    exit_code = EngineError.exit_code
 
 
 class Retry(Exception):
@@ -120,7 +126,8 @@ def explain(error: Exception, repo: str) -> ModelError:
             f"{constants.ENDPOINT} refuses {repo} to this token: accept the licence at {page} "
             "and set an HF_TOKEN that may read it."
         )
-    return ModelError(f"{repo} cannot be fetched from {constants.ENDPOINT}: {error}")
+    wrong = HubError if _may_pass(error) else ModelError
+    return wrong(f"{repo} cannot be fetched from {constants.ENDPOINT}: {error}")
 
 
 def is_refusal(error: BaseException | None) -> bool:

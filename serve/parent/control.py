@@ -33,10 +33,7 @@ from serve.parent.link import Link
 _RETRY_SECONDS = 0.1
 _HELLO_SECONDS = 5.0
 _PONG_SECONDS = 2.0
-_GREETING = {
-    **{"rank": int, "num_ranks": int, "pid": int},
-    **{"facts": dict, "nonce": str, "proof": str},
-}
+_GREETING = {"rank": int, "num_ranks": int, "pid": int, "facts": dict, "nonce": str, "proof": str}
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,24 +245,27 @@ async def join(
     started = time.monotonic()
     while True:
         try:
-            link = Link(*await asyncio.open_connection(address.host, address.port))
-            break
-        except OSError as error:
+            # A host without power says nothing, and neither does a rank 0 that is stopped.
+            return await asyncio.wait_for(_join_once(address, hello), _HELLO_SECONDS)
+        except (OSError, asyncio.TimeoutError) as error:
             is_refused = isinstance(error, ConnectionRefusedError)
             most = (is_refused and refused_seconds) or timeout_seconds
             if time.monotonic() - started > most:
+                reason = getattr(error, "strerror", None) or "nobody answers"
                 raise ClusterError(
-                    f"Rank {hello.rank} could not reach rank 0 at {address} within "
-                    f"{most:g} s ({error.strerror}): did rank 0 start?"
+                    f"Rank {hello.rank} could not reach rank 0 at {address} within {most:g} s "
+                    f"({reason}): did rank 0 start? Does another program use that port?"
                 ) from error
-            await asyncio.sleep(_RETRY_SECONDS)
+        await asyncio.sleep(_RETRY_SECONDS)
+
+
+async def _join_once(address: Address, hello: Hello) -> Link:
+    link = Link(*await asyncio.open_connection(address.host, address.port))
     link.keep_alive()
     try:
-        await asyncio.wait_for(_introduce(link, hello, address), _HELLO_SECONDS)
-    except BaseException as error:
+        await _introduce(link, hello, address)
+    except BaseException:
         await link.close()
-        if isinstance(error, (TimeoutError, asyncio.TimeoutError)):
-            raise _not_rank_0(address) from error
         raise
     return link
 

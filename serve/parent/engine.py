@@ -1,16 +1,12 @@
 """The engine child: started, spoken to, ended. Never imports what the child does."""
 
 import asyncio
-import fcntl
 import os
-import shutil
 import signal
 import socket
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory, gettempdir
 
 from serve.core.errors import EngineError
 from serve.parent.link import Link
@@ -24,8 +20,6 @@ _OPENBLAS = (
 
 _DUMP_SECONDS = 0.3
 _KILLED_SECONDS = 10.0
-_COPIES = "brigade-copies-"
-_NEW_SECONDS = 60.0
 
 
 def engine_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -37,31 +31,6 @@ def engine_environment(environment: Mapping[str, str]) -> dict[str, str]:
         chosen.setdefault("LD_PRELOAD", library)
         chosen.setdefault("OPENBLAS_NUM_THREADS", "1")
     return chosen
-
-
-def copies_folder() -> TemporaryDirectory[str]:
-    """For what an engine leaves to the next one. Whoever makes it cleans it up, and first what
-    was left by processes that were killed."""
-    for left in Path(gettempdir()).glob(f"{_COPIES}*"):
-        if not _is_in_use(left):
-            shutil.rmtree(left, ignore_errors=True)
-    folder = TemporaryDirectory(prefix=_COPIES, ignore_cleanup_errors=True)
-    # Held as long as this process lives: the descriptor is closed with it.
-    fcntl.flock(os.open(folder.name, os.O_RDONLY), fcntl.LOCK_EX)
-    return folder
-
-
-def _is_in_use(folder: Path) -> bool:
-    """Also if it is somebody else's, or so new that its lock may yet come."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return time.time() - os.fstat(descriptor).st_mtime < _NEW_SECONDS
-        finally:
-            os.close(descriptor)
-    except OSError:
-        return True
 
 
 class EngineProcess:

@@ -6,11 +6,11 @@ import signal
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from serve.core import wire
 from serve.core.config import Address, Cluster, ServeConfig
 from serve.core.errors import ClusterError
+from serve.core.folder import own_folder
 from serve.parent.control import Hello, engine_ended, error_message, join
-from serve.parent.engine import EngineProcess, copies_folder
+from serve.parent.engine import EngineProcess
 from serve.parent.link import Link
 
 Result = TypeVar("Result")
@@ -37,9 +37,9 @@ async def run_member(config: ServeConfig, cluster: Cluster, facts: dict[str, str
     hello = Hello.of(cluster, facts, os.getpid())
     hub = await _until(signalled, join(cluster.control, hello, config.join_timeout))
     grace_seconds = config.drain_timeout + _STOP_SECONDS
-    with copies_folder() as copies:
+    with own_folder() as copies:
         while hub is not None:
-            member = _Member(config, cluster.rank, hub, copies)
+            member = _Member(config, cluster, hub, copies)
             if await _until(signalled, member.run(), grace_seconds):
                 return
             # A broken connection, or the end of rank 0. A launcher should see that end first.
@@ -84,8 +84,9 @@ class _Member:
     """Does what rank 0 says. That its engine has ended it tells rank 0, and waits: all
     engines start anew together."""
 
-    def __init__(self, config: ServeConfig, rank: int, hub: Link, copies: str) -> None:
-        self._config, self._rank, self._hub, self._copies = config, rank, hub, copies
+    def __init__(self, config: ServeConfig, cluster: Cluster, hub: Link, copies: str) -> None:
+        self._config, self._rank, self._hub = config, cluster.rank, hub
+        self._addresses, self._copies = cluster.addresses, copies
         self._life = 0
         self._engine: EngineProcess | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -114,8 +115,9 @@ class _Member:
             self._is_fresh = False
             # What to load is rank 0's word, also the commit of a hub model; where, this host's.
             cache_dir = self._config.cache_dir and str(self._config.cache_dir)
-            here = {"model": str(self._config.model), "cache_dir": cache_dir}
-            self._engine.link.send_json({**message["order"], **here, "copies": self._copies})
+            here: dict[str, Any] = {"model": str(self._config.model), "cache_dir": cache_dir}
+            here |= {"addresses": self._addresses, "copies": self._copies}
+            self._engine.link.send_json({**message["order"], **here})
         else:
             self._engine.link.send_json(message)
 
@@ -147,8 +149,7 @@ class _Member:
     async def _read(self, engine: EngineProcess) -> None:
         has_said_why = False
         try:
-            async for _, body in engine.link.messages():
-                message = wire.parse_json(body)
+            while message := await engine.link.receive_json():
                 has_said_why |= message["type"] == "error"
                 self._tell(message)
         except ClusterError as error:

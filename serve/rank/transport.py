@@ -173,11 +173,11 @@ class RingTransport:
 
 
 @contextmanager
-def among(ranks: Sequence[int], folder: Path) -> Iterator[None]:
+def among(ranks: Sequence[int], addresses: list[list[str]], folder: Path) -> Iterator[None]:
     """MLX reads from the environment who is in a ring: here these of the launch's ranks are. The
     file for that is in a folder that somebody else removes: this process may be killed."""
-    hostfile = Path(os.environ["MLX_HOSTFILE"])
-    addresses, rank = json.loads(hostfile.read_text()), int(os.environ["MLX_RANK"])
+    folder.mkdir(parents=True, exist_ok=True)  # Systems clean what is temporary, some in days.
+    rank = int(os.environ["MLX_RANK"])
     with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".json") as file:
         json.dump([addresses[each] for each in ranks], file)
         file.flush()

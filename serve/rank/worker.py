@@ -49,13 +49,14 @@ _PARENT_FIRST_SECONDS = 5.0  # it says better what is wrong
 @dataclass(frozen=True, slots=True)
 class Order:
     """What the parent says at the start. ring are the ranks of the launch that take part, each
-    with one of hosts, and rank is this one's place among them. commit makes model one of the
-    hub, `org/name`; cache_dir is where parts of it are kept, None for under HF_HOME; copies is a
-    folder that the parent keeps from one engine to the next."""
+    with one of hosts, and rank is this one's place among them; addresses are those of the whole
+    launch. commit makes model one of the hub, `org/name`; cache_dir is where parts of it are kept,
+    None for under HF_HOME; copies is a folder that the parent keeps from one engine to the next."""
 
     rank: int
     ring: tuple[int, ...]
     hosts: tuple[str, ...]
+    addresses: list[list[str]]
     nonce: int
     model: Path
     commit: str | None
@@ -274,7 +275,7 @@ class Worker:
         # see that the parent was killed. This one needs no lock, and ends the process.
         faulthandler.dump_traceback_later(order.join_timeout + _PARENT_FIRST_SECONDS, exit=True)
         try:
-            with among(order.ring, order.copies):
+            with among(order.ring, order.addresses, order.copies):
                 return RingTransport(Ring(order.rank, order.hosts, order.nonce, order.join_timeout))
         finally:
             faulthandler.cancel_dump_traceback_later()

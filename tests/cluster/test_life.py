@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -245,6 +246,24 @@ def test_ranks_notice_that_mlx_launch_is_gone(number: signal.Signals) -> None:
         family = server.family()
         server.process.send_signal(number)
         assert gone(family, 8), "ranks outlived mlx.launch"
+
+
+def test_a_rank_notices_also_during_its_first_checks_that_mlx_launch_is_gone(
+    tmp_path: Path,
+) -> None:
+    """Here it asks a hub that does not answer, which may take minutes."""
+    hostfile, ports = tmp_path / "hosts.json", free_ports(2)
+    hostfile.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        hub.settimeout(20)
+        endpoint = f"HF_ENDPOINT=http://127.0.0.1:{hub.getsockname()[1]}"
+        variables = [endpoint, f"HF_HOME={tmp_path}", "MLX_RANK=0", f"MLX_HOSTFILE={hostfile}"]
+        rank = ["env", *variables, *alone(["--model", "org/tiny", "--port", "0"])]
+        with started(["bash", "-c", f"{shlex.join(rank)} & wait"]) as launcher, hub.accept()[0]:
+            family = launcher.family()
+            launcher.process.kill()
+            assert len(family) == 2
+            assert gone(family, 4), "a rank outlived mlx.launch"
 
 
 @pytest.mark.parametrize("seconds", [0.3, 1.5])

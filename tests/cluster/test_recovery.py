@@ -4,11 +4,13 @@ undisturbed run gives, token for token."""
 import json
 import os
 import random
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -252,6 +254,28 @@ def test_a_rank_that_stops_for_ever_is_found_and_named(
     assert f"No step came back for 7 s: rank {rank} on 127.0.0.1 is silent since" in server.text
     # The one that could still speak says where it stood.
     server.wait_for_log(r"in (_next_frame|_wait_for)\b")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launch", [brigade_launch, mlx_launch])
+def test_a_system_that_cleans_its_temporary_folders_does_no_harm(
+    launch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """systemd does it after ten days, macOS after three."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with running(2, launch=launch) as server:
+        expected = run_streams(server)
+
+        def clean_and_kill() -> None:
+            engine = server.engines()[1]
+            Path(engine.environ()["MLX_HOSTFILE"]).unlink()
+            for folder in tmp_path.glob("brigade-*"):
+                shutil.rmtree(folder)
+            time.sleep(0.5)
+            engine.kill()
+
+        check_same(run_streams(server, clean_and_kill), expected)
+        assert server.get("/admin/pipeline")["num_restarts"] == 1, server.text
 
 
 @pytest.mark.slow

@@ -36,6 +36,7 @@ def test_mlx_launch_with_one_rank_gives_an_empty_hostfile(tmp_path: Path) -> Non
 def test_plain_mlx_launch(hostfile: Path) -> None:
     cluster = read_cluster({"MLX_RANK": "1", "MLX_HOSTFILE": str(hostfile)})
     assert (cluster.rank, cluster.hosts) == (1, ("10.0.0.1", "10.0.0.2"))
+    assert cluster.addresses == (("10.0.0.1:32323",), ("10.0.0.2:32324", "10.1.0.2:32325"))
     assert cluster.control == Address("10.0.0.1", 32322), "free of the ports of mlx.launch"
 
 

@@ -381,6 +381,8 @@ async def reply_after_a_signal(
         os.kill(os.getpid(), number)
         reply = await answering
     await asyncio.wait_for(serving_task, 5)
+    unharmed = signal.getsignal(number) not in (signal.SIG_DFL, signal.default_int_handler)
+    assert unharmed, "another one would end the process before its ranks are told"
     assert engine.generations[0].closed.is_set()
     return reply
 

@@ -414,13 +414,16 @@ async def test_a_sequence_for_which_those_that_are_left_have_no_room_ends(
 
 
 @pytest.mark.long
-async def test_a_rank_that_stays_away_ends_the_cluster_with_the_reason() -> None:
+async def test_a_rank_that_stays_away_ends_the_cluster_with_the_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with ranks(return_timeout=1.0) as (engine, members, _):
         await ready(engine)
         await lose(members[2])
         error = await asyncio.wait_for(engine.failed(), 10)
         assert "Ranks [2] did not join within 1 s" in str(error)
         assert "--return-timeout" in str(error)
+    assert "event=waiting ranks=2 timeout=1" in caplog.text
 
 
 async def test_a_fault_of_our_own_ends_the_cluster_and_is_no_silence(

@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub import constants, hf_hub_download
 
 from serve.core.checkpoint import read_checkpoint, read_header
-from serve.core.errors import ModelError
+from serve.core.errors import EngineError, ModelError
 from serve.hub.fetch import Sizes
 from serve.hub.partial import PartialModel, open_partial
 from serve.hub.repo import default_cache, resolve
@@ -270,16 +270,18 @@ def test_the_token_goes_to_the_hub_and_nowhere_else(
 def test_a_name_that_nobody_has(hub: FakeHub, home: Path) -> None:
     with pytest.raises(ModelError, match="no folder here, and not found"):
         resolve("org/nothing", None, home)
-    with pytest.raises(ModelError, match="no such revision"):
+    with pytest.raises(ModelError, match="no such revision") as caught:
         resolve(REPO, "nothing", home)
+    assert caught.value.exit_code == ModelError.exit_code
 
 
 def test_a_server_that_is_not_there(
     home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ModelError, match="cannot be fetched from http://127.0.0.1:9"):
+    with pytest.raises(ModelError, match="cannot be fetched from http://127.0.0.1:9") as caught:
         resolve(REPO, None, tmp_path)
+    assert caught.value.exit_code == EngineError.exit_code, "whoever starts it may do so again"
 
 
 # --- what the model is

@@ -86,6 +86,19 @@ def test_the_layers_of_a_rank_that_is_lost_are_fetched_by_the_others(
     assert 0 < tiny_hub.data_bytes(header_sizes(tiny_hub.folder)) <= 1.01 * owned_by_other
 
 
+@pytest.mark.long
+def test_a_hub_that_is_away_for_a_while_ends_no_cluster(tiny_hub: FakeHub) -> None:
+    """It was taken for a broken model, with which nobody starts again."""
+    port = free_ports(1)[0]
+    with started(command(port, 2), port) as server:
+        server.wait_for_log("event=listening")
+        tiny_hub.faults.busy = 10**6
+        server.wait_for_log("event=recovering life=1 .*cannot be fetched")
+        tiny_hub.faults.busy = 0
+        server.wait_until_ready()
+        assert answer(server, REPO)
+
+
 def test_a_plan_reads_headers_alone(tiny_hub: FakeHub) -> None:
     words = [str(BIN / "brigade"), "plan", "--model", REPO, "-n", "2", "--json"]
     run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)

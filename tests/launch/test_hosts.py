@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -165,7 +166,7 @@ def test_a_killed_agent_takes_its_rank_along(launch: Start, sshd: Sshd) -> None:
     psutil.Process(launched.pids[1]).parent().kill()
     assert launched.end()[0] == ClusterError.exit_code
     (left,) = sshd.temporary.iterdir()  # All that a killed agent leaves is where the ring was.
-    left.unlink()
+    shutil.rmtree(left)
 
 
 @pytest.mark.slow
@@ -360,6 +361,22 @@ def test_a_signal_while_connecting_ends_the_launch(
     launcher.send_signal(number)
     assert launcher.wait(5) == code
     assert not psutil.wait_procs(clients, timeout=1)[1]
+
+
+def test_a_signal_while_connecting_is_not_lost_in_a_callback() -> None:
+    """As what its handler raised could be."""
+    connections: list[Connection] = []
+
+    def connect() -> None:
+        with connected([Host(0, "127.0.0.1", ())], Way(), lambda _: None) as made:
+            os.kill(os.getpid(), signal.SIGTERM)
+            connections.extend(made)  # It has not ended here, but goes no further than this.
+            made[0].ask("holder", port=1)
+
+    with pytest.raises(SystemExit) as ended:
+        connect()
+    assert ended.value.code == 0
+    assert [each.process.returncode for each in connections] == [-signal.SIGKILL]
 
 
 def test_a_python_that_is_not_there(sshd: Sshd) -> None:

@@ -131,8 +131,18 @@ def test_each_way_to_drain_ends_with_code_0() -> None:
             assert server.process.wait(10) == 0
 
 
+@pytest.mark.long
+def test_what_is_watched_is_shown() -> None:
+    (block,) = blocks("Watching")
+    with running(1, launch=alone) as server:
+        command = "set -eo pipefail\n" + block.replace("localhost:8080", f"127.0.0.1:{server.port}")
+        run = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert "brigade_restarts_total 0.0" in run.stdout
+    assert '"state": "ready"' in run.stdout
+
+
 def test_there_are_commands_in_every_section() -> None:
-    assert [len(blocks(section)) for section in (*SECTIONS, "Drain")] == [4, 1, 1, 1]
+    assert [len(blocks(section)) for section in (*SECTIONS, "Drain", "Watching")] == [4, 1, 1, 1, 1]
 
 
 def understood(words: list[str]) -> ServeConfig:
@@ -151,6 +161,7 @@ def test_the_unit_of_systemd_waits_longer_than_answers_take() -> None:
     config = understood(shlex.split(unit["Service"]["ExecStart"]))
     assert unit["Service"].getfloat("TimeoutStopSec") > config.drain_timeout + 10
     assert unit["Service"]["KillMode"] == "mixed"
+    assert unit["Unit"].getfloat("StartLimitIntervalSec") == 0, "hosts may boot for minutes"
     if analyze := shutil.which("systemd-analyze"):
         file = str(SERVICE / "brigade.service")
         run = subprocess.run([analyze, "verify", file], capture_output=True, text=True)

@@ -100,6 +100,9 @@ time.sleep(60)
 """
 
 
+START = ("starting", "")
+
+
 @pytest.mark.parametrize(
     ("lines", "state", "url"),
     [
@@ -109,6 +112,8 @@ time.sleep(60)
         (["event=stage_fetching rank=1", "event=stage_loading rank=1"], "loading", ""),
         (["event=ready num_ranks=2", "event=stage_loading rank=1"], "ready", ""),
         (["request=event=readyish"], "starting", ""),
+        (['x INFO request=r path="/event=ready event=recovering event=listening url=h"'], *START),
+        (["x INFO event=ready n=2", "x WARNING event=recovering life=1"], "recovering", ""),
     ],
 )
 def test_the_state_is_what_rank_0_said_last(
@@ -157,6 +162,16 @@ def test_what_does_not_run_cannot_be_stopped(launcher: Start) -> None:
     with pytest.raises(UsageError, match=f"no launch 1 of yours .* there is {process.pid}"):
         stop(1)
     assert alive(process.pid)
+
+
+def test_one_that_ends_by_itself_at_that_moment_is_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    launch = Launch(ended.pid, ["serve"], ["a"], 0.0)
+    monkeypatch.setattr(record, "_chosen", lambda _: launch)
+    assert stop(None) is launch
 
 
 def test_stop_does_not_wait_for_ever(launcher: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
 """The star of parents over real sockets: who may join, and what rank 0 hears."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -29,10 +30,10 @@ pytestmark = pytest.mark.anyio
 
 @asynccontextmanager
 async def hub(
-    hello: Hello = HELLO,
+    hello: Hello = HELLO, port: int = 0
 ) -> AsyncIterator[tuple[Hub, Address, list[tuple[int, dict[str, Any]]]]]:
     heard: list[tuple[int, dict[str, Any]]] = []
-    address = Address("127.0.0.1", free_ports(1)[0])
+    address = Address("127.0.0.1", port or free_ports(1)[0])
     centre = Hub(hello, lambda rank, message: heard.append((rank, message)))
     await centre.listen(address)
     try:
@@ -278,3 +279,46 @@ async def test_nobody_there() -> None:
     address = Address("127.0.0.1", free_ports(1)[0])
     with pytest.raises(ClusterError, match="did rank 0 start"):
         await join(address, replace(HELLO, rank=1), 0.2)
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """As of a rank 0 that is stopped: the system takes connections, and nobody answers."""
+    monkeypatch.setattr(control, "_HELLO_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening
+
+
+async def test_a_rank_0_that_stands_still_is_asked_again(silent: socket.socket) -> None:
+    """It was taken for another program, and the rank ended with the whole launch."""
+    address = Address("127.0.0.1", silent.getsockname()[1])
+    joining = asyncio.create_task(join(address, replace(HELLO, rank=1), 10))
+    await asyncio.wait({joining}, timeout=0.6)
+    silent.close()
+    async with hub(port=address.port) as (centre, _, _heard):
+        link = await joining
+        await until(lambda: centre.joined == {1})
+        await link.close()
+
+
+async def test_nobody_answers(silent: socket.socket) -> None:
+    address = Address("127.0.0.1", silent.getsockname()[1])
+    with pytest.raises(ClusterError, match=r"within 0.3 s \(nobody answers\): .*another program"):
+        await join(address, replace(HELLO, rank=1), 0.3)
+
+
+async def test_a_host_without_power_is_asked_again_when_it_is_back(silent: socket.socket) -> None:
+    """Whoever asks for minutes whether it is there hears of its return after minutes."""
+    address = Address("127.0.0.1", silent.getsockname()[1])
+    silent.listen(0)
+    # No more than one or two are taken: to the others it is as if nobody were there.
+    lost = [socket.socket() for _ in range(3)]
+    for each in lost:
+        each.setblocking(False)
+        each.connect_ex(("127.0.0.1", address.port))
+    began = asyncio.get_running_loop().time()
+    with pytest.raises(ClusterError, match="nobody answers"):
+        await join(address, replace(HELLO, rank=1), 0.3)
+    assert asyncio.get_running_loop().time() - began < 2
+    for each in lost:
+        each.close()

@@ -128,7 +128,8 @@ def test_an_engine_whose_parent_was_killed_leaves_nothing(tmp_path: Path) -> Non
     there.close()
     with here:
         worker = Worker(
-            Parent(here), Order(0, (0,), ("a",), 0, Path(), None, None, copies, (0, 2), None, 1.0)
+            Parent(here),
+            Order(0, (0,), ("a",), [], 0, Path(), None, None, copies, (0, 2), None, 1.0),
         )
         worker._run_engine = worker._watch = lambda: None  # type: ignore[method-assign]
         worker.run()

@@ -212,7 +212,7 @@ def test_a_mistake_in_reading_is_that_adapters_alone() -> None:
 
     here, there = socket.socketpair()
     with here, there:
-        order = Order(1, (0, 1), ("a", "b"), 0, Path(), None, None, Path(), (0, 2), None, 1.0)
+        order = Order(1, (0, 1), ("a", "b"), [], 0, Path(), None, None, Path(), (0, 2), None, 1.0)
         worker = Worker(Parent(here), order)
         worker._read_adapter({"version": 3}, Broken())  # type: ignore[arg-type]
         ((_, body),) = FrameReader().feed(there.recv(1 << 16))

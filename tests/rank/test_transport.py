@@ -80,11 +80,17 @@ def test_a_waiting_rank_costs_no_cpu(tmp_path: Path) -> None:
 def test_an_engine_whose_parent_was_killed_ends_also_in_the_middle_of_joining(
     tmp_path: Path,
 ) -> None:
-    hostfile = tmp_path / "hosts.json"
-    hostfile.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(2)]))
+    """Nor does it need the launch's hostfile, or the folder, which systems clean after days."""
+    addresses = [[f"127.0.0.1:{port}"] for port in free_ports(2)]
     order = {
         **{"type": "order", "rank": 0, "ring": [0, 1], "hosts": ["127.0.0.1"] * 2, "nonce": 1},
-        **{"model": str(tmp_path), "commit": None, "cache_dir": None, "copies": str(tmp_path)},
+        **{"addresses": addresses},
+        **{
+            "model": str(tmp_path),
+            "commit": None,
+            "cache_dir": None,
+            "copies": str(tmp_path / "gone"),
+        },
         **{"layers": [0, 1], "kv_bits": None, "join_timeout": 1.0},
     }
     ours, theirs = socket.socketpair()
@@ -92,7 +98,7 @@ def test_an_engine_whose_parent_was_killed_ends_also_in_the_middle_of_joining(
         engine = subprocess.Popen(
             [sys.executable, "-m", "serve.rank.worker", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
-            env={**os.environ, "MLX_HOSTFILE": str(hostfile), "MLX_RANK": "0"},
+            env={**os.environ, "MLX_HOSTFILE": str(tmp_path / "gone.json"), "MLX_RANK": "0"},
             stderr=subprocess.PIPE,
         )
         ours.sendall(wire.json_frame(order))

@@ -1,4 +1,4 @@
-"""What engines leave to each other."""
+"""Folders of processes that live, and of those that were killed."""
 
 import os
 import signal
@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from serve.parent import engine
+from serve.core import folder
 
 
-def test_copies_of_a_process_that_was_killed_go_and_those_of_others_stay(
+def test_the_folder_of_a_process_that_was_killed_goes_and_those_of_others_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(engine, "_NEW_SECONDS", 0.0)
+    monkeypatch.setattr(folder, "_NEW_SECONDS", 0.0)
     code = (
-        "from serve.parent.engine import copies_folder\n"
-        "folder = copies_folder()\nprint(folder.name, flush=True)\ninput()"
+        "from serve.core.folder import own_folder\n"
+        "folder = own_folder()\nprint(folder.name, flush=True)\ninput()"
     )
     other = subprocess.Popen(
         [sys.executable, "-c", code],
@@ -32,11 +32,11 @@ def test_copies_of_a_process_that_was_killed_go_and_those_of_others_stay(
         assert other.stdout is not None
         theirs = Path(other.stdout.readline().strip())
         (theirs / "1.safetensors").touch()
-        with engine.copies_folder() as ours:
+        with folder.own_folder() as ours:
             assert theirs.exists()
             other.send_signal(signal.SIGKILL)
             other.wait()
-            with engine.copies_folder():
+            with folder.own_folder():
                 assert not theirs.exists()
                 assert Path(ours).exists()
     assert not list(tmp_path.iterdir())
@@ -46,7 +46,7 @@ def test_a_new_folder_is_somebodys_though_it_is_not_locked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    new = tmp_path / "brigade-copies-1"
+    new = tmp_path / "brigade-own-1"
     new.mkdir()
-    with engine.copies_folder():
+    with folder.own_folder():
         assert new.exists()
