@@ -260,7 +260,8 @@ class Trainer:
         gradients of all of them. Every rank passes the sum on, with or without a part."""
         for name in sorted(self.shared):
             own = gradients.get(name)
-            (total,) = sum_arrays(self.links, [mx.array(0.0) if own is None else own])
+            # An integer: a zero of float32 would make a sum of bfloat16 float32 too.
+            (total,) = sum_arrays(self.links, [mx.array(0) if own is None else own])
             if own is not None:
                 gradients[name] = total
 
