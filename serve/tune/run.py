@@ -10,7 +10,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from serve.core.checkpoint import read_checkpoint
 from serve.core.config import Cluster
@@ -279,10 +278,9 @@ class Run:
             ran = trainer.pipeline.run(small, [batch] * ranks, 1.0)
             ran.gradients.clear()
             exchange(self.links, "warm")  # All are done before one begins again.
-        state = sum(array.nbytes for array in dict(tree_flatten(trainer.optimizer.state)).values())
         trained = sum(array.nbytes for array in trainer.parameters().values())
         clips = self.config.max_grad_norm is not None
-        probe = Probe.of(ran.records, mx.get_active_memory(), trained, state, clips=clips)
+        probe = Probe.of(ran.records, mx.get_active_memory(), trained, clips=clips)
         notes = exchange(self.links, dataclasses.asdict(probe))
         return forecast(schedule, [Probe(**note) for note in notes])
 

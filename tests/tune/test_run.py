@@ -99,7 +99,7 @@ MEMORY = [
     [],
     ["--schedule", "gpipe", "--grad-checkpoint", "--split", "2,6"],
     ["--schedule", "interleaved", "--max-grad-norm", "1"],
-    ["--schedule", "zero-bubble", "--micro-batches", "4"],
+    ["--schedule", "zero-bubble", "--fine-tune-type", "full", "--num-layers", "-1"],
 ]
 
 
@@ -113,6 +113,18 @@ def test_each_rank_takes_the_memory_that_was_forecast(
     assert ("[6, 8)" in said) == ("--split" in more)
     finished = checkpoint.read_metrics(out)[-1]
     assert finished["peak_bytes"] == pytest.approx(finished["forecast"]["peak_bytes"], rel=0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_an_update_takes_the_memory_that_was_forecast(
+    folder: Path, tmp_path: Path, optimizer: str
+) -> None:
+    """Of all weights it needs more than the micro-batches do."""
+    more = {"fine_tune_type": "full", "num_layers": -1, "val_batches": 0, "micro_batches": 4}
+    *_, finished, _, _ = ran(folder, tmp_path / "out", iters=4, optimizer=optimizer, **more)
+    assert isinstance(finished, Finished)
+    assert finished.peak_bytes == pytest.approx(finished.forecast.peak_bytes, rel=0.15)
 
 
 def test_under_mlx_launch(folder: Path, tmp_path: Path, two_ranks: tuple[Path, str]) -> None:
