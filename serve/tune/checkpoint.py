@@ -125,8 +125,7 @@ def load_last(folder: Path, settings: dict[str, Any]) -> Checkpoint:
     if changed := [name for name in now if now[name] != state["settings"].get(name)]:
         before = ", ".join(f"{name} was {state['settings'].get(name)}" for name in changed)
         raise UsageError(f"--resume: {folder} is of a run with other settings: {before}.")
-    adapter, optimizer = arrays
-    return Checkpoint(adapter=adapter, optimizer=optimizer, **state)
+    return Checkpoint(adapter=arrays[0], optimizer=arrays[1], **state)
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -141,8 +140,8 @@ def add_metrics(folder: Path, metrics: dict[str, Any]) -> None:
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """Without a line that a kill has cut."""
-    lines = (folder / METRICS).read_text().splitlines()
-    return [json.loads(line) for line in lines if line.endswith("}")]
+    whole, _, _ = (folder / METRICS).read_text().rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def forget_metrics_after(folder: Path, iteration: int) -> None:

@@ -90,7 +90,7 @@ class FineTuneConfig:
 
     def _check_numbers(self) -> None:
         update = self.grad_accumulation_steps
-        if self.iters % update or self.save_every % update:
+        if (self.epochs is None and self.iters % update) or self.save_every % update:
             raise UsageError(
                 f"--iters {self.iters} and --save-every {self.save_every} count batches: give "
                 f"multiples of --grad-accumulation-steps {self.grad_accumulation_steps}."

@@ -7,7 +7,7 @@ the number of the batch alone, so a run can be resumed at any batch."""
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -17,7 +17,7 @@ import jinja2
 import mlx.core as mx
 import numpy as np
 from mlx_lm.tokenizer_utils import load as load_tokenizer
-from mlx_lm.tuner.datasets import ChatDataset, create_dataset
+from mlx_lm.tuner.datasets import ChatDataset, TextDataset, create_dataset
 
 from serve.core.errors import ModelError, UsageError
 from serve.tune.config import FineTuneConfig
@@ -163,18 +163,23 @@ def _read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _example(dataset: Any, item: dict[str, Any], mask_prompt: bool) -> Example:
+    if isinstance(dataset, TextDataset):
+        tokens = tuple(dataset.process(item)[0])
+        return Example(tokens, ((0, len(tokens)),))
     if isinstance(dataset, ChatDataset):
-        _check_texts(item[dataset.chat_key])
-        roles = {message.get("role") for message in item[dataset.chat_key]}
-        if mask_prompt and roles and "assistant" not in roles:
-            return Example((), ())
-    tokens, offset = dataset.process(item)
-    tokens = tuple(tokens)
-    labels: tuple[tuple[int, int], ...] = ((offset, len(tokens)),)
-    if mask_prompt and isinstance(dataset, ChatDataset):
-        turns = _turns(dataset, item, tokens)
-        labels = labels if turns is None else turns
-    return Example(tokens, labels)
+        messages = item[dataset.chat_key]
+    else:
+        keys = {"user": dataset.prompt_key, "assistant": dataset.completion_key}
+        messages = [{"role": role, "content": item[key]} for role, key in keys.items()]
+    _check_texts(messages)
+
+    def render(num_messages: int, prompt: bool) -> tuple[int, ...]:
+        shown, tools = messages[:num_messages], item.get("tools")
+        template = dataset.tokenizer.apply_chat_template
+        return tuple(template(shown, tools=tools, add_generation_prompt=prompt, return_dict=False))
+
+    tokens = render(len(messages), False)
+    return Example(tokens, _turns(messages, render) if mask_prompt else ((0, len(tokens)),))
 
 
 def _check_texts(messages: Sequence[dict[str, Any]]) -> None:
@@ -188,25 +193,29 @@ def _check_texts(messages: Sequence[dict[str, Any]]) -> None:
 
 
 def _turns(
-    dataset: ChatDataset, item: dict[str, Any], tokens: tuple[int, ...]
-) -> tuple[tuple[int, int], ...] | None:
-    """The tokens of each turn of the assistant. None of a template that shows earlier turns
-    in another way than the last, if that is the assistant's: then only it can be learned."""
-    messages = item[dataset.chat_key]
-
-    def render(num_messages: int, prompt: bool) -> tuple[int, ...]:
-        shown, tools = messages[:num_messages], item.get("tools")
-        template = dataset.tokenizer.apply_chat_template
-        return tuple(template(shown, tools=tools, add_generation_prompt=prompt, return_dict=False))
-
+    messages: Sequence[dict[str, Any]], render: Callable[[int, bool], tuple[int, ...]]
+) -> tuple[tuple[int, int], ...]:
+    """The tokens of each turn of the assistant. Of a template that shows earlier turns in
+    another way than the last, those of the last alone, if it is the assistant's."""
+    tokens = render(len(messages), False)
     labels = []
     for n, message in enumerate(messages):
         if message["role"] == "assistant":
-            before, after = render(n, True), render(n + 1, False)
+            after = render(n + 1, False)
+            before = render(n, True) if n else _opening(after, render(1, True))
             if tokens[: len(after)] != after or after[: len(before)] != before:
-                return None if messages[-1]["role"] == "assistant" else ()
+                is_last = messages[-1]["role"] == "assistant"
+                return ((len(render(len(messages) - 1, True)), len(tokens)),) if is_last else ()
             labels.append((len(before), len(after)))
     return tuple(labels)
+
+
+def _opening(turn: tuple[int, ...], prompted: tuple[int, ...]) -> tuple[int, ...]:
+    """What stands before the assistant's words in a chat that it opens: no template is sure to
+    render no messages, but what prompts for its second turn stands before the first too."""
+    prompt = prompted[len(turn) :]
+    starts = (n for n in range(len(turn)) if turn[n : n + len(prompt)] == prompt)
+    return turn[: next(starts, len(turn)) + len(prompt)]
 
 
 # --- batches

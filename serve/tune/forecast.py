@@ -49,21 +49,18 @@ def utilisation(schedule: Schedule, means: Iterable[Sequence[Any]]) -> float:
 @dataclass(frozen=True, slots=True)
 class Probe:
     """One rank's bytes, found by running its largest micro-batch. base is held without any
-    micro-batch: weights and the optimizer's state, of which trained and state are the parts
-    that an update makes anew. A micro-batch holds `held` from F to W; extra is what each kind
+    micro-batch: weights, of which trained are those that an update makes anew, and the
+    optimizer's state. A micro-batch holds `held` from F to W; extra is what each kind
     of op needs beside what there is before it. means are OpSeconds'."""
 
     base: int
     trained: int
-    state: int
     held: int
     extra: Mapping[str, int]
     means: list[tuple[int, str, float]]
 
     @classmethod
-    def of(
-        cls, records: Sequence[OpRecord], base: int, trained: int, state: int, *, clips: bool
-    ) -> "Probe":
+    def of(cls, records: Sequence[OpRecord], base: int, trained: int, *, clips: bool) -> "Probe":
         seconds = OpSeconds()
         seconds.add(records)
         held = max(r.after - r.before for r in records if r.op.kind == "F")
@@ -71,8 +68,8 @@ class Probe:
             kind: max((r.peak - r.before for r in records if r.op.kind == kind), default=0)
             for kind in "FBW"
         }
-        extra["update"] = trained * (2 if clips else 1) + state
-        return cls(base, trained, state, held, extra, seconds.means())
+        extra["update"] = trained * (2 if clips else 1)
+        return cls(base, trained, held, extra, seconds.means())
 
     def peak_bytes(self, num_in_flight: int) -> int:
         """The most at any time, when so many micro-batches are held at once, and beside them

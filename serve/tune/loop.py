@@ -148,8 +148,7 @@ class Trainer:
     ) -> None:
         self.config, self.stages, self.links, self._draw = config, stages, links, draw
         self.pipeline = Pipeline(stages, links, draw)
-        own: list[Any] = [[number, stage.names] for number, stage in stages.items()]
-        named = exchange(links, own)
+        named: list[Any] = exchange(links, [[n, stage.names] for n, stage in stages.items()])
         holders: dict[str, list[int]] = {}
         for number, names in (pair for rank in named for pair in rank):
             for name in names:
@@ -260,7 +259,8 @@ class Trainer:
         gradients of all of them. Every rank passes the sum on, with or without a part."""
         for name in sorted(self.shared):
             own = gradients.get(name)
-            (total,) = sum_arrays(self.links, [mx.array(0.0) if own is None else own])
+            # An integer: a zero of float32 would make a sum of bfloat16 float32 too.
+            (total,) = sum_arrays(self.links, [mx.array(0) if own is None else own])
             if own is not None:
                 gradients[name] = total
 
@@ -277,5 +277,10 @@ class Trainer:
         if most is not None and norm > most:
             gradients = {name: g * (most / (norm + 1e-6)) for name, g in gradients.items()}
         parameters = self.optimizer.apply_gradients(gradients, self.parameters())
-        mx.eval(parameters, self.optimizer.state)  # Else the graphs of all updates would grow.
+        states, names = states_of(self.optimizer), list(parameters)
+        size = len(names) // 16 + 1
+        for part in (names[at : at + size] for at in range(0, len(names), size)):
+            # In parts, each of which frees what it replaces before the next one takes memory.
+            mx.eval([(parameters[name], states.get(name)) for name in part])
+        mx.eval(self.optimizer.state)  # Else the graphs of all updates would grow.
         self.set_parameters(parameters)

@@ -138,10 +138,9 @@ def prepare(config: FineTuneConfig, draw: Draw, model: nn.Module) -> None:
 def adapter_config(config: FineTuneConfig, num_layers: int) -> dict[str, Any]:
     """What mlx_lm reads beside the weights, and how they came to be."""
     settings = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(config).items()}
-    is_full = config.fine_tune_type == "full"
     return settings | {
         "num_layers": config.num_trained_layers(num_layers),
-        "lora_parameters": None if is_full else config.lora,
+        "lora_parameters": None if config.fine_tune_type == "full" else config.lora,
     }
 
 

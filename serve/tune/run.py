@@ -10,7 +10,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from serve.core.checkpoint import read_checkpoint
 from serve.core.config import Cluster
@@ -176,12 +175,8 @@ class Run:
         adapter, optimizer = {}, {}
         if self._is_first:
             last = self._take_up()
-            note = (
-                last.iteration,
-                last.step,
-                last.losses,
-                last.settings.get("micro_batches", self.num_parts),
-            )
+            parts = last.settings.get("micro_batches", self.num_parts)
+            note = last.iteration, last.step, last.losses, parts
             adapter, optimizer = last.adapter, last.optimizer
         (iteration, step, losses, self.num_parts), _ = broadcast(self.links, (note, []))
         self.trainer.restore(share(self.links, adapter), share(self.links, optimizer), step)
@@ -254,8 +249,7 @@ class Run:
         ended = exchange(self.links, (window.ops.means(), results.spans(window.last_records)))
         expected = utilisation(schedule, [mean for means, _ in ended for mean in means])
         measured = window.utilisation, expected, window.peak_bytes
-        is_early = done < self.config.iters
-        self._keep(Finished(done, is_early, before, *measured, self.history.best))
+        self._keep(Finished(done, done < self.config.iters, before, *measured, self.history.best))
         return [results.Span(*span) for _, spans in ended for span in spans]
 
     def _best(self, done: int) -> tuple[int, Path]:
@@ -276,8 +270,7 @@ class Run:
     def _probe(self, schedule: Schedule) -> Forecast:
         """Runs the largest micro-batches and forgets the gradients, to tell what a step will
         take. Twice, because the first time everything is cold."""
-        num_rows = self.config.batch_size // self.num_parts
-        batch = data.largest(self.splits["train"], num_rows)
+        batch = data.largest(self.splits["train"], self.config.batch_size // self.num_parts)
         trainer, ranks = self.trainer, self.links.num_ranks
         kind = "interleaved" if schedule.shape.num_chunks > 1 else "naive"
         small = trainer.schedule(ranks, kind)
@@ -285,21 +278,19 @@ class Run:
             ran = trainer.pipeline.run(small, [batch] * ranks, 1.0)
             ran.gradients.clear()
             exchange(self.links, "warm")  # All are done before one begins again.
-        state = sum(array.nbytes for array in dict(tree_flatten(trainer.optimizer.state)).values())
         trained = sum(array.nbytes for array in trainer.parameters().values())
         clips = self.config.max_grad_norm is not None
-        probe = Probe.of(ran.records, mx.get_active_memory(), trained, state, clips=clips)
+        probe = Probe.of(ran.records, mx.get_active_memory(), trained, clips=clips)
         notes = exchange(self.links, dataclasses.asdict(probe))
         return forecast(schedule, [Probe(**note) for note in notes])
 
     def _validation(self, name: str, num_batches: int) -> list[data.MicroBatch]:
         if name not in self.splits or not num_batches:
             return []
-        most = None if num_batches == -1 else num_batches * self.config.batch_size
-        chosen = data.some_examples(self.splits[name], most, self.config.seed)
-        return data.micro_batches(
-            self.splits[name], chosen, self.config.batch_size // self.num_parts
-        )
+        split, num_rows = self.splits[name], self.config.batch_size
+        most = None if num_batches == -1 else num_batches * num_rows
+        chosen = data.some_examples(split, most, self.config.seed)
+        return data.micro_batches(split, chosen, num_rows // self.num_parts)
 
     def _validate(self, iteration: int, name: str, batches: list[data.MicroBatch]) -> None:
         if not batches:

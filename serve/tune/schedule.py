@@ -152,9 +152,12 @@ def _interleaved(shape: Shape, position: int) -> Iterator[Op]:
 
 
 def _forward(shape: Shape, position: int) -> Iterator[Op]:
-    for i in range(shape.num_micro_batches):
+    """P micro-batches at a time, as in the interleaved one: else a rank would wait for each
+    to go round."""
+    for first in range(0, shape.num_micro_batches, shape.num_ranks):
+        group = range(first, min(first + shape.num_ranks, shape.num_micro_batches))
         for stage in range(position, shape.num_stages, shape.num_ranks):
-            yield Op("F", i, stage)
+            yield from (Op("F", i, stage) for i in group)
 
 
 _ORDERS: dict[str, Callable[[Shape, int], Iterator[Op]]] = {

@@ -5,13 +5,14 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
+from serve.core.errors import ClusterError
 from serve.core.plan import even_split
 from serve.rank.stage import Stage
 from serve.tune.backward import Arrays, TrainedStage, loss_sum
@@ -20,7 +21,7 @@ from serve.tune.data import MicroBatch
 from serve.tune.loop import Trainer
 from serve.tune.model import Draw, make_trainable
 from serve.tune.schedule import Shape
-from serve.tune.transport import Links, LocalLinks, local_links
+from serve.tune.transport import Links, LocalLinks, gather, local_links
 from tests.models import build
 
 Result = TypeVar("Result")
@@ -43,7 +44,9 @@ def run_ranks(num_ranks: int, rank: Callable[[LocalLinks], Result]) -> list[Resu
         try:
             return rank(links)
         except BaseException:
-            links.close()
+            # Not close, after which whoever has another neighbour would wait for it.
+            for inbox in links._inboxes:
+                inbox.fail(ClusterError(f"Rank {links.rank} has ended."))
             raise
 
     with ThreadPoolExecutor(num_ranks) as pool:
@@ -64,7 +67,9 @@ def tuned(
     make_trainable(config, draw or Draw(config.seed), model)
     mx.random.seed(3)
     trained = sorted(dict(tree_flatten(model.trainable_parameters())).items())
-    moved = [(key, array + 0.05 * mx.random.normal(array.shape)) for key, array in trained]
+    moved = [
+        (key, array + 0.05 * mx.random.normal(array.shape, array.dtype)) for key, array in trained
+    ]
     model.update(tree_unflatten(moved))
     mx.eval(model.parameters())
     return model
@@ -80,7 +85,7 @@ def trainer(
     draw = Draw(config.seed)
     shape = Shape(links.num_ranks, 1, config.num_chunks())
     with BUILDING:
-        layers = even_split(4, shape.num_stages)[::-1]
+        layers = even_split(len(make(name).layers), shape.num_stages)[::-1]
         stages = {
             n: TrainedStage(
                 Stage(tuned(config, name, draw, make), *layers[n]), config.grad_checkpoint
@@ -121,9 +126,77 @@ def unsplit_gradients(model: nn.Module, batches: Sequence[MicroBatch]) -> tuple[
 
 def largest_difference(found: Arrays, expected: Arrays) -> float:
     """Of two sets of arrays with the same names: the worst norm of a difference, relative to
-    the norm of what is expected."""
+    the norm of what is expected. NaN if there is one anywhere, which max would pass over."""
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
-    return max(
-        (mx.linalg.norm(found[n] - expected[n]) / mx.linalg.norm(expected[n])).item()
+    apart = [
+        mx.linalg.norm(found[n] - expected[n]) / mx.maximum(mx.linalg.norm(expected[n]), 1e-30)
         for n in expected
-    )
+    ]
+    return float(np.max([each.item() for each in apart]))
+
+
+# --- an update against the unsplit model
+
+
+class Kept:
+    """In the place of an optimizer: keeps the gradients, and changes no parameter."""
+
+    def __init__(self) -> None:
+        self.state: Arrays = {}
+        self.gradients: Arrays = {}
+
+    def apply_gradients(self, gradients: Arrays, parameters: Arrays) -> Arrays:
+        self.gradients = dict(gradients)
+        return parameters
+
+
+Found = tuple[float, Arrays]
+"""A loss, and gradients by the names of their parameters."""
+
+
+def update_of(own: Trainer, batches: Sequence[MicroBatch]) -> Found:
+    """The loss of one update, and on rank 0 what the optimizers of all ranks get."""
+    kept = own.optimizer = Kept()
+    update = own.update(0, batches, own.schedule(len(batches)))
+    return update.loss, gather(own.links, kept.gradients)
+
+
+def error_of(found: Found, expected: Found) -> float:
+    """The largest of the loss and all gradients, relative."""
+    loss = abs(found[0] - expected[0]) / abs(expected[0])
+    return float(np.max([loss, largest_difference(found[1], expected[1])]))
+
+
+def deep(name: str) -> nn.Module:
+    """With layers enough for two slices on each of four ranks."""
+    return build(name, num_hidden_layers=8)
+
+
+def quantized(name: str) -> nn.Module:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
+    model = build(name, num_hidden_layers=8, **sizes)
+    nn.quantize(model, group_size=32, bits=4)
+    return model
+
+
+class Kind(NamedTuple):
+    """What is trained, and of which model."""
+
+    fine_tune_type: str
+    name: str
+    make: Callable[[str], nn.Module]
+
+
+KINDS = {
+    "lora": Kind("lora", "llama", deep),
+    "dora": Kind("dora", "qwen3", deep),
+    "full": Kind("full", "llama-tied", deep),
+    "lora, 4 bits": Kind("lora", "llama", quantized),
+    "dora, 4 bits": Kind("dora", "qwen3", quantized),
+}
+
+# Unequal numbers of rows, lengths and labels; as many as every schedule can do on up to 4 ranks.
+MICRO_BATCHES = [
+    *[(9, 5), (3,), (12, 11, 4), (7, 7), (2, 6), (10,)],
+    *[(8, 3, 5), (4,), (11, 9), (6,), (13, 2), (5, 5, 5)],
+]

@@ -1,6 +1,5 @@
 """What the ranks of a real ring do in test_transport: python -m … NAME."""
 
-import itertools
 import os
 import signal
 import sys
@@ -9,18 +8,23 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from serve.core.errors import ClusterError
 from serve.rank.transport import Ring
 from serve.tune import transport
+from serve.tune.schedule import SCHEDULES
 from serve.tune.transport import RingLinks, exchange, gather, share, sum_arrays
 from tests.tune.ranks import (
+    KINDS,
+    MICRO_BATCHES,
     batches_of,
     config_of,
-    largest_difference,
+    error_of,
     trainer,
     tuned,
     unsplit_gradients,
+    update_of,
 )
 
 RANK = int(os.environ["MLX_RANK"])
@@ -155,20 +159,17 @@ def peer_ends() -> None:
 
 
 def gradients() -> None:
-    """Those of every schedule and kind, gathered to rank 0, against the unsplit model."""
+    """A diagonal through the table of test_gradients: every schedule and every kind."""
     links, worst = join(), 0.0
-    settings: list[dict[str, Any]] = [{"schedule": s} for s in ("naive", "gpipe", "1f1b")]
-    settings += [{"schedule": "interleaved", "stages_per_rank": 2}, {"grad_checkpoint": True}]
-    settings += [{"schedule": "zero-bubble", "fine_tune_type": "full"}]
-    for name, changes in itertools.product(("llama", "deepseek_v3"), settings):
-        config, batches = config_of(**changes), batches_of([(9, 5), (3,), (12, 11), (7, 7)])
-        own = trainer(config, links, name)
-        scale = 1 / sum(batch.num_labels for batch in batches)
-        ran = own.pipeline.run(own.schedule(len(batches)), batches, scale)
-        found = gather(links, ran.gradients)
+    for number, (schedule, kind) in enumerate(zip(SCHEDULES, KINDS, strict=True)):
+        fine_tune_type, *model = KINDS[kind]
+        changes = {"schedule": schedule, "grad_checkpoint": number % 2 == 0}
+        config = config_of(fine_tune_type=fine_tune_type, **changes)
+        batches = batches_of(MICRO_BATCHES)
+        found = update_of(trainer(config, links, *model), batches)
         if RANK == 0:
-            _, expected = unsplit_gradients(tuned(config, name), batches)
-            worst = max(worst, largest_difference(found, expected))
+            expected = unsplit_gradients(tuned(config, *model[:1], make=model[1]), batches)
+            worst = float(np.max([worst, error_of(found, expected)]))
     exchange(links, "done")
     links.close()
     print(worst, flush=True)

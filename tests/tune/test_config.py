@@ -176,6 +176,8 @@ def test_epochs_come_before_iters() -> None:
     config = _parse([*BASE, "--iters", "7", "--epochs", "3", "--batch-size", "4"])
     assert config.for_examples(22).iters == 15
     assert config.for_examples(22).epochs == 3
+    more = ["--epochs", "3", "--grad-accumulation-steps", "3", "--save-every", "9"]
+    assert _parse([*BASE, *more, "--batch-size", "4"]).for_examples(22).iters == 15
     assert _parse([*BASE, "--iters", "7"]).for_examples(22).iters == 7
 
 

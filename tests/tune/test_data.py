@@ -99,6 +99,30 @@ def test_every_turn_of_the_assistant_is_learned_and_nothing_else(
     assert "plus" not in only
 
 
+class Strict:
+    """A template that looks at its first message, as most do, and greets before it."""
+
+    def apply_chat_template(
+        self, messages: list[Any], add_generation_prompt: bool, **_: Any
+    ) -> list[int]:
+        assert messages[0]["role"] == "assistant"
+        ids = {"user": 10, "assistant": 20}
+        turns = [[ids[m["role"]], 1, *map(ord, m["content"]), 2] for m in messages]
+        return [3, 4, *(n for turn in turns for n in turn), *([20, 1] * add_generation_prompt)]
+
+
+def test_a_chat_that_the_assistant_opens_is_learned_too(tokenizer: Any, write: Write) -> None:
+    """Its first words, and not what the template puts before them."""
+    chat = {"messages": [{"role": "assistant", "content": "It is noon."}, *CHAT["messages"]]}
+    config = config_of(mask_prompt=True)
+    (example,) = read_split(write(chat), tokenizer, config).examples
+    texts = learned(tokenizer, example)
+    assert [text.split("<")[0] for text in texts] == ["It is noon.", "It is 5.", "It is 6."]
+    (example,) = read_split(write(chat), Strict(), config).examples
+    first, *_ = ("".join(map(chr, example.tokens[a:b])) for a, b in example.labels)
+    assert first == "It is noon.\x02"
+
+
 class Forgetful:
     """A template that leaves out what the assistant said before, as of models that think."""
 
@@ -186,6 +210,17 @@ def test_a_bad_line_is_named(tokenizer: Any, write: Write, line: str, said: str)
     path = write(CHAT, "", line, CHAT)
     with pytest.raises(UsageError, match=r"train\.jsonl:3: .*" + said):
         read_split(path, tokenizer, config_of(mask_prompt=True))
+
+
+@pytest.mark.parametrize("mask_prompt", [False, True])
+def test_a_completion_that_is_no_text_is_named(
+    tokenizer: Any, write: Write, mask_prompt: bool
+) -> None:
+    """A template would leave it out, and nothing would be learned, or None."""
+    for wrong in (None, 5):
+        path = write(COMPLETION, {**COMPLETION, "completion": wrong})
+        with pytest.raises(UsageError, match=r"jsonl:2: .*message 2, of assistant, has no text"):
+            read_split(path, tokenizer, config_of(mask_prompt=mask_prompt))
 
 
 def test_texts_in_parts_and_calls_without_text_are_examples(tokenizer: Any, write: Write) -> None:

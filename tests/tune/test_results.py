@@ -101,6 +101,17 @@ def test_without_matplotlib_there_is_a_card_and_a_word(
     assert not (folder / "curves.svg").exists()
 
 
+def test_a_line_that_was_cut_is_passed_over_wherever_it_was(tmp_path: Path) -> None:
+    """Also where what is there ends as a whole line does."""
+    checkpoint.add_metrics(tmp_path, METRICS[0])
+    length = (tmp_path / checkpoint.METRICS).stat().st_size
+    checkpoint.add_metrics(tmp_path, {"forecast": {"utilisation": 0.9}, "iteration": 8})
+    text = (tmp_path / checkpoint.METRICS).read_bytes()
+    for end in range(length, len(text)):
+        (tmp_path / checkpoint.METRICS).write_bytes(text[:end])
+        assert checkpoint.read_metrics(tmp_path) == METRICS[:1]
+
+
 def test_spans_are_when_ops_ran() -> None:
     records = [OpRecord(Op("B", 3, 1), 0.5, 0.75, 0, 0, 0)]
     assert results.spans(records) == [("B", 3, 1, 0.5, 0.75)]

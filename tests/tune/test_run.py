@@ -95,6 +95,38 @@ def test_two_ranks_make_the_same_run(
     assert "1f1b, 2 micro-batches an update" in text
 
 
+MEMORY = [
+    [],
+    ["--schedule", "gpipe", "--grad-checkpoint", "--split", "2,6"],
+    ["--schedule", "interleaved", "--max-grad-norm", "1"],
+    ["--schedule", "zero-bubble", "--fine-tune-type", "full", "--num-layers", "-1"],
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", MEMORY, ids=lambda more: " ".join(more[:2]))
+def test_each_rank_takes_the_memory_that_was_forecast(
+    folder: Path, tmp_path: Path, more: list[str]
+) -> None:
+    out = tmp_path / "out"
+    said = finish(launch(2, flags(folder, out, "--batch-size", "8", *more)))
+    assert ("[6, 8)" in said) == ("--split" in more)
+    finished = checkpoint.read_metrics(out)[-1]
+    assert finished["peak_bytes"] == pytest.approx(finished["forecast"]["peak_bytes"], rel=0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_an_update_takes_the_memory_that_was_forecast(
+    folder: Path, tmp_path: Path, optimizer: str
+) -> None:
+    """Of all weights it needs more than the micro-batches do."""
+    more = {"fine_tune_type": "full", "num_layers": -1, "val_batches": 0, "micro_batches": 4}
+    *_, finished, _, _ = ran(folder, tmp_path / "out", iters=4, optimizer=optimizer, **more)
+    assert isinstance(finished, Finished)
+    assert finished.peak_bytes == pytest.approx(finished.forecast.peak_bytes, rel=0.15)
+
+
 def test_under_mlx_launch(folder: Path, tmp_path: Path, two_ranks: tuple[Path, str]) -> None:
     port = str(free_port_range(3) + 1)
     words = flags(folder, tmp_path / "out", "--micro-batches", "2")
@@ -356,6 +388,18 @@ def test_a_bad_line_is_named_once_before_any_training(folder: Path, tmp_path: Pa
     said = finish(launch(2, flags(tmp_path / "data", tmp_path / "out")), code=2)
     assert said.count("train.jsonl:8: not JSON") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_a_loss_that_is_no_number_ends_all_ranks(
+    folder: Path, tmp_path: Path, alone: tuple[Path, list[Event]]
+) -> None:
+    weights = {name: array * float("nan") for name, array in arrays_of(alone[0]).items()}
+    mx.save_safetensors(str(tmp_path / checkpoint.ADAPTERS), weights)
+    more = ["--resume-adapter-file", str(tmp_path / checkpoint.ADAPTERS), "--iters", "12"]
+    said = finish(launch(2, flags(folder, tmp_path / "out", *more)), code=7)
+    assert said.count("10 updates in a row were not finite: lower --learning-rate") == 1
+    assert "loss=nan" in said
+    assert "skipped=1" in said
 
 
 def test_missing_data_and_other_adapters_are_refused(

@@ -107,6 +107,16 @@ def test_zero_bubble_fills_the_bubble_of_full_tuning() -> None:
     assert filled > plain + 0.05
 
 
+@pytest.mark.parametrize(("ranks", "count", "chunks"), [(4, 8, 1), (4, 8, 2), (2, 6, 3)])
+def test_validation_overlaps_with_several_stages_a_rank_too(
+    ranks: int, count: int, chunks: int
+) -> None:
+    """But for the first and the last micro-batch every rank always has something to do."""
+    forward = make_schedule("forward", Shape(ranks, count, chunks))
+    makespan = simulate(forward, [OpCost()] * ranks * chunks).makespan
+    assert makespan == count * chunks + ranks - 1
+
+
 def test_hops_and_frozen_stages_cost_what_they_cost() -> None:
     schedule = make_schedule("naive", Shape(2, 1))
     assert simulate(schedule, [OpCost(1, 2, 3)] * 2, hop=0.5).makespan == pytest.approx(10)
