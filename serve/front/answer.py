@@ -4,28 +4,26 @@ The full reply and the stream are the same chunks; replies.fold adds them up.
 """
 
 import asyncio
+import json
 import logging
 import secrets
-import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+import traceback
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from serve.core.errors import BrigadeError, EngineError
 from serve.core.types import Event, Score
-from serve.front import replies
 from serve.front.adapters import Adapters
 from serve.front.choice import Choice, Piece
 from serve.front.metrics import Metrics
 from serve.front.openai import GenerationBody
 from serve.front.prompt import Prompt
 from serve.front.record import Record
-from serve.front.replies import Json
+from serve.front.replies import DONE, Json, error_object, server_sent, usage
 from serve.front.schemas import Usage
 from serve.front.tokens import Tokenizer
-
-Told = TypeVar("Told")
 
 _logger = logging.getLogger(__name__)
 
@@ -34,9 +32,9 @@ class Generation(Protocol):
     """The events of a request's sequences with their numbers, the last of each with a
     finish reason. Sequences are in the order of prompts and, within, of samplings.
 
-    __anext__ raises BrigadeError when the engine broke. close drops one sequence or all on
-    all ranks if they still run, and may be called more than once. num_cached counts the
-    tokens of prompts that were not computed anew.
+    Iteration raises BrigadeError when the engine broke, or one that was put, after the events
+    before it. close drops one sequence or all on all ranks if they still run, and may be called
+    more than once. num_cached counts the tokens of prompts that were not computed anew.
     """
 
     @property
@@ -44,9 +42,9 @@ class Generation(Protocol):
 
     def __aiter__(self) -> AsyncIterator[tuple[int, Event]]: ...
 
-    async def __anext__(self) -> tuple[int, Event]: ...
-
     def prompt_scores(self, number: int) -> list[Score]: ...
+
+    def put(self, event: BrigadeError) -> None: ...
 
     def close(self, number: int | None = None) -> None: ...
 
@@ -87,6 +85,9 @@ class Shape(Protocol):
         """Of a piece of an answer, without what is the same in all chunks. prompt_scores
         come with the first piece."""
 
+    def is_calling(self, number: int) -> bool:
+        """Whether the answer is in the middle of a call that has to be parsed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -123,8 +124,6 @@ class Answer:
         self._times: dict[int, float] = {}
         self._last_time = 0.0
         self._num_tokens = 0
-        self._interruption: BrigadeError | None = None
-        self._reader: asyncio.Task[Any] | None = None
         self._head: Json = {
             "id": f"{shape.id_prefix}-{secrets.token_hex(16)}",
             "object": shape.object,
@@ -139,10 +138,15 @@ class Answer:
         """OpenAI's chunks. Raises BrigadeError if the engine breaks or the server stops."""
         tail: Json = {"usage": None} if include_usage else {}
         try:
-            while self._num_open:
-                number, event = await self._next()
-                for chunk in self._take(number, event):
+            async for number, event in self._generation:
+                chunks = self._take(number, event)
+                if self._shape.is_calling(number):
+                    # What a request can have a model write takes parsers of calls quadratic time.
+                    chunks = iter(await asyncio.to_thread(list, chunks))
+                for chunk in chunks:
                     yield {**self._head, **chunk, **tail}
+            if self._num_open:
+                raise EngineError("A generation ended without a finish reason.")
             if include_usage:
                 yield {**self._head, "choices": [], "usage": self.usage()}
         except BrigadeError:
@@ -153,53 +157,33 @@ class Answer:
 
     async def server_sent_events(self, include_usage: bool) -> AsyncIterator[bytes]:
         """The chunks as an event stream. [DONE] ends it also after an error, as vLLM's."""
-        events = (replies.server_sent(chunk) async for chunk in self.chunks(include_usage))
-        async for event in self.outcome(events):
-            if isinstance(event, BrigadeError):
-                event = replies.server_sent(replies.error_object(event))
+        events = (server_sent(chunk) async for chunk in self.chunks(include_usage))
+        async for event in self.guarded(events, lambda error: server_sent(error_object(error))):
             yield event
-        yield replies.DONE
+        yield DONE
 
-    async def outcome(self, told: AsyncIterator[Told]) -> AsyncIterator[Told | BrigadeError]:
-        """What is made of the chunks, and an error as the last of it."""
+    async def guarded(
+        self, events: AsyncIterator[bytes], failed: Callable[[BrigadeError], bytes]
+    ) -> AsyncIterator[bytes]:
+        """What is made of the chunks. Whatever goes wrong with it, an event says so in the end."""
         try:
-            async for each in told:
-                yield each
+            async for event in events:
+                yield event
         except BrigadeError as error:
-            yield self._failure(error)
+            yield failed(self._failure(error))
         except Exception as error:
-            _logger.exception("request=%s failed in its stream", self._record.request)
-            yield self._failure(BrigadeError(str(error)))
+            trace = json.dumps(traceback.format_exc())
+            _logger.error("request=%s event=bug trace=%s", self._record.request, trace)
+            yield failed(self._failure(BrigadeError(str(error))))
 
     def interrupt(self, error: BrigadeError) -> None:
-        """Ends the answer with error, also while it waits for the engine."""
-        self._interruption = error
-        if self._reader is not None:
-            self._reader.cancel()
+        """Ends the answer with error after what has come, also while it waits for the engine."""
+        self._generation.put(error)
 
     def close(self) -> None:
         self._generation.close()
         if self._record.finish_reason is None:
             self._record.finish_reason = "abort"
-
-    async def _next(self) -> tuple[int, Event]:
-        self._check_interruption()
-        self._reader = asyncio.current_task()
-        try:
-            return await self._generation.__anext__()
-        except StopAsyncIteration:
-            raise EngineError("A generation ended without a finish reason.") from None
-        except asyncio.CancelledError:
-            if sys.version_info >= (3, 11) and self._interruption and self._reader:
-                self._reader.uncancel()
-            self._check_interruption()
-            raise
-        finally:
-            self._reader = None
-
-    def _check_interruption(self) -> None:
-        if self._interruption is not None:
-            raise self._interruption
 
     def _take(self, number: int, event: Event) -> Iterator[Json]:
         choice = self._choices[number]
@@ -234,11 +218,12 @@ class Answer:
             self._metrics.prefix_cache(num_prompt, self._generation.num_cached)
 
     def _failure(self, error: BrigadeError) -> BrigadeError:
-        self._record.status = error.http_status
-        _logger.warning("request=%s failed in its stream: %s", self._record.request, error)
+        self._record.status, self._record.finish_reason = error.http_status, "error"
+        reason = json.dumps(str(error))
+        _logger.warning("request=%s failed in its stream: %s", self._record.request, reason)
         return error
 
     def usage(self) -> Usage:
         """So far. What was cached is known with the first chunk."""
         num_prompt, num_cached = self._record.prompt_tokens or 0, self._generation.num_cached
-        return replies.usage(num_prompt, self._num_tokens, num_cached)
+        return usage(num_prompt, self._num_tokens, num_cached)

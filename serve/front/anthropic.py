@@ -182,7 +182,7 @@ class CountBody(_Cacheable):
     model: str
     messages: Annotated[list[Turn], Field(min_length=1, fail_fast=True)]
     system: Texts | None = None
-    tools: Annotated[list[CustomTool], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[CustomTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

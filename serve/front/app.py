@@ -39,8 +39,10 @@ from serve.front.tokens import Tokenizer
 
 _MOST_SECONDS = 3600.0
 _BROKEN_DRAIN_SECONDS = 0.5
-# Encoding a long prompt takes seconds of a core that the ranks may need as well.
+# Encoding a long prompt takes seconds of a core that the ranks may need as well. Grammars have
+# threads of their own, because clients without one must not wait for those that are slow to check.
 _PROMPT_THREADS = 2
+_GRAMMAR_THREADS = 2
 
 _logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -124,6 +126,7 @@ class Front:
         self._metrics = Metrics(engine.pipeline)
         self._answers: weakref.WeakSet[Answer] = weakref.WeakSet()
         self._threads = ThreadPoolExecutor(_PROMPT_THREADS, "prompt")
+        self._grammar_threads = ThreadPoolExecutor(_GRAMMAR_THREADS, "grammar")
         routes = self._routes()
         starlette = Starlette(routes=routes, exception_handlers=_ERROR_HANDLERS)
         starlette.router.redirect_slashes = False
@@ -150,6 +153,7 @@ class Front:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._grammar_threads.shutdown(wait=False, cancel_futures=True)
 
     def _routes(self) -> list[Route]:
         return [
@@ -220,6 +224,10 @@ class Front:
     async def begin(self, request: Request, job: Job) -> tuple[Answer, dict[str, str]]:
         """The answer, which whoever gets it closes, and headers that go with it."""
         record: Record = request.scope[guard.RECORD]
+        if job.prompts[0].samplings[0].grammar is not None:
+            loop, check = asyncio.get_running_loop(), job.body.check_grammar
+            checking = loop.run_in_executor(self._grammar_threads, check, self._tokenizer)
+            await guard.unless_gone(request.receive, checking)
         adapter = await self._adapters.version(job.body.model)
         headers = {"x-adapter-version": str(adapter)} if adapter else {}
         generation = self._engine.submit(job.prompts, adapter)
@@ -230,7 +238,8 @@ class Front:
     async def in_thread(self, request: Request, read: Callable[[bytes], Result]) -> Result:
         """What reading a request's body gives. Long texts take seconds."""
         data = await guard.read_body(request.scope, request.receive)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, read, data)
+        reading = asyncio.get_running_loop().run_in_executor(self._threads, read, data)
+        return await guard.unless_gone(request.receive, reading)
 
     @told(404, body=Tokenizable, reply=schemas.Tokenized)
     async def tokenize(self, request: Request) -> Response:
@@ -363,7 +372,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     what = json.dumps(f"{request.method} {request.url.path}"[:200])
     message = f"{error.detail}: {what} is no call of this server."
     return await _brigade_error(
-        request, replies.StatusError(error.status_code, message, error.headers)
+        request, replies.StatusError(error.status_code, message, error.headers or {})
     )
 
 

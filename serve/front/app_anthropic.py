@@ -8,7 +8,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from serve.core.errors import BrigadeError
 from serve.front import guard, schemas
 from serve.front.answer import Job
 from serve.front.anthropic import CountBody, MessagesBody
@@ -45,23 +44,12 @@ class MessageCalls:
         job = await self._front.in_thread(request, self._read)
         answer, headers = await self._front.begin(request, job)
         telling = Telling(job.body.model, answer.usage)
-        tell = partial(self._events, request, telling)
-        return await in_events(request, answer, tell, telling.message, headers, _PING)
+        events = _events(telling, answer.chunks(include_usage=True))
+        failed = partial(guard.error_reply, request.scope)
+        return await in_events(request, answer, events, failed, telling.message, headers, _PING)
 
     def _read(self, data: bytes) -> Job:
         return self._front.prepare_chat(parse(MessagesBody, json_object(data)).as_chat())
-
-    async def _events(
-        self, request: Request, telling: Telling, chunks: AsyncIterator[Json | BrigadeError]
-    ) -> AsyncIterator[Json]:
-        async for chunk in chunks:
-            if isinstance(chunk, BrigadeError):
-                yield dict(guard.error_reply(request.scope, chunk))
-                return
-            for event in telling.feed(chunk):
-                yield event
-        for event in telling.finish():
-            yield event
 
     @told(
         *(404, 500), body=CountBody, reply=schemas.MessageTokens, error=schemas.AnthropicErrorReply
@@ -73,3 +61,11 @@ class MessageCalls:
     def _read_count(self, data: bytes) -> schemas.MessageTokens:
         body = parse(CountBody, json_object(data))
         return {"input_tokens": self._front.count(body.as_chat())}
+
+
+async def _events(telling: Telling, chunks: AsyncIterator[Json]) -> AsyncIterator[Json]:
+    async for chunk in chunks:
+        for event in telling.feed(chunk):
+            yield event
+    for event in telling.finish():
+        yield event

@@ -1,14 +1,14 @@
 """The HTTP calls about responses: made of chats, kept for those that go on from them."""
 
-from collections.abc import AsyncIterator, Callable
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from serve.core.errors import BrigadeError, RequestError
+from serve.core.errors import RequestError
 from serve.front.answer import Answer, Job
 from serve.front.app_stream import in_events, json_response
 from serve.front.body import json_object
@@ -24,6 +24,15 @@ _FIELDS = {
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
 }
+
+
+@contextmanager
+def _own_names() -> Iterator[None]:
+    try:
+        yield
+    except RequestError as error:
+        error.param = _FIELDS.get(error.param or "", error.param)
+        raise
 
 
 class Front(Protocol):
@@ -54,30 +63,25 @@ class ResponseCalls:
     async def respond(self, request: Request) -> Response:
         """Answers with items: text, thoughts, calls of functions."""
         body, messages, job = await self._front.in_thread(request, self._read)
-        answer, headers = await self._front.begin(request, job)
+        with _own_names():
+            answer, headers = await self._front.begin(request, job)
         telling = Telling(response(body))
-        tell = partial(self._events, telling=telling, messages=messages)
-        return await in_events(request, answer, tell, telling.response, headers)
+        events = self._events(answer.chunks(include_usage=True), telling, messages)
+        return await in_events(request, answer, events, telling.failed, telling.response, headers)
 
     def _read(self, data: bytes) -> tuple[ResponsesBody, list[Json], Job]:
         """With the messages that lead to the answer, but for instructions: those end with it."""
         body = parse(ResponsesBody, json_object(data))
         messages = [*self._store.before(body.previous_response_id), *body.messages()]
-        try:
+        with _own_names():
             return body, messages, self._front.prepare_chat(body.as_chat(messages))
-        except RequestError as error:
-            error.param = _FIELDS.get(error.param or "", error.param)
-            raise
 
     async def _events(
-        self, chunks: AsyncIterator[Json | BrigadeError], telling: Telling, messages: list[Json]
+        self, chunks: AsyncIterator[Json], telling: Telling, messages: list[Json]
     ) -> AsyncIterator[Json]:
         for event in telling.begin():
             yield event
         async for chunk in chunks:
-            if isinstance(chunk, BrigadeError):
-                yield telling.failed(chunk)
-                return
             for event in telling.feed(chunk):
                 yield event
         last = list(telling.finish())

@@ -25,19 +25,20 @@ def json_response(
 async def in_events(
     request: Request,
     answer: Answer,
-    tell: Callable[[AsyncIterator[Json | BrigadeError]], AsyncIterator[Json]],
+    events: AsyncIterator[Json],
+    failed: Callable[[BrigadeError], Mapping[str, Any]],
     whole: Json,
     headers: dict[str, str],
     ping: ServerSentEvent = KEEP_ALIVE,
 ) -> Response:
-    """tell makes typed events of chunks, and fills whole with what they say: the reply to who
-    wants no stream."""
+    """events are typed ones made of the answer's chunks, failed makes one of an error. They fill
+    whole with what they say: the reply to who wants no stream."""
     if answer.is_stream:
-        events = tell(answer.outcome(answer.chunks(include_usage=True)))
-        return Stream(answer, (replies.named_event(e) async for e in events), headers, ping)
+        told = (replies.named_event(event) async for event in events)
+        guarded = answer.guarded(told, lambda error: replies.named_event(failed(error)))
+        return Stream(answer, guarded, headers, ping)
     try:
-        telling = _all(tell(answer.chunks(include_usage=True)))
-        await guard.unless_gone(request.receive, telling)
+        await guard.unless_gone(request.receive, _all(events))
     finally:
         answer.close()
     return json_response(whole, headers=headers)

@@ -8,10 +8,13 @@ from pydantic_core import from_json
 
 from serve.core.errors import RequestError
 
+# Of one object. What checks a body finds fault with each that it does not know, and tells of one.
+MOST_FIELDS = 4096
+
 
 def json_object(data: bytes) -> dict[str, Any]:
     """Raises RequestError for what is no JSON object by RFC 8259, for a field that is given
-    twice and for a number that no float can hold."""
+    twice, for an object of very many fields and for a number that no float can hold."""
     try:
         body: Any = from_json(data, allow_inf_nan=False)
         # from_json knows surrogates and depth, but takes the last of two, and 1e999 for inf.
@@ -24,6 +27,8 @@ def json_object(data: bytes) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> None:
+    if len(pairs) > MOST_FIELDS:
+        raise ValueError(f"an object has {len(pairs)} fields, {MOST_FIELDS} are allowed")
     names = set()
     for name, _ in pairs:
         if name in names:

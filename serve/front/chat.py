@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Iterator
 from dataclasses import replace
+from string import ascii_letters, digits
 
 from serve.core.errors import RequestError
 from serve.core.types import Score
@@ -73,6 +74,9 @@ class ChatShape:
         self._num_calls = [0] * len(parsers)
         self.continues = bool(body.continue_final_message)
 
+    def is_calling(self, number: int) -> bool:
+        return self._parsers[number].kind == "call"
+
     def chunks(self, number: int, piece: Piece, prompt_scores: list[Score]) -> Iterator[Json]:
         body = self._body
         if piece.is_first:
@@ -118,7 +122,7 @@ class ChatShape:
         if part.name is not None:
             self._num_calls[number] += 1
             call["function"]["name"] = part.name
-            call |= {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
+            call |= {"id": part.id or _new_id(), "type": "function"}
         index = self._num_calls[number] - 1
         if index == 0 or self._body.parallel_tool_calls is not False:
             yield {"tool_calls": [{"index": index, **call}]}
@@ -128,6 +132,11 @@ class ChatShape:
         demanded = not isinstance(self._body.tool_choice, str | None)
         called = self._num_calls[number] and not demanded
         return "tool_calls" if called and reason == "stop" else reason
+
+
+def _new_id() -> str:
+    """Nine letters and digits, because Mistral's templates take nothing else back."""
+    return "".join(secrets.choice(ascii_letters + digits) for _ in range(9))
 
 
 def _choice(number: int, delta: Json, finish_reason: str | None = None) -> Json:

@@ -60,6 +60,9 @@ class CompletionShape:
         self._body, self._prompts, self._tokenizer = body, prompts, tokenizer
         self._offsets = [0] * len(prompts) * body.num_choices
 
+    def is_calling(self, _: int) -> bool:
+        return False
+
     def chunks(self, number: int, piece: Piece, prompt_scores: list[Score]) -> Iterator[Json]:
         body = self._body
         if piece.is_first and (body.echo or body.return_token_ids or body.num_scored is not None):

@@ -92,7 +92,9 @@ class Door:
             return
         if self._draining:
             raise UnavailableError("The server is draining: ask another one.")
-        if len(scope["state"].get(_CONNECTIONS, ())) > self._max_connections:
+        # What clients have left may still be under way.
+        num_open = max(len(scope["state"].get(_CONNECTIONS, ())), self._num_inside + 1)
+        if num_open > self._max_connections:
             raise UnavailableError("The server has too many connections: try again later.")
 
 

@@ -20,8 +20,9 @@ _PRIVATE = "brigade_mlx_lm_"
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """A call stands between start and end, an empty end being that of the answer. parse
-    gives {"name", "arguments"}, or several of them, and raises whatever it likes."""
+    """A call stands between start and end, an empty end being that of the answer. parse takes
+    it with the tools that were declared, as OpenAI's JSON; it gives {"name", "arguments"}, or
+    several of them, and raises whatever it likes."""
 
     start: str
     end: str

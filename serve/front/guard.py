@@ -1,8 +1,10 @@
 """Around every request: its id, log line and count, and its body's limits. Plain ASGI."""
 
 import asyncio
+import json
 import logging
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, MutableMapping
+import traceback
+from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
 from typing import Any, TypeVar
 
 from serve.core.config import ServeConfig
@@ -56,8 +58,10 @@ class Guard:
         try:
             await self._inner(scope, receive, watched)
         except Exception:
-            record.status = 500
-            _logger.exception("request=%s failed", record.request)
+            record.status, record.finish_reason = 500, "error"
+            # On one line: what an exception says may be a client's words.
+            trace = json.dumps(traceback.format_exc())
+            _logger.error("request=%s event=bug trace=%s", record.request, trace)
         finally:
             self._end(record)
 
@@ -137,7 +141,7 @@ def _too_large(most_bytes: int) -> StatusError:
     return StatusError(413, f"The body is larger than {most_bytes} bytes.")
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+async def unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:
     """The result of work, which is cancelled if the client leaves before it is there."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_gone(receive))

@@ -45,9 +45,8 @@ def prompt_logprobs(
     one itself, whose rank is null where it is not among them. The first token has no score."""
 
     def told(score: Score) -> dict[str, Json]:
-        ranked = [(*top, rank) for rank, top in enumerate(score.top, 1)]
         every: dict[int, tuple[float, int | None]]
-        every = {token: (logprob, rank) for token, logprob, rank in ranked}
+        every = {token: (logprob, rank) for rank, (token, logprob) in enumerate(score.top, 1)}
         every.setdefault(score.token, (score.logprob, None))
         return {
             str(token): {

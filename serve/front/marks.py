@@ -6,14 +6,14 @@ is cut into pieces itself.
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from serve.front.formats import Format
 from serve.front.openai import ChatBody
 from serve.front.text import overlap
-from serve.front.tools import NamedTool, called
+from serve.front.tools import NamedTool, Tool, called
 
 Kind = Literal["content", "reasoning", "call"]
 
@@ -22,15 +22,19 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text of a kind. Of a call, name is given once, and text adds up to its arguments."""
+    """Text of a kind. Of a call, name is given once, with the id if the model wrote one, and
+    text adds up to its arguments."""
 
     kind: Kind
     text: str
     name: str | None = None
+    id: str | None = None
 
 
 class Plain:
     """An answer without marks. finish gives what was held back."""
+
+    kind: Kind = "content"  # of what comes next
 
     def feed(self, delta: str) -> Iterator[Piece]:
         if delta:
@@ -74,7 +78,7 @@ class ListedCalls(Plain):
             return None
         text, self._text = self._text[start:end], self._text[end:]
         try:
-            ((name, arguments),) = called(call)
+            ((name, arguments, _),) = called(call)
         except ValueError:  # Such as a number that is no float. It stays what it is.
             return Piece("content", text)
         return Piece("call", arguments, name)
@@ -83,11 +87,15 @@ class ListedCalls(Plain):
 class Marked(Plain):
     """Text with the marks of a model's format, and what content there is for inner. A call
     that its parser does not understand stays content. Blanks between calls count for nothing.
+    declared are the request's tools, whose schemas tell a parser what is a number.
     """
 
-    def __init__(self, format: Format, is_thinking: bool, inner: Plain) -> None:
+    def __init__(
+        self, format: Format, is_thinking: bool, inner: Plain, declared: Sequence[Tool] = ()
+    ) -> None:
         self._tools, self._thoughts, self._inner = format.tools, format.thoughts, inner
-        self._kind: Kind = "reasoning" if is_thinking else "content"
+        self._declared = declared
+        self.kind = "reasoning" if is_thinking else "content"
         self._text = ""
         self._blanks = ""
         self._has_called = False
@@ -97,9 +105,9 @@ class Marked(Plain):
         while (found := self._first_mark()) is not None:
             start, mark, kind = found
             before, self._text = self._text[:start], self._text[start + len(mark) :]
-            yield from self._give(before)
-            self._kind = kind
-        if self._kind != "call":
+            yield from self._give(before, mark)
+            self.kind = kind
+        if self.kind != "call":
             held = max((overlap(self._text, mark) for mark, _ in self._marks()), default=0)
             end = len(self._text) - held
             given, self._text = self._text[:end], self._text[end:]
@@ -114,12 +122,12 @@ class Marked(Plain):
 
     def _marks(self) -> Iterator[tuple[str, Kind]]:
         """Those that may come here, and the kind of what follows."""
-        if self._kind == "content":
+        if self.kind == "content":
             if self._tools:
                 yield self._tools.start, "call"
             if self._thoughts:
                 yield self._thoughts[0], "reasoning"
-        elif self._kind == "reasoning" and self._thoughts:
+        elif self.kind == "reasoning" and self._thoughts:
             yield self._thoughts[1], "content"
         elif self._tools and self._tools.end:
             yield self._tools.end, "content"
@@ -128,10 +136,11 @@ class Marked(Plain):
         found = [(self._text.find(mark), mark, kind) for mark, kind in self._marks()]
         return min((each for each in found if each[0] >= 0), default=None)
 
-    def _give(self, text: str) -> Iterator[Piece]:
-        if self._kind == "call":
-            yield from self._calls(text)
-        elif self._kind == "reasoning":
+    def _give(self, text: str, mark: str = "") -> Iterator[Piece]:
+        """mark is the one that ends it."""
+        if self.kind == "call":
+            yield from self._calls(text, mark)
+        elif self.kind == "reasoning":
             if text:
                 yield Piece("reasoning", text)
         else:
@@ -143,18 +152,19 @@ class Marked(Plain):
         self._blanks = text[len(shown) :]
         yield from self._inner.feed(shown)
 
-    def _calls(self, text: str) -> Iterator[Piece]:
+    def _calls(self, text: str, mark: str) -> Iterator[Piece]:
         assert self._tools is not None
         try:
-            calls = called(self._tools.parse(text))
+            declared = [tool.model_dump() for tool in self._declared]
+            calls = called(self._tools.parse(text, declared))
         # A parser of mlx-lm reads what a model has written: it may raise anything.
         except Exception as error:
             _logger.info("event=tool_call_not_understood error=%r", f"{error!r:.200}")
-            yield from self._content(self._tools.start + text + self._tools.end)
+            yield from self._content(self._tools.start + text + mark)
             return
         self._blanks, self._has_called = "", True
-        for name, arguments in calls:
-            yield Piece("call", arguments, name)
+        for name, arguments, id in calls:
+            yield Piece("call", arguments, name, id)
 
 
 def parser_of(body: ChatBody, format: Format, is_thinking: bool) -> Plain:
@@ -168,4 +178,4 @@ def parser_of(body: ChatBody, format: Format, is_thinking: bool) -> Plain:
     tools = format.tools if body.tools and choice == "auto" else None
     if not tools and not format.thoughts:
         return inner
-    return Marked(Format(tools, format.thoughts), is_thinking, inner)
+    return Marked(Format(tools, format.thoughts), is_thinking, inner, body.tools or ())

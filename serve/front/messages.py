@@ -6,6 +6,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic_core import PydanticCustomError, from_json
 
 from serve.core.errors import RequestError
+from serve.front.schemas import MessageText
 
 
 class Body(BaseModel):
@@ -36,14 +37,9 @@ def _part_text(index: int, part: Any) -> str:
     return str(part["text"])
 
 
-class TextPart(Body):
-    """How clients write it; _part_text reads it."""
-
-    type: Literal["text"]
-    text: str
-
-
-Content = Annotated[str, BeforeValidator(_join_parts, json_schema_input_type=str | list[TextPart])]
+Content = Annotated[
+    str, BeforeValidator(_join_parts, json_schema_input_type=str | list[MessageText])
+]
 Empty = Annotated[list[Any], Field(max_length=0)]
 
 
@@ -89,7 +85,7 @@ class AssistantMessage(Body):
     content: Content | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None

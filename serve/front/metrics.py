@@ -1,9 +1,10 @@
 """What Prometheus reads. Owns its registry, so that several servers fit in one process."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -19,49 +20,34 @@ _REQUEST_SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 1
 
 
 class Metrics:
-    """pipeline gives num_running and num_waiting whenever the gauges are read."""
+    """pipeline gives what /admin/pipeline says whenever the numbers are read."""
 
     def __init__(self, pipeline: Callable[[], dict[str, Any]]) -> None:
         self._registry = registry = CollectorRegistry()
-        for state, meaning in (("running", "being answered"), ("waiting", "in the queue")):
-            gauge = Gauge(f"brigade_num_requests_{state}", f"Requests {meaning}", registry=registry)
-            gauge.set_function(_reader(pipeline, f"num_{state}"))
-        registry.register(_Stages(pipeline))
-        registry.register(_Adapters(pipeline))
-        registry.register(_Recovery(pipeline))
-        self._first_token = Histogram(
+        registry.register(_Pipeline(pipeline))
+        counter = partial(Counter, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+        self._first_token = histogram(
             "brigade_time_to_first_token_seconds",
             "From a request's arrival to its first token",
             buckets=_FIRST_TOKEN_SECONDS,
-            registry=registry,
         )
-        self._next_token = Histogram(
+        self._next_token = histogram(
             "brigade_inter_token_latency_seconds",
             "Between two tokens of one request",
             buckets=_TOKEN_SECONDS,
-            registry=registry,
         )
-        self._request = Histogram(
+        self._request = histogram(
             "brigade_e2e_request_latency_seconds",
             "From a request's arrival to its last token",
             buckets=_REQUEST_SECONDS,
-            registry=registry,
         )
-        self._prompt = Counter("brigade_prompt_tokens", "Tokens of prompts", registry=registry)
-        self._generated = Counter(
-            "brigade_generation_tokens", "Tokens of answers", registry=registry
-        )
-        self._queried = Counter(
-            "brigade_prefix_cache_queries", "Tokens of prompts looked up", registry=registry
-        )
-        self._hits = Counter(
-            "brigade_prefix_cache_hits", "Tokens of prompts not computed anew", registry=registry
-        )
-        self._requests = Counter(
-            "brigade_requests",
-            "Requests by path and HTTP status",
-            ["endpoint", "status"],
-            registry=registry,
+        self._prompt = counter("brigade_prompt_tokens", "Tokens of prompts")
+        self._generated = counter("brigade_generation_tokens", "Tokens of answers")
+        self._queried = counter("brigade_prefix_cache_queries", "Tokens of prompts looked up")
+        self._hits = counter("brigade_prefix_cache_hits", "Tokens of prompts not computed anew")
+        self._requests = counter(
+            "brigade_requests", "Requests by path and HTTP status", ["endpoint", "status"]
         )
 
     def prompt(self, num_tokens: int) -> None:
@@ -92,73 +78,66 @@ class Metrics:
         return encode(self._registry), content_type
 
 
-class _Stages(Collector):
-    """What /admin/pipeline says of each stage; what is unknown is absent."""
+class _Pipeline(Collector):
+    """What the pipeline says of itself at one moment."""
 
     def __init__(self, pipeline: Callable[[], dict[str, Any]]) -> None:
         self._pipeline = pipeline
 
     def collect(self) -> Iterator[Metric]:
-        stages = self._pipeline()["stages"]
-        for key, family in (
-            ("bytes_owned", _gauge("owned_bytes", "Bytes of weights that a stage has")),
-            ("bytes_read", _gauge("read_bytes", "Bytes that a stage has read from files")),
-            ("bytes_fetched", _gauge("fetched_bytes", "Bytes of weights that a stage has fetched")),
-            ("kv_bytes", _gauge("kv_bytes", "Bytes of keys and values that a stage holds")),
-            ("adapter_bytes", _gauge("adapter_bytes", "Bytes of LoRA adapters of a stage")),
-            ("busy_seconds", CounterMetricFamily(*_BUSY, labels=["stage"])),
-        ):
-            for stage in stages:
-                if stage.get(key) is not None:
-                    family.add_metric([str(stage["rank"])], stage[key])
-            yield family
-        hops = SummaryMetricFamily(*_HOPS, labels=["stage"])
-        for stage in stages:
-            hops.add_metric([str(stage["rank"])], stage["num_hops"], stage["hop_seconds"])
-        yield hops
-
-
-class _Adapters(Collector):
-    """What the registry of adapters counts."""
-
-    def __init__(self, pipeline: Callable[[], dict[str, Any]]) -> None:
-        self._pipeline = pipeline
-
-    def collect(self) -> Iterator[Metric]:
-        counted = self._pipeline()["adapters"]
-        requests = CounterMetricFamily(
-            "brigade_adapter_requests", "Requests for a LoRA adapter", labels=["adapter"]
-        )
-        for name, number in counted["num_requests"].items():
-            requests.add_metric([name], number)
-        yield requests
+        state = self._pipeline()
+        for name, meaning in (("running", "being generated"), ("waiting", "in the queue")):
+            # A request may want several.
+            metric, meaning = f"brigade_num_requests_{name}", f"Answers {meaning}"
+            yield GaugeMetricFamily(metric, meaning, value=state[f"num_{name}"])
+        yield from _of_stages(state["stages"])
+        yield from _of_adapters(state["adapters"])
         yield CounterMetricFamily(
-            "brigade_adapter_swaps", "Adapters replaced in place", value=counted["num_swapped"]
-        )
-        yield SummaryMetricFamily(
-            "brigade_adapter_load_seconds",
-            "From a load to its being ready on all ranks",
-            count_value=counted["num_loaded"],
-            sum_value=counted["load_seconds"],
-        )
-
-
-class _Recovery(Collector):
-    """How often all engines started anew, and how long nobody could be answered for it."""
-
-    def __init__(self, pipeline: Callable[[], dict[str, Any]]) -> None:
-        self._pipeline = pipeline
-
-    def collect(self) -> Iterator[Metric]:
-        counted = self._pipeline()
-        yield CounterMetricFamily(
-            "brigade_restarts", "Starts of new engines after a fault", value=counted["num_restarts"]
+            "brigade_restarts", "Starts of new engines after a fault", value=state["num_restarts"]
         )
         yield CounterMetricFamily(
             "brigade_recovery_seconds",
             "From faults to engines that worked again",
-            value=counted["recovery_seconds"],
+            value=state["recovery_seconds"],
         )
+
+
+def _of_stages(stages: list[dict[str, Any]]) -> Iterator[Metric]:
+    """What is unknown is absent."""
+    for key, family in (
+        ("bytes_owned", _gauge("owned_bytes", "Bytes of weights that a stage has")),
+        ("bytes_read", _gauge("read_bytes", "Bytes that a stage has read from files")),
+        ("bytes_fetched", _gauge("fetched_bytes", "Bytes of weights that a stage has fetched")),
+        ("kv_bytes", _gauge("kv_bytes", "Bytes of keys and values that a stage holds")),
+        ("adapter_bytes", _gauge("adapter_bytes", "Bytes of LoRA adapters of a stage")),
+        ("busy_seconds", CounterMetricFamily(*_BUSY, labels=["stage"])),
+    ):
+        for stage in stages:
+            if stage.get(key) is not None:
+                family.add_metric([str(stage["rank"])], stage[key])
+        yield family
+    hops = SummaryMetricFamily(*_HOPS, labels=["stage"])
+    for stage in stages:
+        hops.add_metric([str(stage["rank"])], stage["num_hops"], stage["hop_seconds"])
+    yield hops
+
+
+def _of_adapters(counted: dict[str, Any]) -> Iterator[Metric]:
+    requests = CounterMetricFamily(
+        "brigade_adapter_requests", "Requests for a LoRA adapter", labels=["adapter"]
+    )
+    for name, number in counted["num_requests"].items():
+        requests.add_metric([name], number)
+    yield requests
+    yield CounterMetricFamily(
+        "brigade_adapter_swaps", "Adapters replaced in place", value=counted["num_swapped"]
+    )
+    yield SummaryMetricFamily(
+        "brigade_adapter_load_seconds",
+        "From a load to its being ready on all ranks",
+        count_value=counted["num_loaded"],
+        sum_value=counted["load_seconds"],
+    )
 
 
 _BUSY = ("brigade_stage_busy_seconds", "Seconds that a stage computed")
@@ -167,7 +146,3 @@ _HOPS = ("brigade_hop_seconds", "From a hop's header to its tensors")
 
 def _gauge(name: str, meaning: str) -> Any:
     return GaugeMetricFamily(f"brigade_stage_{name}", meaning, labels=["stage"])
-
-
-def _reader(pipeline: Callable[[], dict[str, Any]], name: str) -> Callable[[], float]:
-    return lambda: float(pipeline()[name])

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator, Mapping
+from io import StringIO
 from typing import Any
 
 from serve.core.errors import BrigadeError, OverloadedError, RequestError, UnavailableError
@@ -31,7 +32,7 @@ def server_sent(body: Mapping[str, Any]) -> bytes:
 DONE = b"data: [DONE]\n\n"
 
 
-def named_event(event: Json) -> bytes:
+def named_event(event: Mapping[str, Any]) -> bytes:
     """As Responses and Anthropic send them: named by their type."""
     return f"event: {event['type']}\n".encode() + server_sent(event)
 
@@ -43,15 +44,10 @@ class StatusError(RequestError):
     """A fault that is HTTP's own, such as 405 or 413. 499 is a client that left."""
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        headers: Mapping[str, str] | None = None,
-        code: str | None = None,
+        self, status: int, message: str, headers: Mapping[str, str] = {}, code: str | None = None
     ) -> None:
         super().__init__(message, code=code)
-        self.http_status = status
-        self.headers = dict(headers or {})
+        self.http_status, self.headers = status, dict(headers)
 
 
 def error_object(error: BrigadeError) -> ErrorReply:
@@ -113,28 +109,34 @@ async def fold(chunks: AsyncIterator[Json]) -> Json:
     async for chunk in chunks:
         reply |= {name: value for name, value in chunk.items() if name != "choices"}
         for part in chunk["choices"]:
-            choices[part["index"]] = _added(choices.get(part["index"], {}), part)
+            _add(choices.setdefault(part["index"], {}), part)
     reply["object"] = reply["object"].removesuffix(".chunk")
-    return {**reply, "choices": [_whole(choices[index]) for index in sorted(choices)]}
+    return {**reply, "choices": [_whole(_told(choices[index])) for index in sorted(choices)]}
 
 
-def _added(total: Any, part: Any) -> Any:
-    """Texts and lists are put together, objects by their fields; else the last one counts."""
-    if total is None or part is None:
-        return total if part is None else part
-    if isinstance(part, list) and total and isinstance(total[0], dict) and "index" in total[0]:
-        return _added_by_index(total, part)
-    if isinstance(part, dict):
-        return {**total, **{name: _added(total.get(name), part[name]) for name in part}}
-    return total + part if isinstance(part, str | list) else part
+def _add(total: Json, part: Json) -> None:
+    """Texts and lists are put together, objects by their fields; else the last one counts. In
+    place, because copies of what is there would take quadratic time."""
+    for name, value in part.items():
+        if name == "tool_calls":  # whose arguments may come in pieces
+            value = {call["index"]: call for call in value}
+        if isinstance(value, dict):
+            total[name] = total.get(name) or {}
+            _add(total[name], value)
+        elif isinstance(value, list):
+            total[name] = total.get(name) or []
+            total[name] += value
+        elif isinstance(value, str):
+            total[name] = total.get(name) or StringIO()
+            total[name].write(value)
+        elif value is not None or name not in total:
+            total[name] = value
 
 
-def _added_by_index(total: list[Json], part: list[Json]) -> list[Json]:
-    """Calls of tools, whose arguments may come in pieces."""
-    by_index = {each["index"]: each for each in total}
-    for each in part:
-        by_index[each["index"]] = _added(by_index.get(each["index"]), each)
-    return list(by_index.values())
+def _told(total: Any) -> Any:
+    if isinstance(total, dict):
+        return {name: _told(value) for name, value in total.items()}
+    return total.getvalue() if isinstance(total, StringIO) else total
 
 
 def _whole(choice: Json) -> Json:
@@ -142,6 +144,8 @@ def _whole(choice: Json) -> Json:
         return choice
     message = choice.pop("delta")
     if calls := message.get("tool_calls"):
-        message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in calls]
+        message["tool_calls"] = [
+            {k: v for k, v in call.items() if k != "index"} for call in calls.values()
+        ]
         message["content"] = message["content"] or None
     return {"index": choice.pop("index"), "message": message, **choice}

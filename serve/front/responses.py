@@ -41,7 +41,11 @@ def _as_items(given: Any) -> Any:
     return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
-Parts = Annotated[list[Part], BeforeValidator(as_parts, json_schema_input_type=str | list[Part])]
+Parts = Annotated[
+    list[Part],
+    Field(fail_fast=True),
+    BeforeValidator(as_parts, json_schema_input_type=str | list[Part]),
+]
 
 
 class _Item(Body):
@@ -76,7 +80,7 @@ class Thought(Body):
 class Reasoning(_Item):
     type: Literal["reasoning"]
     summary: Empty | None = None
-    content: list[Thought]
+    content: Annotated[list[Thought], Field(fail_fast=True)]
     encrypted_content: None = None
 
 
@@ -144,7 +148,7 @@ class ResponsesBody(Body):
     model: str
     input: Annotated[
         list[Item],
-        Field(min_length=1),
+        Field(min_length=1, fail_fast=True),
         BeforeValidator(_as_items, json_schema_input_type=str | list[Item]),
     ]
     instructions: str | None = None
@@ -155,7 +159,7 @@ class ResponsesBody(Body):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     metadata: Metadata | None = None

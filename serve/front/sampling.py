@@ -113,9 +113,8 @@ class SamplingBody(Body):
         self, tokenizer: Tokenizer, logprobs: int | None, prompt_logprobs: int | None = None
     ) -> tuple[Sampling, ...]:
         """One for each choice, with a seed of its own. Raises RequestError for what only the
-        tokenizer can tell."""
+        tokenizer can tell. Whether a grammar can be followed is left to check_grammar."""
         self._check_ids(tokenizer.vocab_size)
-        grammar = self._checked_grammar(tokenizer)
         first = Sampling(
             temperature=_given(self.temperature, 1.0),
             top_p=_given(self.top_p, 1.0),
@@ -131,7 +130,7 @@ class SamplingBody(Body):
             bad_words=self._bad_words(tokenizer),
             min_tokens=self.min_tokens or 0,
             end_ids=self._banned_first(tokenizer),
-            grammar=grammar,
+            grammar=self._grammar(),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
@@ -148,15 +147,17 @@ class SamplingBody(Body):
         found = {name: field.grammar() for name, field in fields.items() if field}
         return {name: grammar for name, grammar in found.items() if grammar}
 
-    def _checked_grammar(self, tokenizer: Tokenizer) -> str | None:
+    def check_grammar(self, tokenizer: Tokenizer) -> None:
+        """Takes up to a second of a core. Raises RequestError if it cannot be followed."""
+        for param, grammar in self.grammars().items():
+            tokenizer.grammars.check(grammar, param)
+
+    def _grammar(self) -> str | None:
         grammars = self.grammars()
         if len(grammars) > 1:
             both = " and ".join(grammars)
             raise RequestError(f"{both} cannot go together.", param=next(iter(grammars)))
-        for param, grammar in grammars.items():
-            tokenizer.grammars.check(grammar, param)
-            return grammar
-        return None
+        return next(iter(grammars.values()), None)
 
     def _banned_first(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         """What does not come before min_tokens, as in vLLM also with ignore_eos."""

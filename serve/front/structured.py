@@ -9,12 +9,11 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import weakref
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from llguidance import LLMatcher
 from pydantic import Field, model_validator
@@ -57,7 +56,7 @@ class StructuredOutputs(Body):
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = Field(default=None, min_length=1)
+    choice: Annotated[list[str], Field(min_length=1, fail_fast=True)] | None = None
     grammar_: str | None = Field(default=None, alias="grammar")
     json_object: Literal[True] | None = None
 
@@ -89,15 +88,15 @@ def of_schema(schema: dict[str, Any] | str) -> str:
 
 
 class Grammars:
-    """What another process said of the last grammars, with the model's tokenizer.
+    """What other processes said of the last grammars, with the model's tokenizer.
 
-    Thread-safe; one is checked after the other.
+    Thread-safe: there is a process for each thread that asks at the same time.
     """
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "tokenizer.json"
-        self._lock = threading.Lock()
-        self._checker: subprocess.Popen[str] | None = None
+        self._idle: list[subprocess.Popen[str]] = []
+        weakref.finalize(self, _end, self._idle)  # also when this process ends
         self.objection = lru_cache(_MOST_KNOWN)(self._objection)
 
     def check(self, grammar: str, param: str) -> None:
@@ -109,25 +108,24 @@ class Grammars:
             raise RequestError(f"The grammar cannot be followed: {reason}", param=param)
 
     def _objection(self, grammar: str) -> str:
-        with self._lock:
-            self._checker = self._checker or self._start()
-            if answer := _ask(self._checker, grammar):
-                return str(json.loads(answer))
-            self._checker, status = None, self._end()
-        if status == -signal.SIGPROF:
+        try:
+            checker = self._idle.pop()
+        except IndexError:
+            checker = self._start()
+        if answer := _ask(checker, grammar):
+            self._idle.append(checker)
+            return str(json.loads(answer))
+        _end([checker])
+        if checker.returncode == -signal.SIGPROF:
             most = f"{grammar_check.MOST_SECONDS:g} s"
             return f"it takes more than {most} to prepare: make it simpler"
-        raise BrigadeError(f"The check of grammars ended with {status}.")
+        raise BrigadeError(f"The check of grammars ended with {checker.returncode}.")
 
     def _start(self) -> "subprocess.Popen[str]":
         command = [sys.executable, "-m", grammar_check.__name__, str(self._file)]
         pipe = subprocess.PIPE
         # In a session of its own: a terminal's SIGINT is for the server.
-        checker = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, text=True, start_new_session=True
-        )
-        self._end = weakref.finalize(self, _end, checker)  # also when this process ends
-        return checker
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
 
 
 def _ask(checker: "subprocess.Popen[str]", grammar: str) -> str:
@@ -140,7 +138,7 @@ def _ask(checker: "subprocess.Popen[str]", grammar: str) -> str:
     return checker.stdout.readline()
 
 
-def _end(checker: "subprocess.Popen[str]") -> int:
-    checker.kill()
-    checker.communicate()
-    return checker.returncode
+def _end(checkers: "list[subprocess.Popen[str]]") -> None:
+    for checker in checkers:
+        checker.kill()
+        checker.communicate()

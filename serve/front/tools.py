@@ -41,7 +41,7 @@ class NamedTool(Body):
     function: FunctionName
 
 
-Tools = Annotated[list[Tool], Field(max_length=MOST_TOOLS)]
+Tools = Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)]
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
@@ -84,19 +84,20 @@ def _parameters(tool: Tool) -> dict[str, Any]:
     return tool.function.parameters or {"type": "object", "properties": {}}
 
 
-def called(parsed: Any) -> list[tuple[str, str]]:
-    """Names and arguments as JSON text, of what a parser of mlx-lm gives. Raises ValueError
-    if it is no call, or one that no JSON can tell."""
-    calls = parsed if isinstance(parsed, list) else [parsed]
-    return [_name_and_arguments(call) for call in calls]
+def called(parsed: Any) -> list[tuple[str, str, str | None]]:
+    """Names, arguments as JSON text and ids that the model wrote, of what a parser of mlx-lm
+    gives. Raises ValueError if it is no call, or one that no JSON can tell."""
+    calls = parsed if isinstance(parsed, list) and parsed else [parsed]
+    return [_parts_of(call) for call in calls]
 
 
-def _name_and_arguments(call: Any) -> tuple[str, str]:
+def _parts_of(call: Any) -> tuple[str, str, str | None]:
     name = call.get("name") if isinstance(call, dict) else None
     if not isinstance(name, str):
         raise ValueError("a call without a name")
     arguments = call.get("arguments", call.get("parameters", {}))
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    (name + arguments).encode()  # A lone surrogate is a ValueError.
-    return name, arguments
+    id = call["id"] if isinstance(call.get("id"), str) else None
+    (name + arguments + (id or "")).encode()  # A lone surrogate is a ValueError.
+    return name, arguments, id

@@ -99,6 +99,7 @@ MESSAGES = [
         ("an unknown field", [{"role": "user", "content": "x", "hidden": 1}], "hidden"),
         ("arguments that are no JSON", [{"role": "assistant", "tool_calls": [{
             "id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}]}], "JSON"),
+        ("very many calls", [{"role": "assistant", "tool_calls": [0] * 500_000}], "tool_calls"),
         ("a hundred thousand messages", said("x") * 100_000, "maximum context length is"),
         ("more than the server takes", said("word " * 1600), "this server takes 1500"),
         ("a prompt that is too long", said("word " * 5000), "maximum context length is"),
@@ -133,6 +134,7 @@ TEXT = [
     Case("a field twice", b'{"model": "a", ' + good_body()[1:], words="twice"),
     Case("a field twice inside", b'{"messages": [{"role": "user", "role": "system"}]}'),
     Case("a field twice by an escape", b'{"\\u006dodel": "a", ' + good_body()[1:], words="twice"),
+    Case("very many fields", good_body(**{f"f{n}": n for n in range(200_000)}), words="4096"),
     Case("a form", b"model=tiny-chat&messages=x"),
 ]
 

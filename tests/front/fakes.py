@@ -7,6 +7,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -101,12 +102,13 @@ Events = list[Event | BrigadeError]
 
 class FakeGeneration:
     """Gives out events, each with its sequence's number, `delay` seconds before each; raises
-    an error among them."""
+    an error among them, or one that is put."""
 
     def __init__(self, events: Events, delay: float, prompt: tuple[Score, ...] = ()) -> None:
         self._events = iter(events)
         self._delay = delay
         self._prompt = prompt
+        self._put: asyncio.Queue[BrigadeError] = asyncio.Queue()
         self.closed = threading.Event()
         self.closed_numbers: set[int] = set()
         self.num_cached = 0
@@ -115,7 +117,8 @@ class FakeGeneration:
         return self
 
     async def __anext__(self) -> tuple[int, Event]:
-        await asyncio.sleep(self._delay)
+        with suppress(asyncio.TimeoutError, TimeoutError):
+            raise await asyncio.wait_for(self._put.get(), self._delay or 0.0001)
         for event in self._events:
             if isinstance(event, BrigadeError):
                 raise event
@@ -125,6 +128,9 @@ class FakeGeneration:
 
     def prompt_scores(self, number: int) -> list[Score]:
         return list(self._prompt)
+
+    def put(self, event: BrigadeError) -> None:
+        self._put.put_nowait(event)
 
     def close(self, number: int | None = None) -> None:
         if number is None:

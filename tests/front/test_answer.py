@@ -129,7 +129,23 @@ async def test_an_exception_of_ours_ends_that_stream_alone(
     assert done == replies.DONE
     assert b"server_error" in event
     assert b"division" not in event
-    assert record.status == 500
+    assert (record.status, record.finish_reason) == (500, "error"), "its client has not left"
+
+
+async def test_what_an_exception_says_begins_no_line_of_the_log(
+    engine: FakeEngine,
+    record: Record,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def broken(*_: Any) -> None:
+        raise KeyError("\n2026 INFO request=FORGED\x1b[2K\u2028") from ValueError("a\rFORGED")
+
+    monkeypatch.setattr(Answer, "_take", broken)
+    assert [event async for event in start(engine, record).server_sent_events(False)]
+    lines = [entry.getMessage() + (entry.exc_text or "") for entry in caplog.records]
+    assert any("Traceback" in line and "test_answer.py" in line for line in lines)
+    assert all(line.isprintable() for line in lines), lines
 
 
 async def test_what_cannot_be_encoded_ends_its_stream_with_an_error(

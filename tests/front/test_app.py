@@ -3,8 +3,10 @@
 import json
 import logging
 import re
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -19,7 +21,10 @@ from serve.core.errors import (
     OverloadedError,
     UnavailableError,
 )
+from serve.front import anthropic_events, chat, responses_events
 from serve.front.app import Front, bind
+from serve.front.chat import ChatShape
+from serve.front.formats import Format, ToolFormat
 from tests.front.fakes import MAX_CONTEXT, FakeEngine, Running
 
 HELLO: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
@@ -348,3 +353,123 @@ def test_a_grammar_that_is_wrong_is_told_in_the_words_of_its_call(shared: Runnin
         assert "response_format" not in reply.text
         if path == "/v1/responses":
             assert error["param"] == "text.format"
+
+
+def test_a_mistake_of_ours_is_not_counted_as_a_client_that_left(
+    server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(ChatShape, "chunks", lambda *_: iter([{}["FORGED\n"]]))
+    assert post(server).status_code == 500
+    counted = f'brigade_requests_total{{endpoint="{CHAT}",status="500"}} 1.0'
+    wait_until(lambda: counted in get(server, "/metrics").text)
+    (line,) = log_lines(caplog)[-1:]
+    assert " status=500 " in line
+    assert line.endswith(" finish_reason=error")
+    assert all(entry.getMessage().isprintable() for entry in caplog.records)
+    assert not any(entry.exc_info for entry in caplog.records if entry.name.startswith("serve."))
+
+
+ASKED: dict[str, Any] = {
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": HELLO["messages"], "max_tokens": 20},
+}
+
+
+@pytest.mark.parametrize("path", ASKED)
+@pytest.mark.parametrize(
+    "event", [{"type": "x", "delta": "\ud800"}, {}, None], ids=["surrogate", "no type", "raises"]
+)
+def test_events_that_cannot_be_told_end_their_stream_alone(
+    server: Running, monkeypatch: pytest.MonkeyPatch, path: str, event: Any
+) -> None:
+    """With an error in the words of its call, and not with a connection that is cut."""
+    of = {"/v1/responses": responses_events, "/v1/messages": anthropic_events}[path]
+    body = {"model": "tiny", **ASKED[path]}
+
+    def feed(*_: Any) -> Any:
+        yield {}["raises"] if event is None else event
+
+    with monkeypatch.context() as patch:
+        patch.setattr(of.Telling, "feed", feed)
+        streamed = httpx.post(server.url + path, json={**body, "stream": True}, timeout=10)
+        last = json.loads(streamed.text.split("\n\n")[-2].partition("data: ")[2])
+        assert last["type"] in ("response.failed", "error")
+        assert "server made a mistake" in json.dumps(last)
+    counted = f'brigade_requests_total{{endpoint="{path}",status="500"}} 1.0'
+    wait_until(lambda: counted in get(server, "/metrics").text)
+    assert httpx.post(server.url + path, json=body, timeout=10).status_code == 200
+
+
+# --- threads
+
+
+def test_grammars_that_are_slow_to_check_hold_up_nobody_else(
+    server: Running, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checking, going_on = [], threading.Event()
+
+    def slow(grammar: str, param: str) -> None:
+        checking.append(param)
+        assert going_on.wait(10)
+
+    monkeypatch.setattr(engine.tokenizer.grammars, "check", slow)
+    with ThreadPoolExecutor(8) as clients:
+        format = {"type": "json_object"}
+        asked = [clients.submit(post, server, response_format=format) for _ in range(8)]
+        wait_until(lambda: bool(checking))
+        assert post(server).status_code == 200, "it waits for none of them"
+        assert not any(each.done() for each in asked)
+        going_on.set()
+        assert [each.result().status_code for each in asked] == [200] * 8
+    assert checking == ["response_format"] * 8
+
+
+def test_nothing_is_begun_for_a_client_that_has_left(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While its request waits for a thread."""
+    prepared, going_on, prepare = [], threading.Event(), chat.prepare
+
+    def slow(body: Any, *given: Any) -> Any:
+        prepared.append(body.user)
+        assert going_on.wait(10)
+        return prepare(body, *given)
+
+    monkeypatch.setattr(chat, "prepare", slow)
+    with ThreadPoolExecutor(3) as clients:
+        busy = [clients.submit(post, server, user="busy") for _ in range(2)]
+        wait_until(lambda: len(prepared) == 2)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(server.url + CHAT, json={**HELLO, "user": "left"}, timeout=0.2)
+        counted = f'brigade_requests_total{{endpoint="{CHAT}",status="499"}} 1.0'
+        wait_until(lambda: counted in get(server, "/metrics").text)
+        last = clients.submit(post, server, user="last")
+        going_on.set()
+        assert [each.result().status_code for each in (*busy, last)] == [200] * 3
+    assert prepared == ["busy", "busy", "last"]
+
+
+@pytest.mark.parametrize("end", ["</c>", ""])
+def test_a_parser_of_calls_that_takes_long_holds_up_nobody(
+    server: Running, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """What is in a call is what a request can have a model write."""
+    parsing, going_on = threading.Event(), threading.Event()
+
+    def parse(text: str, tools: Any) -> Any:
+        parsing.set()
+        assert going_on.wait(10)
+        return {"name": "f", "arguments": {"x": text}}
+
+    monkeypatch.setattr(engine.tokenizer, "format", Format(ToolFormat("<c>", end, parse)))
+    engine.answer = f"<c>hello world{end}"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    with ThreadPoolExecutor(1) as clients:
+        calling = clients.submit(post, server, tools=tools)
+        assert parsing.wait(5)
+        assert post(server, tool_choice="none").status_code == 200
+        assert not calling.done()
+        going_on.set()
+        (call,) = calling.result().json()["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"x": "hello world"}

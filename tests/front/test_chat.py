@@ -1,6 +1,7 @@
 """From messages to a prompt that fits, with the parameters of the request."""
 
 import json
+import re
 from dataclasses import asdict
 from typing import Any
 
@@ -10,6 +11,7 @@ from serve.core.errors import RequestError
 from serve.core.types import Sampling
 from serve.front.answer import Job
 from serve.front.chat import prepare
+from serve.front.choice import Piece
 from serve.front.formats import Format
 from serve.front.openai import ChatBody, parse
 from serve.front.prompt import Prompt
@@ -175,3 +177,15 @@ def test_a_grammar_needs_to_know_where_thoughts_end(
     monkeypatch.setattr(tokenizer, "format", Format(None, (marks[0], "a")))
     asked = prepared(tokenizer, 200, response_format={"type": "json_object"})
     assert asked.samplings[0].free_until == tokenizer.id_of("a")
+
+
+def test_ids_of_calls_are_what_the_strictest_template_takes_back(tokenizer: Tokenizer) -> None:
+    """Mistral's want nine letters and digits."""
+    named = {"type": "function", "function": {"name": "f"}}
+    asked = job(tokenizer, 200, tools=[named], tool_choice=named, n=2)
+    pieces = [Piece(text, (5,), (), None, False) for text in ("{", "}")]
+    chunks = [chunk for n in (0, 1) for p in pieces for chunk in asked.shape.chunks(n, p, [])]
+    calls = [call for c in chunks for call in c["choices"][0]["delta"]["tool_calls"]]
+    ids = [call["id"] for call in calls if "id" in call]
+    assert len(set(ids)) == 2
+    assert all(re.fullmatch("[a-zA-Z0-9]{9}", id) for id in ids)

@@ -1,5 +1,7 @@
 """Who is let in: with keys, without, from this host, from a web page, while draining."""
 
+import asyncio
+import dataclasses
 import time
 from typing import Any
 
@@ -7,11 +9,13 @@ import httpx
 import openai
 import pytest
 
-from serve.front.door import check_local
+from serve.front import guard
+from serve.front.door import Door, check_local
 from serve.front.guard import Scope
+from serve.front.record import Record
 from serve.front.replies import StatusError
 from serve.front.tokens import Tokenizer
-from tests.front.fakes import FakeEngine, Running
+from tests.front.fakes import CONFIG, FakeEngine, Running
 from tests.front.test_app import CHAT, HELLO, get, post, wait_until
 
 KEYS: dict[str, Any] = {"api_key": ("sk-a", "sk-b"), "admin_key": ("root",)}
@@ -216,6 +220,31 @@ def test_too_many_connections_are_told_so(engine: FakeEngine) -> None:
             assert "connections" in reply.json()["error"]["message"]
             assert get(server, "/health").status_code == 200
         wait_until(lambda: post(server).status_code == 200)
+
+
+@pytest.mark.anyio
+async def test_what_clients_have_left_takes_room_while_it_is_under_way() -> None:
+    """Else one client could have the server hold any number of bodies, by leaving."""
+    going_on, statuses = asyncio.Event(), []
+
+    async def inner(*_: Any) -> None:
+        await going_on.wait()
+
+    async def send(message: Any) -> None:
+        statuses.append(message.get("status"))
+
+    door = Door(inner, dataclasses.replace(CONFIG, max_connections=2))
+    asked = {"path": CHAT, "http_version": "1.1", "headers": [], "state": {}, "method": "POST"}
+    asked[guard.RECORD] = Record("id", "POST", CHAT)
+    inside = [asyncio.ensure_future(door(asked, inner, send)) for _ in range(2)]
+    await asyncio.sleep(0)
+    await door(asked, inner, send)
+    assert statuses[0] == 503
+    going_on.set()
+    await asyncio.gather(*inside)
+    statuses.clear()
+    await door(asked, inner, send)
+    assert not statuses
 
 
 def test_a_crowd_is_turned_away(engine: FakeEngine) -> None:

@@ -1,5 +1,6 @@
 """Answers taken apart, whatever pieces they come in, with each parser of mlx-lm."""
 
+import inspect
 import json
 import random
 import subprocess
@@ -14,7 +15,7 @@ from transformers import AutoTokenizer
 from serve.core.errors import RequestError, UsageError
 from serve.front.anthropic import MessagesBody
 from serve.front.formats import Format, ToolFormat, _tool_format, format_of, tool_parsers
-from serve.front.marks import ListedCalls, Marked, NamedCall, Piece, Plain
+from serve.front.marks import ListedCalls, Marked, NamedCall, Piece, Plain, parser_of
 from serve.front.openai import ChatBody, parse
 from serve.front.responses import ResponsesBody
 from serve.front.structured import Grammars
@@ -86,6 +87,7 @@ CALLED = ("call", "weather", '{"city": "Rome"}')
         ),
         *((text, [("content", None, text)]) for text in NO_JSON),
         (CALL.removesuffix("</tool_call>"), [CALLED]),
+        (CALL[:30], [("content", None, CALL[:30])]),
         ("half a mark <tool_c", [("content", None, "half a mark <tool_c")]),
     ],
 )
@@ -299,3 +301,81 @@ def test_nothing_is_demanded_unless_it_is() -> None:
 def test_names_of_tools_are_plain(name: str) -> None:
     with pytest.raises(ValidationError):
         Tool.model_validate({"type": "function", "function": {"name": name}})
+
+
+# --- what parsers are given, and give
+
+
+FORECAST = {
+    "type": "object",
+    "properties": {
+        "days": {"type": "integer"},
+        "warm": {"type": "boolean"},
+        "code": {"type": "string"},
+    },
+}
+DECLARED = [
+    {"type": "function", "function": {"name": "forecast", "parameters": FORECAST}},
+    {"type": "function", "function": {"name": "bare"}},
+]
+FIELDS = {"days": "3", "warm": "true", "code": "12"}
+WRITTEN = {
+    "qwen3_coder": "<tool_call><function=forecast>"
+    + "".join(f"<parameter={name}>\n{value}\n</parameter>" for name, value in FIELDS.items())
+    + "</function></tool_call>",
+    "glm47": "<tool_call>forecast"
+    + "".join(
+        f"<arg_key>{name}</arg_key><arg_value>{value}</arg_value>" for name, value in FIELDS.items()
+    )
+    + "</tool_call>",
+    "minimax_m2": '<minimax:tool_call><invoke name="forecast">'
+    + "".join(f'<parameter name="{name}">{value}</parameter>' for name, value in FIELDS.items())
+    + "</invoke></minimax:tool_call>",
+}
+
+
+def asked(**fields: Any) -> ChatBody:
+    said = [{"role": "user", "content": "hi"}]
+    return parse(ChatBody, {"model": "m", "messages": said, "tools": DECLARED, **fields})
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_arguments_have_the_types_of_their_schema(name: str) -> None:
+    """Where a model writes them without quotes, only the schema tells 12 from "12"."""
+    parser = parser_of(asked(), Format(_tool_format(name)), is_thinking=False)
+    ((kind, called, arguments),) = taken_apart(parser, list(WRITTEN[name]))
+    assert (kind, called) == ("call", "forecast")
+    assert json.loads(arguments) == {"days": 3, "warm": True, "code": "12"}
+
+
+@pytest.mark.parametrize("name", tool_parsers())
+def test_every_parser_of_mlx_lm_takes_the_tools(name: str) -> None:
+    inspect.signature(_tool_format(name).parse).bind("text", [])
+
+
+def test_tools_whose_schemas_are_odd_do_no_harm() -> None:
+    odd = [{"type": "function", "function": {"name": "forecast", "parameters": {"properties": 5}}}]
+    format = Format(_tool_format("qwen3_coder"))
+    (piece,) = taken_apart(parser_of(asked(tools=odd), format, False), [WRITTEN["qwen3_coder"]])
+    assert piece == ("content", None, WRITTEN["qwen3_coder"])
+
+
+def test_the_id_that_a_model_wrote_is_kept() -> None:
+    """Kimi K2 finds its own calls by it in what comes back."""
+    format = Format(_tool_format("kimi_k2"))
+    text = (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.bare:0"
+        "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"
+    )
+    parser = parser_of(asked(), format, False)
+    (piece,) = [*parser.feed(text), *parser.finish()]
+    assert piece == Piece("call", "{}", "bare", "functions.bare:0")
+    (other,) = Marked(JSON_TOOLS, False, Plain()).feed(CALL.replace("{", '{"id": 5, ', 1))
+    assert other.id is None
+
+
+def test_a_parser_that_finds_nothing_leaves_the_text() -> None:
+    format = Format(ToolFormat("<c>", "</c>", lambda text, tools: []))
+    assert taken_apart(Marked(format, False, Plain()), ["a <c>b</c>"]) == [
+        ("content", None, "a <c>b</c>")
+    ]

@@ -2,17 +2,26 @@
 
 import json
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from openai.types import completion_create_params as of_text
 from openai.types.chat import completion_create_params as of_chat
+from pydantic import ValidationError
 
 from serve.core.errors import RequestError
 from serve.front.anthropic import MessagesBody
-from serve.front.body import json_object
+from serve.front.body import MOST_FIELDS, json_object
 from serve.front.messages import Body, template_message
-from serve.front.openai import _NEUTRAL, ChatBody, CompletionBody, parse
+from serve.front.openai import (
+    _NEUTRAL,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeChatBody,
+    parse,
+)
 from serve.front.responses import ResponsesBody
 from serve.front.sampling import MOST_STOPS, SamplingBody
 
@@ -306,3 +315,52 @@ def test_null_is_the_same_as_leaving_a_field_out(body: type[Body], caplog: Any) 
 
 def test_a_prompt_is_not_cut_to_nothing() -> None:
     assert refusal(truncate_prompt_tokens=0).param == "truncate_prompt_tokens"
+
+
+# --- bodies with a million faults
+
+
+BODIES = (ChatBody, CompletionBody, ResponsesBody, MessagesBody, TokenizeChatBody, DetokenizeBody)
+
+
+def lists(schema: Any) -> Iterator[dict[str, Any]]:
+    """All lists in a schema of pydantic's, but for those that are only told to clients."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            yield schema
+        schema = [part for name, part in schema.items() if name != "json_schema_input_schema"]
+    if isinstance(schema, list | tuple):
+        for each in schema:
+            yield from lists(each)
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_every_list_ends_at_its_first_fault(body: Any) -> None:
+    """Else eight megabytes of them are gigabytes of errors, of which one is told."""
+    found = list(lists(body.__pydantic_core_schema__))
+    assert found
+    for each in found:
+        of_anything = each.get("items_schema", {}).get("type") in (None, "any")
+        of_ids = body is CompletionBody and each["items_schema"]["type"] == "int"
+        assert each.get("fail_fast") or of_anything or of_ids, each
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("name", ["messages", "input", "tools", "prompt", "tokens", "system"])
+def test_many_wrong_items_are_one_error(body: Any, name: str) -> None:
+    if name not in body.model_fields:
+        pytest.skip("it has no such field")
+    given = {"model": "m", "messages": [USER], "input": "a", "prompt": "a", "max_tokens": 1}
+    given = {name: value for name, value in given.items() if name in body.model_fields}
+    with pytest.raises(ValidationError) as told:
+        body.model_validate({**given, name: [{"type": []}] * 100_000})
+    assert told.value.error_count() <= 3, "those of the first"
+
+
+def test_an_object_of_very_many_fields_is_refused() -> None:
+    fields = {f"f{n}": n for n in range(MOST_FIELDS + 1)}
+    for content in (fields, {"model": "m", "messages": [{**USER, **fields}]}):
+        with pytest.raises(RequestError, match="fields, 4096 are allowed"):
+            json_object(json.dumps(content).encode())
+    del fields["f0"]
+    assert json_object(json.dumps(fields).encode()) == fields

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +205,7 @@ def test_it_ends_with_its_server() -> None:
     program = (
         "import os, signal, sys; from pathlib import Path; from serve.front.structured import *\n"
         "grammars = Grammars(Path(sys.argv[1])); grammars.check(of_schema({}), 'x')\n"
-        "print(grammars._checker.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+        "print(grammars._idle[0].pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     command = [sys.executable, "-c", program, str(MODEL)]
     told = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -222,3 +223,20 @@ def test_what_can_be_followed_is_checked_once() -> None:
     assert (told.misses, told.currsize) == (300, 256)
     grammars.check(StructuredOutputs(regex="a{300}").grammar(), "structured_outputs")
     assert grammars.objection.cache_info().hits == 1
+
+
+def test_one_that_is_checked_holds_up_no_other() -> None:
+    grammars, before = Grammars(MODEL), checkers()
+    grammars.check(of_schema(PERSON), "response_format")
+    (checker,) = checkers() - before
+    os.kill(checker, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as thread:
+        held = thread.submit(grammars.check, of_schema(multiple_of(2)), "response_format")
+        while grammars._idle:
+            time.sleep(0.01)
+        with pytest.raises(RequestError, match="nil"):
+            grammars.check(of_schema({"type": "nil"}), "response_format")
+        assert not held.done()
+        os.kill(checker, signal.SIGCONT)
+        held.result(20)
+    assert len(checkers() - before) == 2
