@@ -57,7 +57,8 @@ async def measure(config: BenchConfig, runs: Runs) -> None:
             link = connected(url, config.model, os.environ.get("OPENAI_API_KEY"), config.timeout)
             target = await Target.calibrated(config, await stack.enter_async_context(link))
             targets[f"{'AB'[len(targets)]}: {url}"] = target
-        with Live(get_renderable=lambda: table(runs), console=Console(), refresh_per_second=4):
+        # Seldom: it sorts all that came so far, in the process that takes the times.
+        with Live(get_renderable=lambda: table(runs), console=Console(), refresh_per_second=0.5):
             for level in config.levels:
                 for round_ in range(config.rounds):
                     for name, target in targets.items():

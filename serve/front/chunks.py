@@ -41,8 +41,11 @@ class Appetite:
 
     def _must_make_way(self, first: Sequence) -> bool:
         """Whether the next prompt is a long one beside sequences that decode."""
-        is_long = first.num_tokens - 1 - first.num_cached > _SHORT_PROMPT
-        return is_long and self.beside_decoding is not None
+        return is_long(first) and self.beside_decoding is not None
+
+
+def is_long(sequence: Sequence) -> bool:
+    return sequence.num_tokens - 1 - sequence.num_cached > _SHORT_PROMPT
 
 
 def next_chunk(num_left: int, chunk: int) -> int:

@@ -9,6 +9,9 @@ from itertools import chain
 from serve.core.types import Group, Sequence
 
 LEAST_TOKENS = 16  # A shorter common beginning is not worth a copy.
+# Each has two arrays for each layer, is looked at for each new prompt, and Metal has room for
+# half a million arrays in all.
+MOST_KEPT = 256
 
 
 class PrefixIndex:
@@ -24,14 +27,16 @@ class PrefixIndex:
         return iter(self._kept)
 
     def keep(self, sequence_id: int, tokens: list[int], adapter: int = 0) -> list[int]:
-        """Returns those that are not needed any more, because this one begins as they do."""
+        """Returns those that go for it: they are how this one begins, or were not used longest."""
         alike = self.with_adapter(adapter)
-        covered = [id for id, kept in alike.items() if tokens[: len(kept)] == kept]
-        for id in covered:
+        gone = [id for id, kept in alike.items() if tokens[: len(kept)] == kept]
+        if not gone and len(self._kept) == MOST_KEPT:
+            gone = [next(iter(self._kept))]
+        for id in gone:
             self.forget(id)
         self._kept[sequence_id], self._adapters[sequence_id] = tokens, adapter
         self.num_tokens += len(tokens)
-        return covered
+        return gone
 
     def forget(self, sequence_id: int) -> None:
         del self._adapters[sequence_id]

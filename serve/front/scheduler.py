@@ -17,7 +17,7 @@ from typing import Literal
 
 from serve.core.errors import OverloadedError, RequestError
 from serve.core.types import FAILURES, Event, FinishReason, Group, Row, Sequence, Step, Take
-from serve.front.chunks import Appetite, alike, next_chunk
+from serve.front.chunks import Appetite, alike, is_long, next_chunk
 from serve.front.prefix import PrefixIndex, beginning, beginning_of_original
 
 # What of another sequence a new one can begin with: any part from its start, or only all of
@@ -53,7 +53,8 @@ class Scheduler:
         num_groups: int | None = None,
     ) -> None:
         self.waiting: deque[Sequence] = deque()
-        self.prefilling: deque[Sequence] = deque()
+        self.prefilling: list[Sequence] = []
+        self._short_is_next = False
         self.kept = PrefixIndex()
         self.num_steps = 0
         self.reuse: Reuse = "none"
@@ -188,23 +189,20 @@ class Scheduler:
                 if self._make_room(len(self._who_can_decode(group))) and (
                     sequences := self._who_can_decode(group)
                 ):
-                    return self._decode_step(group, sequences)
+                    return self._step(sequences, [1] * len(sequences), group)
         return None
 
     def _who_can_decode(self, group: Group) -> list[Sequence]:
         return [sequence for sequence in group.sequences if sequence.num_left > 0]
 
-    def _decode_step(self, group: Group, sequences: list[Sequence]) -> Step:
-        group.num_in_flight += 1
-        step = self._step(sequences, [1] * len(sequences), group)
-        for sequence in sequences:
-            sequence.num_pending += 1
-        return step
-
     def _prefill(self) -> Step | None:
-        """A chunk of the oldest prompt, or several short ones together."""
+        """A chunk of the oldest prompt, or several short ones together; of long and short ones
+        in turn, so that neither wait until all of the others are through."""
+        self.prefilling.sort(key=lambda sequence: is_long(sequence) == self._short_is_next)
         num_in_flight = sum(f.group is None and bool(f.sequences) for f in self._in_flight.values())
-        appetite = self._appetite()
+        is_decoding = any(group.sequences for group in self.groups)
+        beside = self.chunk_beside_decoding if is_decoding else None
+        appetite = Appetite(self._num_stages, self._prefill_chunk, beside)
         if not self.prefilling or num_in_flight >= appetite.most_chunks(self.prefilling[0]):
             return None
         chunk = appetite.chunk(self.prefilling)
@@ -214,15 +212,11 @@ class Scheduler:
             return None
         if any(sequence not in self.prefilling for sequence in sequences):
             return self._prefill()  # One of them had to make room itself.
+        self._short_is_next = is_long(sequences[0])
         step = self._step(sequences, num_tokens)
         for sequence in sequences:
             self._join_if_prefilled(sequence)
         return step
-
-    def _appetite(self) -> Appetite:
-        is_decoding = any(group.sequences for group in self.groups)
-        beside = self.chunk_beside_decoding if is_decoding else None
-        return Appetite(self._num_stages, self._prefill_chunk, beside)
 
     def _emit(self, step: Step | None) -> None:
         """What goes is told first, in a step of its own, which no other has to wait for: its
@@ -255,15 +249,17 @@ class Scheduler:
     ) -> Step:
         """Feeds so many tokens of each sequence."""
         self.num_steps = (self.num_steps + 1) % 2**31  # int32 on the wire
-        rows, tokens = [], []
+        rows, tokens, sample = [], [], group is not None
         for sequence, count in zip(fed, num_tokens, strict=True):
             rows.append(Row(sequence.id, sequence.num_computed, count, sequence.adapter))
             tokens += sequence.next_tokens(count)
             sequence.num_computed += count
+            sequence.num_pending += sample
             sequence.is_held = True
         self._in_flight[self.num_steps] = _InFlight(group, tuple(fed))
         key = group.id if group else len(self.groups) + fed[0].id if fed else -1
-        sample = group is not None
+        if group:
+            group.num_in_flight += 1
         return Step(self.num_steps, key, tuple(rows), tuple(tokens), sample, drop, take, unload)
 
     # --- what becomes of sequences
@@ -356,8 +352,10 @@ class Scheduler:
         wanted = sequence.num_tokens + min(_SPARE_TOKENS, sequence.num_left) + promised
         running = self.num_held_tokens - self.kept.num_tokens
         # Alone it fits, even if there is nothing to spare.
-        if running and running + wanted > self.max_held_tokens:
+        if running + promised and running + wanted > self.max_held_tokens:
             return False
+        # What it begins like is used by that, so others go before.
+        beginning(sequence, self.kept, (), self.reuse == "whole")
         return self._make_room(min(wanted, self.max_held_tokens - running))
 
     def _make_room(self, num_tokens: int) -> bool:
@@ -367,8 +365,7 @@ class Scheduler:
             self.max_held_tokens is not None
             and self.num_held_tokens + num_tokens > self.max_held_tokens
         ):
-            oldest = self.kept.oldest()
-            if oldest is not None:
+            if (oldest := self.kept.oldest()) is not None:
                 self.kept.forget(oldest)
                 self._to_drop.append(oldest)
             elif self._leaving or not self._send_back_youngest():

@@ -96,25 +96,26 @@ class RingTransport:
         self.waits_on: tuple[int, int] | None = None
         self.num_hops, self.hop_seconds = 0, 0.0
         self._rank, self._num_ranks = ring.rank, len(ring.hosts)
-        self._stream = mx.new_stream(mx.cpu)
+        # With one for both, no message would come while the one before waits to be taken.
+        self._sends, self._receives = mx.new_stream(mx.cpu), mx.new_stream(mx.cpu)
         self._ready = wire.FrameReader()
         self._frames: list[tuple[wire.Kind, bytes]] = []
         self._sending: mx.array | None = None
-        self._group, self._left, self._right = form_ring(ring, self._stream)
+        self._group, self._left, self._right = form_ring(ring, self._receives)
 
     def send(self, step: Step, arrays: Sequence[mx.array]) -> None:
-        """Starts to send and returns. Before that it waits until the neighbour has
-        taken the message before, so that two can never change places."""
-        specs = tensor_specs(arrays)
-        packed = pack(step.number, arrays) if specs else None
-        mx.eval(packed)
-        left = (self._rank - 1) % self._num_ranks
-        self._wait_for(self._sending, (self._rank, left))
+        """Starts to send evaluated arrays, and returns. Before that it waits until the neighbour
+        has taken the message before, so that two can never change places."""
+        specs, left = tensor_specs(arrays), (self._rank - 1) % self._num_ranks
+        if self._sending is not None:
+            with self._waiting_on((self._rank, left)):
+                mx.eval(self._sending)
         self._write(wire.frame(wire.Kind.HOP, wire.encode_hop(step, specs)))
-        if packed is not None:
-            self._sending = mx.distributed.send(
-                packed, left, group=self._group, stream=self._stream
-            )
+        if specs:
+            # Packed while the neighbour wakes up, and by the thread that sends it.
+            with mx.stream(self._sends):
+                packed = pack(step.number, arrays)
+                self._sending = mx.distributed.send(packed, left, group=self._group)
             mx.async_eval(self._sending)
 
     def receive(self) -> tuple[Step, list[mx.array]] | None:
@@ -126,13 +127,12 @@ class RingTransport:
             return step, []
         started = time.perf_counter()
         right = (self._rank + 1) % self._num_ranks
-        packed = mx.distributed.recv(
-            (packed_bytes(specs),), mx.uint8, right, group=self._group, stream=self._stream
-        )
-        self._wait_for(packed, (right, self._rank))
+        with mx.stream(self._receives), self._waiting_on((right, self._rank)):
+            packed = mx.distributed.recv((packed_bytes(specs),), mx.uint8, right, group=self._group)
+            arrays = unpack(step.number, specs, packed)
         self.num_hops += 1
         self.hop_seconds += time.perf_counter() - started
-        return step, unpack(step.number, specs, packed)
+        return step, arrays
 
     def close(self) -> None:
         for doorbell in (self._left, self._right):
@@ -158,14 +158,13 @@ class RingTransport:
         except OSError as error:
             raise ClusterError(f"The link to the left neighbour broke: {error}.") from error
 
-    def _wait_for(self, array: mx.array | None, hop: tuple[int, int]) -> None:
-        """Evaluates a send or a receive. MLX would wait for ever: rank 0's parent sees in
-        waits_on what holds the cluster up, and ends this process."""
-        if array is None:
-            return
+    @contextmanager
+    def _waiting_on(self, hop: tuple[int, int]) -> Iterator[None]:
+        """Around the evaluation of a send or a receive. MLX would wait for ever: rank 0's parent
+        sees in waits_on what holds the cluster up, and ends this process."""
         self.waits_on = hop
         try:
-            mx.eval(array)
+            yield
         except RuntimeError as error:
             raise ClusterError(f"The ring broke: {error}.") from error
         finally:
@@ -277,12 +276,15 @@ def packed_bytes(specs: Sequence[wire.TensorSpec]) -> int:
 
 
 def unpack(number: int, specs: Sequence[wire.TensorSpec], packed: mx.array) -> list[mx.array]:
+    """Evaluates all at once: each time a thread has to wake up."""
     arrays, at = [], 0
     for spec in specs:
         end = at + _num_bytes(spec)
         arrays.append(packed[at:end].view(DTYPES[spec.dtype]).reshape(spec.shape))
         at = end
-    if packed[at:].view(mx.int32).item() != number:
+    sent_number = packed[at:].view(mx.int32)
+    mx.eval(arrays, sent_number)
+    if sent_number.item() != number:
         raise ClusterError(f"The tensors of another message came in place of number {number}.")
     return arrays
 

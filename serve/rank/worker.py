@@ -301,7 +301,6 @@ class Worker:
             status |= {
                 "busy_seconds": loop.busy_seconds,
                 "num_steps": loop.num_steps,
-                "kv_bytes": loop.caches.num_bytes,
                 "adapter_bytes": loop.adapters.num_bytes,
                 "num_hops": loop.transport.num_hops,
                 "hop_seconds": loop.transport.hop_seconds,
@@ -309,6 +308,8 @@ class Worker:
                 "step": loop.step,
                 "spans": spans,
             }
+            if spans:  # Else it is what it was, and there may be many caches to look at.
+                status["kv_bytes"] = loop.caches.num_bytes
         self.parent.send(wire.json_frame(status))
 
 

@@ -142,6 +142,8 @@ class Pipeline:
             tokens = tuple(self._draw(r.sequence, r.position + r.num_tokens) for r in step.rows)
             self.outbox.sampled(step, tokens)
         self.events += self.scheduler.update(step.number, tokens)
+        sizes = [len(group.sequences) for group in self.scheduler.groups]
+        assert not step.sample or max(sizes) - min(sizes) <= 1, f"groups of {sizes} rows"
 
     def _draw(self, sequence: int, position: int) -> int:
         failed = (sequence, position) in self.failing

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.front.prefix import LEAST_TOKENS, PrefixIndex, common_length
+from serve.front.prefix import LEAST_TOKENS, MOST_KEPT, PrefixIndex, common_length
 
 TOKENS = st.lists(st.integers(0, 2), max_size=60)
 
@@ -47,3 +47,15 @@ def test_a_longer_one_takes_the_place_of_its_beginnings() -> None:
     assert index.keep(2, [2] * 20) == []
     assert index.keep(3, [1] * 25 + [2] * 9) == [1]
     assert sorted(index) == [2, 3]
+
+
+def test_so_many_are_kept_and_no_more() -> None:
+    index = PrefixIndex()
+    for id in range(MOST_KEPT):
+        assert index.keep(id, [id] * 20) == []
+    assert index.longest([0] * 20, whole=False) == (0, 20)
+    assert index.keep(MOST_KEPT, [MOST_KEPT] * 20) == [1]
+    assert index.keep(MOST_KEPT + 1, [MOST_KEPT] * 21) == [MOST_KEPT]
+    assert index.keep(MOST_KEPT + 2, [7, 7, 7]) == [2]
+    assert len(list(index)) == MOST_KEPT
+    assert index.num_tokens == 20 * (MOST_KEPT - 2) + 21 + 3

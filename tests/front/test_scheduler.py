@@ -262,6 +262,40 @@ def test_short_prompts_share_a_step_beside_decoding() -> None:
     assert shared == [1, 4, 2]
 
 
+def test_long_and_short_prompts_take_turns() -> None:
+    pipeline = Pipeline(2, prefill_chunk=512)
+    pipeline.scheduler.chunk_beside_decoding = 8
+    pipeline.add(make_sequence(0, 2, 1000))
+    pipeline.add(make_sequence(1, 4001, 1))  # 500 chunks beside the other
+    for _ in range(10):
+        pipeline.tick()
+    pipeline.add(make_sequence(2, 66, 1))
+    for _ in range(20):
+        pipeline.tick()
+    assert pipeline.output(2), "a short prompt waits until a long one is through"
+    before = pipeline.added[1].num_computed
+    for id in range(3, 103):
+        pipeline.add(make_sequence(id, 66, 1))
+        pipeline.tick()
+    assert pipeline.added[1].num_computed >= before + 10 * 8, "short ones stop a long one"
+    pipeline.run()
+    check_all_ended(pipeline)
+
+
+def test_a_prompt_does_not_push_out_what_it_begins_like() -> None:
+    pipeline = Pipeline(2)
+    pipeline.scheduler.reuse, pipeline.scheduler.max_held_tokens = "any", 160
+    for id in range(3):
+        pipeline.add(make_sequence(id, [id] * 40, 5))
+        pipeline.run()
+    assert list(pipeline.scheduler.kept) == [0, 1, 2]
+    pipeline.add(make_sequence(3, [0] * 40 + [7] * 20, 5))
+    pipeline.run()
+    assert pipeline.added[3].num_cached == 40
+    assert list(pipeline.scheduler.kept) == [2, 0, 3]
+    check_all_ended(pipeline)
+
+
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_no_group_is_empty_while_others_are_full(num_stages: int) -> None:
     """Whoever leaves, rows move to a group that has run empty."""
@@ -285,6 +319,19 @@ def test_a_full_queue_refuses() -> None:
         pipeline.add(make_sequence(5, 5, 5))
     pipeline.run()
     assert sorted(e.sequence for e in pipeline.events if e.finish_reason) == [0, 1, 2, 3, 4]
+
+
+def test_of_a_burst_as_many_begin_as_there_is_room_for() -> None:
+    pipeline = Pipeline(2)
+    pipeline.scheduler.max_held_tokens = 150
+    for id in range(4):
+        pipeline.add(make_sequence(id, 60, 5))
+    pipeline.pump()
+    assert (pipeline.scheduler.num_running, pipeline.scheduler.num_waiting) == (2, 2)
+    pipeline.run()
+    fed = sum(len(step.tokens) for step in pipeline.steps if not step.sample)
+    assert fed == 4 * 59, "some were sent back and computed twice"
+    check_all_ended(pipeline)
 
 
 # --- copies

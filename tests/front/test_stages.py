@@ -7,6 +7,7 @@ from serve.front.stages import (
     Span,
     StageStatus,
     better_split,
+    chrome_trace,
     chunk_beside_decoding,
     max_held_tokens,
     suspicion,
@@ -99,3 +100,23 @@ def test_a_new_engine_starts_from_nothing_but_what_was_learned_stays() -> None:
     assert (stage.busy_share, stage.num_steps) == (0, 0)
     assert stage.pace.decode_seconds == pytest.approx(0.1)
     assert stage.plan is not None
+
+
+def test_a_trace_has_a_bar_for_each_step_since_then() -> None:
+    spans = [(7, 0, 4, 4, 9.0, 9.5), (8, 0, 4, 4, 10.0, 10.5), (9, 5, 1, 99, 10.25, 10.75)]
+    stages = [make_stage(0, (4, 8), 0.1), make_stage(1, (0, 4), 0.1), StageStatus(2, "h")]
+    stages[0].update({"state": "ready", "spans": spans[:2]}, 1.0)
+    stages[1].update({"state": "ready", "spans": spans[2:]}, 1.0)
+    first, second, other, third = chrome_trace(stages, 9.75)["traceEvents"]
+    assert [first["args"]["name"], other["args"]["name"]] == [
+        "rank 0, layers 4 to 7",
+        "rank 1, layers 0 to 3",
+    ]
+    assert (second["name"], second["pid"], second["ts"], second["dur"]) == (
+        *("decode group 0", 0),
+        *(10_000_000.0, 500_000.0),
+    )
+    assert (third["name"], third["pid"], third["args"]) == (
+        *("prefill group 5", 1),
+        {"step": 9, "rows": 1, "tokens": 99},
+    )

@@ -57,6 +57,25 @@ def around() -> None:
         assert transport.receive() is None, "rank 0 ends first, then one after another"
 
 
+def one_ahead() -> None:
+    """Rank 1 prints how long the second message takes while rank 0 leaves the first one lying."""
+    transport, large = join(), [mx.zeros((8 << 20,))]  # more than the system has room for
+    mx.eval(large)
+    if RANK == 0:
+        time.sleep(2)
+    began = time.monotonic()
+    for number in range(2):
+        if RANK < 2:
+            assert transport.receive() is not None
+        if RANK == 1:
+            seconds = time.monotonic() - began
+        if RANK:
+            transport.send(step(number), large)
+    print(seconds if RANK == 1 else "", flush=True)
+    if RANK:
+        assert transport.receive() is None
+
+
 def other_nonce() -> None:
     try:
         join(nonce=RANK)
@@ -92,6 +111,7 @@ def idle() -> None:
 
 
 if __name__ == "__main__":
-    {"around": around, "other_nonce": other_nonce, "peer_dies": peer_dies, "idle": idle}[
-        sys.argv[1]
-    ]()
+    {
+        **{"around": around, "one_ahead": one_ahead, "other_nonce": other_nonce},
+        **{"peer_dies": peer_dies, "idle": idle},
+    }[sys.argv[1]]()

@@ -122,6 +122,25 @@ def test_greedy_tokens_equal_mlx_lm(num_ranks: int) -> None:
     assert alone[100] == expected[3]
 
 
+@pytest.mark.parametrize("chunk", [1, 5, 512])
+def test_neither_chunks_nor_what_is_kept_change_greedy_tokens(chunk: int) -> None:
+    """Two turns of chats that begin alike; the second begins as a copy of the first."""
+    prompts = {i: [*range(1, 20), i, *range(5 * i)] for i in range(5)}
+    with pipeline(2) as local:
+        local.scheduler = Scheduler(2, max_num_sequences=32, max_queue=64, prefill_chunk=chunk)
+        local.scheduler.reuse = "any"
+        first = {i: Sequence(i, p, 9, GREEDY, frozenset()) for i, p in prompts.items()}
+        local.answer(list(first.values()))
+        turns = {10 + i: [*s.tokens, 7, 8, i] for i, s in first.items()}
+        second = {i: Sequence(i, p, 9, GREEDY, frozenset()) for i, p in turns.items()}
+        local.answer(list(second.values()))
+    for i, sequence in second.items():
+        assert sequence.num_cached == len(first[i - 10].tokens) - 1
+    prompts |= turns
+    expected = {i: whole_model(prompt, 9) for i, prompt in prompts.items()}
+    assert {i: s.output for i, s in (first | second).items()} == expected
+
+
 @pytest.mark.parametrize("name", ["gemma2", "gemma4_text", "recurrent_gemma"])
 def test_greedy_tokens_of_other_architectures(name: str) -> None:
     """Rows that cannot share caches, keys and values that cross a cut, and one-token

@@ -61,6 +61,11 @@ def test_messages_arrive_whole_and_in_order(tmp_path: Path, num_ranks: int) -> N
     assert run_ring(tmp_path, "around", num_ranks) == ["fine"] * num_ranks
 
 
+def test_a_message_comes_while_the_one_before_waits_to_be_taken(tmp_path: Path) -> None:
+    _, second, _ = run_ring(tmp_path, "one_ahead", 3)
+    assert float(second) < 1
+
+
 def test_two_launches_on_the_same_ports_notice(tmp_path: Path) -> None:
     for output in run_ring(tmp_path, "other_nonce", 2):
         assert "two launches met on the same ports" in output
