@@ -21,13 +21,13 @@ MOST_FILE_LINES = 350
 # they are 17,900 together and not the 8,000 of the first plan.
 MOST_LINES = {
     "launcher": 2_160,
-    "serve/bench": 385,
+    "serve/bench": 384,
     "serve/cli": 825,
     "serve/core": 1_163,
     "serve/front": 6_015,
     "serve/hub": 935,
     "serve/parent": 592,
-    "serve/rank": 3_400,
+    "serve/rank": 3_401,
     "serve/tune": 2_425,
 }
 
