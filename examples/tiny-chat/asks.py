@@ -52,7 +52,17 @@ def noisy(rng: Random, ask: Ask) -> Ask:
 
 def make_sum(rng: Random) -> Ask:
     """Add two numbers up to 20."""
-    a, b = rng.randint(0, 20), rng.randint(0, 20)
+    return sum_of(rng, rng.randint(0, 20), rng.randint(0, 20))
+
+
+def make_wide_sum(rng: Random) -> Ask:
+    """Add two numbers up to 40, of one digit as often as of two."""
+    a, b = (rng.randint(0, 9) if rng.random() < 0.5 else rng.randint(10, 40) for _ in range(2))
+    return sum_of(rng, a, b)
+
+
+def sum_of(rng: Random, a: int, b: int) -> Ask:
+    """Ask for the sum of two numbers."""
     phrase = rng.choice(
         (
             "What is {a} + {b}?",

@@ -62,7 +62,7 @@ class Lesson:
 # the model answered no list and hardly a sum after a quarter of the time.
 LESSONS = (
     Lesson("basics", draw_basic, 800 * 84),
-    Lesson("dialogues", draw_dialogue, 5600 * 32),
+    Lesson("dialogues", draw_dialogue, 6000 * 32),
 )
 
 

@@ -101,7 +101,7 @@ def test_tools_are_called_and_answered(server: Server, choice: Any, stream: bool
 
 def test_a_schema_is_followed(server: Server) -> None:
     format = {"type": "json_schema", "schema": SCHEMA}
-    reply = message(server, max_tokens=120, output_config={"format": format})
+    reply = message(server, max_tokens=600, output_config={"format": format})
     assert json.loads(reply.content[0].text).keys() == {"colour", "sizes"}
 
 

@@ -101,7 +101,7 @@ def test_functions_are_called_and_answered(server: Server, stream: bool) -> None
 
 def test_a_schema_is_followed(server: Server) -> None:
     format: Any = {"type": "json_schema", "name": "thing", "schema": SCHEMA}
-    reply = respond(server, text={"format": format}, max_output_tokens=120)
+    reply = respond(server, text={"format": format}, max_output_tokens=600)
     assert json.loads(reply.output_text).keys() == {"colour", "sizes"}
 
 

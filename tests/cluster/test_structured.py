@@ -40,7 +40,7 @@ SCHEMA = {
 def ask(server: Server, text: str = "What colour is grass?", **fields: Any) -> Any:
     create = server.client().chat.completions.create
     messages: list[Any] = [{"role": "user", "content": text}]
-    return create(model="tiny-chat", messages=messages, **{"max_tokens": 120, **fields})
+    return create(model="tiny-chat", messages=messages, **{"max_tokens": 600, **fields})
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -12,9 +12,9 @@ from serve.rank.worker import Order, Parent, StepLoop, Worker
 from tests.models import build
 
 ORDER = Order(
-    **{"rank": 0, "ring": (0,), "hosts": ("127.0.0.1",), "nonce": 1, "join_timeout": 1.0},
+    **{"rank": 0, "ring": (0,), "hosts": ("127.0.0.1",), "addresses": [[]], "nonce": 1},
     **{"model": Path(), "commit": None, "cache_dir": None, "copies": Path()},
-    **{"layers": (0, 4), "kv_bits": None},
+    **{"layers": (0, 4), "kv_bits": None, "join_timeout": 1.0},
 )
 
 
