@@ -88,7 +88,7 @@ def test_two_ranks_make_the_same_run(
 ) -> None:
     first, second = losses_of(alone[0]), losses_of(two_ranks[0])
     assert first.keys() == second.keys() == set(range(1, 9))
-    assert max(abs(first[n] - second[n]) for n in first) < 1e-4
+    assert second == pytest.approx(first, rel=1e-4)
     text = two_ranks[1]
     assert "bubble, forecast" in text
     assert "peak memory, rank 1" in text
