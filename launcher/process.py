@@ -105,8 +105,10 @@ def local_ranks(
     with shared_ring(addresses, f"{HOST}:{control}", secrets.token_hex(16)) as ring:
 
         def start(rank: int) -> LocalProcess:
-            # Again for one that comes back: systems clean their temporary folders.
-            write_hostfile(ring.hostfile, addresses)
+            # Again for one that comes back: systems clean their temporary folders. What others
+            # may just read stays as it is.
+            if not os.path.exists(ring.hostfile):
+                write_hostfile(ring.hostfile, addresses)
             environment = rank_environment(base, ring, rank, num_ranks)
             return LocalProcess(f"rank {rank}", command, environment, ring.leash)
 

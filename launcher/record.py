@@ -24,10 +24,10 @@ from serve.core.errors import ClusterError, UsageError
 STOP_SECONDS = 5.0  # beyond what ranks may take to end
 _POLL_SECONDS = 0.1
 
-# What rank 0 says: its URL, or what is going on. An event comes first in its line; what stands
-# later may be a client's word.
+# What rank 0 says: its URL, or what is going on; one stage that is ready says nothing of all. An
+# event comes first in its line; what stands later may be a client's word.
 _EVENT = re.compile(
-    r"[^=]*\bevent=(?:listening url=(\S+)|(?:stage_)?(fetching|loading|ready|recovering)\b)"
+    r"[^=]*\bevent=(?:listening url=(\S+)|(?:stage_(?=[fl]))?(fetching|loading|ready|recovering)\b)"
 )
 
 

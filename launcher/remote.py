@@ -211,6 +211,8 @@ def connected(
     try:
         for host in hosts:
             connections.append(Connection(host, way))
+            if asked_to_end.is_set():  # Before this one was there.
+                end()
         on_each(connections, Connection.greet)
         threading.Thread(target=live, daemon=True).start()
         yield connections

@@ -136,6 +136,9 @@ async def _run_front(
         view.close()
         await engine.close()
         listening.close()
+        # The ranks are told: a second signal need not wait for threads that nobody can end.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
 
 
 def who_has_what(error: DisagreementError) -> Table:

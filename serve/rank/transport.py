@@ -175,7 +175,8 @@ class RingTransport:
 def among(ranks: Sequence[int], addresses: list[list[str]], folder: Path) -> Iterator[None]:
     """MLX reads from the environment who is in a ring: here these of the launch's ranks are. The
     file for that is in a folder that somebody else removes: this process may be killed."""
-    folder.mkdir(parents=True, exist_ok=True)  # Systems clean what is temporary, some in days.
+    # Systems clean what is temporary, some in days.
+    folder.mkdir(0o700, parents=True, exist_ok=True)
     rank = int(os.environ["MLX_RANK"])
     with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".json") as file:
         json.dump([addresses[each] for each in ranks], file)

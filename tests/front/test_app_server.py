@@ -356,7 +356,7 @@ def test_half_a_body_does_not_hold_up_the_end(model_folder: Path) -> None:
         socket.create_connection(("127.0.0.1", port)) as half,
     ):
         half.sendall(f"{head}Content-Length: 99\r\n\r\n{{".encode())
-        time.sleep(0.2)
+        httpx.get(f"http://127.0.0.1:{port}/health")  # It has come, and signals are handled.
         server.send_signal(signal.SIGTERM)
         began = time.monotonic()
         assert server.communicate(timeout=20)[0] == "returned True\n"

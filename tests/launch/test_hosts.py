@@ -379,6 +379,16 @@ def test_a_signal_while_connecting_is_not_lost_in_a_callback() -> None:
     assert [each.process.returncode for each in connections] == [-signal.SIGKILL]
 
 
+def test_a_signal_before_the_first_connection_is_not_lost() -> None:
+    hosts = [Host(0, "127.0.0.1", ())]
+    with (
+        pytest.raises(SystemExit) as ended,
+        connected(hosts, Way(), lambda _: os.kill(os.getpid(), signal.SIGTERM)),
+    ):
+        pytest.fail("it went on")
+    assert ended.value.code == 0
+
+
 def test_a_python_that_is_not_there(sshd: Sshd) -> None:
     with pytest.raises(ClusterError, match=r"host 0 \(127.0.0.2\): there is no /no/python: .*same"):
         greet(sshd, python="/no/python")

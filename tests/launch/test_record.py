@@ -111,6 +111,7 @@ START = ("starting", "")
         (["event=stage_fetching rank=1 layers=0-3"], "fetching", ""),
         (["event=stage_fetching rank=1", "event=stage_loading rank=1"], "loading", ""),
         (["event=ready num_ranks=2", "event=stage_loading rank=1"], "ready", ""),
+        (["event=stage_loading rank=0", "event=stage_ready rank=1"], "loading", ""),
         (["request=event=readyish"], "starting", ""),
         (['x INFO request=r path="/event=ready event=recovering event=listening url=h"'], *START),
         (["x INFO event=ready n=2", "x WARNING event=recovering life=1"], "recovering", ""),

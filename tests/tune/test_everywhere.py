@@ -56,8 +56,9 @@ def test_in_peft(adapter: Path, tmp_path: Path) -> None:
     program, out = Path(__file__).with_name("peft_logits.py"), tmp_path / "logits.npy"
     words = [program, TINY_CHAT, adapter / "peft", out, *TOKENS]
     subprocess.run([PEFT_PYTHON, *map(str, words)], check=True, timeout=100)
-    found = np.load(out)
-    assert np.abs(found - logits_of_mlx_lm(adapter)).max() < 1e-4
+    found, expected = np.load(out), logits_of_mlx_lm(adapter)
+    # Of the largest: transformers in float32 and in float64 are 2.2e-4 apart without an adapter.
+    assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
     assert np.abs(found - logits_of_mlx_lm(None)).max() > 0.1, "the adapter does nothing"
 
 

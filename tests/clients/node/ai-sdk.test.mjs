@@ -36,6 +36,6 @@ test("a tool that is demanded", async () => {
 
 test("structured output", async () => {
   const output = Output.object({ schema: z.object({ colour: z.enum(["red", "green"]) }) });
-  const reply = await generateText({ ...base, prompt, output });
+  const reply = await generateText({ ...base, maxOutputTokens: 200, prompt, output });
   assert.ok(["red", "green"].includes(reply.output.colour));
 });
