@@ -24,11 +24,11 @@ MOST_LINES = {
     "serve/bench": 384,
     "serve/cli": 825,
     "serve/core": 1_163,
-    "serve/front": 6_015,
-    "serve/hub": 935,
+    "serve/front": 6_020,
+    "serve/hub": 933,
     "serve/parent": 592,
     "serve/rank": 3_401,
-    "serve/tune": 2_425,
+    "serve/tune": 2_422,
 }
 
 UNOWNED = re.compile(r"\b(TODO|FIXME|XXX)\b(?!\([\w@-]+\))")

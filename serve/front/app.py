@@ -237,9 +237,14 @@ class Front:
 
     async def in_thread(self, request: Request, read: Callable[[bytes], Result]) -> Result:
         """What reading a request's body gives. Long texts take seconds."""
-        data = await guard.read_body(request.scope, request.receive)
-        reading = asyncio.get_running_loop().run_in_executor(self._threads, read, data)
-        return await guard.unless_gone(request.receive, reading)
+        held = [await guard.read_body(request.scope, request.receive)]
+        reading = asyncio.get_running_loop().run_in_executor(
+            self._threads, lambda: read(held.pop())
+        )
+        try:
+            return await guard.unless_gone(request.receive, reading)
+        finally:
+            held.clear()  # Else what clients have left waits for a thread with their bodies.
 
     @told(404, body=Tokenizable, reply=schemas.Tokenized)
     async def tokenize(self, request: Request) -> Response:

@@ -1,10 +1,12 @@
 """The endpoints over real sockets, also with the official client."""
 
+import gc
 import json
 import logging
 import re
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from starlette.requests import Request
 
 from serve.core.errors import (
     AddressError,
@@ -21,11 +24,12 @@ from serve.core.errors import (
     OverloadedError,
     UnavailableError,
 )
-from serve.front import anthropic_events, chat, responses_events
+from serve.front import anthropic_events, chat, guard, responses_events
 from serve.front.app import Front, bind
 from serve.front.chat import ChatShape
 from serve.front.formats import Format, ToolFormat
-from tests.front.fakes import MAX_CONTEXT, FakeEngine, Running
+from serve.front.replies import StatusError
+from tests.front.fakes import CONFIG, MAX_CONTEXT, FakeEngine, Running
 
 HELLO: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 CHAT = "/v1/chat/completions"
@@ -473,3 +477,38 @@ def test_a_parser_of_calls_that_takes_long_holds_up_nobody(
         going_on.set()
         (call,) = calling.result().json()["choices"][0]["message"]["tool_calls"]
     assert json.loads(call["function"]["arguments"]) == {"x": "hello world"}
+
+
+# --- clients that leave
+
+
+class Body:
+    """In place of bytes, of which nobody can tell who holds them."""
+
+
+@pytest.mark.anyio
+async def test_bodies_of_clients_that_left_do_not_wait_for_a_thread(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front = Front(CONFIG, engine, engine.tokenizer, MAX_CONTEXT)
+    bodies, free = [], threading.Event()
+    for _ in range(8):
+        front._threads.submit(free.wait)
+
+    async def read_body(*_: object) -> Any:
+        bodies.append(weakref.ref(body := Body()))
+        return body
+
+    async def leave() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    monkeypatch.setattr(guard, "read_body", read_body)
+    request = Request({"type": "http"}, leave)
+    try:
+        with pytest.raises(StatusError):
+            await front.in_thread(request, lambda body: body)
+        gc.collect()
+        assert [body() for body in bodies] == [None]
+    finally:
+        free.set()
+        front.close()
