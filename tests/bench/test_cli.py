@@ -121,6 +121,6 @@ def test_two_real_ranks(tmp_path: Path) -> None:
         assert bench("--url", server.url, *flags, "--output", str(output)) == 0
     for each in json.loads(output.read_text())["results"]:
         assert (each["num_requests"], each["errors"]) == (4, {})
-        assert each["prompt_tokens"] == 66
+        assert each["prompt_tokens"] == pytest.approx(66, abs=3)  # of whole words
         assert 0 < each["chunks"] <= each["tokens"] <= 4 * 48
         assert 0 < each["itl_p50_seconds"] <= each["itl_p99_seconds"] < 5
