@@ -115,7 +115,7 @@ def test_the_pipelines_losses_are_those_of_the_obvious_loop(work: Path, models: 
 
 def test_one_run_follows_the_other(models: list[Path]) -> None:
     first, second = (list(losses_of(model.parent).values()) for model in models)
-    assert second[0] < first[0] - 0.5, "it did not begin with what the first has learned"
+    assert second[0] < first[0] - 0.2, "it did not begin with what the first has learned"
     card = (models[1] / "README.md").read_text()
     assert "brigade launch -n 2 -- fine-tune" in card
     assert "--model runs/basics/model" in card
