@@ -20,7 +20,7 @@ MOST_FILE_LINES = 350
 # Each room's share, so that one cannot grow at another's cost. docs/architecture.md says why
 # they are 17,900 together and not the 8,000 of the first plan.
 MOST_LINES = {
-    "launcher": 2_160,
+    "launcher": 2_159,
     "serve/bench": 384,
     "serve/cli": 825,
     "serve/core": 1_163,
@@ -28,7 +28,7 @@ MOST_LINES = {
     "serve/hub": 933,
     "serve/parent": 592,
     "serve/rank": 3_401,
-    "serve/tune": 2_422,
+    "serve/tune": 2_423,
 }
 
 UNOWNED = re.compile(r"\b(TODO|FIXME|XXX)\b(?!\([\w@-]+\))")
