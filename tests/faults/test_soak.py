@@ -84,7 +84,7 @@ class Soak:
             if number % SWAPS_OF_A_KILL == SWAPS_OF_A_KILL - 1:
                 random.choice(list(self.server.engines().values())).kill()
         for client in clients:
-            client.join(120)
+            client.join(max(0.0, self.until - time.monotonic()) + 120)
             assert not client.is_alive(), "a client waits without end"
 
 
