@@ -133,6 +133,8 @@ def test_four_requests_keep_both_stages_at_work_and_one_does_not(server: Server)
             **CHAT, messages=user("Say the alphabet."), max_tokens=100
         )
 
+    wait_until_idle(server)
+    time.sleep(0.3)  # A step after a sequence's last token may be under way.
     since = time.time()
     count(0)
     both, either = overlap(spans(server, since))
