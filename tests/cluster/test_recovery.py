@@ -145,7 +145,8 @@ def check_kills(
             check_same(streams, expected)
             seconds += killer.seconds_to_next_token(streams)
         pipeline = server.get("/admin/pipeline")
-        assert pipeline["num_restarts"] == num_rounds * kills_of_a_round
+        told = "\n".join(line for line in server.log if "event=recovering" in line)
+        assert pipeline["num_restarts"] == num_rounds * kills_of_a_round, told
         assert pipeline["num_running"] == 0
         family = server.family()
         assert len(family) == num_processes, "engines were left behind, or are missing"
