@@ -191,15 +191,16 @@ def connected(
 ) -> Iterator[list[Connection]]:
     """An agent on each host, which has answered. All go with the context, and so do their ranks."""
     connections: list[Connection] = []
-    living, asked_to_end = threading.Event(), threading.Event()
+    living = threading.Event()
+    signals: list[int] = []
 
-    def end(*_: object) -> None:
+    def end(number: int, _: object = None) -> None:
         """Not by raising, which may be lost in a callback: without connections nothing goes on."""
-        asked_to_end.set()
+        signals.append(number)
         for connection in connections:
             signal_group(connection.process.pid, signal.SIGKILL)
 
-    before = signal.signal(signal.SIGTERM, end)
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def live() -> None:
         while not living.wait(ALIVE_SECONDS):
@@ -211,18 +212,19 @@ def connected(
     try:
         for host in hosts:
             connections.append(Connection(host, way))
-            if asked_to_end.is_set():  # Before this one was there.
-                end()
+            if signals:  # Before this one was there.
+                end(signals[0])
         on_each(connections, Connection.greet)
         threading.Thread(target=live, daemon=True).start()
         yield connections
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         living.set()
         with ThreadPoolExecutor(len(hosts)) as pool:
             list(pool.map(Connection.close, connections))
-        if asked_to_end.is_set():
-            sys.exit(0)
+        if signals:
+            sys.exit(130 if signals[0] == signal.SIGINT else 0)
 
 
 def on_each(

@@ -363,19 +363,22 @@ def test_a_signal_while_connecting_ends_the_launch(
     assert not psutil.wait_procs(clients, timeout=1)[1]
 
 
-def test_a_signal_while_connecting_is_not_lost_in_a_callback() -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_signal_while_connecting_is_not_lost_in_a_callback(
+    number: signal.Signals, code: int
+) -> None:
     """As what its handler raised could be."""
     connections: list[Connection] = []
 
     def connect() -> None:
         with connected([Host(0, "127.0.0.1", ())], Way(), lambda _: None) as made:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
             connections.extend(made)  # It has not ended here, but goes no further than this.
             made[0].ask("holder", port=1)
 
     with pytest.raises(SystemExit) as ended:
         connect()
-    assert ended.value.code == 0
+    assert ended.value.code == code
     assert [each.process.returncode for each in connections] == [-signal.SIGKILL]
 
 
