@@ -194,8 +194,10 @@ class Lives:
             if newcomers and self._restarts.num_left(time.monotonic()) > 1:
                 ranks = ", ".join(map(str, sorted(newcomers)))
                 raise ClusterError(f"Rank {ranks} is there again: the layers are shared out anew.")
-            for stage in self.stages:  # Its engine may be at work while its parent stands still.
-                if time.monotonic() - stage.heard_at > most:
+            # An engine may be at work while its parent stands still. Where steps wait, that they
+            # do is told first: it says more.
+            for stage in self.stages:
+                if time.monotonic() - stage.heard_at > most + 2 * _WATCH_SECONDS:
                     self.hub.forget(stage.rank)
             before = time.monotonic()
             await asyncio.sleep(_WATCH_SECONDS)

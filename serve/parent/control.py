@@ -135,6 +135,7 @@ class Hub:
     def forget(self, rank: int) -> None:
         """Ends the connection of a rank that does not answer: it may join again."""
         if link := self._links.get(rank):
+            self._lose(rank, f"Rank {rank} on {link.peer_host} is silent.")
             link.abort()
 
     async def close(self) -> None:
@@ -218,9 +219,7 @@ class Hub:
         connection. Under a launcher that gives no secret it may as well be a stranger."""
         if not self._mine.secret or await self._answers(rank):
             return f"there is a rank {rank} already: two clusters use the same ports"
-        if link := self._links.get(rank):
-            self._lose(rank, f"Rank {rank} on {link.peer_host} was silent, and comes anew.")
-            link.abort()
+        self.forget(rank)
         return None
 
     async def _answers(self, rank: int) -> bool:

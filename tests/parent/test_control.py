@@ -197,7 +197,7 @@ async def test_one_that_comes_again_takes_the_place_of_its_silent_connection(
         fresh = await join(address, replace(HELLO, rank=1, pid=2), 5)
         await until(lambda: len(heard) == 3)
         assert [message["type"] for _, message in heard] == ["joined", "gone", "joined"]
-        assert "was silent, and comes anew" in heard[1][1]["reason"]
+        assert "is silent" in heard[1][1]["reason"]
         centre.send(1, {"type": "start"})
         assert await fresh.receive_json() == {"type": "start"}
         assert centre.pid(1) == 2
