@@ -232,7 +232,7 @@ def add_doctor_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_demo_flags(parser: argparse.ArgumentParser) -> None:
     add_num_ranks(parser, 2)
-    parser.add_argument("--once", action="store_true", help="end after the answer")
+    parser.add_argument("--once", action="store_true", help="end after the answers")
     parser.add_argument(
         "--port", type=int, default=0, help="port of the server (default: a free one)"
     )

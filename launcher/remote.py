@@ -103,7 +103,10 @@ class Connection:
         line = self._lines.get(timeout=timeout_seconds)
         if line is None or not line.startswith(self._token + " "):
             return line
-        answer: dict[str, Any] = json.loads(line.partition(" ")[2])
+        try:
+            answer: dict[str, Any] = json.loads(line.partition(" ")[2])
+        except ValueError:
+            return None  # It ended in the middle.
         return answer
 
     def again(self) -> "Connection":

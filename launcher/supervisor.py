@@ -179,7 +179,7 @@ class Supervisor:
         self._observer.ended(rank, code, comes_back)
         if comes_back:
             self._returning.add(rank)
-            threading.Thread(target=self._bring_back, args=(rank,), daemon=True).start()
+            threading.Thread(target=self._bring_back, args=(rank, is_early), daemon=True).start()
             return
         if rank in self._unwanted or (self._forwarded and returncode == -self._forwarded):
             code = 0  # It was still starting, and ended as it was asked to.
@@ -288,9 +288,10 @@ class Supervisor:
     def _is_kept(self, rank: int) -> bool:
         return rank > 0 and 0 in self._alive and self._state == "running"
 
-    def _bring_back(self, rank: int) -> None:
+    def _bring_back(self, rank: int, is_early: bool) -> None:
         """In a thread: another host may take its time, or not be there."""
-        self._ending.wait(RESTART_SECONDS * max(0, len(self._lost_at.get(rank, ())) - 1))
+        losses = len(self._lost_at.get(rank, ()))
+        self._ending.wait(max(RESTART_SECONDS * (losses - 1), is_early * RETRY_SECONDS))
         said = ""
         while not self._ending.is_set():
             try:

@@ -375,8 +375,12 @@ def test_a_rank_that_decided_to_end_and_rank_0_do_not_come_back(
     assert launched.text.count("event=rank_started") == 2
 
 
-def test_a_rank_that_came_back_too_early_is_tried_again(relaunch: Start, tmp_path: Path) -> None:
+def test_a_rank_that_came_back_too_early_is_tried_again(
+    relaunch: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Its host has booted, but the disk with the model is not there yet."""
+    text = f"from launcher import supervisor\nsupervisor.RETRY_SECONDS = 0.5\n{LAUNCH}"
+    monkeypatch.setattr(sys.modules[__name__], "LAUNCH", text)
     marks = tmp_path / "marks"
     program = f"""
 if rank == 1:
@@ -387,7 +391,9 @@ if rank == 1:
     if num_starts < 4: sys.exit(3)
     print("at last", flush=True)
 """
+    began = time.monotonic()
     launched = relaunch(2, program + SLEEP).see("at last", 1)
+    assert time.monotonic() - began > 2 * 0.5, "it was not left any time"
     launched.process.send_signal(signal.SIGTERM)
     assert launched.end()[0] == 0
 

@@ -115,7 +115,7 @@ class Engine:
         try:
             most = room_for_tokens(stages, self._config)
         except PlanError as error:
-            self._lives.refuse_ring(error)
+            self._lives.refuse_ring(error, self._settled)
             raise
         self._settled = self.ring
         self._scheduler.settle(len(stages), most)

@@ -192,13 +192,14 @@ class Lives:
             newcomers = self._fit - set(self.ring)
             # Not with the last restart, which is for a fault of what works.
             if newcomers and self._restarts.num_left(time.monotonic()) > 1:
-                ranks = ", ".join(map(str, sorted(newcomers)))
-                raise ClusterError(f"Rank {ranks} is there again: the layers are shared out anew.")
+                raise ClusterError(f"Ranks {sorted(newcomers)} are back: all share the layers.")
             # An engine may be at work while its parent stands still. Where steps wait, that they
             # do is told first: it says more.
             for stage in self.stages:
                 if time.monotonic() - stage.heard_at > most + 2 * _WATCH_SECONDS:
                     self.hub.forget(stage.rank)
+                    if not stage.rank:  # It has no connection that could break.
+                        raise ClusterError(f"Rank 0 on {stage.host} is silent.")
             before = time.monotonic()
             await asyncio.sleep(_WATCH_SECONDS)
             if time.monotonic() - before > 2 * _WATCH_SECONDS:
@@ -288,7 +289,7 @@ class Lives:
                 _logger.warning("event=waiting reason=%s", json.dumps(str(error)))
             await self._process.stop()
             self._process = await EngineProcess.start()
-            await self.hub.wait_for_more(self._unfit.union(there), deadline - time.monotonic())
+            await self.hub.wait_for_more((there, self._unfit), deadline - time.monotonic())
         if there != self.ring:
             self._take_part(plan)
 
@@ -325,8 +326,7 @@ class Lives:
             if rank and self._config.replan and self._has_worked and not may_pass(error):
                 self._unfit.add(rank)  # The others have a model that works.
                 error = ClusterError(str(error))
-            is_awaited = life == self.number and rank in self.ring
-            if is_awaited or not may_pass(error):
+            if (life == self.number and rank in self.ring) or not may_pass(error):
                 self._on_fault(error)
         elif kind == "gone":
             # While a rank is waited for it may come and go.
@@ -378,8 +378,12 @@ class Lives:
     def missing(self) -> list[int]:
         return [rank for rank in self.ring[1:] if rank not in self.hub.joined]
 
-    def refuse_ring(self, error: PlanError) -> None:
-        """Raises ClusterError, after which more ranks are waited for, if there are any."""
+    def refuse_ring(self, error: PlanError, before: tuple[int, ...]) -> None:
+        """Raises ClusterError, after which the ranks that worked before go on without those that
+        came to them, or more are waited for, if there are any."""
+        if newcomers := before and set(self.ring).difference(before):
+            self._unfit |= newcomers
+            raise ClusterError(str(error)) from error
         if len(self.stages) < len(self._ranks):
             self._plans.refuse(self.ring, str(error))
             raise ClusterError(str(error)) from error
@@ -388,12 +392,11 @@ class Lives:
         """None when all engines work, else one line that says what they are doing."""
         if self.missing:
             return f"waiting for rank {self.missing[0]}"
-        late = [stage.doing for stage in self.stages if stage.state != "ready"]
-        return late[0] if late else None
+        return next((stage.doing for stage in self.stages if stage.state != "ready"), None)
 
     def silent(self) -> str | None:
-        silent = [stage for stage in self.stages if is_silent(stage, time.monotonic())]
-        return f"rank {silent[0].rank}: silent" if silent else None
+        silent = (stage for stage in self.stages if is_silent(stage, time.monotonic()))
+        return next((f"rank {stage.rank}: silent" for stage in silent), None)
 
     def tell_all(self, message: Json) -> None:
         assert self._process is not None

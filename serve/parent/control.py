@@ -15,7 +15,7 @@ import asyncio
 import hmac
 import secrets
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,12 +96,10 @@ class Hub:
         others = {rank: self._hellos[rank]["facts"] for rank in sorted(self.joined)}
         compare({0: self._mine.facts, **others})
 
-    async def wait_for_more(self, known: Collection[int], timeout_seconds: float) -> None:
-        """Than these. Raises ClusterError."""
-        if not await self._until(lambda: bool(self.alike.difference(known)), timeout_seconds):
-            raise ClusterError(
-                f"No other rank came within {timeout_seconds:g} s (--return-timeout)."
-            )
+    async def wait_for_more(self, known: Sequence[Collection[int]], timeout_seconds: float) -> None:
+        """Than all of these, which may change meanwhile. Raises ClusterError."""
+        if not await self._until(lambda: bool(self.alike.difference(*known)), timeout_seconds):
+            raise ClusterError("No other rank came in time (--return-timeout).")
 
     async def _until(self, is_so: Callable[[], bool], timeout_seconds: float) -> bool:
         """Of the ranks that are there; False if the time is up before."""
@@ -270,7 +268,9 @@ async def _join_once(address: Address, hello: Hello) -> Link:
 
 
 async def _introduce(link: Link, hello: Hello, address: Address) -> None:
-    challenge = await link.receive_json() or {}
+    if (challenge := await link.receive_json()) is None:
+        # What forwards a port takes calls for a rank 0 that is yet to come.
+        raise ConnectionError(0, "the connection was closed at once")
     nonce = secrets.token_hex()
     proof = hello.proof(f"rank {hello.rank}", str(challenge.get("nonce")))
     told = {name: getattr(hello, name) for name in ("rank", "num_ranks", "facts", "pid")}

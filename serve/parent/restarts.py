@@ -9,8 +9,8 @@ _LONGEST_WAIT_SECONDS = 15.0
 
 
 class Restarts:
-    """At most so many within a window. The first one is at once: waits are for engines that
-    end again and again before they could work."""
+    """At most so many within a window, and in a row without having worked. The first one is at
+    once: waits are for engines that end again and again before they could work."""
 
     def __init__(self, most: int, window_seconds: float) -> None:
         self._most, self._window_seconds = most, window_seconds
@@ -23,7 +23,10 @@ class Restarts:
         if not may_pass(fault):
             raise fault
         if not self.num_left(now):
-            raise _given_up(fault, len(self._times), self._window_seconds)
+            raise _given_up(fault, len(self._times), f"in {self._window_seconds:g} s")
+        # Such as a disk that hangs: each of these may take longer than the window.
+        if not was_ready and self._num_vain >= self._most:
+            raise _given_up(fault, self._num_vain, "without having worked")
         self._times.append(now)
         self._num_vain = 0 if was_ready else self._num_vain + 1
         if not self._num_vain:
@@ -43,10 +46,9 @@ def may_pass(fault: BrigadeError) -> bool:
     return is_of_engines and not isinstance(fault, DisagreementError)
 
 
-def _given_up(fault: BrigadeError, num_restarts: int, window_seconds: float) -> BrigadeError:
+def _given_up(fault: BrigadeError, num_restarts: int, when: str) -> BrigadeError:
     if not num_restarts:
         return fault
     return type(fault)(
-        f"{fault} The engines started anew {num_restarts} times in {window_seconds:g} s: "
-        "given up (--max-restarts)."
+        f"{fault} The engines started anew {num_restarts} times {when}: given up (--max-restarts)."
     )

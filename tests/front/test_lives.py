@@ -345,6 +345,66 @@ async def test_a_rank_that_comes_again_and_cannot_load_stays_out(
 
 
 @pytest.mark.long
+async def test_one_that_could_not_load_and_comes_anew_is_enough_with_rank_0(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("LEAST_RANKS", "2")
+    async with ranks(replan=True, join_timeout=2.0) as (engine, members, start):
+        await ready(engine)
+        await lose(members[1])
+        await until(lambda: layers(engine)[-1][0] == 2 and len(layers(engine)) == 2)
+        await ready(engine)
+        monkeypatch.setenv("BREAK_AT_ORDER", f"1,{ModelError.exit_code}")
+        start(1)
+        await until(lambda: engine._lives._unfit == {1})
+        monkeypatch.delenv("BREAK_AT_ORDER")
+        await until(lambda: len(layers(engine)) == 2)
+        await ready(engine)
+        await lose(members[2])
+        await until(lambda: "event=waiting" in caplog.text)
+        await lose(members[1])
+        start(1)
+        await until(lambda: [rank for rank, _ in layers(engine)] == [0, 1])
+        await ready(engine)
+
+
+@pytest.mark.long
+async def test_a_rank_that_comes_again_without_room_stays_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another program has taken its memory meanwhile."""
+    has_been_away = False
+
+    def room(stages: list[Any], _: Any) -> int:
+        if has_been_away and len(stages) == 3:
+            raise PlanError("There is room for 12 tokens only")
+        return 10_000
+
+    monkeypatch.setattr("serve.front.engine.room_for_tokens", room)
+    async with ranks(replan=True, join_timeout=2.0) as (engine, members, start):
+        await ready(engine)
+        await lose(members[1])
+        await until(lambda: len(layers(engine)) == 2)
+        await ready(engine)
+        has_been_away = True
+        start(1)
+        await until(lambda: engine._lives._unfit == {1})
+        await until(lambda: [rank for rank, _ in layers(engine)] == [0, 2])
+        await collect(engine, prompt(10, 20))
+
+
+@pytest.mark.long
+async def test_an_engine_of_rank_0_that_stands_still_is_replaced_though_nothing_runs() -> None:
+    async with ranks(stall_timeout=1.0) as (engine, _, _start):
+        await ready(engine)
+        assert engine._lives._process
+        os.kill(engine._lives._process.pid, signal.SIGSTOP)
+        await until(lambda: engine.pipeline()["num_restarts"] == 1)
+        await ready(engine)
+        await collect(engine, prompt(10, 20))
+
+
+@pytest.mark.long
 async def test_a_parent_that_stands_still_is_a_fault_though_its_engine_works(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -348,6 +348,15 @@ def test_a_profile_that_waits_is_told_after_the_deadline(
         greet(sshd)
 
 
+def test_an_answer_that_is_cut_off_is_the_end_of_a_connection(tmp_path: Path) -> None:
+    agent = tmp_path / "agent"
+    agent.write_text("#!/bin/sh\nprintf '%s {\"ended\": ' $3\n")
+    agent.chmod(0o700)
+    connection = Connection(Host(0, "127.0.0.1", ()), Way(python=str(agent)))
+    assert connection.next_line(10) is None
+    connection.close()
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 def test_a_signal_while_connecting_ends_the_launch(
     sshd: Sshd, hostfile: Path, number: signal.Signals, code: int

@@ -281,6 +281,22 @@ async def test_nobody_there() -> None:
         await join(address, replace(HELLO, rank=1), 0.2)
 
 
+async def test_what_takes_calls_for_a_rank_0_that_is_yet_to_come_is_asked_again() -> None:
+    """As ssh -L and what forwards a container's ports."""
+    num_calls = 0
+
+    async def forward(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        writer.close()
+
+    async with await asyncio.start_server(forward, "127.0.0.1", 0) as server:
+        address = Address("127.0.0.1", server.sockets[0].getsockname()[1])
+        with pytest.raises(ClusterError, match="closed at once.*did rank 0 start"):
+            await join(address, replace(HELLO, rank=1), 1)
+    assert num_calls > 1
+
+
 @pytest.fixture
 def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
     """As of a rank 0 that is stopped: the system takes connections, and nobody answers."""

@@ -49,6 +49,17 @@ def test_what_is_older_than_the_window_does_not_count() -> None:
         assert restarts.wait_seconds(KILLED, True, now) == 0
 
 
+def test_engines_that_never_work_are_given_up_however_long_each_takes() -> None:
+    """A disk that hangs costs --load-timeout each time, which is as long as the window."""
+    restarts = Restarts(2, 60)
+    for now in (0, 100):
+        restarts.wait_seconds(KILLED, False, now)
+    with pytest.raises(EngineError, match=r"signal 9\. .* 2 times without having worked: given up"):
+        restarts.wait_seconds(KILLED, False, 200)
+    assert restarts.wait_seconds(KILLED, True, 300) == 0
+    assert restarts.wait_seconds(KILLED, False, 400) > 0
+
+
 def test_no_restarts_at_all() -> None:
     with pytest.raises(EngineError, match=r"signal 9\.$"):
         Restarts(0, 60).wait_seconds(KILLED, True, 0)
