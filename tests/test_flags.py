@@ -35,3 +35,21 @@ def test_an_adapter_root_that_is_no_folder(tmp_path: Path, root: str) -> None:
     with pytest.raises(UsageError, match="--adapter-root .* is no folder: make it on each host"):
         check([*words, str(tmp_path / root)], 2)
     assert check([*words, str(tmp_path)], 2)[0].adapter_root == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--kv-memory", "lots"], "^--kv-memory 'lots' is no amount"),
+        (["--adapter-memory", "1GB,1GB,1GB"], "^--adapter-memory .* has 3 amounts for 2 ranks"),
+        (["--max-prompt-tokens", "99999"], "^--max-prompt-tokens 99999 is more than the model's"),
+        (["--lora", "a=nowhere"], "^--lora a: nowhere is no folder"),
+        (["--lora", "a=org/name"], "^--lora a: org/name is no folder"),
+    ],
+)
+def test_what_the_model_or_this_host_tells_is_said_with_the_flag(
+    words: list[str], message: str
+) -> None:
+    model = Path(__file__).parents[1] / "examples" / "tiny-chat"
+    with pytest.raises(UsageError, match=message):
+        check(["--model", str(model), *words], 2)

@@ -1,5 +1,9 @@
 """What is shown of how far the ranks are."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from serve.cli import start
@@ -51,3 +55,23 @@ def test_a_rank_that_is_done_has_none(
     view.progressed(stage(1, "ready"))
     view.close()
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("target", ["pipe", "/dev/full"])
+def test_a_table_that_nobody_reads_ends_nothing(target: str) -> None:
+    """As in `brigade serve | true`, or where the disk of the log is full."""
+    program = (
+        "from serve.cli.start import StartView\n"
+        "for _ in range(2): StartView().ready([])\n"
+        "print('it went on')\n"
+        "import sys; sys.exit(5)"
+    )
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(target if target != "pipe" else writing, "wb") as stdout:
+        done = subprocess.run(
+            [sys.executable, "-c", program], stdout=stdout, stderr=subprocess.PIPE, timeout=60
+        )
+    if target != "pipe":
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (5, b"")

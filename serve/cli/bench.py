@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -57,25 +56,28 @@ async def measure(config: BenchConfig, runs: Runs) -> None:
             link = connected(url, config.model, os.environ.get("OPENAI_API_KEY"), config.timeout)
             target = await Target.calibrated(config, await stack.enter_async_context(link))
             targets[f"{'AB'[len(targets)]}: {url}"] = target
+        console = Console()
         # Seldom: it sorts all that came so far, in the process that takes the times.
-        with Live(get_renderable=lambda: table(runs), console=Console(), refresh_per_second=0.5):
+        with Live(get_renderable=lambda: table(runs), console=console, refresh_per_second=0.5):
             for level in config.levels:
                 for round_ in range(config.rounds):
                     for name, target in targets.items():
                         records: list[Record] = []
                         runs.setdefault((level, name), []).append(records)
                         await target.run(level, round_, records.append)
+        if not console.is_terminal:
+            console.line()  # What Live leaves there has no end.
 
 
 def table(runs: Runs) -> Table:
     """One row for each load and server, seconds as milliseconds; below it, each error's reason."""
-    shown = Table(box=SIMPLE_HEAD, title_justify="left", caption_justify="left")
+    # As narrow as its numbers are: it has to fit into 80 columns.
+    shown = Table(box=None, padding=(0, 1, 0, 0), title_justify="left", caption_justify="left")
     shown.title = Text("\n".join(dict.fromkeys(name for _, name in runs)))
     shown.add_column("load", no_wrap=True)
-    shown.add_column("")
     columns = ("answers", "errors", "prompt", "tok/s", "TTFT p50", "p99", "ITL p50", "p99 ms")
     for column in columns:
-        shown.add_column(column, justify="right")
+        shown.add_column(column, justify="right", no_wrap=True)
     reasons = []
     for (level, name), rounds in runs.items():
         each = summarise(rounds)
@@ -83,13 +85,15 @@ def table(runs: Runs) -> Table:
         ttft = (each.ttft_p50_seconds, each.ttft_p99_seconds)
         itl = (each.itl_p50_seconds, each.itl_p99_seconds)
         shown.add_row(
-            str(level),
-            name[0],
+            f"{level} {name[0]}",
             str(each.num_requests - num_errors),
             str(num_errors),
             "" if each.prompt_tokens is None else f"{each.prompt_tokens:g}",
             f"{each.tokens_per_second:.1f}",
-            *("" if value is None else f"{value * 1000:.1f}" for value in ttft + itl),
+            *(
+                "" if value is None else f"{value * 1000:.{int(value < 10)}f}"
+                for value in ttft + itl
+            ),
         )
         reasons += [f"{level}, {name[0]}: {n} x {reason}" for reason, n in each.errors.items()]
         if each.num_reconnected:

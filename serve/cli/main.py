@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.console import Console
@@ -17,7 +18,7 @@ from rich.table import Table
 
 from serve.cli.flags import parse
 from serve.core.checkpoint import Checkpoint, is_folder, read_checkpoint
-from serve.core.config import Cluster, ServeConfig, read_cluster, with_keys
+from serve.core.config import Cluster, ServeConfig, hub_id, read_cluster, with_keys
 from serve.core.errors import BrigadeError, DisagreementError, UsageError
 from serve.core.plan import check_num_ranks, parse_memory, parse_split
 from serve.parent.facts import files, versions
@@ -55,6 +56,9 @@ def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint]
         raise UsageError(
             f"--adapter-root {config.adapter_root} is no folder: make it on each host."
         )
+    for name, _, path in (word.partition("=") for word in config.lora):
+        if not (is_folder(Path(path)) or (config.allow_hub_adapters and hub_id(Path(path)))):
+            raise UsageError(f"--lora {name}: {path} is no folder on this host.")
     folder = config.model
     if config.hub_id:
         # Imported here, because a folder needs nothing of it.
@@ -65,14 +69,17 @@ def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint]
         config = dataclasses.replace(config, revision=model.snapshot.commit)
     checkpoint = read_checkpoint(folder)
     check_num_ranks(checkpoint.num_layers, num_ranks)
-    if config.max_context and config.max_context > (checkpoint.max_context or config.max_context):
-        raise UsageError(
-            f"--max-context {config.max_context} is more than the model's {checkpoint.max_context}."
-        )
+    for flag in ("max_context", "max_prompt_tokens"):
+        asked, most = getattr(config, flag), checkpoint.max_context
+        if asked and most and asked > most:
+            raise UsageError(
+                f"--{flag.replace('_', '-')} {asked} is more than the model's context of {most}."
+            )
     if config.split not in ("auto", "even"):
         parse_split(config.split, checkpoint.num_layers, num_ranks)
-    for memory in filter(None, (config.memory, config.kv_memory, config.adapter_memory)):
-        parse_memory(memory, num_ranks)
+    for name in ("memory", "kv_memory", "adapter_memory"):
+        if amounts := getattr(config, name):
+            parse_memory(amounts, num_ranks, f"--{name.replace('_', '-')}")
     return config, checkpoint
 
 

@@ -50,7 +50,7 @@ def plan_table(stages: Sequence[StagePlan]) -> Table:
     table = Table(title_justify="left", caption_justify="left")
     table.add_column("rank", justify="right")
     table.add_column("layers")
-    for column in ("weights", "caches", "total", "memory", "to fetch", "step"):
+    for column in ("weights", "caches", "total", "memory", "to read", "step"):
         table.add_column(column, justify="right")
     for stage in stages:
         start, end = stage.layers

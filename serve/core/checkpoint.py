@@ -97,7 +97,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError as error:
-        raise ModelError(f"{path} is missing: its folder is not complete.") from error
+        raise ModelError(f"{path.absolute()} is missing: its folder is not complete.") from error
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:

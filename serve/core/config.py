@@ -15,6 +15,10 @@ from serve.core.errors import UsageError
 
 _KEY = re.compile(r"[!-~]{1,512}")  # what fits into a header
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#@\s]+")
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9][\w.:@-]{0,127}(/[A-Za-z0-9][\w.:@-]{0,127})?", re.ASCII)
+NO_ADAPTER_NAME = (
+    "cannot be an adapter's name: not the model's, of letters, digits and . _ : @ -, one / at most."
+)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 
@@ -109,6 +113,8 @@ class ServeConfig:
             if "=" not in word.strip("="):
                 raise UsageError(f"--lora {word!r} is wrong: write NAME=PATH.")
         names = [word.partition("=")[0] for word in self.lora]
+        if wrong := [name for name in names if not may_name_adapter(name, self.model_name)]:
+            raise UsageError(f"--lora {wrong[0]!r} {NO_ADAPTER_NAME}")
         if twice := [name for name in names if names.count(name) > 1]:
             raise UsageError(f"--lora has the name {twice[0]!r} twice: give each its own.")
 
@@ -206,6 +212,10 @@ class BenchConfig:
         if not all(re.fullmatch(pattern, word) and float(word) > 0 for word in words):
             raise UsageError(f"{name} {text!r} is wrong: give numbers above 0 such as 1,8.")
         return tuple(Level(float(word), self.rate is not None) for word in words)
+
+
+def may_name_adapter(name: str, model_name: str) -> bool:
+    return name != model_name and bool(_ADAPTER_NAME.fullmatch(name))
 
 
 def hub_id(path: Path, root: Path = Path()) -> str | None:

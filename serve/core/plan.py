@@ -272,35 +272,35 @@ def _does_not_fit(
 # --- amounts of memory, as people write them
 
 
-def parse_memory(text: str, num_ranks: int) -> list[int]:
+def parse_memory(text: str, num_ranks: int, flag: str = "--memory") -> list[int]:
     """Bytes of each rank from "24GB" (the same for all) or "24GB,48GB"."""
-    amounts = _amounts(text)
+    amounts = _amounts(text, flag)
     if len(amounts) not in (1, num_ranks):
         raise UsageError(
-            f"--memory {text} has {len(amounts)} amounts for {num_ranks} ranks: give one for each."
+            f"{flag} {text} has {len(amounts)} amounts for {num_ranks} ranks: give one for each."
         )
     return amounts * num_ranks if len(amounts) == 1 else amounts
 
 
 def memory_of(text: str, ranks: Iterable[int]) -> list[int]:
     """Bytes of some of the ranks for which parse_memory takes the text."""
-    amounts = _amounts(text)
+    amounts = _amounts(text, "--memory")
     return [amounts[rank if len(amounts) > 1 else 0] for rank in ranks]
 
 
-def _amounts(text: str) -> list[int]:
-    return [_parse_bytes(part) for part in text.split(",")]
+def _amounts(text: str, flag: str) -> list[int]:
+    return [_parse_bytes(part, flag) for part in text.split(",")]
 
 
-def _parse_bytes(text: str) -> int:
-    text = text.strip().upper()
-    number = text.rstrip("KMGIB")
+def _parse_bytes(text: str, flag: str) -> int:
+    amount_text = text.strip().upper()
+    number = amount_text.rstrip("KMGIB")
     try:
-        amount = float(number) * _UNITS[text[len(number) :]]
+        amount = float(number) * _UNITS[amount_text[len(number) :]]
     except (ValueError, KeyError):
-        raise UsageError(f"--memory {text!r} is no amount: write such as 24GB or 16GiB.") from None
+        raise UsageError(f"{flag} {text!r} is no amount: write such as 24GB or 16GiB.") from None
     if not 0 < amount < 2**60:
-        raise UsageError(f"--memory {text!r} is out of range: write such as 24GB.")
+        raise UsageError(f"{flag} {text!r} is out of range: write such as 24GB.")
     return int(amount)
 
 

@@ -8,14 +8,13 @@ that begin from then on have it, and running ones keep theirs until they end.
 import asyncio
 import itertools
 import logging
-import re
 import time
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from serve.core.config import ServeConfig, hub_id
+from serve.core.config import NO_ADAPTER_NAME, ServeConfig, hub_id, may_name_adapter
 from serve.core.errors import (
     AdapterError,
     BrigadeError,
@@ -25,14 +24,13 @@ from serve.core.errors import (
     OverloadedError,
     RequestError,
     UnavailableError,
+    UsageError,
 )
 from serve.core.plan import memory_of
 from serve.front.adapter import Adapter, Held, Source, check_answers, of_ranks
 from serve.hub.access import FAILURES, is_refusal
 from serve.hub.partial import pin
 from serve.hub.repo import ADAPTER
-
-_NAME = re.compile(r"[A-Za-z0-9][\w.:@-]{0,127}(/[A-Za-z0-9][\w.:@-]{0,127})?", re.ASCII)
 
 _logger = logging.getLogger(__name__)
 Json = dict[str, Any]
@@ -90,13 +88,13 @@ class Adapters:
 
     # --- for requests
 
-    def check(self, name: str) -> None:
+    def check(self, name: str, param: str = "model") -> None:
         """Raises NotFoundError unless it is the model's name or that of an adapter."""
         if name != self._config.model_name and name not in self._adapters:
             raise NotFoundError(
                 f"The model {name[:100]!r} does not exist: this server has "
                 f"{', '.join(map(repr, [self._config.model_name, *self._adapters]))}.",
-                param="model",
+                param=param,
                 code="model_not_found",
             )
 
@@ -132,8 +130,11 @@ class Adapters:
         for word in self._config.lora:
             name, _, path = word.partition("=")
             if name not in self._adapters:  # as it is after a fault
-                source = Source(path, commit=await self._commit(path, Path()))
-                await self._add(Adapter(name, source), in_place=False)
+                try:
+                    source = Source(path, commit=await self._commit(path, Path()))
+                    await self._add(Adapter(name, source), in_place=False)
+                except AdapterError as error:
+                    raise UsageError(f"--lora {name}: {error}") from error
 
     async def load(self, name: str, path: str, in_place: bool) -> None:
         """Raises AdapterError, and then everything is as it was."""
@@ -164,8 +165,8 @@ class Adapters:
 
     async def _add(self, adapter: Adapter, in_place: bool) -> None:
         name = adapter.name
-        if name == self._config.model_name or not _NAME.fullmatch(name):
-            raise RequestError(f"{name[:100]!r} cannot be an adapter's name.", param="lora_name")
+        if not may_name_adapter(name, self._config.model_name):
+            raise RequestError(f"{name[:100]!r} {NO_ADAPTER_NAME}", param="lora_name")
         async with self._lock:
             old = self._adapters.get(name)
             if old and not in_place:
@@ -193,7 +194,7 @@ class Adapters:
     async def change(
         self, name: str, pin: bool | None, default: bool | None, preload: bool
     ) -> Json:
-        self.check(name)
+        self.check(name, "lora_name")
         if name == self._config.model_name and (preload or pin is not None):
             raise RequestError(f"{name!r} is the model itself: it stays.", param="lora_name")
         if preload or pin:

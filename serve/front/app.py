@@ -323,15 +323,12 @@ class Front:
     @told(400, 403, reply=replies.Json, query={"seconds": {"type": "number"}})
     async def trace(self, request: Request) -> Response:
         """What each stage did when, as a Chrome trace."""
-        return json_response(
-            self._engine.timeline(_seconds(request.query_params.get("seconds", "10")))
-        )
+        return json_response(self._engine.timeline(_seconds(request, 10.0)))
 
     @told(400, 403, status=202, reply=schemas.Status, query={"seconds": {"type": "number"}})
     async def drain(self, request: Request) -> Response:
         """The process ends with code 0 when the last answer is finished."""
-        asked = request.query_params.get("seconds")
-        self.begin_drain(self._drain_seconds if asked is None else _seconds(asked))
+        self.begin_drain(_seconds(request, self._drain_seconds))
         return json_response({"status": "draining"}, 202)
 
 
@@ -349,9 +346,13 @@ def _with_cors(app: guard.Application, config: ServeConfig) -> guard.Application
     )
 
 
-def _seconds(text: str) -> float:
+def _seconds(request: Request, default: float) -> float:
+    if set(request.query_params) - {"seconds"}:
+        raise RequestError("The only parameter here is `seconds`.", param="query")
+    if not request.query_params:
+        return default
     try:
-        seconds = float(text)
+        seconds = float(request.query_params["seconds"])
     except ValueError:
         seconds = math.nan
     if not 0 < seconds <= _MOST_SECONDS:

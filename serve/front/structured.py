@@ -42,7 +42,7 @@ class ResponseFormat(Body):
     @model_validator(mode="after")
     def _has_its_schema(self) -> "ResponseFormat":
         if (self.type == "json_schema") != (self.json_schema is not None):
-            refuse("json_schema belongs to type json_schema, and to no other")
+            refuse("json_schema belongs to type json_schema, which needs it, and to no other")
         return self
 
     def grammar(self) -> str | None:

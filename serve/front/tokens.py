@@ -232,7 +232,7 @@ def _load(folder: Path) -> Any:
         )
     # tokenizers raises a bare Exception for a file that it cannot read.
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        reason = (" ".join(str(error).split()) or type(error).__name__)[:300]
         mend = "check config.json, tokenizer.json and tokenizer_config.json, or fetch them again"
         if "custom code" in reason:
             reason, mend = "its own code would have to be run", "Brigade never does that"

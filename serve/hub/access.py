@@ -127,7 +127,9 @@ def explain(error: Exception, repo: str) -> ModelError:
             "and set an HF_TOKEN that may read it."
         )
     wrong = HubError if _may_pass(error) else ModelError
-    return wrong(f"{repo} cannot be fetched from {constants.ENDPOINT}: {error}")
+    return wrong(
+        f"{repo} is no folder here, and cannot be fetched from {constants.ENDPOINT}: {error}"
+    )
 
 
 def is_refusal(error: BaseException | None) -> bool:

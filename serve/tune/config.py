@@ -153,7 +153,9 @@ class FineTuneConfig:
     @property
     def clear_cache_bytes(self) -> int:
         text = self.clear_cache_threshold
-        return int(text) if text.isdecimal() else parse_memory(text, 1)[0]
+        return (
+            int(text) if text.isdecimal() else parse_memory(text, 1, "--clear-cache-threshold")[0]
+        )
 
     def num_trained_layers(self, num_layers: int) -> int:
         """Raises UsageError if there are not so many."""

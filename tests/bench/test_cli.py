@@ -1,12 +1,17 @@
 """`brigade bench` as people run it."""
 
 import importlib.util
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from launcher.cli import main
+from serve.bench.records import Record
+from serve.cli.bench import Runs, table
+from serve.core.config import Level
 from tests.bench.sse_server import streaming
 from tests.cluster.servers import running
 
@@ -61,11 +66,41 @@ def test_an_open_loop_with_questions(tmp_path: Path) -> None:
     assert {body["messages"][0]["content"] for body in state.bodies} == {"Who?"}
 
 
+def test_the_table_fits_into_80_columns() -> None:
+    slow = Record(0.0, 200.0, tuple(114.567 + 0.013 * n for n in range(40)), 48, 1066)
+    names = ("A: http://127.0.0.1:8080", "B: http://127.0.0.1:8081")
+    runs: Runs = {(Level(0.25, True), name): [[slow] * 2000] for name in names}
+    console = Console(width=80, file=io.StringIO())
+    console.print(table(runs))
+    assert isinstance(console.file, io.StringIO)
+    _, _, head, *rows = console.file.getvalue().splitlines()
+    assert head.split() == [
+        "load",
+        "answers",
+        "errors",
+        "prompt",
+        "tok/s",
+        "TTFT",
+        "p50",
+        "p99",
+        "ITL",
+        "p50",
+        "p99",
+        "ms",
+    ]
+    assert [row.split()[2:6] for row in rows[:2]] == [
+        ["A", "2000", "0", "1066"],
+        ["B", "2000", "0", "1066"],
+    ]
+    assert "114567" in rows[0]
+
+
 def test_errors_are_shown_with_their_reason(capsys: pytest.CaptureFixture[str]) -> None:
     with streaming(fault="busy") as (url, _):
         assert bench("--url", url, "--concurrency", "1", "--requests", "3", "--rounds", "1") == 6
     out, err = capsys.readouterr()
     assert "3 x HTTP 429: the queue is full" in " ".join(out.split())
+    assert out.endswith("\n"), "what is written next would follow in the same line"
     assert err.count("\n") == 1
     assert "gave no whole answer" in err
 

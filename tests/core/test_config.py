@@ -165,6 +165,12 @@ def test_adapters_of_the_start_are_given_as_often_as_there_are() -> None:
     assert parse(ServeConfig, words[:2], "serve", "").lora == ()
 
 
+@pytest.mark.parametrize("name", ["a b", "../a", "m", "ä", "x" * 200])
+def test_what_cannot_be_an_adapters_name_is_told_before_anything_is_loaded(name: str) -> None:
+    with pytest.raises(UsageError, match="--lora .* cannot be an adapter's name: .*letters"):
+        ServeConfig(model=Path("m"), lora=(f"{name}=/a",))
+
+
 @pytest.mark.parametrize("word", ["x", "=x", "x=", "="])
 def test_an_adapter_without_name_or_path_is_refused(word: str) -> None:
     with pytest.raises(UsageError, match="--lora .*NAME=PATH"):

@@ -151,6 +151,9 @@ def test_amounts() -> None:
     ):
         with pytest.raises(UsageError, match="--memory"):
             parse_memory(text, 2)
+    for text in ("lots", "0GB", "1GB,1GB,1GB"):
+        with pytest.raises(UsageError, match=f"^--kv-memory '?{text}"):
+            parse_memory(text, 2, "--kv-memory")
 
 
 def test_a_split_by_hand() -> None:

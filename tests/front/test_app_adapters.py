@@ -100,6 +100,7 @@ def test_what_is_refused(
     reply = call(shared, path, **body)
     assert reply.status_code == status
     assert message in reply.json()["error"]["message"]
+    assert reply.json()["error"]["param"] in body.keys() | {"lora_name", "lora_path"}
     assert httpx.get(f"{shared.url}/v1/lora_adapters").json()["data"] == []
 
 

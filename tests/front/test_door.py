@@ -307,6 +307,11 @@ def test_a_drain_for_no_time_is_refused_and_none_begins(shared: Running, seconds
     assert get(shared, "/ready").status_code == 200
 
 
+def test_a_misspelt_drain_is_refused_and_none_begins(shared: Running) -> None:
+    assert httpx.post(shared.url + "/admin/drain?second=5").status_code == 400
+    assert get(shared, "/ready").status_code == 200
+
+
 def test_an_idle_server_drains_at_once(server: Running) -> None:
     began = time.monotonic()
     assert httpx.post(server.url + "/admin/drain").status_code == 202
