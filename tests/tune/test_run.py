@@ -370,6 +370,20 @@ def test_a_signal_ends_the_run_when_its_exception_is_lost_or_late(
     assert process.returncode == 128 + number
 
 
+def test_a_run_goes_on_when_nobody_reads_what_it_says(folder: Path, tmp_path: Path) -> None:
+    """As in `brigade fine-tune ... | head -2`."""
+    out, pipe = tmp_path / "out", subprocess.PIPE
+    words = [sys.executable, "-m", "serve.cli.fine_tune", *flags(folder, out, "--iters", "4")]
+    process = subprocess.Popen(words, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+    assert process.stdout
+    assert process.stderr
+    process.stdout.readline()
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait(timeout=60)) == ("", 0)
+    process.stderr.close()
+    assert (out / "checkpoints" / "0000004").is_dir()
+
+
 # --- bad input
 
 
