@@ -149,8 +149,7 @@ def _command(argv: Sequence[str], num_ranks: int) -> str:
 def _with_fast_blas(argv: Sequence[str]) -> None:
     """Starts this program again where it takes OpenBLAS being loaded before MLX's own BLAS."""
     if (environment := engine_environment(os.environ)) != dict(os.environ):
-        command = [sys.executable, "-m", "serve.cli.fine_tune", *argv]
-        os.execve(sys.executable, command, environment)
+        os.execve(sys.executable, [sys.executable, "-m", "serve.cli.fine_tune", *argv], environment)
 
 
 def _end(code: int) -> int:

@@ -75,8 +75,7 @@ def _show_report(event: Reported) -> None:
 
 
 def _say(**fields: object) -> None:
-    words = (f"{name}={value}" for name, value in fields.items())
-    _OUT.print(*words, soft_wrap=True, markup=False)
+    _OUT.print(*(f"{k}={value}" for k, value in fields.items()), soft_wrap=True, markup=False)
 
 
 def _show_start(event: Started) -> None:

@@ -46,9 +46,7 @@ def begin(folder: Path, config: dict[str, Any]) -> None:
         )
     for name in (ADAPTERS, PEFT_FILE, CARD):
         if (folder / name).exists():
-            raise UsageError(
-                f"--adapter-path {folder} holds {name}, and no run to go on: give another folder."
-            )
+            raise UsageError(f"--adapter-path {folder} holds {name}, no run: give another folder.")
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         _write_config(folder, config)
