@@ -8,10 +8,10 @@ import os
 import shlex
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from rich.console import Console
 
@@ -29,14 +29,13 @@ from serve.tune.config import FineTuneConfig, read_yaml
 from serve.tune.events import Event
 from serve.tune.schedule import Shape, make_schedule
 
-_STOPPED = 128 + signal.SIGTERM
 _STOP_SECONDS = 8  # less than a launcher waits
 _SERVER = "http://127.0.0.1:8080"  # where `brigade serve` listens unless told
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-    signal.signal(signal.SIGTERM, _stop)
+    _heed_signals()
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
         cluster = read_cluster(os.environ)
@@ -78,12 +77,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _end(0)
 
 
-def _stop(*_: object) -> NoReturn:
-    """It is not done: whoever waits for it should know."""
-    # What is raised in the middle of a callback, such as a finaliser, is lost.
-    signal.signal(signal.SIGALRM, lambda *_: os._exit(_STOPPED))
-    signal.alarm(_STOP_SECONDS)
-    raise SystemExit(_STOPPED)
+def _heed_signals() -> None:
+    """A handler in Python runs when MLX returns, which can take long, and what it raises in the
+    middle of a callback, such as a finaliser, is lost: a thread ends what does not end."""
+    # It is not done: whoever waits for it should know.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+
+    def wait() -> None:
+        number = 0
+        while number not in (signal.SIGTERM, signal.SIGINT):
+            number = os.read(reading, 1)[0]
+        time.sleep(_STOP_SECONDS)
+        os._exit(128 + number)
+
+    threading.Thread(target=wait, name="stop", daemon=True).start()
 
 
 def check(argv: Sequence[str], num_ranks: int, rank: int = 0) -> FineTuneConfig:
@@ -138,10 +148,8 @@ def _command(argv: Sequence[str], num_ranks: int) -> str:
 
 def _with_fast_blas(argv: Sequence[str]) -> None:
     """Starts this program again where it takes OpenBLAS being loaded before MLX's own BLAS."""
-    environment = engine_environment(os.environ)
-    if environment != dict(os.environ):
-        command = [sys.executable, "-m", "serve.cli.fine_tune", *argv]
-        os.execve(sys.executable, command, environment)
+    if (environment := engine_environment(os.environ)) != dict(os.environ):
+        os.execve(sys.executable, [sys.executable, "-m", "serve.cli.fine_tune", *argv], environment)
 
 
 def _end(code: int) -> int:

@@ -39,7 +39,7 @@ def parse(
         if not field.metadata.get("file_only"):
             _add_flag(parser, field, kinds[field.name], field.name not in given)
     # As text, so that what a flag refuses is refused in a file too.
-    parser.set_defaults(**{k: str(v) if _is_number(v) else v for k, v in given.items()})
+    parser.set_defaults(**{k: str(v) if type(v) in (int, float) else v for k, v in given.items()})
     flags = vars(parser.parse_args(argv))
     return config(**{k: tuple(v) if isinstance(v, list) else v for k, v in flags.items()})
 
@@ -52,7 +52,6 @@ def _add_flag(
 ) -> None:
     names = [*field.metadata.get("short", ()), "--" + field.name.replace("_", "-")]
     kind = _plain_type(annotation)
-    required = field.default is dataclasses.MISSING
     if kind is bool:
         parser.add_argument(*names, action="store_true", help=field.metadata["help"])
         return
@@ -76,10 +75,6 @@ def _add_flag(
         metavar=kind.__name__.upper(),
         help=field.metadata["help"] + shown,
     )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _plain_type(kind: Any) -> type:

@@ -8,7 +8,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from serve.core.errors import ClusterError, UsageError
+from serve.core.errors import BrigadeError, ClusterError, UsageError
 
 _PATH = "/v1/load_lora_adapter"
 _SECONDS = 60.0
@@ -44,9 +44,7 @@ def _body(folder: Path, name: str) -> dict[str, object]:
     return {"lora_name": name, "lora_path": str(folder.resolve()), "load_inplace": True}
 
 
-def _call(
-    url: str, path: str, data: bytes | None, kind: type[UsageError] | type[ClusterError]
-) -> str:
+def _call(url: str, path: str, data: bytes | None, kind: type[BrigadeError]) -> str:
     headers = {"Content-Type": "application/json"}
     if _KEY in os.environ:
         headers["Authorization"] = f"Bearer {os.environ[_KEY]}"
@@ -58,7 +56,10 @@ def _call(
         said = error.read().decode(errors="replace")
         raise kind(f"--load-into {url} answers {error.code}: {_message(said)}") from error
     except (OSError, ValueError) as error:
-        raise kind(f"--load-into {url} does not answer: {error}.") from error
+        cause = getattr(error, "reason", error)  # of a URLError
+        reason = getattr(cause, "strerror", None) or cause
+        mend = "start `brigade serve` there, or give its URL"
+        raise kind(f"--load-into {url} does not answer ({reason}): {mend}.") from error
 
 
 def _message(said: str) -> str:

@@ -1,6 +1,8 @@
 """What people see of a run, on rank 0: tables, a line for each report, and on a terminal a bar
 below them."""
 
+from contextlib import suppress
+
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -8,7 +10,15 @@ from rich.table import Table
 from serve.core.plan import format_bytes
 from serve.tune.events import Event, Finished, Reported, Saved, Started, Validated, Written
 
-_OUT = Console(highlight=False)
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """What is shown is not what a run is for: without a reader it goes on, and is quiet."""
+        with suppress(SystemExit):
+            super().on_broken_pipe()
+
+
+_OUT = _Console(highlight=False)
 
 
 class TrainingView:
@@ -65,8 +75,7 @@ def _show_report(event: Reported) -> None:
 
 
 def _say(**fields: object) -> None:
-    words = (f"{name}={value}" for name, value in fields.items())
-    _OUT.print(*words, soft_wrap=True, markup=False)
+    _OUT.print(*(f"{k}={value}" for k, value in fields.items()), soft_wrap=True, markup=False)
 
 
 def _show_start(event: Started) -> None:
@@ -82,8 +91,7 @@ def _show_start(event: Started) -> None:
     table = Table("rank", "layers", "micro-batches held", "peak memory, forecast")
     for rank, peak in enumerate(event.forecast.peak_bytes):
         layers = " ".join("[{}, {})".format(*event.layers[n]) for n in shape.stages(rank))
-        held = str(event.forecast.in_flight[rank])
-        table.add_row(str(rank), layers, held, format_bytes(peak))
+        table.add_row(str(rank), layers, str(event.forecast.in_flight[rank]), format_bytes(peak))
     table.title = f"{schedule.kind}, {shape.num_micro_batches} micro-batches an update"
     table.caption = f"bubble, forecast: {1 - event.forecast.utilisation:.0%}"
     _OUT.print(table)

@@ -40,11 +40,13 @@ class Checkpoint:
 def begin(folder: Path, config: dict[str, Any]) -> None:
     """Makes a new run's folder. Raises UsageError if another run, adapter or README.md is there;
     a run that ended before its first checkpoint does not count."""
-    others = (folder / name for name in (ADAPTERS, PEFT_FILE, CARD))
-    if _checkpoints(folder) or any(path.exists() for path in others):
+    if _checkpoints(folder):
         raise UsageError(
             f"--adapter-path {folder} holds a run: give another folder, or --resume to go on."
         )
+    for name in (ADAPTERS, PEFT_FILE, CARD):
+        if (folder / name).exists():
+            raise UsageError(f"--adapter-path {folder} holds {name}, no run: give another folder.")
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         _write_config(folder, config)

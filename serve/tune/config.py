@@ -217,11 +217,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _check_kind(path: Path, name: str, value: Any, metadata: Mapping[str, Any], kind: Any) -> None:
+    is_number = kind in (int, float, int | None, float | None)
     plain: Any = bool if kind is bool else str | int | float
     wanted = dict if metadata.get("file_only") else plain
     wrong = isinstance(value, bool) != (wanted is bool) or not isinstance(value, wanted)
     if wrong or (isinstance(value, float) and not math.isfinite(value)):
-        raise UsageError(f"--config {path}: {name}: {value!r} is not such a value.")
+        words = {bool: "true or false", dict: "`name: value` lines below it"}
+        word = words.get(wanted, "a number" if is_number else "one text")
+        raise UsageError(f"--config {path}: {name}: {value!r} is wrong: give {word}.")
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]

@@ -6,6 +6,7 @@ the number of the batch alone, so a run can be resumed at any batch."""
 
 import hashlib
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from mlx_lm.tuner.datasets import ChatDataset, TextDataset, create_dataset
 from serve.core.errors import ModelError, UsageError
 from serve.tune.config import FineTuneConfig
 
-# What tokenizers, templates and mlx-lm's datasets raise at a line that is not as they expect.
+# What templates raise at a line that is not as they expect.
 _FAILURES = (jinja2.TemplateError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
@@ -91,6 +92,8 @@ class Split:
 
 def read_tokenizer(folder: Path) -> Any:
     """mlx_lm's. Raises ModelError."""
+    # It warns of a text longer than the model's window, which is cut here.
+    logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
         return load_tokenizer(folder)
     except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
@@ -109,16 +112,21 @@ def read_split(path: Path, tokenizer: Any, config: FineTuneConfig) -> Split:
     try:
         dataset = create_dataset([item for _, item in lines], tokenizer, config)
     except ValueError as error:
-        raise UsageError(f"{path}:{lines[0][0]}: {str(error).splitlines()[0]}") from error
+        is_text = config.text_feature in lines[0][1]  # and --mask-prompt is wrong
+        reason = str(error) if is_text else _kinds(config)
+        raise UsageError(f"{path}:{lines[0][0]}: {reason}") from error
     examples, num_cut, num_dropped, shortest = [], 0, 0, sys.maxsize
     digest = hashlib.sha256()
     for number, item in lines:
         try:
+            _check(dataset, item)
             example = _example(dataset, item, config.mask_prompt)
+        except UsageError as error:
+            raise UsageError(f"{path}:{number}: {error}") from error
         except _FAILURES as error:
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise UsageError(
-                f"{path}:{number}: not an example such as the first one is "
-                f"({type(error).__name__}: {error})."
+                f"{path}:{number}: the model's chat template does not take it ({reason})."
             ) from error
         shortest = min(shortest, len(example.tokens))
         if len(example.tokens) > config.max_seq_length:
@@ -152,6 +160,9 @@ def _read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             continue
         try:
             item = json.loads(line)
+            json.dumps(item, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(f"{path}:{number}: has half a character, a lone \\ud….") from error
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{path}:{number}: not JSON: {error}.") from error
         if not isinstance(item, dict):
@@ -160,6 +171,29 @@ def _read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 # --- what is learned
+
+
+def _kinds(config: FineTuneConfig) -> str:
+    return (
+        f"give {config.chat_feature!r} with the messages of a chat (--chat-feature), "
+        f"{config.prompt_feature!r} and {config.completion_feature!r} (--prompt-feature, "
+        f"--completion-feature), or {config.text_feature!r} (--text-feature)."
+    )
+
+
+def _check(dataset: Any, item: dict[str, Any]) -> None:
+    """Raises UsageError. Of which kind all lines are, the first one says."""
+    kinds = {ChatDataset: ("chat_key",), TextDataset: ("text_key",)}
+    names = kinds.get(type(dataset), ("prompt_key", "completion_key"))
+    for key in (getattr(dataset, name) for name in names):
+        if key not in item:
+            raise UsageError(f"has no {key!r}, and the first line has.")
+        if isinstance(dataset, ChatDataset):
+            _check_messages(key, item[key])
+        elif not isinstance(item[key], str):
+            raise UsageError(f"{key!r} is no text: give a string.")
+        elif isinstance(dataset, TextDataset) and not item[key]:
+            raise UsageError(f"{key!r} is empty: remove the line.")
 
 
 def _example(dataset: Any, item: dict[str, Any], mask_prompt: bool) -> Example:
@@ -171,7 +205,6 @@ def _example(dataset: Any, item: dict[str, Any], mask_prompt: bool) -> Example:
     else:
         keys = {"user": dataset.prompt_key, "assistant": dataset.completion_key}
         messages = [{"role": role, "content": item[key]} for role, key in keys.items()]
-    _check_texts(messages)
 
     def render(num_messages: int, prompt: bool) -> tuple[int, ...]:
         shown, tools = messages[:num_messages], item.get("tools")
@@ -182,14 +215,19 @@ def _example(dataset: Any, item: dict[str, Any], mask_prompt: bool) -> Example:
     return Example(tokens, _turns(messages, render) if mask_prompt else ((0, len(tokens)),))
 
 
-def _check_texts(messages: Sequence[dict[str, Any]]) -> None:
+def _check_messages(key: str, messages: Any) -> None:
     """Templates pass over what they do not find, and nobody would see that it is not learned."""
+    if not isinstance(messages, list) or not messages:
+        raise UsageError(f"{key!r} is no list of messages.")
     for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise UsageError(f"message {number} is no object with role and content.")
         content = message.get("content")
-        texts = [part.get("text") for part in content] if isinstance(content, list) else [content]
+        parts = content if isinstance(content, list) else [{"text": content}]
+        texts = (part.get("text") for part in parts if isinstance(part, dict))
         is_text = any(isinstance(text, str) for text in texts)
-        if not is_text and message.get("role") != "tool" and not message.get("tool_calls"):
-            raise ValueError(f"message {number}, of {message.get('role')}, has no text in content")
+        if not is_text and message["role"] != "tool" and not message.get("tool_calls"):
+            raise UsageError(f"message {number}, of {message['role']}, has no text in content.")
 
 
 def _turns(

@@ -119,7 +119,9 @@ def of_adapter(config: FineTuneConfig) -> FineTuneConfig:
         names = ("fine_tune_type", "num_layers", "lora_parameters")
         return replace(config, **{name: written[name] for name in names})
     except (OSError, LookupError, TypeError, ValueError) as error:
-        raise UsageError(f"{path} does not say what is tested: {error!r}.") from error
+        reason = getattr(error, "strerror", None) or error
+        mend = "give the folder of an adapter as --adapter-path"
+        raise UsageError(f"{path} does not say what is tested ({reason}): {mend}.") from error
 
 
 def prepare(config: FineTuneConfig, draw: Draw, model: nn.Module) -> None:

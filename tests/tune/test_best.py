@@ -161,12 +161,14 @@ def test_what_cannot_be_done_is_said_before(folder: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["adapter_model.safetensors", "README.md"])
+@pytest.mark.parametrize("name", ["adapters.safetensors", "adapter_model.safetensors", "README.md"])
 def test_what_somebody_else_has_there_is_not_written_over(
     folder: Path, tmp_path: Path, name: str
 ) -> None:
     (tmp_path / name).write_bytes(b"of somebody else")
-    with pytest.raises(UsageError, match="holds a run"):
+    # Nothing of --resume, which would say to start without it.
+    said = rf"holds {name}, no run: give another folder\.$"
+    with pytest.raises(UsageError, match=said):
         ran(folder, tmp_path)
     assert not (tmp_path / checkpoint.CONFIG).exists()
 

@@ -1,6 +1,7 @@
 """What is read, what of it is learned, and in which order. With the embedded model's tokenizer."""
 
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -198,10 +199,14 @@ def test_a_prompt_longer_than_the_window_is_no_example(tokenizer: Any, write: Wr
     [
         ('{"messages": [', "not JSON"),
         ("[1, 2]", "not a JSON object"),
-        ('{"text": "another kind"}', "KeyError: 'messages'"),
-        ('{"messages": "hello"}', "not an example"),
-        ('{"messages": [{"role": "user"}]}', "not an example"),
-        ('{"messages": []}', "not an example"),
+        ('{"text": "another kind"}', "has no 'messages', and the first line has"),
+        ('{"messages": "hello"}', "'messages' is no list of messages"),
+        ('{"messages": []}', "'messages' is no list of messages"),
+        ('{"messages": ["hello"]}', "message 1 is no object with role and content"),
+        ('{"messages": [{"content": "hello"}]}', "message 1 is no object with role"),
+        ('{"messages": [{"role": "user"}]}', "message 1, of user, has no text"),
+        (json.dumps(chat_of(["?"])), "message 2, of assistant, has no text"),
+        (json.dumps(chat_of("\ud83d")), r"has half a character, a lone \\ud"),
         (json.dumps(chat_of(None)), "message 2, of assistant, has no text"),
         (json.dumps(chat_of([{"type": "text", "value": "?"}])), "message 2, of assistant"),
     ],
@@ -217,10 +222,58 @@ def test_a_completion_that_is_no_text_is_named(
     tokenizer: Any, write: Write, mask_prompt: bool
 ) -> None:
     """A template would leave it out, and nothing would be learned, or None."""
-    for wrong in (None, 5):
-        path = write(COMPLETION, {**COMPLETION, "completion": wrong})
-        with pytest.raises(UsageError, match=r"jsonl:2: .*message 2, of assistant, has no text"):
-            read_split(path, tokenizer, config_of(mask_prompt=mask_prompt))
+    for wrong in (None, 5, ["a", "b"]):
+        for key in COMPLETION:
+            path = write(COMPLETION, {**COMPLETION, key: wrong})
+            with pytest.raises(UsageError, match=rf"jsonl:2: '{key}' is no text: give a string\.$"):
+                read_split(path, tokenizer, config_of(mask_prompt=mask_prompt))
+
+
+@pytest.mark.parametrize("wrong", [["a b", "c d"], ["a"], 5, None, {}])
+def test_a_text_that_is_none_is_named(tokenizer: Any, write: Write, wrong: Any) -> None:
+    """A tokenizer takes a list for several texts, and arrays of their tokens are a traceback."""
+    for before in ([], [TEXT]):
+        path = write(*before, {"text": wrong})
+        said = rf"jsonl:{len(before) + 1}: 'text' is no text: give a string\.$"
+        with pytest.raises(UsageError, match=said):
+            read_split(path, tokenizer, config_of())
+    with pytest.raises(UsageError, match=r"jsonl:1: 'text' is empty: remove the line\.$"):
+        read_split(write({"text": ""}), tokenizer, config_of())
+
+
+class Refuses:
+    """A template that ends in an error of many lines, or without a word."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def apply_chat_template(self, *_: Any, **__: Any) -> list[int]:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [(TypeError("one\ntwo"), "one"), (IndexError(), "IndexError")]
+)
+def test_a_line_that_the_template_refuses_is_named(
+    write: Write, error: Exception, said: str
+) -> None:
+    with pytest.raises(UsageError, match=rf"jsonl:1: the model's chat template .*\({said}\)\.$"):
+        read_split(write(CHAT), Refuses(error), config_of())
+
+
+def test_a_long_text_is_cut_without_a_warning(
+    write: Write, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers says that it will result in indexing errors."""
+    tokenizer = read_tokenizer(TINY_CHAT)
+    tokenizer.model_max_length = 4
+    transformers = logging.getLogger("transformers")
+    transformers.addHandler(caplog.handler)
+    try:
+        read_split(write({"text": "It is 5. " * 20}), tokenizer, config_of())
+    finally:
+        transformers.removeHandler(caplog.handler)
+    assert not caplog.records
 
 
 def test_texts_in_parts_and_calls_without_text_are_examples(tokenizer: Any, write: Write) -> None:
@@ -255,8 +308,10 @@ def test_bad_files_are_named(tokenizer: Any, write: Write, tmp_path: Path) -> No
         read_split(write(CHAT), tokenizer, config_of(max_seq_length=2, long_examples="drop"))
     with pytest.raises(UsageError, match=r"nothing\.jsonl cannot be read"):
         read_split(tmp_path / "nothing.jsonl", tokenizer, config_of())
-    with pytest.raises(UsageError, match=r"jsonl:1: Unsupported data format"):
+    with pytest.raises(UsageError, match=r"jsonl:1: give 'messages' .*--chat-feature.*'text'.*\.$"):
         read_split(write({"prompts": "?"}), tokenizer, config_of())
+    with pytest.raises(UsageError, match=r"jsonl:1: give 'q' with the messages of a chat"):
+        read_split(write(CHAT), tokenizer, config_of(chat_feature="q"))
     with pytest.raises(UsageError, match="Prompt masking not supported"):
         read_split(write(TEXT), tokenizer, config_of(mask_prompt=True))
     (tmp_path / "train.jsonl").write_bytes(b"\xff\xfe")

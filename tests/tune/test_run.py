@@ -320,29 +320,68 @@ def test_a_run_that_is_told_to_end_is_not_done(
 
 
 SWALLOWS = """
-import signal, time
-from serve.cli import fine_tune
-fine_tune._STOP_SECONDS = 1
-signal.signal(signal.SIGTERM, fine_tune._stop)
+import time
 class Swallows:
     def __del__(self):
         print("up", flush=True)
         time.sleep(30)
-gone = Swallows()
-del gone
-print("goes on", flush=True)
-time.sleep(30)
+def busy(*_):
+    gone = Swallows()
+    del gone
+    time.sleep(30)
+"""
+
+BLOCKS = """
+import ctypes
+def busy(*_):
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)
+    libc.pthread_mutex_init(mutex, None)
+    libc.pthread_mutex_lock(mutex)
+    print("up", flush=True)
+    libc.pthread_mutex_lock(mutex)
+"""
+
+MAIN = """
+import signal, sys
+from serve.cli import fine_tune
+signal.signal(signal.SIGINT, signal.default_int_handler)
+fine_tune._STOP_SECONDS, fine_tune.check = 1, busy
+sys.exit(fine_tune.main([]))
 """
 
 
-def test_a_signal_whose_exception_is_lost_ends_the_run_all_the_same() -> None:
-    words = [sys.executable, "-c", SWALLOWS]
-    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("busy", [SWALLOWS, BLOCKS], ids=["lost", "late"])
+def test_a_signal_ends_the_run_when_its_exception_is_lost_or_late(
+    busy: str, number: signal.Signals
+) -> None:
+    """A handler in Python raises in the middle of a finaliser, or has to wait for C."""
+    words = [sys.executable, "-c", busy + MAIN]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(words, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+    try:
         assert process.stdout
         assert process.stdout.readline() == "up\n"
-        process.send_signal(signal.SIGTERM)
-        assert process.communicate(timeout=20)[0] == "goes on\n"
-        assert process.returncode == 128 + signal.SIGTERM
+        process.send_signal(number)
+        process.communicate(timeout=15)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 128 + number
+
+
+def test_a_run_goes_on_when_nobody_reads_what_it_says(folder: Path, tmp_path: Path) -> None:
+    """As in `brigade fine-tune ... | head -2`."""
+    out, pipe = tmp_path / "out", subprocess.PIPE
+    words = [sys.executable, "-m", "serve.cli.fine_tune", *flags(folder, out, "--iters", "4")]
+    process = subprocess.Popen(words, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+    assert process.stdout
+    assert process.stderr
+    process.stdout.readline()
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait(timeout=60)) == ("", 0)
+    process.stderr.close()
+    assert (out / "checkpoints" / "0000004").is_dir()
 
 
 # --- bad input
@@ -474,7 +513,8 @@ def test_an_adapter_is_tested_as_it_was_made(folder: Path, tmp_path: Path) -> No
     with pytest.raises(UsageError, match=f"{out / checkpoint.CONFIG} does not say .*num_layers"):
         run(config, Cluster(), events.append)
     (out / checkpoint.CONFIG).unlink()
-    with pytest.raises(UsageError, match=f"{out / checkpoint.CONFIG} does not say"):
+    said = r"does not say what is tested \(No such file or directory\): give the folder .*\.$"
+    with pytest.raises(UsageError, match=f"{out / checkpoint.CONFIG} {said}"):
         run(config, Cluster(), events.append)
 
 
@@ -491,4 +531,5 @@ def test_an_error_of_our_own_is_logged_and_ends_the_rank(
         assert fine_tune.main(flags(folder, tmp_path / "out")) == 1
     finally:
         signal.signal(signal.SIGTERM, before)
+        signal.set_wakeup_fd(-1)
     assert "of our own" in caplog.text
