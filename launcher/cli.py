@@ -102,7 +102,8 @@ def launch(flags: argparse.Namespace) -> int:
     # The model is where the ranks are, which is not always here.
     is_here = any(host.is_local for host in hostfile.hosts)
     drain_seconds = check_words(flags.command, len(hostfile.hosts) if is_here else None)
-    with connected(hostfile.hosts, way(flags), write_line) as connections:
+    serves = flags.command[0] == "serve"
+    with connected(hostfile.hosts, way(flags), write_line, serves=serves) as connections:
         environment = {**forwarded(os.environ), **hostfile.environment, **environment}
         check_before(on_each(connections, ask), environment)
         ranks = remote_ranks(connections, command, environment, drain_seconds)
@@ -137,9 +138,11 @@ def keep(
     drain_seconds: float,
 ) -> int:
     # A run of fine-tune goes on from its checkpoint; what serves takes a rank back.
-    max_restarts = MAX_RESTARTS if words[0] == "serve" else 0
+    serves = words[0] == "serve"
+    restarts = MAX_RESTARTS if serves else 0
     with recorded(words, hosts, drain_seconds) as record:
-        return Supervisor(ranks, write_line, drain_seconds, record, max_restarts).run()
+        supervisor = Supervisor(ranks, write_line, drain_seconds, record, restarts, serves=serves)
+        return supervisor.run()
 
 
 def way(flags: argparse.Namespace) -> Way:

@@ -190,9 +190,11 @@ class RemoteProcess:
 
 @contextmanager
 def connected(
-    hosts: Sequence[Host], way: Way, tell: Callable[[str], object]
+    hosts: Sequence[Host], way: Way, tell: Callable[[str], object], *, serves: bool = False
 ) -> Iterator[list[Connection]]:
-    """An agent on each host, which has answered. All go with the context, and so do their ranks."""
+    """An agent on each host, which has answered. All go with the context, and so do their ranks.
+
+    A signal ends this process. Only to what serves is SIGTERM a good end."""
     connections: list[Connection] = []
     living = threading.Event()
     signals: list[int] = []
@@ -227,7 +229,7 @@ def connected(
         with ThreadPoolExecutor(len(hosts)) as pool:
             list(pool.map(Connection.close, connections))
         if signals:
-            sys.exit(130 if signals[0] == signal.SIGINT else 0)
+            sys.exit(0 if serves and signals[0] == signal.SIGTERM else 128 + signals[0])
 
 
 def on_each(

@@ -29,8 +29,8 @@ LAUNCH = """
 import sys
 from launcher.process import local_ranks
 from launcher.supervisor import Supervisor
-command = [sys.executable, "-c", sys.argv[2]]
-sys.exit(Supervisor(local_ranks(command, int(sys.argv[1])), drain_seconds=3.0).run())
+ranks = local_ranks([sys.executable, "-c", sys.argv[2]], int(sys.argv[1]))
+sys.exit(Supervisor(ranks, drain_seconds=3.0, serves=True).run())
 """
 
 RANK = "import os, signal, sys, time\nrank = int(os.environ.get('MLX_RANK', 0))\n"
@@ -190,6 +190,21 @@ def test_a_signal_is_forwarded_once_to_each_rank(launch: Start, signum: int) -> 
     assert launched.end()[0] == 0
     assert launched.text.count("got it") == 2
     assert "event=killing" not in launched.text
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_only_what_serves_ends_well_by_a_signal_before_it_can_answer_one(
+    launch: Start, monkeypatch: pytest.MonkeyPatch, signum: int
+) -> None:
+    """`brigade launch … fine-tune && …` went on without an adapter."""
+    program = f"signal.signal({int(signum)}, signal.SIG_DFL)\n{SLEEP}"
+    for serves, code in (("True", 0), ("False", 128 + signum)):
+        text = LAUNCH.replace("serves=True", f"serves={serves}")
+        with monkeypatch.context() as patch:
+            patch.setattr(sys.modules[__name__], "LAUNCH", text)
+            launched = launch(2, program).see("up", 2)
+        launched.process.send_signal(signum)
+        assert launched.end()[0] == code
 
 
 def test_a_closed_terminal_ends_the_ranks(launch: Start) -> None:
@@ -601,6 +616,20 @@ def test_launch_runs_serve_with_the_words_after_the_dashes(
     words = ["--model", str(model), "--port", "1"]
     assert cli.main(["launch", "-n", "3", "--", "serve", *words]) == 9
     assert seen == [(["-m", "serve.cli.main", *words], 3)]
+
+
+def test_a_fine_tune_that_a_signal_ends_while_it_starts_is_not_done(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
+    words = ["fine-tune", "--model", str(save(tmp_path / "m", "llama")), "--train"]
+    words += ["--data", str(tmp_path), "--adapter-path", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "launcher.cli", "launch", "-n", "2", "--", *words]
+    launched = Launch(command, tmp_path)
+    try:
+        wait_until(lambda: "event=rank_started rank=1" in launched.text, 20.0)
+        launched.process.send_signal(signal.SIGTERM)
+        assert launched.end()[0] == 143, launched.text
+    finally:
+        launched.clean_up()
 
 
 def test_launch_says_what_is_wrong_before_any_rank_starts(
