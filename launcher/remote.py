@@ -101,7 +101,10 @@ class Connection:
     def next_line(self, timeout_seconds: float | None = None) -> str | dict[str, Any] | None:
         """A line of the rank, an answer of the agent, or None at the end. Raises queue.Empty."""
         line = self._lines.get(timeout=timeout_seconds)
-        if line is None or not line.startswith(self._token + " "):
+        if line is None:
+            self._lines.put(None)  # Whoever asks it again should not wait in vain.
+            return None
+        if not line.startswith(self._token + " "):
             return line
         try:
             answer: dict[str, Any] = json.loads(line.partition(" ")[2])
