@@ -1,6 +1,7 @@
 """The front door `brigade`: one table of subcommands, each with its flags and what it runs."""
 
 import argparse
+import errno
 import os
 import shlex
 import sys
@@ -29,6 +30,9 @@ from launcher.remote import Way, connected, on_each, remote_ranks
 from launcher.supervisor import DRAIN_SECONDS, END_SECONDS, MAX_RESTARTS, Supervisor, write_line
 from serve import __version__
 from serve.core.errors import BrigadeError, UsageError
+
+# What writing to standard output fails with.
+UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EIO)
 
 
 class Parser(argparse.ArgumentParser):
@@ -313,14 +317,29 @@ def run(words: Sequence[str]) -> int:
     return SUBCOMMANDS[flags.subcommand].run(flags)
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def answer(words: Sequence[str]) -> int:
     try:
-        return run(sys.argv[1:] if words is None else words)
+        return run(words)
     except BrigadeError as error:
         print(f"brigade: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
+    finally:
+        print(end="", flush=True)  # Python's own, at its end, would show what fails as a traceback.
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    try:
+        return answer(sys.argv[1:] if words is None else words)
+    except OSError as error:
+        if error.errno not in UNWRITABLE or error.filename is not None:
+            raise
+        if error.errno != errno.EPIPE:  # As in `brigade … | head -1`: who reads has enough.
+            write_line(f"brigade: the output cannot be written: {error.strerror}.")
+        # For what is still kept back.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 if __name__ == "__main__":

@@ -684,6 +684,30 @@ def test_a_wrong_command_line_is_one_line_and_code_2(words: str) -> None:
     assert re.fullmatch(r"brigade.*: .+\n", run.stderr), run.stderr
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "words", ["launch --status", "plan --json --model examples/tiny-chat -n 2", "--help"]
+)
+def test_output_that_nobody_takes_is_no_traceback(words: str, unbuffered: str) -> None:
+    """As in `brigade … | true` and `brigade … >/dev/full`."""
+    command = [sys.executable, "-m", "launcher.cli", *words.split()]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    if unbuffered and words == "--help":
+        pytest.skip("argparse itself passes over that")
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "wb") as broken, open("/dev/full", "wb") as full:
+        for stdout, said in ((broken, b""), (full, b"brigade: the output cannot be written: No")):
+            run = subprocess.run(
+                command, cwd=ROOT, env=environment, stdout=stdout, stderr=subprocess.PIPE
+            )
+            assert run.returncode == 1
+            assert run.stderr.startswith(said)
+            assert run.stderr.count(b"\n") == bool(said), run.stderr
+
+
 def test_version_and_help_end_well(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["--version"], ["--help"], ["launch", "--help"], ["demo", "--help"]):
         with pytest.raises(SystemExit) as ended:
