@@ -29,6 +29,7 @@ from launcher.record import launches, recorded, stop
 from launcher.remote import Way, connected, on_each, remote_ranks
 from launcher.supervisor import DRAIN_SECONDS, END_SECONDS, MAX_RESTARTS, Supervisor, write_line
 from serve import __version__
+from serve.core.config import check_range
 from serve.core.errors import BrigadeError, UsageError
 
 # What writing to standard output fails with.
@@ -96,6 +97,8 @@ def launch(flags: argparse.Namespace) -> int:
     environment = dict(check_variable(word, "--env") for word in flags.env)
     command = rank_command(flags.command, flags.python)
     if flags.hostfile is None:
+        if flags.cwd or flags.ssh:
+            raise UsageError("--cwd and --ssh belong to --hostfile: with -n, leave them away.")
         num_ranks = check_num_ranks(flags.num_ranks)
         drain_seconds = check_words(flags.command, num_ranks)
         environment = {**os.environ, **environment}
@@ -111,8 +114,7 @@ def launch(flags: argparse.Namespace) -> int:
         environment = {**forwarded(os.environ), **hostfile.environment, **environment}
         check_before(on_each(connections, ask), environment)
         ranks = remote_ranks(connections, command, environment, drain_seconds)
-        hosts = [host.ssh for host in hostfile.hosts]
-        return keep(flags.command, hosts, ranks, drain_seconds)
+        return keep(flags.command, [h.ssh for h in hostfile.hosts], ranks, drain_seconds)
 
 
 def check_words(words: Sequence[str], num_ranks: int | None) -> float:
@@ -143,14 +145,13 @@ def keep(
 ) -> int:
     # A run of fine-tune goes on from its checkpoint; what serves takes a rank back.
     serves = words[0] == "serve"
-    restarts = MAX_RESTARTS if serves else 0
     with recorded(words, hosts, drain_seconds) as record:
-        supervisor = Supervisor(ranks, write_line, drain_seconds, record, restarts, serves=serves)
-        return supervisor.run()
+        restarts = MAX_RESTARTS * serves
+        return Supervisor(ranks, write_line, drain_seconds, record, restarts, serves).run()
 
 
 def way(flags: argparse.Namespace) -> Way:
-    return Way(tuple(shlex.split(flags.ssh)), flags.python, flags.cwd)
+    return Way(tuple(shlex.split(flags.ssh or "ssh")), flags.python, flags.cwd)
 
 
 def show_launches() -> int:
@@ -173,17 +174,11 @@ def stop_launch(pid: int) -> int:
 
 
 def doctor(flags: argparse.Namespace) -> int:
-    if flags.command:
-        raise UsageError("`brigade doctor` takes no command: leave `--` and what follows away.")
-    hosts: Sequence[Host] = (Host(0, HOST, ()),)
-    if flags.hostfile is not None:
-        hosts = read_hostfile(flags.hostfile).hosts
+    hosts = read_hostfile(flags.hostfile).hosts if flags.hostfile else (Host(0, HOST, ()),)
     return diagnose(hosts, way(flags), flags.model, flags.port, as_json=flags.json)
 
 
 def demo(flags: argparse.Namespace) -> int:
-    if flags.command:
-        raise UsageError("`brigade demo` takes no command: leave `--` and what follows away.")
     num_ranks = check_num_ranks(flags.num_ranks)
     for name in ("BRIGADE_API_KEY", "BRIGADE_ADMIN_KEY"):
         os.environ.pop(name, None)  # It shows curl lines that work as they are.
@@ -212,7 +207,7 @@ def add_host_flags(parser: Any) -> None:
         type=Path,
         help="folder to work in on the hosts (default: this one, if it is there)",
     )
-    parser.add_argument("--ssh", default="ssh", help="ssh with flags, such as 'ssh -F FILE'")
+    parser.add_argument("--ssh", help="ssh with flags, such as 'ssh -F FILE'")
 
 
 def add_launch_flags(parser: argparse.ArgumentParser) -> None:
@@ -312,9 +307,14 @@ def run(words: Sequence[str]) -> int:
         return HANDED_OVER[words[0]][1](words[1:])
     own, command = split_at_dashes(words)
     flags, unknown = build_parser().parse_known_args(own, argparse.Namespace(command=command))
+    name = flags.subcommand
     if unknown:
-        raise unknown_word(flags.subcommand, unknown[0])
-    return SUBCOMMANDS[flags.subcommand].run(flags)
+        raise unknown_word(name, unknown[0])
+    if command and name != "launch":
+        raise UsageError(f"`brigade {name}` takes no command: leave `--` and what follows away.")
+    if "port" in flags:
+        check_range("port", flags.port, {"least": 0, "most": 65535})
+    return SUBCOMMANDS[name].run(flags)
 
 
 def answer(words: Sequence[str]) -> int:

@@ -77,7 +77,9 @@ class Connection:
             )
         except OSError as error:
             what = f"{command[0]} cannot be run ({error})"
-            raise HostError(self.name, what, "install ssh, or name it with --ssh") from error
+            fix = "name another Python with --python"
+            fix = fix if host.is_local else "install ssh, or name it with --ssh"
+            raise HostError(self.name, what, fix) from error
         threading.Thread(target=self._read, daemon=True).start()
 
     def greet(self) -> None:
@@ -103,8 +105,7 @@ class Connection:
         line = self._lines.get(timeout=timeout_seconds)
         if line is None:
             self._lines.put(None)  # Whoever asks it again should not wait in vain.
-            return None
-        if not line.startswith(self._token + " "):
+        if line is None or not line.startswith(self._token + " "):
             return line
         try:
             answer: dict[str, Any] = json.loads(line.partition(" ")[2])
@@ -196,7 +197,6 @@ def connected(
     hosts: Sequence[Host], way: Way, tell: Callable[[str], object], *, serves: bool = False
 ) -> Iterator[list[Connection]]:
     """An agent on each host, which has answered. All go with the context, and so do their ranks.
-
     A signal ends this process. Only to what serves is SIGTERM a good end."""
     connections: list[Connection] = []
     living = threading.Event()

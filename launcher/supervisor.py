@@ -97,7 +97,6 @@ class Supervisor:
         drain_seconds: float = DRAIN_SECONDS,
         observer: Observer | None = None,
         max_restarts: int = 0,
-        *,
         serves: bool = False,
     ) -> None:
         self._ranks = ranks
@@ -272,7 +271,8 @@ class Supervisor:
             try:
                 self._adopt(rank, start())
             except OSError as error:
-                raise ClusterError(f"rank {rank} cannot be started: {error}.") from error
+                fix = ": name another Python with --python" if error.filename else ""
+                raise ClusterError(f"rank {rank} cannot be started: {error}{fix}.") from error
 
     def _adopt(self, rank: int, process: Process) -> None:
         self._processes[rank] = process

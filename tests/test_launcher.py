@@ -154,7 +154,7 @@ def test_a_rank_that_stays_when_another_ended_well_is_ended(launch: Start) -> No
 
 def test_a_program_that_does_not_exist_is_one_clear_error() -> None:
     lines: list[str] = []
-    with pytest.raises(ClusterError, match="rank 0 cannot be started"):
+    with pytest.raises(ClusterError, match="rank 0 cannot be started: .*--python"):
         Supervisor(local_ranks(["/no/such/program"], 2), lines.append).run()
 
 
@@ -641,6 +641,8 @@ def test_launch_says_what_is_wrong_before_any_rank_starts(
         (["-n", "5", "--", "serve", "--model", str(model)], 4),
         (["-n", "2", "--", "serve", "--model", str(tmp_path / "none")], 3),
         (["-n", "2", "--", "serve", "--model", str(model), "--bogus"], 2),
+        (["-n", "2", "--cwd", "/", "--", "serve", "--model", str(model)], 2),
+        (["-n", "2", "--ssh", "ssh", "--", "serve", "--model", str(model)], 2),
     ):
         assert cli.main(["launch", *words]) == code
         assert capsys.readouterr().err.count("\n") == 1
@@ -673,6 +675,9 @@ def test_serve_gets_its_words_unread(monkeypatch: pytest.MonkeyPatch) -> None:
         "demo --nope",
         "demo -n 0",
         "demo --port x",
+        "demo --port 99999",
+        "doctor --port 99999",
+        "doctor --port -1",
         "demo -- serve",
     ],
 )

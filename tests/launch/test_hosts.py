@@ -439,6 +439,11 @@ def test_an_ssh_that_is_not_there() -> None:
         Connection(Host(0, "a", ()), Way(("/no/ssh",)))
 
 
+def test_a_python_that_is_not_on_this_host() -> None:
+    with pytest.raises(ClusterError, match="/no/python cannot be run .*: name .* --python"):
+        Connection(Host(0, "127.0.0.1", ()), Way(python="/no/python"))
+
+
 def test_an_address_of_another_host(sshd: Sshd) -> None:
     way = Way(tuple(shlex.split(sshd.ssh)))
     hosts = [Host(0, "127.0.0.2", ("198.51.100.7",))]
