@@ -1,5 +1,12 @@
 """The front door `brigade`: one table of subcommands, each with its flags and what it runs."""
 
+import signal
+
+# What follows takes a while; until `main` can catch it, Ctrl-C ends this process without a word.
+_takes_ctrl_c = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+if _takes_ctrl_c:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import argparse
 import errno
 import os
@@ -31,6 +38,9 @@ from launcher.supervisor import DRAIN_SECONDS, END_SECONDS, MAX_RESTARTS, Superv
 from serve import __version__
 from serve.core.config import check_range
 from serve.core.errors import BrigadeError, UsageError
+
+if _takes_ctrl_c:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # What writing to standard output fails with.
 UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EIO)
@@ -235,9 +245,7 @@ def add_doctor_flags(parser: argparse.ArgumentParser) -> None:
 def add_demo_flags(parser: argparse.ArgumentParser) -> None:
     add_num_ranks(parser, 2)
     parser.add_argument("--once", action="store_true", help="end after the answers")
-    parser.add_argument(
-        "--port", type=int, default=0, help="port of the server (default: a free one)"
-    )
+    parser.add_argument("--port", type=int, default=0, help="server's port (default: a free one)")
     parser.add_argument(
         "--model", type=Path, default=DEFAULT_MODEL, help="model folder (default: the embedded one)"
     )

@@ -713,6 +713,24 @@ def test_output_that_nobody_takes_is_no_traceback(words: str, unbuffered: str) -
             assert run.stderr.count(b"\n") == bool(said), run.stderr
 
 
+@pytest.mark.parametrize(
+    ("handler", "code"), [("default_int_handler", -signal.SIGINT), ("SIG_IGN", 0)]
+)
+def test_ctrl_c_while_the_launcher_is_imported_is_no_traceback(handler: str, code: int) -> None:
+    program = f"""
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.{handler})
+class Finder:
+    def find_spec(name, *_):
+        if name == "launcher.demo": os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder)
+from launcher import cli
+assert signal.getsignal(signal.SIGINT) == signal.{handler}
+"""
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True)
+    assert (run.returncode, run.stderr) == (code, b"")
+
+
 def test_version_and_help_end_well(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["--version"], ["--help"], ["launch", "--help"], ["demo", "--help"]):
         with pytest.raises(SystemExit) as ended:
