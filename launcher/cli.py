@@ -1,6 +1,14 @@
 """The front door `brigade`: one table of subcommands, each with its flags and what it runs."""
 
+import signal
+
+# What follows takes a while; until `main` can catch it, Ctrl-C ends this process without a word.
+_takes_ctrl_c = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+if _takes_ctrl_c:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import argparse
+import errno
 import os
 import shlex
 import sys
@@ -28,7 +36,14 @@ from launcher.record import launches, recorded, stop
 from launcher.remote import Way, connected, on_each, remote_ranks
 from launcher.supervisor import DRAIN_SECONDS, END_SECONDS, MAX_RESTARTS, Supervisor, write_line
 from serve import __version__
+from serve.core.config import check_range
 from serve.core.errors import BrigadeError, UsageError
+
+if _takes_ctrl_c:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# What writing to standard output fails with.
+UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EIO)
 
 
 class Parser(argparse.ArgumentParser):
@@ -92,6 +107,8 @@ def launch(flags: argparse.Namespace) -> int:
     environment = dict(check_variable(word, "--env") for word in flags.env)
     command = rank_command(flags.command, flags.python)
     if flags.hostfile is None:
+        if flags.cwd or flags.ssh:
+            raise UsageError("--cwd and --ssh belong to --hostfile: with -n, leave them away.")
         num_ranks = check_num_ranks(flags.num_ranks)
         drain_seconds = check_words(flags.command, num_ranks)
         environment = {**os.environ, **environment}
@@ -102,12 +119,12 @@ def launch(flags: argparse.Namespace) -> int:
     # The model is where the ranks are, which is not always here.
     is_here = any(host.is_local for host in hostfile.hosts)
     drain_seconds = check_words(flags.command, len(hostfile.hosts) if is_here else None)
-    with connected(hostfile.hosts, way(flags), write_line) as connections:
+    serves = flags.command[0] == "serve"
+    with connected(hostfile.hosts, way(flags), write_line, serves=serves) as connections:
         environment = {**forwarded(os.environ), **hostfile.environment, **environment}
         check_before(on_each(connections, ask), environment)
         ranks = remote_ranks(connections, command, environment, drain_seconds)
-        hosts = [host.ssh for host in hostfile.hosts]
-        return keep(flags.command, hosts, ranks, drain_seconds)
+        return keep(flags.command, [h.ssh for h in hostfile.hosts], ranks, drain_seconds)
 
 
 def check_words(words: Sequence[str], num_ranks: int | None) -> float:
@@ -137,13 +154,14 @@ def keep(
     drain_seconds: float,
 ) -> int:
     # A run of fine-tune goes on from its checkpoint; what serves takes a rank back.
-    max_restarts = MAX_RESTARTS if words[0] == "serve" else 0
+    serves = words[0] == "serve"
     with recorded(words, hosts, drain_seconds) as record:
-        return Supervisor(ranks, write_line, drain_seconds, record, max_restarts).run()
+        restarts = MAX_RESTARTS * serves
+        return Supervisor(ranks, write_line, drain_seconds, record, restarts, serves).run()
 
 
 def way(flags: argparse.Namespace) -> Way:
-    return Way(tuple(shlex.split(flags.ssh)), flags.python, flags.cwd)
+    return Way(tuple(shlex.split(flags.ssh or "ssh")), flags.python, flags.cwd)
 
 
 def show_launches() -> int:
@@ -166,17 +184,11 @@ def stop_launch(pid: int) -> int:
 
 
 def doctor(flags: argparse.Namespace) -> int:
-    if flags.command:
-        raise UsageError("`brigade doctor` takes no command: leave `--` and what follows away.")
-    hosts: Sequence[Host] = (Host(0, HOST, ()),)
-    if flags.hostfile is not None:
-        hosts = read_hostfile(flags.hostfile).hosts
+    hosts = read_hostfile(flags.hostfile).hosts if flags.hostfile else (Host(0, HOST, ()),)
     return diagnose(hosts, way(flags), flags.model, flags.port, as_json=flags.json)
 
 
 def demo(flags: argparse.Namespace) -> int:
-    if flags.command:
-        raise UsageError("`brigade demo` takes no command: leave `--` and what follows away.")
     num_ranks = check_num_ranks(flags.num_ranks)
     for name in ("BRIGADE_API_KEY", "BRIGADE_ADMIN_KEY"):
         os.environ.pop(name, None)  # It shows curl lines that work as they are.
@@ -205,7 +217,7 @@ def add_host_flags(parser: Any) -> None:
         type=Path,
         help="folder to work in on the hosts (default: this one, if it is there)",
     )
-    parser.add_argument("--ssh", default="ssh", help="ssh with flags, such as 'ssh -F FILE'")
+    parser.add_argument("--ssh", help="ssh with flags, such as 'ssh -F FILE'")
 
 
 def add_launch_flags(parser: argparse.ArgumentParser) -> None:
@@ -233,9 +245,7 @@ def add_doctor_flags(parser: argparse.ArgumentParser) -> None:
 def add_demo_flags(parser: argparse.ArgumentParser) -> None:
     add_num_ranks(parser, 2)
     parser.add_argument("--once", action="store_true", help="end after the answers")
-    parser.add_argument(
-        "--port", type=int, default=0, help="port of the server (default: a free one)"
-    )
+    parser.add_argument("--port", type=int, default=0, help="server's port (default: a free one)")
     parser.add_argument(
         "--model", type=Path, default=DEFAULT_MODEL, help="model folder (default: the embedded one)"
     )
@@ -305,19 +315,39 @@ def run(words: Sequence[str]) -> int:
         return HANDED_OVER[words[0]][1](words[1:])
     own, command = split_at_dashes(words)
     flags, unknown = build_parser().parse_known_args(own, argparse.Namespace(command=command))
+    name = flags.subcommand
     if unknown:
-        raise unknown_word(flags.subcommand, unknown[0])
-    return SUBCOMMANDS[flags.subcommand].run(flags)
+        raise unknown_word(name, unknown[0])
+    if command and name != "launch":
+        raise UsageError(f"`brigade {name}` takes no command: leave `--` and what follows away.")
+    if "port" in flags:
+        check_range("port", flags.port, {"least": 0, "most": 65535})
+    return SUBCOMMANDS[name].run(flags)
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def answer(words: Sequence[str]) -> int:
     try:
-        return run(sys.argv[1:] if words is None else words)
+        return run(words)
     except BrigadeError as error:
         print(f"brigade: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
+    finally:
+        print(end="", flush=True)  # Python's own, at its end, would show what fails as a traceback.
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    try:
+        return answer(sys.argv[1:] if words is None else words)
+    except OSError as error:
+        if error.errno not in UNWRITABLE or error.filename is not None:
+            raise
+        if error.errno != errno.EPIPE:  # As in `brigade … | head -1`: who reads has enough.
+            write_line(f"brigade: the output cannot be written: {error.strerror}.")
+        # For what is still kept back.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 if __name__ == "__main__":

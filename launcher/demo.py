@@ -204,7 +204,7 @@ class Demo:
         words = ["serve", "--model", str(model), "--host", HOST, "--port", str(self._port)]
         words += ["--adapter-root", str(ADAPTERS)] if self._swaps else []
         ranks = local_ranks(command(words), num_ranks)
-        self._supervisor = Supervisor(ranks, self._output.write)
+        self._supervisor = Supervisor(ranks, self._output.write, serves=True)
 
     def run(self) -> int:
         talk = threading.Thread(target=self._talk_then_end, daemon=True)

@@ -1,6 +1,7 @@
 """`brigade doctor`: asks every host, measures every hop, and lets all ranks add up a sum."""
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -126,6 +127,8 @@ def examine_ring(connections: list[Connection], python: str, tell: Tell) -> Find
         code = supervisor.run()
     finally:
         timer.cancel()
+    if supervisor.interrupted:
+        sys.exit(128 + supervisor.interrupted)
     said = [line for line in lines if not line.startswith("[launch]")]
     if code:
         last = said[-1] if said else f"no word within {RING_SECONDS:g} s"

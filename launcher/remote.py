@@ -77,7 +77,9 @@ class Connection:
             )
         except OSError as error:
             what = f"{command[0]} cannot be run ({error})"
-            raise HostError(self.name, what, "install ssh, or name it with --ssh") from error
+            fix = "name another Python with --python"
+            fix = fix if host.is_local else "install ssh, or name it with --ssh"
+            raise HostError(self.name, what, fix) from error
         threading.Thread(target=self._read, daemon=True).start()
 
     def greet(self) -> None:
@@ -101,6 +103,8 @@ class Connection:
     def next_line(self, timeout_seconds: float | None = None) -> str | dict[str, Any] | None:
         """A line of the rank, an answer of the agent, or None at the end. Raises queue.Empty."""
         line = self._lines.get(timeout=timeout_seconds)
+        if line is None:
+            self._lines.put(None)  # Whoever asks it again should not wait in vain.
         if line is None or not line.startswith(self._token + " "):
             return line
         try:
@@ -190,9 +194,10 @@ class RemoteProcess:
 
 @contextmanager
 def connected(
-    hosts: Sequence[Host], way: Way, tell: Callable[[str], object]
+    hosts: Sequence[Host], way: Way, tell: Callable[[str], object], *, serves: bool = False
 ) -> Iterator[list[Connection]]:
-    """An agent on each host, which has answered. All go with the context, and so do their ranks."""
+    """An agent on each host, which has answered. All go with the context, and so do their ranks.
+    A signal ends this process. Only to what serves is SIGTERM a good end."""
     connections: list[Connection] = []
     living = threading.Event()
     signals: list[int] = []
@@ -227,7 +232,7 @@ def connected(
         with ThreadPoolExecutor(len(hosts)) as pool:
             list(pool.map(Connection.close, connections))
         if signals:
-            sys.exit(130 if signals[0] == signal.SIGINT else 0)
+            sys.exit(0 if serves and signals[0] == signal.SIGTERM else 128 + signals[0])
 
 
 def on_each(

@@ -85,7 +85,9 @@ class Supervisor:
     """One launch. `run` blocks until every rank has ended; `stop` may be called from any thread.
 
     ranks are what to start, in a context that outlives them.
-    `ended` is set when `run` is done, and `interrupted` is true once this process got a signal.
+    serves: a rank that a signal ends before it can answer one has ended well, as it had nothing to
+    finish; any other program's rank has not done its work.
+    `ended` is set when `run` is done, and `interrupted` is the first signal that this process got.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Supervisor:
         drain_seconds: float = DRAIN_SECONDS,
         observer: Observer | None = None,
         max_restarts: int = 0,
+        serves: bool = False,
     ) -> None:
         self._ranks = ranks
         self._write = write
@@ -110,6 +113,7 @@ class Supervisor:
         self._unwanted: set[int] = set()  # came back too late
         self._came_back_at: dict[int, float] = {}
         self._max_restarts = max_restarts
+        self._serves = serves
         self._lost_at: dict[int, list[float]] = {}
         self._ending = threading.Event()
         self._state = "running"
@@ -117,7 +121,7 @@ class Supervisor:
         self._code = 0
         self._forwarded = 0
         self.ended = threading.Event()
-        self.interrupted = False
+        self.interrupted = 0
 
     def run(self) -> int:
         """Starts the ranks, waits for their end, and returns the first failing rank's code."""
@@ -181,8 +185,9 @@ class Supervisor:
             self._returning.add(rank)
             threading.Thread(target=self._bring_back, args=(rank, is_early), daemon=True).start()
             return
-        if rank in self._unwanted or (self._forwarded and returncode == -self._forwarded):
-            code = 0  # It was still starting, and ended as it was asked to.
+        as_asked = self._serves and self._forwarded and returncode == -self._forwarded
+        if rank in self._unwanted or as_asked:
+            code = 0
         self._code = self._code or code
         if not self._alive:
             self._give_up_waiting()
@@ -193,7 +198,7 @@ class Supervisor:
             self._enter("waiting", FOLLOW_SECONDS)
 
     def _signalled(self, signum: int) -> None:
-        self.interrupted = True
+        self.interrupted = self.interrupted or signum
         name = signal.Signals(signum).name
         if self._state in ("running", "waiting"):
             # Only a terminal that goes away sends SIGHUP; to a rank that is a plain end.
@@ -266,7 +271,8 @@ class Supervisor:
             try:
                 self._adopt(rank, start())
             except OSError as error:
-                raise ClusterError(f"rank {rank} cannot be started: {error}.") from error
+                fix = ": name another Python with --python" if error.filename else ""
+                raise ClusterError(f"rank {rank} cannot be started: {error}{fix}.") from error
 
     def _adopt(self, rank: int, process: Process) -> None:
         self._processes[rank] = process

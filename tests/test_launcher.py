@@ -29,8 +29,8 @@ LAUNCH = """
 import sys
 from launcher.process import local_ranks
 from launcher.supervisor import Supervisor
-command = [sys.executable, "-c", sys.argv[2]]
-sys.exit(Supervisor(local_ranks(command, int(sys.argv[1])), drain_seconds=3.0).run())
+ranks = local_ranks([sys.executable, "-c", sys.argv[2]], int(sys.argv[1]))
+sys.exit(Supervisor(ranks, drain_seconds=3.0, serves=True).run())
 """
 
 RANK = "import os, signal, sys, time\nrank = int(os.environ.get('MLX_RANK', 0))\n"
@@ -154,7 +154,7 @@ def test_a_rank_that_stays_when_another_ended_well_is_ended(launch: Start) -> No
 
 def test_a_program_that_does_not_exist_is_one_clear_error() -> None:
     lines: list[str] = []
-    with pytest.raises(ClusterError, match="rank 0 cannot be started"):
+    with pytest.raises(ClusterError, match="rank 0 cannot be started: .*--python"):
         Supervisor(local_ranks(["/no/such/program"], 2), lines.append).run()
 
 
@@ -190,6 +190,21 @@ def test_a_signal_is_forwarded_once_to_each_rank(launch: Start, signum: int) -> 
     assert launched.end()[0] == 0
     assert launched.text.count("got it") == 2
     assert "event=killing" not in launched.text
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_only_what_serves_ends_well_by_a_signal_before_it_can_answer_one(
+    launch: Start, monkeypatch: pytest.MonkeyPatch, signum: int
+) -> None:
+    """`brigade launch … fine-tune && …` went on without an adapter."""
+    program = f"signal.signal({int(signum)}, signal.SIG_DFL)\n{SLEEP}"
+    for serves, code in (("True", 0), ("False", 128 + signum)):
+        text = LAUNCH.replace("serves=True", f"serves={serves}")
+        with monkeypatch.context() as patch:
+            patch.setattr(sys.modules[__name__], "LAUNCH", text)
+            launched = launch(2, program).see("up", 2)
+        launched.process.send_signal(signum)
+        assert launched.end()[0] == code
 
 
 def test_a_closed_terminal_ends_the_ranks(launch: Start) -> None:
@@ -603,6 +618,20 @@ def test_launch_runs_serve_with_the_words_after_the_dashes(
     assert seen == [(["-m", "serve.cli.main", *words], 3)]
 
 
+def test_a_fine_tune_that_a_signal_ends_while_it_starts_is_not_done(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
+    words = ["fine-tune", "--model", str(save(tmp_path / "m", "llama")), "--train"]
+    words += ["--data", str(tmp_path), "--adapter-path", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "launcher.cli", "launch", "-n", "2", "--", *words]
+    launched = Launch(command, tmp_path)
+    try:
+        wait_until(lambda: "event=rank_started rank=1" in launched.text, 20.0)
+        launched.process.send_signal(signal.SIGTERM)
+        assert launched.end()[0] == 143, launched.text
+    finally:
+        launched.clean_up()
+
+
 def test_launch_says_what_is_wrong_before_any_rank_starts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -612,6 +641,8 @@ def test_launch_says_what_is_wrong_before_any_rank_starts(
         (["-n", "5", "--", "serve", "--model", str(model)], 4),
         (["-n", "2", "--", "serve", "--model", str(tmp_path / "none")], 3),
         (["-n", "2", "--", "serve", "--model", str(model), "--bogus"], 2),
+        (["-n", "2", "--cwd", "/", "--", "serve", "--model", str(model)], 2),
+        (["-n", "2", "--ssh", "ssh", "--", "serve", "--model", str(model)], 2),
     ):
         assert cli.main(["launch", *words]) == code
         assert capsys.readouterr().err.count("\n") == 1
@@ -644,6 +675,9 @@ def test_serve_gets_its_words_unread(monkeypatch: pytest.MonkeyPatch) -> None:
         "demo --nope",
         "demo -n 0",
         "demo --port x",
+        "demo --port 99999",
+        "doctor --port 99999",
+        "doctor --port -1",
         "demo -- serve",
     ],
 )
@@ -653,6 +687,48 @@ def test_a_wrong_command_line_is_one_line_and_code_2(words: str) -> None:
     assert run.returncode == 2
     assert run.stdout == ""
     assert re.fullmatch(r"brigade.*: .+\n", run.stderr), run.stderr
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "words", ["launch --status", "plan --json --model examples/tiny-chat -n 2", "--help"]
+)
+def test_output_that_nobody_takes_is_no_traceback(words: str, unbuffered: str) -> None:
+    """As in `brigade … | true` and `brigade … >/dev/full`."""
+    command = [sys.executable, "-m", "launcher.cli", *words.split()]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    if unbuffered and words == "--help":
+        pytest.skip("argparse itself passes over that")
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "wb") as broken, open("/dev/full", "wb") as full:
+        for stdout, said in ((broken, b""), (full, b"brigade: the output cannot be written: No")):
+            run = subprocess.run(
+                command, cwd=ROOT, env=environment, stdout=stdout, stderr=subprocess.PIPE
+            )
+            assert run.returncode == 1
+            assert run.stderr.startswith(said)
+            assert run.stderr.count(b"\n") == bool(said), run.stderr
+
+
+@pytest.mark.parametrize(
+    ("handler", "code"), [("default_int_handler", -signal.SIGINT), ("SIG_IGN", 0)]
+)
+def test_ctrl_c_while_the_launcher_is_imported_is_no_traceback(handler: str, code: int) -> None:
+    program = f"""
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.{handler})
+class Finder:
+    def find_spec(name, *_):
+        if name == "launcher.demo": os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder)
+from launcher import cli
+assert signal.getsignal(signal.SIGINT) == signal.{handler}
+"""
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True)
+    assert (run.returncode, run.stderr) == (code, b"")
 
 
 def test_version_and_help_end_well(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,9 +2,11 @@
 
 import json
 import shlex
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from launcher.facts import holder, host_facts, interface, model_facts, strays
 from launcher.hop import Echo, measure_hop
 from launcher.hostfile import Host
 from launcher.process import free_ports, local_ranks
-from launcher.remote import Way, connected
+from launcher.remote import Connection, Way, connected
 from launcher.supervisor import Supervisor
 from serve.core.errors import ClusterError
 from tests.cluster.servers import TINY_CHAT
@@ -283,6 +285,43 @@ def test_a_sum_goes_round_a_real_ring(num_ranks: int) -> None:
     assert Supervisor(local_ranks(command, num_ranks), lines.append).run() == 0
     last = next(line for line in lines if "a sum over" in line)
     assert last.startswith(f"[rank {num_ranks - 1}] a sum over {num_ranks} ranks is right: 4.2 MB")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("what", ["measuring", "forming"])
+def test_a_signal_ends_an_examination(
+    hostfile: Path, monkeypatch: pytest.MonkeyPatch, what: str, number: signal.Signals
+) -> None:
+    """Asking a host that is gone again waited 20 s; a ring that was ended had no sum to show."""
+    hosts = [{"ssh": "127.0.0.1", "ips": [f"127.0.0.{rank}"]} for rank in (1, 1)]
+    hostfile.write_text(json.dumps(hosts))
+    program = f"""
+import os, sys, threading
+from launcher import cli, doctor
+name = {"examine_hops" if what == "measuring" else "examine_ring"!r}
+original = getattr(doctor, name)
+def late(*given):
+    threading.Timer(0.3, os.kill, (os.getpid(), {int(number)})).start()
+    return original(*given)
+setattr(doctor, name, late)
+doctor.RING_CHECK = "tests.launch.sleeper"
+sys.exit(cli.main(["doctor", "--json", "--hostfile", {str(hostfile)!r}]))
+"""
+    began = time.monotonic()
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.returncode == 128 + number, run.stderr
+    assert "Traceback" not in run.stderr
+    assert time.monotonic() - began < 12
+
+
+def test_a_connection_that_has_ended_is_asked_again_without_waiting() -> None:
+    connection = Connection(Host(0, "127.0.0.1", ()), Way(python="/bin/true"))
+    began = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(ClusterError):
+            connection.ask("facts")
+    assert time.monotonic() - began < 5
+    connection.close()
 
 
 def test_a_ring_that_does_not_form_is_given_up(sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ hosts, way = read_hostfile(Path(hostfile)).hosts, Way(tuple(shlex.split(ssh)))
 with connected(hosts, way, write_line) as all:
     environment = {**forwarded(os.environ), "GIVEN": "a 'b'"}
     ranks = remote_ranks(all, [sys.executable, "-c", program], environment, 2.0)
-    sys.exit(Supervisor(ranks, drain_seconds=3.0).run())
+    sys.exit(Supervisor(ranks, drain_seconds=3.0, serves=True).run())
 """
 
 Start = Callable[[str], Launch]
@@ -372,22 +372,24 @@ def test_a_signal_while_connecting_ends_the_launch(
     assert not psutil.wait_procs(clients, timeout=1)[1]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("serves", [False, True])
 def test_a_signal_while_connecting_is_not_lost_in_a_callback(
-    number: signal.Signals, code: int
+    number: signal.Signals, serves: bool
 ) -> None:
     """As what its handler raised could be."""
     connections: list[Connection] = []
 
     def connect() -> None:
-        with connected([Host(0, "127.0.0.1", ())], Way(), lambda _: None) as made:
+        hosts = [Host(0, "127.0.0.1", ())]
+        with connected(hosts, Way(), lambda _: None, serves=serves) as made:
             os.kill(os.getpid(), number)
             connections.extend(made)  # It has not ended here, but goes no further than this.
             made[0].ask("holder", port=1)
 
     with pytest.raises(SystemExit) as ended:
         connect()
-    assert ended.value.code == code
+    assert ended.value.code == (0 if serves and number == signal.SIGTERM else 128 + number)
     assert [each.process.returncode for each in connections] == [-signal.SIGKILL]
 
 
@@ -398,7 +400,7 @@ def test_a_signal_before_the_first_connection_is_not_lost() -> None:
         connected(hosts, Way(), lambda _: os.kill(os.getpid(), signal.SIGTERM)),
     ):
         pytest.fail("it went on")
-    assert ended.value.code == 0
+    assert ended.value.code == 143
 
 
 def test_a_python_that_is_not_there(sshd: Sshd) -> None:
@@ -435,6 +437,11 @@ def test_every_host_that_fails_is_named(sshd: Sshd) -> None:
 def test_an_ssh_that_is_not_there() -> None:
     with pytest.raises(ClusterError, match="/no/ssh cannot be run .*: install ssh"):
         Connection(Host(0, "a", ()), Way(("/no/ssh",)))
+
+
+def test_a_python_that_is_not_on_this_host() -> None:
+    with pytest.raises(ClusterError, match="/no/python cannot be run .*: name .* --python"):
+        Connection(Host(0, "127.0.0.1", ()), Way(python="/no/python"))
 
 
 def test_an_address_of_another_host(sshd: Sshd) -> None:

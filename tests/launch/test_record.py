@@ -25,7 +25,7 @@ from launcher.record import recorded
 from launcher.supervisor import Supervisor
 with recorded(["serve", "--model", sys.argv[1]], ["127.0.0.1", "studio"], 0.0) as record:
     ranks = local_ranks([sys.executable, "-c", sys.argv[2]], 2)
-    sys.exit(Supervisor(ranks, drain_seconds=2.0, observer=record).run())
+    sys.exit(Supervisor(ranks, drain_seconds=2.0, observer=record, serves=True).run())
 """
 RANK = "import os, sys, time\nrank = int(os.environ['MLX_RANK'])\n"
 LEASHED_SLEEP = (
