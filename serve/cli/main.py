@@ -58,7 +58,8 @@ def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint]
         )
     for name, _, path in (word.partition("=") for word in config.lora):
         if not (is_folder(Path(path)) or (config.allow_hub_adapters and hub_id(Path(path)))):
-            raise UsageError(f"--lora {name}: {path} is no folder on this host.")
+            mend = ": --allow-hub-adapters fetches it" if hub_id(Path(path)) else ""
+            raise UsageError(f"--lora {name}: {path} is no folder on this host{mend}.")
     folder = config.model
     if config.hub_id:
         # Imported here, because a folder needs nothing of it.

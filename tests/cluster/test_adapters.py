@@ -436,7 +436,9 @@ def test_bad_adapters_change_nothing(folders: list[Path], answer: Whole) -> None
 
 
 def test_an_adapter_that_cannot_be_read_ends_the_start(folders: list[Path]) -> None:
-    flags = serve_flags(free_ports(1)[0], TINY_CHAT, "--lora", f"x={folders[0]}/lora/nothing")
+    empty = folders[0] / "lora" / "nothing"
+    empty.mkdir()
+    flags = serve_flags(free_ports(1)[0], TINY_CHAT, "--lora", f"x={empty}")
     with started(alone(flags)) as server:
         assert server.process.wait(60) == 2
-        server.wait_for_log("No adapter found")
+        server.wait_for_log("--lora x: Rank 0: No adapter found")
