@@ -50,7 +50,8 @@ class Engine:
         self.adapters = Adapters(config, self)
         self._generations: dict[int, Generation] = {}
         self._suspects = Suspects()
-        self._sequence_ids = itertools.cycle(range(_NUM_SEQUENCE_IDS))
+        # Not by cycle, which keeps all that it has given.
+        self._sequence_ids = (number % _NUM_SEQUENCE_IDS for number in itertools.count())
         self._has_worked = False
         self._settled: tuple[int, ...] = ()
         self._loaded = asyncio.Event()

@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import time
+import tracemalloc
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -213,6 +214,16 @@ async def test_a_broken_connection_between_parents_is_made_again() -> None:
         await asyncio.wait_for(answer, 15)
         assert engine.pipeline()["num_restarts"] == 1
         await ready(engine)
+
+
+async def test_ids_of_sequences_are_not_kept() -> None:
+    async with cluster() as engine:
+        tracemalloc.start()
+        for _ in range(10_000):
+            next(engine._sequence_ids)
+        num_bytes = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+    assert num_bytes < 20_000
 
 
 async def lose(member: "asyncio.Task[None]") -> None:
