@@ -156,7 +156,7 @@ def keep(
     # A run of fine-tune goes on from its checkpoint; what serves takes a rank back.
     serves = words[0] == "serve"
     with recorded(words, hosts, drain_seconds) as record:
-        restarts = MAX_RESTARTS * serves
+        restarts = MAX_RESTARTS if serves else 0
         return Supervisor(ranks, write_line, drain_seconds, record, restarts, serves).run()
 
 

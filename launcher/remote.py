@@ -77,9 +77,8 @@ class Connection:
             )
         except OSError as error:
             what = f"{command[0]} cannot be run ({error})"
-            fix = "name another Python with --python"
-            fix = fix if host.is_local else "install ssh, or name it with --ssh"
-            raise HostError(self.name, what, fix) from error
+            python, ssh = "name another Python with --python", "install ssh, or name it with --ssh"
+            raise HostError(self.name, what, python if host.is_local else ssh) from error
         threading.Thread(target=self._read, daemon=True).start()
 
     def greet(self) -> None:

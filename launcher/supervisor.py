@@ -297,7 +297,7 @@ class Supervisor:
     def _bring_back(self, rank: int, is_early: bool) -> None:
         """In a thread: another host may take its time, or not be there."""
         losses = len(self._lost_at.get(rank, ()))
-        self._ending.wait(max(RESTART_SECONDS * (losses - 1), is_early * RETRY_SECONDS))
+        self._ending.wait(max(RESTART_SECONDS * (losses - 1), RETRY_SECONDS if is_early else 0.0))
         said = ""
         while not self._ending.is_set():
             try:

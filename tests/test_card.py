@@ -1,10 +1,9 @@
-"""The budgets of the product: how long, how much, and what never appears."""
+"""The card: how long functions and files may be, and what never appears in the product."""
 
 import ast
 import io
 import re
 import tokenize
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median, quantiles
@@ -12,24 +11,10 @@ from statistics import median, quantiles
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-MOST_FUNCTION_LINES = 80
-MOST_FUNCTION_LINES_OF_95_PERCENT = 45
-MOST_MEDIAN_FUNCTION_LINES = 10
-MOST_FILE_LINES = 350
-
-# Each room's share, so that one cannot grow at another's cost. docs/architecture.md says why
-# they are some 18,000 together and not the 8,000 of the first plan.
-MOST_LINES = {
-    "launcher": 2_200,
-    "serve/bench": 384,
-    "serve/cli": 853,
-    "serve/core": 1_171,
-    "serve/front": 6_028,
-    "serve/hub": 935,
-    "serve/parent": 590,
-    "serve/rank": 3_401,
-    "serve/tune": 2_465,
-}
+MAX_FUNCTION_LINES = 80
+MAX_FUNCTION_LINES_OF_95_PERCENT = 45
+MAX_MEDIAN_FUNCTION_LINES = 10
+MAX_FILE_LINES = 500
 
 UNOWNED = re.compile(r"\b(TODO|FIXME|XXX)\b(?!\([\w@-]+\))")
 
@@ -72,11 +57,11 @@ def comments(source: str) -> Iterator[tuple[int, str]]:
 def faults(path: str, source: str) -> Iterator[str]:
     """What breaks the card in one file, `path` relative to the repository."""
     tree = ast.parse(source)
-    if code_lines(source) > MOST_FILE_LINES:
-        yield f"{path}: {code_lines(source)} lines of code, {MOST_FILE_LINES} allowed"
+    if code_lines(source) > MAX_FILE_LINES:
+        yield f"{path}: {code_lines(source)} lines of code, {MAX_FILE_LINES} allowed"
     for name, line, length in functions(tree):
-        if length > MOST_FUNCTION_LINES:
-            yield f"{path}:{line}: {name} has {length} lines, {MOST_FUNCTION_LINES} allowed"
+        if length > MAX_FUNCTION_LINES:
+            yield f"{path}:{line}: {name} has {length} lines, {MAX_FUNCTION_LINES} allowed"
     for node in ast.walk(tree):
         if isinstance(node, ast.ExceptHandler) and swallows(node):
             yield f"{path}:{node.lineno}: every exception is swallowed"
@@ -98,32 +83,19 @@ def test_every_file_keeps_the_card() -> None:
     assert not found, "\n" + "\n".join(found)
 
 
-def rooms() -> dict[str, int]:
-    """Lines of code, docstrings among them, of each folder."""
-    sizes: Counter[str] = Counter()
-    for path, source in product().items():
-        sizes[path.rpartition("/")[0]] += code_lines(source)
-    return sizes
-
-
-def test_every_room_stays_small() -> None:
-    too_large = {room: size for room, size in rooms().items() if size > MOST_LINES.get(room, 1)}
-    assert not too_large
-
-
 def test_most_functions_are_short() -> None:
     lengths = [
         length for source in product().values() for *_, length in functions(ast.parse(source))
     ]
-    assert median(lengths) <= MOST_MEDIAN_FUNCTION_LINES
-    assert quantiles(lengths, n=20)[-1] <= MOST_FUNCTION_LINES_OF_95_PERCENT
+    assert median(lengths) <= MAX_MEDIAN_FUNCTION_LINES
+    assert quantiles(lengths, n=20)[-1] <= MAX_FUNCTION_LINES_OF_95_PERCENT
 
 
 @pytest.mark.parametrize(
     ("path", "source"),
     [
         ("serve/rank/a.py", "def f():\n" + "    g()\n" * 80),
-        ("serve/rank/a.py", "g()\n" * 351),
+        ("serve/rank/a.py", "g()\n" * 501),
         ("serve/rank/a.py", "print(1)"),
         ("serve/rank/cliff.py", "print(1)"),
         ("serve/rank/a.py", "try:\n    g()\nexcept Exception:\n    pass"),
@@ -141,7 +113,7 @@ def test_a_broken_card_is_seen(path: str, source: str) -> None:
     ("path", "source"),
     [
         ("serve/rank/a.py", "def f():\n" + "    g()\n" * 79),
-        ("serve/rank/a.py", "g()\n" * 350 + "# c\n\n" * 50),
+        ("serve/rank/a.py", "g()\n" * 500 + "# c\n\n" * 50),
         ("serve/cli/main.py", "print(1)"),
         ("launcher/cli.py", "print(1)"),
         ("serve/rank/a.py", "try:\n    g()\nexcept OSError:\n    pass"),

@@ -57,8 +57,9 @@ def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint]
             f"--adapter-root {config.adapter_root} is no folder: make it on each host."
         )
     for name, _, path in (word.partition("=") for word in config.lora):
-        if not (is_folder(Path(path)) or (config.allow_hub_adapters and hub_id(Path(path)))):
-            mend = ": --allow-hub-adapters fetches it" if hub_id(Path(path)) else ""
+        of_hub = hub_id(Path(path))
+        if not is_folder(Path(path)) and not (of_hub and config.allow_hub_adapters):
+            mend = ": --allow-hub-adapters fetches it" if of_hub else ""
             raise UsageError(f"--lora {name}: {path} is no folder on this host{mend}.")
     folder = config.model
     if config.hub_id:

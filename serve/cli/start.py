@@ -1,7 +1,5 @@
 """What people see while a cluster starts: the plan, progress, and what was read and fetched."""
 
-import os
-import sys
 import time
 from collections.abc import Sequence
 
@@ -17,6 +15,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from serve.cli.output import Output
 from serve.cli.plan import plan_table
 from serve.core.plan import StagePlan, format_bytes
 from serve.front.stages import StageStatus
@@ -49,7 +48,7 @@ class StartView:
         self._shown_at = time.monotonic()
 
     def planned(self, stages: Sequence[StagePlan]) -> None:
-        _show(plan_table(stages))
+        Output(highlight=False).print(plan_table(stages))
 
     def ready(self, stages: Sequence[StageStatus]) -> None:
         table = Table("rank", "host", "layers", "owned", "read", "fetched")
@@ -63,7 +62,7 @@ class StartView:
                 "" if stage.bytes_read is None else format_bytes(stage.bytes_read),
                 format_bytes(stage.bytes_fetched),
             )
-        _show(table)
+        Output(highlight=False).print(table)
 
     def progressed(self, stage: StageStatus) -> None:
         if not stage.total:
@@ -96,13 +95,3 @@ class StartView:
     def _hide(self, rank: int) -> None:
         if rank in self._tasks:
             self._bars.remove_task(self._tasks.pop(rank)[1])
-
-
-def _show(table: Table) -> None:
-    console = Console(highlight=False)
-    try:
-        with console.capture() as shown:
-            console.print(table)
-        print(shown.get(), end="", flush=True)
-    except OSError:  # Nobody reads it, or its disk is full: that ends no server.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,24 +1,14 @@
 """What people see of a run, on rank 0: tables, a line for each report, and on a terminal a bar
 below them."""
 
-from contextlib import suppress
-
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from serve.cli.output import Output
 from serve.core.plan import format_bytes
 from serve.tune.events import Event, Finished, Reported, Saved, Started, Validated, Written
 
-
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        """What is shown is not what a run is for: without a reader it goes on, and is quiet."""
-        with suppress(SystemExit):
-            super().on_broken_pipe()
-
-
-_OUT = _Console(highlight=False)
+_OUT = Output(highlight=False)  # What is shown is not what a run is for.
 
 
 class TrainingView:

@@ -284,11 +284,11 @@ def parse_memory(text: str, num_ranks: int, flag: str = "--memory") -> list[int]
 
 def memory_of(text: str, ranks: Iterable[int]) -> list[int]:
     """Bytes of some of the ranks for which parse_memory takes the text."""
-    amounts = _amounts(text, "--memory")
+    amounts = _amounts(text)
     return [amounts[rank if len(amounts) > 1 else 0] for rank in ranks]
 
 
-def _amounts(text: str, flag: str) -> list[int]:
+def _amounts(text: str, flag: str = "--memory") -> list[int]:
     return [_parse_bytes(part, flag) for part in text.split(",")]
 
 

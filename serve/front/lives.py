@@ -197,6 +197,7 @@ class Lives:
             # do is told first: it says more.
             for stage in self.stages:
                 if time.monotonic() - stage.heard_at > most + 2 * _WATCH_SECONDS:
+                    self._stalled = True
                     self.hub.forget(stage.rank)
                     if not stage.rank:  # It has no connection that could break.
                         raise ClusterError(f"Rank 0 on {stage.host} is silent.")
@@ -208,8 +209,7 @@ class Lives:
         self._stalled = True
         suspected = suspicion(self.stages, time.monotonic())
         raise ClusterError(
-            f"No step came back for {most:g} s: {suspected}, look at its log for where it stood "
-            "(--stall-timeout)."
+            f"No step came back for {most:g} s: {suspected}, look at its log (--stall-timeout)."
         )
 
     async def _until_all(self, states: set[str], timeout_seconds: float, what: str) -> None:
@@ -395,8 +395,8 @@ class Lives:
         return next((stage.doing for stage in self.stages if stage.state != "ready"), None)
 
     def silent(self) -> str | None:
-        silent = (stage for stage in self.stages if is_silent(stage, time.monotonic()))
-        return next((f"rank {stage.rank}: silent" for stage in silent), None)
+        now = time.monotonic()
+        return next((f"rank {s.rank}: silent" for s in self.stages if is_silent(s, now)), None)
 
     def tell_all(self, message: Json) -> None:
         assert self._process is not None

@@ -147,7 +147,7 @@ def test_four_requests_keep_both_stages_at_work_and_one_does_not(server: Server)
     assert either > 0
     assert both == 0, "one request cannot be on two stages at once"
     shares = []
-    for _ in range(5):  # Where other tests leave them one core, two stages take turns on it.
+    for _ in range(20):  # While other tests leave them one core, two stages take turns on it.
         since = time.time()
         with ThreadPoolExecutor(4) as threads:
             list(threads.map(count, clients))
@@ -155,7 +155,7 @@ def test_four_requests_keep_both_stages_at_work_and_one_does_not(server: Server)
         shares.append(both / either)
         if shares[-1] > 0.1:
             break
-    assert max(shares) > 0.02, f"stages took turns: both worked in {shares} of the time"
+    assert shares[-1] > 0.1, f"stages took turns: both worked in {shares} of the time"
 
 
 # --- what goes wrong

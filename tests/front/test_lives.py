@@ -334,6 +334,18 @@ async def test_a_rank_that_comes_again_with_other_versions_stays_out(
         assert [rank for rank, _ in layers(engine)] == [0, 2]
 
 
+async def refuse_rank_1(
+    engine: Engine, start: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes again and cannot load, and the other two go on."""
+    monkeypatch.setenv("BREAK_AT_ORDER", f"1,{ModelError.exit_code}")
+    start(1)
+    await until(lambda: engine._lives._unfit == {1})
+    monkeypatch.delenv("BREAK_AT_ORDER")
+    await until(lambda: len(layers(engine)) == 2)
+    await ready(engine)
+
+
 @pytest.mark.slow
 async def test_a_rank_that_comes_again_and_cannot_load_stays_out(
     monkeypatch: pytest.MonkeyPatch,
@@ -344,12 +356,7 @@ async def test_a_rank_that_comes_again_and_cannot_load_stays_out(
         answer = asyncio.create_task(collect(engine, prompt(10, 2000)))
         await lose(members[1])
         await until(lambda: len(layers(engine)) == 2)
-        monkeypatch.setenv("BREAK_AT_ORDER", f"1,{ModelError.exit_code}")
-        start(1)
-        await until(lambda: engine._lives._unfit == {1})
-        monkeypatch.delenv("BREAK_AT_ORDER")
-        await until(lambda: len(layers(engine)) == 2)
-        await ready(engine)
+        await refuse_rank_1(engine, start, monkeypatch)
         await lose(members[1])
         start(1)
         await until(lambda: layers(engine) == whole)
@@ -366,12 +373,7 @@ async def test_one_that_could_not_load_and_comes_anew_is_enough_with_rank_0(
         await lose(members[1])
         await until(lambda: layers(engine)[-1][0] == 2 and len(layers(engine)) == 2)
         await ready(engine)
-        monkeypatch.setenv("BREAK_AT_ORDER", f"1,{ModelError.exit_code}")
-        start(1)
-        await until(lambda: engine._lives._unfit == {1})
-        monkeypatch.delenv("BREAK_AT_ORDER")
-        await until(lambda: len(layers(engine)) == 2)
-        await ready(engine)
+        await refuse_rank_1(engine, start, monkeypatch)
         await lose(members[2])
         await until(lambda: "event=waiting" in caplog.text)
         await lose(members[1])

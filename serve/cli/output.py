@@ -1,0 +1,22 @@
+"""Standard output of what has more to do than to be read."""
+
+import os
+import sys
+from contextlib import suppress
+from typing import Any
+
+from rich.console import Console
+
+
+class Output(Console):
+    """Where nobody reads it any more, or its disk is full, whoever prints goes on without it."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        try:
+            super().print(*objects, **options)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    def on_broken_pipe(self) -> None:
+        with suppress(SystemExit):
+            super().on_broken_pipe()
