@@ -5,23 +5,18 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import median, quantiles
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.figures import code_lines, product
+
 MAX_FUNCTION_LINES = 80
 MAX_FUNCTION_LINES_OF_95_PERCENT = 45
 MAX_MEDIAN_FUNCTION_LINES = 10
 MAX_FILE_LINES = 500
 
 UNOWNED = re.compile(r"\b(TODO|FIXME|XXX)\b(?!\([\w@-]+\))")
-
-
-def code_lines(source: str) -> int:
-    lines = (line.strip() for line in source.splitlines())
-    return sum(1 for line in lines if line and not line.startswith("#"))
 
 
 def functions(tree: ast.AST) -> Iterator[tuple[str, int, int]]:
@@ -71,11 +66,6 @@ def faults(path: str, source: str) -> Iterator[str]:
     for line, text in comments(source):
         if UNOWNED.search(text):
             yield f"{path}:{line}: a TODO without an owner; write TODO(name)"
-
-
-def product() -> dict[str, str]:
-    paths = [path for name in ("serve", "launcher") for path in (ROOT / name).rglob("*.py")]
-    return {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in sorted(paths)}
 
 
 def test_every_file_keeps_the_card() -> None:

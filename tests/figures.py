@@ -1,0 +1,225 @@
+"""Figures of the product's structure: `scripts/figures` prints them, tests/test_card.py limits them.
+
+They are counts over the syntax trees of `serve` and `launcher`: no figure needs the code to run.
+"""
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("serve", "launcher")
+# A docstring that begins with one of these leans on the name above it.
+_LEANING = re.compile(
+    r"(Those|That|What|Which|Of|For|In|By|As|Its?|They|With|Under|From|So|Also|Where)\b"
+)
+_MIN_DOCSTRING_WORDS = 5
+
+
+def product() -> dict[str, str]:
+    """The source of each file of the product, by its path relative to the repository."""
+    files = (path for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
+    return {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in sorted(files)}
+
+
+def code_lines(source: str) -> int:
+    """The number of lines that are neither blank nor a comment; docstrings count."""
+    lines = (line.strip() for line in source.splitlines())
+    return sum(1 for line in lines if line and not line.startswith("#"))
+
+
+def without_docstrings(source: str) -> tuple[ast.Module, int]:
+    """The syntax tree of a file without its docstrings, and its lines of code without them."""
+    tree = ast.parse(source)
+    num_lines = code_lines(source)
+    documented = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    for node in ast.walk(tree):
+        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
+            docstring = node.body.pop(0)
+            text = source.splitlines()[docstring.lineno - 1 : docstring.end_lineno]
+            num_lines -= code_lines("\n".join(text))
+    return tree, num_lines
+
+
+def folder(path: str) -> str:
+    return path.rpartition("/")[0]
+
+
+def files_by_folder(sources: Mapping[str, str]) -> Counter[str]:
+    return Counter(folder(path) for path in sources if not path.endswith("/__init__.py"))
+
+
+def nodes_per_statement(sources: Mapping[str, str]) -> dict[str, float]:
+    """The mean number of syntax nodes in a statement, by folder."""
+    num_nodes: Counter[str] = Counter()
+    num_statements: Counter[str] = Counter()
+    for path, source in sources.items():
+        nodes = list(ast.walk(without_docstrings(source)[0]))
+        num_nodes[folder(path)] += len(nodes)
+        num_statements[folder(path)] += sum(isinstance(node, ast.stmt) for node in nodes)
+    return {name: num_nodes[name] / count for name, count in num_statements.items() if count}
+
+
+def nodes_per_line(sources: Mapping[str, str]) -> float:
+    """The mean number of syntax nodes in a line of code, without docstrings."""
+    stripped = [without_docstrings(source) for source in sources.values()]
+    num_nodes = sum(len(list(ast.walk(tree))) for tree, _ in stripped)
+    return num_nodes / sum(num_lines for _, num_lines in stripped)
+
+
+def stumps(sources: Mapping[str, str]) -> Iterator[str]:
+    """Docstrings of classes and functions whose first sentence cannot be read alone."""
+    documented = ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    for path, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if not isinstance(node, documented):
+                continue
+            words = (ast.get_docstring(node) or "").split()
+            if words and (_LEANING.match(words[0]) or len(words) < _MIN_DOCSTRING_WORDS):
+                yield f"{path}:{node.lineno} {node.name}: {' '.join(words)[:70]}"
+
+
+def untyped_messages(sources: Mapping[str, str]) -> Counter[str]:
+    """How often each file names `dict[str, Any]` or an alias `Json` of it."""
+    found: Counter[str] = Counter()
+    for path, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            is_alias = isinstance(node, ast.Name) and node.id == "Json"
+            if is_alias or (
+                isinstance(node, ast.Subscript) and ast.unparse(node) == "dict[str, Any]"
+            ):
+                found[path] += 1
+    return found
+
+
+def public_methods(sources: Mapping[str, str]) -> Counter[str]:
+    """The number of public methods and properties of each class."""
+    found: Counter[str] = Counter()
+    for path, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                found[f"{path} {node.name}"] = sum(
+                    isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+                    and not child.name.startswith("_")
+                    for child in node.body
+                )
+    return found
+
+
+# --- imports
+
+
+def module_name(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def imports(sources: Mapping[str, str]) -> dict[str, set[str]]:
+    """Which modules of the product each one imports, in functions and for type checkers too."""
+    modules = {module_name(path) for path in sources}
+    found: dict[str, set[str]] = {}
+    for path, source in sources.items():
+        name = module_name(path)
+        found[name] = set()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Import):
+                found[name] |= modules & {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                submodules = {f"{node.module}.{alias.name}" for alias in node.names}
+                found[name] |= modules & (submodules | {node.module})
+        found[name].discard(name)
+    return found
+
+
+def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Groups of modules each of which reaches all the others."""
+    reached = {name: _reachable(graph, name) for name in graph}
+    groups = {
+        tuple(sorted({name} | {other for other in reached[name] if name in reached[other]}))
+        for name in graph
+    }
+    return sorted(list(group) for group in groups if len(group) > 1)
+
+
+def _reachable(graph: Mapping[str, set[str]], start: str) -> set[str]:
+    seen: set[str] = set()
+    waiting = [start]
+    while waiting:
+        for name in graph.get(waiting.pop(), ()):
+            if name not in seen:
+                seen.add(name)
+                waiting.append(name)
+    return seen
+
+
+def hidden_cycles(sources: Mapping[str, str]) -> list[str]:
+    """Protocols with a single implementer, in a module that imports the Protocol's own.
+
+    Such a Protocol is not an interface with several sides. It only turns an import round: the
+    module that declares it calls back into the module that imports it.
+    """
+    graph = imports(sources)
+    protocols: dict[str, tuple[str, set[str]]] = {}
+    classes: dict[str, tuple[str, set[str]]] = {}
+    for path, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                is_protocol = any("Protocol" in ast.unparse(base) for base in node.bases)
+                where = protocols if is_protocol else classes
+                where[f"{module_name(path)}.{node.name}"] = (module_name(path), _members(node))
+    found = []
+    for protocol, (module, members) in protocols.items():
+        owners = [owner for owner, (_, own) in classes.items() if members and members <= own]
+        if len(owners) == 1:
+            user = classes[owners[0]][0]
+            if module in _reachable(graph, user):
+                found.append(f"{protocol} <- {owners[0]}")
+    return sorted(found)
+
+
+def _members(node: ast.ClassDef) -> set[str]:
+    """Methods and fields of a class, those that its methods set on `self` too."""
+    named = {
+        child.name
+        for child in node.body
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    named |= {
+        child.target.id
+        for child in node.body
+        if isinstance(child, ast.AnnAssign) and isinstance(child.target, ast.Name)
+    }
+    named |= {
+        child.attr
+        for child in ast.walk(node)
+        if isinstance(child, ast.Attribute)
+        and isinstance(child.ctx, ast.Store)
+        and isinstance(child.value, ast.Name)
+        and child.value.id == "self"
+    }
+    return named - {"__init__"}
+
+
+def main() -> None:
+    sources = product()
+    folders = files_by_folder(sources)
+    density = nodes_per_statement(sources)
+    untyped = untyped_messages(sources)
+    methods = public_methods(sources)
+    worst = max(density, key=lambda name: density[name])
+    graph_cycles = [" <-> ".join(group) for group in cycles(imports(sources))]
+    short = list(stumps(sources))
+    print(f"lines of code                     {sum(map(code_lines, sources.values()))}")
+    print(f"files in the largest folder       {folders.most_common(1)}")
+    print(f"import cycles                     {graph_cycles}")
+    print(f"import cycles behind a Protocol   {hidden_cycles(sources)}")
+    print(f"nodes per statement, worst folder {density[worst]:.1f} {worst}")
+    print(f"nodes per line                    {nodes_per_line(sources):.2f}")
+    print(f"docstrings that are stumps        {len(short)}")
+    print(f"dict[str, Any] and Json           {untyped.total()} in {len(untyped)} files")
+    print(f"widest classes                    {methods.most_common(3)}")
+
+
+if __name__ == "__main__":
+    main()
