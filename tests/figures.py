@@ -1,4 +1,4 @@
-"""Figures of the product's structure: `scripts/figures` prints them, tests/test_card.py limits them.
+"""Figures of the product's structure: scripts/figures prints them, tests/test_card.py limits them.
 
 They are counts over the syntax trees of `serve` and `launcher`: no figure needs the code to run.
 """
