@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from serve.core.errors import DisagreementError
+from serve.core.facts import compare
 from serve.core.plan import format_bytes
-from serve.parent.facts import compare
 
 MLX_FLOOR = (0, 32, 1)
 GB = 10**9

@@ -15,7 +15,7 @@ HOST = "127.0.0.1"
 
 # What stands first after `--`, and the module that a rank runs for it.
 PROGRAMS = {"serve": "serve.cli.main", "fine-tune": "serve.cli.fine_tune"}
-RING_CHECK = "serve.rank.ring_check"
+RING_CHECK = "serve.ring.check"
 
 # What a rank reads, here or in mlx: a value of the caller's own would send it to another cluster.
 RANK_VARIABLES = (

@@ -19,10 +19,10 @@ from typing import Any
 import psutil
 
 from launcher.process import bound
+from serve.core.blas import with_openblas
 from serve.core.checkpoint import read_checkpoint
 from serve.core.errors import AddressError, BrigadeError
-from serve.parent.engine import engine_environment
-from serve.parent.facts import files, versions
+from serve.core.facts import files, versions
 
 _RANK_MODULES = {"serve.rank.worker", "serve.cli.main", "serve.cli.fine_tune"}
 _OURS = re.compile(r"\b(brigade|launcher)\b")
@@ -44,7 +44,7 @@ def host_facts(model: str | None, ips: list[str]) -> dict[str, Any]:
         "free_memory_bytes": memory.available,
         "free_disk_bytes": shutil.disk_usage(_existing(_cache_folder())).free,
         "max_files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],
-        "blas": engine_environment(os.environ).get("LD_PRELOAD"),
+        "blas": with_openblas(os.environ).get("LD_PRELOAD"),
         "variables": {k: v for k, v in os.environ.items() if k.startswith("MLX_")},
         "strays": strays(),
         "interfaces": {ip: interface(ip) for ip in ips},

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from serve.rank import trial
-from serve.rank.stage import Stage
+from serve.model.stage import Stage
+from serve.rank.batching import can_batch
 from tests import architectures
 from tests.rank.comparison import possible_cuts, split
 
@@ -65,8 +65,7 @@ def describe(name: str) -> Line:
     anywhere = len(crossing) == len(model.layers) - 1
     splits = "at any cut" if anywhere else f"before layers {_list(crossing)}: {refusal}"
     shapes = max((_probe(name, cut) for cut in crossing), key=_traffic_of)
-    with trial.without_weights(model):
-        rows = "together" if trial.can_batch(model) else "one by one"
+    rows = "together" if can_batch(model) else "one by one"
     return Line(name, splits, _crosses(shapes), _traffic(shapes), rows)
 
 

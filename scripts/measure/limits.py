@@ -23,7 +23,7 @@ from scripts.measure.sums import (
 )
 from serve.bench.load import closed_loop
 from serve.bench.records import Record
-from serve.parent.engine import engine_environment
+from serve.core.blas import with_openblas
 
 NUM_LAYERS = 16
 NUM_RANKS = 2
@@ -67,7 +67,7 @@ def run_passes(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=engine_environment(os.environ),
+            env=with_openblas(os.environ),
         )
         for start, end in parts
     ]

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 
 from launcher.process import free_ports
-from serve.parent.engine import engine_environment
+from serve.core.blas import with_openblas
 
 READY_SECONDS = 120.0
 END_SECONDS = 20.0
@@ -88,7 +88,7 @@ def _mlx_lm(model: Path, port: int, ring: Sequence[int], folder: Path) -> list[C
     """Without mlx.launch, which keeps most of a core busy itself."""
     words = [sys.executable, "-m", "mlx_lm", "server", "--model", str(model), "--port", str(port)]
     words += ["--decode-concurrency", str(MOST_SEQUENCES)]
-    environment = engine_environment({})  # the same BLAS as Brigade's ranks
+    environment = with_openblas({})  # the same BLAS as Brigade's ranks
     if len(ring) == 1:
         return [(words, environment)]
     hostfile = folder / "hosts.json"

@@ -9,7 +9,7 @@ from serve.core.config import ConvertConfig
 def run(argv: Sequence[str]) -> int:
     config = parse(ConvertConfig, argv, "brigade convert-adapter", __doc__)
     # Imported here: a wrong flag should not wait for MLX.
-    from serve.rank.adapter_formats import convert
+    from serve.lora.formats import convert
 
     kind = convert(config.adapter, config.output)
     print(f"{config.output} is {config.adapter} in {kind}'s format.")

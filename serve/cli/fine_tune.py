@@ -20,11 +20,11 @@ from serve.cli.load_into import adapter_name, check_server, curl_line, load_into
 from serve.cli.main import FIRST_WORD_SECONDS, follow_launcher, who_has_what
 from serve.cli.report_to import Reports, services
 from serve.cli.training import TrainingView
+from serve.core.blas import with_openblas
 from serve.core.checkpoint import read_checkpoint
 from serve.core.config import read_cluster
 from serve.core.errors import BrigadeError, DisagreementError, UsageError
 from serve.core.plan import check_num_ranks
-from serve.parent.engine import engine_environment
 from serve.tune.config import FineTuneConfig, read_yaml
 from serve.tune.events import Event
 from serve.tune.schedule import Shape, make_schedule
@@ -148,7 +148,7 @@ def _command(argv: Sequence[str], num_ranks: int) -> str:
 
 def _with_fast_blas(argv: Sequence[str]) -> None:
     """Starts this program again where it takes OpenBLAS being loaded before MLX's own BLAS."""
-    if (environment := engine_environment(os.environ)) != dict(os.environ):
+    if (environment := with_openblas(os.environ)) != dict(os.environ):
         os.execve(sys.executable, [sys.executable, "-m", "serve.cli.fine_tune", *argv], environment)
 
 

@@ -20,8 +20,8 @@ from serve.cli.flags import parse
 from serve.core.checkpoint import Checkpoint, is_folder, read_checkpoint
 from serve.core.config import Cluster, ServeConfig, hub_id, read_cluster, with_keys
 from serve.core.errors import BrigadeError, DisagreementError, UsageError
+from serve.core.facts import files, versions
 from serve.core.plan import check_num_ranks, parse_memory, parse_split
-from serve.parent.facts import files, versions
 from serve.parent.member import run_member
 
 _PARENT_SECONDS = 1.0

@@ -16,7 +16,7 @@ def run(argv: Sequence[str]) -> int:
     gc.disable()  # A large model has 100,000 tensors, and this process ends soon.
     config = parse(PlanConfig, argv, "brigade plan", __doc__)
     # Imported here: a wrong flag should not wait for MLX.
-    from serve.rank.planning import PlanRequest, make_plan
+    from serve.model.planning import PlanRequest, make_plan
 
     request = PlanRequest(
         num_ranks=config.num_ranks,

@@ -1,7 +1,7 @@
 """Who holds which layers, and what that costs. Pure; assignment is in reverse: rank 0
 has the last layers, because it samples.
 
-Costs come from serve.rank.costs, which knows models; here they are numbers.
+Costs come from serve.model.costs, which knows models; here they are numbers.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,7 @@
 """The nouns that everybody speaks: Sequence, Group, Step, Event and their parts.
 
 Plain data, no behaviour beyond what follows from the fields. Stage lives in
-serve.rank.stage, Transport in serve.rank.transport.
+serve.model.stage, Transport in serve.ring.transport.
 """
 
 from dataclasses import dataclass, field

@@ -27,7 +27,7 @@ from serve.core.errors import (
     EngineError,
     from_exit_code,
 )
-from serve.parent.facts import compare
+from serve.core.facts import compare
 from serve.parent.link import Link
 
 _RETRY_SECONDS = 0.1
@@ -38,7 +38,7 @@ _GREETING = {"rank": int, "num_ranks": int, "pid": int, "facts": dict, "nonce": 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Who is calling, and what it has: facts are those of serve.parent.facts."""
+    """Who is calling, and what it has: facts are those of serve.core.facts."""
 
     rank: int
     num_ranks: int

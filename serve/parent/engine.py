@@ -5,32 +5,13 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
-from pathlib import Path
 
+from serve.core.blas import with_openblas
 from serve.core.errors import EngineError
 from serve.parent.link import Link
 
-_OPENBLAS = (
-    "/usr/lib/x86_64-linux-gnu/libopenblas.so.0",
-    "/usr/lib/aarch64-linux-gnu/libopenblas.so.0",
-    "/usr/lib64/libopenblas.so.0",
-)
-"""MLX's Linux CPU wheel links the reference BLAS, which is some 30 times slower."""
-
 _DUMP_SECONDS = 0.3
 _KILLED_SECONDS = 10.0
-
-
-def engine_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The child's environment: on Linux with OpenBLAS before the BLAS that MLX links,
-    one thread a rank. What the user has set stays."""
-    chosen = dict(environment)
-    library = next((path for path in _OPENBLAS if Path(path).exists()), None)
-    if sys.platform == "linux" and library:
-        chosen.setdefault("LD_PRELOAD", library)
-        chosen.setdefault("OPENBLAS_NUM_THREADS", "1")
-    return chosen
 
 
 class EngineProcess:
@@ -50,7 +31,7 @@ class EngineProcess:
                     *(sys.executable, "-m", cls.program, str(theirs.fileno())),
                     pass_fds=[theirs.fileno()],
                     stdin=asyncio.subprocess.DEVNULL,
-                    env=engine_environment(os.environ),
+                    env=with_openblas(os.environ),
                 )
             except OSError as error:
                 ours.close()

@@ -17,28 +17,15 @@ import mlx.core as mx
 from mlx.utils import tree_map
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
 
-from serve.core.errors import PlanError
-
 _ROUND_TOKENS = 256
 _GROWTH = 1.25
 _SMALL_TOKENS = 512
 _MOST_WASTE = 1.5
 _CLASSES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
-_GROUP_SIZE = 32  # values with a scale and a bias of their own: divides more sizes than 64
 _ALL = slice(None)
 
 # Keys, or values: (B, heads, columns, D), or the three such arrays of quantised ones.
 Held = Any
-
-
-def quantized(caches: list[Any], bits: int | None) -> list[Any]:
-    """New caches that keep so many bits of a value; None changes nothing. Raises PlanError
-    if not all of them are of plain keys and values."""
-    if bits is None:
-        return caches
-    if not all(type(cache) is KVCache for cache in caches):
-        raise PlanError("--kv-bits is for models whose layers all keep plain keys and values.")
-    return [QuantizedKVCache(_GROUP_SIZE, bits) for _ in caches]
 
 
 def _cut(held: Held, rows: slice, columns: slice) -> Held:

@@ -23,21 +23,23 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from serve.core import wire
 from serve.core.errors import BrigadeError, ClusterError, EngineError
 from serve.core.types import Sampling, Step
 from serve.hub.partial import PartialModel, open_partial
-from serve.rank.adapters import Adapters
+from serve.lora.table import Adapters
+from serve.model.caches import quantized
+from serve.model.planning import PlanRequest, make_plan
+from serve.model.stage import Stage
+from serve.model.weights import load_stage
+from serve.rank.batching import can_batch
 from serve.rank.cache import GroupCaches
 from serve.rank.chooser import Chooser
 from serve.rank.memory import free_bytes
 from serve.rank.outbox import Outbox
-from serve.rank.planning import PlanRequest, make_plan
-from serve.rank.slots import quantized
-from serve.rank.stage import Stage
-from serve.rank.transport import LocalTransport, Ring, RingTransport, Transport, among
-from serve.rank.weights import load_stage
+from serve.ring.transport import LocalTransport, Ring, RingTransport, Transport, among
 
 _logger = logging.getLogger(__name__)
 
@@ -114,6 +116,7 @@ class StepLoop:
         self,
         stage: Stage,
         transport: Transport,
+        batchable: bool = True,
         kv_bits: int | None = None,
         folder: Path | None = None,
         cache_dir: Path | None = None,
@@ -121,7 +124,7 @@ class StepLoop:
     ) -> None:
         self.stage = stage
         self.transport = transport
-        self.caches = GroupCaches(lambda: quantized(stage.make_cache(), kv_bits), stage.can_batch)
+        self.caches = GroupCaches(lambda: quantized(stage.make_cache(), kv_bits), batchable)
         self.adapters = Adapters(stage, cache_dir, copies)
         self.outbox = Outbox(lambda step: transport.send(step, []))
         self.chooser = Chooser(folder)
@@ -248,9 +251,15 @@ class Worker:
         self.status = {"state": "loading"}
         model = self._model()
         folder = model if isinstance(model, Path) else model.folder
-        loaded = load_stage(model, *order.layers, progress=self._loading)
+        batchable = True
+
+        def try_batches(whole: nn.Module) -> None:
+            nonlocal batchable
+            batchable = can_batch(whole)
+
+        loaded = load_stage(model, *order.layers, self._loading, try_batches)
         places = folder, order.cache_dir, order.copies
-        self.loop = StepLoop(loaded.stage, self.transport, order.kv_bits, *places)
+        self.loop = StepLoop(loaded.stage, self.transport, batchable, order.kv_bits, *places)
         self.status = {
             "state": "ready",
             "bytes_owned": loaded.bytes_owned,

@@ -14,8 +14,8 @@ import numpy as np
 from mlx.nn.utils import checkpoint
 from mlx.utils import tree_flatten, tree_unflatten
 
-from serve.rank import trace
-from serve.rank.stage import Stage
+from serve.model import trace
+from serve.model.stage import Stage
 from serve.tune import packing
 from serve.tune.data import MicroBatch
 from serve.tune.head import Head

@@ -13,8 +13,8 @@ from typing import Any
 import mlx.core as mx
 
 from serve.core.errors import UsageError
-from serve.rank.adapter_files import CONFIG_FILE, MLX_FILE, PEFT_FILE
-from serve.rank.adapter_formats import convert
+from serve.lora.files import CONFIG_FILE, MLX_FILE, PEFT_FILE
+from serve.lora.formats import convert
 from serve.tune.backward import Arrays
 
 ADAPTERS, CONFIG = MLX_FILE, CONFIG_FILE

@@ -8,8 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from serve.rank import trace, trial
-from serve.rank.stage import Stage
+from serve.model import trace, trial
+from serve.model.stage import Stage
 
 _HALF = (mx.bfloat16, mx.float16)
 _NUM_TOKENS = 32  # a vocabulary has as many

@@ -17,9 +17,9 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from serve.core.checkpoint import read_checkpoint
 from serve.core.errors import UsageError
 from serve.core.plan import Demand, LayerRange, check_num_ranks, even_split, parse_split
-from serve.rank.costs import measure
-from serve.rank.planning import balance
-from serve.rank.weights import build_model
+from serve.model.costs import measure
+from serve.model.planning import balance
+from serve.model.weights import build_model
 from serve.tune.backward import Arrays
 from serve.tune.checkpoint import ADAPTERS, CONFIG, load_arrays
 from serve.tune.config import FineTuneConfig

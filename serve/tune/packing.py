@@ -14,8 +14,8 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from serve.core.errors import PlanError
-from serve.rank import trial
-from serve.rank.stage import Stage
+from serve.model import trial
+from serve.model.stage import Stage
 from serve.tune.data import Example, MicroBatch, Split, pad
 
 _PLAIN_CACHES = (KVCache, RotatingKVCache)

@@ -15,8 +15,8 @@ from serve.core.checkpoint import read_checkpoint
 from serve.core.config import Cluster
 from serve.core.errors import DisagreementError, UsageError
 from serve.hub.partial import PartialModel, open_partial, pin
-from serve.rank.transport import Ring
-from serve.rank.weights import load_stage
+from serve.model.weights import load_stage
+from serve.ring.transport import Ring
 from serve.tune import checkpoint, data, packing, results, whole
 from serve.tune.backward import Arrays, TrainedStage
 from serve.tune.checkpoint import load_arrays

@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from serve.core import wire
 from serve.core.errors import ClusterError
-from serve.rank.transport import DTYPES, Ring, form_ring, pack, packed_bytes, tensor_specs, unpack
+from serve.ring.transport import DTYPES, Ring, form_ring, pack, packed_bytes, tensor_specs, unpack
 
 Payload = tuple[Any, list[mx.array]]
 """A note, which is JSON, and arrays."""

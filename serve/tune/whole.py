@@ -6,7 +6,7 @@ from pathlib import Path
 from mlx_lm.utils import save_model
 
 from serve.hub.partial import PartialModel
-from serve.rank.weights import build_model, load_changed
+from serve.model.weights import build_model, load_changed
 from serve.tune.checkpoint import CARD, load_arrays, writing
 
 _WEIGHTS = (".safetensors", ".index.json", ".bin", ".gguf", ".npz", ".pt", ".pth")

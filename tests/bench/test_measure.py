@@ -19,7 +19,7 @@ from scripts.measure.sums import (
     steady_window,
 )
 from serve.bench.records import Record
-from serve.rank.adapter_files import read_adapter
+from serve.lora.files import read_adapter
 
 EARLY = Record(start=0.0, end=5.0, times=(1.0, 2.0, 3.0, 4.0, 5.0))
 LATE = Record(start=0.0, end=7.0, times=(2.5, 3.5, 4.5, 6.0, 7.0))

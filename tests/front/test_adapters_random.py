@@ -98,7 +98,7 @@ class Ranks:
             self.adapters.on_answer(rank, answer | {"digest": content, "checksum": content})
 
     def read(self, rank: int, message: dict[str, Any], refuses: bool) -> int | None:
-        """As serve.rank.adapter_copies. A stage has only what is right, so that a step with
+        """As serve.lora.copies. A stage has only what is right, so that a step with
         something else fails; None for what cannot be read."""
         version, held = message["version"], message["held"]
         stage, copies = self.pipeline.stages[rank], self.copies[rank]

@@ -10,7 +10,7 @@ import pytest
 
 from launcher.process import free_ports
 from serve.core.errors import AdapterError
-from serve.rank.adapters import Adapters
+from serve.lora.table import Adapters
 from tests import adapters
 from tests.cluster.servers import TINY_CHAT, alone, brigade_launch, serve_flags, started
 from tests.front.fakes import FakeRanks

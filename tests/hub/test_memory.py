@@ -35,7 +35,7 @@ import re, sys
 from pathlib import Path
 import mlx.core as mx
 from serve.hub.partial import open_partial
-from serve.rank.weights import load_stage
+from serve.model.weights import load_stage
 mx.eval(mx.ones(1) + 1)
 place, start, end, repo, commit = sys.argv[1:]
 owned = 0

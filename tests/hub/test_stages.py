@@ -13,7 +13,7 @@ from serve.core.checkpoint import read_checkpoint
 from serve.core.errors import ModelError
 from serve.core.plan import even_split
 from serve.hub.partial import open_partial
-from serve.rank.weights import LoadedStage, load_stage
+from serve.model.weights import LoadedStage, load_stage
 from tests.hub.checkpoints import header_sizes
 from tests.hub.server import COMMIT, REPO, FakeHub
 

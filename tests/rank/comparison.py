@@ -11,10 +11,10 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from serve.core.errors import PlanError
 from serve.core.types import Row, Step
-from serve.rank import trial
+from serve.model import trial
+from serve.model.stage import Stage
+from serve.model.trial import Crossing, Trial
 from serve.rank.cache import GroupCaches
-from serve.rank.stage import Stage
-from serve.rank.trial import Crossing, Trial
 
 Feeds = dict[int, list[int]]
 Place = tuple[Callable[..., list[mx.array]], Callable[[], list[Any]]]

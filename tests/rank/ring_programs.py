@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from serve.core.errors import ClusterError
 from serve.core.types import Row, Step
-from serve.rank.transport import Ring, RingTransport
+from serve.ring.transport import Ring, RingTransport
 
 RANK = int(os.environ["MLX_RANK"])
 NUM_RANKS = int(os.environ["NUM_RANKS"])

@@ -13,8 +13,8 @@ from mlx_lm.tuner.utils import load_adapters
 
 from launcher.cli import main
 from serve.core.errors import AdapterError
-from serve.rank.adapter_files import read_adapter
-from serve.rank.adapter_formats import convert
+from serve.lora.files import read_adapter
+from serve.lora.formats import convert
 from tests import adapters
 from tests.models import build
 

@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.tuner.utils import load_adapters
 
 from serve.core.types import Sequence
-from serve.rank.stage import Stage
+from serve.model.stage import Stage
 from serve.rank.worker import StepLoop
 from tests import adapters
 from tests.models import build

@@ -20,9 +20,9 @@ from mlx_lm.tuner.utils import load_adapters
 from serve.core.errors import AdapterError, EngineError
 from serve.core.types import Row, Step
 from serve.core.wire import FrameReader, parse_json
-from serve.rank.adapter_files import read_adapter
-from serve.rank.adapters import Adapters
-from serve.rank.stage import Stage
+from serve.lora.files import read_adapter
+from serve.lora.table import Adapters
+from serve.model.stage import Stage
 from serve.rank.worker import Order, Parent, Worker
 from tests import adapters
 from tests.models import build

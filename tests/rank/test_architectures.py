@@ -13,9 +13,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from serve.core.errors import PlanError
 from serve.core.types import Row, Step
 from serve.core.wire import TensorSpec
-from serve.rank import stage as stage_module
-from serve.rank import transport
-from serve.rank.stage import Stage
+from serve.model import stage as stage_module
+from serve.model.stage import Stage
+from serve.rank.batching import can_batch
+from serve.ring import transport
 from tests import architectures
 from tests.rank import comparison
 from tests.rank.comparison import alone, even, possible_cuts, ragged, relative_difference, whole
@@ -110,11 +111,11 @@ def test_prefill_and_decode(name: str, model: nn.Module) -> None:
 def test_ragged_batches(name: str, model: nn.Module) -> None:
     """Against the whole model in the same batches, and against each row by itself."""
     stages = {tuple(cuts): comparison.split(model, cuts) for cuts in _splits(name, model)}
-    (can_batch,) = {stage.can_batch for own in stages.values() for stage in own}
-    expected = list(ragged([whole(model)], can_batch))
+    batchable = can_batch(model)
+    expected = list(ragged([whole(model)], batchable))
     for cuts, own in stages.items():
         places = [(stage, stage.make_cache) for stage in own]
-        for number, got in enumerate(ragged(places, can_batch)):
+        for number, got in enumerate(ragged(places, batchable)):
             assert mx.array_equal(got, expected[number]), (cuts, number)
     for number, by_itself in enumerate(alone(model)):
         difference = relative_difference(expected[number], by_itself)

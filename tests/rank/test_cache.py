@@ -9,9 +9,9 @@ from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
 from serve.core.errors import EngineError
 from serve.core.types import Row, Step, Take
+from serve.model.caches import quantized
+from serve.model.stage import Stage
 from serve.rank.cache import GroupCaches
-from serve.rank.slots import quantized
-from serve.rank.stage import Stage
 from tests.models import build
 
 

@@ -11,9 +11,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from serve.cli import plan as plan_command
 from serve.core.checkpoint import read_checkpoint
 from serve.core.errors import PlanError, UsageError
-from serve.rank.planning import PlanRequest, make_plan
+from serve.model.planning import PlanRequest, make_plan
+from serve.model.weights import load_stage
 from serve.rank.slots import quantized
-from serve.rank.weights import load_stage
 from tests import architectures, shapes
 from tests.models import ARCHITECTURES, save
 

@@ -19,12 +19,12 @@ from serve.core.plan import even_split
 from serve.core.types import Sampling, Score, Sequence
 from serve.core.wire import Result
 from serve.front.scheduler import Scheduler
+from serve.model.caches import quantized
+from serve.model.stage import Stage
 from serve.rank.chooser import Chooser
 from serve.rank.outbox import Outbox
-from serve.rank.slots import quantized
-from serve.rank.stage import Stage
-from serve.rank.transport import local_ring
 from serve.rank.worker import StepLoop
+from serve.ring.transport import local_ring
 from tests import architectures
 from tests.models import build
 

@@ -8,8 +8,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from serve.core.errors import PlanError
-from serve.rank.stage import Stage
-from serve.rank.weights import load_stage
+from serve.model.stage import Stage
+from serve.model.weights import load_stage
 from tests.models import ARCHITECTURES, build, save
 
 CUTS = [[0, 4], [0, 2, 4], [0, 1, 3, 4], [0, 1, 2, 3, 4]]

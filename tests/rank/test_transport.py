@@ -13,7 +13,7 @@ import pytest
 
 from serve.core import wire
 from serve.core.errors import ClusterError
-from serve.rank.transport import Ring, _ring_doorbells, form_ring
+from serve.ring.transport import Ring, _ring_doorbells, form_ring
 
 
 def free_ports(count: int) -> list[int]:

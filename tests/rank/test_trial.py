@@ -9,8 +9,9 @@ import pytest
 from mlx.utils import tree_flatten
 
 from serve.core.errors import PlanError
-from serve.rank import trial
-from serve.rank.stage import Stage
+from serve.model import trial
+from serve.model.stage import Stage
+from serve.rank.batching import can_batch
 from tests.models import build, save
 
 
@@ -65,11 +66,10 @@ def test_a_model_whose_own_forward_fails_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "deepseek_v3"])
 def test_rows_of_these_can_share_a_forward(name: str) -> None:
-    with trial.without_weights(model := build(name)):
-        assert trial.can_batch(model)
+    assert can_batch(build(name))
 
 
 def test_the_rotation_is_restored() -> None:
     rope = mx.fast.rope
-    trial.can_batch(build("llama"))
+    can_batch(build("llama"))
     assert mx.fast.rope is rope

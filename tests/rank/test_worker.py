@@ -6,9 +6,9 @@ from typing import Any
 
 from serve.core import wire
 from serve.core.types import Row, Sampling, Step
-from serve.rank.stage import Stage
-from serve.rank.transport import LocalTransport
+from serve.model.stage import Stage
 from serve.rank.worker import Order, Parent, StepLoop, Worker
+from serve.ring.transport import LocalTransport
 from tests.models import build
 
 ORDER = Order(

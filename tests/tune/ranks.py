@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from serve.core.errors import ClusterError
 from serve.core.plan import even_split
-from serve.rank.stage import Stage
+from serve.model.stage import Stage
 from serve.tune.backward import Arrays, TrainedStage, loss_sum
 from serve.tune.config import FineTuneConfig
 from serve.tune.data import MicroBatch

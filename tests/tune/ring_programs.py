@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from serve.core.errors import ClusterError
-from serve.rank.transport import Ring
+from serve.ring.transport import Ring
 from serve.tune import transport
 from serve.tune.schedule import SCHEDULES
 from serve.tune.transport import RingLinks, exchange, gather, share, sum_arrays

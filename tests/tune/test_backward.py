@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import mlx.core as mx
 import pytest
 
-from serve.rank.stage import Stage
+from serve.model.stage import Stage
 from serve.tune.backward import Pass, TrainedStage
 from serve.tune.schedule import Op, Shape
 from serve.tune.transport import LocalLinks

@@ -12,7 +12,7 @@ import pytest
 
 from serve.core.config import Cluster
 from serve.core.errors import AdapterError, UsageError
-from serve.rank.adapter_formats import convert
+from serve.lora.formats import convert
 from serve.tune import checkpoint
 from serve.tune.data import micro_batches, read_split, some_examples
 from serve.tune.events import Event, Finished, Saved, Started, Validated, Written

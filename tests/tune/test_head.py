@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from serve.rank.stage import Stage
+from serve.model.stage import Stage
 from serve.tune.backward import TrainedStage, loss_sum
 from serve.tune.head import Head
 from tests.models import ARCHITECTURES, build

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.trainer import TrainingArgs, TrainingCallback, train
 
 from serve.core.errors import UsageError
-from serve.rank.trace import uncompiled
+from serve.model.trace import uncompiled
 from serve.tune.config import FineTuneConfig
 from serve.tune.data import MicroBatch
 from serve.tune.loop import Ran, Update

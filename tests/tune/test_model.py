@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from serve.core.errors import PlanError, UsageError
-from serve.rank.weights import load_stage
+from serve.model.weights import load_stage
 from serve.tune.checkpoint import ADAPTERS, METRICS
 from serve.tune.model import Draw, KeyedDropout, load_adapter, make_trainable, split_layers
 from tests.cluster.servers import TINY_CHAT

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from serve.core.errors import BrigadeError, PlanError
-from serve.rank.stage import Stage
+from serve.model.stage import Stage
 from serve.tune import packing
 from serve.tune.backward import TrainedStage, loss_sum
 from serve.tune.data import Example, MicroBatch, Split, micro_batches, pad

@@ -9,8 +9,8 @@ import sys
 import time
 
 if "serve.rank.worker" in sys.orig_argv:
+    from serve.model.stage import Stage
     from serve.rank import sampling
-    from serve.rank.stage import Stage
 
     _key, _call = sampling._key, Stage.__call__
 

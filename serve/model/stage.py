@@ -16,8 +16,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from serve.rank import trace, trial
-from serve.rank.trial import Crossing, Trial, named_arrays
+from serve.model import trace, trial
+from serve.model.trial import Crossing, Trial, named_arrays
 
 _NOTHING = (0,)
 """The shape of an array that says: the model has nothing there yet."""
@@ -60,7 +60,6 @@ class Stage:
                 t.cached: Cut(t.tokens, t.given, receives[t.cached], sends[t.cached])
                 for t in trials
             }
-            self.can_batch = trial.can_batch(model)
             self._open_seams()
             self._caching = _Caching(trials[0], start, end)
             used = _weights_in_use(self)

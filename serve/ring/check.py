@@ -10,7 +10,7 @@ import mlx.core as mx
 from serve.core.config import Cluster, read_cluster
 from serve.core.errors import BrigadeError, ClusterError
 from serve.core.types import Step
-from serve.rank.transport import Ring, RingTransport
+from serve.ring.transport import Ring, RingTransport
 
 _NUM_VALUES = 1 << 20
 _JOIN_SECONDS = 30.0

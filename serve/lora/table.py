@@ -1,7 +1,7 @@
 """The adapters of a stage: read and checked, put into its modules and taken out
 between steps.
 
-`serve.rank.adapted` has the modules in which they are used.
+`serve.lora.layers` has the modules in which they are used.
 """
 
 import functools
@@ -19,10 +19,11 @@ from serve.core.errors import AdapterError, EngineError, ModelError
 from serve.core.types import Step
 from serve.hub.partial import PartialModel, open_partial
 from serve.hub.repo import ADAPTER
-from serve.rank import adapter_copies, trace
-from serve.rank.adapted import EMBEDDINGS, EXPERTS, Adapted, Matrices, Rows, note_routing
-from serve.rank.adapter_files import AdapterFiles, Target, file_stamp, read_adapter
-from serve.rank.stage import Stage
+from serve.lora import copies
+from serve.lora.files import AdapterFiles, Target, file_stamp, read_adapter
+from serve.lora.layers import EMBEDDINGS, EXPERTS, Adapted, Matrices, Rows, note_routing
+from serve.model import trace
+from serve.model.stage import Stage
 
 _ADAPTABLE = (nn.Linear, nn.QuantizedLinear, *EMBEDDINGS, *EXPERTS)
 _LEAST_SLOTS = 4
@@ -145,14 +146,14 @@ class Adapters:
     ) -> tuple[dict[str, Matrices], dict[str, Any]] | None:
         """None also if that engine had other layers."""
         assert self._copies
-        copy = adapter_copies.read(self._copies, version, held)
+        copy = copies.read(self._copies, version, held)
         is_ours = copy and copy[1]["own"] == sorted(self._places.keys() & copy[1]["targets"])
         return copy if is_ours else None
 
     def copy(self) -> None:
         """What was read last, once rank 0 has heard of it: nobody has to wait for a disk."""
         if self._copies and self._uncopied:
-            adapter_copies.write(self._copies, *self._uncopied)
+            copies.write(self._copies, *self._uncopied)
         self._uncopied = None
 
     # --- in the step loop

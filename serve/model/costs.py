@@ -19,9 +19,9 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from serve.core.checkpoint import Checkpoint
 from serve.core.errors import PlanError
 from serve.core.plan import LayerCost, ModelCost
-from serve.rank import trace
-from serve.rank.slots import quantized
-from serve.rank.trial import FAILURES, Crossing, named_arrays, stand_in_for_weights, writable
+from serve.model import trace
+from serve.model.caches import quantized
+from serve.model.trial import FAILURES, Crossing, named_arrays, stand_in_for_weights, writable
 
 _LAYER_NAME = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k")

@@ -18,9 +18,9 @@ from mlx_lm import utils
 
 from serve.core.errors import ModelError
 from serve.hub.partial import PartialModel
-from serve.rank.stage import Stage
-from serve.rank.trace import depends_on
-from serve.rank.trial import named_arrays
+from serve.model.stage import Stage
+from serve.model.trace import depends_on
+from serve.model.trial import named_arrays
 
 _PART_BYTES = 64 << 20
 _NUM_TRACED = 400  # arrays in one call of the tracer

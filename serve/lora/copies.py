@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from serve.rank.adapted import Matrices
+from serve.lora.layers import Matrices
 
 _logger = logging.getLogger(__name__)
 _PARTS = ("a", "b", "gain")

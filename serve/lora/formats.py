@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from serve.core.errors import AdapterError
-from serve.rank.adapter_files import CONFIG_FILE, MLX_FILE, PEFT_FILE, AdapterFiles, read_adapter
+from serve.lora.files import CONFIG_FILE, MLX_FILE, PEFT_FILE, AdapterFiles, read_adapter
 
 _MLX_PARTS = {"a": "lora_a", "b": "lora_b", "m": "m"}
 _PEFT_PARTS = {"a": "lora_A.weight", "b": "lora_B.weight", "m": "lora_magnitude_vector"}

@@ -22,9 +22,9 @@ from serve.core.plan import (
     parse_split,
     plan_stages,
 )
-from serve.rank.costs import growing_values, measure
-from serve.rank.trial import Crossing, Trial, crossings
-from serve.rank.weights import build_model
+from serve.model.costs import growing_values, measure
+from serve.model.trial import Crossing, Trial, crossings
+from serve.model.weights import build_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
