@@ -5,10 +5,10 @@ from pathlib import Path
 
 from serve.core import errors
 from serve.core.config import ServeConfig
-from serve.front.anthropic import MessagesBody
-from serve.front.metrics import Metrics
-from serve.front.openai import _NEUTRAL, ChatBody, CompletionBody
-from serve.front.responses import ResponsesBody
+from serve.front.api.anthropic import MessagesBody
+from serve.front.api.openai import _NEUTRAL, ChatBody, CompletionBody
+from serve.front.api.responses import ResponsesBody
+from serve.front.http.metrics import Metrics
 
 ROOT = Path(__file__).parent.parent
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from serve.cli import start
-from serve.front.stages import StageStatus
+from serve.front.pipeline.stages import StageStatus
 
 
 def stage(rank: int, state: str, done: int = 0, total: int = 0) -> StageStatus:

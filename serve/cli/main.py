@@ -126,8 +126,8 @@ async def _run_front(
     # Imported here, because ranks above 0 need neither HTTP nor tokenizers.
     from serve.cli.start import StartView
     from serve.front import app
-    from serve.front.engine import Engine
-    from serve.front.tokens import Tokenizer
+    from serve.front.pipeline.engine import Engine
+    from serve.front.text.tokens import Tokenizer
 
     listening = app.bind(config.host, config.port)
     view = StartView()

@@ -18,7 +18,7 @@ from rich.table import Table
 from serve.cli.output import Output
 from serve.cli.plan import plan_table
 from serve.core.plan import StagePlan, format_bytes
-from serve.front.stages import StageStatus
+from serve.front.pipeline.stages import StageStatus
 
 _LINE_SECONDS = 5.0
 _LINE_COLUMNS = 100

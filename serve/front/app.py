@@ -22,20 +22,21 @@ from starlette.routing import Route
 from serve import __version__
 from serve.core.config import ServeConfig
 from serve.core.errors import AddressError, BrigadeError, RequestError, UnavailableError
-from serve.front import chat, completions, guard, replies, schemas, tokenize
-from serve.front.answer import Answer, Engine, Job
-from serve.front.app_adapters import AdapterCalls
-from serve.front.app_anthropic import MessageCalls
-from serve.front.app_responses import ResponseCalls
-from serve.front.app_server import BACKLOG, Server
-from serve.front.app_stream import Stream, json_response
-from serve.front.body import json_object
-from serve.front.door import Door
-from serve.front.metrics import Metrics
-from serve.front.openai import ChatBody, CompletionBody, DetokenizeBody, Tokenizable, parse
-from serve.front.openapi import document, told
-from serve.front.record import Record
-from serve.front.tokens import Tokenizer
+from serve.front.api import chat, completions, tokenize
+from serve.front.api.openai import ChatBody, CompletionBody, DetokenizeBody, Tokenizable, parse
+from serve.front.http import guard, replies, schemas
+from serve.front.http.body import json_object
+from serve.front.http.door import Door
+from serve.front.http.metrics import Metrics
+from serve.front.http.openapi import document, told
+from serve.front.http.record import Record
+from serve.front.http.server import BACKLOG, Server
+from serve.front.output.answer import Answer, Engine, Job
+from serve.front.routes.adapters import AdapterCalls
+from serve.front.routes.anthropic import MessageCalls
+from serve.front.routes.responses import ResponseCalls
+from serve.front.routes.stream import Stream, json_response
+from serve.front.text.tokens import Tokenizer
 
 _MOST_SECONDS = 3600.0
 _BROKEN_DRAIN_SECONDS = 0.5

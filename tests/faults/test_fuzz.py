@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from serve.front.anthropic import MessagesBody
-from serve.front.openai import _NEUTRAL, ChatBody, CompletionBody
-from serve.front.responses import ResponsesBody
+from serve.front.api.anthropic import MessagesBody
+from serve.front.api.openai import _NEUTRAL, ChatBody, CompletionBody
+from serve.front.api.responses import ResponsesBody
 from tests.cluster.servers import Server, running
 from tests.faults.cases import ANTHROPIC, CHAT, GOOD, JSON
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from serve.front.tokens import Tokenizer
+from serve.front.text.tokens import Tokenizer
 from tests.front.fakes import FakeEngine, Running, byte_level, save
 
 

@@ -20,10 +20,10 @@ from transformers import PreTrainedTokenizerFast
 from serve.core.config import ServeConfig
 from serve.core.errors import BrigadeError
 from serve.core.types import Event, FinishReason, Sampling, Score
-from serve.front.adapters import Adapters
+from serve.front.api.prompt import Prompt
 from serve.front.app import bind, serve
-from serve.front.prompt import Prompt
-from serve.front.tokens import Tokenizer
+from serve.front.pipeline.adapters import Adapters
+from serve.front.text.tokens import Tokenizer
 
 CONFIG = ServeConfig(model=Path("."), served_model_name="tiny")
 MAX_CONTEXT = 512

@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from serve.core.types import FAILED_TOKEN, REFUSED_TOKEN, Event, Sampling, Sequence, Step
-from serve.front.scheduler import Scheduler
+from serve.front.pipeline.scheduler import Scheduler
 from serve.rank.outbox import Outbox
 
 VOCABULARY = 997

@@ -22,8 +22,8 @@ from serve.core.errors import (
     RequestError,
     UnavailableError,
 )
-from serve.front.adapters import Adapters
-from serve.front.lives import _cancelled
+from serve.front.pipeline.adapters import Adapters
+from serve.front.pipeline.lives import _cancelled
 from tests.front.fakes import CONFIG
 from tests.front.simulation import make_sequence
 from tests.front.test_scheduler import check_all_ended, expected

@@ -8,10 +8,10 @@ import pytest
 
 from serve.core.errors import BrigadeError, EngineError, UnavailableError
 from serve.core.types import Event
-from serve.front import replies
-from serve.front.answer import Answer
-from serve.front.metrics import Metrics
-from serve.front.record import Record
+from serve.front.http import replies
+from serve.front.http.metrics import Metrics
+from serve.front.http.record import Record
+from serve.front.output.answer import Answer
 from tests.front.fakes import FakeEngine, FakeGeneration
 from tests.front.test_chat import job
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from serve.core.errors import BrigadeError, EngineError, OverloadedError, RequestError
-from serve.front import app_stream
-from serve.front.anthropic import CountBody, MessagesBody
-from serve.front.anthropic_events import Telling
-from serve.front.openai import ChatBody, parse
-from serve.front.replies import named_event, usage
-from serve.front.schemas import AnthropicErrorReply, MessageReply
+from serve.front.api.anthropic import CountBody, MessagesBody
+from serve.front.api.anthropic_events import Telling
+from serve.front.api.openai import ChatBody, parse
+from serve.front.http.replies import named_event, usage
+from serve.front.http.schemas import AnthropicErrorReply, MessageReply
+from serve.front.routes import stream as streaming
 from tests.front.fakes import FakeEngine, Running
 from tests.front.test_app import wait_until
 
@@ -417,7 +417,7 @@ def test_a_client_that_leaves_frees_its_rows(
 def test_a_long_prefill_is_pinged_in_its_own_words(
     monkeypatch: pytest.MonkeyPatch, server: Running, engine: FakeEngine
 ) -> None:
-    monkeypatch.setattr(app_stream, "KEEP_ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(streaming, "KEEP_ALIVE_SECONDS", 0.05)
     engine.delay = 0.2
     body = {**HELLO, "max_tokens": 1, "stream": True}
     reply = httpx.post(server.url + MESSAGES, json=body, timeout=10).text

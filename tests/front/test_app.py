@@ -24,11 +24,12 @@ from serve.core.errors import (
     OverloadedError,
     UnavailableError,
 )
-from serve.front import anthropic_events, chat, guard, responses_events
+from serve.front.api import anthropic_events, chat, responses_events
+from serve.front.api.chat import ChatShape
 from serve.front.app import Front, bind
-from serve.front.chat import ChatShape
-from serve.front.formats import Format, ToolFormat
-from serve.front.replies import StatusError
+from serve.front.http import guard
+from serve.front.http.replies import StatusError
+from serve.front.text.formats import Format, ToolFormat
 from tests.front.fakes import CONFIG, MAX_CONTEXT, FakeEngine, Running
 
 HELLO: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
@@ -55,7 +56,9 @@ def wait_until(condition: Callable[[], bool], seconds: float = 5) -> None:
 
 
 def log_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    found = [record.getMessage() for record in caplog.records if record.name == "serve.front.guard"]
+    found = [
+        record.getMessage() for record in caplog.records if record.name == "serve.front.http.guard"
+    ]
     return [line for line in found if line.startswith("request=")]
 
 

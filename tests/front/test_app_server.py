@@ -20,8 +20,9 @@ import httpx
 import pytest
 
 from serve.core.errors import BrigadeError, UnavailableError
-from serve.front import app_server, app_stream
 from serve.front.app import bind, serve
+from serve.front.http import server as http_server
+from serve.front.routes import stream as streaming
 from tests.front.fakes import CONFIG, MAX_CONTEXT, FakeEngine, Running
 from tests.front.test_app import CHAT, HELLO, post, wait_until
 
@@ -29,8 +30,8 @@ from tests.front.test_app import CHAT, HELLO, post, wait_until
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> Iterator[Running]:
     """A server that waits a tenth of a second where others wait ten."""
-    monkeypatch.setattr(app_server, "LINGER_SECONDS", 0.3)
-    monkeypatch.setattr(app_stream, "KEEP_ALIVE_SECONDS", 0.1)
+    monkeypatch.setattr(http_server, "LINGER_SECONDS", 0.3)
+    monkeypatch.setattr(streaming, "KEEP_ALIVE_SECONDS", 0.1)
     with Running(engine, header_timeout=0.1, body_timeout=0.1) as server:
         yield server
 
@@ -257,8 +258,8 @@ def test_a_client_that_reads_nothing_is_given_up(
     monkeypatch: pytest.MonkeyPatch, engine: FakeEngine, data: bytes
 ) -> None:
     """A transport that is closed waits for its client to read, for ever."""
-    monkeypatch.setattr(app_server, "SEND_SECONDS", 0.2)
-    monkeypatch.setattr("serve.front.replies.encode", lambda body: LARGE)
+    monkeypatch.setattr(http_server, "SEND_SECONDS", 0.2)
+    monkeypatch.setattr("serve.front.http.replies.encode", lambda body: LARGE)
     with Running(engine) as server, server.connect() as connection:
         connection.sendall(data)
         wait_until(lambda: num_connections(server) == 1)
@@ -271,8 +272,8 @@ def test_a_client_that_reads_slowly_gets_all(
     monkeypatch: pytest.MonkeyPatch, engine: FakeEngine
 ) -> None:
     """Longer than the deadline, but never so long nothing."""
-    monkeypatch.setattr(app_server, "SEND_SECONDS", 0.4)
-    monkeypatch.setattr("serve.front.replies.encode", lambda body: LARGE)
+    monkeypatch.setattr(http_server, "SEND_SECONDS", 0.4)
+    monkeypatch.setattr("serve.front.http.replies.encode", lambda body: LARGE)
     with Running(engine) as server, server.connect() as connection:
         connection.sendall(GET_DOCUMENT.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
         received = 0
@@ -299,7 +300,7 @@ PROGRAM = """
 import asyncio, sys
 from pathlib import Path
 from serve.front.app import bind, serve
-from serve.front.tokens import Tokenizer
+from serve.front.text.tokens import Tokenizer
 from tests.front.fakes import CONFIG, MAX_CONTEXT, FakeEngine
 
 async def main():

@@ -9,13 +9,13 @@ import pytest
 
 from serve.core.errors import RequestError
 from serve.core.types import Sampling
-from serve.front.answer import Job
-from serve.front.chat import prepare
-from serve.front.choice import Piece
-from serve.front.formats import Format
-from serve.front.openai import ChatBody, parse
-from serve.front.prompt import Prompt
-from serve.front.tokens import Tokenizer
+from serve.front.api.chat import prepare
+from serve.front.api.openai import ChatBody, parse
+from serve.front.api.prompt import Prompt
+from serve.front.output.answer import Job
+from serve.front.output.choice import Piece
+from serve.front.text.formats import Format
+from serve.front.text.tokens import Tokenizer
 
 
 def job(tokenizer: Tokenizer, max_context: int, content: str = "hi", **fields: Any) -> Job:

@@ -8,14 +8,14 @@ import pytest
 
 from serve.core.errors import RequestError
 from serve.core.types import Score
-from serve.front import replies
-from serve.front.answer import Answer, Job
-from serve.front.completions import prepare
-from serve.front.logprobs import chat_logprobs, completion_logprobs
-from serve.front.metrics import Metrics
-from serve.front.openai import MOST_PROMPTS, CompletionBody, parse
-from serve.front.record import Record
-from serve.front.tokens import Tokenizer
+from serve.front.api.completions import prepare
+from serve.front.api.logprobs import chat_logprobs, completion_logprobs
+from serve.front.api.openai import MOST_PROMPTS, CompletionBody, parse
+from serve.front.http import replies
+from serve.front.http.metrics import Metrics
+from serve.front.http.record import Record
+from serve.front.output.answer import Answer, Job
+from serve.front.text.tokens import Tokenizer
 from tests.front.fakes import FakeEngine
 
 pytestmark = pytest.mark.anyio

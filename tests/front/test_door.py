@@ -9,12 +9,12 @@ import httpx
 import openai
 import pytest
 
-from serve.front import guard
-from serve.front.door import Door, check_local
-from serve.front.guard import Scope
-from serve.front.record import Record
-from serve.front.replies import StatusError
-from serve.front.tokens import Tokenizer
+from serve.front.http import guard
+from serve.front.http.door import Door, check_local
+from serve.front.http.guard import Scope
+from serve.front.http.record import Record
+from serve.front.http.replies import StatusError
+from serve.front.text.tokens import Tokenizer
 from tests.front.fakes import CONFIG, FakeEngine, Running
 from tests.front.test_app import CHAT, HELLO, get, post, wait_until
 

@@ -6,7 +6,7 @@ import pytest
 
 from serve.core.errors import EngineError
 from serve.core.types import Event, Sampling, Sequence
-from serve.front.generation import Generation
+from serve.front.pipeline.generation import Generation
 
 
 def test_an_error_comes_after_the_events_before_it() -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from serve.front import guard
-from serve.front.replies import StatusError
+from serve.front.http import guard
+from serve.front.http.replies import StatusError
 from tests.front.fakes import CONFIG
 
 pytestmark = pytest.mark.anyio

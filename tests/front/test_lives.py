@@ -26,8 +26,8 @@ from serve.core.errors import (
     UnavailableError,
 )
 from serve.core.types import Event, Sampling
-from serve.front.engine import Engine
-from serve.front.prompt import Prompt
+from serve.front.api.prompt import Prompt
+from serve.front.pipeline.engine import Engine
 from serve.parent.engine import EngineProcess
 from serve.parent.member import run_member
 from tests.front.simulation import next_token
@@ -314,7 +314,7 @@ async def test_ranks_without_room_for_a_short_sequence_wait(
             raise PlanError("There is room for 12 tokens only")
         return 10_000
 
-    monkeypatch.setattr("serve.front.engine.room_for_tokens", room)
+    monkeypatch.setattr("serve.front.pipeline.engine.room_for_tokens", room)
     assert await ring_after(caplog, [2], 2) == [0, 1, 2]
 
 
@@ -394,7 +394,7 @@ async def test_a_rank_that_comes_again_without_room_stays_out(
             raise PlanError("There is room for 12 tokens only")
         return 10_000
 
-    monkeypatch.setattr("serve.front.engine.room_for_tokens", room)
+    monkeypatch.setattr("serve.front.pipeline.engine.room_for_tokens", room)
     async with ranks(replan=True, join_timeout=2.0) as (engine, members, start):
         await ready(engine)
         await lose(members[1])
@@ -471,7 +471,7 @@ async def test_a_sequence_for_which_those_that_are_left_have_no_room_ends(
 ) -> None:
     """And one that fits as far as it has come is shorter."""
     room = iter([10_000, 300])
-    monkeypatch.setattr("serve.front.engine.room_for_tokens", lambda *_: next(room))
+    monkeypatch.setattr("serve.front.pipeline.engine.room_for_tokens", lambda *_: next(room))
     async with ranks(replan=True, join_timeout=2.0) as (engine, members, _):
         await ready(engine)
         long = asyncio.create_task(collect(engine, prompt(310, 600)))

@@ -13,13 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import AutoTokenizer
 
 from serve.core.errors import RequestError, UsageError
-from serve.front.anthropic import MessagesBody
-from serve.front.formats import Format, ToolFormat, _tool_format, format_of, tool_parsers
-from serve.front.marks import ListedCalls, Marked, NamedCall, Piece, Plain, parser_of
-from serve.front.openai import ChatBody, parse
-from serve.front.responses import ResponsesBody
-from serve.front.structured import Grammars
-from serve.front.tools import NamedTool, Tool, grammar_of_call
+from serve.front.api.anthropic import MessagesBody
+from serve.front.api.openai import ChatBody, parse
+from serve.front.api.responses import ResponsesBody
+from serve.front.api.tools import NamedTool, Tool, grammar_of_call
+from serve.front.output.marks import ListedCalls, Marked, NamedCall, Piece, Plain, parser_of
+from serve.front.text.formats import Format, ToolFormat, _tool_format, format_of, tool_parsers
+from serve.front.text.grammars import Grammars
 from tests.front.test_structured import MODEL, accepts, tokenizer
 
 __all__ = ["tokenizer"]
@@ -178,7 +178,7 @@ def test_the_format_is_found_by_the_model_and_can_be_chosen() -> None:
 def test_mlx_stays_out_of_this_process() -> None:
     """mlx_lm's package would bring it."""
     code = (
-        "import sys; from serve.front.formats import _tool_format, _module; "
+        "import sys; from serve.front.text.formats import _tool_format, _module; "
         "_module('tokenizer_utils'); _tool_format('laguna'); "
         "assert not {'mlx', 'mlx.core', 'mlx_lm'} & sys.modules.keys()"
     )

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from serve.front.messages import template_message
+from serve.front.api.messages import template_message
 from tests.front.test_openai import CALL, USER, chat, refusal
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from serve.front.metrics import Metrics
+from serve.front.http.metrics import Metrics
 
 ADAPTERS = {"num_loaded": 3, "num_swapped": 1, "load_seconds": 0.5, "num_requests": {"x": 4}}
 STATE: dict[str, Any] = {

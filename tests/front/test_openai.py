@@ -11,10 +11,9 @@ from openai.types.chat import completion_create_params as of_chat
 from pydantic import ValidationError
 
 from serve.core.errors import RequestError
-from serve.front.anthropic import MessagesBody
-from serve.front.body import MOST_FIELDS, json_object
-from serve.front.messages import Body, template_message
-from serve.front.openai import (
+from serve.front.api.anthropic import MessagesBody
+from serve.front.api.messages import Body, template_message
+from serve.front.api.openai import (
     _NEUTRAL,
     ChatBody,
     CompletionBody,
@@ -22,8 +21,9 @@ from serve.front.openai import (
     TokenizeChatBody,
     parse,
 )
-from serve.front.responses import ResponsesBody
-from serve.front.sampling import MOST_STOPS, SamplingBody
+from serve.front.api.responses import ResponsesBody
+from serve.front.api.sampling import MOST_STOPS, SamplingBody
+from serve.front.http.body import MOST_FIELDS, json_object
 
 USER = {"role": "user", "content": "hi"}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}

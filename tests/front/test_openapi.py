@@ -9,11 +9,11 @@ import httpx
 import pytest
 from pydantic import TypeAdapter
 
-from serve.front import schemas
-from serve.front.anthropic import MessagesBody
+from serve.front.api.anthropic import MessagesBody
+from serve.front.api.openai import _NEUTRAL, ChatBody, CompletionBody, Lenient
+from serve.front.api.responses import ResponsesBody
 from serve.front.app import Front
-from serve.front.openai import _NEUTRAL, ChatBody, CompletionBody, Lenient
-from serve.front.responses import ResponsesBody
+from serve.front.http import schemas
 from tests.front.fakes import CONFIG, FakeEngine, Running
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.front.prefix import LEAST_TOKENS, MOST_KEPT, PrefixIndex, common_length
+from serve.front.pipeline.prefix import LEAST_TOKENS, MOST_KEPT, PrefixIndex, common_length
 
 TOKENS = st.lists(st.integers(0, 2), max_size=60)
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from serve.front.record import Record, request_id
+from serve.front.http.record import Record, request_id
 
 EVIL = "/v1\nstatus=200 path=x\r\x1b[31m\u2028 \x85"
 

@@ -16,7 +16,7 @@ from serve.core.errors import (
     RequestError,
     UnavailableError,
 )
-from serve.front import replies
+from serve.front.http import replies
 
 
 def test_a_requests_fault_is_told_in_full() -> None:

@@ -9,10 +9,10 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from serve.core.errors import EngineError, NotFoundError, RequestError
-from serve.front.openai import parse
-from serve.front.replies import named_event
-from serve.front.responses import ResponsesBody, Store, as_messages, response
-from serve.front.responses_events import Telling
+from serve.front.api.openai import parse
+from serve.front.api.responses import ResponsesBody, Store, as_messages, response
+from serve.front.api.responses_events import Telling
+from serve.front.http.replies import named_event
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}

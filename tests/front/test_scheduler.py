@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve.core.errors import OverloadedError
-from serve.front.scheduler import Reuse
+from serve.front.pipeline.scheduler import Reuse
 from tests.front.simulation import VOCABULARY, Pipeline, make_sequence, next_token
 
 

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from serve.core.types import Sequence, Step
-from serve.front.prefix import PrefixIndex
+from serve.front.pipeline.prefix import PrefixIndex
 from tests.front.simulation import Pipeline, StageModel, make_sequence, next_token
 from tests.front.test_scheduler import check_all_ended, expected
 

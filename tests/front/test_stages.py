@@ -3,7 +3,7 @@
 import pytest
 
 from serve.core.plan import StagePlan
-from serve.front.stages import (
+from serve.front.pipeline.stages import (
     Span,
     StageStatus,
     better_split,

@@ -16,7 +16,7 @@ from llguidance import LLMatcher, LLTokenizer
 from pydantic import ValidationError
 
 from serve.core.errors import BrigadeError, RequestError
-from serve.front.structured import Grammars, ResponseFormat, StructuredOutputs, of_schema
+from serve.front.text.grammars import Grammars, ResponseFormat, StructuredOutputs, of_schema
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny-chat"
 PERSON = {
@@ -203,7 +203,8 @@ def test_a_check_that_breaks_is_the_end_of_its_request_alone() -> None:
 def test_it_ends_with_its_server() -> None:
     """Also with one that is killed."""
     program = (
-        "import os, signal, sys; from pathlib import Path; from serve.front.structured import *\n"
+        "import os, signal, sys; from pathlib import Path\n"
+        "from serve.front.text.grammars import *\n"
         "grammars = Grammars(Path(sys.argv[1])); grammars.check(of_schema({}), 'x')\n"
         "print(grammars._idle[0].pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )

@@ -1,6 +1,6 @@
 """A request that breaks engines goes, and takes no other one with it."""
 
-from serve.front.suspects import MOST_FAULTS, Suspects
+from serve.front.pipeline.blame import MOST_FAULTS, Suspects
 
 
 def test_the_youngest_without_a_token_is_given_up_after_some_faults() -> None:

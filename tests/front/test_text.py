@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from serve.front.text import StopMatcher
+from serve.front.output.stop_strings import StopMatcher
 
 
 def slow_cut(text: str, stops: list[str]) -> str:

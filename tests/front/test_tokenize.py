@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serve.front import replies
+from serve.front.http import replies
 from tests.front.fakes import MAX_CONTEXT, Running
 
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
 from serve.core.errors import ModelError, RequestError
-from serve.front.tokens import TextStream, Tokenizer
+from serve.front.text.tokens import TextStream, Tokenizer
 from tests.front.fakes import byte_fallback, byte_level, metaspace, save
 
 TEXTS = [

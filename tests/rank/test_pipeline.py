@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from serve.core.plan import even_split
 from serve.core.types import Sampling, Score, Sequence
 from serve.core.wire import Result
-from serve.front.scheduler import Scheduler
+from serve.front.pipeline.scheduler import Scheduler
 from serve.model.caches import quantized
 from serve.model.stage import Stage
 from serve.rank.chooser import Chooser
@@ -65,7 +65,7 @@ class LocalPipeline:
             self.results.put(result)
 
     def answer(self, sequences: list[Sequence]) -> dict[int, list[int]]:
-        """Runs the sequences to their end, as serve.front.engine does."""
+        """Runs the sequences to their end, as serve.front.pipeline.engine does."""
         self.scheduler.add(*sequences)
         self._pump()
         while self.scheduler.num_running or self.scheduler.waiting:

@@ -1,0 +1,321 @@
+"""The bodies of requests: what is accepted, and what is refused with which words.
+
+Strict: a field of OpenAI or vLLM that is not supported must hold the value that changes
+nothing. Fields that nobody knows are ignored with a line in the log, as vLLM does.
+"""
+
+import json
+import logging
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BeforeValidator, FailFast, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from serve.core.errors import RequestError
+from serve.front.api.messages import Body, Message, refuse, template_message
+from serve.front.api.sampling import MOST_LOGPROBS, SamplingBody, TokenIds
+from serve.front.api.tools import ToolChoice, Tools, grammar_of_call
+from serve.front.text.tokens import Tokenizer
+
+MOST_PROMPTS = 1024
+_MOST_PATH_CHARACTERS = 120
+_MOST_NAMES_LOGGED = 8
+
+# Fields of OpenAI and vLLM that are not supported, by the values that change nothing. null is
+# always among them. A body that has such a field of its own is asked first.
+_NAMES_BY_NEUTRAL: list[tuple[tuple[Any, ...], str]] = [
+    (
+        (),
+        "audio cache_salt chat_template documents ec_transfer_params guided_choice "
+        "guided_decoding_backend guided_grammar guided_json guided_regex "
+        "guided_whitespace_pattern kv_transfer_params logprob_token_ids media_io_kwargs "
+        "mm_processor_kwargs moderation prediction prompt_cache_options prompt_embeds "
+        "reasoning_effort repetition_detection request_id session_id verbosity vllm_xargs "
+        "watermarking web_search_options",
+    ),
+    ((True,), "add_generation_prompt detokenize return_mm_kwargs spaces_between_special_tokens"),
+    ((False,), "continue_final_message echo return_prompt_text return_token_offsets store"),
+    ((False,), "use_beam_search"),
+    ((0,), "priority routed_experts_prompt_start"),
+    ((1,), "best_of length_penalty stream_interval"),
+    ((-1,), "thinking_token_budget"),
+    (("",), "suffix"),
+    (([],), "functions logits_processors"),
+    ((["text"],), "modalities"),
+    (("auto", "default"), "service_tier"),
+    (("in_memory",), "prompt_cache_retention"),
+    (("left",), "truncation_side"),
+    (("none", "auto"), "function_call"),
+]
+_NEUTRAL = {name: values for values, names in _NAMES_BY_NEUTRAL for name in names.split()}
+
+_logger = logging.getLogger(__name__)
+Parsed = TypeVar("Parsed", bound=Body)
+
+
+class Lenient(Body):
+    """Read by `parse`, which takes more than the model itself."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> Any:
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        for name, neutral in _NEUTRAL.items():
+            schema["properties"].setdefault(name, {"enum": [None, *neutral]})
+        return schema | {"additionalProperties": True}
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: Literal[False] | None = None
+
+
+class GenerationBody(SamplingBody, Lenient):
+    """What asks for answers. user and the like change no answer."""
+
+    model: str
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 63)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @model_validator(mode="after")
+    def _stream_fits(self) -> "GenerationBody":
+        if self.stream_options is not None and not self.stream:
+            refuse("stream_options is allowed only with stream=true", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            refuse("prompt_logprobs are not available with stream=true", "prompt_logprobs")
+        if self.truncate_prompt_tokens == 0:
+            refuse("truncate_prompt_tokens leaves nothing of the prompt", "truncate_prompt_tokens")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def check_num_answers(self, num_prompts: int, most: int) -> None:
+        if (asked := num_prompts * self.num_choices) > most:
+            raise RequestError(
+                f"The request asks for {asked} answers, {most} are the most at a time: "
+                "send fewer prompts or a smaller n."
+            )
+
+
+class Templated(Body):
+    """What a prompt is rendered from."""
+
+    messages: Annotated[list[Message], Field(min_length=1), FailFast()]
+    tools: Tools | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> "Templated":
+        if self.continue_final_message and self.add_generation_prompt:
+            refuse(
+                "continue_final_message cannot go with add_generation_prompt",
+                "continue_final_message",
+            )
+        return self
+
+    def render(self, tokenizer: Tokenizer) -> str:
+        prompted = self.add_generation_prompt
+        return tokenizer.render(
+            [template_message(message) for message in self.messages],
+            self.chat_template_kwargs or {},
+            not self.continue_final_message if prompted is None else prompted,
+            bool(self.continue_final_message),
+            [tool.model_dump(exclude_none=True) for tool in self.tools or ()],
+        )
+
+
+class ChatBody(Templated, GenerationBody):
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "ChatBody":
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            refuse("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
+        if self.top_logprobs and not self.logprobs:
+            refuse("top_logprobs needs logprobs=true", "top_logprobs")
+        return self
+
+    def grammars(self) -> dict[str, str]:
+        parallel = self.parallel_tool_calls is not False
+        call = grammar_of_call(self.tools or (), self.tool_choice or "auto", parallel)
+        return super().grammars() | ({"tool_choice": call} if call else {})
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def num_top(self) -> int | None:
+        """How many of the likeliest tokens are told with each one; None for no scores."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def _list_prompts(prompt: Any) -> Any:
+    """One prompt or several, text or token ids: always a tuple of several."""
+    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _are_ids(prompt)):
+        prompt = [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        refuse("must be a string, a list of strings, of token ids, or of lists of token ids")
+    if len(prompt) > MOST_PROMPTS:
+        refuse(f"has {len(prompt)} prompts, {MOST_PROMPTS} are allowed")
+    for one in prompt:
+        if not one or not (isinstance(one, str) or (isinstance(one, list) and _are_ids(one))):
+            refuse("has an empty prompt, or one that is neither text nor a list of token ids")
+    return tuple(prompt)
+
+
+def _are_ids(ids: list[Any]) -> bool:
+    return all(type(id) is int and 0 <= id < 2**31 for id in ids)
+
+
+class CompletionBody(GenerationBody):
+    prompt: Annotated[
+        tuple[str | list[int], ...],
+        BeforeValidator(
+            _list_prompts, json_schema_input_type=str | list[int] | list[str | list[int]]
+        ),
+    ]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "CompletionBody":
+        if self.max_tokens == 0 and not self.echo:
+            refuse("max_tokens may be 0 only with echo=true", "max_tokens")
+        if self.best_of is not None and self.best_of != self.num_choices:
+            refuse("best_of other than n is not supported: leave it out", "best_of")
+        return self
+
+    @property
+    def num_scored(self) -> int | None:
+        """How many of the likeliest are told in the place of each of the prompt's tokens."""
+        asked = (self.logprobs if self.echo else None, self.prompt_logprobs)
+        return max((most for most in asked if most is not None), default=None)
+
+
+class TokenizeBody(Lenient):
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatBody(Templated, Lenient):
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Lenient):
+    model: str | None = None
+    tokens: TokenIds
+
+
+Tokenizable = TokenizeBody | TokenizeChatBody
+
+
+# --- from JSON
+
+
+def parse(kind: type[Parsed], body: dict[str, Any]) -> Parsed:
+    """null is the same as leaving a field out. Raises RequestError, which names the first
+    field that is wrong."""
+    body = {name: value for name, value in body.items() if value is not None}
+    if not issubclass(kind, Lenient):
+        return _validated(kind, body)
+    unknown = body.keys() - kind.model_fields.keys() - _NEUTRAL.keys()
+    if unknown:
+        names = [name[:_MOST_PATH_CHARACTERS] for name in sorted(unknown)[:_MOST_NAMES_LOGGED]]
+        _logger.warning("event=ignored_fields num=%d names=%s", len(unknown), json.dumps(names))
+    supported = {name: body[name] for name in body if name in kind.model_fields}
+    for name in body.keys() - supported.keys() - unknown:
+        _check_neutral(name, body[name])
+    return _validated(kind, supported)
+
+
+def _validated(kind: type[Parsed], body: dict[str, Any]) -> Parsed:
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        raise _request_error(error, body) from error
+
+
+def _check_neutral(name: str, value: Any) -> None:
+    """Raises RequestError if a field that is not supported asks for something."""
+    for neutral in _NEUTRAL[name]:
+        if value == neutral and isinstance(value, bool) == isinstance(neutral, bool):
+            return
+    allowed = ", ".join(str(encoded) for encoded in _NEUTRAL[name]) or "null"
+    raise RequestError(
+        f"{name} is not supported: leave it out (or give {allowed}).",
+        param=name,
+        code="unsupported_parameter",
+    )
+
+
+# --- pydantic's errors in a client's words
+
+
+def _request_error(error: ValidationError, body: dict[str, Any]) -> RequestError:
+    first = error.errors(include_url=False)[0]
+    is_missing = first["type"] == "missing"
+    path = _path(first["loc"], body, is_missing) or first.get("ctx", {}).get("param") or ""
+    if first["type"] == "extra_forbidden":
+        return RequestError(f"Unknown field {path!r}: it is not supported.", param=path)
+    if is_missing:
+        return RequestError(f"The field {path!r} is missing.", param=path)
+    message = _reason(first)
+    said = path and not message.startswith(f"{path} ")
+    return RequestError(f"{path}: {message}." if said else f"{message}.", param=path or None)
+
+
+def _reason(error: ErrorDetails) -> str:
+    if error["type"].startswith("union_tag") and "'" in error["ctx"]["discriminator"]:
+        field = error["ctx"]["discriminator"].strip("'")
+        known = error["ctx"].get("expected_tags", "").replace("'", "")
+        return f"{field} must be one of {known}" if known else f"{field} is missing"
+    if error["type"] == "none_required":
+        return "must be null"
+    return error["msg"].rstrip(".")
+
+
+def _path(location: tuple[int | str, ...], body: Any, is_missing: bool) -> str:
+    """Such as messages[2].content: the steps that exist in body, without pydantic's own.
+
+    Of a missing field the last step does not exist either.
+    """
+    path = ""
+    for number, step in enumerate(location):
+        if isinstance(step, int) and isinstance(body, list):
+            path, body = f"{path}[{step}]", body[step] if step < len(body) else None
+        elif isinstance(step, str) and isinstance(body, dict):
+            is_last = number == len(location) - 1
+            if step not in body and not (is_missing and is_last):
+                continue
+            has_parts = isinstance(body.get(step), dict | list)
+            if not is_last and not has_parts and (is_missing or location[number + 1] in body):
+                continue  # The tag of a union, which a field beside the next one is called, too.
+            path, body = f"{path}.{step}" if path else step, body.get(step)
+    return path[:_MOST_PATH_CHARACTERS]

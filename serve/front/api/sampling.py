@@ -1,0 +1,209 @@
+"""What chat and completions have in common: how tokens are chosen, and where answers end."""
+
+import secrets
+from dataclasses import replace
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from serve.core.errors import RequestError
+from serve.core.types import Sampling
+from serve.front.api.messages import Body, refuse
+from serve.front.text.grammars import ResponseFormat, StructuredOutputs
+from serve.front.text.tokens import Tokenizer
+
+MOST_STOPS = 16
+MOST_STOP_CHARACTERS = 1024
+MOST_CHOICES = 128
+MOST_BIASES = 1024
+MOST_BIAS = 100
+MOST_BAD_WORDS = 128
+MOST_LOGPROBS = 20
+_MOST_INT = 2**31 - 1
+
+
+def _one_or_more(stop: Any) -> Any:
+    return _strings([stop] if isinstance(stop, str) else stop, MOST_STOPS)
+
+
+def _listed(most: int) -> BeforeValidator:
+    return BeforeValidator(lambda texts: _strings(texts, most), list[str] | None)
+
+
+def _strings(texts: Any, most: int) -> tuple[str, ...]:
+    if texts is None:
+        return ()
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        refuse("must be a string or a list of strings")
+    if len(texts) > most:
+        refuse(f"has {len(texts)} strings, {most} are allowed")
+    if not all(0 < len(text) <= MOST_STOP_CHARACTERS for text in texts):
+        refuse(f"needs strings of 1 to {MOST_STOP_CHARACTERS} characters")
+    return tuple(texts)
+
+
+def _read_biases(biases: Any) -> Any:
+    """As JSON has it, ids are strings."""
+    if biases is None:
+        return {}
+    if not isinstance(biases, dict) or len(biases) > MOST_BIASES:
+        refuse(f"must be an object of up to {MOST_BIASES} token ids and numbers")
+    for id, bias in biases.items():
+        if not (id.isascii() and id.isdigit() and len(id) < 10):
+            refuse(f"has the key {id[:40]!r}, which is no token id")
+        if not isinstance(bias, int | float) or isinstance(bias, bool) or abs(bias) > MOST_BIAS:
+            refuse(f"needs numbers from {-MOST_BIAS} to {MOST_BIAS}")
+    return {int(id): float(bias) for id, bias in biases.items()}
+
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Penalty = Annotated[Number, Field(ge=-2, le=2)]
+Temperature = Annotated[Number, Field(ge=0, le=2)]
+TopP = Annotated[Number, Field(gt=0, le=1)]
+TopK = Annotated[int, Field(ge=-1, le=_MOST_INT)]
+StopList = Annotated[tuple[str, ...], _listed(MOST_STOPS)]
+Stops = Annotated[tuple[str, ...], BeforeValidator(_one_or_more, str | list[str] | None)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=_MOST_INT)]], Field(fail_fast=True)]
+
+
+class SamplingBody(Body):
+    """null is the same as leaving a field out."""
+
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[Number, Field(ge=0.01, le=100)] | None = None
+    logit_bias: Annotated[
+        dict[int, float],
+        BeforeValidator(_read_biases, json_schema_input_type=dict[str, float] | None),
+    ] = {}
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
+    bad_words: Annotated[tuple[str, ...], _listed(MOST_BAD_WORDS)] = ()
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=_MOST_INT)] | None = None
+    stop: Stops = ()
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    def check_min_tokens(self, max_tokens: int) -> None:
+        if self.min_tokens and self.min_tokens > max_tokens:
+            raise RequestError(
+                f"min_tokens: {self.min_tokens} is more than the {max_tokens} tokens that the "
+                "answer may have.",
+                param="min_tokens",
+            )
+
+    def end_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
+        eos_ids = frozenset() if self.ignore_eos else tokenizer.eos_ids
+        return eos_ids.union(self.stop_token_ids or ())
+
+    def samplings(
+        self, tokenizer: Tokenizer, logprobs: int | None, prompt_logprobs: int | None = None
+    ) -> tuple[Sampling, ...]:
+        """One for each choice, with a seed of its own. Raises RequestError for what only the
+        tokenizer can tell. Whether a grammar can be followed is left to check_grammar."""
+        self._check_ids(tokenizer.vocab_size)
+        first = Sampling(
+            temperature=_given(self.temperature, 1.0),
+            top_p=_given(self.top_p, 1.0),
+            seed=_given(self.seed, secrets.randbits(63)),
+            top_k=max(0, self.top_k or 0),
+            min_p=self.min_p or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=_given(self.repetition_penalty, 1.0),
+            bias_ids=tuple(self.logit_bias),
+            biases=tuple(self.logit_bias.values()),
+            allowed_ids=tuple(sorted(set(self.allowed_token_ids or ()))),
+            bad_words=self._bad_words(tokenizer),
+            min_tokens=self.min_tokens or 0,
+            end_ids=self._banned_first(tokenizer),
+            grammar=self._grammar(),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+        _check_something_is_left(first)
+        others = range(1, self.num_choices)
+        return first, *(replace(first, seed=first.seed + i, prompt_logprobs=None) for i in others)
+
+    def grammars(self) -> dict[str, str]:
+        """What an answer must follow, by the field that says so. Raises RequestError."""
+        fields = {
+            "response_format": self.response_format,
+            "structured_outputs": self.structured_outputs,
+        }
+        found = {name: field.grammar() for name, field in fields.items() if field}
+        return {name: grammar for name, grammar in found.items() if grammar}
+
+    def check_grammar(self, tokenizer: Tokenizer) -> None:
+        """Takes up to a second of a core. Raises RequestError if it cannot be followed."""
+        for param, grammar in self.grammars().items():
+            tokenizer.grammars.check(grammar, param)
+
+    def _grammar(self) -> str | None:
+        grammars = self.grammars()
+        if len(grammars) > 1:
+            both = " and ".join(grammars)
+            raise RequestError(f"{both} cannot go together.", param=next(iter(grammars)))
+        return next(iter(grammars.values()), None)
+
+    def _banned_first(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """What does not come before min_tokens, as in vLLM also with ignore_eos."""
+        ids = tokenizer.eos_ids.union(self.stop_token_ids or ())
+        return tuple(sorted(id for id in ids if id < tokenizer.vocab_size))
+
+    def _check_ids(self, vocab_size: int) -> None:
+        for name, ids in (
+            ("logit_bias", self.logit_bias),
+            ("allowed_token_ids", self.allowed_token_ids),
+            ("stop_token_ids", self.stop_token_ids),
+        ):
+            check_ids(name, ids or (), vocab_size)
+
+    def _bad_words(self, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+        """As vLLM has it: also with a space before, if only its first token differs."""
+        found: list[tuple[int, ...]] = []
+        for word in self.bad_words:
+            plain, spaced = (tuple(tokenizer.encode(s + word.lstrip())) for s in ("", " "))
+            if not plain:
+                raise RequestError(f"bad_words: {word[:40]!r} has no tokens.", param="bad_words")
+            found.append(plain)
+            if len(spaced) == len(plain) and spaced[0] != plain[0]:
+                found.append(spaced)
+        return tuple(found)
+
+
+def _given(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def check_ids(name: str, ids: Any, vocab_size: int) -> None:
+    """Raises RequestError: a model has no row for an id outside of its vocabulary."""
+    for id in ids:
+        if id >= vocab_size:
+            raise RequestError(
+                f"{name}: {id} is no token id, the vocabulary has {vocab_size}.", param=name
+            )
+
+
+def _check_something_is_left(sampling: Sampling) -> None:
+    banned = {word[0] for word in sampling.bad_words if len(word) == 1}
+    if sampling.min_tokens:
+        banned.update(sampling.end_ids)
+    if sampling.allowed_ids and banned.issuperset(sampling.allowed_ids):
+        raise RequestError(
+            "allowed_token_ids: bad_words and min_tokens leave nothing of it.",
+            param="allowed_token_ids",
+        )

@@ -1,0 +1,103 @@
+"""Tools: what a request may declare, and the grammar of a call that is demanded.
+
+A call that must come (tool_choice required, or a name) is written as JSON by any model,
+because a grammar leaves it no choice, as vLLM does it.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from serve.core.errors import RequestError
+from serve.front.api.messages import Body
+from serve.front.text.grammars import of_schema
+
+MOST_TOOLS = 128
+
+
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class Function(Body):
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: FunctionName
+
+
+Tools = Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)]
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+def grammar_of_call(tools: Sequence[Tool], choice: ToolChoice, parallel: bool) -> str | None:
+    """None if the model may do as it likes. Raises RequestError."""
+    if choice in ("none", "auto"):
+        return None
+    if not tools:
+        raise RequestError("tool_choice demands a tool, and there are none.", param="tool_choice")
+    if isinstance(choice, NamedTool):
+        named = [tool for tool in tools if tool.function.name == choice.function.name]
+        if not named:
+            raise RequestError(
+                f"tool_choice names {choice.function.name[:80]!r}, which is not among the tools.",
+                param="tool_choice",
+            )
+        return of_schema(_parameters(named[0]))
+    calls = {
+        "type": "array",
+        "minItems": 1,
+        "items": {"anyOf": [_call_schema(*numbered) for numbered in enumerate(tools)]},
+    }
+    return of_schema(calls if parallel else {**calls, "maxItems": 1})
+
+
+def _call_schema(number: int, tool: Tool) -> dict[str, Any]:
+    """With an $id, references of the parameters (`#/$defs/...`) are to themselves."""
+    return {
+        "type": "object",
+        "properties": {
+            "name": {"const": tool.function.name},
+            "parameters": {**_parameters(tool), "$id": f"urn:tool:{number}"},
+        },
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
+
+
+def _parameters(tool: Tool) -> dict[str, Any]:
+    return tool.function.parameters or {"type": "object", "properties": {}}
+
+
+def called(parsed: Any) -> list[tuple[str, str, str | None]]:
+    """Names, arguments as JSON text and ids that the model wrote, of what a parser of mlx-lm
+    gives. Raises ValueError if it is no call, or one that no JSON can tell."""
+    calls = parsed if isinstance(parsed, list) and parsed else [parsed]
+    return [_parts_of(call) for call in calls]
+
+
+def _parts_of(call: Any) -> tuple[str, str, str | None]:
+    name = call.get("name") if isinstance(call, dict) else None
+    if not isinstance(name, str):
+        raise ValueError("a call without a name")
+    arguments = call.get("arguments", call.get("parameters", {}))
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    id = call["id"] if isinstance(call.get("id"), str) else None
+    (name + arguments + (id or "")).encode()  # A lone surrogate is a ValueError.
+    return name, arguments, id

@@ -1,0 +1,161 @@
+"""Around every request: its id, log line and count, and its body's limits. Plain ASGI."""
+
+import asyncio
+import json
+import logging
+import traceback
+from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
+from typing import Any, TypeVar
+
+from serve.core.config import ServeConfig
+from serve.core.errors import BrigadeError
+from serve.front.http import replies
+from serve.front.http.metrics import Metrics
+from serve.front.http.record import Record, request_id
+from serve.front.http.replies import StatusError
+
+Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+Result = TypeVar("Result")
+
+RECORD = "brigade.record"
+LIMITS = "brigade.limits"
+CLIENT_LEFT = 499
+_PROBES = {"/health", "/ready", "/metrics"}
+
+_logger = logging.getLogger(__name__)
+
+
+class Guard:
+    """The outermost application: one log line and one count for each request. paths are
+    those that are counted by name."""
+
+    def __init__(
+        self, inner: Application, metrics: Metrics, limits: ServeConfig, paths: Collection[str]
+    ) -> None:
+        self._inner = inner
+        self._metrics = metrics
+        self._limits = limits
+        self._paths = frozenset(paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        record = Record(request_id(scope["headers"]), scope["method"], scope["path"])
+        scope[RECORD], scope[LIMITS] = record, self._limits
+
+        async def watched(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = record.status or message["status"]
+                names = [b"x-request-id"]
+                if replies.speaks_anthropic(record.path):
+                    names.append(b"request-id")
+                named = [(name, record.request.encode("ascii")) for name in names]
+                message = {**message, "headers": [*message["headers"], *named]}
+            await send(message)
+
+        try:
+            await self._inner(scope, receive, watched)
+        except Exception:
+            record.status, record.finish_reason = 500, "error"
+            # On one line: what an exception says may be a client's words.
+            trace = json.dumps(traceback.format_exc())
+            _logger.error("request=%s event=bug trace=%s", record.request, trace)
+        finally:
+            self._end(record)
+
+    def _end(self, record: Record) -> None:
+        if record.finish_reason == "abort" or record.status is None:
+            record.status = CLIENT_LEFT
+        endpoint = record.path if record.path in self._paths else "other"
+        self._metrics.request(endpoint, record.status)
+        # Whoever polls while the cluster starts must not fill the log.
+        quiet = record.path in _PROBES and record.status in (200, 503)
+        _logger.log(logging.DEBUG if quiet else logging.INFO, "%s", record.line())
+
+
+def error_reply(scope: Scope, error: BrigadeError) -> Mapping[str, Any]:
+    """In the words of the API whose call it is."""
+    record: Record = scope[RECORD]
+    if replies.speaks_anthropic(record.path):
+        return replies.anthropic_error(error, record.request)
+    return replies.error_object(error)
+
+
+async def answer(scope: Scope, send: Send, error: BrigadeError) -> None:
+    """Where no framework does."""
+    body = replies.encode(error_reply(scope, error))
+    headers = {
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        **replies.error_headers(error),
+    }
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": error.http_status, "headers": raw})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def read_body(scope: Scope, receive: Receive) -> bytes:
+    """Raises StatusError: 415 for what is no JSON and 413 for an announced size, both
+    before reading, and 408 for a slow body."""
+    limits: ServeConfig = scope[LIMITS]
+    headers = dict(scope["headers"])
+    _check_type(headers)
+    announced = headers.get(b"content-length", b"0")
+    if announced.isdigit() and int(announced[:20]) > limits.max_body_bytes:
+        raise _too_large(limits.max_body_bytes)
+    try:
+        collecting = _collect(receive, limits.max_body_bytes)
+        return await asyncio.wait_for(collecting, limits.body_timeout)
+    except (TimeoutError, asyncio.TimeoutError):
+        raise StatusError(
+            408,
+            f"The body took longer than {limits.body_timeout:g} seconds.",
+            {"connection": "close"},
+        ) from None
+
+
+def _check_type(headers: dict[bytes, bytes]) -> None:
+    """Another type is what a web page may send to any server without asking it first."""
+    if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
+        raise StatusError(415, "The body must be JSON: send Content-Type: application/json.")
+    if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+        raise StatusError(415, "A compressed body is not read: send it without Content-Encoding.")
+
+
+async def _collect(receive: Receive, most_bytes: int) -> bytes:
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise StatusError(CLIENT_LEFT, "The client left.")
+        body += message.get("body", b"")
+        if len(body) > most_bytes:
+            raise _too_large(most_bytes)
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def _too_large(most_bytes: int) -> StatusError:
+    return StatusError(413, f"The body is larger than {most_bytes} bytes.")
+
+
+async def unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:
+    """The result of work, which is cancelled if the client leaves before it is there."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise StatusError(CLIENT_LEFT, "The client left.")
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

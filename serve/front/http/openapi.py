@@ -1,0 +1,145 @@
+"""/openapi.json: made of the routes that serve, the models that check bodies, and the types of
+replies. What a call says of itself stands at the function that answers it."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from pydantic import TypeAdapter
+from pydantic.json_schema import JsonSchemaValue
+
+from serve.front.http.replies import Json
+from serve.front.http.schemas import ErrorReply
+
+_REASONS = {
+    400: "The request is wrong: param names the field.",
+    401: "A key is missing or wrong.",
+    403: "Admin calls come from this host, or with the admin key.",
+    404: "There is no such model, adapter or answer.",
+    408: "The body took too long.",
+    409: "The adapter is being loaded or used.",
+    413: "The body is too large.",
+    415: "The body is not said to be JSON.",
+    429: "The queue is full.",
+    500: "The server made a mistake: its log says more.",
+    503: "Not ready, draining, or too many connections.",
+}
+_RETRY = {"Retry-After": {"required": True, "schema": {"type": "integer"}}}
+_WITH_BODY = {400, 408, 413, 415}
+
+Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
+
+
+class Route(Protocol):
+    path: str
+    methods: set[str] | None
+    endpoint: Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """body, reply and error are types; None is no body, and a reply that is text. chunk is the type
+    of a stream's events. errors are statuses beside those that follow from the rest."""
+
+    body: Any = None
+    reply: Any = None
+    chunk: Any = None
+    error: Any = ErrorReply
+    errors: frozenset[int] = frozenset()
+    status: int = 200
+    query: Mapping[str, Json] | None = None
+
+
+def told(*errors: int, **fields: Any) -> Callable[[Endpoint], Endpoint]:
+    """Says what a function that answers a call takes and gives, as the fields of Call."""
+
+    def mark(endpoint: Endpoint) -> Endpoint:
+        endpoint.call = Call(errors=frozenset(errors), **fields)  # type: ignore[attr-defined]
+        return endpoint
+
+    return mark
+
+
+def document(routes: Iterable[Route], version: str) -> Json:
+    calls = [
+        (route, method.lower(), route.endpoint.call)  # type: ignore[attr-defined]
+        for route in routes
+        for method in sorted(set(route.methods or ()) - {"HEAD"})
+    ]
+    types = {
+        kind for *_, c in calls for kind in (c.body, c.reply, c.chunk, c.error) if kind is not None
+    }
+    schemas, components = _schemas(list(types))
+    paths: Json = {}
+    for route, method, call in calls:
+        path = re.sub(r":\w+}", "}", route.path)
+        paths.setdefault(path, {})[method] = _operation(route, method, call, schemas)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Brigade", "version": version},
+        "security": [{}, {"bearer": []}, {"key": []}],
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+            },
+        },
+    }
+
+
+def _schemas(types: list[Any]) -> tuple[dict[Any, JsonSchemaValue], Json]:
+    """The schema of each type, and those that they refer to. What does not say that it is open
+    is closed."""
+    found, whole = TypeAdapter.json_schemas(
+        [(kind, "validation", TypeAdapter(kind)) for kind in types],
+        ref_template="#/components/schemas/{model}",
+    )
+    components: Json = whole["$defs"]
+    for schema in components.values():
+        if "properties" in schema:
+            schema.setdefault("additionalProperties", False)
+    return {kind: schema for (kind, _), schema in found.items()}, components
+
+
+def _operation(route: Route, method: str, call: Call, schemas: dict[Any, JsonSchemaValue]) -> Json:
+    operation: Json = {
+        "operationId": f"{method}_{route.endpoint.__name__}",
+        "summary": (route.endpoint.__doc__ or "").strip().partition("\n")[0],
+        "responses": {str(call.status): _reply(call, schemas)},
+    }
+    named = re.findall(r"{(\w+)", route.path)
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in named
+    ]
+    for name, schema in (call.query or {}).items():
+        parameters.append({"name": name, "in": "query", "required": False, "schema": schema})
+    if parameters:
+        operation["parameters"] = parameters
+    if call.body is not None:
+        content = {"application/json": {"schema": schemas[call.body]}}
+        operation["requestBody"] = {"required": True, "content": content}
+    for status in sorted(call.errors | (_WITH_BODY if call.body else set()) | {401, 503}):
+        content = {"application/json": {"schema": schemas[call.error]}}
+        error: Json = {"description": _REASONS[status], "content": content}
+        operation["responses"][str(status)] = error
+        if status in (429, 503):
+            error["headers"] = _RETRY
+    return operation
+
+
+def _reply(call: Call, schemas: dict[Any, JsonSchemaValue]) -> Json:
+    content: Json = {"text/plain": {"schema": {"type": "string"}}}
+    if call.reply is not None:
+        content = {"application/json": {"schema": schemas[call.reply]}}
+    if call.chunk is not None:
+        data = {"contentMediaType": "application/json", "contentSchema": schemas[call.chunk]}
+        events = "Data of events: chunks, perhaps an error, then [DONE]."
+        schema, told = {"type": "string", "description": events}, [data, {"const": "[DONE]"}]
+        if call.chunk is Json:  # Events with types of their own, of which one is the last.
+            schema["description"], told = "Data of events.", [data]
+        content["text/event-stream"] = {"schema": schema, "x-event": {"anyOf": told}}
+    return {"description": "The answer.", "content": content}

@@ -1,0 +1,151 @@
+"""The bodies that go out: events, error objects, and replies folded out of chunks. Pure."""
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from io import StringIO
+from typing import Any
+
+from serve.core.errors import BrigadeError, OverloadedError, RequestError, UnavailableError
+from serve.front.http.schemas import AnthropicError, AnthropicErrorReply, ErrorReply, Usage
+
+Json = dict[str, Any]
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+
+
+def encode(body: Mapping[str, Any]) -> bytes:
+    return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def server_sent(body: Mapping[str, Any]) -> bytes:
+    return b"data: " + encode(body) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def named_event(event: Mapping[str, Any]) -> bytes:
+    """As Responses and Anthropic send them: named by their type."""
+    return f"event: {event['type']}\n".encode() + server_sent(event)
+
+
+# --- errors
+
+
+class StatusError(RequestError):
+    """A fault that is HTTP's own, such as 405 or 413. 499 is a client that left."""
+
+    def __init__(
+        self, status: int, message: str, headers: Mapping[str, str] = {}, code: str | None = None
+    ) -> None:
+        super().__init__(message, code=code)
+        self.http_status, self.headers = status, dict(headers)
+
+
+def error_object(error: BrigadeError) -> ErrorReply:
+    return {
+        "error": {
+            "message": _public_message(error),
+            "type": error.type,
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+def speaks_anthropic(path: str) -> bool:
+    """Whether the call at this path has Anthropic's errors, whatever goes wrong with it."""
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
+
+
+def anthropic_error(error: BrigadeError, request_id: str) -> AnthropicErrorReply:
+    kind = _ANTHROPIC_TYPES.get(error.http_status, "invalid_request_error")
+    told: AnthropicError = {"type": kind, "message": _public_message(error)}
+    return {"type": "error", "error": told, "request_id": request_id}
+
+
+def error_headers(error: BrigadeError) -> dict[str, str]:
+    if isinstance(error, StatusError):
+        return error.headers
+    if error.http_status not in (OverloadedError.http_status, UnavailableError.http_status):
+        return {}
+    seconds = getattr(error, "retry_after_seconds", UnavailableError.retry_after_seconds)
+    return {"retry-after": str(seconds)}
+
+
+def _public_message(error: BrigadeError) -> str:
+    """Only messages that are written for clients: others may name paths and addresses."""
+    if isinstance(error, RequestError | UnavailableError):
+        return str(error)
+    if error.http_status == UnavailableError.http_status:
+        return "The model cannot answer, because its cluster broke: try again later."
+    return "The server made a mistake: its log says more under this request's X-Request-Id."
+
+
+# --- answers
+
+
+def usage(num_prompt_tokens: int, num_completion_tokens: int, num_cached: int = 0) -> Usage:
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_completion_tokens,
+        "total_tokens": num_prompt_tokens + num_completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }
+
+
+async def fold(chunks: AsyncIterator[Json]) -> Json:
+    """The full reply: what a client would get by adding the stream's chunks up."""
+    reply: Json = {}
+    choices: dict[int, Json] = {}
+    async for chunk in chunks:
+        reply |= {name: value for name, value in chunk.items() if name != "choices"}
+        for part in chunk["choices"]:
+            _add(choices.setdefault(part["index"], {}), part)
+    reply["object"] = reply["object"].removesuffix(".chunk")
+    return {**reply, "choices": [_whole(_told(choices[index])) for index in sorted(choices)]}
+
+
+def _add(total: Json, part: Json) -> None:
+    """Texts and lists are put together, objects by their fields; else the last one counts. In
+    place, because copies of what is there would take quadratic time."""
+    for name, value in part.items():
+        if name == "tool_calls":  # whose arguments may come in pieces
+            value = {call["index"]: call for call in value}
+        if isinstance(value, dict):
+            total[name] = total.get(name) or {}
+            _add(total[name], value)
+        elif isinstance(value, list):
+            total[name] = total.get(name) or []
+            total[name] += value
+        elif isinstance(value, str):
+            total[name] = total.get(name) or StringIO()
+            total[name].write(value)
+        elif value is not None or name not in total:
+            total[name] = value
+
+
+def _told(total: Any) -> Any:
+    if isinstance(total, dict):
+        return {name: _told(value) for name, value in total.items()}
+    return total.getvalue() if isinstance(total, StringIO) else total
+
+
+def _whole(choice: Json) -> Json:
+    if "delta" not in choice:
+        return choice
+    message = choice.pop("delta")
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [
+            {k: v for k, v in call.items() if k != "index"} for call in calls.values()
+        ]
+        message["content"] = message["content"] or None
+    return {"index": choice.pop("index"), "message": message, **choice}

@@ -1,0 +1,185 @@
+"""uvicorn, with the time-outs, error bodies and graceful end that it lacks."""
+
+import asyncio
+import contextlib
+import logging
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from serve.core.config import ServeConfig
+from serve.front.http import replies
+from serve.front.http.guard import Application
+from serve.front.http.record import Record, request_id
+
+BACKLOG = 2048
+LINGER_SECONDS = 10.0
+SEND_SECONDS = 60.0
+_CANCEL_SECONDS = 2  # for what still runs after the drain
+_NUM_OTHER_FILES = 256
+_MOST_CROWD = 2  # times max_connections: only so many are told that there are too many
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+_logger = logging.getLogger(__name__)
+
+
+class Config(uvicorn.Config):
+    """uvicorn's, with limits that it does not have."""
+
+    def __init__(self, app: Application, limits: ServeConfig) -> None:
+        super().__init__(
+            app,
+            http=Protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            # A header must not say who the client is.
+            proxy_headers=False,
+            server_header=False,
+            backlog=BACKLOG,
+            h11_max_incomplete_event_size=limits.max_header_bytes,
+            timeout_graceful_shutdown=_CANCEL_SECONDS,
+        )
+        self.limits = limits
+
+
+class Protocol(H11Protocol):
+    """One connection. A deadline runs while its client owes a header or, after an early
+    answer, the rest of a body that nobody reads any more. Another one runs while it has not
+    taken all that was sent: a transport that is closed waits for that, for ever."""
+
+    config: Config
+    _deadline: asyncio.TimerHandle | None = None
+    _owed: object = None  # of their states in h11, the one with the deadline
+    _sending: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        # Of whatever is not taken at once, pause_writing tells.
+        transport.set_write_buffer_limits(0)
+        self.app_state = {"connections": self.connections}
+        if len(self.connections) > _MOST_CROWD * self.config.limits.max_connections:
+            transport.abort()
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._clear()
+        self._stop_sending()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._give_up(sys.maxsize)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_sending()
+
+    def _give_up(self, num_bytes: int) -> None:
+        """If the client has taken nothing since so many bytes were left."""
+        left = self.transport.get_write_buffer_size()
+        if left < num_bytes:
+            self._sending = self.loop.call_later(SEND_SECONDS, self._give_up, left)
+            return
+        _logger.warning("A client took nothing for %g seconds: given up.", SEND_SECONDS)
+        self.transport.abort()
+
+    def _stop_sending(self) -> None:
+        if self._sending is not None:
+            self._sending.cancel()
+
+    def send_400_response(self, msg: str) -> None:
+        """For what is no HTTP at all. h11 says which status fits."""
+        hint = getattr(sys.exc_info()[1], "error_status_hint", 400)
+        self._refuse(replies.StatusError(hint, msg))
+
+    def _watch(self) -> None:
+        if self.conn.their_state is not self._owed:
+            self._clear()
+        self._owed = self.conn.their_state
+        if self.conn.their_state is h11.IDLE:
+            self._arm(self.config.limits.header_timeout)
+        elif self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE:
+            self._arm(LINGER_SECONDS)
+        else:
+            self._clear()
+
+    def _arm(self, seconds: float) -> None:
+        if self._deadline is None:
+            self._deadline = self.loop.call_later(seconds, self._expire)
+
+    def _clear(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _expire(self) -> None:
+        self._deadline = None
+        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+            self._refuse(replies.StatusError(408, "The request's header took too long."))
+        self.transport.close()
+
+    def _refuse(self, error: replies.StatusError) -> None:
+        """Answers without the application, if an answer can still be given, and closes."""
+        record = Record(request_id([]), "-", "-", status=error.http_status)
+        _logger.info("%s", record.line())
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = replies.encode(replies.error_object(error))
+            headers = [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(body)).encode()),
+                (b"connection", b"close"),
+                (b"x-request-id", record.request.encode()),
+            ]
+            response = h11.Response(status_code=error.http_status, headers=headers)
+            for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+
+class Server(uvicorn.Server):
+    """drain is called at the first signal. It has should_exit set when nothing runs any more,
+    and until then whoever comes is told so, and not met by a closed port."""
+
+    def __init__(self, app: Application, limits: ServeConfig, drain: Callable[[], None]) -> None:
+        super().__init__(Config(app, limits))
+        self._drain = drain
+        self._is_asked = False
+        _allow_files(_MOST_CROWD * limits.max_connections + _NUM_OTHER_FILES)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """uvicorn's own raises the signal once more at the end, which kills the process
+        before its ranks are told. So would another one that comes then: these stay."""
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                asyncio.get_running_loop().add_signal_handler(number, self._stop, number)
+        yield
+
+    def _stop(self, number: int) -> None:
+        if self._is_asked and number == signal.SIGINT:
+            self.force_exit = self.should_exit = True
+        self._is_asked = True
+        self._drain()
+
+
+def _allow_files(wanted: int) -> None:
+    """A connection is a file, and systems allow a process as few as 256 unless it asks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < wanted:
+        _logger.warning("event=few_files allowed=%d wanted=%d", allowed, wanted)

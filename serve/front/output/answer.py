@@ -1,0 +1,229 @@
+"""A request's answers on their way to its client: one stream of chunks. Knows no HTTP.
+
+The full reply and the stream are the same chunks; replies.fold adds them up.
+"""
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+import traceback
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from serve.core.errors import BrigadeError, EngineError
+from serve.core.types import Event, Score
+from serve.front.api.openai import GenerationBody
+from serve.front.api.prompt import Prompt
+from serve.front.http.metrics import Metrics
+from serve.front.http.record import Record
+from serve.front.http.replies import DONE, Json, error_object, server_sent, usage
+from serve.front.http.schemas import Usage
+from serve.front.output.choice import Choice, Piece
+from serve.front.pipeline.adapters import Adapters
+from serve.front.text.tokens import Tokenizer
+
+_logger = logging.getLogger(__name__)
+
+
+class Generation(Protocol):
+    """The events of a request's sequences with their numbers, the last of each with a
+    finish reason. Sequences are in the order of prompts and, within, of samplings.
+
+    Iteration raises BrigadeError when the engine broke, or one that was put, after the events
+    before it. close drops one sequence or all on all ranks if they still run, and may be called
+    more than once. num_cached counts the tokens of prompts that were not computed anew.
+    """
+
+    @property
+    def num_cached(self) -> int: ...
+
+    def __aiter__(self) -> AsyncIterator[tuple[int, Event]]: ...
+
+    def prompt_scores(self, number: int) -> list[Score]: ...
+
+    def put(self, event: BrigadeError) -> None: ...
+
+    def close(self, number: int | None = None) -> None: ...
+
+
+class Engine(Protocol):
+    """What the front needs of the cluster."""
+
+    @property
+    def adapters(self) -> Adapters: ...
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no rank is missing."""
+
+    def submit(self, prompts: Sequence[Prompt], adapter: int = 0) -> Generation:
+        """adapter is a version. Raises OverloadedError, UnavailableError or RequestError."""
+
+    def ready_reason(self) -> str | None:
+        """None when ready, else one line for clients that says what is under way."""
+
+    def pipeline(self) -> dict[str, Any]: ...
+
+    def timeline(self, seconds: float) -> dict[str, Any]: ...
+
+    async def failed(self) -> BrigadeError:
+        """Returns when the cluster broke for good."""
+
+
+class Shape(Protocol):
+    """How chunks look: chat's, or completions'. continues says whether an answer's text goes
+    on from the prompt's."""
+
+    id_prefix: str
+    object: str
+    continues: bool
+
+    def chunks(self, number: int, piece: Piece, prompt_scores: list[Score]) -> Iterator[Json]:
+        """Of a piece of an answer, without what is the same in all chunks. prompt_scores
+        come with the first piece."""
+
+    def is_calling(self, number: int) -> bool:
+        """Whether the answer is in the middle of a call that has to be parsed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request that has been read: what to generate, and how to tell it."""
+
+    body: GenerationBody
+    prompts: list[Prompt]
+    shape: Shape
+
+
+class Answer:
+    """A generation on its way to a client. Ends it when it is closed, whatever happened."""
+
+    def __init__(
+        self,
+        model: str,
+        job: Job,
+        generation: Generation,
+        tokenizer: Tokenizer,
+        record: Record,
+        metrics: Metrics,
+    ) -> None:
+        self._generation = generation
+        self._shape = shape = job.shape
+        self._choices = [
+            Choice(job.body, prompt, tokenizer, prompt.ids if shape.continues else [])
+            for prompt in job.prompts
+            for _ in prompt.samplings
+        ]
+        self.is_stream = bool(job.body.stream)
+        self._num_open = len(self._choices)
+        self._record = record
+        self._metrics = metrics
+        self._times: dict[int, float] = {}
+        self._last_time = 0.0
+        self._num_tokens = 0
+        self._head: Json = {
+            "id": f"{shape.id_prefix}-{secrets.token_hex(16)}",
+            "object": shape.object,
+            "created": int(time.time()),
+            "model": model,
+        }
+        record.prompt_tokens = sum(len(prompt.ids) for prompt in job.prompts)
+        record.completion_tokens = 0
+        metrics.prompt(record.prompt_tokens)
+
+    async def chunks(self, include_usage: bool) -> AsyncIterator[Json]:
+        """OpenAI's chunks. Raises BrigadeError if the engine breaks or the server stops."""
+        tail: Json = {"usage": None} if include_usage else {}
+        try:
+            async for number, event in self._generation:
+                chunks = self._take(number, event)
+                if self._shape.is_calling(number):
+                    # What a request can have a model write takes parsers of calls quadratic time.
+                    chunks = iter(await asyncio.to_thread(list, chunks))
+                for chunk in chunks:
+                    yield {**self._head, **chunk, **tail}
+            if self._num_open:
+                raise EngineError("A generation ended without a finish reason.")
+            if include_usage:
+                yield {**self._head, "choices": [], "usage": self.usage()}
+        except BrigadeError:
+            self._record.finish_reason = "error"
+            raise
+        finally:
+            self.close()
+
+    async def server_sent_events(self, include_usage: bool) -> AsyncIterator[bytes]:
+        """The chunks as an event stream. [DONE] ends it also after an error, as vLLM's."""
+        events = (server_sent(chunk) async for chunk in self.chunks(include_usage))
+        async for event in self.guarded(events, lambda error: server_sent(error_object(error))):
+            yield event
+        yield DONE
+
+    async def guarded(
+        self, events: AsyncIterator[bytes], failed: Callable[[BrigadeError], bytes]
+    ) -> AsyncIterator[bytes]:
+        """What is made of the chunks. Whatever goes wrong with it, an event says so in the end."""
+        try:
+            async for event in events:
+                yield event
+        except BrigadeError as error:
+            yield failed(self._failure(error))
+        except Exception as error:
+            trace = json.dumps(traceback.format_exc())
+            _logger.error("request=%s event=bug trace=%s", self._record.request, trace)
+            yield failed(self._failure(BrigadeError(str(error))))
+
+    def interrupt(self, error: BrigadeError) -> None:
+        """Ends the answer with error after what has come, also while it waits for the engine."""
+        self._generation.put(error)
+
+    def close(self) -> None:
+        self._generation.close()
+        if self._record.finish_reason is None:
+            self._record.finish_reason = "abort"
+
+    def _take(self, number: int, event: Event) -> Iterator[Json]:
+        choice = self._choices[number]
+        piece = choice.take(event)
+        scores: list[Score] = []
+        if piece.is_first and choice.prompt.samplings[0].prompt_logprobs is not None:
+            scores = self._generation.prompt_scores(number)
+        if piece.tokens:
+            self._count_token(number)
+        if piece.finish_reason is not None:
+            self._finish(number, piece.finish_reason)
+        return self._shape.chunks(number, piece, scores)
+
+    def _count_token(self, number: int) -> None:
+        now = time.perf_counter()
+        if not self._times:
+            self._record.ttft_seconds = now - self._record.started
+            self._metrics.first_token(self._record.ttft_seconds)
+        else:
+            self._metrics.next_token(now - self._times.get(number, self._last_time))
+        self._times[number] = self._last_time = now
+        self._num_tokens += 1
+        self._record.completion_tokens = self._num_tokens
+
+    def _finish(self, number: int, reason: str) -> None:
+        self._num_open -= 1
+        self._generation.close(number)
+        if not self._num_open:
+            self._record.finish_reason = reason
+            self._metrics.answered(self._record.seconds())
+            num_prompt = self._record.prompt_tokens or 0
+            self._metrics.prefix_cache(num_prompt, self._generation.num_cached)
+
+    def _failure(self, error: BrigadeError) -> BrigadeError:
+        self._record.status, self._record.finish_reason = error.http_status, "error"
+        reason = json.dumps(str(error))
+        _logger.warning("request=%s failed in its stream: %s", self._record.request, reason)
+        return error
+
+    def usage(self) -> Usage:
+        """So far. What was cached is known with the first chunk."""
+        num_prompt, num_cached = self._record.prompt_tokens or 0, self._generation.num_cached
+        return usage(num_prompt, self._num_tokens, num_cached)

@@ -1,0 +1,311 @@
+"""The pipeline as the HTTP server sees it: sequences go in, events come out.
+
+Owns the scheduler and the sequences, which outlive the engines (`serve.front.pipeline.lives`).
+Everything here runs in one event loop, so that nothing needs a lock.
+"""
+
+import asyncio
+import itertools
+import json
+import logging
+import time
+from collections.abc import Sequence as ReadableList
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, cast
+
+from serve.core import wire
+from serve.core.config import Cluster, ServeConfig
+from serve.core.errors import BrigadeError, EngineError, PlanError, RequestError, UnavailableError
+from serve.core.types import Sequence
+from serve.front.api.prompt import Prompt
+from serve.front.pipeline.adapters import Adapters
+from serve.front.pipeline.blame import MOST_FAULTS, Suspects
+from serve.front.pipeline.generation import Generation
+from serve.front.pipeline.lives import Lives, View
+from serve.front.pipeline.scheduler import Reuse, Scheduler
+from serve.front.pipeline.stages import (
+    better_split,
+    chrome_trace,
+    chunk_beside_decoding,
+    room_for_tokens,
+)
+
+_NUM_SEQUENCE_IDS = 2**30  # they are int32 on the wire, and group numbers are above them
+
+_logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """As Lives. Requests that come while engines start anew wait for them."""
+
+    def __init__(
+        self, config: ServeConfig, cluster: Cluster, folder: Path, facts: dict[str, str], view: View
+    ) -> None:
+        self._config, self._cluster = config, cluster
+        self._lives = Lives(config, cluster, folder, facts, view, self)
+        self._scheduler = Scheduler(
+            cluster.num_ranks,
+            max_num_sequences=config.max_num_sequences,
+            max_queue=config.max_queue,
+            prefill_chunk=config.prefill_chunk,
+            num_groups=config.num_groups,
+        )
+        self.adapters = Adapters(config, self)
+        self._generations: dict[int, Generation] = {}
+        self._suspects = Suspects()
+        # Not by cycle, which keeps all that it has given.
+        self._sequence_ids = (number % _NUM_SEQUENCE_IDS for number in itertools.count())
+        self._has_worked = False
+        self._settled: tuple[int, ...] = ()
+        self._loaded = asyncio.Event()
+        self._failure: asyncio.Future[BrigadeError] = asyncio.get_running_loop().create_future()
+        self._task: asyncio.Task[None] | None = None
+        self._progress_at = time.monotonic()
+
+    # --- life
+
+    async def listen(self) -> None:
+        """Opens the door for the other ranks. Raises AddressError."""
+        if self._cluster.control:
+            await self._lives.hub.listen(self._cluster.control)
+
+    def start(self) -> None:
+        """Starts the ranks in the background; ready_reason tells how far they are."""
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        if self._task:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+        await self._lives.close()
+
+    async def failed(self) -> BrigadeError:
+        return await asyncio.shield(self._failure)
+
+    async def _run(self) -> None:
+        try:
+            await self._lives.run()
+        except BrigadeError as error:
+            self._fail(error)
+        except Exception as error:  # The top of the task: without it nobody would be told.
+            _logger.exception("event=bug")
+            self._fail(EngineError(f"{type(error).__name__}: {error}"))
+
+    def _fail(self, error: BrigadeError) -> None:
+        """Every running request ends with the reason."""
+        _logger.error("event=failed reason=%s", json.dumps(str(error)))
+        self._failure.set_result(error)
+        self.adapters.fail(error)
+        self._loaded.set()
+        for generation in set(self._generations.values()):
+            generation.put(error)
+        self._generations.clear()
+
+    # --- what the engines tell
+
+    async def prepare(self) -> None:
+        if self.ring != self._settled:
+            self._settle()
+        await self.adapters.restore()
+        self._loaded.set()
+        if not self._has_worked:
+            await self.adapters.load_at_start()
+
+    def _settle(self) -> None:
+        """On other ranks than before. Raises PlanError if there is not even room for a short
+        sequence."""
+        stages = self._lives.stages
+        try:
+            most = room_for_tokens(stages, self._config)
+        except PlanError as error:
+            self._lives.refuse_ring(error, self._settled)
+            raise
+        self._settled = self.ring
+        self._scheduler.settle(len(stages), most)
+        if not self._config.no_prefix_cache:
+            self._scheduler.reuse = cast(Reuse, stages[0].reuse)
+        _logger.info("event=kv_room tokens=%d reuse=%s", most, self._scheduler.reuse)
+        reason = f"A rank was lost, and those that are left have room for {most} tokens."
+        for sequence_id, generation in list(self._generations.items()):
+            if not self._scheduler.sequence(sequence_id).fit(most):
+                generation.put(UnavailableError(reason))
+                self.drop(sequence_id)
+
+    @property
+    def ring(self) -> tuple[int, ...]:
+        return self._lives.ring
+
+    def go(self) -> None:
+        self._has_worked = True
+        self._pump()
+
+    def interrupt(self) -> None:
+        self._loaded.clear()
+        sequences = [self._scheduler.sequence(id) for id in self._generations]
+        guilty = self._suspects.after_fault(s.id for s in sequences if s.is_held)
+        self._scheduler.restart()
+        self.adapters.interrupt()
+        if guilty is not None:
+            self._give_up(guilty)
+
+    def _give_up(self, sequence_id: int) -> None:
+        reason = f"The engines ended {MOST_FAULTS} times under this request: given up."
+        _logger.error("event=request_given_up sequence=%d", sequence_id)
+        # HTTP 500 and not 503: nobody should send it again.
+        self._generations[sequence_id].put(BrigadeError(reason))
+        self.drop(sequence_id)
+
+    def waiting_seconds(self) -> float:
+        return time.monotonic() - self._progress_at if self._scheduler.num_in_flight else 0.0
+
+    def on_result(self, result: wire.Result) -> None:
+        self._progress_at = time.monotonic()
+        self._scheduler.chunk_beside_decoding = chunk_beside_decoding(
+            self._lives.stages, self._config.prefill_chunk
+        )
+        for event in self._scheduler.update(result.number, result.tokens):
+            generation = self._generations.get(event.sequence)
+            if generation:
+                generation.put(event)
+            self._suspects.clear(event.sequence)
+            if event.finish_reason:
+                self._generations.pop(event.sequence, None)
+        self._pump()
+
+    def on_message(self, rank: int, message: dict[str, Any]) -> None:
+        if message["type"] == "scores":
+            scores = wire.parse_scores(message)
+            if generation := self._generations.get(scores.sequence):
+                generation.put_scores(scores)
+        elif message["type"] == "adapter":
+            self.adapters.on_answer(rank, message)
+
+    # --- requests
+
+    def submit(self, prompts: ReadableList[Prompt], adapter: int = 0) -> Generation:
+        """adapter is a version. Raises UnavailableError, OverloadedError or RequestError."""
+        reason = self._not_ready()
+        if reason and (self._failure.done() or not self._has_worked):
+            raise UnavailableError(f"The cluster is not ready ({reason}): try again later.")
+        self._check_lengths(prompts)
+        sequences = [
+            sequence for prompt in prompts for sequence in self._sequences(prompt, adapter)
+        ]
+        self._scheduler.add(*sequences)
+        generation = Generation(sequences, self.drop)
+        self._generations |= {sequence.id: generation for sequence in sequences}
+        self._pump()
+        return generation
+
+    def _check_lengths(self, prompts: ReadableList[Prompt]) -> None:
+        most, longest = self._config.max_prompt_tokens, max(len(prompt.ids) for prompt in prompts)
+        if most and longest > most:
+            raise RequestError(
+                f"The prompt has {longest} tokens, and this server takes {most}: shorten it.",
+                code="context_length_exceeded",
+            )
+
+    def _sequences(self, prompt: Prompt, adapter: int) -> list[Sequence]:
+        """One for each answer. The first one's prompt is computed, the others copy it."""
+        sequences: list[Sequence] = []
+        max_tokens = max(1, prompt.max_tokens)  # For an echo alone a token is computed, too.
+        for sampling in prompt.samplings:
+            new_id = next(self._sequence_ids)
+            sequence = Sequence(new_id, prompt.ids, max_tokens, sampling, prompt.end_ids, adapter)
+            sequence.original = sequences[0] if sequences else None
+            sequences.append(sequence)
+        return sequences
+
+    def drop(self, sequence_id: int) -> None:
+        if self._generations.pop(sequence_id, None):
+            self._suspects.clear(sequence_id)
+            self._scheduler.drop(sequence_id)
+            self._pump()
+
+    def _pump(self) -> None:
+        """Sends every step that can go now."""
+        while self._lives.is_working:
+            if not self._scheduler.num_in_flight:
+                self._progress_at = time.monotonic()
+            step = self._scheduler.schedule()
+            if step is None:
+                return
+            for sequence_id in step.begun:
+                self._admit(sequence_id)
+            self._lives.send(wire.frame(wire.Kind.STEP, wire.encode_step(step)))
+
+    def _admit(self, sequence_id: int) -> None:
+        """What choosing its tokens needs goes to rank 0 before its first step, and again if it
+        begins anew."""
+        sequence = self._scheduler.sequence(sequence_id)
+        sampling = sequence.sampling
+        message = {
+            "type": "admit",
+            "sequence": sequence_id,
+            # Not by asdict, which copies every list that a request has given.
+            "sampling": {field.name: getattr(sampling, field.name) for field in fields(sampling)},
+            "num_prompt": len(sequence.prompt),
+            "tokens": sequence.tokens if sampling.reads_tokens else [],
+        }
+        self._lives.send(wire.json_frame(message))
+
+    # --- adapters
+
+    async def loaded(self) -> None:
+        if not self._has_worked and (late := self._lives.late()):
+            raise UnavailableError(f"The cluster is not ready ({late}): try again later.")
+        await self._loaded.wait()
+
+    def tell_engines(self, message: dict[str, Any]) -> None:
+        self._lives.tell_all(message)
+
+    def retire_adapter(self, version: int) -> None:
+        self._scheduler.retire(version)
+        self._pump()
+
+    def num_with_adapter(self, version: int) -> int:
+        return self._scheduler.num_with_adapter(version)
+
+    def end_with_adapter(self, version: int, error: BrigadeError) -> None:
+        for id, generation in list(self._generations.items()):
+            if id in self._generations and self._scheduler.sequence(id).adapter == version:
+                generation.put(error)
+                self.drop(id)
+
+    # --- what is seen from outside
+
+    @property
+    def is_complete(self) -> bool:
+        return not self._lives.missing
+
+    def ready_reason(self) -> str | None:
+        """None when requests can be served, else one line that says why not. A rank that
+        is silent for a moment gets requests all the same: they wait for it."""
+        return self._not_ready() or self._lives.silent()
+
+    def _not_ready(self) -> str | None:
+        if self._failure.done():
+            return "the cluster broke"  # The reason may name hosts: it is for the log.
+        return self._lives.late() or (None if self._lives.is_working else "loading adapters")
+
+    def pipeline(self) -> dict[str, Any]:
+        return {
+            "model": self._config.model_name,
+            "num_ranks": len(self.ring),
+            "stages": [stage.to_json() for stage in self._lives.stages],
+            "num_running": self._scheduler.num_running,
+            "num_waiting": self._scheduler.num_waiting,
+            "kv_tokens": self._scheduler.num_held_tokens,
+            "max_kv_tokens": self._scheduler.max_held_tokens,
+            "better_split": better_split(self._lives.stages),
+            "adapters": self.adapters.statistics(),
+            "num_restarts": self._lives.number,
+            "recovery_seconds": round(self._lives.recovery_seconds, 3),
+        }
+
+    def timeline(self, seconds: float) -> dict[str, Any]:
+        """The last seconds as a Chrome trace."""
+        return chrome_trace(self._lives.stages, time.time() - seconds)

@@ -1,0 +1,394 @@
+"""Which step comes next. Pure: no clock, socket, array or asyncio.
+
+`schedule` is called until it returns None, `update` with each result. The stages run
+steps that have a sequence in common in the order in which they are scheduled: what a
+step says about the caches (take, drop, join, move) holds for every later one at once.
+
+A prompt is prefilled up to its last token in steps of its own, which need no
+result. Then the sequence joins the smallest group, and the last prompt token is
+the first one that it feeds there. When the stages have no room, kept sequences go
+first, then the youngest running one goes back to the queue and is computed anew later.
+"""
+
+import itertools
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+from serve.core.errors import OverloadedError, RequestError
+from serve.core.types import FAILURES, Event, FinishReason, Group, Row, Sequence, Step, Take
+from serve.front.pipeline.chunks import Appetite, alike, is_long, next_chunk
+from serve.front.pipeline.prefix import PrefixIndex, beginning, beginning_of_original
+
+# What of another sequence a new one can begin with: any part from its start, or only all of
+# it (some caches cannot go back), or nothing.
+Reuse = Literal["any", "whole", "none"]
+
+_NUM_STEPS_OF_A_GROUP = 2  # one is computed, one waits for its tokens
+_SPARE_TOKENS = 64  # a sequence is not admitted to be sent back at once
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A step without a result so far. group is None for prefill."""
+
+    group: Group | None
+    sequences: tuple[Sequence, ...]
+
+
+class Scheduler:
+    """There is a group for each stage unless num_groups is given: with fewer a stage idles.
+
+    Known only when the stages run: max_held_tokens, of keys and values; reuse; and how many
+    tokens a prefill step may have beside sequences that decode.
+    """
+
+    def __init__(
+        self,
+        num_stages: int,
+        *,
+        max_num_sequences: int,
+        max_queue: int,
+        prefill_chunk: int,
+        num_groups: int | None = None,
+    ) -> None:
+        self.waiting: deque[Sequence] = deque()
+        self.prefilling: list[Sequence] = []
+        self._short_is_next = False
+        self.kept = PrefixIndex()
+        self.num_steps = 0
+        self.reuse: Reuse = "none"
+        self.chunk_beside_decoding = prefill_chunk
+        self._max_num_sequences = max_num_sequences
+        self._max_queue = max_queue
+        self._prefill_chunk = prefill_chunk
+        self._live: dict[int, Sequence] = {}
+        self._copies: list[Sequence] = []  # live, but their originals are not prefilled yet
+        self._leaving: list[Sequence] = []  # out of all groups, but steps of it are under way
+        self._in_flight: dict[int, _InFlight] = {}
+        self._to_drop: list[int] = []
+        self._retired: set[int] = set()
+        self._ready: deque[Step] = deque()
+        self._num_groups = num_groups
+        self.settle(num_stages)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._live) - self.num_waiting
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + len(self._copies)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps without a result so far."""
+        return len(self._in_flight)
+
+    @property
+    def num_held_tokens(self) -> int:
+        """Tokens whose keys and values the stages hold, those of kept sequences too."""
+        ended = (s for s in self._leaving if s.id not in self._live)
+        return self.kept.num_tokens + sum(
+            s.num_computed for s in itertools.chain(self._live.values(), ended)
+        )
+
+    def sequence(self, sequence_id: int) -> Sequence:
+        return self._live[sequence_id]
+
+    def add(self, *sequences: Sequence) -> None:
+        """All or none. Raises OverloadedError if too many wait already, RequestError if the
+        stages could not even hold one of them alone."""
+        most = self._max_queue + self._max_num_sequences
+        if self.num_waiting + self.num_running + len(sequences) > most:
+            raise OverloadedError(
+                f"{self.num_waiting} requests wait already: try again later.", code="queue_full"
+            )
+        for sequence in sequences:
+            if self.max_held_tokens is not None and not sequence.fit(self.max_held_tokens):
+                raise RequestError(
+                    f"The prompt has {len(sequence.prompt)} tokens, and the memory for keys and "
+                    f"values is enough for {self.max_held_tokens}: shorten it.",
+                    code="context_length_exceeded",
+                )
+        for sequence in sequences:
+            self._live[sequence.id] = sequence
+            (self._copies if sequence.original else self.waiting).append(sequence)
+
+    def settle(self, num_stages: int, max_held_tokens: int | None = None) -> None:
+        """On so many stages with room for so many tokens; nothing is under way."""
+        self.groups = [Group(id) for id in range(self._num_groups or num_stages)]
+        self._num_stages, self.max_held_tokens = num_stages, max_held_tokens
+
+    def retire(self, adapter: int) -> None:
+        """Nothing new comes with this adapter version: it goes with its last sequence."""
+        self._retired.add(adapter)
+        for id in self.kept.with_adapter(adapter):
+            self.kept.forget(id)
+            self._to_drop.append(id)
+
+    def num_with_adapter(self, adapter: int) -> int:
+        return sum(sequence.adapter == adapter for sequence in self._live.values())
+
+    def drop(self, sequence_id: int) -> None:
+        """Ends a sequence wherever it is; unknown and ended ones are fine."""
+        if sequence := self._take_out(sequence_id):
+            self._free_copies(sequence)
+            self._leaving.append(sequence)
+            self._let_go()
+
+    def schedule(self) -> Step | None:
+        """The next step, or None until another result or sequence comes."""
+        if not self._ready:
+            self._admit()
+            self._emit(self._decode() or self._prefill())
+        return self._ready.popleft() if self._ready else None
+
+    def update(self, number: int, tokens: tuple[int, ...]) -> list[Event]:
+        """The events of a step's result: tokens has one for each row that sampled."""
+        done = self._in_flight.pop(number)
+        if done.group is None:
+            return []
+        done.group.num_in_flight -= 1
+        events = []
+        for sequence, token in zip(done.sequences, tokens, strict=True):
+            sequence.num_pending -= 1
+            if sequence.id in self._live:
+                events.append(self._advance(sequence, token))
+        self._balance()
+        self._let_go()
+        return events
+
+    def restart(self) -> None:
+        """The stages hold nothing any more, and no step that they were given comes back. All
+        that runs is computed anew, from its prompt and what it has answered, in the order in
+        which it came and before what waits."""
+        self._in_flight.clear()
+        self._ready.clear()
+        self._leaving.clear()
+        self._to_drop.clear()
+        self.kept = PrefixIndex()
+        self.prefilling.clear()
+        for group in self.groups:
+            group.sequences.clear()
+            group.num_in_flight = 0
+        idle = {sequence.id for sequence in (*self.waiting, *self._copies)}
+        for sequence in self._live.values():
+            sequence.begin_anew()
+        running = [s for id, s in self._live.items() if id not in idle]
+        self.waiting.extendleft(reversed(running))
+        self._retired.intersection_update([s.adapter for s in self._live.values()])
+
+    # --- the kinds of steps
+
+    def _decode(self) -> Step | None:
+        for num_in_flight in range(_NUM_STEPS_OF_A_GROUP):
+            for group in self.groups:
+                if group.num_in_flight != num_in_flight:
+                    continue
+                if self._make_room(len(self._who_can_decode(group))) and (
+                    sequences := self._who_can_decode(group)
+                ):
+                    return self._step(sequences, [1] * len(sequences), group)
+        return None
+
+    def _who_can_decode(self, group: Group) -> list[Sequence]:
+        return [sequence for sequence in group.sequences if sequence.num_left > 0]
+
+    def _prefill(self) -> Step | None:
+        """A chunk of the oldest prompt, or several short ones together; of long and short ones
+        in turn, so that neither wait until all of the others are through."""
+        self.prefilling.sort(key=lambda sequence: is_long(sequence) == self._short_is_next)
+        num_in_flight = sum(f.group is None and bool(f.sequences) for f in self._in_flight.values())
+        is_decoding = any(group.sequences for group in self.groups)
+        beside = self.chunk_beside_decoding if is_decoding else None
+        appetite = Appetite(self._num_stages, self._prefill_chunk, beside)
+        if not self.prefilling or num_in_flight >= appetite.most_chunks(self.prefilling[0]):
+            return None
+        chunk = appetite.chunk(self.prefilling)
+        sequences = [self.prefilling[0], *alike(self.prefilling, chunk)]
+        num_tokens = [next_chunk(s.num_tokens - 1 - s.num_computed, chunk) for s in sequences]
+        if not self._make_room(sum(num_tokens)):
+            return None
+        if any(sequence not in self.prefilling for sequence in sequences):
+            return self._prefill()  # One of them had to make room itself.
+        self._short_is_next = is_long(sequences[0])
+        step = self._step(sequences, num_tokens)
+        for sequence in sequences:
+            self._join_if_prefilled(sequence)
+        return step
+
+    def _emit(self, step: Step | None) -> None:
+        """What goes is told first, in a step of its own, which no other has to wait for: its
+        room may be needed."""
+        unload = self._unused_adapters()
+        if self._to_drop or unload:
+            drop, self._to_drop = tuple(self._to_drop), []
+            self._ready.append(self._step([], [], drop=drop, unload=unload))
+        if step:
+            self._ready.append(step)
+
+    def _unused_adapters(self) -> tuple[int, ...]:
+        """Those that are retired and of which no step is under way or to come."""
+        if not self._retired:
+            return ()
+        under_way = (s for step in self._in_flight.values() for s in step.sequences)
+        sequences = itertools.chain(self._live.values(), under_way)
+        unused = self._retired.difference([sequence.adapter for sequence in sequences])
+        self._retired -= unused
+        return tuple(unused)
+
+    def _step(
+        self,
+        fed: list[Sequence],
+        num_tokens: list[int],
+        group: Group | None = None,
+        drop: tuple[int, ...] = (),
+        take: tuple[Take, ...] = (),
+        unload: tuple[int, ...] = (),
+    ) -> Step:
+        """Feeds so many tokens of each sequence."""
+        self.num_steps = (self.num_steps + 1) % 2**31  # int32 on the wire
+        rows, tokens, sample = [], [], group is not None
+        for sequence, count in zip(fed, num_tokens, strict=True):
+            rows.append(Row(sequence.id, sequence.num_computed, count, sequence.adapter))
+            tokens += sequence.next_tokens(count)
+            sequence.num_computed += count
+            sequence.num_pending += sample
+            sequence.is_held = True
+        self._in_flight[self.num_steps] = _InFlight(group, tuple(fed))
+        key = group.id if group else len(self.groups) + fed[0].id if fed else -1
+        if group:
+            group.num_in_flight += 1
+        return Step(self.num_steps, key, tuple(rows), tuple(tokens), sample, drop, take, unload)
+
+    # --- what becomes of sequences
+
+    def _admit(self) -> None:
+        while self.waiting and self.num_running < self._max_num_sequences:
+            sequence = self.waiting[0]
+            if not self._has_room_for(sequence):
+                return
+            self.waiting.popleft()
+            self._reuse_prefix(sequence)
+            self.prefilling.append(sequence)
+            self._join_if_prefilled(sequence)
+
+    def _reuse_prefix(self, sequence: Sequence) -> None:
+        found = beginning_of_original(sequence, self._live)
+        if not found and self.reuse != "none":
+            found = beginning(sequence, self.kept, self.groups, self.reuse == "whole")
+        if not found:
+            return
+        source, sequence.num_computed = found
+        sequence.is_held = True
+        if not sequence.output:
+            sequence.num_cached = sequence.num_computed
+        self._emit(self._step([], [], take=(Take(sequence.id, source, sequence.num_computed),)))
+
+    def _join_if_prefilled(self, sequence: Sequence) -> None:
+        if sequence.num_computed == sequence.num_tokens - 1:
+            self.prefilling.remove(sequence)
+            smallest = min(self.groups, key=lambda g: (len(g.sequences), g.num_in_flight))
+            smallest.sequences.append(sequence)
+            self._free_copies(sequence)
+
+    def _free_copies(self, original: Sequence) -> None:
+        """To the front of the queue: so they begin before the original goes on."""
+        free = [copy for copy in self._copies if copy.original is original]
+        self._copies = [copy for copy in self._copies if copy.original is not original]
+        self.waiting.extendleft(reversed(free))
+
+    def _advance(self, sequence: Sequence, token: int) -> Event:
+        if token in FAILURES:
+            self.drop(sequence.id)
+            return Event(sequence.id, None, FAILURES[token])
+        sequence.output.append(token)
+        reason: FinishReason | None = None
+        if token in sequence.end_ids:
+            reason = "stop"
+        elif len(sequence.output) >= sequence.max_tokens:
+            reason = "length"
+        if reason:
+            self._take_out(sequence.id)
+            # With two more steps under way it is not known what the last one feeds.
+            is_known = sequence.num_computed <= sequence.num_tokens
+            if self.reuse != "none" and is_known and sequence.adapter not in self._retired:
+                held = sequence.tokens[: sequence.num_computed]
+                self._to_drop += self.kept.keep(sequence.id, held, sequence.adapter)
+            else:
+                self._forget(sequence)
+        return Event(sequence.id, token, reason)
+
+    def _balance(self) -> None:
+        """Moves rows from the largest to the smallest group while it has two fewer."""
+        while True:
+            smallest = min(self.groups, key=lambda g: len(g.sequences))
+            largest = max(self.groups, key=lambda g: len(g.sequences))
+            if len(largest.sequences) < len(smallest.sequences) + 2:
+                return
+            smallest.sequences.append(largest.sequences.pop())
+
+    def _take_out(self, sequence_id: int) -> Sequence | None:
+        sequence = self._live.pop(sequence_id, None)
+        if sequence:
+            queues = (self.waiting, self._copies, self.prefilling, self._leaving)
+            for queue in (*queues, *(g.sequences for g in self.groups)):
+                if sequence in queue:
+                    queue.remove(sequence)
+        return sequence
+
+    def _forget(self, sequence: Sequence) -> None:
+        if sequence.is_held:
+            self._to_drop.append(sequence.id)
+
+    # --- room on the stages
+
+    def _has_room_for(self, sequence: Sequence) -> bool:
+        """Beside what runs and is still to be prefilled. Kept sequences go only if that helps."""
+        if self.max_held_tokens is None:
+            return True
+        promised = sum(s.num_tokens - s.num_computed for s in self.prefilling)
+        wanted = sequence.num_tokens + min(_SPARE_TOKENS, sequence.num_left) + promised
+        running = self.num_held_tokens - self.kept.num_tokens
+        # Alone it fits, even if there is nothing to spare.
+        if running + promised and running + wanted > self.max_held_tokens:
+            return False
+        # What it begins like is used by that, so others go before.
+        beginning(sequence, self.kept, (), self.reuse == "whole")
+        return self._make_room(min(wanted, self.max_held_tokens - running))
+
+    def _make_room(self, num_tokens: int) -> bool:
+        """Whether the stages can hold so many more tokens: kept sequences go for that, and
+        then some that run."""
+        while (
+            self.max_held_tokens is not None
+            and self.num_held_tokens + num_tokens > self.max_held_tokens
+        ):
+            if (oldest := self.kept.oldest()) is not None:
+                self.kept.forget(oldest)
+                self._to_drop.append(oldest)
+            elif self._leaving or not self._send_back_youngest():
+                return False
+        return True
+
+    def _send_back_youngest(self) -> bool:
+        idle = [*self.waiting, *self._copies]
+        running = [s for s in self._live.values() if s not in idle]
+        if len(running) < 2:
+            return False
+        youngest = running[-1]
+        self._take_out(youngest.id)
+        self._live[youngest.id] = youngest
+        self._leaving.append(youngest)
+        self._let_go()
+        return True
+
+    def _let_go(self) -> None:
+        """Of those whose steps are all back; to the queue if they have not ended."""
+        for sequence in [s for s in self._leaving if not s.num_pending]:
+            self._leaving.remove(sequence)
+            self._forget(sequence)
+            if sequence.id in self._live:
+                sequence.begin_anew()
+                self.waiting.appendleft(sequence)

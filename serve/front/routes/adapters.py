@@ -1,0 +1,98 @@
+"""The HTTP calls about LoRA adapters: vLLM's, and what it lacks."""
+
+from typing import Annotated, TypeVar
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from serve.core.errors import RequestError
+from serve.front.api.messages import Body
+from serve.front.api.openai import parse
+from serve.front.http import guard, replies
+from serve.front.http.body import json_object
+from serve.front.http.openapi import told
+from serve.front.pipeline.adapters import Adapters
+from serve.front.routes.stream import json_response
+
+Name = Annotated[str, Field(min_length=1, max_length=300)]
+Path = Annotated[str, Field(min_length=1, max_length=4096)]
+Parsed = TypeVar("Parsed", bound=Body)
+
+
+class LoadBody(Body):
+    """vLLM's. base_model_name is the model's or absent."""
+
+    lora_name: Name
+    lora_path: Path
+    base_model_name: str | None = None
+    load_inplace: bool = False
+
+
+class UnloadBody(Body):
+    """vLLM's; its lora_int_id says nothing that the name does not."""
+
+    lora_name: Name
+    lora_int_id: int | None = None
+
+
+class ChangeBody(Body):
+    """default false makes the model itself the default again."""
+
+    lora_name: Name
+    pin: bool | None = None
+    default: bool | None = None
+    preload: bool = False
+
+
+class AdapterCalls:
+    def __init__(self, adapters: Adapters, model: str) -> None:
+        self._adapters, self._model = adapters, model
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/load_lora_adapter", self.load, methods=["POST"]),
+            Route("/v1/unload_lora_adapter", self.unload, methods=["POST"]),
+            Route("/v1/lora_adapters", self.list),
+            Route("/admin/adapters", self.change, methods=["POST"]),
+        ]
+
+    @told(403, 404, 409, body=LoadBody)
+    async def load(self, request: Request) -> Response:
+        """Loads an adapter on every rank, or replaces it."""
+        body = await _read(request, LoadBody, "Both 'lora_name' and 'lora_path' must be provided.")
+        if body.base_model_name not in (None, self._model):
+            raise RequestError(f"The base model is {self._model!r}.", param="base_model_name")
+        await self._adapters.load(body.lora_name, body.lora_path, body.load_inplace)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    @told(403, 404, 409, body=UnloadBody)
+    async def unload(self, request: Request) -> Response:
+        """Takes an adapter's name away; its requests end with it."""
+        missing = "'lora_name' needs to be provided to unload a LoRA adapter."
+        body = await _read(request, UnloadBody, missing)
+        await self._adapters.unload(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    @told(403, reply=replies.Json)
+    async def list(self, _: Request) -> Response:
+        """The adapters that are loaded."""
+        listed = {"object": "list", "data": self._adapters.described()}
+        return json_response(listed)
+
+    @told(403, 404, 409, body=ChangeBody, reply=replies.Json)
+    async def change(self, request: Request) -> Response:
+        """Pins an adapter, preloads it, or makes it the default."""
+        body = await _read(request, ChangeBody, "'lora_name' needs to be provided.")
+        changed = await self._adapters.change(body.lora_name, body.pin, body.default, body.preload)
+        return json_response(changed)
+
+
+async def _read(request: Request, kind: type[Parsed], missing: str) -> Parsed:
+    """missing is what vLLM says when a name or path is."""
+    fields = json_object(await guard.read_body(request.scope, request.receive))
+    for name, field in kind.model_fields.items():
+        if field.is_required() and fields.get(name) in (None, ""):
+            raise RequestError(missing, param=name)
+    return parse(kind, fields)

@@ -1,0 +1,144 @@
+"""The grammar that an answer must follow: response_format and structured_outputs.
+
+Grammars are llguidance's, so is the check whether one can be followed at all; rank 0's
+engine follows it.
+"""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import weakref
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from llguidance import LLMatcher
+from pydantic import Field, model_validator
+
+from serve.core.errors import BrigadeError, RequestError
+from serve.front.api.messages import Body, refuse
+from serve.front.text import grammar_check
+
+MOST_GRAMMAR_CHARACTERS = 256 << 10
+_MOST_KNOWN = 256
+# Else a model may write nothing but blanks.
+_BLANKS = r"[ \n\t]{0,32}"
+
+
+class JsonSchema(Body):
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            refuse("json_schema belongs to type json_schema, which needs it, and to no other")
+        return self
+
+    def grammar(self) -> str | None:
+        if self.type == "text":
+            return None
+        return of_schema(self.json_schema.schema_ if self.json_schema else {"type": "object"})
+
+
+class StructuredOutputs(Body):
+    """vLLM's; exactly one of them."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1, fail_fast=True)] | None = None
+    grammar_: str | None = Field(default=None, alias="grammar")
+    json_object: Literal[True] | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> "StructuredOutputs":
+        if len(self.model_fields_set - {n for n, v in self if v is None}) != 1:
+            refuse("give exactly one of json, regex, choice, grammar and json_object")
+        return self
+
+    def grammar(self) -> str:
+        if self.regex is not None:
+            return LLMatcher.grammar_from_regex(self.regex)
+        if self.choice is not None:
+            return LLMatcher.grammar_from_regex("|".join(map(re.escape, self.choice)))
+        if self.grammar_ is not None:
+            return LLMatcher.grammar_from_lark(self.grammar_)
+        return of_schema({"type": "object"} if self.json_ is None else self.json_)
+
+
+def of_schema(schema: dict[str, Any] | str) -> str:
+    """Raises RequestError if the schema is text that is no JSON object."""
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    try:
+        return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _BLANKS})
+    except ValueError as error:
+        raise RequestError(
+            f"The schema is no JSON object: {error}", param="structured_outputs"
+        ) from error
+
+
+class Grammars:
+    """What other processes said of the last grammars, with the model's tokenizer.
+
+    Thread-safe: there is a process for each thread that asks at the same time.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "tokenizer.json"
+        self._idle: list[subprocess.Popen[str]] = []
+        weakref.finalize(self, _end, self._idle)  # also when this process ends
+        self.objection = lru_cache(_MOST_KNOWN)(self._objection)
+
+    def check(self, grammar: str, param: str) -> None:
+        """Raises RequestError if no answer can follow it, or it is too large, slow or wrong."""
+        if len(grammar) > MOST_GRAMMAR_CHARACTERS:
+            most = f"{MOST_GRAMMAR_CHARACTERS} are allowed"
+            raise RequestError(f"The grammar has {len(grammar)} characters, {most}.", param=param)
+        if reason := self.objection(grammar):
+            raise RequestError(f"The grammar cannot be followed: {reason}", param=param)
+
+    def _objection(self, grammar: str) -> str:
+        try:
+            checker = self._idle.pop()
+        except IndexError:
+            checker = self._start()
+        if answer := _ask(checker, grammar):
+            self._idle.append(checker)
+            return str(json.loads(answer))
+        _end([checker])
+        if checker.returncode == -signal.SIGPROF:
+            most = f"{grammar_check.MOST_SECONDS:g} s"
+            return f"it takes more than {most} to prepare: make it simpler"
+        raise BrigadeError(f"The check of grammars ended with {checker.returncode}.")
+
+    def _start(self) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-m", grammar_check.__name__, str(self._file)]
+        pipe = subprocess.PIPE
+        # In a session of its own: a terminal's SIGINT is for the server.
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+
+
+def _ask(checker: "subprocess.Popen[str]", grammar: str) -> str:
+    """Empty if it is gone."""
+    assert checker.stdin
+    assert checker.stdout
+    with suppress(BrokenPipeError):
+        checker.stdin.write(json.dumps(grammar) + "\n")
+        checker.stdin.flush()
+    return checker.stdout.readline()
+
+
+def _end(checkers: "list[subprocess.Popen[str]]") -> None:
+    for checker in checkers:
+        checker.kill()
+        checker.communicate()

@@ -1,0 +1,320 @@
+"""Text to token ids and back: the model folder's tokenizer and chat template.
+
+The only module that knows transformers and tokenizers. Reads local files only and runs
+none of the folder's Python.
+"""
+
+import functools
+import inspect
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers.pre_tokenizers import ByteLevel
+
+from serve.core.checkpoint import read_json
+from serve.core.errors import ModelError, RequestError
+from serve.front.text.formats import format_of
+from serve.front.text.grammars import Grammars
+
+_CONTEXT_TOKENS = 6
+_WINDOW_TOKENS = 24
+_MOST_TOKENS_OF_A_CHARACTER = 4
+_MOST_OPEN_TOKENS = 64
+_MOST_SHRINKAGE_OF_NFC = 4
+_REPLACEMENT = "\ufffd"
+_MOST_TEXTS_KEPT = 1 << 16
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+
+
+class Tokenizer:
+    """encode, decode and render may be called from several threads at once."""
+
+    def __init__(self, folder: Path, tool_parser: str | None = None) -> None:
+        """tool_parser is one of mlx-lm's. Raises ModelError if the folder has no tokenizer
+        that can be loaded, UsageError."""
+        self._transformers = _load(folder)
+        self._backend = self._transformers.backend_tokenizer
+        # Both may be set in tokenizer.json and would silently change prompts.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        added = self._backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(id for id, token in added.items() if token.special)
+        self._template_arguments = _argument_names(self._transformers.apply_chat_template)
+        pre_tokenizer = _parts(self._backend.pre_tokenizer, "pretokenizers")
+        self._is_byte_level = any(part["type"] == "ByteLevel" for part in pre_tokenizer)
+        self._most_bytes_of_a_token = _most_bytes_of_a_token(self._backend)
+        self._text_before = self.encode("a")
+        self.token_text = functools.lru_cache(_MOST_TEXTS_KEPT)(self._token_text)
+        self.vocab_size = _vocab_size(folder, self._backend)
+        self.eos_ids = _read_eos_ids(folder, self._transformers.eos_token_id)
+        self.format = format_of(self._transformers, tool_parser)
+        self._marks = frozenset(self._special_ids_in(self.format.marks))
+        self.grammars = Grammars(folder)
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        options: Mapping[str, Any],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> str:
+        """The prompt's text by the model's chat template. options are its variables."""
+        for name in options:
+            if name in self._template_arguments:
+                raise RequestError(
+                    f"chat_template_kwargs may not set {name!r}.", param="chat_template_kwargs"
+                )
+        if not self._transformers.chat_template:
+            raise RequestError(
+                "This model has no chat template, so it cannot chat.", param="messages"
+            )
+        try:
+            return str(
+                self._transformers.apply_chat_template(
+                    messages,
+                    tools=tools or None,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    **options,
+                )
+            )
+        # A template is a program of the model's author: whatever it raises is its answer.
+        except Exception as error:
+            reason = str(error)[:500] or type(error).__name__
+            raise RequestError(
+                f"The model's chat template refuses these messages: {reason}", param="messages"
+            ) from error
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Token ids; special tokens written out in text become their ids. Those added are
+        what the tokenizer puts around every text.
+
+        By batch, because encoding a single text keeps Python's lock for all its time.
+        """
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def _token_text(self, id: int) -> str:
+        """What a token adds to a text. Some decoders take the space of a first one away."""
+        before = self.decode(self._text_before)
+        text = self.decode([*self._text_before, id], skip_special_tokens=False)
+        return text.removeprefix(before) if text.startswith(before) else self.decode([id], False)
+
+    def token_bytes(self, id: int) -> list[int]:
+        """Of its text in UTF-8; also of tokens that are a part of a character."""
+        text = self.token_text(id)
+        if _REPLACEMENT in text:
+            token = self.token_name(id)
+            if byte := _BYTE_TOKEN.fullmatch(token):
+                return [int(byte[1], 16)]
+            if self._is_byte_level and all(character in _BYTES for character in token):
+                return [_BYTES[character] for character in token]
+        return list(text.encode())
+
+    def token_name(self, id: int) -> str:
+        """As the vocabulary has it, with marks for spaces and bytes."""
+        return self._backend.id_to_token(id) or ""
+
+    def least_tokens(self, text: str) -> int:
+        """A lower bound of len(encode(text)) without encoding; 0 if none can be told."""
+        if self._most_bytes_of_a_token is None:
+            return 0
+        return len(text.encode()) // self._most_bytes_of_a_token
+
+    def id_of(self, token: str) -> int | None:
+        """None if it is not a token of the vocabulary."""
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
+    def _special_ids_in(self, texts: Iterable[str]) -> Iterator[int]:
+        tokens = self._backend.get_added_tokens_decoder()
+        for text in texts:
+            yield from (id for id in self._special_ids if tokens[id].content in text)
+
+    def stream(
+        self,
+        skip_special_tokens: bool = True,
+        after: list[int] | None = None,
+        keep_marks: bool = False,
+    ) -> "TextStream":
+        """after are tokens that the text goes on from. Marks are those of the format."""
+        skipped = self._special_ids if skip_special_tokens else frozenset()
+        if keep_marks:
+            skipped -= self._marks
+        decode = functools.partial(self.decode, skip_special_tokens=skipped == self._special_ids)
+        return TextStream(decode, skipped, after or [])
+
+
+class TextStream:
+    """The text of one sequence, token by token.
+
+    The deltas add up to decode(all ids). The exception are byte-fallback decoders, which
+    take back characters that were given out when byte tokens after them are no UTF-8;
+    tokenizers' own DecodeStream raises a bare Exception there, and never gives out what
+    is incomplete at the end.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        skipped: frozenset[int],
+        after: list[int] | None = None,
+    ) -> None:
+        self._decode = decode
+        self._skipped = skipped
+        self._window = [id for id in after or () if id not in skipped][-_CONTEXT_TOKENS:]
+        self._num_given = len(decode(self._window).rstrip(_REPLACEMENT)) if self._window else 0
+        self._num_open = 0
+
+    def push(self, token: int) -> str:
+        """The text that is certain with this token. A character cut in two is held back."""
+        if token in self._skipped:
+            return ""
+        self._window.append(token)
+        text = self._decode(self._window)
+        num_settled = len(text) - self._num_unsettled(text)
+        delta = text[self._num_given : num_settled]
+        self._num_given = max(self._num_given, num_settled)
+        if len(self._window) % _WINDOW_TOKENS == 0:
+            self._shorten(text)
+        return delta
+
+    def finish(self) -> str:
+        """What was held back; an incomplete character becomes U+FFFD."""
+        rest = self._decode(self._window)[self._num_given :]
+        self._window, self._num_given, self._num_open = [], 0, 0
+        return rest
+
+    def _num_unsettled(self, text: str) -> int:
+        """Trailing U+FFFD that may yet become characters.
+
+        After many tokens they are taken for what they look like, but for the last few: a
+        model that repeats U+FFFD would otherwise stream nothing, ever more slowly.
+        """
+        trailing = len(text) - len(text.rstrip(_REPLACEMENT))
+        self._num_open = self._num_open + 1 if trailing else 0
+        if self._num_open > _MOST_OPEN_TOKENS:
+            return min(trailing, _MOST_TOKENS_OF_A_CHARACTER - 1)
+        return trailing
+
+    def _shorten(self, text: str) -> None:
+        """Keeps a few last tokens as context, if they mean the same without the others."""
+        num_held = len(text) - self._num_given
+        for size in range(_CONTEXT_TOKENS, _CONTEXT_TOKENS + _MOST_TOKENS_OF_A_CHARACTER):
+            context = self._window[-size:]
+            tail = self._decode(context)
+            if len(tail) > num_held and text.endswith(tail):
+                self._window, self._num_given = context, len(tail) - num_held
+                return
+
+
+def _load(folder: Path) -> Any:
+    if not folder.is_dir():
+        raise ModelError(f"--model {folder} is no folder: give the path of a downloaded model.")
+    # It advises to install PyTorch, which nothing here needs.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    # Imported here: it takes two seconds, in which the engine can start already.
+    import transformers
+
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        loaded = transformers.AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    # tokenizers raises a bare Exception for a file that it cannot read.
+    except Exception as error:
+        reason = (" ".join(str(error).split()) or type(error).__name__)[:300]
+        mend = "check config.json, tokenizer.json and tokenizer_config.json, or fetch them again"
+        if "custom code" in reason:
+            reason, mend = "its own code would have to be run", "Brigade never does that"
+        elif not (folder / "tokenizer.json").exists():
+            reason, mend = "there is no tokenizer.json", "fetch the model again"
+        raise ModelError(
+            f"The tokenizer in {folder} cannot be loaded ({reason}): {mend}."
+        ) from error
+    if getattr(loaded, "backend_tokenizer", None) is None:
+        raise ModelError(f"{folder} has no tokenizer.json, which is needed: fetch the model again.")
+    return loaded
+
+
+def _vocab_size(folder: Path, backend: Any) -> int:
+    """Ids below it have a token, and a row in the model's matrices."""
+    size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    if (folder / "config.json").exists():
+        config = read_json(folder / "config.json")
+        for part in (config, config.get("text_config")):
+            if isinstance(part, dict) and isinstance(part.get("vocab_size"), int):
+                size = min(size, part["vocab_size"])
+    return size
+
+
+def _argument_names(apply_chat_template: Callable[..., Any]) -> frozenset[str]:
+    """What chat_template_kwargs would override instead of reaching the template."""
+    parameters = inspect.signature(apply_chat_template).parameters.values()
+    named = {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD}
+    return frozenset(named | {"self", "messages", "raise_exception", "strftime_now"})
+
+
+def _read_eos_ids(folder: Path, of_tokenizer: int | list[int] | None) -> frozenset[int]:
+    """Every id that ends an answer: models name them in up to three files."""
+    named = [of_tokenizer]
+    for file in ("config.json", "generation_config.json"):
+        if (folder / file).exists():
+            config = read_json(folder / file)
+            parts = (config, config.get("text_config"))
+            named += [part.get("eos_token_id") for part in parts if isinstance(part, dict)]
+    lists = [ids if isinstance(ids, list) else [ids] for ids in named]
+    return frozenset(id for ids in lists for id in ids if isinstance(id, int))
+
+
+def _most_bytes_of_a_token(backend: Any) -> int | None:
+    """How many bytes of UTF-8 one token can stand for at most.
+
+    Told only of tokenizers that are known to keep every byte; None of all others,
+    because text that they drop, trim or join could make any prompt short.
+    """
+    added = backend.get_added_tokens_decoder().values()
+    base = backend.get_vocab(with_added_tokens=False)
+    normalizer = _parts(backend.normalizer, "normalizers")
+    splitting = _parts(backend.pre_tokenizer, "pretokenizers")
+    keeps_every_byte = (
+        all(part["type"] == "NFC" for part in normalizer)
+        and all(part["type"] in ("ByteLevel", "Split", "Digits") for part in splitting)
+        and all(part.get("behavior") != "Removed" for part in splitting)
+        and any(part["type"] == "ByteLevel" for part in splitting)
+        and all(character in base for character in ByteLevel.alphabet())
+        and not any(token.lstrip or token.rstrip for token in added)
+    )
+    if not keeps_every_byte:
+        return None
+    longest = max(max(map(len, base)), *(len(token.content.encode()) for token in added), 1)
+    return longest * _MOST_SHRINKAGE_OF_NFC if normalizer else longest
+
+
+def _bytes_by_character() -> dict[str, int]:
+    """How byte-level vocabularies write each byte: printable ones as themselves, others as
+    the characters from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    written = {chr(byte): byte for byte in printable}
+    return written | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTES = _bytes_by_character()
+
+
+def _parts(component: Any, name: str) -> list[dict[str, Any]]:
+    """A normaliser or pre-tokenizer as its JSON says it, sequences laid flat."""
+    if component is None:
+        return []
+    state: dict[str, Any] = json.loads(component.__getstate__())
+    return list(state[name]) if state["type"] == "Sequence" else [state]
