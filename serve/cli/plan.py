@@ -9,14 +9,14 @@ from rich.table import Table
 
 from serve.cli.flags import parse
 from serve.core.config import PlanConfig
-from serve.core.plan import StagePlan, format_bytes
+from serve.core.plan import PlanRequest, StagePlan, format_bytes
 
 
 def run(argv: Sequence[str]) -> int:
     gc.disable()  # A large model has 100,000 tensors, and this process ends soon.
     config = parse(PlanConfig, argv, "brigade plan", __doc__)
     # Imported here: a wrong flag should not wait for MLX.
-    from serve.model.planning import PlanRequest, make_plan
+    from serve.model.planning import make_plan
 
     request = PlanRequest(
         num_ranks=config.num_ranks,

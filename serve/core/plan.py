@@ -64,6 +64,19 @@ class Demand:
     concurrency: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """What `brigade plan` and `serve` are asked for. split is auto, even, or the number
+    of layers of each rank; memory an amount, or one for each rank."""
+
+    num_ranks: int
+    context: int | None = None
+    concurrency: int = 1
+    memory: str | None = None
+    split: str = "auto"
+    kv_bits: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class StagePlan:
     """Bytes of one rank, and its share of the time that a decode step takes in all. A
@@ -86,10 +99,6 @@ class StagePlan:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> "StagePlan":
-        return cls(**{**fields, "layers": tuple(fields["layers"])})
 
 
 # --- splits

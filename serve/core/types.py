@@ -5,7 +5,9 @@ serve.model.stage, Transport in serve.ring.transport.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
+
+import msgspec
 
 LAST_TOKEN = -1  # In a step: the token that the step before of this row samples.
 
@@ -58,18 +60,8 @@ class Sampling:
         asked = self.grammar, self.prompt_logprobs
         return self.has_penalties or bool(self.bad_words) or asked != (None, None)
 
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> "Sampling":
-        flat: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in fields.items()
-        }
-        flat["bad_words"] = tuple(map(tuple, flat["bad_words"]))
-        return cls(**flat)
 
-
-@dataclass(frozen=True, slots=True)
-class Score:
+class Score(msgspec.Struct, frozen=True, array_like=True):
     """The log-probability that the model gives a token, and the likeliest ones in its
     place, best first; before any parameter of sampling."""
 
@@ -144,8 +136,7 @@ class Group:
     num_in_flight: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(msgspec.Struct, frozen=True, array_like=True):
     """What one sequence feeds in a step: num_tokens tokens from position on, to the model
     with this version of an adapter, 0 for none."""
 
@@ -155,8 +146,7 @@ class Row:
     adapter: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Take:
+class Take(msgspec.Struct, frozen=True, array_like=True):
     """A new sequence begins as a copy of the first num_tokens of another one."""
 
     sequence: int
@@ -164,8 +154,7 @@ class Take:
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The scheduler's one product: all that a stage needs to know to run once.
 
     First what take says is copied, then the sequences in drop are gone, and the adapter
@@ -184,6 +173,10 @@ class Step:
     drop: tuple[int, ...] = ()
     take: tuple[Take, ...] = ()
     unload: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if sum(row.num_tokens for row in self.rows) != len(self.tokens):
+            raise ValueError("the rows of a step announce another number of tokens than it has")
 
     @property
     def begun(self) -> list[int]:

@@ -2,7 +2,6 @@
 again, whatever has become of the adapters' own files.
 """
 
-import json
 import logging
 from collections import defaultdict
 from collections.abc import Collection
@@ -10,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 
+from serve.core.messages import AdapterRead
 from serve.lora.layers import Matrices
 
 _logger = logging.getLogger(__name__)
 _PARTS = ("a", "b", "gain")
 
 
-def write(folder: Path, version: int, matrices: dict[str, Matrices], answer: Any) -> None:
+def write(folder: Path, version: int, matrices: dict[str, Matrices], answer: AdapterRead) -> None:
     """answer is what rank 0 is told. Without room there is no copy, and the next engine reads
     the adapter's files."""
     parts = {f"{name}.{part}": getattr(m, part) for name, m in matrices.items() for part in _PARTS}
@@ -26,7 +27,7 @@ def write(folder: Path, version: int, matrices: dict[str, Matrices], answer: Any
     part = file.with_name(f"{version}.part.safetensors")
     try:
         # An engine may be killed at any time: what is there under its name is whole.
-        mx.save_safetensors(str(part), arrays, {"answer": json.dumps(answer)})
+        mx.save_safetensors(str(part), arrays, {"answer": msgspec.json.encode(answer).decode()})
         part.rename(file)
     except (RuntimeError, OSError) as error:
         part.unlink(missing_ok=True)
@@ -35,7 +36,7 @@ def write(folder: Path, version: int, matrices: dict[str, Matrices], answer: Any
 
 def read(
     folder: Path, version: int, held: Collection[int]
-) -> tuple[dict[str, Matrices], Any] | None:
+) -> tuple[dict[str, Matrices], AdapterRead] | None:
     """Matrices, which are lazy, and the answer; None without a copy. held are the versions that
     engines before this one may have read: copies of others go."""
     for file in folder.glob("*.safetensors"):
@@ -53,7 +54,7 @@ def read(
         name, _, part = key.rpartition(".")
         modules[name][part] = array
     matrices = {name: Matrices(**parts) for name, parts in modules.items()}
-    return matrices, json.loads(loaded[1]["answer"])
+    return matrices, msgspec.json.decode(loaded[1]["answer"], type=AdapterRead)
 
 
 def _file(folder: Path, version: int) -> Path:

@@ -9,13 +9,13 @@ import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from serve.core.errors import AdapterError, EngineError, ModelError
+from serve.core.messages import AdapterRead, AdapterRefused, LoadAdapter
 from serve.core.types import Step
 from serve.hub.partial import PartialModel, open_partial
 from serve.hub.repo import ADAPTER
@@ -27,7 +27,6 @@ from serve.model.stage import Stage
 
 _ADAPTABLE = (nn.Linear, nn.QuantizedLinear, *EMBEDDINGS, *EXPERTS)
 _LEAST_SLOTS = 4
-_ASKED = ("path", "root", "max_rank", "commit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ class Adapters:
         self._places = dict(_places(stage))
         self._num_layers = len(stage.layers)
         self._read: dict[int, dict[str, Matrices]] = {}
-        self._uncopied: tuple[int, dict[str, Matrices], dict[str, Any]] | None = None
+        self._uncopied: tuple[int, dict[str, Matrices], AdapterRead] | None = None
         self._slots: dict[int, int] = {}
         self._num_slots = 0
         self._adapted: dict[str, Adapted] = {}
@@ -110,44 +109,42 @@ class Adapters:
         except ModelError as error:
             raise AdapterError(str(error)) from error
 
-    def answer(self, message: dict[str, Any]) -> dict[str, Any]:
-        """What rank 0 gets to know of a `read` that it has asked for. targets is all modules
-        that the adapter is for, own those of this stage. What the engine before this one has
-        read comes from its copy."""
-        version = message["version"]
-        if copy := self._copies and self._copy_of(version, message["held"]):
-            mx.eval([(of.a, of.b, of.gain) for of in copy[0].values()])
-            self._read[version], told = copy
-            return dict(told)
+    def answer(self, asked: LoadAdapter) -> AdapterRead | AdapterRefused:
+        """Reads an adapter, and returns what rank 0 is to know of it. What the engine before this
+        one has read comes from its copy."""
+        version = asked.version
+        if copy := self._copies and self._copy_of(version, asked.held):
+            matrices, answer = copy
+            mx.eval([(own.a, own.b, own.gain) for own in matrices.values()])
+            self._read[version] = matrices
+            return answer
         try:
-            read = self.read(version, *(message[name] for name in _ASKED))
+            read = self.read(version, asked.path, asked.root, asked.max_rank, asked.commit)
         except AdapterError as error:
-            refused = {"message": str(error), "status": error.http_status}
-            return {"version": version, "error": refused}
+            return AdapterRefused(version, str(error), error.http_status)
         targets = read.files.targets
         scales = {target.scale for target in targets.values()}
-        answer = {
-            "version": version,
-            "error": None,
-            "digest": read.files.digest,
-            "checksum": read.checksum(),
-            "targets": sorted(targets),
-            "own": sorted(read.matrices),
-            "kinds": sorted({name.rpartition(".")[2] for name in targets}),
-            "lora_rank": read.files.rank,
-            "scale": scales.pop() if len(scales) == 1 else None,
-            "num_bytes": _num_bytes(read.matrices),
-        }
+        answer = AdapterRead(
+            version=version,
+            digest=read.files.digest,
+            checksum=read.checksum(),
+            targets=sorted(targets),
+            own=sorted(read.matrices),
+            kinds=sorted({name.rpartition(".")[2] for name in targets}),
+            lora_rank=read.files.rank,
+            scale=scales.pop() if len(scales) == 1 else None,
+            num_bytes=_num_bytes(read.matrices),
+        )
         self._uncopied = version, read.matrices, answer
         return answer
 
     def _copy_of(
         self, version: int, held: Collection[int]
-    ) -> tuple[dict[str, Matrices], dict[str, Any]] | None:
+    ) -> tuple[dict[str, Matrices], AdapterRead] | None:
         """None also if that engine had other layers."""
         assert self._copies
         copy = copies.read(self._copies, version, held)
-        is_ours = copy and copy[1]["own"] == sorted(self._places.keys() & copy[1]["targets"])
+        is_ours = copy and copy[1].own == sorted(self._places.keys() & copy[1].targets)
         return copy if is_ours else None
 
     def copy(self) -> None:

@@ -14,6 +14,7 @@ from serve.core.plan import (
     Demand,
     LayerRange,
     ModelCost,
+    PlanRequest,
     StagePlan,
     balanced_split,
     check_num_ranks,
@@ -25,19 +26,6 @@ from serve.core.plan import (
 from serve.model.costs import growing_values, measure
 from serve.model.trial import Crossing, Trial, crossings
 from serve.model.weights import build_model
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRequest:
-    """What `brigade plan` and `serve` are asked for. split is auto, even, or the number
-    of layers of each rank; memory an amount, or one for each rank."""
-
-    num_ranks: int
-    context: int | None = None
-    concurrency: int = 1
-    memory: str | None = None
-    split: str = "auto"
-    kv_bits: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from serve.core.config import Address, Cluster
 from serve.core.errors import (
@@ -25,20 +25,46 @@ from serve.core.errors import (
     BrigadeError,
     ClusterError,
     EngineError,
-    from_exit_code,
 )
 from serve.core.facts import compare
+from serve.core.messages import (
+    Challenge,
+    Fault,
+    FromRank,
+    Hello,
+    Ping,
+    Pong,
+    Refused,
+    Report,
+    Stop,
+    ToRank,
+    Welcome,
+)
 from serve.parent.link import Link
 
 _RETRY_SECONDS = 0.1
 _HELLO_SECONDS = 5.0
 _PONG_SECONDS = 2.0
-_GREETING = {"rank": int, "num_ranks": int, "pid": int, "facts": dict, "nonce": str, "proof": str}
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
-    """Who is calling, and what it has: facts are those of serve.core.facts."""
+class Joined:
+    """A rank has joined rank 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A rank that had joined is lost."""
+
+    reason: str
+
+
+Heard: TypeAlias = Joined | Gone | Report
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who one end of a connection is, and what it has: facts are those of serve.core.facts."""
 
     rank: int
     num_ranks: int
@@ -51,20 +77,20 @@ class Hello:
         return hmac.digest(self.secret.encode(), f"{who} {nonce}".encode(), "sha256").hex()
 
     @classmethod
-    def of(cls, cluster: Cluster, facts: dict[str, str], pid: int) -> "Hello":
+    def of(cls, cluster: Cluster, facts: dict[str, str], pid: int) -> "Identity":
         return cls(cluster.rank, cluster.num_ranks, cluster.secret, facts, pid)
 
 
 class Hub:
-    """Rank 0's end. on_message gets (rank, message) of every rank that has joined: first that
-    it has (joined), and when it is lost (gone, with a reason)."""
+    """Rank 0's end. on_message gets (rank, message) of every rank that has joined: first
+    Joined, then its reports, and Gone when it is lost."""
 
-    def __init__(self, mine: Hello, on_message: Callable[[int, dict[str, Any]], None]) -> None:
+    def __init__(self, mine: Identity, on_message: Callable[[int, Heard], None]) -> None:
         self._mine, self._on_message = mine, on_message
-        self._links: dict[int, Link] = {}
-        self._hellos: dict[int, dict[str, Any]] = {}
+        self._links: dict[int, Link[FromRank]] = {}
+        self._hellos: dict[int, Hello] = {}
         self._heard: dict[int, asyncio.Event] = {}
-        self._connected: dict[asyncio.Task[Any], Link] = {}
+        self._connected: dict[asyncio.Task[Any], Link[FromRank]] = {}
         self._changed = asyncio.Event()
         self._server: asyncio.Server | None = None
         self._stopping = False
@@ -93,7 +119,7 @@ class Hub:
                 f"{timeout_seconds:g} s: look at their logs ({flag})."
             )
 
-        others = {rank: self._hellos[rank]["facts"] for rank in sorted(self.joined)}
+        others = {rank: self._hellos[rank].facts for rank in sorted(self.joined)}
         compare({0: self._mine.facts, **others})
 
     async def wait_for_more(self, known: Sequence[Collection[int]], timeout_seconds: float) -> None:
@@ -120,15 +146,15 @@ class Hub:
     @property
     def alike(self) -> set[int]:
         """Those of them that have what rank 0 has."""
-        return {r for r in self._links if self._hellos[r]["facts"] == self._mine.facts}
+        return {r for r in self._links if self._hellos[r].facts == self._mine.facts}
 
     def pid(self, rank: int) -> int:
-        return int(self._hellos[rank]["pid"])
+        return self._hellos[rank].pid
 
-    def send(self, rank: int, message: dict[str, Any]) -> None:
-        """A rank that is gone hears nothing: on_message has been told."""
+    def send(self, rank: int, message: ToRank) -> None:
+        """Sends to a rank that has joined. One that is gone hears nothing: on_message knows."""
         if link := self._links.get(rank):
-            link.send_json(message)
+            link.send(message)
 
     def forget(self, rank: int) -> None:
         """Ends the connection of a rank that does not answer: it may join again."""
@@ -141,13 +167,13 @@ class Hub:
         if self._server:
             self._server.close()
         for link in self._connected.values():
-            link.send_json({"type": "stop"})
+            link.send(Stop())
         for link in list(self._connected.values()):
             await link.close()
         await asyncio.gather(*self._connected, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = Link(reader, writer)
+        link: Link[FromRank] = Link(reader, writer, FromRank)
         link.keep_alive()
         task = asyncio.current_task()
         assert task is not None
@@ -158,58 +184,65 @@ class Hub:
             await link.close()
             del self._connected[task]
 
-    async def _attend(self, link: Link) -> None:
+    async def _attend(self, link: Link[FromRank]) -> None:
         rank: int | None = None
         try:
             rank = await self._greet(link)
-            while rank is not None and (message := await link.receive_json()) is not None:
-                self._heard[rank].set()
-                if message["type"] != "pong":
-                    self._on_message(rank, message)
+            if rank is not None:
+                await self._listen(rank, link)
             reason = f"Rank {rank} on {link.peer_host} is gone."
         except ClusterError as error:
             reason = str(error)
-        except (LookupError, TypeError, ValueError) as error:
-            reason = f"Rank {rank} on {link.peer_host} sent what cannot be read ({error!r})."
         if rank is not None and self._links.get(rank) is link and not self._stopping:
             self._lose(rank, reason)
 
+    async def _listen(self, rank: int, link: Link[FromRank]) -> None:
+        """Passes reports on until the connection ends. Raises ClusterError on nonsense."""
+        while message := await link.receive():
+            self._heard[rank].set()
+            match message:
+                case Pong():
+                    continue
+                case Report():
+                    self._on_message(rank, message)
+                case Hello():
+                    raise ClusterError(f"Rank {rank} on {link.peer_host} said hello twice.")
+
     def _lose(self, rank: int, reason: str) -> None:
         del self._links[rank]
-        self._on_message(rank, {"type": "gone", "reason": reason})
+        self._on_message(rank, Gone(reason))
 
-    async def _greet(self, link: Link) -> int | None:
+    async def _greet(self, link: Link[FromRank]) -> int | None:
         """The rank of a caller that may join; others are told why not."""
         nonce = secrets.token_hex()
-        link.send_json({"type": "challenge", "nonce": nonce})
+        link.send(Challenge(nonce))
         try:
-            hello = await asyncio.wait_for(link.receive_json(), _HELLO_SECONDS)
+            hello = await asyncio.wait_for(link.receive(), _HELLO_SECONDS)
         except (TimeoutError, asyncio.TimeoutError, ClusterError):
             return None  # Not one of us.
-        reason = self._objection(hello or {}, nonce)
-        if hello and not reason and hello["rank"] in self._links:
-            reason = await self._make_room(hello["rank"])
-        if hello is None or reason:
-            link.send_json({"type": "refused", "reason": reason})
+        if not isinstance(hello, Hello):
             return None
-        link.send_json({"type": "welcome", "proof": self._mine.proof("rank 0", hello["nonce"])})
-        rank: int = hello["rank"]
+        reason = self._objection(hello, nonce)
+        if reason is None and hello.rank in self._links:
+            reason = await self._make_room(hello.rank)
+        if reason is not None:
+            link.send(Refused(reason))
+            return None
+        link.send(Welcome(self._mine.proof("rank 0", hello.nonce)))
+        rank = hello.rank
         self._links[rank], self._hellos[rank] = link, hello
         self._heard[rank] = asyncio.Event()
         self._changed.set()
-        self._on_message(rank, {"type": "joined"})
+        self._on_message(rank, Joined())
         return rank
 
-    def _objection(self, hello: dict[str, Any], nonce: str) -> str | None:
-        mine, rank = self._mine, hello.get("rank")
-        for name, kind in _GREETING.items():
-            if type(hello.get(name)) is not kind:
-                return f"its greeting has no {name}"
+    def _objection(self, hello: Hello, nonce: str) -> str | None:
+        mine, rank = self._mine, hello.rank
         proof = mine.proof(f"rank {rank}", nonce)
-        if not hmac.compare_digest(hello["proof"].encode(), proof.encode()):
+        if not hmac.compare_digest(hello.proof.encode(), proof.encode()):
             return "it belongs to another launch: two clusters use the same ports"
-        if hello.get("num_ranks") != mine.num_ranks or rank not in range(1, mine.num_ranks):
-            return f"it is rank {rank} of {hello.get('num_ranks')}, not of {mine.num_ranks}"
+        if hello.num_ranks != mine.num_ranks or rank not in range(1, mine.num_ranks):
+            return f"it is rank {rank} of {hello.num_ranks}, not of {mine.num_ranks}"
         return None
 
     async def _make_room(self, rank: int) -> str | None:
@@ -223,7 +256,7 @@ class Hub:
     async def _answers(self, rank: int) -> bool:
         heard = self._heard[rank]
         heard.clear()
-        self.send(rank, {"type": "ping"})
+        self.send(rank, Ping())
         try:
             return await asyncio.wait_for(heard.wait(), _PONG_SECONDS)
         except (TimeoutError, asyncio.TimeoutError):
@@ -232,10 +265,10 @@ class Hub:
 
 async def join(
     address: Address,
-    hello: Hello,
+    mine: Identity,
     timeout_seconds: float,
     refused_seconds: float | None = None,
-) -> Link:
+) -> Link[ToRank]:
     """The connection of another rank to rank 0, which may start later than this one, or has to be
     there if nobody listens for refused_seconds. Raises ClusterError if rank 0 does not come,
     refuses, or is somebody else."""
@@ -243,43 +276,50 @@ async def join(
     while True:
         try:
             # A host without power says nothing, and neither does a rank 0 that is stopped.
-            return await asyncio.wait_for(_join_once(address, hello), _HELLO_SECONDS)
+            return await asyncio.wait_for(_join_once(address, mine), _HELLO_SECONDS)
         except (OSError, asyncio.TimeoutError) as error:
             is_refused = isinstance(error, ConnectionRefusedError)
             most = (is_refused and refused_seconds) or timeout_seconds
             if time.monotonic() - started > most:
                 reason = getattr(error, "strerror", None) or "nobody answers"
                 raise ClusterError(
-                    f"Rank {hello.rank} could not reach rank 0 at {address} within {most:g} s "
+                    f"Rank {mine.rank} could not reach rank 0 at {address} within {most:g} s "
                     f"({reason}): did rank 0 start? Does another program use that port?"
                 ) from error
         await asyncio.sleep(_RETRY_SECONDS)
 
 
-async def _join_once(address: Address, hello: Hello) -> Link:
-    link = Link(*await asyncio.open_connection(address.host, address.port))
+async def _join_once(address: Address, mine: Identity) -> Link[ToRank]:
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    link: Link[ToRank] = Link(reader, writer, ToRank)
     link.keep_alive()
     try:
-        await _introduce(link, hello, address)
+        await _introduce(link, mine, address)
     except BaseException:
         await link.close()
         raise
     return link
 
 
-async def _introduce(link: Link, hello: Hello, address: Address) -> None:
-    if (challenge := await link.receive_json()) is None:
+async def _introduce(link: Link[ToRank], mine: Identity, address: Address) -> None:
+    challenge = await link.receive()
+    if challenge is None:
         # What forwards a port takes calls for a rank 0 that is yet to come.
         raise ConnectionError(0, "the connection was closed at once")
-    nonce = secrets.token_hex()
-    proof = hello.proof(f"rank {hello.rank}", str(challenge.get("nonce")))
-    told = {name: getattr(hello, name) for name in ("rank", "num_ranks", "facts", "pid")}
-    link.send_json({"type": "hello", **told, "nonce": nonce, "proof": proof})
-    answer = await link.receive_json() or {"type": None}
-    raise_if_error(answer)
-    proof = hello.proof("rank 0", nonce)
-    if not hmac.compare_digest(str(answer.get("proof")).encode(), proof.encode()):
+    if not isinstance(challenge, Challenge):
         raise _not_rank_0(address)
+    nonce = secrets.token_hex()
+    proof = mine.proof(f"rank {mine.rank}", challenge.nonce)
+    link.send(Hello(mine.rank, mine.num_ranks, mine.pid, mine.facts, nonce, proof))
+    match await link.receive():
+        case Refused(reason):
+            raise ClusterError(f"Rank 0 refused this rank: {reason}.")
+        case Welcome(proof) if hmac.compare_digest(
+            proof.encode(), mine.proof("rank 0", nonce).encode()
+        ):
+            return
+        case _:
+            raise _not_rank_0(address)
 
 
 def _not_rank_0(address: Address) -> ClusterError:
@@ -289,19 +329,12 @@ def _not_rank_0(address: Address) -> ClusterError:
     )
 
 
-def raise_if_error(message: dict[str, Any]) -> None:
-    """Raises what a peer reported, as the kind of error that it was there."""
-    if message["type"] == "error":
-        raise from_exit_code(message["exit_code"], message["message"])
-    if message["type"] == "refused":
-        raise ClusterError(f"Rank 0 refused this rank: {message['reason']}.")
-
-
-def engine_ended(rank: int, exit_code: int) -> dict[str, Any]:
-    """The error of an engine that went without a word, such as one that was killed."""
+def engine_ended(rank: int, exit_code: int) -> Fault:
+    """The fault of an engine that ended without a word, such as one that was killed."""
     how = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
-    return error_message(EngineError(f"The engine of rank {rank} ended by {how}."))
+    return fault_of(EngineError(f"The engine of rank {rank} ended by {how}."))
 
 
-def error_message(error: BrigadeError) -> dict[str, Any]:
-    return {"type": "error", "exit_code": error.exit_code, "message": str(error)}
+def fault_of(error: BrigadeError) -> Fault:
+    """An error as a message, from which from_exit_code makes one of the same kind."""
+    return Fault(error.exit_code, str(error))

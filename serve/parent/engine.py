@@ -8,6 +8,7 @@ import sys
 
 from serve.core.blas import with_openblas
 from serve.core.errors import EngineError
+from serve.core.messages import FromEngine
 from serve.parent.link import Link
 
 _DUMP_SECONDS = 0.3
@@ -17,13 +18,13 @@ _KILLED_SECONDS = 10.0
 class EngineProcess:
     program = "serve.rank.worker"
 
-    def __init__(self, process: asyncio.subprocess.Process, link: Link) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, link: Link[FromEngine]) -> None:
         self._process, self.link = process, link
 
     @classmethod
     async def start(cls) -> "EngineProcess":
         """Starts the child, which takes some seconds to import MLX and then waits for an
-        order, as serve.rank.worker.Order reads it. Raises EngineError."""
+        order. Raises EngineError."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -36,7 +37,8 @@ class EngineProcess:
             except OSError as error:
                 ours.close()
                 raise EngineError(f"The engine cannot be started: {error}.") from error
-        return cls(process, Link(*await asyncio.open_connection(sock=ours)))
+        reader, writer = await asyncio.open_connection(sock=ours)
+        return cls(process, Link(reader, writer, FromEngine))
 
     @property
     def pid(self) -> int:

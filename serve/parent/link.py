@@ -1,18 +1,22 @@
 """A connection that carries frames, for asyncio: to the engine child, between parents."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Generic
 
-from serve.core import wire
 from serve.core.connection import keep_alive
+from serve.core.messages import AnyMessage
+from serve.core.wire import FrameReader, Received, frame
 
 
-class Link:
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+class Link(Generic[Received]):
+    """A connection to a peer that sends messages of the expected types."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, expected: Any
+    ) -> None:
         self._reader, self._writer = reader, writer
-        self._frames = wire.FrameReader()
-        self._ready: list[tuple[wire.Kind, bytes]] = []
+        self._frames: FrameReader[Received] = FrameReader(expected)
+        self._ready: list[Received] = []
 
     @property
     def peer_host(self) -> str:
@@ -22,17 +26,14 @@ class Link:
     def keep_alive(self) -> None:
         keep_alive(self._writer.get_extra_info("socket"))
 
-    def send(self, data: bytes) -> None:
-        """Queues a frame. What goes this way is small and bounded by the steps in
-        flight, so nobody waits for it to drain."""
+    def send(self, message: AnyMessage) -> None:
+        """Queues a message. Messages this way are small and bounded by the steps in flight, so
+        nobody waits for them to drain."""
         if not self._writer.is_closing():
-            self._writer.write(data)
+            self._writer.write(frame(message))
 
-    def send_json(self, message: dict[str, Any]) -> None:
-        self.send(wire.json_frame(message))
-
-    async def receive(self) -> tuple[wire.Kind, bytes] | None:
-        """The next frame; None when the peer is gone. Raises ClusterError on nonsense."""
+    async def receive(self) -> Received | None:
+        """The next message; None when the peer is gone. Raises ClusterError on nonsense."""
         while not self._ready:
             try:
                 data = await self._reader.read(1 << 16)
@@ -42,14 +43,6 @@ class Link:
                 return None
             self._ready += self._frames.feed(data)
         return self._ready.pop(0)
-
-    async def receive_json(self) -> dict[str, Any] | None:
-        message = await self.receive()
-        return None if message is None else wire.parse_json(message[1])
-
-    async def messages(self) -> AsyncIterator[tuple[wire.Kind, bytes]]:
-        while (message := await self.receive()) is not None:
-            yield message
 
     def abort(self) -> None:
         """Ends it without a word to the peer, which may not listen any more."""

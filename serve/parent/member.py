@@ -6,10 +6,26 @@ import signal
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+import msgspec
+
 from serve.core.config import Address, Cluster, ServeConfig
 from serve.core.errors import ClusterError
 from serve.core.folder import own_folder
-from serve.parent.control import Hello, engine_ended, error_message, join
+from serve.core.messages import (
+    Fault,
+    FromEngine,
+    LoadAdapter,
+    Order,
+    Ping,
+    Pong,
+    Renew,
+    Report,
+    Start,
+    Status,
+    Stop,
+    ToRank,
+)
+from serve.parent.control import Identity, engine_ended, fault_of, join
 from serve.parent.engine import EngineProcess
 from serve.parent.link import Link
 
@@ -34,8 +50,8 @@ async def run_member(config: ServeConfig, cluster: Cluster, facts: dict[str, str
     signalled: asyncio.Future[signal.Signals] = loop.create_future()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, _note, signalled, number)
-    hello = Hello.of(cluster, facts, os.getpid())
-    hub = await _until(signalled, join(cluster.control, hello, config.join_timeout))
+    mine = Identity.of(cluster, facts, os.getpid())
+    hub = await _until(signalled, join(cluster.control, mine, config.join_timeout))
     grace_seconds = config.drain_timeout + _STOP_SECONDS
     with own_folder() as copies:
         while hub is not None:
@@ -44,7 +60,7 @@ async def run_member(config: ServeConfig, cluster: Cluster, facts: dict[str, str
                 return
             # A broken connection, or the end of rank 0. A launcher should see that end first.
             await asyncio.sleep(_LAST_WORD_SECONDS)
-            hub = await _until(signalled, _join_again(cluster.control, hello, config))
+            hub = await _until(signalled, _join_again(cluster.control, mine, config))
     signal.signal(signalled.result(), signal.SIG_DFL)
     signal.raise_signal(signalled.result())
 
@@ -54,10 +70,10 @@ def _note(signalled: "asyncio.Future[signal.Signals]", number: signal.Signals) -
         signalled.set_result(number)
 
 
-async def _join_again(control: Address, hello: Hello, config: ServeConfig) -> Link:
+async def _join_again(control: Address, mine: Identity, config: ServeConfig) -> Link[ToRank]:
     """Where nobody listens rank 0 has ended; where nobody is reached it may be the network."""
     try:
-        return await join(control, hello, config.return_timeout, _REFUSED_SECONDS)
+        return await join(control, mine, config.return_timeout, _REFUSED_SECONDS)
     except ClusterError as error:
         raise ClusterError(f"Rank 0 is gone, look at its log: {error}") from error
 
@@ -84,7 +100,9 @@ class _Member:
     """Does what rank 0 says. That its engine has ended it tells rank 0, and waits: all
     engines start anew together."""
 
-    def __init__(self, config: ServeConfig, cluster: Cluster, hub: Link, copies: str) -> None:
+    def __init__(
+        self, config: ServeConfig, cluster: Cluster, hub: Link[ToRank], copies: str
+    ) -> None:
         self._config, self._rank, self._hub = config, cluster.rank, hub
         self._addresses, self._copies = cluster.addresses, copies
         self._life = 0
@@ -96,8 +114,8 @@ class _Member:
         """Until rank 0 says stop; False if it went without a word."""
         try:
             await self._start_engine()
-            while message := await self._hub.receive_json():
-                if message["type"] == "stop":
+            while message := await self._hub.receive():
+                if isinstance(message, Stop):
                     return True
                 await self._obey(message)
             return False
@@ -105,25 +123,36 @@ class _Member:
             await self._stop_engine()
             await self._hub.close()
 
-    async def _obey(self, message: dict[str, Any]) -> None:
+    async def _obey(self, message: ToRank) -> None:
         assert self._engine is not None
-        if message["type"] == "renew":
-            await self._renew(message)
-        elif message["type"] == "ping":
-            self._tell({"type": "pong"})
-        elif message["type"] == "start":
-            self._is_fresh = False
-            # What to load is rank 0's word, also the commit of a hub model; where, this host's.
-            cache_dir = self._config.cache_dir and str(self._config.cache_dir)
-            here: dict[str, Any] = {"model": str(self._config.model), "cache_dir": cache_dir}
-            here |= {"addresses": self._addresses, "copies": self._copies}
-            self._engine.link.send_json({**message["order"], **here})
-        else:
-            self._engine.link.send_json(message)
+        match message:
+            case Renew():
+                await self._renew(message)
+            case Ping():
+                self._hub.send(Pong())
+            case Start(order):
+                self._is_fresh = False
+                self._engine.link.send(self._localised(order))
+            case LoadAdapter():
+                self._engine.link.send(message)
+            case _:
+                raise ClusterError(f"Rank 0 sent {type(message).__name__} where none is due.")
 
-    async def _renew(self, message: dict[str, Any]) -> None:
+    def _localised(self, order: Order) -> Order:
+        """The order with this host's paths and addresses. What to load is rank 0's word, also
+        the commit of a hub model; where it is kept is this host's."""
+        cache_dir = self._config.cache_dir
+        return msgspec.structs.replace(
+            order,
+            model=str(self._config.model),
+            cache_dir=str(cache_dir) if cache_dir else None,
+            addresses=self._addresses,
+            copies=self._copies,
+        )
+
+    async def _renew(self, message: Renew) -> None:
         """An engine that nobody has given an order is as good as a new one."""
-        if message["dump"] and self._engine:
+        if message.dump and self._engine:
             await self._engine.dump()
         if not self._is_fresh:
             # One that has ended already is to say by what: it may be the cause of it all.
@@ -131,8 +160,8 @@ class _Member:
                 await asyncio.wait({self._reading}, timeout=_CAUSE_SECONDS)
             await self._stop_engine()
             await self._start_engine()
-        self._life = message["life"]
-        self._tell({"type": "status", "rank": self._rank, "state": "starting"})
+        self._life = message.life
+        self._tell(Status("starting"))
 
     async def _start_engine(self) -> None:
         engine = self._engine = await EngineProcess.start()
@@ -149,14 +178,14 @@ class _Member:
     async def _read(self, engine: EngineProcess) -> None:
         has_said_why = False
         try:
-            while message := await engine.link.receive_json():
-                has_said_why |= message["type"] == "error"
+            while message := await engine.link.receive():
+                has_said_why |= isinstance(message, Fault)
                 self._tell(message)
         except ClusterError as error:
-            self._tell(error_message(error))
+            self._tell(fault_of(error))
         self._is_fresh = False
         if not has_said_why:
             self._tell(engine_ended(self._rank, await engine.wait()))
 
-    def _tell(self, message: dict[str, Any]) -> None:
-        self._hub.send_json({**message, "life": self._life})
+    def _tell(self, message: FromEngine) -> None:
+        self._hub.send(Report(self._life, message))

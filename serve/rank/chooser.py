@@ -12,8 +12,8 @@ from typing import Any
 import mlx.core as mx
 
 from serve.core.errors import RequestError
+from serve.core.messages import Result, Scores
 from serve.core.types import FAILED_TOKEN, FAILURES, REFUSED_TOKEN, Row, Sampling, Score, Step
-from serve.core.wire import Result, Scores
 from serve.rank.cache import Part
 from serve.rank.grammar import Grammars
 from serve.rank.sampling import Sampler, sample, score

@@ -7,7 +7,8 @@ front counts, decodes text and writes to its clients.
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+
+import msgspec
 
 from serve.core.types import LAST_TOKEN, Step
 
@@ -70,4 +71,4 @@ class Outbox:
                     return None
                 tokens[at] = token
             at += row.num_tokens
-        return replace(step, tokens=tuple(tokens))
+        return msgspec.structs.replace(step, tokens=tuple(tokens))

@@ -18,20 +18,37 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import mlx.core as mx
 import mlx.nn as nn
+import msgspec
 
-from serve.core import wire
 from serve.core.errors import BrigadeError, ClusterError, EngineError
-from serve.core.types import Sampling, Step
+from serve.core.messages import (
+    Activity,
+    AdapterRead,
+    AdapterRefused,
+    Admit,
+    Fault,
+    FromEngine,
+    LoadAdapter,
+    Loaded,
+    MakePlan,
+    Order,
+    Planned,
+    Result,
+    Span,
+    Status,
+    ToEngine,
+)
+from serve.core.types import Step
+from serve.core.wire import FrameReader, frame
 from serve.hub.partial import PartialModel, open_partial
 from serve.lora.table import Adapters
 from serve.model.caches import quantized
-from serve.model.planning import PlanRequest, make_plan
+from serve.model.planning import make_plan
 from serve.model.stage import Stage
 from serve.model.weights import load_stage
 from serve.rank.batching import can_batch
@@ -48,65 +65,28 @@ _NUM_SPANS = 4096
 _PARENT_FIRST_SECONDS = 5.0  # it says better what is wrong
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
-    """What the parent says at the start. ring are the ranks of the launch that take part, each
-    with one of hosts, and rank is this one's place among them; addresses are those of the whole
-    launch. commit makes model one of the hub, `org/name`; cache_dir is where parts of it are kept,
-    None for under HF_HOME; copies is a folder that the parent keeps from one engine to the next."""
-
-    rank: int
-    ring: tuple[int, ...]
-    hosts: tuple[str, ...]
-    addresses: list[list[str]]
-    nonce: int
-    model: Path
-    commit: str | None
-    cache_dir: Path | None
-    copies: Path
-    layers: tuple[int, int]
-    kv_bits: int | None
-    join_timeout: float
-
-    @property
-    def name(self) -> str:
-        return f"Rank {self.ring[self.rank]}"
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> "Order":
-        fields = {name: value for name, value in fields.items() if name != "type"}
-        typed = {
-            "ring": tuple(fields["ring"]),
-            "hosts": tuple(fields["hosts"]),
-            "model": Path(fields["model"]),
-            "cache_dir": Path(fields["cache_dir"]) if fields["cache_dir"] else None,
-            "copies": Path(fields["copies"]),
-            "layers": tuple(fields["layers"]),
-        }
-        return cls(**{**fields, **typed})
-
-
 class Parent:
-    """The socket to the parent. Frames may be sent from every thread."""
+    """The socket to the parent."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._reader = wire.FrameReader()
-        self._frames: deque[tuple[wire.Kind, bytes]] = deque()
+        self._reader: FrameReader[ToEngine] = FrameReader(ToEngine)
+        self._ready: deque[ToEngine] = deque()
         self._lock = threading.Lock()
 
-    def send(self, data: bytes) -> None:
+    def send(self, message: FromEngine) -> None:
+        """Sends a message. May be called from every thread. Raises OSError."""
         with self._lock:
-            self._connection.sendall(data)
+            self._connection.sendall(frame(message))
 
-    def receive(self) -> tuple[wire.Kind, bytes] | None:
-        """The next frame; None when the parent is gone."""
-        while not self._frames:
+    def receive(self) -> ToEngine | None:
+        """The next message; None when the parent is gone."""
+        while not self._ready:
             data = self._connection.recv(1 << 16)
             if not data:
                 return None
-            self._frames.extend(self._reader.feed(data))
-        return self._frames.popleft()
+            self._ready.extend(self._reader.feed(data))
+        return self._ready.popleft()
 
 
 class StepLoop:
@@ -131,9 +111,9 @@ class StepLoop:
         self.busy_seconds = 0.0
         self.num_steps = 0
         self.step: int | None = None  # the one that is computed
-        self.spans: deque[tuple[int, int, int, int, float, float]] = deque(maxlen=_NUM_SPANS)
+        self.spans: deque[Span] = deque(maxlen=_NUM_SPANS)
 
-    def run(self) -> Iterator[wire.Result]:
+    def run(self) -> Iterator[Result]:
         """Yields the result of each step on the last stage."""
         while (message := self.transport.receive()) is not None:
             step, received = message
@@ -178,7 +158,7 @@ class StepLoop:
         self.busy_seconds += ended - started
         self.num_steps += 1
         num_rows, num_tokens = len(step.rows), len(step.tokens)
-        self.spans.append((step.number, step.group, num_rows, num_tokens, started, ended))
+        self.spans.append(Span(step.number, step.group, num_rows, num_tokens, started, ended))
 
 
 class Worker:
@@ -188,7 +168,7 @@ class Worker:
         self.parent, self.order = parent, order
         self.transport: Transport | None = None
         self.loop: StepLoop | None = None
-        self.status: dict[str, Any] = {"state": "joining"}
+        self.status = Status("joining")
         # Beside the steps, so that no stream has to wait for a file.
         self.reader = ThreadPoolExecutor(1, "adapters")
 
@@ -196,36 +176,34 @@ class Worker:
         threading.Thread(target=self._run_engine, name="mlx", daemon=True).start()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
         while (message := self.parent.receive()) is not None:
-            kind, body = message
-            if kind == wire.Kind.STEP:
-                self._running_loop().outbox.put(wire.decode_step(body))
-            else:
-                self._obey(wire.parse_json(body))
+            self._obey(message)
         # The parent was killed: else it would have ended this process first.
         shutil.rmtree(self.order.copies, ignore_errors=True)
 
-    def _obey(self, message: dict[str, Any]) -> None:
-        if message["type"] == "admit":
-            sampling = Sampling.from_json(message["sampling"])
-            self._running_loop().chooser.admit(
-                message["sequence"], sampling, message["num_prompt"], message["tokens"]
-            )
-        elif message["type"] == "load_adapter":
-            self.reader.submit(self._read_adapter, message, self._running_loop().adapters)
-        else:
-            raise EngineError(f"The parent sent a message of unknown type {message['type']!r}.")
+    def _obey(self, message: ToEngine) -> None:
+        match message:
+            case Step():
+                self._running_loop().outbox.put(message)
+            case Admit():
+                self._running_loop().chooser.admit(
+                    message.sequence, message.sampling, message.num_prompt, message.tokens
+                )
+            case LoadAdapter():
+                self.reader.submit(self._read_adapter, message, self._running_loop().adapters)
+            case Order() | MakePlan():
+                raise EngineError(f"The parent sent a second {type(message).__name__}.")
 
-    def _read_adapter(self, message: dict[str, Any], adapters: Adapters) -> None:
+    def _read_adapter(self, message: LoadAdapter, adapters: Adapters) -> None:
         """No step has seen anything of it, so what goes wrong is this adapter's alone."""
+        answer: AdapterRead | AdapterRefused
         try:
             answer = adapters.answer(message)
         except Exception as error:  # Nobody looks at what this thread raises.
-            _logger.exception("event=adapter_failed version=%d", message["version"])
-            told = {"message": f"reading failed ({type(error).__name__})", "status": 500}
-            answer = {"version": message["version"], "error": told}
-        answer |= {"type": "adapter", "rank": self.order.rank}
+            _logger.exception("event=adapter_failed version=%d", message.version)
+            reason = f"reading failed ({type(error).__name__})"
+            answer = AdapterRefused(message.version, reason, 500)
         try:
-            self.parent.send(wire.json_frame(answer))
+            self.parent.send(answer)
         except OSError as error:
             fail(self.parent, error, self.order.name)
         adapters.copy()
@@ -238,9 +216,7 @@ class Worker:
     def _run_engine(self) -> None:
         try:
             for result in self._start().run():
-                for scores in result.scores:
-                    self.parent.send(wire.scores_frame(scores))
-                self.parent.send(wire.frame(wire.Kind.RESULT, wire.encode_result(result)))
+                self.parent.send(result)
             raise ClusterError(f"{self.order.name}: its right neighbour is gone.")
         except Exception as error:  # The top of the thread: the process ends with it.
             fail(self.parent, error, self.order.name)
@@ -248,7 +224,7 @@ class Worker:
     def _start(self) -> StepLoop:
         order = self.order
         self.transport = self._join()
-        self.status = {"state": "loading"}
+        self.status = Status("loading")
         model = self._model()
         folder = model if isinstance(model, Path) else model.folder
         batchable = True
@@ -258,23 +234,28 @@ class Worker:
             batchable = can_batch(whole)
 
         loaded = load_stage(model, *order.layers, self._loading, try_batches)
-        places = folder, order.cache_dir, order.copies
+        cache_dir = Path(order.cache_dir) if order.cache_dir else None
+        places = folder, cache_dir, Path(order.copies)
         self.loop = StepLoop(loaded.stage, self.transport, batchable, order.kv_bits, *places)
-        self.status = {
-            "state": "ready",
-            "bytes_owned": loaded.bytes_owned,
-            "bytes_read": loaded.bytes_read,
-            "bytes_fetched": loaded.bytes_fetched,
-            "free_bytes": free_bytes() // order.hosts.count(order.hosts[order.rank]),
-            "reuse": self.loop.caches.reuse,
-        }
+        free = free_bytes() // order.hosts.count(order.hosts[order.rank])
+        self.status = Status(
+            "ready",
+            loaded=Loaded(
+                bytes_owned=loaded.bytes_owned,
+                bytes_read=loaded.bytes_read,
+                bytes_fetched=loaded.bytes_fetched,
+                free_bytes=free,
+                reuse=self.loop.caches.reuse,
+            ),
+        )
         return self.loop
 
     def _model(self) -> Path | PartialModel:
         order = self.order
         if order.commit is None:
-            return order.model
-        return open_partial(str(order.model), order.commit, order.cache_dir)
+            return Path(order.model)
+        cache_dir = Path(order.cache_dir) if order.cache_dir else None
+        return open_partial(order.model, order.commit, cache_dir)
 
     def _join(self) -> Transport:
         if len(self.order.hosts) == 1:
@@ -284,13 +265,13 @@ class Worker:
         # see that the parent was killed. This one needs no lock, and ends the process.
         faulthandler.dump_traceback_later(order.join_timeout + _PARENT_FIRST_SECONDS, exit=True)
         try:
-            with among(order.ring, order.addresses, order.copies):
+            with among(order.ring, order.addresses, Path(order.copies)):
                 return RingTransport(Ring(order.rank, order.hosts, order.nonce, order.join_timeout))
         finally:
             faulthandler.cancel_dump_traceback_later()
 
     def _loading(self, state: str, done: int, total: int) -> None:
-        self.status = {"state": state, "done": done, "total": total}
+        self.status = Status(state, done, total)
 
     # --- what the parent is told
 
@@ -304,22 +285,26 @@ class Worker:
             fail(self.parent, error, self.order.name)
 
     def _report(self) -> None:
-        status = {"type": "status", "rank": self.order.rank, **self.status}
-        if loop := self.loop:
-            spans = [loop.spans.popleft() for _ in range(len(loop.spans))]
-            status |= {
-                "busy_seconds": loop.busy_seconds,
-                "num_steps": loop.num_steps,
-                "adapter_bytes": loop.adapters.num_bytes,
-                "num_hops": loop.transport.num_hops,
-                "hop_seconds": loop.transport.hop_seconds,
-                "waits_on": loop.transport.waits_on,
-                "step": loop.step,
-                "spans": spans,
-            }
-            if spans:  # Else it is what it was, and there may be many caches to look at.
-                status["kv_bytes"] = loop.caches.num_bytes
-        self.parent.send(wire.json_frame(status))
+        status = self.status
+        if self.loop:
+            status = msgspec.structs.replace(status, activity=_activity(self.loop))
+        self.parent.send(status)
+
+
+def _activity(loop: StepLoop) -> Activity:
+    spans = [loop.spans.popleft() for _ in range(len(loop.spans))]
+    return Activity(
+        busy_seconds=loop.busy_seconds,
+        num_steps=loop.num_steps,
+        adapter_bytes=loop.adapters.num_bytes,
+        num_hops=loop.transport.num_hops,
+        hop_seconds=loop.transport.hop_seconds,
+        waits_on=loop.transport.waits_on,
+        step=loop.step,
+        # Without steps it is what it was, and there may be many caches to look at.
+        kv_bytes=loop.caches.num_bytes if spans else None,
+        spans=spans,
+    )
 
 
 def main(argv: list[str]) -> None:
@@ -341,15 +326,15 @@ def main(argv: list[str]) -> None:
 
 def _wait_for_order(parent: Parent) -> Order | None:
     """What to load, or None if the parent goes first. Rank 0's asks for a plan before."""
-    while (message := parent.receive()) is not None:
-        fields = wire.parse_json(message[1])
-        if fields["type"] == "order":
-            return Order.from_json(fields)
-        del fields["type"]
-        folder = Path(fields.pop("model"))
-        plan = make_plan(folder, PlanRequest(**fields))
-        stages = [stage.to_json() for stage in plan.stages]
-        parent.send(wire.json_frame({"type": "plan", "stages": stages}))
+    while message := parent.receive():
+        match message:
+            case Order():
+                return message
+            case MakePlan(model, request):
+                plan = make_plan(Path(model), request)
+                parent.send(Planned(plan.stages))
+            case _:
+                raise EngineError(f"The parent sent {type(message).__name__} before an order.")
     return None
 
 
@@ -362,8 +347,7 @@ def fail(parent: Parent, error: BaseException, name: str = "The engine") -> NoRe
         exit_code = EngineError.exit_code
         message = f"{name}: {type(error).__name__}: {error}"
     try:
-        report = {"type": "error", "exit_code": exit_code, "message": message}
-        parent.send(wire.json_frame(report))
+        parent.send(Fault(exit_code, message))
     except OSError:
         exit_code = ClusterError.exit_code  # The parent is gone: nobody is left to tell.
     os._exit(exit_code)

@@ -21,10 +21,11 @@ from typing import Protocol, cast
 
 import mlx.core as mx
 
-from serve.core import wire
 from serve.core.connection import keep_alive
 from serve.core.errors import ClusterError
+from serve.core.messages import Greeting, Hop, TensorSpec
 from serve.core.types import Step
+from serve.core.wire import FrameReader, frame
 
 
 class Transport(Protocol):
@@ -98,8 +99,8 @@ class RingTransport:
         self._rank, self._num_ranks = ring.rank, len(ring.hosts)
         # With one for both, no message would come while the one before waits to be taken.
         self._sends, self._receives = mx.new_stream(mx.cpu), mx.new_stream(mx.cpu)
-        self._ready = wire.FrameReader()
-        self._frames: list[tuple[wire.Kind, bytes]] = []
+        self._reader: FrameReader[Hop] = FrameReader(Hop)
+        self._hops: list[Hop] = []
         self._sending: mx.array | None = None
         self._group, self._left, self._right = form_ring(ring, self._receives)
 
@@ -110,7 +111,7 @@ class RingTransport:
         if self._sending is not None:
             with self._waiting_on((self._rank, left)):
                 mx.eval(self._sending)
-        self._write(wire.frame(wire.Kind.HOP, wire.encode_hop(step, specs)))
+        self._write(frame(Hop(step, specs)))
         if specs:
             # Packed while the neighbour wakes up, and by the thread that sends it.
             with mx.stream(self._sends):
@@ -119,10 +120,10 @@ class RingTransport:
             mx.async_eval(self._sending)
 
     def receive(self) -> tuple[Step, list[mx.array]] | None:
-        body = self._next_frame()
-        if body is None:
+        hop = self._next_hop()
+        if hop is None:
             return None
-        step, specs = wire.decode_hop(body)
+        step, specs = hop.step, hop.tensors
         if not specs:
             return step, []
         started = time.perf_counter()
@@ -138,19 +139,16 @@ class RingTransport:
         for doorbell in (self._left, self._right):
             doorbell.close()
 
-    def _next_frame(self) -> bytes | None:
-        while not self._frames:
+    def _next_hop(self) -> Hop | None:
+        while not self._hops:
             try:
                 data = self._right.recv(1 << 16)
             except OSError as error:
                 raise ClusterError(f"The link to the right neighbour broke: {error}.") from error
             if not data:
                 return None
-            self._frames += self._ready.feed(data)
-        kind, body = self._frames.pop(0)
-        if kind != wire.Kind.HOP:
-            raise ClusterError(f"A neighbour sent a {kind.name} frame where a HOP was due.")
-        return body
+            self._hops += self._reader.feed(data)
+        return self._hops.pop(0)
 
     def _write(self, data: bytes) -> None:
         try:
@@ -218,7 +216,7 @@ def _ring_doorbells(
 ) -> tuple[socket.socket, socket.socket]:
     """The connections to the left and from the right neighbour."""
     left_rank = (ring.rank - 1) % len(ring.hosts)
-    greeting = json.dumps({"nonce": ring.nonce, "rank": ring.rank}).encode() + b"\n"
+    greeting = frame(Greeting(ring.nonce, ring.rank))
     try:
         left = socket.create_connection(
             (ring.hosts[left_rank], ports[left_rank]), ring.timeout_seconds
@@ -234,37 +232,38 @@ def _ring_doorbells(
 
 def _accept_neighbour(ring: Ring, listening: socket.socket) -> socket.socket:
     """The first caller that knows the nonce; strangers are sent away."""
-    expected = {"nonce": ring.nonce, "rank": (ring.rank + 1) % len(ring.hosts)}
+    expected = frame(Greeting(ring.nonce, (ring.rank + 1) % len(ring.hosts)))
     deadline = time.monotonic() + ring.timeout_seconds
     while True:
         listening.settimeout(max(0.01, deadline - time.monotonic()))
         connection, _ = listening.accept()
         connection.settimeout(max(0.01, min(5.0, deadline - time.monotonic())))
         try:
-            if json.loads(_read_line(connection)) == expected:
+            # Not a byte more, because what follows the greeting belongs to the transport.
+            if _read_exactly(connection, len(expected)) == expected:
                 connection.settimeout(None)
                 keep_alive(connection)
                 return connection
-        except (OSError, ValueError):
+        except OSError:
             connection.close()  # A port scanner, not a neighbour: go on waiting.
 
 
-def _read_line(connection: socket.socket) -> bytes:
-    """Byte by byte, because what follows the line belongs to others."""
-    line = b""
-    while not line.endswith(b"\n") and len(line) < 256:
-        byte = connection.recv(1)
-        if not byte:
+def _read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    """This many bytes, or fewer if the connection ends before."""
+    data = b""
+    while len(data) < num_bytes:
+        more = connection.recv(num_bytes - len(data))
+        if not more:
             break
-        line += byte
-    return line
+        data += more
+    return data
 
 
 # --- several tensors in one message, with the step's number behind them
 
 
-def tensor_specs(arrays: Sequence[mx.array]) -> list[wire.TensorSpec]:
-    return [wire.TensorSpec(_dtype_name(a.dtype), tuple(a.shape)) for a in arrays]
+def tensor_specs(arrays: Sequence[mx.array]) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(_dtype_name(a.dtype), tuple(a.shape)) for a in arrays)
 
 
 def pack(number: int, arrays: Sequence[mx.array]) -> mx.array:
@@ -272,11 +271,11 @@ def pack(number: int, arrays: Sequence[mx.array]) -> mx.array:
     return mx.concatenate([*parts, mx.array([number], dtype=mx.int32).view(mx.uint8)])
 
 
-def packed_bytes(specs: Sequence[wire.TensorSpec]) -> int:
+def packed_bytes(specs: Sequence[TensorSpec]) -> int:
     return sum(_num_bytes(spec) for spec in specs) + mx.int32.size
 
 
-def unpack(number: int, specs: Sequence[wire.TensorSpec], packed: mx.array) -> list[mx.array]:
+def unpack(number: int, specs: Sequence[TensorSpec], packed: mx.array) -> list[mx.array]:
     """Evaluates all at once: each time a thread has to wake up."""
     arrays, at = [], 0
     for spec in specs:
@@ -290,7 +289,7 @@ def unpack(number: int, specs: Sequence[wire.TensorSpec], packed: mx.array) -> l
     return arrays
 
 
-def _num_bytes(spec: wire.TensorSpec) -> int:
+def _num_bytes(spec: TensorSpec) -> int:
     count = 1
     for size in spec.shape:
         count *= size

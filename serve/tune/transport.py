@@ -17,8 +17,9 @@ from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 
-from serve.core import wire
 from serve.core.errors import ClusterError
+from serve.core.messages import Alive, BetweenTrainers, Parting, TaggedTensors, TensorSpec
+from serve.core.wire import FrameReader, frame
 from serve.ring.transport import DTYPES, Ring, form_ring, pack, packed_bytes, tensor_specs, unpack
 
 Payload = tuple[Any, list[mx.array]]
@@ -240,18 +241,17 @@ class RingLinks:
         for number in count():
             message = self._next(peer, doorbell)
             if message is None:
-                doorbell.sendall(wire.json_frame({"parting": True}))
+                doorbell.sendall(frame(Parting()))
                 return
             tag, (note, arrays) = message
-            tensors = [[spec.dtype, spec.shape] for spec in tensor_specs(arrays)]
-            header = {"number": number, "tag": tag, "note": note, "tensors": tensors}
+            header = TaggedTensors(number, tag, note, tensor_specs(arrays))
             with mx.stream(stream):
                 flat = [(array.reshape(-1), array.itemsize) for array in arrays]
                 parts = [
                     pack(number, [a[i:j]]) for a, size in flat for i, j in _parts(a.size, size)
                 ]
                 mx.eval(parts[:1])  # Before the doorbell: a receive that waits costs a core.
-                doorbell.sendall(wire.json_frame(header))
+                doorbell.sendall(frame(header))
                 while parts:
                     part = parts.pop(0)
                     mx.eval(mx.distributed.send(part, peer, group=self._group, stream=stream))
@@ -264,35 +264,36 @@ class RingLinks:
             except queue.Empty:
                 # Whether the peer is gone is seen by the thread that listens to it.
                 with suppress(OSError):
-                    doorbell.sendall(wire.json_frame({"alive": True}))
+                    doorbell.sendall(frame(Alive()))
 
     def _receive_all(self, peer: int, doorbell: socket.socket, stream: mx.Stream) -> None:
-        frames = wire.FrameReader()
+        frames: FrameReader[BetweenTrainers] = FrameReader(BetweenTrainers)
         while data := doorbell.recv(1 << 16):
             self._inbox.hear(peer)
-            for _, body in frames.feed(data):
-                header = wire.parse_json(body)
-                if "parting" in header:
-                    self._inbox.part(peer)
-                    return
-                if "alive" not in header:
-                    payload = header["note"], self._arrays(peer, header, stream)
-                    self._inbox.put(header["tag"], payload)
+            for message in frames.feed(data):
+                match message:
+                    case Parting():
+                        self._inbox.part(peer)
+                        return
+                    case TaggedTensors(tag=tag, note=note):
+                        self._inbox.put(tag, (note, self._arrays(peer, message, stream)))
+                    case Alive():
+                        continue
         self._inbox.fail(ClusterError(f"Rank {peer} has ended: look at what it said."))
 
-    def _arrays(self, peer: int, header: dict[str, Any], stream: mx.Stream) -> list[mx.array]:
+    def _arrays(self, peer: int, header: TaggedTensors, stream: mx.Stream) -> list[mx.array]:
         arrays: list[mx.array] = []
         with mx.stream(stream):
-            for dtype, shape in header["tensors"]:
+            for spec in header.tensors:
                 parts: list[mx.array] = []
-                for start, end in _parts(math.prod(shape), DTYPES[dtype].size):
-                    spec = [wire.TensorSpec(dtype, (end - start,))]
-                    size, group = (packed_bytes(spec),), self._group
+                for start, end in _parts(math.prod(spec.shape), DTYPES[spec.dtype].size):
+                    part = [TensorSpec(spec.dtype, (end - start,))]
+                    size, group = (packed_bytes(part),), self._group
                     packed = mx.distributed.recv(size, mx.uint8, peer, group=group, stream=stream)
-                    parts += unpack(header["number"], spec, packed)
+                    parts += unpack(header.number, part, packed)
                     mx.eval(parts)  # Here: lazy arrays cannot leave the thread they are from.
                     self._inbox.hear(peer)
-                arrays.append(mx.concatenate(parts).reshape(shape))
+                arrays.append(mx.concatenate(parts).reshape(spec.shape))
             mx.eval(arrays)
         return arrays
 

@@ -11,7 +11,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from serve.cli import plan as plan_command
 from serve.core.checkpoint import read_checkpoint
 from serve.core.errors import PlanError, UsageError
-from serve.model.planning import PlanRequest, make_plan
+from serve.core.plan import PlanRequest
+from serve.model.planning import make_plan
 from serve.model.weights import load_stage
 from serve.rank.slots import quantized
 from tests import architectures, shapes

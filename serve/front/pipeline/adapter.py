@@ -1,11 +1,9 @@
 """One adapter: where it is read, what the ranks hold of it, and what they say of its files."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from serve.core.errors import AdapterError
-
-Json = dict[str, Any]
+from serve.core.messages import AdapterRead, AdapterRefused
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +24,19 @@ class Held:
     """A version that ranks may hold: where it was read, and what of it each rank has."""
 
     source: Source
-    answers: dict[int, Json]  # of each rank
+    answers: dict[int, AdapterRead]  # of each rank
 
     @property
     def num_bytes(self) -> list[int]:
-        return of_ranks("num_bytes", self.answers)
+        return num_bytes(self.answers)
 
-    def is_same(self, answers: dict[int, Json]) -> bool:
+    def is_same(self, answers: dict[int, AdapterRead]) -> bool:
         """Whether what was read again is what was read before. Ranks that have other layers than
         before can tell it from samples only."""
         if answers.keys() != self.answers.keys():
-            return bool(answers[0]["digest"] == self.answers[0]["digest"])
-        return of_ranks("checksum", answers) == of_ranks("checksum", self.answers)
+            return answers[0].digest == self.answers[0].digest
+        checksums = {rank: answer.checksum for rank, answer in answers.items()}
+        return checksums == {rank: answer.checksum for rank, answer in self.answers.items()}
 
 
 @dataclass(slots=True)
@@ -56,19 +55,24 @@ class Adapter:
     is_pinned: bool = False
 
 
-def of_ranks(name: str, answers: dict[int, Json]) -> list[Any]:
-    return [answer[name] for _, answer in sorted(answers.items())]
+def num_bytes(answers: dict[int, AdapterRead]) -> list[int]:
+    """The bytes that each rank holds of an adapter, by rank."""
+    return [answer.num_bytes for _, answer in sorted(answers.items())]
 
 
-def check_answers(answers: dict[int, Json]) -> None:
-    """Raises AdapterError if a rank has refused, or tensors belong to none."""
+def checked(answers: dict[int, AdapterRead | AdapterRefused]) -> dict[int, AdapterRead]:
+    """The answers of all ranks. Raises AdapterError if one has refused, if they read different
+    files, or if tensors belong to no rank."""
+    read: dict[int, AdapterRead] = {}
     for rank, answer in sorted(answers.items()):
-        if error := answer["error"]:
+        if isinstance(answer, AdapterRefused):
             where = f"Rank {rank}: " if rank else ""
-            raise AdapterError(where + error["message"], error["status"])
-    if len({answer["digest"] for answer in answers.values()}) > 1:
+            raise AdapterError(where + answer.message, answer.status)
+        read[rank] = answer
+    if len({answer.digest for answer in read.values()}) > 1:
         raise AdapterError("The ranks have different files there: copy the same to all hosts.")
-    known = {name for answer in answers.values() for name in answer["own"]}
-    for name in answers[0]["targets"]:
+    known = {name for answer in read.values() for name in answer.own}
+    for name in read[0].targets:
         if name not in known:
             raise AdapterError(f"The adapter is for another model: this one has no {name}.")
+    return read

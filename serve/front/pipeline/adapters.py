@@ -10,7 +10,6 @@ import itertools
 import logging
 import time
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,8 +25,9 @@ from serve.core.errors import (
     UnavailableError,
     UsageError,
 )
+from serve.core.messages import AdapterRead, AdapterRefused, LoadAdapter
 from serve.core.plan import memory_of
-from serve.front.pipeline.adapter import Adapter, Held, Source, check_answers, of_ranks
+from serve.front.pipeline.adapter import Adapter, Held, Source, checked, num_bytes
 from serve.hub.access import FAILURES, is_refusal
 from serve.hub.partial import pin
 from serve.hub.repo import ADAPTER
@@ -43,7 +43,7 @@ class Ranks(Protocol):
         """Returns when the engines can be told something, which may be some seconds after a
         fault. Raises UnavailableError before they ever could."""
 
-    def tell_engines(self, message: Json) -> None: ...
+    def tell_engines(self, message: LoadAdapter) -> None: ...
 
     def end_with_adapter(self, version: int, error: BrigadeError) -> None:
         """Ends the requests that run or wait with it."""
@@ -77,7 +77,7 @@ class Adapters:
         self._adapters: dict[str, Adapter] = {}
         self._versions = itertools.count(1)
         self._held: dict[int, Held] = {}
-        self._answers: dict[int, dict[int, Json]] = {}
+        self._answers: dict[int, dict[int, AdapterRead | AdapterRefused]] = {}
         self._answered = asyncio.Event()
         self._broken: BrigadeError | None = None
         self._num_interrupted = 0
@@ -243,26 +243,27 @@ class Adapters:
         started, version = time.monotonic(), next(self._versions)
         try:
             answers = await self._ask_until_answered(version, adapter)
-            num_bytes = of_ranks("num_bytes", answers)
-            self._make_room(num_bytes, instead_of)
+            held_bytes = num_bytes(answers)
+            self._make_room(held_bytes, instead_of)
         except BaseException:
             self._ranks.retire_adapter(version)
             raise
         first = answers[0]
-        adapter.version, adapter.num_bytes = version, num_bytes
-        adapter.rank, adapter.scale, adapter.targets = (
-            first[name] for name in ("lora_rank", "scale", "kinds")
-        )
+        adapter.version = version
+        adapter.num_bytes = held_bytes
+        adapter.rank = first.lora_rank
+        adapter.scale = first.scale
+        adapter.targets = first.kinds
         adapter.loaded_at, adapter.used_at = time.time(), time.monotonic()
         self._held[version] = Held(adapter.source, answers)
         self.num_loaded += 1
         self.load_seconds += time.monotonic() - started
         _logger.info(
             "event=adapter_loaded name=%s version=%d bytes=%d seconds=%.3f",
-            *(adapter.name, version, sum(num_bytes), time.monotonic() - started),
+            *(adapter.name, version, sum(held_bytes), time.monotonic() - started),
         )
 
-    async def _ask_until_answered(self, version: int, adapter: Adapter) -> dict[int, Json]:
+    async def _ask_until_answered(self, version: int, adapter: Adapter) -> dict[int, AdapterRead]:
         for _ in range(_MOST_TRIES):
             await self._ranks.loaded()
             try:
@@ -271,12 +272,18 @@ class Adapters:
                 continue
         raise AdapterError(f"The engines ended {_MOST_TRIES} times while they read it.", 503)
 
-    async def _ask(self, version: int, source: Source) -> dict[int, Json]:
+    async def _ask(self, version: int, source: Source) -> dict[int, AdapterRead]:
         """What every rank says after it has read and checked the files."""
-        answers: dict[int, Json] = {}
+        answers: dict[int, AdapterRead | AdapterRefused] = {}
         self._answers[version] = answers
-        message: Json = {"type": "load_adapter", "version": version, **asdict(source)}
-        message |= {"max_rank": self._config.max_lora_rank, "held": list(self._held)}
+        message = LoadAdapter(
+            version=version,
+            path=source.path,
+            root=source.root,
+            commit=source.commit,
+            max_rank=self._config.max_lora_rank,
+            held=list(self._held),
+        )
         num_interrupted = self._num_interrupted
         deadline = time.monotonic() + self._config.load_timeout
         try:
@@ -294,15 +301,14 @@ class Adapters:
             raise _Late(f"Rank {late[0]} does not answer (--load-timeout).", 503) from error
         finally:
             del self._answers[version]
-        check_answers(answers)
-        return answers
+        return checked(answers)
 
-    def on_answer(self, rank: int, answer: Json) -> None:
-        if answer["version"] in self._answers:
-            self._answers[answer["version"]][rank] = answer
+    def on_answer(self, rank: int, answer: AdapterRead | AdapterRefused) -> None:
+        if answer.version in self._answers:
+            self._answers[answer.version][rank] = answer
             self._answered.set()
-        elif answer["version"] not in self._held:  # else it is from before a fault
-            self._ranks.retire_adapter(answer["version"])  # It took too long.
+        elif answer.version not in self._held:  # else it is from before a fault
+            self._ranks.retire_adapter(answer.version)  # It took too long.
 
     # --- engines that start anew
 

@@ -11,13 +11,12 @@ import logging
 import time
 from collections.abc import Sequence as ReadableList
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
-from serve.core import wire
 from serve.core.config import Cluster, ServeConfig
 from serve.core.errors import BrigadeError, EngineError, PlanError, RequestError, UnavailableError
+from serve.core.messages import AdapterRead, AdapterRefused, Admit, LoadAdapter, Result
 from serve.core.types import Sequence
 from serve.front.api.prompt import Prompt
 from serve.front.pipeline.adapters import Adapters
@@ -161,8 +160,11 @@ class Engine:
     def waiting_seconds(self) -> float:
         return time.monotonic() - self._progress_at if self._scheduler.num_in_flight else 0.0
 
-    def on_result(self, result: wire.Result) -> None:
+    def on_result(self, result: Result) -> None:
         self._progress_at = time.monotonic()
+        for scores in result.scores:
+            if scored := self._generations.get(scores.sequence):
+                scored.put_scores(scores)
         self._scheduler.chunk_beside_decoding = chunk_beside_decoding(
             self._lives.stages, self._config.prefill_chunk
         )
@@ -175,13 +177,8 @@ class Engine:
                 self._generations.pop(event.sequence, None)
         self._pump()
 
-    def on_message(self, rank: int, message: dict[str, Any]) -> None:
-        if message["type"] == "scores":
-            scores = wire.parse_scores(message)
-            if generation := self._generations.get(scores.sequence):
-                generation.put_scores(scores)
-        elif message["type"] == "adapter":
-            self.adapters.on_answer(rank, message)
+    def on_adapter(self, rank: int, answer: AdapterRead | AdapterRefused) -> None:
+        self.adapters.on_answer(rank, answer)
 
     # --- requests
 
@@ -235,22 +232,14 @@ class Engine:
                 return
             for sequence_id in step.begun:
                 self._admit(sequence_id)
-            self._lives.send(wire.frame(wire.Kind.STEP, wire.encode_step(step)))
+            self._lives.send(step)
 
     def _admit(self, sequence_id: int) -> None:
         """What choosing its tokens needs goes to rank 0 before its first step, and again if it
         begins anew."""
         sequence = self._scheduler.sequence(sequence_id)
-        sampling = sequence.sampling
-        message = {
-            "type": "admit",
-            "sequence": sequence_id,
-            # Not by asdict, which copies every list that a request has given.
-            "sampling": {field.name: getattr(sampling, field.name) for field in fields(sampling)},
-            "num_prompt": len(sequence.prompt),
-            "tokens": sequence.tokens if sampling.reads_tokens else [],
-        }
-        self._lives.send(wire.json_frame(message))
+        tokens = sequence.tokens if sequence.sampling.reads_tokens else []
+        self._lives.send(Admit(sequence_id, sequence.sampling, len(sequence.prompt), tokens))
 
     # --- adapters
 
@@ -259,7 +248,7 @@ class Engine:
             raise UnavailableError(f"The cluster is not ready ({late}): try again later.")
         await self._loaded.wait()
 
-    def tell_engines(self, message: dict[str, Any]) -> None:
+    def tell_engines(self, message: LoadAdapter) -> None:
         self._lives.tell_all(message)
 
     def retire_adapter(self, version: int) -> None:

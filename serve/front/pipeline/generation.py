@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from serve.core.errors import BrigadeError
+from serve.core.messages import Scores
 from serve.core.types import Event, Score, Sequence
-from serve.core.wire import Scores
 
 
 class Generation:

@@ -18,15 +18,28 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, Protocol
 
-from serve.core import wire
 from serve.core.config import Cluster, ServeConfig
 from serve.core.errors import BrigadeError, ClusterError, EngineError, PlanError, from_exit_code
 from serve.core.folder import own_folder
+from serve.core.messages import (
+    AdapterRead,
+    AdapterRefused,
+    Admit,
+    Fault,
+    FromEngine,
+    LoadAdapter,
+    Renew,
+    Report,
+    Result,
+    Start,
+    Status,
+)
 from serve.core.plan import StagePlan
+from serve.core.types import Step
 from serve.front.pipeline.orders import order
 from serve.front.pipeline.plans import Plans
 from serve.front.pipeline.stages import StageStatus, is_silent, suspicion
-from serve.parent.control import Hello, Hub, engine_ended
+from serve.parent.control import Gone, Heard, Hub, Identity, Joined, engine_ended
 from serve.parent.engine import EngineProcess
 from serve.parent.restarts import Restarts, may_pass
 
@@ -36,7 +49,6 @@ _GLANCE_SECONDS = 0.1  # the same where clients wait
 _RENEW_SECONDS = 10.0  # for a parent to hear that it is to start an engine
 
 _logger = logging.getLogger(__name__)
-Json = dict[str, Any]
 
 
 class View(Protocol):
@@ -61,9 +73,9 @@ class Work(Protocol):
     def interrupt(self) -> None:
         """They are ended, or will be: nothing that is under way comes back."""
 
-    def on_result(self, result: wire.Result) -> None: ...
+    def on_result(self, result: Result) -> None: ...
 
-    def on_message(self, rank: int, message: Json) -> None: ...
+    def on_adapter(self, rank: int, answer: AdapterRead | AdapterRefused) -> None: ...
 
     def waiting_seconds(self) -> float:
         """How long steps have been under way without any coming back."""
@@ -87,7 +99,7 @@ class Lives:
         self._ranks = [StageStatus(rank, host) for rank, host in enumerate(cluster.hosts)]
         self.stages = list(self._ranks)  # those that take part
         self._plans = Plans(config, folder)
-        self.hub = Hub(Hello.of(cluster, facts, os.getpid()), self._on_message)
+        self.hub = Hub(Identity.of(cluster, facts, os.getpid()), self._on_message)
         self._restarts = Restarts(config.max_restarts, config.restart_window)
         self._copies = own_folder()
         self._process: EngineProcess | None = None
@@ -167,10 +179,10 @@ class Lives:
             )
             if stage.rank:
                 stage.pid = self.hub.pid(stage.rank)
-                self.hub.send(stage.rank, {"type": "start", "order": told})
+                self.hub.send(stage.rank, Start(told))
             else:
                 stage.pid = os.getpid()
-                self._process.link.send_json(told)
+                self._process.link.send(told)
 
     def _begin(self) -> None:
         self._has_worked = self.is_working = True
@@ -295,7 +307,7 @@ class Lives:
 
     def _renew_member(self, stage: StageStatus) -> None:
         stage.renew()
-        self.hub.send(stage.rank, {"type": "renew", "life": self.number, "dump": self._stalled})
+        self.hub.send(stage.rank, Renew(self.number, self._stalled))
 
     def _take_part(self, plan: list[StagePlan]) -> None:
         self.stages = [self._ranks[planned.rank] for planned in plan]
@@ -307,41 +319,48 @@ class Lives:
 
     async def _read(self, process: EngineProcess) -> None:
         has_said_why = False
-        async for kind, body in process.link.messages():
-            if kind != wire.Kind.RESULT:
-                message = wire.parse_json(body)
-                has_said_why |= message["type"] == "error"
-                self._on_message(0, message)
+        while message := await process.link.receive():
+            has_said_why |= isinstance(message, Fault)
+            if not isinstance(message, Result):
+                self._on_message(0, Report(self.number, message))
             elif self.is_working:  # else it comes too late
-                self._work.on_result(wire.decode_result(body))
+                self._work.on_result(message)
         if not has_said_why:
-            self._on_message(0, engine_ended(0, await process.wait()))
+            fault = engine_ended(0, await process.wait())
+            self._on_message(0, Report(self.number, fault))
 
-    def _on_message(self, rank: int, message: Json) -> None:
+    def _on_message(self, rank: int, heard: Heard) -> None:
+        match heard:
+            case Joined():
+                self._unfit.discard(rank)
+                self._renew_member(self._ranks[rank])
+            case Gone(reason):
+                # While a rank is waited for it may come and go.
+                _logger.warning("event=rank_gone rank=%d reason=%s", rank, json.dumps(reason))
+                if rank in self.ring and self._ranks[rank].state != "renewing":
+                    self._on_fault(ClusterError(reason))
+            case Report(life, Fault(exit_code, reason)):
+                self._on_reported(rank, life, from_exit_code(exit_code, reason))
+            case Report(life, message) if life == self.number:
+                self._on_report(rank, message)
+
+    def _on_reported(self, rank: int, life: int, error: BrigadeError) -> None:
         """What engines say that are ended by now is of no use, but for a better reason."""
-        life, kind = message.get("life", self.number), message["type"]
-        if kind == "error":
-            error = from_exit_code(message["exit_code"], message["message"])
-            _logger.warning("event=fault rank=%d reason=%s", rank, json.dumps(str(error)))
-            if rank and self._config.replan and self._has_worked and not may_pass(error):
-                self._unfit.add(rank)  # The others have a model that works.
-                error = ClusterError(str(error))
-            if (life == self.number and rank in self.ring) or not may_pass(error):
-                self._on_fault(error)
-        elif kind == "gone":
-            # While a rank is waited for it may come and go.
-            _logger.warning(
-                "event=rank_gone rank=%d reason=%s", rank, json.dumps(message["reason"])
-            )
-            if rank in self.ring and self._ranks[rank].state != "renewing":
-                self._on_fault(ClusterError(message["reason"]))
-        elif kind == "joined":
-            self._unfit.discard(rank)
-            self._renew_member(self._ranks[rank])
-        elif life == self.number and kind == "status":
-            self._update_stage(self._ranks[rank], message)
-        elif life == self.number:
-            self._work.on_message(rank, message)
+        _logger.warning("event=fault rank=%d reason=%s", rank, json.dumps(str(error)))
+        if rank and self._config.replan and self._has_worked and not may_pass(error):
+            self._unfit.add(rank)  # The others have a model that works.
+            error = ClusterError(str(error))
+        if (life == self.number and rank in self.ring) or not may_pass(error):
+            self._on_fault(error)
+
+    def _on_report(self, rank: int, message: FromEngine) -> None:
+        match message:
+            case Status():
+                self._update_stage(self._ranks[rank], message)
+            case AdapterRead() | AdapterRefused():
+                self._work.on_adapter(rank, message)
+            case _:
+                raise ClusterError(f"Rank {rank} sent {type(message).__name__} unasked.")
 
     def _on_fault(self, error: BrigadeError) -> None:
         """The first one is the reason, unless all that it says is that a neighbour is gone."""
@@ -351,11 +370,9 @@ class Lives:
         self._faulty.set()
         self._progressed.set()
 
-    def _update_stage(self, stage: StageStatus, message: Json) -> None:
+    def _update_stage(self, stage: StageStatus, status: Status) -> None:
         before = stage.state, stage.done
-        if hop := message.get("waits_on"):  # which counts places in the ring
-            message["waits_on"] = [self.ring[place] for place in hop]
-        stage.update(message, time.monotonic())
+        stage.update(status, self.ring, time.monotonic())
         if (stage.state, stage.done) != before:
             self._progressed.set()
             self._view.progressed(stage)
@@ -398,16 +415,16 @@ class Lives:
         now = time.monotonic()
         return next((f"rank {s.rank}: silent" for s in self.stages if is_silent(s, now)), None)
 
-    def tell_all(self, message: Json) -> None:
+    def tell_all(self, message: LoadAdapter) -> None:
         assert self._process is not None
-        self._process.link.send_json(message)
+        self._process.link.send(message)
         for rank in self.ring[1:]:
             self.hub.send(rank, message)
 
-    def send(self, data: bytes) -> None:
+    def send(self, message: Admit | Step) -> None:
         """To rank 0's engine."""
         assert self._process is not None
-        self._process.link.send(data)
+        self._process.link.send(message)
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:

@@ -1,43 +1,40 @@
 """What rank 0 tells an engine before it runs: what to plan, then what to load. Pure."""
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 from serve.core.config import Cluster, ServeConfig
-from serve.core.plan import StagePlan, memory_of
+from serve.core.messages import Order
+from serve.core.plan import PlanRequest, StagePlan, memory_of
 
 _CONVERSATION_TOKENS = 4096
 
 
-def plan_request(config: ServeConfig, num_ranks: int, folder: str) -> dict[str, Any]:
-    """For rank 0's engine. folder is where the model's config is."""
-    return {
-        "type": "plan",
-        "model": folder,
-        "num_ranks": num_ranks,
-        "context": config.max_context,
-        "concurrency": config.max_num_sequences,
-        "memory": config.memory,
-        "split": config.split,
-        "kv_bits": config.kv_bits,
-    }
+def plan_request(config: ServeConfig, num_ranks: int) -> PlanRequest:
+    """The request for a plan over all ranks of a launch."""
+    return PlanRequest(
+        num_ranks=num_ranks,
+        context=config.max_context,
+        concurrency=config.max_num_sequences,
+        memory=config.memory,
+        split=config.split,
+        kv_bits=config.kv_bits,
+    )
 
 
-def replan_request(
-    config: ServeConfig, ranks: Sequence[int], known: Sequence[int], folder: str
-) -> dict[str, Any]:
-    """For the ranks that are there. known is the memory that they were seen to have, in bytes, or
-    0: it has to do for the weights and a conversation."""
+def replan_request(config: ServeConfig, ranks: Sequence[int], known: Sequence[int]) -> PlanRequest:
+    """The request for a plan over the ranks that are there. known is the memory that they were
+    seen to have, in bytes, or 0: it has to do for the weights and one conversation."""
     memory = memory_of(config.memory, ranks) if config.memory else known
     memory_text = ",".join(f"{amount // 1000}KB" for amount in memory)
     context = min(config.max_context or _CONVERSATION_TOKENS, _CONVERSATION_TOKENS)
-    return {
-        **plan_request(config, len(ranks), folder),
-        "context": context,
-        "concurrency": 1,
-        "memory": memory_text if all(memory) else None,
-        "split": "even" if config.split == "even" else "auto",
-    }
+    return replace(
+        plan_request(config, len(ranks)),
+        context=context,
+        concurrency=1,
+        memory=memory_text if all(memory) else None,
+        split="even" if config.split == "even" else "auto",
+    )
 
 
 def order(
@@ -47,21 +44,20 @@ def order(
     stage: StagePlan,
     nonce: int,
     copies: str,
-) -> dict[str, Any]:
-    """For the engine of one rank, as serve.rank.worker.Order reads it. ring are the ranks that
-    take part, in order. Paths and addresses are those of rank 0: other ranks have their own."""
-    return {
-        "type": "order",
-        "rank": ring.index(stage.rank),
-        "ring": list(ring),
-        "hosts": [cluster.hosts[rank] for rank in ring],
-        "addresses": cluster.addresses,
-        "nonce": nonce,
-        "model": str(config.model),
-        "commit": config.revision,
-        "cache_dir": config.cache_dir and str(config.cache_dir),
-        "copies": copies,
-        "layers": list(stage.layers),
-        "kv_bits": config.kv_bits,
-        "join_timeout": config.join_timeout,
-    }
+) -> Order:
+    """The order for the engine of one rank. ring are the ranks that take part, in order. Paths
+    and addresses are those of rank 0: other ranks put theirs in their place."""
+    return Order(
+        rank=ring.index(stage.rank),
+        ring=tuple(ring),
+        hosts=tuple(cluster.hosts[rank] for rank in ring),
+        addresses=[list(own) for own in cluster.addresses],
+        nonce=nonce,
+        model=str(config.model),
+        commit=config.revision,
+        cache_dir=str(config.cache_dir) if config.cache_dir else None,
+        copies=copies,
+        layers=stage.layers,
+        kv_bits=config.kv_bits,
+        join_timeout=config.join_timeout,
+    )

@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from serve.core.config import ServeConfig
-from serve.core.errors import ModelError, PlanError
-from serve.core.plan import StagePlan
+from serve.core.errors import ClusterError, ModelError, PlanError, from_exit_code
+from serve.core.messages import Fault, MakePlan, Planned
+from serve.core.plan import PlanRequest, StagePlan
 from serve.front.pipeline.orders import plan_request, replan_request
-from serve.parent.control import engine_ended, raise_if_error
+from serve.parent.control import engine_ended
 from serve.parent.engine import EngineProcess
 
 
@@ -24,7 +25,7 @@ class Plans:
 
     async def first(self, ring: tuple[int, ...], process: EngineProcess) -> list[StagePlan]:
         """For all ranks. Raises what is wrong with the plan or the model."""
-        request = plan_request(self._config, len(ring), self._folder)
+        request = plan_request(self._config, len(ring))
         return await self._make(ring, request, process)
 
     async def again(
@@ -36,7 +37,7 @@ class Plans:
             raise PlanError(self._too_small[ring])
         if ring in self._known:
             return self._known[ring]
-        request = replan_request(self._config, ring, memory, self._folder)
+        request = replan_request(self._config, ring, memory)
         return await self._make(ring, request, process)
 
     def refuse(self, ring: tuple[int, ...], reason: str) -> None:
@@ -44,20 +45,22 @@ class Plans:
         self._too_small[ring] = reason
 
     async def _make(
-        self, ring: tuple[int, ...], request: dict[str, object], process: EngineProcess
+        self, ring: tuple[int, ...], request: PlanRequest, process: EngineProcess
     ) -> list[StagePlan]:
-        process.link.send_json(request)
+        process.link.send(MakePlan(self._folder, request))
         try:
-            reply = process.link.receive_json()
-            message = await asyncio.wait_for(reply, self._config.load_timeout)
+            message = await asyncio.wait_for(process.link.receive(), self._config.load_timeout)
         except (TimeoutError, asyncio.TimeoutError) as error:
             raise ModelError(
                 f"No plan could be made within {self._config.load_timeout:g} s: does config.json "
                 "fit the weights? (--load-timeout)"
             ) from error
-        if message is None:
-            message = engine_ended(0, await process.wait())
-        raise_if_error(message)
-        stages = map(StagePlan.from_json, message["stages"])
-        self._known[ring] = [replace(s, rank=rank) for s, rank in zip(stages, ring, strict=True)]
-        return self._known[ring]
+        match message or engine_ended(0, await process.wait()):
+            case Planned(stages):
+                plan = [replace(s, rank=rank) for s, rank in zip(stages, ring, strict=True)]
+                self._known[ring] = plan
+                return plan
+            case Fault(exit_code, reason):
+                raise from_exit_code(exit_code, reason)
+            case other:
+                raise ClusterError(f"The engine answered {type(other).__name__} and no plan.")

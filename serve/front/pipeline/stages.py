@@ -5,12 +5,13 @@ that bars of different hosts are as true to each other as their clocks.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from serve.core.config import ServeConfig
 from serve.core.errors import PlanError
+from serve.core.messages import Activity, Loaded, Span, Status
 from serve.core.plan import StagePlan, memory_of
 
 _WINDOW_SECONDS = 10.0
@@ -27,29 +28,6 @@ _SLACK = 1.5  # Padding and spare room may take half as much again as keys and v
 _LEAST_HELD_TOKENS = 256
 _WARM_STEPS = 200
 _WORTHWHILE = 0.95
-_REPORTED = (
-    *("bytes_owned", "bytes_read", "bytes_fetched", "free_bytes", "reuse", "kv_bytes"),
-    "adapter_bytes",
-    *("num_hops", "hop_seconds", "busy_seconds", "num_steps"),
-    *("waits_on", "step"),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One step on one stage, from the tensors' arrival to the result."""
-
-    step: int
-    group: int
-    num_rows: int
-    num_tokens: int
-    start: float
-    end: float
-
-    @property
-    def name(self) -> str:
-        kind = "prefill" if self.num_tokens > self.num_rows else "decode"
-        return f"{kind} group {self.group}" if self.num_rows else "drop"
 
 
 @dataclass(slots=True)
@@ -100,26 +78,51 @@ class StageStatus:
     hop_seconds: float = 0.0
     busy_seconds: float = 0.0
     num_steps: int = 0
-    waits_on: list[int] | None = None  # the hop, from rank to rank, of a tensor that is on its way
+    waits_on: tuple[int, int] | None = (
+        None  # the hop, from rank to rank, of a tensor that is on its way
+    )
     step: int | None = None  # the one that it computes
     pace: Pace = field(default_factory=Pace)
     heard_at: float = 0.0
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=_NUM_SPANS))
     _busy: deque[tuple[float, float]] = field(default_factory=deque)
 
-    def update(self, message: dict[str, Any], now: float) -> None:
-        """now is a time of the monotonic clock."""
-        self.state = message["state"]
-        self.done, self.total = message.get("done", 0), message.get("total", 0)
-        for name in _REPORTED:
-            setattr(self, name, message.get(name, getattr(self, name)))
+    def update(self, status: Status, ring: Sequence[int], now: float) -> None:
+        """Takes a report over. ring are the ranks that take part, in order, and now is a time of
+        the monotonic clock."""
+        self.state = status.state
+        self.done, self.total = status.done, status.total
         self.heard_at = now
-        spans = [Span(*span) for span in message.get("spans", ())]
-        self.spans.extend(spans)
-        self.pace.update(spans)
+        if status.loaded:
+            self._note_loaded(status.loaded)
+        if status.activity:
+            self._note_activity(status.activity, ring)
         self._busy.append((now, self.busy_seconds))
         while len(self._busy) > 2 and self._busy[1][0] < now - _WINDOW_SECONDS:
             self._busy.popleft()
+
+    def _note_loaded(self, loaded: Loaded) -> None:
+        self.bytes_owned = loaded.bytes_owned
+        self.bytes_read = loaded.bytes_read
+        self.bytes_fetched = loaded.bytes_fetched
+        self.free_bytes = loaded.free_bytes
+        self.reuse = loaded.reuse
+
+    def _note_activity(self, activity: Activity, ring: Sequence[int]) -> None:
+        self.busy_seconds = activity.busy_seconds
+        self.num_steps = activity.num_steps
+        self.adapter_bytes = activity.adapter_bytes
+        self.num_hops = activity.num_hops
+        self.hop_seconds = activity.hop_seconds
+        self.step = activity.step
+        self.waits_on = None
+        if activity.waits_on:
+            source, target = activity.waits_on
+            self.waits_on = ring[source], ring[target]
+        if activity.kv_bytes is not None:
+            self.kv_bytes = activity.kv_bytes
+        self.spans.extend(activity.spans)
+        self.pace.update(activity.spans)
 
     def assign(self, plan: StagePlan) -> None:
         self.plan, self.pace = plan, Pace()
