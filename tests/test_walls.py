@@ -56,6 +56,7 @@ OWNERS = {
     "transformers": ["serve.front.text.tokens"],
     "tokenizers": ["serve.front.text.tokens"],
     "prometheus_client": ["serve.front.http.metrics"],
+    "msgspec": ["serve.*"],
     "pydantic": ["serve.front.*"],
     "typing_extensions": ["serve.front.http.schemas"],
     "pydantic_core": ["serve.front.*"],

@@ -218,8 +218,11 @@ class Hub:
         link.send(Challenge(nonce))
         try:
             hello = await asyncio.wait_for(link.receive(), _HELLO_SECONDS)
-        except (TimeoutError, asyncio.TimeoutError, ClusterError):
+        except (TimeoutError, asyncio.TimeoutError):
             return None  # Not one of us.
+        except ClusterError as error:
+            link.send(Refused(f"its greeting cannot be read ({str(error).rstrip('.')})"))
+            return None
         if not isinstance(hello, Hello):
             return None
         reason = self._objection(hello, nonce)

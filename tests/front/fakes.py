@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from serve.core.config import ServeConfig
 from serve.core.errors import BrigadeError
+from serve.core.messages import AdapterRead, AdapterRefused, LoadAdapter
 from serve.core.types import Event, FinishReason, Sampling, Score
 from serve.front.api.prompt import Prompt
 from serve.front.app import bind, serve
@@ -175,28 +176,30 @@ class FakeRanks:
         self.ended[version] = error
         self.running[version] = 0
 
-    def tell_engines(self, message: dict[str, Any]) -> None:
-        self.paths.append(message["path"])
-        self.told_held.append(message["held"])
-        self.commits.append(message["commit"])
-        self.held.add(message["version"])
+    def tell_engines(self, message: LoadAdapter) -> None:
+        self.paths.append(message.path)
+        self.told_held.append(message.held)
+        self.commits.append(message.commit)
+        self.held.add(message.version)
         for rank in range(1 if self.is_silent else 2):
-            asyncio.get_running_loop().call_soon(self._answer, rank, message["version"])
+            asyncio.get_running_loop().call_soon(self._answer, rank, message.version)
 
     def _answer(self, rank: int, version: int) -> None:
-        answer = {
-            "version": version,
-            "error": self.refusals.get(rank),
-            "digest": self.digest,
-            "checksum": self.checksum,
-            "targets": ["a", "b"],
-            "own": self.own[rank],
-            "kinds": ["q_proj"],
-            "lora_rank": 8,
-            "scale": 2.0,
-            "num_bytes": self.num_bytes[rank],
-        }
-        self.adapters.on_answer(rank, answer)
+        if refusal := self.refusals.get(rank):
+            refused = AdapterRefused(version, refusal["message"], refusal["status"])
+            return self.adapters.on_answer(rank, refused)
+        read = AdapterRead(
+            version=version,
+            digest=self.digest,
+            checksum=self.checksum,
+            targets=["a", "b"],
+            own=self.own[rank],
+            kinds=["q_proj"],
+            lora_rank=8,
+            scale=2.0,
+            num_bytes=self.num_bytes[rank],
+        )
+        return self.adapters.on_answer(rank, read)
 
     def retire_adapter(self, version: int) -> None:
         self.held.discard(version)

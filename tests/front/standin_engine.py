@@ -11,12 +11,25 @@ import socket
 import sys
 import threading
 import time
-from typing import Any
 
-from serve.core import wire
 from serve.core.errors import PlanError
+from serve.core.messages import (
+    AdapterRead,
+    Admit,
+    Fault,
+    FromEngine,
+    LoadAdapter,
+    Loaded,
+    MakePlan,
+    Order,
+    Planned,
+    Result,
+    Status,
+    ToEngine,
+)
 from serve.core.plan import StagePlan, even_split
 from serve.core.types import Step
+from serve.core.wire import FrameReader, frame
 from serve.rank.outbox import Outbox
 from tests.front.simulation import StageModel, next_token
 
@@ -27,32 +40,28 @@ class Standin:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.lock = threading.Lock()
-        self.status: dict[str, Any] = {}
+        self.status: Status | None = None
         self.model = StageModel()
         self.outbox = Outbox(self.run)
         self.step_seconds = float(os.environ.get("STEP_SECONDS", "0.002"))
         self.todo: list[Step] = []
 
-    def send(self, data: bytes) -> None:
+    def send(self, message: FromEngine) -> None:
         with self.lock:
-            self.connection.sendall(data)
+            self.connection.sendall(frame(message))
 
     def report(self) -> None:
         while True:
             if self.status:
-                self.send(wire.json_frame({"type": "status", **self.status}))
+                self.send(self.status)
             time.sleep(STATUS_SECONDS)
 
     def serve(self) -> None:
         threading.Thread(target=self.report, daemon=True).start()
-        reader = wire.FrameReader()
+        reader: FrameReader[ToEngine] = FrameReader(ToEngine)
         while data := self.connection.recv(1 << 16):
-            for kind, body in reader.feed(data):
-                if kind == wire.Kind.STEP:
-                    self.outbox.put(wire.decode_step(body))
-                    self.work()
-                else:
-                    self.obey(wire.parse_json(body))
+            for message in reader.feed(data):
+                self.obey(message)
 
     def run(self, step: Step) -> None:
         self.todo.append(step)
@@ -69,59 +78,52 @@ class Standin:
                 ends = [(row.sequence, row.position + row.num_tokens) for row in step.rows]
                 tokens = tuple(next_token(*end) for end in ends)
                 self.outbox.sampled(step, tokens)
-            self.send(
-                wire.frame(wire.Kind.RESULT, wire.encode_result(wire.Result(step.number, tokens)))
-            )
+            self.send(Result(step.number, tokens))
 
-    def obey(self, message: dict[str, Any]) -> None:
-        if message["type"] == "plan":
-            self.plan(message["num_ranks"])
-        elif message["type"] == "order":
-            self.join(message)
-        elif message["type"] == "load_adapter":
-            self.load_adapter(message)
+    def obey(self, message: ToEngine) -> None:
+        match message:
+            case Step():
+                self.outbox.put(message)
+                self.work()
+            case MakePlan(_, request):
+                self.plan(request.num_ranks)
+            case Order():
+                self.join(message)
+            case LoadAdapter():
+                self.load_adapter(message)
+            case Admit():
+                """Its model needs to know nothing of a sequence."""
 
     def plan(self, num_ranks: int) -> None:
         if num_ranks < int(os.environ.get("LEAST_RANKS", "1")):
-            error = {"type": "error", "exit_code": PlanError.exit_code, "message": "Too large."}
-            self.send(wire.json_frame(error))
+            self.send(Fault(PlanError.exit_code, "Too large."))
             os._exit(PlanError.exit_code)
         layers = even_split(12, num_ranks)
         stages = [StagePlan(n, layers[n], 0, 0, 10, 0, 0, 0.5, None) for n in range(num_ranks)]
-        plan = [stage.to_json() for stage in stages]
-        self.send(wire.json_frame({"type": "plan", "stages": plan}))
+        self.send(Planned(stages))
 
-    def join(self, order: dict[str, Any]) -> None:
+    def join(self, order: Order) -> None:
         rank, exit_code = map(int, os.environ.get("BREAK_AT_ORDER", "-1,0").split(","))
-        if rank == order["rank"]:
-            error = {"type": "error", "exit_code": exit_code, "message": f"Rank {rank} cannot."}
-            self.send(wire.json_frame(error))
+        if rank == order.rank:
+            self.send(Fault(exit_code, f"Rank {rank} cannot."))
             os._exit(exit_code)
-        self.status = {
-            "rank": order["rank"],
-            "state": "ready",
-            "reuse": "any",
-            "free_bytes": 1 << 30,
-            "nonce": order["nonce"],
-        }
+        loaded = Loaded(0, None, 0, free_bytes=1 << 30, reuse="any")
+        self.status = Status("ready", loaded=loaded)
 
-    def load_adapter(self, message: dict[str, Any]) -> None:
+    def load_adapter(self, message: LoadAdapter) -> None:
         time.sleep(float(os.environ.get("READ_SECONDS", "0")))
-        answer = {
-            "type": "adapter",
-            "rank": self.status["rank"],
-            "version": message["version"],
-            "error": None,
-            "digest": "d",
-            "checksum": "c",
-            "targets": ["a"],
-            "own": ["a"],
-            "kinds": ["q_proj"],
-            "lora_rank": 8,
-            "scale": 1.0,
-            "num_bytes": 100,
-        }
-        self.send(wire.json_frame(answer))
+        answer = AdapterRead(
+            version=message.version,
+            digest="d",
+            checksum="c",
+            targets=["a"],
+            own=["a"],
+            kinds=["q_proj"],
+            lora_rank=8,
+            scale=1.0,
+            num_bytes=100,
+        )
+        self.send(answer)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from serve.core.errors import (
     RequestError,
     UnavailableError,
 )
+from serve.core.messages import AdapterRefused
 from tests.front.fakes import CONFIG, FakeRanks
 
 pytestmark = pytest.mark.anyio
@@ -72,7 +73,7 @@ async def test_a_rank_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks.is_silent = True
     await refused(ranks, AdapterError, "Rank 1 does not answer", 503)
     ranks.held.add(2)  # It comes now.
-    ranks.adapters.on_answer(1, {"version": 2, "error": None})
+    ranks.adapters.on_answer(1, AdapterRefused(2, "late", 400))
     assert ranks.held == {1}
 
 

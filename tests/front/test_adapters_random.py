@@ -22,6 +22,7 @@ from serve.core.errors import (
     RequestError,
     UnavailableError,
 )
+from serve.core.messages import AdapterRead, AdapterRefused, LoadAdapter
 from serve.front.pipeline.adapters import Adapters
 from serve.front.pipeline.lives import _cancelled
 from tests.front.fakes import CONFIG
@@ -45,7 +46,7 @@ class Ranks:
         flags: dict[str, Any] = {"adapter_root": Path("/adapters"), "adapter_memory": MEMORY}
         self.ring = tuple(range(num_stages))
         self.adapters = Adapters(dataclasses.replace(CONFIG, **flags), self)
-        self.asked: list[tuple[int, dict[str, Any], bool]] = []
+        self.asked: list[tuple[int, LoadAdapter, bool]] = []
         self.path_of = {0: "base"}
         self.content: Counter[str] = Counter()
         self.copies: list[dict[int, int]] = [{} for _ in range(num_stages)]
@@ -78,34 +79,44 @@ class Ranks:
                 self.ended.add(id)
                 self.pipeline.scheduler.drop(id)
 
-    def tell_engines(self, message: dict[str, Any]) -> None:
-        version, ranks = message["version"], range(self.pipeline.num_stages)
-        self.path_of[version] = message["path"]
-        if version not in message["held"]:
-            self.read_first[version].clear()  # which a fault may have interrupted
+    def tell_engines(self, message: LoadAdapter) -> None:
+        ranks = range(self.pipeline.num_stages)
+        self.path_of[message.version] = message.path
+        if message.version not in message.held:
+            self.read_first[message.version].clear()  # which a fault may have interrupted
         refusing = self.chance.choice(ranks) if self.chance.random() < 0.2 else None
         self.asked += [(rank, message, rank == refusing) for rank in ranks]
 
     def answer_one(self) -> None:
         if self.asked:
             rank, message, refuses = self.asked.pop(self.chance.randrange(len(self.asked)))
-            answer: dict[str, Any] = {"version": message["version"], "error": None}
-            answer |= {"targets": ["a"], "own": ["a"], "kinds": ["q_proj"]}
-            answer |= {"lora_rank": 8, "scale": 2.0, "num_bytes": NUM_BYTES}
             content = self.read(rank, message, refuses)
-            if content is None:
-                answer["error"] = {"message": "it is not whole", "status": 400}
-            self.adapters.on_answer(rank, answer | {"digest": content, "checksum": content})
+            self.adapters.on_answer(rank, self.answer(message.version, content))
 
-    def read(self, rank: int, message: dict[str, Any], refuses: bool) -> int | None:
+    def answer(self, version: int, content: int | None) -> AdapterRead | AdapterRefused:
+        if content is None:
+            return AdapterRefused(version, "it is not whole", 400)
+        return AdapterRead(
+            version=version,
+            digest=str(content),
+            checksum=str(content),
+            targets=["a"],
+            own=["a"],
+            kinds=["q_proj"],
+            lora_rank=8,
+            scale=2.0,
+            num_bytes=NUM_BYTES,
+        )
+
+    def read(self, rank: int, message: LoadAdapter, refuses: bool) -> int | None:
         """As serve.lora.copies. A stage has only what is right, so that a step with
         something else fails; None for what cannot be read."""
-        version, held = message["version"], message["held"]
+        version, held = message.version, message.held
         stage, copies = self.pipeline.stages[rank], self.copies[rank]
         assert isinstance(stage, AdapterStage)
         for old in copies.keys() - held:
             del copies[old]
-        content = copies.get(version, None if refuses else self.content[message["path"]])
+        content = copies.get(version, None if refuses else self.content[message.path])
         if version not in held and content is not None:
             self.read_first[version].add(content)
         if version in held and {content} != self.read_first[version]:

@@ -1,10 +1,13 @@
 """What rank 0 makes of the numbers that the stages report."""
 
+from typing import Any
+
+import msgspec
 import pytest
 
+from serve.core.messages import Activity, Span, Status
 from serve.core.plan import StagePlan
 from serve.front.pipeline.stages import (
-    Span,
     StageStatus,
     better_split,
     chrome_trace,
@@ -91,10 +94,15 @@ def test_who_holds_the_others_up(changes: dict[str, dict[int, object]], said: st
     assert stalled(**changes) == said
 
 
+def ready(**changes: Any) -> Status:
+    idle = Activity(0.0, 0, 0, 0, 0.0, None, None, None, [])
+    return Status("ready", activity=msgspec.structs.replace(idle, **changes))
+
+
 def test_a_new_engine_starts_from_nothing_but_what_was_learned_stays() -> None:
     stage = make_stage(0, (4, 8), 0.1)
-    stage.update({"state": "ready", "kv_bytes": 5, "waits_on": [1, 0], "step": 4}, 1.0)
-    assert (stage.kv_bytes, stage.waits_on, stage.step) == (5, [1, 0], 4)
+    stage.update(ready(kv_bytes=5, waits_on=(1, 0), step=4), [0, 2], 1.0)
+    assert (stage.kv_bytes, stage.waits_on, stage.step) == (5, (2, 0), 4)
     stage.renew()
     assert (stage.state, stage.kv_bytes, stage.waits_on, stage.step) == ("renewing", 0, None, None)
     assert (stage.busy_share, stage.num_steps) == (0, 0)
@@ -105,8 +113,8 @@ def test_a_new_engine_starts_from_nothing_but_what_was_learned_stays() -> None:
 def test_a_trace_has_a_bar_for_each_step_since_then() -> None:
     spans = [(7, 0, 4, 4, 9.0, 9.5), (8, 0, 4, 4, 10.0, 10.5), (9, 5, 1, 99, 10.25, 10.75)]
     stages = [make_stage(0, (4, 8), 0.1), make_stage(1, (0, 4), 0.1), StageStatus(2, "h")]
-    stages[0].update({"state": "ready", "spans": spans[:2]}, 1.0)
-    stages[1].update({"state": "ready", "spans": spans[2:]}, 1.0)
+    stages[0].update(ready(spans=[Span(*span) for span in spans[:2]]), [0, 1], 1.0)
+    stages[1].update(ready(spans=[Span(*span) for span in spans[2:]]), [0, 1], 1.0)
     first, second, other, third = chrome_trace(stages, 9.75)["traceEvents"]
     assert [first["args"]["name"], other["args"]["name"]] == [
         "rank 0, layers 4 to 7",

@@ -10,14 +10,29 @@ from typing import Any
 import pytest
 
 from launcher.process import free_ports
-from serve.core import wire
 from serve.core.config import Address
 from serve.core.errors import AddressError, ClusterError, DisagreementError
+from serve.core.messages import (
+    Challenge,
+    FromRank,
+    Hello,
+    Ping,
+    Pong,
+    Refused,
+    Renew,
+    Report,
+    Status,
+    Stop,
+    ToRank,
+    Welcome,
+)
+from serve.core.wire import frame
 from serve.parent import control
-from serve.parent.control import Hello, Hub, join
+from serve.parent.control import Gone, Heard, Hub, Identity, Joined, join
 from serve.parent.link import Link
 
-HELLO = Hello(rank=0, num_ranks=3, secret="sésame", facts={"mlx": "1"}, pid=10)
+RENEW = Renew(1, dump=False)
+MINE = Identity(rank=0, num_ranks=3, secret="sésame", facts={"mlx": "1"}, pid=10)
 
 
 @pytest.fixture
@@ -30,11 +45,11 @@ pytestmark = pytest.mark.anyio
 
 @asynccontextmanager
 async def hub(
-    hello: Hello = HELLO, port: int = 0
+    mine: Identity = MINE, port: int = 0
 ) -> AsyncIterator[tuple[Hub, Address, list[tuple[int, dict[str, Any]]]]]:
-    heard: list[tuple[int, dict[str, Any]]] = []
+    heard: list[tuple[int, Heard]] = []
     address = Address("127.0.0.1", port or free_ports(1)[0])
-    centre = Hub(hello, lambda rank, message: heard.append((rank, message)))
+    centre = Hub(mine, lambda rank, message: heard.append((rank, message)))
     await centre.listen(address)
     try:
         yield centre, address, heard
@@ -53,16 +68,16 @@ async def until(condition: Callable[[], bool]) -> None:
 async def test_all_ranks_join_in_any_order() -> None:
     async with hub() as (centre, address, heard):
         waiting = asyncio.create_task(centre.wait_for((1, 2), 5))
-        links = [await join(address, replace(HELLO, rank=rank, pid=rank), 5) for rank in (2, 1)]
+        links = [await join(address, replace(MINE, rank=rank, pid=rank), 5) for rank in (2, 1)]
         await waiting
         assert centre.joined == {1, 2}
         assert centre.pid(2) == 2
-        centre.send(1, {"type": "start"})
-        assert await links[1].receive_json() == {"type": "start"}
-        links[0].send_json({"type": "status", "state": "loading"})
+        centre.send(1, RENEW)
+        assert await links[1].receive() == RENEW
+        links[0].send(Report(3, Status("loading")))
         await until(lambda: len(heard) == 3)
-        joined = [(rank, {"type": "joined"}) for rank in (2, 1)]
-        assert heard == [*joined, (2, {"type": "status", "state": "loading"})]
+        joined = [(rank, Joined()) for rank in (2, 1)]
+        assert heard == [*joined, (2, Report(3, Status("loading")))]
         for link in links:
             await link.close()
 
@@ -70,7 +85,7 @@ async def test_all_ranks_join_in_any_order() -> None:
 async def test_ranks_that_differ_are_told_apart() -> None:
     async with hub() as (centre, address, _):
         others = {1: {"mlx": "1"}, 2: {"mlx": "2", "config.json": "x"}}
-        hellos = [replace(HELLO, rank=rank, facts=own) for rank, own in others.items()]
+        hellos = [replace(MINE, rank=rank, facts=own) for rank, own in others.items()]
         links = [await join(address, hello, 5) for hello in hellos]
         with pytest.raises(DisagreementError, match="rank 2 has 2") as caught:
             await centre.wait_for((1, 2), 5)
@@ -84,7 +99,7 @@ async def test_ranks_that_differ_are_told_apart() -> None:
 
 async def test_a_missing_rank_is_named() -> None:
     async with hub() as (centre, address, _):
-        link = await join(address, replace(HELLO, rank=1), 5)
+        link = await join(address, replace(MINE, rank=1), 5)
         with pytest.raises(ClusterError, match=r"Ranks \[2\] did not join within 0\.3 s"):
             await centre.wait_for((1, 2), 0.3)
         await link.close()
@@ -98,91 +113,96 @@ async def test_a_missing_rank_is_named() -> None:
         ({"num_ranks": 4}, "rank 1 of 4, not of 3"),
         ({"rank": 3}, "rank 3 of 3"),
         ({"rank": 0}, "rank 0 of 3"),
-        ({"facts": None}, "has no facts"),
-        ({"rank": True}, "has no rank"),
-        ({"pid": None}, "has no pid"),
+        ({"facts": None}, "cannot be read .*facts|cannot be read .*object"),
+        ({"rank": True}, "cannot be read .*int"),
+        ({"pid": None}, "cannot be read .*int"),
     ],
 )
 async def test_a_wrong_rank_is_told_why(change: dict[str, Any], reason: str) -> None:
     async with hub() as (centre, address, _):
         with pytest.raises(ClusterError, match=f"Rank 0 refused this rank: .*{reason}"):
-            await join(address, replace(HELLO, **{"rank": 1, **change}), 5)
+            await join(address, replace(MINE, **{"rank": 1, **change}), 5)
         assert centre.joined == set()
 
 
-async def greeting_of(address: Address) -> dict[str, Any]:
+async def greeting_of(address: Address) -> Hello:
     """What rank 1 says when it joins."""
-    spoken: list[dict[str, Any]] = []
+    spoken: list[FromRank | None] = []
 
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = Link(reader, writer)
-        link.send_json({"type": "challenge", "nonce": "n"})
-        spoken.append(await link.receive_json() or {})
+        link: Link[FromRank] = Link(reader, writer, FromRank)
+        link.send(Challenge("n"))
+        spoken.append(await link.receive())
         await link.close()
 
     server = await asyncio.start_server(listen, address.host, address.port)
     async with server:
         with pytest.raises(ClusterError, match="is not rank 0 of this launch"):
-            await join(address, replace(HELLO, rank=1), 5)
-    return spoken[0]
+            await join(address, replace(MINE, rank=1), 5)
+    (hello,) = spoken
+    assert isinstance(hello, Hello)
+    return hello
 
 
 async def test_the_secret_is_never_sent_and_a_greeting_serves_once() -> None:
     hello = await greeting_of(Address("127.0.0.1", free_ports(1)[0]))
-    assert HELLO.secret not in str(hello)
-    assert HELLO.secret not in repr(HELLO)
+    assert MINE.secret not in str(hello)
+    assert MINE.secret not in repr(MINE)
     async with hub() as (centre, address, _):
-        link = Link(*await asyncio.open_connection(address.host, address.port))
-        assert (await link.receive_json() or {})["type"] == "challenge"
-        link.send_json(hello)
-        answer = await link.receive_json() or {}
-        assert (answer["type"], centre.joined) == ("refused", set())
-        assert "another launch" in answer["reason"]
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        link: Link[ToRank] = Link(reader, writer, ToRank)
+        assert isinstance(await link.receive(), Challenge)
+        link.send(hello)
+        answer = await link.receive()
+        assert isinstance(answer, Refused)
+        assert "another launch" in answer.reason
+        assert centre.joined == set()
         await link.close()
 
 
-@pytest.mark.parametrize("answer", [{"type": "welcome"}, {"type": "welcome", "proof": "00"}])
-async def test_an_impostor_of_rank_0_is_found_out(answer: dict[str, Any]) -> None:
+@pytest.mark.parametrize("answer", [Welcome(""), Welcome("00"), Stop()])
+async def test_an_impostor_of_rank_0_is_found_out(answer: ToRank) -> None:
     address = Address("127.0.0.1", free_ports(1)[0])
 
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = Link(reader, writer)
-        link.send_json({"type": "challenge", "nonce": "n"})
-        await link.receive_json()
-        link.send_json(answer)
-        assert await link.receive_json() is None, "it believed it"
+        link: Link[FromRank] = Link(reader, writer, FromRank)
+        link.send(Challenge("n"))
+        await link.receive()
+        link.send(answer)
+        assert await link.receive() is None, "it believed it"
         await link.close()
 
     async with await asyncio.start_server(listen, address.host, address.port):
         with pytest.raises(ClusterError, match="is not rank 0 of this launch"):
-            await join(address, replace(HELLO, rank=1), 5)
+            await join(address, replace(MINE, rank=1), 5)
 
 
 async def test_one_that_has_gone_may_come_again() -> None:
     async with hub() as (centre, address, heard):
-        link = await join(address, replace(HELLO, rank=1), 5)
+        link = await join(address, replace(MINE, rank=1), 5)
         await link.close()
         await until(lambda: len(heard) == 2)
-        centre.send(1, {"type": "start"})  # into the void
-        link = await join(address, replace(HELLO, rank=1, pid=77), 5)
+        centre.send(1, RENEW)  # into the void
+        link = await join(address, replace(MINE, rank=1, pid=77), 5)
         await until(lambda: centre.joined == {1})
         assert centre.pid(1) == 77
         await link.close()
 
 
 async def test_a_rank_cannot_come_twice() -> None:
-    async def live(link: Link) -> None:
-        while message := await link.receive_json():
-            link.send_json({"type": message["type"].replace("ping", "pong")})
+    async def live(link: Link[ToRank]) -> None:
+        while message := await link.receive():
+            assert message == Ping()
+            link.send(Pong())
 
     async with hub() as (centre, address, heard):
-        first = await join(address, replace(HELLO, rank=1), 5)
+        first = await join(address, replace(MINE, rank=1), 5)
         living = asyncio.create_task(live(first))
-        again = [join(address, replace(HELLO, rank=1), 5) for _ in range(3)]
+        again = [join(address, replace(MINE, rank=1), 5) for _ in range(3)]
         for error in await asyncio.gather(*again, return_exceptions=True):
             assert isinstance(error, ClusterError)
             assert "there is a rank 1 already" in str(error)
-        assert heard == [(1, {"type": "joined"})]
+        assert heard == [(1, Joined())]
         await first.close()
         await living
 
@@ -193,13 +213,13 @@ async def test_one_that_comes_again_takes_the_place_of_its_silent_connection(
     """A host that lost its power says no goodbye."""
     monkeypatch.setattr(control, "_PONG_SECONDS", 0.1)
     async with hub() as (centre, address, heard):
-        silent = await join(address, replace(HELLO, rank=1, pid=1), 5)
-        fresh = await join(address, replace(HELLO, rank=1, pid=2), 5)
+        silent = await join(address, replace(MINE, rank=1, pid=1), 5)
+        fresh = await join(address, replace(MINE, rank=1, pid=2), 5)
         await until(lambda: len(heard) == 3)
-        assert [message["type"] for _, message in heard] == ["joined", "gone", "joined"]
-        assert "is silent" in heard[1][1]["reason"]
-        centre.send(1, {"type": "start"})
-        assert await fresh.receive_json() == {"type": "start"}
+        gone = Gone("Rank 1 on 127.0.0.1 is silent.")
+        assert heard == [(1, Joined()), (1, gone), (1, Joined())]
+        centre.send(1, RENEW)
+        assert await fresh.receive() == RENEW
         assert centre.pid(1) == 2
         await silent.close()
         await fresh.close()
@@ -209,7 +229,7 @@ async def test_without_a_secret_nobody_takes_anothers_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(control, "_PONG_SECONDS", 0.1)
-    strangers = replace(HELLO, secret="")
+    strangers = replace(MINE, secret="")
     async with hub(strangers) as (_, address, _heard):
         silent = await join(address, replace(strangers, rank=1), 5)
         with pytest.raises(ClusterError, match="there is a rank 1 already"):
@@ -222,7 +242,7 @@ async def broken_frame(writer: asyncio.StreamWriter) -> None:
 
 
 async def not_a_hello(writer: asyncio.StreamWriter) -> None:
-    writer.write(wire.json_frame({"type": "hello", "rank": [1], "secret": None}))
+    writer.write(frame(Pong()))
 
 
 async def nothing(writer: asyncio.StreamWriter) -> None:
@@ -237,48 +257,49 @@ async def test_a_stranger_disturbs_nobody(
         _, writer = await asyncio.open_connection(address.host, address.port)
         await say(writer)
         await writer.drain() if not writer.is_closing() else None
-        links = [await join(address, replace(HELLO, rank=rank), 5) for rank in (1, 2)]
+        links = [await join(address, replace(MINE, rank=rank), 5) for rank in (1, 2)]
         await centre.wait_for((1, 2), 5)
-        assert [message["type"] for _, message in heard] == ["joined", "joined"]
+        assert [message for _, message in heard] == [Joined(), Joined()]
         writer.close()
         for link in links:
             await link.close()
 
 
-@pytest.mark.parametrize("last_words", [b"", b"nonsense", wire.frame(wire.Kind.JSON, b"[]")])
+@pytest.mark.parametrize("last_words", [b"", b"nonsense", frame(Stop())])
 async def test_a_rank_that_goes_is_told(last_words: bytes) -> None:
     async with hub() as (centre, address, heard):
-        link = await join(address, replace(HELLO, rank=1), 5)
+        link = await join(address, replace(MINE, rank=1), 5)
         await until(lambda: centre.joined == {1})
-        link.send(last_words)
+        link._writer.write(last_words)
         await link.close()
         await until(lambda: len(heard) == 2)
         rank, message = heard[1]
-        assert (rank, message["type"]) == (1, "gone")
-        assert message["reason"]
+        assert rank == 1
+        assert isinstance(message, Gone)
+        assert message.reason
 
 
 async def test_closing_says_stop() -> None:
     async with hub() as (centre, address, heard):
-        link = await join(address, replace(HELLO, rank=1), 5)
+        link = await join(address, replace(MINE, rank=1), 5)
         await until(lambda: centre.joined == {1})
         await centre.close()
-        assert await link.receive_json() == {"type": "stop"}
+        assert await link.receive() == Stop()
         assert await link.receive_json() is None
-        assert heard == [(1, {"type": "joined"})]
+        assert heard == [(1, Joined())]
         await link.close()
 
 
 async def test_a_port_in_use_is_one_clear_error() -> None:
     async with hub() as (_, address, _heard):
         with pytest.raises(AddressError, match="is another cluster running there"):
-            await Hub(HELLO, lambda *_: None).listen(address)
+            await Hub(MINE, lambda *_: None).listen(address)
 
 
 async def test_nobody_there() -> None:
     address = Address("127.0.0.1", free_ports(1)[0])
     with pytest.raises(ClusterError, match="did rank 0 start"):
-        await join(address, replace(HELLO, rank=1), 0.2)
+        await join(address, replace(MINE, rank=1), 0.2)
 
 
 async def test_what_takes_calls_for_a_rank_0_that_is_yet_to_come_is_asked_again() -> None:
@@ -293,7 +314,7 @@ async def test_what_takes_calls_for_a_rank_0_that_is_yet_to_come_is_asked_again(
     async with await asyncio.start_server(forward, "127.0.0.1", 0) as server:
         address = Address("127.0.0.1", server.sockets[0].getsockname()[1])
         with pytest.raises(ClusterError, match="closed at once.*did rank 0 start"):
-            await join(address, replace(HELLO, rank=1), 1)
+            await join(address, replace(MINE, rank=1), 1)
     assert num_calls > 1
 
 
@@ -308,7 +329,7 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
 async def test_a_rank_0_that_stands_still_is_asked_again(silent: socket.socket) -> None:
     """It was taken for another program, and the rank ended with the whole launch."""
     address = Address("127.0.0.1", silent.getsockname()[1])
-    joining = asyncio.create_task(join(address, replace(HELLO, rank=1), 10))
+    joining = asyncio.create_task(join(address, replace(MINE, rank=1), 10))
     await asyncio.wait({joining}, timeout=0.6)
     silent.close()
     async with hub(port=address.port) as (centre, _, _heard):
@@ -320,7 +341,7 @@ async def test_a_rank_0_that_stands_still_is_asked_again(silent: socket.socket) 
 async def test_nobody_answers(silent: socket.socket) -> None:
     address = Address("127.0.0.1", silent.getsockname()[1])
     with pytest.raises(ClusterError, match=r"within 0.3 s \(nobody answers\): .*another program"):
-        await join(address, replace(HELLO, rank=1), 0.3)
+        await join(address, replace(MINE, rank=1), 0.3)
 
 
 async def test_a_host_without_power_is_asked_again_when_it_is_back(silent: socket.socket) -> None:
@@ -334,7 +355,7 @@ async def test_a_host_without_power_is_asked_again_when_it_is_back(silent: socke
         each.connect_ex(("127.0.0.1", address.port))
     began = asyncio.get_running_loop().time()
     with pytest.raises(ClusterError, match="nobody answers"):
-        await join(address, replace(HELLO, rank=1), 0.3)
+        await join(address, replace(MINE, rank=1), 0.3)
     assert asyncio.get_running_loop().time() - began < 2
     for each in lost:
         each.close()

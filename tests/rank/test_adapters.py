@@ -12,14 +12,16 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import msgspec
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.utils import load_adapters
 
 from serve.core.errors import AdapterError, EngineError
+from serve.core.messages import AdapterRead, AdapterRefused, LoadAdapter
 from serve.core.types import Row, Step
-from serve.core.wire import FrameReader, parse_json
+from serve.core.wire import FrameReader
 from serve.lora.files import read_adapter
 from serve.lora.table import Adapters
 from serve.model.stage import Stage
@@ -204,7 +206,7 @@ def test_a_mistake_in_reading_is_that_adapters_alone() -> None:
     """Not the engine's, which others use."""
 
     class Broken:
-        def answer(self, _: dict[str, Any]) -> dict[str, Any]:
+        def answer(self, _: LoadAdapter) -> AdapterRead:
             raise BufferError("odd")
 
         def copy(self) -> None:
@@ -212,14 +214,12 @@ def test_a_mistake_in_reading_is_that_adapters_alone() -> None:
 
     here, there = socket.socketpair()
     with here, there:
-        order = Order(1, (0, 1), ("a", "b"), [], 0, Path(), None, None, Path(), (0, 2), None, 1.0)
+        order = Order(1, (0, 1), ("a", "b"), [], 0, ".", None, None, ".", (0, 2), None, 1.0)
         worker = Worker(Parent(here), order)
-        worker._read_adapter({"version": 3}, Broken())  # type: ignore[arg-type]
-        ((_, body),) = FrameReader().feed(there.recv(1 << 16))
-    assert parse_json(body) == {
-        **{"type": "adapter", "rank": 1, "version": 3},
-        "error": {"message": "reading failed (BufferError)", "status": 500},
-    }
+        asked = LoadAdapter(3, "a", None, None, 8, [])
+        worker._read_adapter(asked, Broken())  # type: ignore[arg-type]
+        (answer,) = FrameReader(AdapterRefused).feed(there.recv(1 << 16))
+    assert answer == AdapterRefused(3, "reading failed (BufferError)", 500)
 
 
 @pytest.mark.parametrize("is_peft", [False, True])
@@ -229,29 +229,34 @@ def test_what_rank_0_gets_to_know(tmp_path: Path, is_peft: bool) -> None:
     if is_peft:
         shutil.move(folder, tmp_path / "mlx")
         adapters.as_peft(tmp_path / "mlx", folder)
-    message = {"version": 3, "path": "a", "root": str(tmp_path), "max_rank": 4, "commit": None}
-    first, second = (json.loads(json.dumps(own.answer(message))) for own in pipeline.adapters)
-    assert first["error"] is None
-    assert first["digest"] == second["digest"]
-    assert sorted(first["own"] + second["own"]) == first["targets"] == second["targets"]
-    assert first["kinds"] == ["down_proj", "q_proj", "v_proj"]
-    assert (first["lora_rank"], first["scale"]) == (4, 1.7)
+    asked = LoadAdapter(3, "a", str(tmp_path), None, 4, [])
+
+    def read(number: int, asked: LoadAdapter) -> AdapterRead:
+        answer = pipeline.adapters[number].answer(asked)
+        assert isinstance(answer, AdapterRead)
+        return answer
+
+    first, second = read(0, asked), read(1, asked)
+    assert first.digest == second.digest
+    assert sorted(first.own + second.own) == first.targets == second.targets
+    assert first.kinds == ["down_proj", "q_proj", "v_proj"]
+    assert (first.lora_rank, first.scale) == (4, 1.7)
     total = sum(array.nbytes for array in adapters.read(folder)[0].values())
-    assert first["num_bytes"] + second["num_bytes"] == total
-    again = {**message, "version": 5}
-    checksums = [own.answer(again)["checksum"] for own in pipeline.adapters]
-    assert checksums == [first["checksum"], second["checksum"]]
+    assert first.num_bytes + second.num_bytes == total
+    again = msgspec.structs.replace(asked, version=5)
+    checksums = [read(number, again).checksum for number in (0, 1)]
+    assert checksums == [first.checksum, second.checksum]
     target = tmp_path / "mlx" if is_peft else folder
     adapters.save_adapter(target, LLAMA(), seed=9)
     if is_peft:
         shutil.rmtree(folder)
         adapters.as_peft(target, folder)
-    others = [own.answer(again) for own in pipeline.adapters]
-    assert not {other["checksum"] for other in others} & set(checksums)
-    assert others[0]["digest"] != first["digest"], "only the numbers are others"
-    refused = pipeline.adapters[0].answer({**message, "max_rank": 3, "version": 4})
-    assert refused["version"] == 4
-    assert refused["error"]["status"] == 400
+    others = [read(number, again) for number in (0, 1)]
+    assert not {other.checksum for other in others} & set(checksums)
+    assert others[0].digest != first.digest, "only the numbers are others"
+    refused = pipeline.adapters[0].answer(msgspec.structs.replace(asked, version=4, max_rank=3))
+    assert isinstance(refused, AdapterRefused)
+    assert (refused.version, refused.status) == (4, 400)
 
 
 @pytest.mark.parametrize(

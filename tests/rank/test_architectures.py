@@ -11,8 +11,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from serve.core.errors import PlanError
+from serve.core.messages import TensorSpec
 from serve.core.types import Row, Step
-from serve.core.wire import TensorSpec
 from serve.model import stage as stage_module
 from serve.model.stage import Stage
 from serve.rank.batching import can_batch

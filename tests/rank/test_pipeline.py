@@ -15,9 +15,9 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
+from serve.core.messages import Result
 from serve.core.plan import even_split
 from serve.core.types import Sampling, Score, Sequence
-from serve.core.wire import Result
 from serve.front.pipeline.scheduler import Scheduler
 from serve.model.caches import quantized
 from serve.model.stage import Stage

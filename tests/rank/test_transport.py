@@ -11,8 +11,9 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from serve.core import wire
 from serve.core.errors import ClusterError
+from serve.core.messages import Order
+from serve.core.wire import frame
 from serve.ring.transport import Ring, _ring_doorbells, form_ring
 
 
@@ -87,17 +88,20 @@ def test_an_engine_whose_parent_was_killed_ends_also_in_the_middle_of_joining(
 ) -> None:
     """Nor does it need the launch's hostfile, or the folder, which systems clean after days."""
     addresses = [[f"127.0.0.1:{port}"] for port in free_ports(2)]
-    order = {
-        **{"type": "order", "rank": 0, "ring": [0, 1], "hosts": ["127.0.0.1"] * 2, "nonce": 1},
-        **{"addresses": addresses},
-        **{
-            "model": str(tmp_path),
-            "commit": None,
-            "cache_dir": None,
-            "copies": str(tmp_path / "gone"),
-        },
-        **{"layers": [0, 1], "kv_bits": None, "join_timeout": 1.0},
-    }
+    order = Order(
+        rank=0,
+        ring=(0, 1),
+        hosts=("127.0.0.1", "127.0.0.1"),
+        addresses=addresses,
+        nonce=1,
+        model=str(tmp_path),
+        commit=None,
+        cache_dir=None,
+        copies=str(tmp_path / "gone"),
+        layers=(0, 1),
+        kv_bits=None,
+        join_timeout=1.0,
+    )
     ours, theirs = socket.socketpair()
     with ours, theirs:
         engine = subprocess.Popen(
@@ -106,7 +110,7 @@ def test_an_engine_whose_parent_was_killed_ends_also_in_the_middle_of_joining(
             env={**os.environ, "MLX_HOSTFILE": str(tmp_path / "gone.json"), "MLX_RANK": "0"},
             stderr=subprocess.PIPE,
         )
-        ours.sendall(wire.json_frame(order))
+        ours.sendall(frame(order))
         time.sleep(3)
     try:
         _, said = engine.communicate(timeout=30)
