@@ -134,7 +134,7 @@ def test_a_model_that_is_not_there_and_a_variable_that_does_harm(
     failed = [finding["what"] for finding in findings if finding["status"] == "fail"]
     assert len(failed) == 2
     assert findings[-1]["what"] == "not tried"
-    assert any("none is no folder" in what for what in failed)
+    assert any("none is not a folder" in what for what in failed)
 
 
 def test_a_port_that_is_taken_names_who_has_it(capsys: pytest.CaptureFixture[str]) -> None:
