@@ -1,4 +1,4 @@
-"""A connection that carries frames, for asyncio: to the engine child, between parents."""
+"""An asyncio connection that carries frames: from a parent to its engine, and between parents."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,6 +9,8 @@ from serve.core.connection import keep_alive
 
 
 class Link:
+    """One end of a connection that carries frames in both directions."""
+
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self._frames = wire.FrameReader()
@@ -23,8 +25,8 @@ class Link:
         keep_alive(self._writer.get_extra_info("socket"))
 
     def send(self, data: bytes) -> None:
-        """Queues a frame. What goes this way is small and bounded by the steps in
-        flight, so nobody waits for it to drain."""
+        """Queues a frame. Frames are small and their number is bounded by the steps in flight, so
+        the caller need not wait until the queue drains."""
         if not self._writer.is_closing():
             self._writer.write(data)
 
@@ -32,7 +34,8 @@ class Link:
         self.send(wire.json_frame(message))
 
     async def receive(self) -> tuple[wire.Kind, bytes] | None:
-        """The next frame; None when the peer is gone. Raises ClusterError on nonsense."""
+        """Waits for the next frame; returns None when the peer is gone. Raises ClusterError if
+        the bytes are not a frame."""
         while not self._ready:
             try:
                 data = await self._reader.read(1 << 16)
@@ -45,14 +48,17 @@ class Link:
 
     async def receive_json(self) -> dict[str, Any] | None:
         message = await self.receive()
-        return None if message is None else wire.parse_json(message[1])
+        if message is None:
+            return None
+        _, body = message
+        return wire.parse_json(body)
 
     async def messages(self) -> AsyncIterator[tuple[wire.Kind, bytes]]:
         while (message := await self.receive()) is not None:
             yield message
 
     def abort(self) -> None:
-        """Ends it without a word to the peer, which may not listen any more."""
+        """Closes the connection without waiting for the peer, which may not read any more."""
         self._writer.transport.abort()
 
     async def close(self) -> None:
