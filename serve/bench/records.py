@@ -63,7 +63,8 @@ def summarise(runs: Sequence[Sequence[Record]]) -> Summary:
     every = list(chain.from_iterable(runs))
     whole = _whole(every)
     errors = Counter(record.error for record in every if record.error is not None)
-    first = [record.times[0] - record.start for record in whole if record.times]
+    with_text = [record for record in whole if record.times]
+    ttfts = [record.times[0] - record.start for record in with_text]
     gaps = list(chain.from_iterable(record.gaps for record in whole))
     prompts = [record.prompt_tokens for record in whole if record.prompt_tokens is not None]
     return Summary(
@@ -74,8 +75,8 @@ def summarise(runs: Sequence[Sequence[Record]]) -> Summary:
         chunks=sum(len(record.times) for record in whole),
         prompt_tokens=median(prompts) if prompts else None,
         tokens_per_second=median(map(tokens_per_second, runs)) if runs else 0.0,
-        ttft_p50_seconds=quantile(first, 0.5),
-        ttft_p99_seconds=quantile(first, 0.99),
+        ttft_p50_seconds=quantile(ttfts, 0.5),
+        ttft_p99_seconds=quantile(ttfts, 0.99),
         itl_p50_seconds=quantile(gaps, 0.5),
         itl_p99_seconds=quantile(gaps, 0.99),
         itl_mean_seconds=_mean_token_gap(whole),

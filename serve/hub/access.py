@@ -82,7 +82,8 @@ class Patience:
         if not _may_pass(error) or self._num_tries >= self._max_tries:
             raise explain(error, self._repo) from error
         seconds = self._seconds_before_retry(error)
-        reason = " ".join(str(error).split())[:_MAX_REASON_CHARACTERS] or type(error).__name__
+        one_line = " ".join(str(error).split())
+        reason = one_line[:_MAX_REASON_CHARACTERS] or type(error).__name__
         _logger.warning("event=hub_retry wait=%.1f reason=%r", seconds, reason)
         self._sleep(seconds)
 

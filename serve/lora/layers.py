@@ -5,7 +5,7 @@ multiplied with those of its own slot. Slot 0 means no adapter, and stays zero.
 """
 
 import functools
-from collections.abc import Callable, Set
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,8 +156,8 @@ class Adapted:
     def _is_used(self) -> bool:
         return not self._held.isdisjoint(self._rows.used)
 
-    def _project(self, call: Callable[..., mx.array], args: Any, kwargs: Any) -> mx.array:
-        y = call(*args, **kwargs)
+    def _project(self, call: trace.Call, args: Any, kwargs: Any) -> mx.array:
+        y: mx.array = call(*args, **kwargs)
         if not self._is_used():
             return y
         x = self._rows.apart(args[0], self._name)
@@ -172,8 +172,8 @@ class Adapted:
             output = output + (gain * without_bias).astype(y.dtype)
         return output.reshape(y.shape)
 
-    def _embed(self, call: Callable[..., mx.array], args: Any, kwargs: Any) -> mx.array:
-        y = call(*args, **kwargs)
+    def _embed(self, call: trace.Call, args: Any, kwargs: Any) -> mx.array:
+        y: mx.array = call(*args, **kwargs)
         if not self._is_used():
             return y
         ids = args[0]
@@ -186,8 +186,8 @@ class Adapted:
         delta = self._rows.times(inner, self._b)
         return y + delta.astype(y.dtype)
 
-    def _as_linear(self, call: Callable[..., mx.array], x: mx.array) -> mx.array:
-        y = call(x)
+    def _as_linear(self, call: trace.Call, x: mx.array) -> mx.array:
+        y: mx.array = call(x)
         if not self._is_used():
             return y
         x = self._rows.apart(x, self._name)
@@ -195,8 +195,8 @@ class Adapted:
         delta = self._rows.times(inner, self._a.swapaxes(1, 2))
         return y + delta.reshape(y.shape).astype(y.dtype)
 
-    def _ask_experts(self, call: Callable[..., mx.array], args: Any, kwargs: Any) -> mx.array:
-        y = call(*args, **kwargs)
+    def _ask_experts(self, call: trace.Call, args: Any, kwargs: Any) -> mx.array:
+        y: mx.array = call(*args, **kwargs)
         if not self._is_used():
             return y
         x: mx.array
@@ -217,7 +217,8 @@ class Adapted:
         return y + delta.astype(y.dtype)
 
 
-def note_routing(rows: Rows, call: Callable[..., mx.array], args: Any, kwargs: Any) -> mx.array:
+def note_routing(rows: Rows, call: trace.Call, args: Any, kwargs: Any) -> mx.array:
     """The seam of a module of experts: it notes the experts of each token, the second argument."""
     rows.routed = args[1]
-    return call(*args, **kwargs)
+    output: mx.array = call(*args, **kwargs)
+    return output

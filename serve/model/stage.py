@@ -6,7 +6,7 @@ shows which weights the stage needs. It neither communicates nor evaluates.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,15 +105,24 @@ class Stage:
         for key, array in zip(cut.receives, received, strict=True):
             arrays[key] = None if array.shape == _NOTHING else array
         self._caches = caches or ()
-        self._given = {i: trial.refill(i, cut.given[i], arrays) for i in range(self.start)}
+        self._given = {}
+        for i in range(self.start):
+            self._given[i] = trial.refill(i, cut.given[i], arrays)
         try:
             output = self.model(tokens, cache=caches)
             return trace.arrays_in(output)
         except _LeftStage:
-            given = {i: trace.places_in(value) for i, value in self._given.items()}
-            return [given[i].get(place, mx.zeros(_NOTHING)) for i, place in cut.sends]
+            return self._arrays_to_send(cut.sends)
         finally:
             self._given = {}
+
+    def _arrays_to_send(self, sends: Sequence[Crossing]) -> list[mx.array]:
+        arrays_by_layer = {i: trace.places_in(value) for i, value in self._given.items()}
+        to_send: list[mx.array] = []
+        for i, place in sends:
+            array = arrays_by_layer[i].get(place)
+            to_send.append(mx.zeros(_NOTHING) if array is None else array)
+        return to_send
 
     # --- seams
 
@@ -129,19 +138,19 @@ class Stage:
             elif i in sources:
                 trace.open_seam(layer, functools.partial(self._record, i))
 
-    def _replay(self, i: int, _call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _replay(self, i: int, _call: trace.Call, args: Any, kwargs: Any) -> Any:
         output, written = self._given[i]
         targets = trial.writable(args, kwargs, self._caches)
         trace.write_back(targets, written)
         return output
 
-    def _record(self, i: int, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _record(self, i: int, call: trace.Call, args: Any, kwargs: Any) -> Any:
         output = call(*args, **kwargs)
         written = trial.writable(args, kwargs, self._caches)
         self._given[i] = trace.snapshot((output, written))
         return output
 
-    def _leave(self, _call: Callable[..., Any], _args: Any, _kwargs: Any) -> Any:
+    def _leave(self, _call: trace.Call, _args: Any, _kwargs: Any) -> Any:
         raise _LeftStage
 
 
@@ -196,8 +205,11 @@ def _kind(cache: Any) -> tuple[Any, ...]:
     """The kind of a new cache: caches of the same kind track the same positions."""
     if hasattr(cache, "caches"):
         return tuple(_kind(part) for part in cache.caches)
-    settings = [item for item in vars(cache).items() if isinstance(item[1], int)]
-    return (type(cache), *settings)
+    kind: list[Any] = [type(cache)]
+    for name, value in vars(cache).items():
+        if isinstance(value, int):
+            kind.append((name, value))
+    return tuple(kind)
 
 
 def _advance(cache: Any, num_rows: int, num_tokens: int) -> None:

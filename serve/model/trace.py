@@ -19,7 +19,9 @@ import mlx.nn as nn
 from serve.core.errors import PlanError
 
 Key = TypeVar("Key", bound=Hashable)
-Seam = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+Call = Callable[..., Any]
+"""The own call of a module."""
+Seam = Callable[[Call, tuple[Any, ...], dict[str, Any]], Any]
 """A function called instead of a module, with the module's own call and its arguments."""
 
 _EXPORT_LIMIT = 1000  # mx.export_to_dot takes at most 1,024 names in one call

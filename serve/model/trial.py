@@ -5,7 +5,7 @@ No weight is read, even if a forward evaluates.
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -101,7 +101,7 @@ class Trial:
             raise PlanError("This model cannot be split: its forward does not call each layer.")
         self._outputs = trace.arrays_in(output)
 
-    def _record(self, i: int, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _record(self, i: int, call: trace.Call, args: Any, kwargs: Any) -> Any:
         if i in self.given:
             raise PlanError("This model cannot be split: it runs its layers more than once.")
         arguments = (*args, *kwargs.values())
@@ -124,11 +124,12 @@ class Trial:
         """Raises PlanError if layers from `at` on do not run on what crosses the cut alone."""
         blanks: dict[Crossing, mx.array] = {}
         for i, place in keys:
-            blanks[i, place] = blank(trace.places_in(self.given[i])[place])
+            array = trace.places_in(self.given[i])[place]
+            blanks[i, place] = blank(array)
         given = {i: refill(i, self.given[i], blanks) for i in range(at)}
         caches = self.new_caches()
 
-        def replay(i: int, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        def replay(i: int, call: trace.Call, args: Any, kwargs: Any) -> Any:
             if i >= at:
                 return call(*args, **kwargs)
             output, written = given[i]
@@ -219,7 +220,9 @@ def stand_in_for_weights(model: nn.Module) -> dict[str, mx.array]:
 def without_weights(model: nn.Module) -> Iterator[None]:
     """Replaces all weights by blanks for a while. At the end it also removes arrays that modules
     have made out of the blanks in a forward and kept."""
-    before = [(module, set(module), dict(vars(module))) for module in model.modules()]
+    before: list[tuple[nn.Module, set[str], dict[str, Any]]] = []
+    for module in model.modules():
+        before.append((module, set(module), dict(vars(module))))
     weights = stand_in_for_weights(model)
     try:
         yield

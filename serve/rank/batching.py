@@ -52,9 +52,11 @@ def _runs_together(model: nn.Module) -> bool:
 
 
 def _trial_step(number: int, feeds: dict[int, int], positions: dict[int, int]) -> Step:
-    rows = tuple(Row(sequence, positions[sequence], n) for sequence, n in feeds.items())
+    rows: list[Row] = []
+    for sequence, num_tokens in feeds.items():
+        rows.append(Row(sequence, positions[sequence], num_tokens))
     tokens = (0,) * sum(feeds.values())
-    return Step(number, 0, rows, tokens, sample=True)
+    return Step(number, 0, tuple(rows), tokens, sample=True)
 
 
 def _runs(model: nn.Module, step: Step, part: Part) -> bool:

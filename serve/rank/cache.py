@@ -42,7 +42,10 @@ class Part:
             ends.append(ends[-1] + row.num_tokens)
         tokens_of_rows: list[tuple[int, ...]] = []
         for n in self.rows:
-            tokens_of_rows.append(() if n is None else step.tokens[ends[n] : ends[n + 1]])
+            tokens: tuple[int, ...] = ()
+            if n is not None:
+                tokens = step.tokens[ends[n] : ends[n + 1]]
+            tokens_of_rows.append(tokens)
         length = max(map(len, tokens_of_rows))
         padded = [(0,) * (length - len(tokens)) + tokens for tokens in tokens_of_rows]
         return mx.array(padded)
@@ -173,7 +176,10 @@ class GroupCaches:
     def _begin(self, step: Step, rows: list[int]) -> int:
         """Makes a batch of new rows, and returns its key."""
         key = next(self._free_keys)
-        lengths = {step.rows[n].sequence: step.rows[n].num_tokens for n in rows}
+        lengths: dict[int, int] = {}
+        for n in rows:
+            row = step.rows[n]
+            lengths[row.sequence] = row.num_tokens
         if self._in_slots and len(rows) > 1:
             self._batches[key] = SlotBatch.of_new(lengths, self._make_cache())
         else:
@@ -187,7 +193,8 @@ class GroupCaches:
     def _gather(self, step: Step, rows: list[int]) -> dict[int, list[int]]:
         """Gathers the rows of a group. Rows of the group's last step stay in their batches, others
         join them where there is room."""
-        keys = [key for key in self._keys_of_group.get(step.group, []) if key in self._batches]
+        known_keys = self._keys_of_group.get(step.group, [])
+        keys = [key for key in known_keys if key in self._batches]
         index_of = {step.rows[n].sequence: n for n in rows}
         split: dict[int, list[int]] = {}
         for key in list(keys):

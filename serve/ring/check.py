@@ -27,7 +27,8 @@ def go_round(cluster: Cluster) -> str | None:
     is_last = cluster.rank == cluster.num_ranks - 1
     started = time.perf_counter()
     total = mx.zeros(_NUM_VALUES) if is_last else _receive(transport)
-    transport.send(Step(1, 0, (), (), sample=False), [total + cluster.rank + 1])
+    step = Step(1, 0, (), (), sample=False)
+    transport.send(step, [total + cluster.rank + 1])
     if not is_last:
         # The last rank closes first and each neighbour sees that, so no message is left unread.
         transport.receive()
