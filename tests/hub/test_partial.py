@@ -274,7 +274,7 @@ def test_the_token_goes_to_the_hub_and_nowhere_else(
 
 
 def test_a_name_that_nobody_has(hub: FakeHub, home: Path) -> None:
-    with pytest.raises(ModelError, match="no folder here, and not found"):
+    with pytest.raises(ModelError, match="not a folder here, and is not found"):
         resolve("org/nothing", None, home)
     with pytest.raises(ModelError, match="no such revision") as caught:
         resolve(REPO, "nothing", home)
