@@ -1,4 +1,4 @@
-"""One OpenAI-compatible server as its client sees it: a question in, a Record out."""
+"""The client of a load run: it asks an OpenAI-compatible server and records the answers."""
 
 import asyncio
 import json
@@ -15,22 +15,23 @@ from serve.core.errors import AddressError, UnavailableError, UsageError
 
 _CONNECT_SECONDS = 10.0
 _RECONNECT_SECONDS = 0.05
-_LONGEST_REASON = 160
+_MAX_REASON_CHARACTERS = 160
+_CUT_OFF = "refused or reset before the answer began"
 
 
 @dataclass(slots=True)
 class _Answer:
-    """What has come of one answer so far."""
+    """The part of one answer that has arrived so far."""
 
     times: list[float] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     usage: dict[str, Any] = field(default_factory=dict)
     done: bool = False
-    touched: bool = False  # whether any byte of it has come
+    has_begun: bool = False  # whether any byte of it has arrived
 
     def take(self, data: str) -> str | None:
-        """One event of the stream; an error's reason when it says one."""
-        came = perf_counter()
+        """Takes one event of the stream. Returns the reason if the event is an error."""
+        arrived = perf_counter()
         if data == "[DONE]":
             self.done = True
             return None
@@ -40,22 +41,24 @@ class _Answer:
         self.usage = chunk.get("usage") or self.usage
         for choice in chunk.get("choices", ()):
             delta = choice.get("delta") or {}
-            texts = [delta.get(name) for name in ("content", "reasoning_content", "reasoning")]
-            if any(texts):
-                self.times.append(came)
-                self.texts.append(texts[0] or "")
+            content = delta.get("content")
+            if content or delta.get("reasoning_content") or delta.get("reasoning"):
+                self.times.append(arrived)
+                self.texts.append(content or "")
         return None
 
 
 class Server:
-    """Knows the model's name; `ask` never raises for what the server or the network does."""
+    """A server that offers a model. `ask` never raises for what the server or the network does."""
 
     def __init__(self, http: httpx.AsyncClient, model: str) -> None:
-        self._http, self.model = http, model
+        self._http = http
+        self.model = model
 
     async def ask(
         self, messages: list[dict[str, str]], max_tokens: int, temperature: float = 0.0
     ) -> Record:
+        """Sends one chat and reads its whole answer, which is streamed."""
         body = {
             "model": self.model,
             "messages": messages,
@@ -64,12 +67,14 @@ class Server:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        start, answer = perf_counter(), _Answer()
-        error, reconnected = await self._answer(body, answer), False
-        if error is _CUT_OFF:
-            # Servers with a short listening queue reset some of many connects at once.
+        answer = _Answer()
+        start = perf_counter()
+        error = await self._answer(body, answer)
+        reconnected = error is _CUT_OFF
+        if reconnected:
+            # A server with a short listening queue resets some of many simultaneous connections.
             await asyncio.sleep(_RECONNECT_SECONDS)
-            error, reconnected = await self._answer(body, answer), True
+            error = await self._answer(body, answer)
         return Record(
             start=start,
             end=perf_counter(),
@@ -82,44 +87,60 @@ class Server:
         )
 
     async def _answer(self, body: dict[str, Any], answer: _Answer) -> str | None:
-        """Fills answer; None or the reason of a failure."""
+        """Fills answer. Returns None, or the reason of a failure."""
         try:
-            async with self._http.stream("POST", "chat/completions", json=body) as response:
-                answer.touched = True
-                if response.status_code != 200:
-                    return f"HTTP {response.status_code}: {_reason(await response.aread())}"
-                async for line in response.aiter_lines():
-                    if line.startswith("data:") and (error := answer.take(line[5:].strip())):
-                        return error
+            failure = await self._read_stream(body, answer)
         except httpx.TimeoutException as error:
             return f"{type(error).__name__}: no answer in time"
         except httpx.TransportError as error:
-            return f"{type(error).__name__}: {error}" if answer.touched else _CUT_OFF
+            return f"{type(error).__name__}: {error}" if answer.has_begun else _CUT_OFF
         except (ValueError, AttributeError, TypeError) as error:
             return f"unreadable stream: {_short(str(error))}"
-        return None if answer.done else "the stream ended without [DONE]"
+        if failure is None and not answer.done:
+            return "the stream ended without [DONE]"
+        return failure
 
-
-_CUT_OFF = "refused or reset before the answer began"
+    async def _read_stream(self, body: dict[str, Any], answer: _Answer) -> str | None:
+        async with self._http.stream("POST", "chat/completions", json=body) as response:
+            answer.has_begun = True
+            if response.status_code != 200:
+                reply = await response.aread()
+                return f"HTTP {response.status_code}: {_reason(reply)}"
+            async for line in response.aiter_lines():
+                if not line.startswith("data:"):
+                    continue
+                data = line.removeprefix("data:").strip()
+                failure = answer.take(data)
+                if failure:
+                    return failure
+        return None
 
 
 @asynccontextmanager
 async def connected(
     url: str, model: str | None, key: str | None, timeout: float
 ) -> AsyncIterator[Server]:
-    """A server that answers. Raises AddressError if nobody listens, UsageError if it refuses."""
+    """Connects to a server that answers; timeout is in seconds.
+
+    Raises AddressError if nobody listens, UnavailableError if the server is not ready, and
+    UsageError if it names no model and none is given.
+    """
     base = url.rstrip("/")
+    if not base.endswith("/v1"):
+        base = f"{base}/v1"
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with httpx.AsyncClient(
-        base_url=base if base.endswith("/v1") else f"{base}/v1",
-        headers={"Authorization": f"Bearer {key}"} if key else {},
+        base_url=base,
+        headers=headers,
         timeout=httpx.Timeout(timeout, connect=_CONNECT_SECONDS),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
     ) as http:
-        yield Server(http, await _model_name(http, url, model))
+        name = await _model_name(http, url, model)
+        yield Server(http, name)
 
 
 async def _model_name(http: httpx.AsyncClient, url: str, wanted: str | None) -> str:
-    """The first model that the server has, if none is wanted."""
+    """The wanted model's name or, if none is wanted, that of the server's first model."""
     try:
         response = await http.get("models")
     except httpx.TransportError as error:
@@ -130,7 +151,8 @@ async def _model_name(http: httpx.AsyncClient, url: str, wanted: str | None) -> 
     if response.status_code >= 500:
         raise UnavailableError(f"{url} is not ready: {_reason(response.content)}")
     try:
-        return str(response.raise_for_status().json()["data"][0]["id"])
+        models = response.raise_for_status().json()["data"]
+        return str(models[0]["id"])
     except (httpx.HTTPStatusError, ValueError, LookupError, TypeError) as error:
         raise UsageError(
             f"{url} names no model at /v1/models (status {response.status_code}): give --model."
@@ -138,7 +160,7 @@ async def _model_name(http: httpx.AsyncClient, url: str, wanted: str | None) -> 
 
 
 def _reason(body: bytes) -> str:
-    """OpenAI's error message, or the body's beginning."""
+    """The message of an OpenAI error object, or else the beginning of the body."""
     try:
         return _message(json.loads(body))
     except (ValueError, AttributeError):
@@ -147,8 +169,10 @@ def _reason(body: bytes) -> str:
 
 def _message(body: dict[str, Any]) -> str:
     error = body.get("error", body)
-    return _short(str(error.get("message", error) if isinstance(error, dict) else error))
+    message = error.get("message", error) if isinstance(error, dict) else error
+    return _short(str(message))
 
 
 def _short(text: str) -> str:
-    return " ".join(text.split())[:_LONGEST_REASON]
+    one_line = " ".join(text.split())
+    return one_line[:_MAX_REASON_CHARACTERS]

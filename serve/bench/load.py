@@ -1,4 +1,8 @@
-"""Load on a server: closed loop (clients that ask one after the other) or open loop (arrivals)."""
+"""Puts load on a server: in a closed loop of clients, or in an open loop of arrivals.
+
+A client of a closed loop sends its next request when the previous one is answered. In an open
+loop requests arrive at given times, whatever is still unanswered.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,15 +19,16 @@ from serve.core.errors import ClusterError
 Ask = Callable[[str], Awaitable[Record]]
 Seen = Callable[[Record], None]
 
-RAMP_SECONDS = 0.02  # between two clients' first requests: short listening queues overflow
+# The time between two clients' first requests: short listening queues overflow.
+RAMP_SECONDS = 0.02
 _WARM_UP_TOKENS = 8
-_OPEN_WARM_UP = 2
-_OPEN_REQUESTS = 32
-_REQUESTS_PER_CLIENT = 4
+_NUM_OPEN_WARM_UPS = 2
+_NUM_OPEN_REQUESTS = 32
+_NUM_REQUESTS_PER_CLIENT = 4
 
 
 async def closed_loop(ask: Ask, prompts: Sequence[str], num_clients: int, seen: Seen) -> None:
-    """num_clients at any time, until no prompt is left."""
+    """Runs num_clients clients at the same time until no prompt is left. seen gets each record."""
     waiting = iter(prompts)
 
     async def client(number: int) -> None:
@@ -35,7 +40,7 @@ async def closed_loop(ask: Ask, prompts: Sequence[str], num_clients: int, seen: 
 
 
 async def open_loop(ask: Ask, prompts: Sequence[str], times: Sequence[float], seen: Seen) -> None:
-    """Each prompt at its time in seconds, whatever is still unanswered."""
+    """Sends each prompt at its time (seconds from the start), whatever is still unanswered."""
 
     async def arrival(prompt: str, time: float) -> None:
         await asyncio.sleep(time)
@@ -45,33 +50,40 @@ async def open_loop(ask: Ask, prompts: Sequence[str], times: Sequence[float], se
 
 
 def poisson_arrivals(rate: float, count: int, seed: int) -> list[float]:
-    """Times of a Poisson process with `rate` arrivals a second; the first is at 0."""
+    """The times, in seconds, of a Poisson process with `rate` arrivals a second. The first is 0."""
     random = Random(seed)
-    gaps = (random.expovariate(rate) for _ in range(count - 1))
+    gaps = [random.expovariate(rate) for _ in range(count - 1)]
     return list(accumulate(gaps, initial=0.0))
 
 
 def num_requests(config: BenchConfig, level: Level) -> int:
     if config.requests:
         return config.requests
-    return _OPEN_REQUESTS if level.is_open else _REQUESTS_PER_CLIENT * int(level.value)
+    if level.is_open:
+        return _NUM_OPEN_REQUESTS
+    return _NUM_REQUESTS_PER_CLIENT * int(level.value)
 
 
 class Target:
-    """One server under one config: its prompts, and its levels of load."""
+    """One server under load: the prompts for it, and runs at several levels of load."""
 
     def __init__(self, config: BenchConfig, server: Server, prompts: Prompts) -> None:
-        self._config, self._server, self._prompts = config, server, prompts
+        self._config = config
+        self._server = server
+        self._prompts = prompts
 
     @classmethod
     async def calibrated(cls, config: BenchConfig, server: Server) -> "Target":
-        """Asks the server how many tokens words are. Raises ClusterError if it cannot answer."""
+        """Measures how many tokens the server counts in a word, to make prompts of the wanted
+        length. Raises ClusterError if the server cannot answer."""
         if config.prompts:
-            return cls(config, server, Prompts(config.seed, 0, read_questions(config.prompts)))
-        probes = []
+            questions = read_questions(config.prompts)
+            return cls(config, server, Prompts(config.seed, 0, questions))
+        probes: list[int | None] = []
         for num_words in PROBE_WORDS:
             text = random_words(Random(num_words), num_words)
-            record = await server.ask([{"role": "user", "content": text}], 1)
+            message = {"role": "user", "content": text}
+            record = await server.ask([message], max_tokens=1)
             if record.error:
                 raise ClusterError(f"the first request failed: {record.error}")
             probes.append(record.prompt_tokens)
@@ -79,16 +91,10 @@ class Target:
         return cls(config, server, Prompts(config.seed, num_words))
 
     async def run(self, level: Level, round_: int, seen: Seen) -> None:
-        """One warm-up and one measured run; only what fails is seen of the warm-up."""
+        """Runs a warm-up and one measured run. seen gets the records of the measured run, and
+        those of failures in the warm-up."""
         name = f"{level}/{round_}"
-        warm_up = _OPEN_WARM_UP if level.is_open else int(level.value)
-        prompts = self._prompts.take(f"{name}/warm-up", warm_up)
-
-        def failed(record: Record) -> None:
-            if record.error:
-                seen(replace(record, error=f"warm-up: {record.error}"))
-
-        await closed_loop(self._ask(_WARM_UP_TOKENS), prompts, warm_up, failed)
+        await self._warm_up(name, level, seen)
         ask = self._ask(self._config.max_tokens)
         prompts = self._prompts.take(name, num_requests(self._config, level))
         if level.is_open:
@@ -97,6 +103,17 @@ class Target:
             await open_loop(ask, prompts, times, seen)
         else:
             await closed_loop(ask, prompts, int(level.value), seen)
+
+    async def _warm_up(self, name: str, level: Level, seen: Seen) -> None:
+        num_clients = _NUM_OPEN_WARM_UPS if level.is_open else int(level.value)
+        prompts = self._prompts.take(f"{name}/warm-up", num_clients)
+
+        def see_failure(record: Record) -> None:
+            if record.error:
+                seen(replace(record, error=f"warm-up: {record.error}"))
+
+        ask = self._ask(_WARM_UP_TOKENS)
+        await closed_loop(ask, prompts, num_clients, see_failure)
 
     def _ask(self, max_tokens: int) -> Ask:
         async def ask(prompt: str) -> Record:

@@ -1,4 +1,4 @@
-"""Results as a picture. matplotlib is an optional extra, so it is imported late."""
+"""Draws the results of a load run. matplotlib is an optional extra, so it is imported late."""
 
 import importlib.util
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ _SUFFIXES = (".png", ".svg")
 
 
 def check_plot(path: Path) -> None:
-    """Raises UsageError if that file could not be drawn, before anything is measured."""
+    """Raises UsageError if this file cannot be drawn, so that it happens before measuring."""
     if path.suffix not in _SUFFIXES:
         raise UsageError(f"--plot {path}: the name must end in {' or '.join(_SUFFIXES)}.")
     if importlib.util.find_spec("matplotlib") is None:
@@ -25,32 +25,39 @@ def draw(
     curves: Mapping[str, Points],
     bounds: Mapping[str, Sequence[tuple[float, float]]] | None = None,
 ) -> None:
-    """curves: for each server, summaries by load. bounds: further lines of tokens a second."""
+    """Draws tokens a second, time to first token and time between tokens over the load.
+
+    curves has for each server its summaries by load. bounds has further lines for the diagram of
+    tokens a second. load is the label of the x axis.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 4.5), layout="constrained")
     rate, first, between = figure.subplots(1, 3)
+    rate.set_title("tokens a second")
+    first.set_title("time to first token, p50, ms")
+    between.set_title("between tokens, ms")
     for name, points in curves.items():
-        x = [at for at, _ in points]
-        rate.plot(x, [each.tokens_per_second for _, each in points], marker="o", label=name)
-        first.plot(x, [_ms(each.ttft_p50_seconds) for _, each in points], marker="o", label=name)
-        p50 = [_ms(each.itl_p50_seconds) for _, each in points]
-        line = between.plot(x, p50, marker="o", label=f"{name}, p50")[0]
-        p99 = [_ms(each.itl_p99_seconds) for _, each in points]
-        between.plot(x, p99, color=line.get_color(), linestyle=":", label=f"{name}, p99")
+        loads = [value for value, _ in points]
+        summaries = [summary for _, summary in points]
+        rates = [summary.tokens_per_second for summary in summaries]
+        rate.plot(loads, rates, marker="o", label=name)
+        ttfts = [_milliseconds(summary.ttft_p50_seconds) for summary in summaries]
+        first.plot(loads, ttfts, marker="o", label=name)
+        p50 = [_milliseconds(summary.itl_p50_seconds) for summary in summaries]
+        (line,) = between.plot(loads, p50, marker="o", label=f"{name}, p50")
+        p99 = [_milliseconds(summary.itl_p99_seconds) for summary in summaries]
+        between.plot(loads, p99, color=line.get_color(), linestyle=":", label=f"{name}, p99")
     for name, line_points in (bounds or {}).items():
-        rate.plot(*zip(*line_points, strict=True), linestyle="--", color="grey", label=name)
-    for axes, title in (
-        (rate, "tokens a second"),
-        (first, "time to first token, p50, ms"),
-        (between, "between tokens, ms"),
-    ):
-        axes.set(xlabel=load, title=title)
+        line_loads, line_rates = zip(*line_points, strict=True)
+        rate.plot(line_loads, line_rates, linestyle="--", color="grey", label=name)
+    for axes in (rate, first, between):
+        axes.set_xlabel(load)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
     figure.savefig(path)
 
 
-def _ms(seconds: float | None) -> float:
+def _milliseconds(seconds: float | None) -> float:
     return float("nan") if seconds is None else seconds * 1000

@@ -1,40 +1,51 @@
-"""What is asked: seeded random words of a wanted length, or the questions of a file."""
+"""Prompts for load runs: seeded random words of a wanted length, or questions from a file."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from serve.core.errors import UsageError
 
-# Each is one token in the tokenizers of common models, so lengths can be met exactly.
+# Common tokenizers have each of these words as one token, so prompts can have an exact length.
 _WORDS = ("a", "and", "day", "he", "in", "is", "it", "many", "on", "the", "time", "up", "us")
 PROBE_WORDS = (16, 48)
+"""The lengths of the two prompts by which a server's tokens per word are measured."""
 
 
 def random_words(random: Random, num_words: int) -> str:
-    return " ".join(random.choice(_WORDS) for _ in range(num_words))
+    words = [random.choice(_WORDS) for _ in range(num_words)]
+    return " ".join(words)
 
 
 def words_for(prompt_tokens: int, probes: Sequence[int | None]) -> int:
-    """How many words make a prompt of that many tokens, its template included.
+    """The number of words in a prompt of prompt_tokens tokens, chat template included.
 
-    probes: the tokens that the server counted in prompts of PROBE_WORDS; where it does not
-    count them, a word is taken for a token.
+    probes has the tokens that the server counted in prompts of PROBE_WORDS words. If it did not
+    count them, each word is taken to be one token.
     """
-    (few, many), (some, more) = PROBE_WORDS, probes
-    if some is None or more is None or more <= some:
+    short_words, long_words = PROBE_WORDS
+    short_tokens, long_tokens = probes
+    if short_tokens is None or long_tokens is None or long_tokens <= short_tokens:
         return prompt_tokens
-    per_word = (more - some) / (many - few)
-    return max(1, round(few + (prompt_tokens - some) / per_word))
+    tokens_per_word = (long_tokens - short_tokens) / (long_words - short_words)
+    more_words = (prompt_tokens - short_tokens) / tokens_per_word
+    return max(1, round(short_words + more_words))
 
 
 def read_questions(path: Path) -> list[str]:
-    """The first human turn of each conversation of a ShareGPT file. Raises UsageError."""
+    """Reads the first turn of each conversation of a ShareGPT file, where that is a human's.
+
+    Raises UsageError.
+    """
+    questions: list[str] = []
     try:
-        entries = json.loads(path.read_text("utf-8"))
-        turns = [turn for entry in entries for turn in entry["conversations"][:1]]
-        questions = [turn["value"] for turn in turns if turn["from"] in ("human", "user")]
+        for conversation in json.loads(path.read_text("utf-8")):
+            for turn in conversation["conversations"][:1]:
+                question = _question(turn)
+                if question is not None:
+                    questions.append(question)
     except OSError as error:
         raise UsageError(f"--prompts {path} cannot be read: {error.strerror}.") from error
     except (ValueError, LookupError, TypeError) as error:
@@ -42,19 +53,27 @@ def read_questions(path: Path) -> list[str]:
             f"--prompts {path} is not ShareGPT's JSON: a list of "
             '{"conversations": [{"from": "human", "value": "…"}, …]}.'
         ) from error
-    questions = [text for text in questions if isinstance(text, str) and text.strip()]
     if not questions:
         raise UsageError(f"--prompts {path} holds no conversation that a human begins.")
     return questions
 
 
+def _question(turn: dict[str, Any]) -> str | None:
+    """The text of a human's turn; None for other turns, and without text."""
+    text = turn["value"] if turn["from"] in ("human", "user") else None
+    return text if isinstance(text, str) and text.strip() else None
+
+
 class Prompts:
-    """Prompts for one server; the same seed and name give the same ones."""
+    """The prompts for one server: random words or, where there are any, questions of a file."""
 
     def __init__(self, seed: int, num_words: int, questions: Sequence[str] = ()) -> None:
-        self._seed, self._num_words, self._questions = seed, num_words, questions
+        self._seed = seed
+        self._num_words = num_words
+        self._questions = questions
 
     def take(self, name: str, count: int) -> list[str]:
+        """Prompts for the run of this name. The same seed and name give the same prompts."""
         random = Random(f"{self._seed}/{name}")
         if self._questions:
             shuffled = random.sample(self._questions, len(self._questions))

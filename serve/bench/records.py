@@ -1,17 +1,18 @@
-"""What a load run saw of each request, and what that says. Pure data and pure functions."""
+"""Records of the requests of a load run, and the statistics over them. Everything here is pure."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from statistics import median, quantiles
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One request. Seconds of one clock that only goes forward.
+    """One request and its answer. Times are seconds of a monotonic clock.
 
-    times: when each chunk with text came. tokens, prompt_tokens: as the server's `usage` has
-    them; a chunk may hold several tokens. error: why there was no whole answer.
+    times has the arrival of each chunk with text. tokens and prompt_tokens are from the server's
+    `usage`, because a chunk may hold several tokens. error says why there was no whole answer.
     """
 
     start: float
@@ -29,15 +30,17 @@ class Record:
 
     @property
     def gaps(self) -> list[float]:
-        return [later - sooner for sooner, later in zip(self.times, self.times[1:], strict=False)]
+        return [later - earlier for earlier, later in pairwise(self.times)]
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Failed requests count in num_requests and errors only.
+    """The statistics over all requests at one load. Failed requests count only in num_requests
+    and errors.
 
-    ttft: from the request to the first chunk with text. itl: between chunks of one answer,
-    all answers together; itl_mean is per token: from the first chunk to the last, by tokens - 1.
+    ttft is the time from a request to its first chunk with text. itl is the time between chunks
+    of an answer, over all answers. itl_mean is per token: the time from an answer's first chunk
+    to its last, divided by its tokens - 1.
     """
 
     num_requests: int
@@ -55,22 +58,25 @@ class Summary:
 
 
 def summarise(runs: Sequence[Sequence[Record]]) -> Summary:
-    """Of one or more runs at the same load: rates are the median run's, the rest is pooled."""
-    every = [record for run in runs for record in run]
-    whole = [record for record in every if record.error is None]
-    first = [record.times[0] - record.start for record in whole if record.times]
-    gaps = [gap for record in whole for gap in record.gaps]
+    """Summarises one or more runs at the same load: tokens_per_second is the median of the runs,
+    all other figures are over the requests of all runs."""
+    every = list(chain.from_iterable(runs))
+    whole = _whole(every)
+    errors = Counter(record.error for record in every if record.error is not None)
+    with_text = [record for record in whole if record.times]
+    ttfts = [record.times[0] - record.start for record in with_text]
+    gaps = list(chain.from_iterable(record.gaps for record in whole))
     prompts = [record.prompt_tokens for record in whole if record.prompt_tokens is not None]
     return Summary(
         num_requests=len(every),
         num_reconnected=sum(record.reconnected for record in every),
-        errors=dict(Counter(record.error for record in every if record.error is not None)),
+        errors=dict(errors),
         tokens=sum(record.num_tokens for record in whole),
         chunks=sum(len(record.times) for record in whole),
         prompt_tokens=median(prompts) if prompts else None,
         tokens_per_second=median(map(tokens_per_second, runs)) if runs else 0.0,
-        ttft_p50_seconds=quantile(first, 0.5),
-        ttft_p99_seconds=quantile(first, 0.99),
+        ttft_p50_seconds=quantile(ttfts, 0.5),
+        ttft_p99_seconds=quantile(ttfts, 0.99),
         itl_p50_seconds=quantile(gaps, 0.5),
         itl_p99_seconds=quantile(gaps, 0.99),
         itl_mean_seconds=_mean_token_gap(whole),
@@ -78,24 +84,39 @@ def summarise(runs: Sequence[Sequence[Record]]) -> Summary:
 
 
 def quantile(values: Iterable[float], share: float) -> float | None:
-    """Between the two nearest values in proportion, as numpy does; None of nothing."""
+    """The quantile at share, a multiple of 0.01; it is interpolated linearly, as numpy does.
+    Returns None without values."""
     known = list(values)
-    if len(known) < 2:
-        return known[0] if known else None
-    return quantiles(known, n=100, method="inclusive")[round(100 * share) - 1]
+    if not known:
+        return None
+    if len(known) == 1:
+        return known[0]
+    percentiles = quantiles(known, n=100, method="inclusive")
+    return percentiles[round(100 * share) - 1]
 
 
 def tokens_per_second(run: Sequence[Record]) -> float:
-    """Of whole answers, from the first one's request to the last one's end."""
-    whole = [record for record in run if record.error is None]
+    """The tokens of whole answers, divided by the time from the first of their requests to the
+    end of the last."""
+    whole = _whole(run)
     if not whole:
         return 0.0
-    seconds = max(record.end for record in whole) - min(record.start for record in whole)
-    return sum(record.num_tokens for record in whole) / seconds
+    start = min(record.start for record in whole)
+    end = max(record.end for record in whole)
+    num_tokens = sum(record.num_tokens for record in whole)
+    return num_tokens / (end - start)
+
+
+def _whole(records: Iterable[Record]) -> list[Record]:
+    """The records of requests that got a whole answer."""
+    return [record for record in records if record.error is None]
 
 
 def _mean_token_gap(whole: Sequence[Record]) -> float | None:
-    several = [record for record in whole if len(record.times) > 1 and record.num_tokens > 1]
-    num_gaps = sum(record.num_tokens - 1 for record in several)
-    seconds = sum(record.times[-1] - record.times[0] for record in several)
+    num_gaps = 0
+    seconds = 0.0
+    for record in whole:
+        if len(record.times) > 1 and record.num_tokens > 1:
+            num_gaps += record.num_tokens - 1
+            seconds += record.times[-1] - record.times[0]
     return seconds / num_gaps if num_gaps else None

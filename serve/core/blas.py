@@ -16,8 +16,8 @@ def with_openblas(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment for a process that runs MLX: on Linux it preloads OpenBLAS, if that is
     installed, with one thread. Variables that are already set stay as they are."""
     chosen = dict(environment)
-    library = next((path for path in _OPENBLAS if Path(path).exists()), None)
-    if sys.platform == "linux" and library:
-        chosen.setdefault("LD_PRELOAD", library)
+    installed = [path for path in _OPENBLAS if Path(path).exists()]
+    if sys.platform == "linux" and installed:
+        chosen.setdefault("LD_PRELOAD", installed[0])
         chosen.setdefault("OPENBLAS_NUM_THREADS", "1")
     return chosen

@@ -1,7 +1,7 @@
-"""What a model folder says about itself: config.json and safetensors headers.
+"""Reads what describes a model folder: config.json and the headers of its safetensors files.
 
-Reads no weights and needs no MLX, so that a broken folder is told in milliseconds,
-before any process starts. Tensors are found by byte range.
+It reads no weights and does not need MLX, so a broken folder is reported in milliseconds,
+before any process starts. Headers give the byte range of each tensor.
 """
 
 import hashlib
@@ -16,19 +16,21 @@ from typing import Any, NamedTuple
 from serve.core.errors import ModelError
 
 _PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
+_PREFIX_BYTES = 8  # A safetensors file begins with the length of its header, as a uint64.
 _MAX_HEADER_BYTES = 100 << 20
 _LAYER_KEYS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
-_DTYPE_BITS = {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 8),
-    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
-    **dict.fromkeys(("U32", "I32", "F32"), 32),
-    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+_DTYPES_BY_BITS = {
+    8: ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"),
+    16: ("U16", "I16", "F16", "BF16"),
+    32: ("U32", "I32", "F32"),
+    64: ("U64", "I64", "F64", "C64"),
 }
+_DTYPE_BITS = {dtype: bits for bits, dtypes in _DTYPES_BY_BITS.items() for dtype in dtypes}
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
 
 
 class TensorRange(NamedTuple):
-    """One tensor: bytes [start, end) of file."""
+    """The place of one tensor: bytes [start, end) of a file."""
 
     file: Path
     dtype: str
@@ -43,7 +45,8 @@ class TensorRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """digest is equal on two hosts if their configs and tensors' places are."""
+    """The description of a model folder. Two hosts have the same digest if their configs and
+    the places of their tensors are equal."""
 
     folder: Path
     model_type: str
@@ -54,46 +57,48 @@ class Checkpoint:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Raises ModelError if the folder is no complete model."""
+    """Reads the description of a model folder. Raises ModelError if it is not a complete model."""
     if not is_folder(folder):
-        raise ModelError(f"--model {folder} is no folder: give the path of a downloaded model.")
-    config = read_json(folder / "config.json")
+        raise ModelError(f"--model {folder} is not a folder: give the path of a downloaded model.")
+    config_file = folder / "config.json"
+    config = read_json(config_file)
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
-        raise ModelError(f"{folder / 'config.json'} has no model_type: is this a language model?")
+        raise ModelError(f"{config_file} has no model_type: is this a language model?")
     if config.get("model_file"):
         raise ModelError(
-            f"{folder / 'config.json'} wants its own code ({config['model_file']}) to be run, "
+            f"{config_file} wants its own code ({config['model_file']}) to be run, "
             "which Brigade never does: use a model that mlx-lm knows."
         )
     num_layers = _first_number(config, _LAYER_KEYS)
     if num_layers is None:
-        raise ModelError(f"{folder / 'config.json'} does not say num_hidden_layers.")
-    files = _weight_files(folder)
+        raise ModelError(f"{config_file} does not say num_hidden_layers.")
     tensors: dict[str, TensorRange] = {}
-    described = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    for file in files:
-        text, file_bytes = _read_header(file)
-        tensors |= parse_header(text, file, file_bytes)
-        described.update(text)
+    config_text = json.dumps(config, sort_keys=True)
+    digest = hashlib.sha256(config_text.encode())
+    for file in _weight_files(folder):
+        header, file_bytes = _read_header(file)
+        tensors |= parse_header(header, file, file_bytes)
+        digest.update(header)
     return Checkpoint(
         folder=folder,
         model_type=model_type,
         num_layers=num_layers,
         max_context=_first_number(config, _CONTEXT_KEYS),
         tensors=tensors,
-        digest=described.hexdigest()[:16],
+        digest=digest.hexdigest()[:16],
     )
 
 
 def is_folder(path: Path) -> bool:
     try:
         return path.is_dir()
-    except OSError:  # Such as a name that is too long.
+    except OSError:  # For example because the name is too long.
         return False
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object from a model's folder. Raises ModelError."""
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError as error:
@@ -108,76 +113,85 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_header(file: Path) -> dict[str, TensorRange]:
-    """The tensors of a safetensors file. Raises ModelError if the file is cut short."""
+    """Reads the places of a safetensors file's tensors. Raises ModelError if the file is not
+    whole."""
     text, file_bytes = _read_header(file)
     return parse_header(text, file, file_bytes)
 
 
 def _read_header(file: Path) -> tuple[bytes, int]:
-    """The header's text, and how long the whole file is."""
+    """The text of a file's header, and the length of the file."""
     try:
         with file.open("rb") as stream:
-            size = header_bytes(stream.read(8), file)
-            return stream.read(size), file.stat().st_size
+            prefix = stream.read(_PREFIX_BYTES)
+            text = stream.read(header_bytes(prefix, file))
+            return text, file.stat().st_size
     except OSError as error:
         raise ModelError(f"{file} cannot be read: {error.strerror}.") from error
 
 
 def header_bytes(prefix: bytes, file: Path) -> int:
-    """How long the header is that follows the first 8 bytes of a safetensors file."""
-    if len(prefix) != 8:
-        raise ModelError(f"{file} is no safetensors file (8 bytes expected): fetch it again.")
+    """The length of a safetensors header, which stands in the 8 bytes before it. Raises
+    ModelError."""
+    if len(prefix) != _PREFIX_BYTES:
+        raise _not_safetensors(file, f"{_PREFIX_BYTES} bytes expected")
     (size,) = struct.unpack("<Q", prefix)
     if size > _MAX_HEADER_BYTES:
-        raise ModelError(
-            f"{file} is no safetensors file (a header of {size} bytes): fetch it again."
-        )
+        raise _not_safetensors(file, f"a header of {size} bytes")
     return int(size)
 
 
 def parse_header(text: bytes, file: Path, file_bytes: int) -> dict[str, TensorRange]:
-    """The tensors that the header of a file of file_bytes bytes tells. Raises ModelError
-    if it is no header, or if its tensors overlap or do not fit into the file."""
-    data = 8 + len(text)
+    """The tensors that the header (text) of a file of file_bytes bytes describes. Raises
+    ModelError if it is not a header, or if its tensors overlap or do not fit into the file."""
+    data_start = _PREFIX_BYTES + len(text)
+    tensors: dict[str, TensorRange] = {}
     try:
-        tensors = {
-            name: TensorRange(
-                file,
-                entry["dtype"],
-                tuple(entry["shape"]),
-                *(data + offset for offset in entry["data_offsets"]),
-            )
-            for name, entry in json.loads(text, object_pairs_hook=_once).items()
-            if name != "__metadata__"
-        }
-        _check_places(tensors, data)
+        for name, entry in json.loads(text, object_pairs_hook=_without_duplicates).items():
+            if name != "__metadata__":
+                tensors[name] = _parse_entry(entry, file, data_start)
+        _check_places(tensors, data_start)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(f"{file} is no safetensors file ({error}): fetch it again.") from error
-    expected = max((t.end for t in tensors.values()), default=0)
+        raise _not_safetensors(file, error) from error
+    expected = max((tensor.end for tensor in tensors.values()), default=0)
     if file_bytes < expected:
         raise ModelError(f"{file} has {file_bytes} of {expected} bytes: fetch it again.")
     return tensors
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _parse_entry(entry: dict[str, Any], file: Path, data_start: int) -> TensorRange:
+    start, end = entry["data_offsets"]
+    shape = tuple(entry["shape"])
+    return TensorRange(file, entry["dtype"], shape, data_start + start, data_start + end)
+
+
+def _not_safetensors(file: Path, reason: object) -> ModelError:
+    return ModelError(f"{file} is not a safetensors file ({reason}): fetch it again.")
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Makes a JSON object. Raises ValueError if a name occurs twice in it."""
     entries = dict(pairs)
     if len(entries) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{max(names, key=names.count)} is there twice")
+        most_frequent = max(names, key=names.count)
+        raise ValueError(f"{most_frequent} is there twice")
     return entries
 
 
-def _check_places(tensors: dict[str, TensorRange], data: int) -> None:
-    """Raises ValueError for a tensor that is where another one or the header is, or
-    that is not as long as its shape says."""
-    end = data
-    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
-        if tensor.start < end or tensor.end < tensor.start:
+def _check_places(tensors: dict[str, TensorRange], data_start: int) -> None:
+    """Raises ValueError for a tensor that overlaps another one or the header, or that is not as
+    long as its shape says."""
+    previous_end = data_start
+    in_order = sorted(tensors, key=lambda name: (tensors[name].start, tensors[name].end))
+    for name in in_order:
+        tensor = tensors[name]
+        if tensor.start < previous_end or tensor.end < tensor.start:
             raise ValueError(f"{name} overlaps what is before it")
         bits = _DTYPE_BITS.get(tensor.dtype)
         if bits and tensor.num_bytes * 8 != bits * math.prod(tensor.shape):
             raise ValueError(f"{name} has {tensor.num_bytes} bytes, its shape says otherwise")
-        end = tensor.end
+        previous_end = tensor.end
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -187,8 +201,9 @@ def _weight_files(folder: Path) -> list[Path]:
         if not isinstance(shards, dict):
             raise ModelError(f"{index} has no weight_map: fetch the model again.")
         if not all(isinstance(shard, str) for shard in shards.values()):
-            raise ModelError(f"{index} names a file that is no string: fetch the model again.")
-        return [folder / shard for shard in sorted(set(shards.values()))]
+            raise ModelError(f"{index} has a file name that is not text: fetch the model again.")
+        names = sorted(set(shards.values()))
+        return [folder / name for name in names]
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
         refuse_pickles(str(folder), [path.name for path in folder.iterdir()])
@@ -197,19 +212,24 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def refuse_pickles(place: str, names: Iterable[str]) -> None:
-    """Raises ModelError if there are any among the files of a place without safetensors."""
+    """Raises ModelError if any of these files is a pickle. The place they are from, a folder or a
+    repository, has no safetensors."""
     for name in sorted(names):
         if Path(name).suffix in _PICKLE_SUFFIXES:
             raise ModelError(
-                f"{place} has its weights as pickles only ({name}), which could run code when "
+                f"{place} has its weights only as pickles ({name}), which could run code when "
                 "they are read: convert them to safetensors."
             )
 
 
 def _first_number(config: dict[str, Any], keys: tuple[str, ...]) -> int | None:
-    """A number of the config or of the text part of a multimodal one."""
+    """The first positive number under one of these keys, in the config or in the text part of a
+    multimodal model's config."""
     for part in (config, config.get("text_config")):
+        if not isinstance(part, dict):
+            continue
         for key in keys:
-            if isinstance(part, dict) and isinstance(part.get(key), int) and part[key] > 0:
-                return int(part[key])
+            value = part.get(key)
+            if isinstance(value, int) and value > 0:
+                return int(value)
     return None

@@ -14,11 +14,14 @@
     │   └── UnavailableError              -   503   not ready yet, or draining
     └── EngineError                       7   503   the engine process broke
 
-The message is one line: what is wrong, where, and how to mend it.
+The message is one line: what is wrong, where, and how to fix it.
 """
 
 
 class BrigadeError(Exception):
+    """The base of all errors that a person or a client can meet. param names the field of a
+    request that is wrong; code is OpenAI's error code."""
+
     exit_code = 1
     http_status = 500
     type = "server_error"
@@ -36,7 +39,7 @@ class UsageError(BrigadeError):
 
 
 class RequestError(UsageError):
-    """The fault of one request: reported to its client, never ends a process."""
+    """An error of one request. It is reported to the client and never ends a process."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message, param=param)
@@ -48,6 +51,8 @@ class NotFoundError(RequestError):
 
 
 class AdapterError(RequestError):
+    """An error of an adapter that a client or the command line has named; status is for HTTP."""
+
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message, param="lora_path")
         self.http_status = status
@@ -81,14 +86,16 @@ class ClusterError(BrigadeError):
 
 
 class DisagreementError(ClusterError):
-    """rows: what differs, and what each rank has of it."""
+    """Ranks have different files or versions. rows says what differs: for each fact, the value
+    that each rank has."""
 
     def __init__(self, rows: dict[str, dict[int, str]]) -> None:
         self.rows = rows
-        what = "; ".join(
-            f"{name}: " + ", ".join(f"rank {rank} has {value}" for rank, value in row.items())
-            for name, row in rows.items()
-        )
+        differences: list[str] = []
+        for name, values in rows.items():
+            by_rank = [f"rank {rank} has {value}" for rank, value in values.items()]
+            differences.append(f"{name}: {', '.join(by_rank)}")
+        what = "; ".join(differences)
         super().__init__(f"The ranks differ ({what}): install and copy the same on all hosts.")
 
 
@@ -101,12 +108,11 @@ class EngineError(BrigadeError):
     http_status = 503
 
 
-_BY_EXIT_CODE: dict[int, type[BrigadeError]] = {
-    error.exit_code: error
-    for error in (UsageError, ModelError, PlanError, AddressError, ClusterError, EngineError)
-}
+_WITH_EXIT_CODE = (UsageError, ModelError, PlanError, AddressError, ClusterError, EngineError)
+_BY_EXIT_CODE: dict[int, type[BrigadeError]] = {error.exit_code: error for error in _WITH_EXIT_CODE}
 
 
 def from_exit_code(exit_code: int, message: str) -> BrigadeError:
-    """The error that another process ended with, so that its code is passed on."""
-    return _BY_EXIT_CODE.get(exit_code, EngineError)(message)
+    """The error with which another process ended, so that its exit code is passed on."""
+    error_class = _BY_EXIT_CODE.get(exit_code, EngineError)
+    return error_class(message)

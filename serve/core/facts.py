@@ -1,4 +1,4 @@
-"""What must be the same on all ranks, as each rank sees it on its own host."""
+"""Facts that must be equal on all ranks: versions of packages and digests of the model's files."""
 
 import hashlib
 from collections.abc import Mapping
@@ -9,8 +9,11 @@ from serve.core.errors import DisagreementError
 
 _PACKAGES = ("mlx-brigade", "mlx", "mlx-lm")
 _FILES = (
-    *("config.json", "generation_config.json"),
-    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
 )
 _NONE = "-"
 
@@ -20,15 +23,24 @@ def versions() -> dict[str, str]:
 
 
 def files(folder: Path, weights_digest: str) -> dict[str, str]:
-    """Digests of the small files, and of the places of all tensors."""
-    return {name: _digest(folder / name) for name in _FILES} | {"weights": weights_digest}
+    """The digests of a model folder's small files, and weights_digest: that of the places of all
+    tensors."""
+    facts = {name: _digest(folder / name) for name in _FILES}
+    facts["weights"] = weights_digest
+    return facts
 
 
 def compare(facts: Mapping[int, Mapping[str, str]]) -> None:
-    """Raises DisagreementError, which says who has what, if ranks differ."""
-    names = dict.fromkeys(name for own in facts.values() for name in own)
-    rows = {name: {rank: own.get(name, _NONE) for rank, own in facts.items()} for name in names}
-    different = {name: row for name, row in rows.items() if len(set(row.values())) > 1}
+    """Compares the facts of all ranks. Raises DisagreementError, which has each rank's value of
+    the facts that differ."""
+    names: dict[str, None] = {}  # A dict keeps the order, which a set does not.
+    for own in facts.values():
+        names.update(dict.fromkeys(own))
+    different: dict[str, dict[int, str]] = {}
+    for name in names:
+        row = {rank: own.get(name, _NONE) for rank, own in facts.items()}
+        if len(set(row.values())) > 1:
+            different[name] = row
     if different:
         raise DisagreementError(different)
 
@@ -42,6 +54,7 @@ def _version(package: str) -> str:
 
 def _digest(file: Path) -> str:
     try:
-        return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+        content = file.read_bytes()
     except OSError:
         return _NONE
+    return hashlib.sha256(content).hexdigest()[:16]

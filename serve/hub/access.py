@@ -1,7 +1,7 @@
-"""What went wrong at the hub: worth another try, or one line for a person.
+"""Errors of the Hugging Face Hub: which of them are worth another try, and what to tell the user.
 
-Which HTTP client huggingface_hub uses is its own affair (httpx, httpx2): errors of
-whichever it is are the bases of HfHubHTTPError.
+The HTTP client is the choice of huggingface_hub (httpx or httpx2): whichever it is, its errors
+are the bases of HfHubHTTPError.
 """
 
 import logging
@@ -27,13 +27,13 @@ from serve.core.errors import EngineError, ModelError
 
 
 class HubError(ModelError):
-    """It is no fault of the model that the hub cannot be reached: later it may be."""
+    """The hub cannot be reached. The model is not at fault, and a later start may succeed."""
 
     exit_code = EngineError.exit_code
 
 
 class Retry(Exception):
-    """A failure of ours that another try may mend."""
+    """A failure that this package has found, and that another try may mend."""
 
     def __init__(self, reason: str, wait_seconds: float | None = None) -> None:
         super().__init__(reason)
@@ -50,7 +50,9 @@ FAILURES: tuple[type[Exception], ...] = (
 
 _BUSY = frozenset({408, 429, 500, 502, 503, 504})
 _FIRST_WAIT_SECONDS = 0.5
-_LONGEST_WAIT_SECONDS = 300.0
+_MAX_WAIT_SECONDS = 30.0
+_MAX_REQUESTED_WAIT_SECONDS = 300.0
+_MAX_REASON_CHARACTERS = 200
 _RATE_LIMIT = re.compile(r";\s*r\s*=\s*0\s*;\s*t\s*=\s*(\d+)")
 
 Result = TypeVar("Result")
@@ -58,12 +60,17 @@ _logger = logging.getLogger(__name__)
 
 
 class Patience:
-    """How often something is tried again, and after how long. Progress renews it."""
+    """The number of tries that one transfer has left, and the waits between them.
+
+    Progress renews the tries.
+    """
 
     def __init__(
-        self, repo: str, most_tries: int = 8, sleep: Callable[[float], object] = time.sleep
+        self, repo: str, max_tries: int = 8, sleep: Callable[[float], object] = time.sleep
     ) -> None:
-        self._repo, self._most_tries, self._sleep = repo, most_tries, sleep
+        self._repo = repo
+        self._max_tries = max_tries
+        self._sleep = sleep
         self._num_tries = 0
 
     def renew(self) -> None:
@@ -72,19 +79,27 @@ class Patience:
     def wait(self, error: Exception) -> None:
         """Sleeps before another try. Raises ModelError if there must be none."""
         self._num_tries += 1
-        if not _may_pass(error) or self._num_tries >= self._most_tries:
+        if not _may_pass(error) or self._num_tries >= self._max_tries:
             raise explain(error, self._repo) from error
-        told = error.wait_seconds if isinstance(error, Retry) else _told_to_wait(error)
-        wait = _FIRST_WAIT_SECONDS * 2 ** (self._num_tries - 1) * random.uniform(1, 1.25)
-        wait = min(wait, 30.0) if told is None else min(told, _LONGEST_WAIT_SECONDS)
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        _logger.warning("event=hub_retry wait=%.1f reason=%r", wait, reason)
-        self._sleep(wait)
+        seconds = self._seconds_before_retry(error)
+        one_line = " ".join(str(error).split())
+        reason = one_line[:_MAX_REASON_CHARACTERS] or type(error).__name__
+        _logger.warning("event=hub_retry wait=%.1f reason=%r", seconds, reason)
+        self._sleep(seconds)
+
+    def _seconds_before_retry(self, error: Exception) -> float:
+        """The server's own wish if it named one, else exponential backoff with jitter."""
+        requested = _requested_wait(error)
+        if requested is not None:
+            return min(requested, _MAX_REQUESTED_WAIT_SECONDS)
+        backoff: float = _FIRST_WAIT_SECONDS * 2 ** (self._num_tries - 1)
+        return min(backoff * random.uniform(1, 1.25), _MAX_WAIT_SECONDS)
 
 
-def patiently(repo: str, call: Callable[[], Result], most_tries: int = 8) -> Result:
-    """The result of a call of huggingface_hub. Raises ModelError."""
-    patience = Patience(repo, most_tries)
+def patiently(repo: str, call: Callable[[], Result], max_tries: int = 8) -> Result:
+    """Calls huggingface_hub until the call succeeds, and returns its result. Raises ModelError
+    if the failure is permanent, or after max_tries."""
+    patience = Patience(repo, max_tries)
     while True:
         try:
             return call()
@@ -93,32 +108,26 @@ def patiently(repo: str, call: Callable[[], Result], most_tries: int = 8) -> Res
 
 
 def wait_seconds(headers: Mapping[str, str]) -> float | None:
-    """How long a server asks to be left alone: Retry-After, or the hub's RateLimit."""
-    told = headers.get("retry-after", "").strip()
-    if told.isdigit():
-        return float(told)
+    """The time that a server asks to be left alone: Retry-After, or the hub's RateLimit."""
+    retry_after = headers.get("retry-after", "").strip()
+    if retry_after.isdigit():
+        return float(retry_after)
     limit = _RATE_LIMIT.search(headers.get("ratelimit", ""))
     return float(limit.group(1)) if limit else None
 
 
 def explain(error: Exception, repo: str) -> ModelError:
-    """One line: what is wrong and what to do."""
+    """Turns a failure into one line for the user: what is wrong and what to do."""
     if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
+    reason = _reason_by_type(error, repo)
+    if reason is not None:
+        return ModelError(reason)
     page = f"{constants.ENDPOINT}/{repo}"
-    for kind, message in (
-        (GatedRepoError, f"{repo} is gated: accept its licence at {page} and set HF_TOKEN."),
-        (RevisionNotFoundError, f"{repo} has no such revision: see {page}."),
-        (EntryNotFoundError, f"{repo} lacks a file that it should have: {error}"),
-        (HFValidationError, f"{repo} is no name of a model on the hub: {error}"),
-        (OfflineModeIsEnabled, f"{repo} is here in part only, and HF_HUB_OFFLINE is set."),
-    ):
-        if isinstance(error, kind):
-            return ModelError(message)
     status = _status(error)
     if isinstance(error, RepositoryNotFoundError) or status in (401, 404):
         return ModelError(
-            f"{repo} is no folder here, and not found at {page}: check the name, or set "
+            f"{repo} is not a folder here, and is not found at {page}: check the name, or set "
             "HF_TOKEN if it is private."
         )
     if status == 403:
@@ -126,10 +135,26 @@ def explain(error: Exception, repo: str) -> ModelError:
             f"{constants.ENDPOINT} refuses {repo} to this token: accept the licence at {page} "
             "and set an HF_TOKEN that may read it."
         )
-    wrong = HubError if _may_pass(error) else ModelError
-    return wrong(
-        f"{repo} is no folder here, and cannot be fetched from {constants.ENDPOINT}: {error}"
+    error_class = HubError if _may_pass(error) else ModelError
+    return error_class(
+        f"{repo} is not a folder here, and cannot be fetched from {constants.ENDPOINT}: {error}"
     )
+
+
+def _reason_by_type(error: Exception, repo: str) -> str | None:
+    """The message for errors of huggingface_hub whose type says what is wrong."""
+    page = f"{constants.ENDPOINT}/{repo}"
+    if isinstance(error, GatedRepoError):
+        return f"{repo} is gated: accept its licence at {page} and set HF_TOKEN."
+    if isinstance(error, RevisionNotFoundError):
+        return f"{repo} has no such revision: see {page}."
+    if isinstance(error, EntryNotFoundError):
+        return f"{repo} lacks a file that it should have: {error}"
+    if isinstance(error, HFValidationError):
+        return f"{repo} is not a valid name of a model on the hub: {error}"
+    if isinstance(error, OfflineModeIsEnabled):
+        return f"{repo} is only partly in the cache, and HF_HUB_OFFLINE is set."
+    return None
 
 
 def is_refusal(error: BaseException | None) -> bool:
@@ -138,17 +163,21 @@ def is_refusal(error: BaseException | None) -> bool:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether it may be gone at another try: the network, or a server that is busy."""
+    """Whether another try may succeed: the network failed, or the server was busy."""
     if isinstance(error, HfHubHTTPError):
         return not is_refusal(error)
     permanent = (OfflineModeIsEnabled, EntryNotFoundError, HFValidationError)
     return isinstance(error, FAILURES) and not isinstance(error, permanent)
 
 
-def _told_to_wait(error: Exception) -> float | None:
+def _requested_wait(error: Exception) -> float | None:
+    """The seconds that the server asked for with this error, if it did."""
+    if isinstance(error, Retry):
+        return error.wait_seconds
     response = getattr(error, "response", None)
     return None if response is None else wait_seconds(response.headers)
 
 
 def _status(error: BaseException) -> int | None:
-    return getattr(getattr(error, "response", None), "status_code", None)
+    response = getattr(error, "response", None)
+    return getattr(response, "status_code", None)

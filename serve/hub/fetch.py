@@ -1,8 +1,8 @@
-"""Byte ranges of remote files, written in place into sparse files: several
-connections, and several processes on one folder that do not fetch the same twice.
+"""Fetches byte ranges of remote files into sparse files, in place.
 
-A range is claimed by a lock on these bytes of a file beside it, which the system
-releases when the process ends, however it ends.
+It uses several connections, and several processes can share one folder without fetching the
+same bytes twice: a process claims a range by locking these bytes of a file beside it. The
+system releases such a lock when the process ends, however it ends.
 """
 
 import fcntl
@@ -23,15 +23,15 @@ from serve.hub.ranges import Range, requests, subtract, total
 from serve.hub.remote import RemoteFile
 
 Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes to be done in all, from any thread."""
+"""Called with the bytes done and the bytes to be done in all, from any thread."""
 
-_ELSEWHERE_SECONDS = 0.05
+_CLAIMED_ELSEWHERE_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is asked for at a time. spare_share is the share of gap bytes that may be
-    fetched along; what arrives is safe from a kill after commit_bytes."""
+    """How much is requested and committed at a time. spare_share is the share of gap bytes that
+    may be fetched along. What arrives is safe from a kill after commit_bytes."""
 
     request_bytes: int = 64 << 20
     commit_bytes: int = 8 << 20
@@ -44,22 +44,24 @@ STANDARD = Sizes()
 
 
 class Shard:
-    """A sparse file that is being filled. path has its full length already."""
+    """A sparse file that is being filled. The file at path already has its full length."""
 
     def __init__(self, path: Path, journal: Path, remote: RemoteFile) -> None:
-        self.path, self.remote = path, remote
+        self.path = path
+        self.remote = remote
         self._journal = Journal(journal, f"{remote.file.etag} {remote.file.size}")
         self._claims = journal.with_suffix(".claims")
         self._lock = threading.Lock()
-        self._data = self._locks = -1
+        self._data = -1
+        self._locks = -1
 
     def present(self) -> list[Range]:
         with self._lock:
             return list(self._journal.present())
 
     def open(self) -> None:
-        """Before claims and writes. What is opened closes with the last thread that
-        uses this object: closing the file of claims would give up all of them."""
+        """Opens the files, which has to happen before claims and writes. They close when the
+        last thread lets go of this object: closing the file of claims gives up all claims."""
         if self._data < 0:
             self._data = os.open(self.path, os.O_WRONLY)
             weakref.finalize(self, os.close, self._data)
@@ -68,7 +70,7 @@ class Shard:
 
     @contextmanager
     def claim(self, wanted: Range) -> Iterator[bool]:
-        """False if another process has some of it."""
+        """Yields whether this process now has the range; False if another has some of it."""
         start, end = wanted
         try:
             fcntl.lockf(self._locks, fcntl.LOCK_EX | fcntl.LOCK_NB, end - start, start)
@@ -91,28 +93,30 @@ class Shard:
         commit_bytes: int,
         advance: Callable[[int], None],
     ) -> None:
-        """Writes what comes and tells advance how much. What has come before a failure
-        is committed too."""
-        at = committed = wanted[0]
+        """Writes the pieces to the wanted range and calls advance with the size of each. What
+        has arrived before a failure is committed too."""
+        position = wanted[0]
+        committed = position
         try:
             with closing(pieces):
                 for data in pieces:
-                    self._write(data, at)
-                    at += len(data)
-                    if at - committed >= commit_bytes:
-                        self._commit(committed, at)
-                        committed = at
+                    self._write(data, position)
+                    position += len(data)
+                    if position - committed >= commit_bytes:
+                        self._commit(committed, position)
+                        committed = position
                     advance(len(data))
         finally:
-            if at > committed:
-                self._commit(committed, at)
+            if position > committed:
+                self._commit(committed, position)
 
-    def _write(self, data: bytes, at: int) -> None:
+    def _write(self, data: bytes, position: int) -> None:
         rest = memoryview(data)
         with self._explained():
             while rest:
-                written = os.pwrite(self._data, rest, at)
-                rest, at = rest[written:], at + written
+                written = os.pwrite(self._data, rest, position)
+                rest = rest[written:]
+                position += written
 
     def _commit(self, start: int, end: int) -> None:
         with self._explained():
@@ -130,47 +134,48 @@ class Shard:
 @dataclass(frozen=True, slots=True)
 class _Job:
     shard: Shard
-    asked: Range
+    requested: Range
 
 
 class _Stopped(Exception):
-    """Another thread has failed."""
+    """Ends a thread because another thread has failed."""
 
 
 class Fetch:
-    """Everything that one rank wants, once."""
+    """One fetch of everything that one rank wants."""
 
     def __init__(
         self, wanted: Mapping[Shard, list[Range]], sizes: Sizes, progress: Progress
     ) -> None:
-        self._sizes, self._progress = sizes, progress
+        self._sizes = sizes
+        self._progress = progress
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._wanted = {shard: ranges for shard, ranges in wanted.items() if ranges}
-        self._jobs = deque(
-            _Job(shard, asked)
-            for shard, ranges in self._wanted.items()
-            for asked in self._requests(shard, ranges)
-        )
+        self._jobs: deque[_Job] = deque()
+        self._total = 0
+        self.num_missing = 0
+        for shard, ranges in wanted.items():
+            self._total += total(ranges)
+            self.num_missing += total(subtract(ranges, shard.present()))
+            for requested in self._requests(shard, ranges):
+                self._jobs.append(_Job(shard, requested))
         self._shards = {job.shard for job in self._jobs}
-        self._total = sum(total(ranges) for ranges in self._wanted.values())
-        self.num_missing = sum(
-            total(subtract(ranges, shard.present())) for shard, ranges in self._wanted.items()
-        )
         self._done = self._total - self.num_missing
 
     def _requests(self, shard: Shard, wanted: list[Range]) -> list[Range]:
         present = shard.present()
+        missing_bytes = total(subtract(wanted, present))
         return requests(
             wanted,
             present,
             gap_bytes=self._sizes.gap_bytes,
-            spare_bytes=int(self._sizes.spare_share * total(subtract(wanted, present))),
-            most_bytes=self._sizes.request_bytes,
+            spare_bytes=int(self._sizes.spare_share * missing_bytes),
+            max_bytes=self._sizes.request_bytes,
         )
 
     def run(self) -> None:
-        """Returns when all is there. Raises ModelError, or NoRanges of a server."""
+        """Returns when everything is there. Raises ModelError, or NoRanges if a server does not
+        serve ranges."""
         self._check_room()
         for shard in self._shards:
             shard.open()
@@ -180,12 +185,13 @@ class Fetch:
             for done in as_completed(work):
                 done.result()
         finally:
-            # After an error the others may be waiting for a server: nobody waits for them.
+            # After an error the other threads may hang on a server: do not wait for them.
             self._stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _check_room(self) -> None:
-        for folder in {shard.path.parent for shard in self._shards}:
+        folders = {shard.path.parent for shard in self._shards}
+        for folder in folders:
             free = shutil.disk_usage(folder).free
             if free < self.num_missing:
                 raise ModelError(
@@ -196,13 +202,13 @@ class Fetch:
     def _work(self) -> None:
         try:
             while job := self._next():
-                with job.shard.claim(job.asked) as mine:
-                    if mine:
+                with job.shard.claim(job.requested) as is_mine:
+                    if is_mine:
                         self._get(job)
-                if not mine:
-                    # Whoever has it may end without it, so it stays to be done.
+                if not is_mine:
+                    # The process that has it may end before it is done, so it stays in the queue.
                     self._jobs.append(job)
-                    self._sleep(_ELSEWHERE_SECONDS)
+                    self._sleep(_CLAIMED_ELSEWHERE_SECONDS)
         except _Stopped:
             return
 
@@ -213,9 +219,9 @@ class Fetch:
             return None
 
     def _get(self, job: _Job) -> None:
-        """Fetches what is not there by then: another process may have been at it."""
-        missing = subtract([job.asked], job.shard.present())
-        self._advance(total([job.asked]) - total(missing))
+        """Fetches what is still missing of a job: another process may have fetched some."""
+        missing = subtract([job.requested], job.shard.present())
+        self._advance(total([job.requested]) - total(missing))
         for part in missing:
             pieces = job.shard.remote.read(*part, sleep=self._sleep)
             job.shard.fill(part, pieces, self._sizes.commit_bytes, self._advance)
@@ -225,7 +231,8 @@ class Fetch:
             raise _Stopped
 
     def _advance(self, num_bytes: int) -> None:
-        """Bytes of gaps count for nothing: a bar must not go beyond its end."""
+        """Reports progress. Gap bytes are not in the total, so the count is capped by it: a
+        progress bar must not go beyond its end."""
         with self._lock:
             self._done = min(self._total, self._done + num_bytes)
             done = self._done

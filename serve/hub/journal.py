@@ -1,8 +1,8 @@
-"""Which bytes of a partial file are really there, kept on disk beside it.
+"""The journal of a partial file: a file beside it that says which of its bytes are there.
 
-Lines are only ever appended, each by one write, after the data that it speaks of is
-on the disk. A line names the content that it belongs to in its checksum: one that a
-crash has torn, or that belongs to another version of the file, counts for nothing.
+Lines are only ever appended, each by one write, after the data that it describes is on the
+disk. Each line carries a checksum over the content that it belongs to, so a line that a crash
+has torn, or that belongs to another version of the file, is ignored.
 """
 
 import os
@@ -13,29 +13,35 @@ from serve.hub.ranges import Range, union
 
 
 class Journal:
-    """content says of which bytes this is the journal, such as etag and length. Not
-    thread-safe for reading; adding is safe from threads and processes alike."""
+    """The journal at one path. content identifies the bytes it is about, such as by etag and
+    length. Reading is not thread-safe; adding is safe from several threads and processes."""
 
     def __init__(self, path: Path, content: str) -> None:
-        self.path, self._content = path, content
+        self.path = path
+        self._content = content
         self._present: list[Range] = []
         self._num_read = 0
 
     def present(self) -> list[Range]:
-        """What is there, whoever has written it."""
+        """Reads new lines and returns all ranges that are there, whichever process wrote them."""
         try:
             with self.path.open("rb") as stream:
                 stream.seek(self._num_read)
-                whole_lines, newline, _ = stream.read().rpartition(b"\n")
+                unread = stream.read()
         except FileNotFoundError:
             return []
+        whole_lines, newline, _ = unread.rpartition(b"\n")
         self._num_read += len(whole_lines) + len(newline)
-        found = [r for line in whole_lines.split(b"\n") if (r := self._parse(line)) is not None]
-        self._present = union([*self._present, *found])
+        found = list(self._present)
+        for line in whole_lines.split(b"\n"):
+            written = self._parse(line)
+            if written is not None:
+                found.append(written)
+        self._present = union(found)
         return self._present
 
     def add(self, start: int, end: int) -> None:
-        """Says that bytes [start, end) are on the disk."""
+        """Records that bytes [start, end) are on the disk."""
         # The newline before it keeps a line that a crash has torn away from this one.
         record = b"\n" + self._line(start, end) + b"\n"
         handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -51,7 +57,11 @@ class Journal:
 
     def _parse(self, line: bytes) -> Range | None:
         fields = line.split()
-        if len(fields) != 3 or not (fields[0].isdigit() and fields[1].isdigit()):
+        if len(fields) != 3:
             return None
-        start, end = int(fields[0]), int(fields[1])
-        return (start, end) if line == self._line(start, end) else None
+        if not fields[0].isdigit() or not fields[1].isdigit():
+            return None
+        start = int(fields[0])
+        end = int(fields[1])
+        is_intact = line == self._line(start, end)
+        return (start, end) if is_intact else None

@@ -1,11 +1,11 @@
-"""A model's or adapter's folder with holes: of a commit on the hub, only what is needed is here.
+"""A partial folder of a model or adapter on the hub, which holds only what one rank needs.
 
-Small files are links into the hub's own cache. A weight file is a link too if that
-cache has it whole; else it is sparse, of the full length and with its real header,
-so that MLX can open it, and a journal says which of its tensors are there. What is
-read before it was fetched is zeros: `fetch` comes before any evaluation.
+Small files are links into the hub's own cache. So is a weight file that this cache has whole;
+otherwise it is sparse, of full length and with its real header, so that MLX can open it. What
+has not been fetched reads as zeros: `fetch` has to come before any evaluation.
 """
 
+import functools
 import logging
 import os
 from collections.abc import Generator, Iterable
@@ -22,6 +22,7 @@ from serve.hub.remote import NoRanges, RemoteFile
 from serve.hub.repo import (
     INDEX,
     MODEL,
+    STATE_FOLDER,
     Kind,
     Snapshot,
     cached_whole,
@@ -29,42 +30,37 @@ from serve.hub.repo import (
     fetch_whole,
     folder_name,
     resolve,
+    saved_snapshot,
 )
 
 _COPY_BYTES = 1 << 20
+_NUM_HEADER_CONNECTIONS = 8
 
 _logger = logging.getLogger(__name__)
 
 
 class PartialModel:
-    """tensors are those of all weight files."""
+    """A folder that can be filled tensor by tensor. tensors has those of all weight files."""
 
     def __init__(
         self, folder: Path, snapshot: Snapshot, remotes: list[RemoteFile], sizes: Sizes
     ) -> None:
-        self.folder, self.snapshot = folder, snapshot
+        self.folder = folder
+        self.snapshot = snapshot
         self._sizes = sizes
-        names = [remote.file.name for remote in remotes]
-        self._shards = {
-            name: Shard(folder / name, _journal(folder, name), remote)
-            for name, remote in zip(names, remotes, strict=True)
-            if not (folder / name).is_symlink()
-        }
-        self.tensors: dict[str, TensorRange] = {
-            tensor: place for name in names for tensor, place in read_header(folder / name).items()
-        }
-
-    def missing_bytes(self, names: Iterable[str]) -> int:
-        return sum(
-            end - start
-            for shard, ranges in self._wanted(names).items()
-            for start, end in subtract(ranges, shard.present())
-        )
+        self._shards: dict[str, Shard] = {}
+        self.tensors: dict[str, TensorRange] = {}
+        for remote in remotes:
+            name = remote.file.name
+            path = folder / name
+            if not path.is_symlink():
+                self._shards[name] = Shard(path, _journal(folder, name), remote)
+            self.tensors |= read_header(path)
 
     def fetch(self, names: Iterable[str], progress: Progress) -> int:
-        """Makes these tensors be there; returns how many bytes came over the network.
+        """Fetches what is missing of these tensors; returns how many bytes the network carried.
 
-        Raises ModelError. After it, what came before it is there and counts.
+        Raises ModelError. What had arrived by then is kept, and is not fetched again.
         """
         wanted = self._wanted(names)
         before = self._received()
@@ -89,8 +85,8 @@ class PartialModel:
         return sum(shard.remote.num_bytes for shard in self._shards.values())
 
     def _copy_whole(self, shard: Shard, wanted: list[Range]) -> None:
-        """For a server that has stopped to give ranges. MLX has the sparse file open
-        already, so it is filled and not replaced."""
+        """Fetches the whole file from a server that does not serve ranges any more. MLX has the
+        sparse file open already, so it is filled and not replaced."""
         shard.open()
         for part in subtract(wanted, shard.present()):
             source = _whole(self.snapshot, shard.path.name)
@@ -98,8 +94,8 @@ class PartialModel:
 
 
 def pin(repo: str, revision: str | None, cache: Path | None, kind: Kind = MODEL) -> PartialModel:
-    """The commit that a revision stands for now (None: main), and its folder. Only rank 0
-    asks this: others are told the commit, so that all have the same. Raises ModelError."""
+    """Opens the commit that a revision stands for now (None: main). Only rank 0 asks this: it
+    tells the other ranks the commit, so that all have the same one. Raises ModelError."""
     snapshot = resolve(repo, revision, cache or default_cache(), kind)
     return open_partial(repo, snapshot.commit, cache, snapshot, kind=kind)
 
@@ -112,19 +108,19 @@ def open_partial(
     sizes: Sizes = STANDARD,
     kind: Kind = MODEL,
 ) -> PartialModel:
-    """The folder of this commit in the cache (None: under HF_HOME), made if it is not
-    there. Raises ModelError.
+    """Opens the folder of this commit in the cache (None: under HF_HOME), and makes it if there
+    is none. Raises ModelError.
 
-    snapshot spares asking the hub again by whoever has just resolved it.
+    A caller that has just resolved the revision passes its snapshot, to spare another request.
     """
     cache = cache or default_cache()
     folder = cache / folder_name(repo) / commit
-    state = folder / ".brigade"
+    state = folder / STATE_FOLDER
+    saved = saved_snapshot(folder)
     try:
         state.mkdir(parents=True, exist_ok=True)
-        # One process makes the folder, others find it made.
+        # The first process makes the folder; the others wait and find it made.
         with WeakFileLock(state / "lock"):
-            saved = state / "snapshot.json"
             known = Snapshot.load(saved)
             if known is None:
                 known = snapshot or resolve(repo, commit, cache, kind)
@@ -139,29 +135,34 @@ def open_partial(
 
 
 def _make(folder: Path, snapshot: Snapshot, kind: Kind) -> list[RemoteFile]:
-    """The small files and the places of the weights; returns where the weights come from.
-    Who has read a header fetches the rest, and sees if the file is another one by then."""
+    """Makes the small files and the sparse weight files; returns where the weights come from.
+
+    The object that reads a header also fetches the rest of its file, so that it notices when
+    the file has changed in between.
+    """
     if kind.config not in snapshot.files:
         raise ModelError(f"{snapshot.repo} has no {kind.config}: is this {kind.what}?")
     index = folder / INDEX if kind is MODEL and INDEX in snapshot.files else None
-    # The index first: a model that cannot be had is refused before more is fetched.
+    # The index first: a model that cannot be used is refused before more is fetched.
     for name in sorted(snapshot.small_files(kind), key=lambda name: name != INDEX):
-        if not (folder / name).exists():
-            _link(folder / name, cached_whole(snapshot, name) or fetch_whole(snapshot, name))
+        path = folder / name
+        if not path.exists():
+            _link(path, cached_whole(snapshot, name) or fetch_whole(snapshot, name))
         if name == INDEX:
             snapshot.weight_files(kind, index)
-    remotes = [
-        RemoteFile(snapshot.repo, snapshot.commit, snapshot.files[name])
-        for name in snapshot.weight_files(kind, index)
-    ]
-    with ThreadPoolExecutor(8, "header") as pool:
-        list(pool.map(lambda remote: _place(folder, snapshot, remote), remotes))
+    remotes: list[RemoteFile] = []
+    for name in snapshot.weight_files(kind, index):
+        remotes.append(RemoteFile(snapshot.repo, snapshot.commit, snapshot.files[name]))
+    make = functools.partial(_make_weight_file, folder, snapshot)
+    with ThreadPoolExecutor(_NUM_HEADER_CONNECTIONS, "header") as pool:
+        list(pool.map(make, remotes))  # A list, to raise the first error.
     return remotes
 
 
-def _place(folder: Path, snapshot: Snapshot, remote: RemoteFile) -> None:
-    """A link to the whole file, or a sparse one with its header."""
-    name, size = remote.file.name, remote.file.size
+def _make_weight_file(folder: Path, snapshot: Snapshot, remote: RemoteFile) -> None:
+    """Makes a link to the whole file, or a sparse file with its header."""
+    name = remote.file.name
+    size = remote.file.size
     path = folder / name
     if path.exists() and path.stat().st_size == size:
         return
@@ -183,9 +184,10 @@ def _place(folder: Path, snapshot: Snapshot, remote: RemoteFile) -> None:
 
 
 def _read_header(remote: RemoteFile, path: Path) -> bytes:
-    """The first bytes of a safetensors file, up to its tensors."""
+    """Reads the first bytes of a safetensors file, up to its tensors."""
     size = remote.file.size
-    prefix = b"".join(remote.read(0, min(8, size)))
+    prefix_bytes = min(8, size)
+    prefix = b"".join(remote.read(0, prefix_bytes))
     end = 8 + header_bytes(prefix, path)
     if end > size:
         raise ModelError(f"{path.name} of {remote.repo} is cut short: {size} of {end} bytes.")
@@ -203,11 +205,15 @@ def _whole(snapshot: Snapshot, name: str) -> Path:
 
 def _pieces(source: Path, part: Range) -> Generator[bytes, None, None]:
     start, end = part
+    left = end - start
     with source.open("rb") as stream:
         stream.seek(start)
-        while start < end and (data := stream.read(min(_COPY_BYTES, end - start))):
+        while left:
+            data = stream.read(min(_COPY_BYTES, left))
+            if not data:
+                return
+            left -= len(data)
             yield data
-            start += len(data)
 
 
 def _link(path: Path, target: Path) -> None:
@@ -218,4 +224,4 @@ def _link(path: Path, target: Path) -> None:
 
 
 def _journal(folder: Path, name: str) -> Path:
-    return folder / ".brigade" / f"{name}.journal"
+    return folder / STATE_FOLDER / f"{name}.journal"

@@ -1,4 +1,7 @@
-"""Which bytes to ask for: wanted ones minus present ones, as few requests. Pure."""
+"""Arithmetic on byte ranges: which to request, given the wanted and the present ones.
+
+The functions are pure.
+"""
 
 from collections.abc import Iterable, Sequence
 
@@ -11,15 +14,16 @@ def total(ranges: Iterable[Range]) -> int:
 
 
 def union(ranges: Iterable[Range]) -> list[Range]:
-    """Sorted, not empty, neither overlapping nor touching."""
+    """The same bytes as sorted ranges that are not empty and neither overlap nor touch."""
     merged: list[Range] = []
     for start, end in sorted(ranges):
         if start >= end:
             continue
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
+        if not merged or start > merged[-1][1]:
             merged.append((start, end))
+            continue
+        last_start, last_end = merged[-1]
+        merged[-1] = (last_start, max(end, last_end))
     return merged
 
 
@@ -27,11 +31,11 @@ def subtract(wanted: Iterable[Range], present: Iterable[Range]) -> list[Range]:
     """The part of wanted that is not in present."""
     left: list[Range] = []
     cuts = union(present)
-    at = 0
+    first = 0
     for start, end in union(wanted):
-        while at < len(cuts) and cuts[at][1] <= start:
-            at += 1
-        for cut_start, cut_end in cuts[at:]:
+        while first < len(cuts) and cuts[first][1] <= start:
+            first += 1
+        for cut_start, cut_end in cuts[first:]:
             if cut_start >= end:
                 break
             if start < cut_start:
@@ -48,32 +52,42 @@ def requests(
     *,
     gap_bytes: int,
     spare_bytes: int,
-    most_bytes: int,
+    max_bytes: int,
 ) -> list[Range]:
-    """The ranges to ask for, in order, each of most_bytes at most.
+    """The ranges to request, in order, each of at most max_bytes.
 
-    Gaps of gap_bytes at most are fetched along, the smallest first, while they are
-    spare_bytes together; never one that holds bytes that are there already.
+    Gaps of at most gap_bytes are fetched along, the smallest first, up to spare_bytes in all.
+    A gap is never fetched along if some of its bytes are present.
     """
     present = union(present)
     missing = subtract(wanted, present)
     bridged = _bridges(missing, present, gap_bytes, spare_bytes)
-    return [
-        (at, min(at + most_bytes, end))
-        for start, end in union([*missing, *bridged])
-        for at in range(start, end, most_bytes)
-    ]
+    chosen: list[Range] = []
+    for start, end in union([*missing, *bridged]):
+        for part_start in range(start, end, max_bytes):
+            part_end = min(part_start + max_bytes, end)
+            chosen.append((part_start, part_end))
+    return chosen
 
 
 def _bridges(
     missing: Sequence[Range], present: list[Range], gap_bytes: int, spare_bytes: int
 ) -> list[Range]:
-    gaps = [(left[1], right[0]) for left, right in zip(missing, missing[1:], strict=False)]
-    absent = set(subtract(gaps, present))
-    chosen = []
-    for start, end in sorted(absent.intersection(gaps), key=lambda gap: (gap[1] - gap[0], gap)):
-        spare_bytes -= end - start
-        if end - start > gap_bytes or spare_bytes < 0:
+    """The gaps between missing ranges that are fetched along."""
+    gaps: list[Range] = []
+    for left, right in zip(missing, missing[1:], strict=False):
+        gaps.append((left[1], right[0]))
+    absent = set(subtract(gaps, present)).intersection(gaps)
+    chosen: list[Range] = []
+    for start, end in sorted(absent, key=_length_first):
+        length = end - start
+        spare_bytes -= length
+        if length > gap_bytes or spare_bytes < 0:
             break
         chosen.append((start, end))
     return chosen
+
+
+def _length_first(gap: Range) -> tuple[int, Range]:
+    start, end = gap
+    return end - start, gap

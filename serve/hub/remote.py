@@ -1,9 +1,8 @@
-"""A file of the hub read by byte range.
+"""Reads a file of the hub by byte ranges.
 
-The hub is asked once where a file is (a signed address on another host, which must
-not get the token), and again when that address has expired. Every answer is checked:
-its place, its length and the file's etag, so that two versions never mix. That a
-large file's sha256 is right cannot be checked from a part of it.
+The hub is asked once for the file's address (a signed one on another host, which must not get
+the token), and again when that has expired. The range, length and etag of every answer are
+checked, so that two versions never mix. A part of a file cannot be checked against its sha256.
 """
 
 import threading
@@ -19,16 +18,17 @@ from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_st
 from serve import __version__
 from serve.core.errors import ModelError
 from serve.hub.access import FAILURES, Patience, Retry, wait_seconds
-from serve.hub.repo import RepoFile
+from serve.hub.repo import LIBRARY, RepoFile
 
 
 class NoRanges(Exception):
-    """The server answers with the whole file."""
+    """The server answers with the whole file instead of the requested range."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where the bytes are. at_hub: the hub itself has them, so it may have the token."""
+    """The address of a file's bytes. at_hub: the hub itself serves them, so it may have the
+    token."""
 
     url: str
     headers: dict[str, str]
@@ -36,10 +36,12 @@ class _Place:
 
 
 class RemoteFile:
-    """Thread-safe. num_bytes counts what it has received."""
+    """One file of a commit on the hub. It is thread-safe; num_bytes counts received bytes."""
 
     def __init__(self, repo: str, commit: str, file: RepoFile) -> None:
-        self.repo, self.commit, self.file = repo, commit, file
+        self.repo = repo
+        self.commit = commit
+        self.file = file
         self.num_bytes = 0
         self._lock = threading.Lock()
         self._place: _Place | None = None
@@ -48,31 +50,32 @@ class RemoteFile:
     def read(
         self, start: int, end: int, sleep: Callable[[float], object] = time.sleep
     ) -> Generator[bytes, None, None]:
-        """Bytes [start, end) in pieces. A connection that ends early is taken up again
-        where it ended. Raises ModelError, or NoRanges if only the whole file is to be had.
-        """
+        """Yields bytes [start, end) in pieces. When a connection ends early, another one
+        continues where it ended. Raises ModelError, or NoRanges if the server has only the whole
+        file to give."""
         patience = Patience(self.repo, sleep=sleep)
-        at = start
-        while at < end:
+        position = start
+        while position < end:
             try:
-                for data in self._answer(at, end):
-                    at += len(data)
+                for data in self._answer(position, end):
+                    position += len(data)
                     self._count(len(data))
                     patience.renew()
                     yield data
-                if at < end:
-                    raise Retry(f"{self.file.name}: the answer ended {end - at} bytes early")
+                if position < end:
+                    early = end - position
+                    raise Retry(f"{self.file.name}: the answer ended {early} bytes early")
             except FAILURES as error:
                 patience.wait(error)
 
     def _answer(self, start: int, end: int) -> Iterator[bytes]:
         place = self._locate()
-        asked = {**place.headers, "Range": f"bytes={start}-{end - 1}"}
+        headers = {**place.headers, "Range": f"bytes={start}-{end - 1}"}
         timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
-        with get_session().stream("GET", place.url, headers=asked, timeout=timeout) as response:
+        with get_session().stream("GET", place.url, headers=headers, timeout=timeout) as response:
             self._check(place, response, start, end)
             left = end - start
-            # Without a chunk size: what is collected for a chunk is lost with the connection.
+            # No chunk size: a partly collected chunk would be lost with the connection.
             for data in response.iter_raw():
                 yield data[:left]
                 left -= len(data)
@@ -80,40 +83,55 @@ class RemoteFile:
                     raise self._changed("the server sent more than was asked for")
 
     def _check(self, place: _Place, response: Any, start: int, end: int) -> None:
+        """Raises NoRanges, Retry or ModelError if this is not the answer that was asked for."""
+        self._check_status(place, response, start)
+        self._check_range(response, start, end)
+        self._check_etag(place, response.headers.get("etag"))
+
+    def _check_status(self, place: _Place, response: Any, start: int) -> None:
         status = response.status_code
         if status == 200:
             raise NoRanges
         if status == 416:
             raise self._changed(f"there is nothing at byte {start}")
-        if status == 429 or status >= 500 or status == 408:
-            told = wait_seconds(response.headers)
-            raise Retry(f"{self.file.name}: the server answered {status}", told)
+        if status in (408, 429) or status >= 500:
+            requested_wait = wait_seconds(response.headers)
+            raise Retry(f"{self.file.name}: the server answered {status}", requested_wait)
         if status >= 400 and not place.at_hub:
             self._place = None  # A signed address that has expired; the hub gives another.
             raise Retry(f"{self.file.name}: its address has expired ({status})")
         hf_raise_for_status(response)
-        told = response.headers.get("content-range", "")
-        where, _, size = told.removeprefix("bytes ").partition("/")
+
+    def _check_range(self, response: Any, start: int, end: int) -> None:
+        status = response.status_code
+        content_range = response.headers.get("content-range", "")
+        where, _, size = content_range.removeprefix("bytes ").partition("/")
         first, _, last = where.partition("-")
-        if status != 206 or first != str(start) or not last.isdigit() or int(last) >= end:
-            raise Retry(f"{self.file.name}: asked for {start}-{end - 1}, got {status} {told!r}")
+        is_within = last.isdigit() and int(last) < end
+        if status != 206 or first != str(start) or not is_within:
+            raise Retry(
+                f"{self.file.name}: asked for {start}-{end - 1}, got {status} {content_range!r}"
+            )
         if size not in (str(self.file.size), "*"):
-            raise self._changed(f"it has {size} bytes instead of {self.file.size}")
-        self._check_etag(place, response.headers.get("etag"))
+            raise self._changed(self._other_size(size))
 
     def _check_etag(self, place: _Place, etag: str | None) -> None:
         """A storage host has etags of its own: they must stay what they were first."""
-        if etag is not None:
-            key = place.url.partition("?")[0]
-            with self._lock:
-                before = self._etags.setdefault(key, etag)
-            if before != etag:
-                raise self._changed(f"its etag was {before} and is {etag}")
+        if etag is None:
+            return
+        key = place.url.partition("?")[0]
+        with self._lock:
+            before = self._etags.setdefault(key, etag)
+        if before != etag:
+            raise self._changed(f"its etag was {before} and is {etag}")
 
     def _changed(self, how: str) -> ModelError:
         return ModelError(
             f"{self.file.name} of {self.repo} changed while it was fetched ({how}): start again."
         )
+
+    def _other_size(self, size: object) -> str:
+        return f"it has {size} bytes instead of {self.file.size}"
 
     def _locate(self) -> _Place:
         with self._lock:
@@ -123,23 +141,27 @@ class RemoteFile:
 
     def _ask_hub(self) -> _Place:
         url = hf_hub_url(self.repo, self.file.name, revision=self.commit)
-        told = get_hf_file_metadata(url)
-        if told.commit_hash not in (None, self.commit):
-            raise self._changed(f"the hub answered with commit {told.commit_hash}")
-        if told.etag not in (None, self.file.etag):
-            raise self._changed(f"the hub's etag was {self.file.etag} and is {told.etag}")
-        if told.size not in (None, self.file.size):
-            raise self._changed(f"it has {told.size} bytes instead of {self.file.size}")
-        headers = build_hf_headers(library_name="mlx-brigade", library_version=__version__)
+        metadata = get_hf_file_metadata(url)
+        if metadata.commit_hash not in (None, self.commit):
+            raise self._changed(f"the hub answered with commit {metadata.commit_hash}")
+        if metadata.etag not in (None, self.file.etag):
+            raise self._changed(f"the hub's etag was {self.file.etag} and is {metadata.etag}")
+        if metadata.size not in (None, self.file.size):
+            raise self._changed(self._other_size(metadata.size))
+        headers = build_hf_headers(library_name=LIBRARY, library_version=__version__)
         headers["Accept-Encoding"] = "identity"
-        at_hub = _origin(told.location) == _origin(url)
+        at_hub = _origin(metadata.location) == _origin(url)
         if not at_hub:
-            headers = {k: v for k, v in headers.items() if k.lower() != "authorization"}
-        return _Place(told.location, headers, at_hub)
+            headers = _without_token(headers)
+        return _Place(metadata.location, headers, at_hub)
 
     def _count(self, num_bytes: int) -> None:
         with self._lock:
             self.num_bytes += num_bytes
+
+
+def _without_token(headers: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in headers.items() if name.lower() != "authorization"}
 
 
 def _origin(url: str) -> tuple[str, str | None, int | None]:

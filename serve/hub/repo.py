@@ -1,7 +1,7 @@
-"""One commit of a model on the hub: its files, and those that are fetched whole.
+"""One commit of a repository on the hub: its files, and which of them are wanted.
 
-Names, sizes, etags, tokens and the hub's own cache are huggingface_hub's business;
-here is only which of the files are wanted. Code (.py) and pickles never are.
+Names, sizes, etags, tokens and the hub's own cache are the business of huggingface_hub. Small
+files are fetched whole. Code (.py) and pickles are never fetched.
 """
 
 import json
@@ -27,7 +27,8 @@ from serve.core.errors import ModelError
 from serve.hub.access import FAILURES, explain, is_refusal, patiently
 
 INDEX = "model.safetensors.index.json"
-_LIBRARY = "mlx-brigade"
+STATE_FOLDER = ".brigade"
+LIBRARY = "mlx-brigade"
 _SMALL = frozenset({".json", ".jinja", ".txt", ".model", ".tiktoken", ".jsonl"})
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -36,8 +37,8 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a repository is read as: the file that shows it to be that, and a pattern of the
-    names of its weights."""
+    """The kind of thing that a repository is read as. config names the file that every such
+    repository has, weights is a pattern for the names of the weight files."""
 
     what: str
     config: str
@@ -50,8 +51,8 @@ ADAPTER = Kind("an adapter", "adapter_config.json", r"(adapters|adapter_model)\.
 
 @dataclass(frozen=True, slots=True)
 class RepoFile:
-    """etag is the sha256 of a large file, the git hash of a small one. Fetching a part
-    of a file cannot check it; a file that changes is told by it."""
+    """One file of a commit. etag is the sha256 of a large file and the git hash of a small one.
+    It cannot be checked from a part of the file, but it shows that a file has changed."""
 
     name: str
     size: int
@@ -60,7 +61,8 @@ class RepoFile:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """complete is False for what the hub's cache holds of a commit: there may be more."""
+    """The files of one commit. complete is False where only the hub's own cache was looked at:
+    the commit may have more files."""
 
     repo: str
     commit: str
@@ -69,7 +71,7 @@ class Snapshot:
 
     @classmethod
     def load(cls, path: Path) -> "Snapshot | None":
-        """What save has written; None if there is nothing to be read."""
+        """Reads what save has written; None if it is missing or unreadable."""
         try:
             fields = json.loads(path.read_text())
             files = {file["name"]: RepoFile(**file) for file in fields["files"]}
@@ -83,7 +85,8 @@ class Snapshot:
         write_whole(path, json.dumps(fields, indent=1).encode())
 
     def small_files(self, kind: Kind) -> list[str]:
-        """Of an adapter only its config: what else is there belongs to its model."""
+        """The files to fetch whole. Of an adapter this is only its config: tokenizer files
+        beside it belong to its model."""
         if kind is ADAPTER:
             return [kind.config]
         return [name for name in self.files if Path(name).suffix in _SMALL]
@@ -91,23 +94,26 @@ class Snapshot:
     def weight_files(self, kind: Kind, index: Path | None) -> list[str]:
         """The safetensors files; index is the local path of a model's index.
 
-        Raises ModelError if there are none, or if the index names one that is not there.
+        Raises ModelError if there are none, or if the index names one that does not exist.
         """
-        if index is None:
-            names = sorted(n for n in self.files if re.fullmatch(kind.weights, n))
-        else:
-            shards = read_json(index).get("weight_map")
-            if not isinstance(shards, dict) or not shards:
-                raise ModelError(f"{INDEX} of {self.repo} has no weight_map.")
-            names = sorted({str(shard) for shard in shards.values()})
+        names = self._names_by_pattern(kind) if index is None else self._names_in(index)
         for name in names:
             if name not in self.files:
-                here = "" if self.complete else " in the cache, and the hub cannot be asked"
-                raise ModelError(f"{self.repo} has no {name}{here}; its {INDEX} names it.")
-        if names:
-            return names
-        refuse_pickles(self.repo, self.files)
-        raise ModelError(f"{self.repo} has no safetensors of {kind.what}.")
+                where = "" if self.complete else " in the cache, and the hub cannot be asked"
+                raise ModelError(f"{self.repo} has no {name}{where}; its {INDEX} names it.")
+        if not names:
+            refuse_pickles(self.repo, self.files)
+            raise ModelError(f"{self.repo} has no safetensors of {kind.what}.")
+        return names
+
+    def _names_by_pattern(self, kind: Kind) -> list[str]:
+        return sorted(name for name in self.files if re.fullmatch(kind.weights, name))
+
+    def _names_in(self, index: Path) -> list[str]:
+        shards = read_json(index).get("weight_map")
+        if not isinstance(shards, dict) or not shards:
+            raise ModelError(f"{INDEX} of {self.repo} has no weight_map.")
+        return sorted({str(shard) for shard in shards.values()})
 
 
 def default_cache() -> Path:
@@ -117,13 +123,14 @@ def default_cache() -> Path:
 def resolve(repo: str, revision: str | None, cache: Path, kind: Kind = MODEL) -> Snapshot:
     """The files of the commit that a branch, tag or commit (None: main) stands for.
 
-    When the hub cannot be asked, what it last said. Raises ModelError.
+    When the hub cannot be asked, its last answer counts. Raises ModelError.
     """
-    ref = cache / folder_name(repo) / "refs" / quote(revision or "main", safe="")
+    refs = cache / folder_name(repo) / "refs"
+    ref = refs / quote(revision or "main", safe="")
     failure: ModelError | None = None
     if not constants.HF_HUB_OFFLINE:
         try:
-            snapshot = patiently(repo, lambda: _ask(repo, revision), most_tries=4)
+            snapshot = patiently(repo, lambda: _ask(repo, revision), max_tries=4)
         except ModelError as error:
             if is_refusal(error.__cause__):
                 raise
@@ -132,8 +139,10 @@ def resolve(repo: str, revision: str | None, cache: Path, kind: Kind = MODEL) ->
             write_whole(ref, snapshot.commit.encode())
             return snapshot
     known = _remembered(repo, revision, cache, ref) or _cached_by_hub(repo, revision, kind)
+    if known is None and failure is not None:
+        raise failure
     if known is None:
-        raise failure or ModelError(
+        raise ModelError(
             f"{repo} is not in the cache and HF_HUB_OFFLINE is set: unset it to fetch {kind.what}."
         )
     _logger.warning("event=hub_not_asked repo=%s commit=%s", repo, known.commit)
@@ -141,7 +150,8 @@ def resolve(repo: str, revision: str | None, cache: Path, kind: Kind = MODEL) ->
 
 
 def _ask(repo: str, revision: str | None) -> Snapshot:
-    api = HfApi(library_name=_LIBRARY, library_version=__version__)
+    """The files of a commit, as the hub lists them. Raises ModelError, and FAILURES."""
+    api = HfApi(library_name=LIBRARY, library_version=__version__)
     timeout = constants.HF_HUB_ETAG_TIMEOUT
     try:
         info = api.model_info(repo, revision=revision, files_metadata=True, timeout=timeout)
@@ -154,22 +164,20 @@ def _ask(repo: str, revision: str | None) -> Snapshot:
         raise ModelError(f"{constants.ENDPOINT} did not tell the commit of {repo}.")
     files: dict[str, RepoFile] = {}
     for sibling in info.siblings or ():
-        name, lfs = sibling.rfilename, sibling.lfs
-        # Names become paths: those in folders are not needed, so none may lead elsewhere.
+        name = sibling.rfilename
+        # Names become paths. No file in a subfolder is needed, so no name may leave the folder.
         if "/" in name or "\\" in name or name.startswith("."):
             continue
-        etag = lfs.sha256 if lfs else sibling.blob_id
-        if sibling.size is None or etag is None:
-            if not name.endswith((".safetensors", *_SMALL)):
-                continue
-            files[name] = describe(repo, commit, name)
-        else:
+        etag = sibling.lfs.sha256 if sibling.lfs else sibling.blob_id
+        if sibling.size is not None and etag is not None:
             files[name] = RepoFile(name, sibling.size, etag)
+        elif name.endswith((".safetensors", *_SMALL)):
+            files[name] = _describe(repo, commit, name)
     return Snapshot(repo, commit, files)
 
 
-def describe(repo: str, commit: str, name: str) -> RepoFile:
-    """One file as the hub's headers tell it, where the listing does not."""
+def _describe(repo: str, commit: str, name: str) -> RepoFile:
+    """One file as the hub's headers describe it, for listings that lack size or etag."""
     metadata = get_hf_file_metadata(hf_hub_url(repo, name, revision=commit))
     if metadata.size is None or metadata.etag is None:
         raise ModelError(f"{constants.ENDPOINT} does not tell size and etag of {repo}/{name}.")
@@ -177,12 +185,19 @@ def describe(repo: str, commit: str, name: str) -> RepoFile:
 
 
 def _remembered(repo: str, revision: str | None, cache: Path, ref: Path) -> Snapshot | None:
+    """The snapshot in Brigade's cache for a revision, of which ref holds the last known commit."""
     commit = revision or ""
     if not _COMMIT.fullmatch(commit):
         commit = ref.read_text() if ref.is_file() else ""
     if not _COMMIT.fullmatch(commit):
         return None
-    return Snapshot.load(cache / folder_name(repo) / commit / ".brigade" / "snapshot.json")
+    folder = cache / folder_name(repo) / commit
+    return Snapshot.load(saved_snapshot(folder))
+
+
+def saved_snapshot(folder: Path) -> Path:
+    """The path of the snapshot that is kept in a partial model's folder."""
+    return folder / STATE_FOLDER / "snapshot.json"
 
 
 def _cached_by_hub(repo: str, revision: str | None, kind: Kind) -> Snapshot | None:
@@ -194,36 +209,37 @@ def _cached_by_hub(repo: str, revision: str | None, kind: Kind) -> Snapshot | No
     if not isinstance(config, str):
         return None
     folder = Path(config).parent
-    files = {
-        path.name: RepoFile(path.name, path.stat().st_size, path.resolve().name)
-        for path in folder.iterdir()
-        if path.is_file()
-    }
+    files: dict[str, RepoFile] = {}
+    for path in folder.iterdir():
+        if path.is_file():
+            # The hub's cache keeps each file under its etag, and links to it.
+            etag = path.resolve().name
+            files[path.name] = RepoFile(path.name, path.stat().st_size, etag)
     return Snapshot(repo, folder.name, files, complete=False)
 
 
 def cached_whole(snapshot: Snapshot, name: str) -> Path | None:
-    """Where the hub's own cache has a file of this commit."""
-    path = try_to_load_from_cache(snapshot.repo, name, revision=snapshot.commit)
-    if not isinstance(path, str) or Path(path).stat().st_size != snapshot.files[name].size:
+    """The path of this commit's file in the hub's own cache; None if it is not there whole."""
+    cached = try_to_load_from_cache(snapshot.repo, name, revision=snapshot.commit)
+    if not isinstance(cached, str):
         return None
-    return Path(path)
+    path = Path(cached)
+    return path if path.stat().st_size == snapshot.files[name].size else None
 
 
 def fetch_whole(snapshot: Snapshot, name: str) -> Path:
-    """A whole file, in the hub's own cache. Raises ModelError."""
-    return Path(
-        patiently(
+    """Fetches a whole file into the hub's own cache, and returns its path. Raises ModelError."""
+
+    def download() -> str:
+        return hf_hub_download(
             snapshot.repo,
-            lambda: hf_hub_download(
-                snapshot.repo,
-                name,
-                revision=snapshot.commit,
-                library_name=_LIBRARY,
-                library_version=__version__,
-            ),
+            name,
+            revision=snapshot.commit,
+            library_name=LIBRARY,
+            library_version=__version__,
         )
-    )
+
+    return Path(patiently(snapshot.repo, download))
 
 
 def folder_name(repo: str) -> str:
@@ -231,7 +247,7 @@ def folder_name(repo: str) -> str:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file so that nobody sees a part of it. Raises ModelError."""
+    """Writes a file atomically: no reader sees a part of it. Raises ModelError."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,7 @@
-"""What a rank has read of adapters, in files that outlive its engine: the next one has the same
-again, whatever has become of the adapters' own files.
+"""Copies of the adapters that a rank has read, in files that outlive its engine.
+
+The next engine of the rank reads them, and so has the same adapters whatever has become of the
+adapters' own files.
 """
 
 import logging
@@ -19,30 +21,41 @@ _PARTS = ("a", "b", "gain")
 
 
 def write(folder: Path, version: int, matrices: dict[str, Matrices], answer: AdapterRead) -> None:
-    """answer is what rank 0 is told. Without room there is no copy, and the next engine reads
-    the adapter's files."""
-    parts = {f"{name}.{part}": getattr(m, part) for name, m in matrices.items() for part in _PARTS}
-    arrays = {name: array for name, array in parts.items() if array is not None}
+    """Writes a copy of one version of an adapter, with the answer that rank 0 gets about it.
+
+    When the disk is full there is no copy, and the next engine reads the adapter's own files.
+    """
+    arrays: dict[str, mx.array] = {}
+    for name, of_module in matrices.items():
+        for part in _PARTS:
+            array = getattr(of_module, part)
+            if array is not None:
+                arrays[f"{name}.{part}"] = array
+    text = msgspec.json.encode(answer).decode()
     file = _file(folder, version)
-    part = file.with_name(f"{version}.part.safetensors")
+    partial = file.with_name(f"{version}.part.safetensors")
     try:
-        # An engine may be killed at any time: what is there under its name is whole.
-        mx.save_safetensors(str(part), arrays, {"answer": msgspec.json.encode(answer).decode()})
-        part.rename(file)
+        # The engine may be killed at any time. A file under its final name is always whole.
+        mx.save_safetensors(str(partial), arrays, {"answer": text})
+        partial.rename(file)
     except (RuntimeError, OSError) as error:
-        part.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         _logger.warning("event=adapter_not_copied version=%d reason=%s", version, error)
 
 
 def read(
     folder: Path, version: int, held: Collection[int]
 ) -> tuple[dict[str, Matrices], AdapterRead] | None:
-    """Matrices, which are lazy, and the answer; None without a copy. held are the versions that
-    engines before this one may have read: copies of others go."""
-    for file in folder.glob("*.safetensors"):
-        if file.stem not in map(str, held):
-            file.unlink()
-    if not (file := _file(folder, version)).exists():
+    """Reads a copy: its matrices, which are lazy, and the answer. Returns None without a copy.
+
+    held are the versions that earlier engines may have read: copies of all others are removed.
+    """
+    held_names = {str(each) for each in held}
+    for copy in folder.glob("*.safetensors"):
+        if copy.stem not in held_names:
+            copy.unlink()
+    file = _file(folder, version)
+    if not file.exists():
         return None
     try:
         loaded: Any = mx.load(str(file), return_metadata=True)

@@ -1,5 +1,7 @@
-"""An adapter in the other format: mlx-lm's as PEFT's, and PEFT's as mlx-lm's. Exact: the
-numbers of the matrices stay as they are, and rank and scale say the same."""
+"""Converts an adapter between mlx-lm's format and PEFT's.
+
+The conversion is exact: the values of the matrices do not change, nor do rank and scale.
+"""
 
 import json
 import math
@@ -20,59 +22,69 @@ def convert(source: Path, target: Path) -> str:
     """Writes the adapter in the folder source to the new folder target. Returns the name of
     its new format. Raises AdapterError."""
     if target.exists():
-        raise AdapterError(f"{target} is there already: give a folder that is not.", 409)
+        raise AdapterError(f"{target} exists already: give the name of a new folder.", 409)
     files = read_adapter(str(source))
-    config = _mlx_config(files) if files.is_peft else _peft_config(files)
+    if files.is_peft:
+        config = _mlx_config(files)
+        file_name, file_format, format_name = MLX_FILE, "mlx", "mlx-lm"
+    else:
+        config = _peft_config(files)
+        file_name, file_format, format_name = PEFT_FILE, "pt", "PEFT"
     try:
         tensors = mx.load(str(files.file))
         assert isinstance(tensors, dict)
-        renamed = _renamed(files, tensors)
+        converted = _converted(files, tensors)
         target.mkdir(parents=True)
-        file = str(target / (MLX_FILE if files.is_peft else PEFT_FILE))
-        mx.save_safetensors(file, renamed, {"format": "mlx" if files.is_peft else "pt"})
-        (target / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+        mx.save_safetensors(str(target / file_name), converted, {"format": file_format})
+        text = json.dumps(config, indent=2)
+        (target / CONFIG_FILE).write_text(f"{text}\n")
     except (OSError, RuntimeError) as error:
         raise AdapterError(f"{target} cannot be written: {error}.") from error
-    return "mlx-lm" if files.is_peft else "PEFT"
+    return format_name
 
 
-def _renamed(files: AdapterFiles, tensors: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Under their new names, and transposed."""
-    renamed = {}
+def _converted(files: AdapterFiles, tensors: dict[str, mx.array]) -> dict[str, mx.array]:
+    """The tensors under the names of the other format, and transposed."""
+    converted = {}
     for module, target in files.targets.items():
         for part, name in target.parts.items():
             array = tensors[name]
             if array.ndim > 2:
                 raise AdapterError(f"{name} is for experts, which PEFT's format does not know.")
-            new = mx.contiguous(array.T) if part in "ab" else array
-            renamed[_new_name(files, module, part)] = new
-    return renamed
+            is_matrix = part in ("a", "b")
+            name_in_target = _new_name(files, module, part)
+            converted[name_in_target] = mx.contiguous(array.T) if is_matrix else array
+    return converted
 
 
 def _new_name(files: AdapterFiles, module: str, part: str) -> str:
     if files.is_peft:
         return f"{module}.{_MLX_PARTS[part]}"
-    # In mlx-lm's format only the name tells.
-    is_embedding = "embed" in module.rpartition(".")[2] or module.endswith("wte")
+    # In mlx-lm's format only the module's name says whether it is an embedding.
+    last_name = module.rpartition(".")[2]
+    is_embedding = "embed" in last_name or last_name.endswith("wte")
     parts = _PEFT_PARTS_OF_EMBEDDINGS if is_embedding else _PEFT_PARTS
     return f"base_model.model.{module}.{parts[part]}"
 
 
 def _mlx_config(files: AdapterFiles) -> dict[str, Any]:
-    """mlx-lm knows one rank and scale, and takes full names as keys."""
-    (first, *others) = files.targets.items()
+    """The config in mlx-lm's format, which has one rank and scale, and full names as keys.
+
+    Raises AdapterError if modules of the adapter differ in rank or scale.
+    """
+    (first_name, first), *others = files.targets.items()
     for name, target in others:
-        if (target.rank, target.scale) != (first[1].rank, first[1].scale):
+        if (target.rank, target.scale) != (first.rank, first.scale):
             raise AdapterError(
-                f"{name} has another rank or scale than {first[0]}: mlx-lm's format has one."
+                f"{name} has another rank or scale than {first_name}: mlx-lm's format has one."
             )
     return {
         "fine_tune_type": "dora" if files.is_dora else "lora",
         "model": files.config.get("base_model_name_or_path"),
         "num_layers": -1,
         "lora_parameters": {
-            "rank": first[1].rank,
-            "scale": first[1].scale,
+            "rank": first.rank,
+            "scale": first.scale,
             "dropout": files.config.get("lora_dropout", 0.0),
             "keys": sorted(files.targets),
         },
@@ -81,7 +93,7 @@ def _mlx_config(files: AdapterFiles) -> dict[str, Any]:
 
 def _peft_config(files: AdapterFiles) -> dict[str, Any]:
     target = next(iter(files.targets.values()))
-    alpha, is_stabilised = _alpha(target.rank, target.scale)
+    alpha, is_rank_stabilised = _alpha(target.rank, target.scale)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -90,7 +102,7 @@ def _peft_config(files: AdapterFiles) -> dict[str, Any]:
         "lora_alpha": alpha,
         "lora_dropout": files.config["lora_parameters"].get("dropout", 0.0),
         "use_dora": files.is_dora,
-        "use_rslora": is_stabilised,
+        "use_rslora": is_rank_stabilised,
         "bias": "none",
         "target_modules": sorted(files.targets),
         "inference_mode": True,
@@ -98,11 +110,25 @@ def _peft_config(files: AdapterFiles) -> dict[str, Any]:
 
 
 def _alpha(rank: int, scale: float) -> tuple[float, bool]:
-    """The lora_alpha that gives exactly this scale when it is divided by the rank or, if there
-    is none, by its root; and whether that is so."""
-    for divisor, is_stabilised in ((rank, False), (math.sqrt(rank), True)):
-        near = divisor * scale
-        for alpha in (near, math.nextafter(near, math.inf), math.nextafter(near, -math.inf)):
-            if alpha / divisor == scale:
-                return int(alpha) if alpha.is_integer() else alpha, is_stabilised
+    """The lora_alpha that gives exactly this scale, and whether the adapter is rank-stabilised.
+
+    PEFT divides lora_alpha by the rank or, in rank-stabilised adapters, by the root of the rank.
+    """
+    alpha = _dividend(rank, scale)
+    if alpha is not None:
+        return alpha, False
+    alpha = _dividend(math.sqrt(rank), scale)
+    if alpha is not None:
+        return alpha, True
     raise AdapterError(f"No lora_alpha gives the scale {scale} at rank {rank} in PEFT's format.")
+
+
+def _dividend(divisor: float, quotient: float) -> float | None:
+    """The number that gives exactly this quotient in floating point, as an integer if it is one."""
+    product = divisor * quotient
+    above = math.nextafter(product, math.inf)
+    below = math.nextafter(product, -math.inf)
+    for number in (product, above, below):
+        if number / divisor == quotient:
+            return int(number) if number.is_integer() else number
+    return None

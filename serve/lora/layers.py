@@ -1,11 +1,11 @@
-"""Modules to which adapters add something, row by row.
+"""Modules of a model that adapters add to, with another adapter for each row of a batch.
 
 Each adapter has a slot. A module holds the matrices of all slots, and each row of a forward is
-multiplied with those of its own. Slot 0 is nobody's and stays zero.
+multiplied with those of its own slot. Slot 0 means no adapter, and stays zero.
 """
 
 import functools
-from collections.abc import Callable, Set
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,12 @@ EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """For one module, in float32: a (in, rank), and b (rank, out) times the scale; of experts
-    (experts, in, rank) and (experts, rank, out). With DoRA gain (1, out) is what the magnitudes
-    make of each output, less one."""
+    """The matrices of one adapter for one module, in float32.
+
+    a is (in, rank), b is (rank, out) and already multiplied with the scale. For experts they are
+    (experts, in, rank) and (experts, rank, out). gain (1, out) is only there with DoRA: the
+    factor by which its magnitudes change each output, minus one.
+    """
 
     a: mx.array
     b: mx.array
@@ -33,9 +36,12 @@ class Matrices:
 
 @dataclass(slots=True)
 class Rows:
-    """The slots of the rows of the forward under way. alone is that of all, if it is the same
-    one, else index (B,) tells them. routed (B, ..., M) are the experts of each token, where
-    some are called."""
+    """The slots of the rows of the current forward.
+
+    used has all slots among them. If all rows have the same slot it is in alone and index is
+    None; else index (B,) has the slot of each row. routed (B, ..., M) are the experts of each
+    token, inside a module of experts.
+    """
 
     used: Set[int] = frozenset()
     alone: int | None = 0
@@ -43,43 +49,52 @@ class Rows:
     routed: mx.array | None = None
 
     def apart(self, x: mx.array, name: str) -> mx.array:
-        """(B, L, D) out of (B, ..., D) or (B * L, D), if rows differ."""
+        """Reshapes (B, ..., D) or (B * L, D) to (B, L, D), if rows have different slots. Raises
+        EngineError if the number of rows does not fit."""
         if self.index is None:
             return x
-        if x.shape[0] % self.index.size:
+        num_rows = self.index.size
+        if x.shape[0] % num_rows:
             raise EngineError(f"{name} gets {x.shape}: its rows cannot be told from each other.")
-        return x.reshape(self.index.size, -1, x.shape[-1])
+        return x.reshape(num_rows, -1, x.shape[-1])
 
     def of_experts(self, is_sorted: bool) -> mx.array:
-        """The slot of each token and expert, in the order of mlx-lm's SwitchGLU."""
+        """The slot of each pair of a token and an expert, in the order of mlx-lm's SwitchGLU."""
         assert self.index is not None
         assert self.routed is not None
-        slots = mx.repeat(self.index, self.routed.size // self.index.size)
+        pairs_per_row = self.routed.size // self.index.size
+        slots = mx.repeat(self.index, pairs_per_row)
         if is_sorted:
-            return slots[mx.argsort(self.routed.flatten())]
+            order = mx.argsort(self.routed.flatten())
+            return slots[order]
         return slots.reshape(self.routed.shape)
 
     def pick(self, table: mx.array) -> mx.array:
         return table[self.alone] if self.index is None else table[self.index]
 
     def times(self, x: mx.array, table: mx.array) -> mx.array:
-        """Each row (L, in) times its own matrix in table (slots, in, out)."""
+        """Multiplies each row (L, in) with its own matrix in table (slots, in, out)."""
         if self.index is None:
             return x @ table[self.alone]
         return mx.gather_mm(x, table, rhs_indices=self.index)
 
 
 class Adapted:
-    """One module, which adds what the adapters of its rows say. Where none of them has
-    anything to say it is the plain module."""
+    """One module with what the adapters of its rows add to it. Without adapters for the module
+    among the rows, only the plain module runs.
+
+    Its tables are a (slots, in, rank), b (slots, rank, out) and with DoRA gain (slots, 1, out).
+    For experts they are (slots, experts, in, rank) and (slots, experts, rank, out).
+    """
 
     def __init__(self, name: str, module: nn.Module, rows: Rows) -> None:
-        self._name, self._rows = name, rows
+        self._name = name
+        self._rows = rows
         self._bias = module["bias"] if "bias" in module else mx.array(0.0)
         self._empty()
         if isinstance(module, EMBEDDINGS):
             trace.open_seam(module, self._embed)
-            # A tied head. A seam is for calls only.
+            # A tied head calls as_linear, which a seam does not see.
             as_linear = functools.partial(self._as_linear, module.as_linear)
             object.__setattr__(module, "as_linear", as_linear)
         elif isinstance(module, EXPERTS):
@@ -88,10 +103,10 @@ class Adapted:
             trace.open_seam(module, self._project)
 
     def arrays(self) -> list[mx.array]:
-        return [table for table in (self._a, self._b, self._gain) if table is not None]
+        tables = (self._a, self._b, self._gain)
+        return [table for table in tables if table is not None]
 
-    # Tables: a (slots, in, rank), b (slots, rank, out) and with DoRA gain (slots, 1, out); of
-    # experts (slots, experts, in, rank) and (slots, experts, rank, out).
+    # --- tables
 
     def _empty(self) -> None:
         self._held: set[int] = set()
@@ -100,15 +115,18 @@ class Adapted:
         self._gain: Any = None
 
     def write(self, slot: int, new: Matrices, num_slots: int) -> None:
+        """Puts an adapter's matrices into a slot; tables grow to the largest rank."""
         rank = new.a.shape[-1]
         if self._a is None:
             self._a = mx.zeros((num_slots, *new.a.shape))
             self._b = mx.zeros((num_slots, *new.b.shape))
-        if (more := rank - self._a.shape[-1]) > 0:
-            as_they_are = [(0, 0)] * (new.a.ndim - 1)
-            self._a = mx.pad(self._a, [*as_they_are, (0, 0), (0, more)])
-            self._b = mx.pad(self._b, [*as_they_are, (0, more), (0, 0)])
-        self._a[slot, ..., :rank], self._b[slot, ..., :rank, :] = new.a, new.b
+        added_ranks = rank - self._a.shape[-1]
+        if added_ranks > 0:
+            unpadded = [(0, 0)] * (new.a.ndim - 1)
+            self._a = mx.pad(self._a, [*unpadded, (0, 0), (0, added_ranks)])
+            self._b = mx.pad(self._b, [*unpadded, (0, added_ranks), (0, 0)])
+        self._a[slot, ..., :rank] = new.a
+        self._b[slot, ..., :rank, :] = new.b
         if new.gain is not None:
             if self._gain is None:
                 self._gain = mx.zeros((num_slots, *new.gain.shape))
@@ -124,66 +142,83 @@ class Adapted:
             self._empty()
 
     def move(self, sources: list[int]) -> None:
-        """The slot of each new one; slot 0 for one that is free."""
+        """Rearranges the slots: sources has the old slot of each new one, 0 for a free one."""
         self._held = {new for new, old in enumerate(sources) if old in self._held}
         index = mx.array(sources)
-        self._a, self._b, self._gain = (
-            None if table is None else table[index] for table in (self._a, self._b, self._gain)
-        )
+        if self._a is not None:
+            self._a = self._a[index]
+            self._b = self._b[index]
+        if self._gain is not None:
+            self._gain = self._gain[index]
 
-    # Called in place of the module's own.
+    # --- seams, which are called in place of the module
 
     def _is_used(self) -> bool:
         return not self._held.isdisjoint(self._rows.used)
 
-    def _project(self, call: Callable[..., mx.array], args: Any, kwargs: Any) -> mx.array:
-        y = call(*args, **kwargs)
+    def _project(self, call: trace.Call, args: Any, kwargs: Any) -> mx.array:
+        y: mx.array = call(*args, **kwargs)
         if not self._is_used():
             return y
-        x, base = (self._rows.apart(value, self._name) for value in (args[0], y))
-        delta = self._rows.times(self._rows.times(x, self._a), self._b).astype(y.dtype)
+        x = self._rows.apart(args[0], self._name)
+        base = self._rows.apart(y, self._name)
+        inner = self._rows.times(x, self._a)
+        delta = self._rows.times(inner, self._b).astype(y.dtype)
         output: mx.array = base + delta
         if self._gain is not None:
             # Zero for a row without DoRA, so that its output stays as it is.
             gain = self._rows.pick(self._gain)
-            output = output + (gain * (base - self._bias + delta)).astype(y.dtype)
+            without_bias = base - self._bias + delta
+            output = output + (gain * without_bias).astype(y.dtype)
         return output.reshape(y.shape)
 
-    def _embed(self, call: Callable[..., mx.array], args: Any, kwargs: Any) -> mx.array:
-        y = call(*args, **kwargs)
+    def _embed(self, call: trace.Call, args: Any, kwargs: Any) -> mx.array:
+        y: mx.array = call(*args, **kwargs)
         if not self._is_used():
             return y
-        ids, index = args[0], self._rows.index
-        rows = self._a[self._rows.alone][ids] if index is None else self._a[index[:, None], ids]
-        return y + self._rows.times(rows, self._b).astype(y.dtype)
+        ids = args[0]
+        if self._rows.index is None:
+            own_a = self._a[self._rows.alone]
+            inner = own_a[ids]
+        else:
+            slots = self._rows.index[:, None]
+            inner = self._a[slots, ids]
+        delta = self._rows.times(inner, self._b)
+        return y + delta.astype(y.dtype)
 
-    def _as_linear(self, call: Callable[..., mx.array], x: mx.array) -> mx.array:
-        y = call(x)
+    def _as_linear(self, call: trace.Call, x: mx.array) -> mx.array:
+        y: mx.array = call(x)
         if not self._is_used():
             return y
-        inner = self._rows.times(self._rows.apart(x, self._name), self._b.swapaxes(1, 2))
+        x = self._rows.apart(x, self._name)
+        inner = self._rows.times(x, self._b.swapaxes(1, 2))
         delta = self._rows.times(inner, self._a.swapaxes(1, 2))
         return y + delta.reshape(y.shape).astype(y.dtype)
 
-    def _ask_experts(self, call: Callable[..., mx.array], args: Any, kwargs: Any) -> mx.array:
-        y = call(*args, **kwargs)
+    def _ask_experts(self, call: trace.Call, args: Any, kwargs: Any) -> mx.array:
+        y: mx.array = call(*args, **kwargs)
         if not self._is_used():
             return y
         x: mx.array
         x, experts = args
         is_sorted = kwargs.get("sorted_indices", False)
         if self._rows.index is None:
-            tables = (self._a[self._rows.alone], self._b[self._rows.alone])
+            a = self._a[self._rows.alone]
+            b = self._b[self._rows.alone]
         else:
-            # One matrix for each slot and expert, which are not in order any more.
-            experts = self._rows.of_experts(is_sorted) * self._a.shape[1] + experts
-            tables, is_sorted = (self._a.flatten(0, 1), self._b.flatten(0, 1)), False
-        for table in tables:
-            x = mx.gather_mm(x, table, rhs_indices=experts, sorted_indices=is_sorted)
-        return y + x.astype(y.dtype)
+            # There is one matrix for each slot and expert, and they are not called in order.
+            num_experts = self._a.shape[1]
+            experts = self._rows.of_experts(is_sorted) * num_experts + experts
+            a = self._a.flatten(0, 1)
+            b = self._b.flatten(0, 1)
+            is_sorted = False
+        inner = mx.gather_mm(x, a, rhs_indices=experts, sorted_indices=is_sorted)
+        delta = mx.gather_mm(inner, b, rhs_indices=experts, sorted_indices=is_sorted)
+        return y + delta.astype(y.dtype)
 
 
-def note_routing(rows: Rows, call: Callable[..., mx.array], args: Any, kwargs: Any) -> mx.array:
-    """Around a module of experts, which gets (x, experts of each token)."""
+def note_routing(rows: Rows, call: trace.Call, args: Any, kwargs: Any) -> mx.array:
+    """The seam of a module of experts: it notes the experts of each token, the second argument."""
     rows.routed = args[1]
-    return call(*args, **kwargs)
+    output: mx.array = call(*args, **kwargs)
+    return output

@@ -1,4 +1,4 @@
-"""Kinds of key-value caches that a stage can be asked for."""
+"""The key-value caches of a stage, as mlx-lm makes them or quantized."""
 
 from typing import Any
 
@@ -6,13 +6,15 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from serve.core.errors import PlanError
 
-# Values that share a scale and a bias. 32 divides more head sizes than 64.
+# This many values share a scale and a bias. 32 divides more head sizes than 64.
 _GROUP_SIZE = 32
 
 
 def quantized(caches: list[Any], bits: int | None) -> list[Any]:
-    """New caches that keep values in this many bits; None returns the given ones. Raises
-    PlanError if a layer keeps anything but plain keys and values."""
+    """New caches that store keys and values in this many bits; None returns the given caches.
+
+    Raises PlanError if a layer has any other cache than one of plain keys and values.
+    """
     if bits is None:
         return caches
     if not all(type(cache) is KVCache for cache in caches):

@@ -1,14 +1,12 @@
-"""A stage: consecutive layers of any mlx-lm model, whose code does not know it.
+"""A stage: consecutive layers of any mlx-lm model, cut out without changing the model's code.
 
-The whole model is built with lazy weights. The layers before the stage return
-what was received instead of running, and the first layer after it ends the
-forward. A trial run on lazy arrays tells which values cross a cut and which
-weights the stage needs; only those stay. Names keep their original index.
-Owns no communication and evaluates nothing.
+The whole model is built with lazy weights. Layers before the stage return what was received
+instead of running, and the first layer after it ends the forward. A trial run on lazy arrays
+shows which weights the stage needs. It neither communicates nor evaluates.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +18,15 @@ from serve.model import trace, trial
 from serve.model.trial import Crossing, Trial, named_arrays
 
 _NOTHING = (0,)
-"""The shape of an array that says: the model has nothing there yet."""
+"""The shape of the array that is sent in place of None: the model has no array there yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What a stage gets from the one before and gives to the next, and what its earlier
-    layers gave in the trial, to put received arrays in."""
+    """The arrays that a stage receives from the previous one and sends to the next.
+
+    given is what earlier layers gave in the trial: received arrays are put into copies of it.
+    """
 
     tokens: mx.array
     given: dict[int, Any]
@@ -34,34 +34,42 @@ class Cut:
     sends: tuple[Crossing, ...]
 
     def example(self) -> list[mx.array]:
-        """Arrays without memory of the shapes and dtypes received in the trial."""
-        return [trial.blank(trace.places_in(self.given[i])[place]) for i, place in self.receives]
+        """Blank arrays of the shapes and dtypes that were received in the trial."""
+        blanks: list[mx.array] = []
+        for i, place in self.receives:
+            arrays = trace.places_in(self.given[i])
+            blanks.append(trial.blank(arrays[place]))
+        return blanks
 
 
 class _LeftStage(Exception):
-    """Ends the forward where it leaves the stage."""
+    """Ends a forward at the first layer behind the stage."""
 
 
 class Stage:
-    """Layers [start, end) of a model, which becomes this stage for good.
+    """Layers [start, end) of a model. The model object becomes this stage for good.
 
-    Raises PlanError if the model cannot be cut there.
+    Raises PlanError if the model cannot be cut there. Names of weights keep their original index.
     """
 
     def __init__(self, model: nn.Module, start: int, end: int) -> None:
-        self.model, self.start, self.end = model, start, end
+        self.model = model
+        self.start = start
+        self.end = end
         self.layers: list[nn.Module] = list(model.layers)
         self._caches: Sequence[Any] = ()
-        self._made: dict[int, Any] = {}
+        self._given: dict[int, Any] = {}
         with trial.without_weights(model):
-            trials = [Trial(model, self.layers, cached) for cached in (True, False)]
-            receives, sends = (trial.crossings(trials, at) for at in (start, end))
-            self.cuts = {
-                t.cached: Cut(t.tokens, t.given, receives[t.cached], sends[t.cached])
-                for t in trials
-            }
+            with_caches = Trial(model, self.layers, cached=True)
+            trials = [with_caches, Trial(model, self.layers, cached=False)]
+            receives = trial.crossings(trials, start)
+            sends = trial.crossings(trials, end)
+            self.cuts: dict[bool, Cut] = {}
+            for run in trials:
+                cached = run.cached
+                self.cuts[cached] = Cut(run.tokens, run.given, receives[cached], sends[cached])
             self._open_seams()
-            self._caching = _Caching(trials[0], start, end)
+            self._caching = _Caching(with_caches, start, end)
             used = _weights_in_use(self)
         _keep_own_weights(self, used)
 
@@ -70,22 +78,19 @@ class Stage:
         return self.end == len(self.layers)
 
     def weights(self) -> dict[str, mx.array]:
-        """Every array that the stage owns, by its original name."""
+        """All arrays that the stage owns, by their original names."""
         return dict(named_arrays(self.model))
 
     def make_cache(self) -> list[Any]:
-        """mlx-lm caches of the local layers, and what else their positions need."""
+        """New mlx-lm caches for the stage's own layers, and for counting positions."""
         return self._caching.own_part(make_prompt_cache(self.model))
 
     def __call__(
         self, tokens: mx.array, cache: list[Any] | None, received: Sequence[mx.array]
     ) -> list[mx.array]:
-        """Runs the stage lazily.
-
-        tokens is (B, L), received what the stage before returned ([] for the first).
-        Returns the arrays for the next stage, or [logits (B, L, vocabulary)] of the
-        last.
-        """
+        """Runs the stage lazily. tokens is (B, L), received has the arrays that the previous stage
+        returned ([] for the first). Returns the arrays for the next stage; the last stage returns
+        [logits (B, L, vocabulary)]."""
         if cache is None:
             return self._run(tokens, None, received)
         outputs = self._run(tokens, self._caching.as_model_expects(cache), received)
@@ -96,24 +101,35 @@ class Stage:
         self, tokens: mx.array, caches: list[Any] | None, received: Sequence[mx.array]
     ) -> list[mx.array]:
         cut = self.cuts[caches is not None]
-        arrays = {
-            key: None if array.shape == _NOTHING else array
-            for key, array in zip(cut.receives, received, strict=True)
-        }
+        arrays: dict[Crossing, mx.array | None] = {}
+        for key, array in zip(cut.receives, received, strict=True):
+            arrays[key] = None if array.shape == _NOTHING else array
         self._caches = caches or ()
-        self._made = {i: trial.refill(i, cut.given[i], arrays) for i in range(self.start)}
+        self._given = {}
+        for i in range(self.start):
+            self._given[i] = trial.refill(i, cut.given[i], arrays)
         try:
-            return trace.arrays_in(self.model(tokens, cache=caches))
+            output = self.model(tokens, cache=caches)
+            return trace.arrays_in(output)
         except _LeftStage:
-            made = {i: trace.places_in(value) for i, value in self._made.items()}
-            return [made[i].get(place, mx.zeros(_NOTHING)) for i, place in cut.sends]
+            return self._arrays_to_send(cut.sends)
         finally:
-            self._made = {}
+            self._given = {}
+
+    def _arrays_to_send(self, sends: Sequence[Crossing]) -> list[mx.array]:
+        arrays_by_layer = {i: trace.places_in(value) for i, value in self._given.items()}
+        to_send: list[mx.array] = []
+        for i, place in sends:
+            array = arrays_by_layer[i].get(place)
+            to_send.append(mx.zeros(_NOTHING) if array is None else array)
+        return to_send
 
     # --- seams
 
     def _open_seams(self) -> None:
-        sources = {i for cut in self.cuts.values() for i, _ in cut.sends}
+        sources: set[int] = set()
+        for cut in self.cuts.values():
+            sources.update(i for i, _ in cut.sends)
         for i, layer in enumerate(self.layers):
             if i < self.start:
                 trace.open_seam(layer, functools.partial(self._replay, i))
@@ -122,17 +138,19 @@ class Stage:
             elif i in sources:
                 trace.open_seam(layer, functools.partial(self._record, i))
 
-    def _replay(self, i: int, _call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        output, written = self._made[i]
-        trace.write_back(trial.writable(args, kwargs, self._caches), written)
+    def _replay(self, i: int, _call: trace.Call, args: Any, kwargs: Any) -> Any:
+        output, written = self._given[i]
+        targets = trial.writable(args, kwargs, self._caches)
+        trace.write_back(targets, written)
         return output
 
-    def _record(self, i: int, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _record(self, i: int, call: trace.Call, args: Any, kwargs: Any) -> Any:
         output = call(*args, **kwargs)
-        self._made[i] = trace.snapshot((output, trial.writable(args, kwargs, self._caches)))
+        written = trial.writable(args, kwargs, self._caches)
+        self._given[i] = trace.snapshot((output, written))
         return output
 
-    def _leave(self, _call: Callable[..., Any], _args: Any, _kwargs: Any) -> Any:
+    def _leave(self, _call: trace.Call, _args: Any, _kwargs: Any) -> Any:
         raise _LeftStage
 
 
@@ -140,26 +158,42 @@ class Stage:
 
 
 class _Caching:
-    """Which of the model's caches a stage keeps: those of its own layers, those that
-    the forward itself reads, and one ghost for each kind that only other layers
-    have. A ghost takes part in counting positions and holds no memory."""
+    """Decides which of the model's caches a stage keeps.
+
+    It keeps the caches of its own layers, those that no layer but the forward itself reads, and
+    one ghost for each kind of cache that only other layers have. A ghost counts positions and
+    holds no keys or values. j numbers the model's caches.
+    """
 
     def __init__(self, whole: Trial, start: int, end: int) -> None:
         kinds = [_kind(cache) for cache in whole.caches]
-        users = [whole.users.get(j, set()) for j in range(len(kinds))]
-        own = {j for j, u in enumerate(users) if not u or start <= min(u) < end}
-        leader = {kind: j for j, kind in reversed(list(enumerate(kinds)))}
-        leader |= {kinds[j]: j for j in sorted(own, reverse=True) if users[j]}
-        self._kept = sorted(own | set(leader.values()))
-        place = {j: n for n, j in enumerate(self._kept)}
-        self._slots = [place.get(j, place[leader[kind]]) for j, kind in enumerate(kinds)]
-        self._ghosts = [place[j] for j in self._kept if j not in own]
+        own: set[int] = set()
+        used_here: list[int] = []
+        for j in range(len(kinds)):
+            users = whole.users.get(j)
+            if users and start <= min(users) < end:
+                used_here.append(j)
+                own.add(j)
+            elif not users:
+                own.add(j)
+        # Each kind's first cache of an own layer, else its first cache, stands for the others.
+        representative: dict[tuple[Any, ...], int] = {}
+        for j in (*used_here, *range(len(kinds))):
+            representative.setdefault(kinds[j], j)
+        self._kept = sorted(own.union(representative.values()))
+        index = {j: n for n, j in enumerate(self._kept)}
+        self._slots: list[int] = []
+        for j, kind in enumerate(kinds):
+            kept = j if j in index else representative[kind]
+            self._slots.append(index[kept])
+        self._ghosts = [index[j] for j in self._kept if j not in own]
 
     def own_part(self, caches: list[Any]) -> list[Any]:
         return [caches[j] for j in self._kept]
 
     def as_model_expects(self, cache: list[Any]) -> list[Any]:
-        """The full list: a cache of other layers is stood for by one of its kind."""
+        """The list with a cache for every layer: in place of a cache of another stage it has one
+        of the same kind."""
         return [cache[slot] for slot in self._slots]
 
     def advance_ghosts(self, cache: list[Any], num_rows: int, num_tokens: int) -> None:
@@ -168,10 +202,14 @@ class _Caching:
 
 
 def _kind(cache: Any) -> tuple[Any, ...]:
-    """What two new caches have in common if they track the same positions."""
+    """The kind of a new cache: caches of the same kind track the same positions."""
     if hasattr(cache, "caches"):
         return tuple(_kind(part) for part in cache.caches)
-    return (type(cache), *((k, v) for k, v in vars(cache).items() if isinstance(v, int)))
+    kind: list[Any] = [type(cache)]
+    for name, value in vars(cache).items():
+        if isinstance(value, int):
+            kind.append((name, value))
+    return tuple(kind)
 
 
 def _advance(cache: Any, num_rows: int, num_tokens: int) -> None:
@@ -192,35 +230,43 @@ def _advance(cache: Any, num_rows: int, num_tokens: int) -> None:
 def _keep_own_weights(stage: Stage, used: set[str]) -> None:
     """Takes every array that the stage does not need out of the module tree.
 
-    Its layers are kept whole, and of other layers what the outputs depend on. Outside of
-    layers a module stays, whole, if the outputs depend on one of its arrays.
+    The stage's layers are kept whole; of other layers only arrays that the outputs depend on.
+    A module outside of layers is kept whole if the outputs depend on one of its arrays.
     """
-    owner = _owners(stage)
-    used &= owner.keys()  # without what a forward made and forgot
-    modules = {_module_of(name) for name in used if owner[name] is None}
-    keep = {name for name, i in owner.items() if i is not None and stage.start <= i < stage.end}
-    keep |= {name for name, i in owner.items() if i is None and _module_of(name) in modules}
-    _prune(stage.model, keep | used)
+    owners = _owners(stage)
+    keep = used & owners.keys()  # A forward may have made arrays that are gone by now.
+    modules = {_module_of(name) for name in keep if owners[name] is None}
+    for name, layer in owners.items():
+        is_own = layer is not None and stage.start <= layer < stage.end
+        is_in_used_module = layer is None and _module_of(name) in modules
+        if is_own or is_in_used_module:
+            keep.add(name)
+    _prune(stage.model, keep)
 
 
 def _owners(stage: Stage) -> dict[str, int | None]:
-    """Which layer each array belongs to, by its name."""
-    layer_of = {id(a): i for i, layer in enumerate(stage.layers) for _, a in named_arrays(layer)}
-    return {name: layer_of.get(id(array)) for name, array in named_arrays(stage.model)}
+    """The layer that each array belongs to, by the array's name; None outside of layers."""
+    layer_by_array: dict[int, int] = {}
+    for i, layer in enumerate(stage.layers):
+        for _, array in named_arrays(layer):
+            layer_by_array[id(array)] = i
+    arrays = named_arrays(stage.model)
+    return {name: layer_by_array.get(id(array)) for name, array in arrays}
 
 
 def _weights_in_use(stage: Stage) -> set[str]:
-    """The names of the arrays that the outputs depend on. If the forward evaluates, which
-    hides its graph, those are all arrays outside of layers too."""
+    """The names of the arrays that the outputs depend on. If the forward evaluates, which hides
+    its graph, all arrays outside of layers count as used too."""
     arrays = dict(named_arrays(stage.model))
-    outside = {name for name, i in _owners(stage).items() if i is None}
+    outside = {name for name, layer in _owners(stage).items() if layer is None}
     found: set[str] = set()
     for cached, cut in stage.cuts.items():
-        inputs = cut.example() or [cut.tokens]
+        received = cut.example()
         caches = make_prompt_cache(stage.model) if cached else None
-        outputs = stage._run(cut.tokens, caches, inputs if cut.receives else [])
+        outputs = stage._run(cut.tokens, caches, received)
         found |= trace.depends_on(outputs, arrays)
-        if not trace.depends_on(outputs, dict(enumerate(inputs))):
+        inputs = dict(enumerate(received or [cut.tokens]))
+        if not trace.depends_on(outputs, inputs):
             found |= outside
     return found
 
@@ -230,26 +276,27 @@ def _module_of(name: str) -> str:
 
 
 def _prune(tree: Any, keep: set[str], path: str = "") -> bool:
-    """Blanks the arrays that are not kept, and takes branches without a kept one out
-    of the module tree. What they hold can still be read as attributes."""
-    entries = [
-        (key, value)
-        for key, value in (list(tree.items()) if isinstance(tree, dict) else enumerate(tree))
-        if isinstance(value, (mx.array, dict, list))
-    ]
-    stays = {
-        key: path + str(key) in keep
-        if isinstance(value, mx.array)
-        else _prune(value, keep, f"{path}{key}.")
-        for key, value in entries
-    }
-    for key, value in entries:
-        if not stays[key]:
-            if isinstance(value, mx.array):
-                tree[key] = trial.blank(value)
-            if any(stays.values()):
-                _detach(tree, key, value)
-    return any(stays.values())
+    """Blanks the arrays that are not kept, and takes branches without a kept array out of the
+    module tree. Their contents can still be read as attributes. Returns whether any is kept."""
+    is_any_kept = False
+    dropped: list[tuple[Any, Any]] = []
+    for key, value in trial.entries(tree):
+        if isinstance(value, mx.array):
+            is_kept = f"{path}{key}" in keep
+        elif isinstance(value, (dict, list)):
+            is_kept = _prune(value, keep, f"{path}{key}.")
+        else:
+            continue
+        if is_kept:
+            is_any_kept = True
+        else:
+            dropped.append((key, value))
+    for key, value in dropped:
+        if isinstance(value, mx.array):
+            tree[key] = trial.blank(value)
+        if is_any_kept:
+            _detach(tree, key, value)
+    return is_any_kept
 
 
 def _detach(tree: Any, key: Any, value: Any) -> None:

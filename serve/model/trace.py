@@ -1,9 +1,8 @@
-"""What a forward does, found by running it on lazy arrays. Evaluates nothing.
+"""Tools to find out what a forward does, by running it on lazy arrays without evaluating them.
 
-Three tools for cutting a model whose code does not know it: seams replace the
-calls of modules, values are the arrays that a layer gives to others (its result,
-and objects among its arguments that it writes to), and `Graph` is the lazy graph
-between them: which arrays others are made of.
+Seams replace the calls of single modules. Values are what a layer gives to others: its result,
+and objects among its arguments that it writes to. `Graph` says which arrays others are computed
+from.
 """
 
 import copy
@@ -20,8 +19,10 @@ import mlx.nn as nn
 from serve.core.errors import PlanError
 
 Key = TypeVar("Key", bound=Hashable)
-Seam = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Called instead of a module, with the module's own call and its arguments."""
+Call = Callable[..., Any]
+"""The own call of a module."""
+Seam = Callable[[Call, tuple[Any, ...], dict[str, Any]], Any]
+"""A function called instead of a module, with the module's own call and its arguments."""
 
 _EXPORT_LIMIT = 1000  # mx.export_to_dot takes at most 1,024 names in one call
 
@@ -30,7 +31,7 @@ _EXPORT_LIMIT = 1000  # mx.export_to_dot takes at most 1,024 names in one call
 
 
 def open_seam(module: nn.Module, seam: Seam) -> None:
-    """Sends each call of this one module through seam."""
+    """Makes each call of this one module go through seam."""
     if not hasattr(type(module), "_brigade_original"):
         module.__class__ = _seamed(type(module))
     object.__setattr__(module, "_brigade_seam", seam)
@@ -38,14 +39,14 @@ def open_seam(module: nn.Module, seam: Seam) -> None:
 
 def close_seam(module: nn.Module) -> None:
     original = getattr(type(module), "_brigade_original", None)
-    if original:
+    if original is not None:
         module.__class__ = original
         object.__delattr__(module, "_brigade_seam")
 
 
 @contextmanager
 def seams(modules: Sequence[nn.Module], make: Callable[[int], Seam]) -> Iterator[None]:
-    """Seams that are closed again: make(i) gives that of the i-th module."""
+    """Opens seams for a while: make(i) returns the seam of the i-th module."""
     try:
         for i, module in enumerate(modules):
             open_seam(module, make(i))
@@ -57,20 +58,23 @@ def seams(modules: Sequence[nn.Module], make: Callable[[int], Seam]) -> Iterator
 
 @functools.cache
 def _seamed(original: type[nn.Module]) -> type[nn.Module]:
-    """A subclass is needed because Python looks __call__ up in the class. It keeps
-    the name, so that code which looks at names sees what it expects."""
+    """Makes the subclass that calls the seam: Python looks __call__ up in the class.
+
+    It keeps the name of the original, for code that looks at class names.
+    """
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         inner = functools.partial(original.__call__, self)
         return self._brigade_seam(inner, args, kwargs)
 
-    return type(original.__name__, (original,), {"__call__": call, "_brigade_original": original})
+    members = {"__call__": call, "_brigade_original": original}
+    return type(original.__name__, (original,), members)
 
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Without mx.compile: a compiled function gives the graphs of all its calls the same
-    nodes, and then everything would seem to depend on everything."""
+    """Disables mx.compile for a while. A compiled function gives the graphs of all its calls the
+    same nodes, and then everything would seem to depend on everything."""
     mx.disable_compile()
     try:
         yield
@@ -82,29 +86,29 @@ def uncompiled() -> Iterator[None]:
 
 
 def arrays_in(value: Any) -> list[mx.array]:
-    """The arrays of a value, depth first."""
+    """The arrays that a value contains, depth first."""
     return list(places_in(value).values())
 
 
 def places_in(value: Any) -> dict[str, mx.array]:
-    """The same by their place in it."""
+    """The arrays that a value contains, by their place in it, such as `.0.key`."""
     return dict(_places(value, ""))
 
 
 def with_arrays(value: Any, arrays: Mapping[str, Any], place: str = "") -> Any:
-    """A copy of a value with its arrays replaced; None where there is none for a place."""
+    """A copy of a value with its arrays replaced by those of the same place, or by None."""
     if isinstance(value, mx.array):
         return arrays.get(place)
     if isinstance(value, (list, tuple)):
         items = [with_arrays(item, arrays, f"{place}.{n}") for n, item in enumerate(value)]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        is_named_tuple = hasattr(value, "_fields")
+        return type(value)(*items) if is_named_tuple else type(value)(items)
     fields = _fields(value)
     if not fields:
         return value
     replaced = copy.copy(value)
-    _fields(replaced).update(
-        {name: with_arrays(v, arrays, f"{place}.{name}") for name, v in fields.items()}
-    )
+    for name, field in fields.items():
+        _fields(replaced)[name] = with_arrays(field, arrays, f"{place}.{name}")
     return replaced
 
 
@@ -117,13 +121,13 @@ def _places(value: Any, place: str) -> Iterator[tuple[str, mx.array]]:
     if isinstance(value, mx.array):
         yield place, value
         return
-    items = enumerate(value) if isinstance(value, (list, tuple)) else _fields(value).items()
-    for key, item in items:
+    is_sequence = isinstance(value, (list, tuple))
+    for key, item in enumerate(value) if is_sequence else _fields(value).items():
         yield from _places(item, f"{place}.{key}")
 
 
 def write_back(targets: Sequence[Any], written: Sequence[Any]) -> None:
-    """Makes mutable objects what a snapshot says that they became."""
+    """Makes mutable objects equal to snapshots of what a layer made of them."""
     for target, value in zip(targets, written, strict=True):
         if isinstance(target, list):
             target[:] = value
@@ -132,15 +136,19 @@ def write_back(targets: Sequence[Any], written: Sequence[Any]) -> None:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else getattr(value, "__dict__", {})
+    if isinstance(value, dict):
+        return value
+    return getattr(value, "__dict__", {})
 
 
 # --- the lazy graph
 
 
 class Graph(Generic[Key]):
-    """How outputs are computed from sources, and these from each other. Raises PlanError
-    if there are more of them than MLX can name in one graph."""
+    """The lazy graph between sources and outputs: which of them others are computed from.
+
+    Raises PlanError if there are more arrays than MLX can name in one graph.
+    """
 
     def __init__(self, outputs: Sequence[mx.array], sources: Mapping[Key, mx.array]) -> None:
         by_array: dict[int, list[Key]] = defaultdict(list)
@@ -148,41 +156,63 @@ class Graph(Generic[Key]):
             by_array[id(array)].append(key)
         if len(outputs) + len(by_array) > _EXPORT_LIMIT:
             raise PlanError(f"This model gives more than {_EXPORT_LIMIT} arrays at once.")
-        self._keys = {f"in{n}": keys for n, keys in enumerate(by_array.values())}
-        # stop_gradient gives each output a node of its own, even if it is a source.
-        self._sinks = {f"out{n}": mx.stop_gradient(array) for n, array in enumerate(outputs)}
-        named = {name: sources[keys[0]] for name, keys in self._keys.items()}
-        dot = io.StringIO()
-        mx.export_to_dot(dot, **named, **self._sinks)
+        # Several keys may name the same array, which is one node of the graph.
+        self._keys: dict[str, list[Key]] = {}
+        named: dict[str, mx.array] = {}
+        for number, keys in enumerate(by_array.values()):
+            self._keys[f"in{number}"] = keys
+            named[f"in{number}"] = sources[keys[0]]
+        self._outputs: list[str] = []
+        for number, array in enumerate(outputs):
+            self._outputs.append(f"out{number}")
+            # stop_gradient gives each output a node of its own, even if it is a source.
+            named[f"out{number}"] = mx.stop_gradient(array)
         self._parents: dict[str, list[str]] = defaultdict(list)
-        for line in dot.getvalue().splitlines():
-            if line[-1] != "}":  # "}" ends the lines that describe a node.
-                parent, arrow, child = line.partition(" -> ")
-                if arrow:
-                    self._parents[child.strip('"')].append(parent.strip('"'))
+        for parent, child in edges(named):
+            self._parents[child].append(parent)
 
     def used(self, known: Collection[Key], *, and_theirs: bool = False) -> set[Key]:
-        """Which of the known sources the outputs need; of what those in turn are computed
-        from only if asked for."""
-        ends = {name for name, keys in self._keys.items() if any(key in known for key in keys)}
+        """The known sources that the outputs are computed from directly. With and_theirs also
+        the known sources that those are computed from."""
+        known_by_name: dict[str, set[Key]] = {}
+        for name, keys in self._keys.items():
+            known_by_name[name] = {key for key in keys if key in known}
         reached: set[str] = set()
-        todo = list(self._sinks)
-        while todo:
-            name = todo.pop()
-            if name not in reached:
-                reached.add(name)
-                if and_theirs or name not in ends:
-                    todo += self._parents[name]
-        return {key for name in reached & ends for key in self._keys[name] if key in known}
+        found: set[Key] = set()
+        waiting = list(self._outputs)
+        while waiting:
+            name = waiting.pop()
+            if name in reached:
+                continue
+            reached.add(name)
+            known_here = known_by_name.get(name, set())
+            found |= known_here
+            if and_theirs or not known_here:
+                waiting += self._parents[name]
+        return found
+
+
+def edges(named: Mapping[str, mx.array]) -> Iterator[tuple[str, str]]:
+    """The edges (parent, child) of the lazy graph of these arrays, which have their names in it."""
+    dot = io.StringIO()
+    mx.export_to_dot(dot, **named)
+    for line in dot.getvalue().splitlines():
+        if line.endswith("}"):  # The line describes a node.
+            continue
+        parent, arrow, child = line.partition(" -> ")
+        if arrow:
+            yield parent.strip('"'), child.strip('"')
 
 
 def depends_on(outputs: Sequence[mx.array], sources: Mapping[Key, mx.array]) -> set[Key]:
-    """The keys of the sources that the outputs are computed from, for any number of them."""
-    room = _EXPORT_LIMIT // 2
+    """The keys of the sources that the outputs are computed from, for any number of arrays."""
+    size = _EXPORT_LIMIT // 2
     entries = list(sources.items())
     found: set[Key] = set()
-    for some in (outputs[at : at + room] for at in range(0, len(outputs), room)):
-        for at in range(0, len(entries), room):
-            part = dict(entries[at : at + room])
-            found |= Graph(some, part).used(part.keys(), and_theirs=True)
+    for first_output in range(0, len(outputs), size):
+        some_outputs = outputs[first_output : first_output + size]
+        for first_source in range(0, len(entries), size):
+            some_sources = dict(entries[first_source : first_source + size])
+            graph = Graph(some_outputs, some_sources)
+            found |= graph.used(some_sources.keys(), and_theirs=True)
     return found

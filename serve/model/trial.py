@@ -1,10 +1,11 @@
-"""Trial runs of a whole model on lazy arrays: where it can be cut, and what crosses.
+"""Trial runs of a whole model on lazy arrays: where it can be cut, and what crosses each cut.
+
 No weight is read, even if a forward evaluates.
 """
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +17,7 @@ from serve.core.errors import PlanError
 from serve.model import trace
 
 Crossing = tuple[int, str]
-"""(i, place): the array at a place in what layer i gives to others."""
+"""(i, place): the array at this place in what layer i gives to others."""
 
 FAILURES = (
     ArithmeticError,
@@ -28,7 +29,7 @@ FAILURES = (
     TypeError,
     ValueError,
 )
-"""What the code of a model raises when it is run in a way that it was not made for."""
+"""Errors that a model's code raises when it is run in a way that it was not made for."""
 
 _NUM_TOKENS = 4
 # Some layers give more once they have seen a whole block of tokens.
@@ -36,10 +37,16 @@ _NUM_TOKENS_OF_MANY_BLOCKS = 256
 
 
 class Trial:
-    """A run of the whole model: what each layer gives to others, which caches it gets."""
+    """A run of the whole model, with caches or without.
+
+    given has what each layer gives to others: its output, and what it writes to its arguments.
+    users has the layers that get each cache. Raises PlanError if the model cannot be split.
+    """
 
     def __init__(self, model: nn.Module, layers: list[nn.Module], cached: bool) -> None:
-        self.model, self.layers, self.cached = model, layers, cached
+        self.model = model
+        self.layers = layers
+        self.cached = cached
         self.tokens = mx.zeros((1, _NUM_TOKENS), dtype=mx.int32)
         self._run()
         if any(written for _, written in self.given.values()):
@@ -50,33 +57,42 @@ class Trial:
         return make_prompt_cache(self.model) if self.cached else None
 
     def crossing(self, at: int) -> tuple[Crossing, ...]:
-        """What layers before `at` give and the rest of the model uses."""
+        """The arrays that layers before `at` give and the rest of the model uses. Raises PlanError
+        if the model cannot be cut there."""
         if at in (0, len(self.layers)):
             return ()
         for users in self.users.values():
             if min(users) < at <= max(users):
                 raise PlanError(f"No cut before layer {at}: layers {sorted(users)} share a cache.")
-        known = [(i, place) for i in range(at) for place in trace.places_in(self.given[i])]
+        known: list[Crossing] = []
+        for i in range(at):
+            known += [(i, place) for place in trace.places_in(self.given[i])]
         used = self._graph.used(set(known))
-        # A forward that evaluates hides its graph: then a plain one is assumed.
-        keys = tuple(key for key in known if key in used or (not used and key[0] == at - 1))
+        if used:
+            keys = tuple(key for key in known if key in used)
+        else:
+            # A forward that evaluates hides its graph. Then the last layer's values are assumed.
+            keys = tuple(key for key in known if key[0] == at - 1)
         self._check_rest(at, keys)
         return keys
 
     @functools.cached_property
     def _graph(self) -> trace.Graph[Crossing]:
-        given = {i: trace.places_in(value) for i, value in self.given.items()}
-        arrays = {(i, place): array for i in given for place, array in given[i].items()}
+        arrays: dict[Crossing, mx.array] = {}
+        for i, value in self.given.items():
+            for place, array in trace.places_in(value).items():
+                arrays[i, place] = array
         return trace.Graph(self._outputs, arrays)
 
     def _run(self) -> None:
         self.given: dict[int, Any] = {}
         self.users: dict[int, set[int]] = defaultdict(set)
         self.caches = self.new_caches() or []
+        caches = list(self.caches) if self.cached else None
+        seams = trace.seams(self.layers, lambda i: functools.partial(self._record, i))
         try:
-            seams = trace.seams(self.layers, lambda i: functools.partial(self._record, i))
             with trace.uncompiled(), seams:
-                output = self.model(self.tokens, cache=list(self.caches) if self.cached else None)
+                output = self.model(self.tokens, cache=caches)
         except FAILURES as error:
             raise PlanError(
                 f"This model cannot be split: mlx-lm's own forward fails ({error})."
@@ -85,17 +101,20 @@ class Trial:
             raise PlanError("This model cannot be split: its forward does not call each layer.")
         self._outputs = trace.arrays_in(output)
 
-    def _record(self, i: int, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _record(self, i: int, call: trace.Call, args: Any, kwargs: Any) -> Any:
         if i in self.given:
             raise PlanError("This model cannot be split: it runs its layers more than once.")
+        arguments = (*args, *kwargs.values())
         for j, cache in enumerate(self.caches):
-            if any(cache is argument for argument in (*args, *kwargs.values())):
+            if any(cache is argument for argument in arguments):
                 self.users[j].add(i)
         targets = writable(args, kwargs, self.caches)
         value = (call(*args, **kwargs), targets)
-        # What a layer only hands on gets a node of its own: it may be that others use this
-        # one, and not the same array as an earlier layer gave it.
-        nodes = {place: mx.stop_gradient(a) for place, a in trace.places_in(value).items()}
+        # A layer may hand on an array of an earlier one unchanged. It gets a node of its own, to
+        # see which of the two the layers behind it use.
+        nodes: dict[str, mx.array] = {}
+        for place, array in trace.places_in(value).items():
+            nodes[place] = mx.stop_gradient(array)
         output, written = trace.with_arrays(value, nodes)
         trace.write_back(targets, written)
         self.given[i] = trace.snapshot((output, written))
@@ -103,22 +122,22 @@ class Trial:
 
     def _check_rest(self, at: int, keys: tuple[Crossing, ...]) -> None:
         """Raises PlanError if layers from `at` on do not run on what crosses the cut alone."""
-        blanks = {(i, place): blank(trace.places_in(self.given[i])[place]) for i, place in keys}
-        made = {i: refill(i, self.given[i], blanks) for i in range(at)}
+        blanks: dict[Crossing, mx.array] = {}
+        for i, place in keys:
+            array = trace.places_in(self.given[i])[place]
+            blanks[i, place] = blank(array)
+        given = {i: refill(i, self.given[i], blanks) for i in range(at)}
         caches = self.new_caches()
 
-        def seam(i: int) -> trace.Seam:
-            def run(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-                if i >= at:
-                    return call(*args, **kwargs)
-                output, written = made[i]
-                trace.write_back(writable(args, kwargs, caches or ()), written)
-                return output
-
-            return run
+        def replay(i: int, call: trace.Call, args: Any, kwargs: Any) -> Any:
+            if i >= at:
+                return call(*args, **kwargs)
+            output, written = given[i]
+            trace.write_back(writable(args, kwargs, caches or ()), written)
+            return output
 
         try:
-            with trace.seams(self.layers, seam):
+            with trace.seams(self.layers, lambda i: functools.partial(replay, i)):
                 self.model(self.tokens, cache=caches)
         except FAILURES as error:
             raise PlanError(
@@ -127,70 +146,83 @@ class Trial:
 
 
 def crossings(trials: Sequence[Trial], at: int) -> dict[bool, tuple[Crossing, ...]]:
-    """What crosses a cut before layer `at`, with caches and without. Raises PlanError
-    that names the nearest cuts which are possible."""
+    """The arrays that cross a cut before layer `at`, with caches (True) and without (False).
+
+    Raises PlanError, which names the nearest possible cuts.
+    """
     try:
         return {trial.cached: trial.crossing(at) for trial in trials}
     except PlanError as error:
-        below = next((n for n in range(at - 1, 0, -1) if _can_cut(trials, n)), None)
-        above = next((n for n in range(at + 1, _num_layers(trials)) if _can_cut(trials, n)), None)
-        near = " and ".join(f"before layer {n}" for n in (below, above) if n is not None)
-        hint = f"The nearest possible cuts are {near}." if near else "It has no possible cut."
+        num_layers = len(trials[0].layers)
+        below = _first_cut(trials, range(at - 1, 0, -1))
+        above = _first_cut(trials, range(at + 1, num_layers))
+        near = [f"before layer {n}" for n in (below, above) if n is not None]
+        hint = "It has no possible cut."
+        if near:
+            hint = f"The nearest possible cuts are {' and '.join(near)}."
         raise PlanError(f"{error} {hint}") from error
 
 
-def _can_cut(trials: Sequence[Trial], at: int) -> bool:
-    try:
-        return bool([trial.crossing(at) for trial in trials])
-    except PlanError:
-        return False
-
-
-def _num_layers(trials: Sequence[Trial]) -> int:
-    return len(trials[0].layers)
+def _first_cut(trials: Sequence[Trial], candidates: Iterable[int]) -> int | None:
+    """The first of the candidates where the model can be cut."""
+    for at in candidates:
+        try:
+            for trial in trials:
+                trial.crossing(at)
+        except PlanError:
+            continue
+        return at
+    return None
 
 
 def writable(args: tuple[Any, ...], kwargs: dict[str, Any], caches: Sequence[Any]) -> list[Any]:
-    """The objects among a layer's arguments that it may leave something in."""
-    others = (mx.array, nn.Module, tuple, *{type(cache) for cache in caches})
-    values = (*args, *kwargs.values())
-    return [
-        v
-        for v in values
-        if (isinstance(v, (dict, list)) or hasattr(v, "__dict__")) and not isinstance(v, others)
-    ]
+    """The objects among a layer's arguments that the layer may write to, other than caches."""
+    excluded = (mx.array, nn.Module, tuple, *{type(cache) for cache in caches})
+    found: list[Any] = []
+    for value in (*args, *kwargs.values()):
+        is_mutable = isinstance(value, (dict, list)) or hasattr(value, "__dict__")
+        if is_mutable and not isinstance(value, excluded):
+            found.append(value)
+    return found
 
 
 def refill(i: int, value: Any, arrays: dict[Crossing, Any]) -> Any:
-    """What layer i gave in the trial, with other arrays."""
-    return trace.with_arrays(
-        value, {place: array for (n, place), array in arrays.items() if n == i}
-    )
+    """A copy of what layer i gave in the trial, with other arrays in it."""
+    own = {place: array for (layer, place), array in arrays.items() if layer == i}
+    return trace.with_arrays(value, own)
 
 
 # --- weights that are not read
 
 
 def blank(array: mx.array) -> mx.array:
-    """An array without memory. It must not reach a result, so it is NaN."""
-    return mx.broadcast_to(mx.array(float("nan")).astype(array.dtype), array.shape)
+    """An array of this shape and dtype that takes no memory. No result may depend on it, so it
+    is NaN."""
+    nan = mx.array(float("nan")).astype(array.dtype)
+    return mx.broadcast_to(nan, array.shape)
 
 
 def stand_in_for_weights(model: nn.Module) -> dict[str, mx.array]:
-    """Puts blanks in the place of all arrays, and returns these by name. So a trial
-    sees where a weight is used and not how it is made, which may take 50,000 nodes, and
-    reads none even if the forward evaluates."""
+    """Replaces all arrays of a model by blanks, and returns the arrays by name.
+
+    So a trial sees where a weight is used but not how it is made, which may take 50,000 nodes,
+    and reads no weight even if the forward evaluates.
+    """
     arrays = dict(named_arrays(model))
-    blanks = {id(array): blank(array) for array in arrays.values()}  # tied ones stay tied
-    _set_arrays(model, {name: blanks[id(array)] for name, array in arrays.items()})
+    # By identity, so that tied weights stay tied.
+    blanks = {id(array): blank(array) for array in arrays.values()}
+    blanks_by_name = {name: blanks[id(array)] for name, array in arrays.items()}
+    _set_arrays(model, blanks_by_name)
     return arrays
 
 
 @contextmanager
 def without_weights(model: nn.Module) -> Iterator[None]:
-    """Blanks in place of all weights for a while. Arrays that modules make out of weights
-    in a forward and keep are forgotten at the end."""
-    before = [(module, set(module), dict(vars(module))) for module in model.modules()]
+    """Replaces all weights by blanks for a while. At the end it also removes arrays that modules
+    have made out of the blanks in a forward and kept."""
+    before: list[tuple[nn.Module, set[str], dict[str, Any]]] = []
+    for module in model.modules():
+        before.append((module, set(module), dict(vars(module))))
     weights = stand_in_for_weights(model)
     try:
         yield
@@ -198,21 +230,28 @@ def without_weights(model: nn.Module) -> Iterator[None]:
         for module, keys, attributes in before:
             for key in set(module) - keys:
                 del module[key]
-                vars(module).update({key: attributes[key]} if key in attributes else {})
+                if key in attributes:
+                    vars(module)[key] = attributes[key]
         _set_arrays(model, weights)
 
 
 def named_arrays(tree: Any) -> Iterator[tuple[str, mx.array]]:
-    """Each array below a module by its dotted name, parameters and constants."""
-    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+    """Yields each array below a module, parameters and constants, with its dotted name."""
+    for key, value in entries(tree):
         if isinstance(value, mx.array):
             yield str(key), value
         elif isinstance(value, (dict, list, tuple)):
-            yield from ((f"{key}.{name}", array) for name, array in named_arrays(value))
+            for name, array in named_arrays(value):
+                yield f"{key}.{name}", array
+
+
+def entries(tree: Any) -> list[tuple[Any, Any]]:
+    """The (key, value) or (index, value) pairs of one level of a module tree."""
+    return list(tree.items() if isinstance(tree, dict) else enumerate(tree))
 
 
 def _set_arrays(tree: Any, arrays: dict[str, mx.array], path: str = "") -> None:
-    for key, value in list(tree.items()) if isinstance(tree, dict) else enumerate(tree):
+    for key, value in entries(tree):
         if isinstance(value, mx.array):
             if not isinstance(tree, tuple):
                 tree[key] = arrays.get(f"{path}{key}", value)

@@ -1,12 +1,13 @@
-"""The weights of one stage, out of a model folder. Those of other stages are never
-read: mlx-lm builds the model on lazy arrays, and only what the stage keeps is
-evaluated. A folder of the hub has holes, which are filled in between."""
+"""Loads the weights of one stage out of a model folder, and never reads those of other stages.
+
+mlx-lm builds the model on lazy arrays, and only what the stage keeps is evaluated. In a partial
+folder of the hub the missing bytes are fetched in between.
+"""
 
 import functools
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from io import StringIO
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,23 +20,26 @@ from mlx_lm import utils
 from serve.core.errors import ModelError
 from serve.hub.partial import PartialModel
 from serve.model.stage import Stage
-from serve.model.trace import depends_on
+from serve.model.trace import depends_on, edges
 from serve.model.trial import named_arrays
 
 _PART_BYTES = 64 << 20
-_NUM_TRACED = 400  # arrays in one call of the tracer
+_MAX_TRACED = 400  # arrays in one call of the tracer
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
-# Told what goes on ("fetching" or "loading"), the bytes that are done, and all of them.
 Progress = Callable[[str, int, int], None]
+"""Called with what goes on ("fetching" or "loading"), the bytes done, and the bytes in all."""
 Prepare = Callable[[nn.Module], object]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedStage:
-    """bytes_read is what the process really read from files, None where the system
-    does not tell (it does on Linux). bytes_fetched came from the hub."""
+    """A stage with its weights, and how many bytes it took.
+
+    bytes_read is what the process really read from files; it is None where the system does not
+    count that (Linux does). bytes_fetched came from the hub.
+    """
 
     stage: Stage
     bytes_owned: int
@@ -50,8 +54,10 @@ def load_stage(
     progress: Progress,
     prepare: Prepare = lambda _: None,
 ) -> LoadedStage:
-    """Builds layers [start, end) and reads their weights. prepare may change the whole lazy
-    model before it is cut."""
+    """Builds layers [start, end) and reads their weights. Raises ModelError or PlanError.
+
+    prepare may change the whole lazy model before it is cut.
+    """
 
     def cut(whole: nn.Module) -> Stage:
         prepare(whole)
@@ -61,41 +67,48 @@ def load_stage(
     bytes_fetched = 0
     if isinstance(model, PartialModel):
         folder = model.folder
-        stage, bytes_fetched = _filled(model, progress, cut, lambda s: s.weights().values())
+        stage, bytes_fetched = _build_partial(model, progress, cut, lambda s: s.weights().values())
     else:
         folder = model
         stage = cut(build_model(folder))
     weights = list(stage.weights().values())
-    bytes_owned = sum(array.nbytes for array in weights)
-    done = 0
+    bytes_owned = _num_bytes(weights)
+    bytes_done = 0
     for part in _parts(weights):
         try:
-            mx.eval(part)  # Here, in parts, so that loading can be seen to go on.
+            mx.eval(part)  # In parts, so that the progress of loading can be shown.
         except RuntimeError as error:
             raise ModelError(f"The weights in {folder} cannot be read: {error}.") from error
-        done += sum(array.nbytes for array in part)
-        progress("loading", done, bytes_owned)
+        bytes_done += _num_bytes(part)
+        progress("loading", bytes_done, bytes_owned)
     after = _bytes_read()
-    read = None if before is None or after is None else after - before
-    return LoadedStage(stage, bytes_owned, read, bytes_fetched)
+    bytes_read = None if before is None or after is None else after - before
+    return LoadedStage(stage, bytes_owned, bytes_read, bytes_fetched)
 
 
 def load_changed(model: Path | PartialModel, changed: Mapping[str, mx.array]) -> nn.Module:
-    """The whole model, lazily, with these weights in the place of its own."""
+    """Builds the whole lazy model, with these weights in the place of its own."""
 
     def change(whole: nn.Module) -> nn.Module:
-        whole.update(tree_unflatten(list(changed.items())))
+        parameters = tree_unflatten(list(changed.items()))
+        whole.update(parameters)
         return whole
+
+    def weights(whole: nn.Module) -> Iterable[mx.array]:
+        return dict(named_arrays(whole)).values()
 
     if not isinstance(model, PartialModel):
         return change(build_model(model))
-    whole, _ = _filled(model, lambda *_: None, change, lambda m: dict(named_arrays(m)).values())
+    whole, _ = _build_partial(model, lambda *_: None, change, weights)
     return whole
 
 
 def build_model(folder: Path, raw: dict[str, mx.array] | None = None) -> nn.Module:
-    """The whole model, lazily. raw is filled with the arrays of the files, as they are
-    before `sanitize` renames, stacks or splits them."""
+    """Builds the whole lazy model. Raises ModelError.
+
+    raw is filled with the arrays of the files, as they are before the model's `sanitize`
+    renames, stacks or splits them.
+    """
 
     def classes(config: dict[str, Any]) -> Any:
         model_class, args_class = utils._get_classes(config=config)
@@ -104,7 +117,7 @@ def build_model(folder: Path, raw: dict[str, mx.array] | None = None) -> nn.Modu
         return lambda args: _recording(model_class(args), raw), args_class
 
     collects = gc.isenabled()
-    gc.disable()  # It would look again and again at 100,000 arrays, half of the time.
+    gc.disable()  # Scanning 100,000 arrays again and again would take half of the time.
     try:
         model, _ = utils.load_model(folder, lazy=True, get_model_classes=classes)
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError) as error:
@@ -117,7 +130,7 @@ def build_model(folder: Path, raw: dict[str, mx.array] | None = None) -> nn.Modu
 
 
 def _recording(model: nn.Module, raw: dict[str, mx.array]) -> nn.Module:
-    """The model, whose first call of sanitize leaves in raw what it is given."""
+    """The same model, whose first call of sanitize also copies its argument into raw."""
     sanitize = getattr(model, "sanitize", lambda weights: weights)
 
     def record(weights: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -130,20 +143,20 @@ def _recording(model: nn.Module, raw: dict[str, mx.array]) -> nn.Module:
     return model
 
 
-# --- a folder with holes
+# --- partial folders
 
 
-def _filled(
+def _build_partial(
     partial: PartialModel,
     progress: Progress,
     make: Callable[[nn.Module], Made],
     weights: Callable[[Made], Iterable[mx.array]],
 ) -> tuple[Made, int]:
-    """What is made of the lazy model, with the bytes of its weights in place, not evaluated;
-    and how many of them were fetched.
+    """Builds the lazy model, applies make to it, and fetches what its weights are made of.
 
-    Code of a model that evaluates while it is built has read what was not there yet:
-    then that is fetched too, and the model built again.
+    Returns the result of make, not evaluated, and how many bytes were fetched. A model whose
+    code evaluates while it is built has read bytes that were not there yet: then these are
+    fetched too, and the model is built again.
     """
     wanted: set[str] = set()
     bytes_fetched = 0
@@ -151,43 +164,53 @@ def _filled(
         raw: dict[str, mx.array] = {}
         made = make(build_model(partial.folder, raw))
         early = _evaluated(raw) - wanted
-        wanted |= early | _made_of(list(weights(made)), raw)
+        wanted |= early
+        wanted |= _computed_from(list(weights(made)), raw)
         bytes_fetched += partial.fetch(wanted, functools.partial(progress, "fetching"))
         if not early:
             return made, bytes_fetched
 
 
-def _made_of(weights: Sequence[mx.array], raw: Mapping[str, mx.array]) -> set[str]:
-    """The raw arrays that the weights are computed from. Most are weights themselves."""
+def _computed_from(weights: Sequence[mx.array], raw: Mapping[str, mx.array]) -> set[str]:
+    """The names of the raw arrays that the weights are computed from. Most raw arrays are weights
+    themselves."""
     names = {id(array): name for name, array in raw.items()}
-    direct = {names[id(array)] for array in weights if id(array) in names}
-    computed = [array for array in weights if id(array) not in names]
-    others = {name: array for name, array in raw.items() if name not in direct}
-    return direct.union(
-        *(
-            depends_on(outputs, dict(sources))
-            for outputs in _batches(computed)
-            for sources in _batches(others.items())
-        )
-    )
+    found: set[str] = set()
+    computed: list[mx.array] = []
+    for array in weights:
+        if id(array) in names:
+            found.add(names[id(array)])
+        else:
+            computed.append(array)
+    others = {name: array for name, array in raw.items() if name not in found}
+    for outputs in _batches(computed):
+        for sources in _batches(others.items()):
+            found |= depends_on(outputs, dict(sources))
+    return found
 
 
 def _evaluated(raw: Mapping[str, mx.array]) -> set[str]:
-    """The arrays that are not lazy any more: the graph has no Load before them."""
+    """The names of the arrays that are not lazy any more: their graph has no Load before them."""
     found: set[str] = set()
     for batch in _batches(raw.items()):
-        names = {f"in{n}": name for n, (name, _) in enumerate(batch)}
-        dot = StringIO()
-        mx.export_to_dot(dot, **{f"in{n}": array for n, (_, array) in enumerate(batch)})
-        lazy = {line.rpartition(" -> ")[2].strip('"') for line in dot.getvalue().splitlines()}
-        found |= {name for node, name in names.items() if node not in lazy}
+        nodes: dict[str, mx.array] = {}
+        names: dict[str, str] = {}
+        for number, (name, array) in enumerate(batch):
+            nodes[f"in{number}"] = array
+            names[f"in{number}"] = name
+        lazy = {child for _, child in edges(nodes)}
+        found.update(names[node] for node in nodes.keys() - lazy)
     return found
 
 
 def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
     left = iter(items)
-    while batch := list(islice(left, _NUM_TRACED)):
+    while batch := list(islice(left, _MAX_TRACED)):
         yield batch
+
+
+def _num_bytes(arrays: Iterable[mx.array]) -> int:
+    return sum(array.nbytes for array in arrays)
 
 
 def _parts(weights: list[mx.array]) -> list[list[mx.array]]:
@@ -207,4 +230,5 @@ def _bytes_read() -> int | None:
         text = Path("/proc/self/io").read_text()
     except OSError:
         return None
-    return int(dict(line.split(": ") for line in text.splitlines())["rchar"])
+    counters = dict(line.split(": ") for line in text.splitlines())
+    return int(counters["rchar"])

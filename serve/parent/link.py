@@ -1,4 +1,4 @@
-"""A connection that carries frames, for asyncio: to the engine child, between parents."""
+"""An asyncio connection that carries frames: from a parent to its engine, and between parents."""
 
 import asyncio
 from typing import Any, Generic
@@ -9,7 +9,7 @@ from serve.core.wire import FrameReader, Received, frame
 
 
 class Link(Generic[Received]):
-    """A connection to a peer that sends messages of the expected types."""
+    """One end of a connection to a peer that sends messages of the expected types."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, expected: Any
@@ -27,13 +27,14 @@ class Link(Generic[Received]):
         keep_alive(self._writer.get_extra_info("socket"))
 
     def send(self, message: AnyMessage) -> None:
-        """Queues a message. Messages this way are small and bounded by the steps in flight, so
-        nobody waits for them to drain."""
+        """Queues a message. Messages are small and their number is bounded by the steps in
+        flight, so the caller need not wait until the queue drains."""
         if not self._writer.is_closing():
             self._writer.write(frame(message))
 
     async def receive(self) -> Received | None:
-        """The next message; None when the peer is gone. Raises ClusterError on nonsense."""
+        """Waits for the next message; returns None when the peer is gone. Raises ClusterError if
+        the bytes are not a message that is expected."""
         while not self._ready:
             try:
                 data = await self._reader.read(1 << 16)
@@ -45,7 +46,7 @@ class Link(Generic[Received]):
         return self._ready.pop(0)
 
     def abort(self) -> None:
-        """Ends it without a word to the peer, which may not listen any more."""
+        """Closes the connection without waiting for the peer, which may not read any more."""
         self._writer.transport.abort()
 
     async def close(self) -> None:

@@ -1,47 +1,55 @@
-"""Whether engines may start anew after a fault, and when. Pure: the caller has the clock."""
+"""Decides whether and when engines start again after a fault. Pure: the caller has the clock."""
 
 from collections import deque
 
 from serve.core.errors import BrigadeError, ClusterError, DisagreementError, EngineError
 
 _FIRST_WAIT_SECONDS = 0.5
-_LONGEST_WAIT_SECONDS = 15.0
+_MAX_WAIT_SECONDS = 15.0
 
 
 class Restarts:
-    """At most so many within a window, and in a row without having worked. The first one is at
-    once: waits are for engines that end again and again before they could work."""
+    """The restarts so far, of which max_restarts are allowed within a window, and also in a row
+    if the engines never become ready in between.
 
-    def __init__(self, most: int, window_seconds: float) -> None:
-        self._most, self._window_seconds = most, window_seconds
+    The first restart is immediate. Further ones wait if the engines did not become ready.
+    """
+
+    def __init__(self, max_restarts: int, window_seconds: float) -> None:
+        self._max_restarts = max_restarts
+        self._window_seconds = window_seconds
         self._times: deque[float] = deque()
-        self._num_vain = 0
+        self._num_not_ready = 0  # restarts in a row without ready engines in between
 
     def wait_seconds(self, fault: BrigadeError, was_ready: bool, now: float) -> float:
-        """How long the next engines have to wait. was_ready says whether those with the fault
-        could work. Raises the error for which the cluster has to end."""
+        """The seconds that the next engines have to wait. was_ready says whether the engines with
+        the fault had become ready. Raises the error for which the cluster has to end."""
         if not may_pass(fault):
             raise fault
         if not self.num_left(now):
             raise _given_up(fault, len(self._times), f"in {self._window_seconds:g} s")
-        # Such as a disk that hangs: each of these may take longer than the window.
-        if not was_ready and self._num_vain >= self._most:
-            raise _given_up(fault, self._num_vain, "without having worked")
+        # A start may take longer than the window, for example when a disk hangs.
+        if not was_ready and self._num_not_ready >= self._max_restarts:
+            raise _given_up(fault, self._num_not_ready, "without having worked")
         self._times.append(now)
-        self._num_vain = 0 if was_ready else self._num_vain + 1
-        if not self._num_vain:
+        if was_ready:
+            self._num_not_ready = 0
             return 0.0
-        return min(_LONGEST_WAIT_SECONDS, _FIRST_WAIT_SECONDS * 2.0 ** (self._num_vain - 1))
+        self._num_not_ready += 1
+        backoff = _FIRST_WAIT_SECONDS * 2.0 ** (self._num_not_ready - 1)
+        return min(_MAX_WAIT_SECONDS, backoff)
 
     def num_left(self, now: float) -> int:
-        while self._times and self._times[0] <= now - self._window_seconds:
+        """The number of restarts that are still allowed in the current window."""
+        window_start = now - self._window_seconds
+        while self._times and self._times[0] <= window_start:
             self._times.popleft()
-        return self._most - len(self._times)
+        return self._max_restarts - len(self._times)
 
 
 def may_pass(fault: BrigadeError) -> bool:
-    """Whether new engines may do better. A broken model, a split that does not fit or a wrong
-    flag stay what they are."""
+    """Whether new engines may succeed. They cannot mend a broken model, a split that does not
+    fit, or a wrong flag."""
     is_of_engines = isinstance(fault, (ClusterError, EngineError))
     return is_of_engines and not isinstance(fault, DisagreementError)
 
@@ -50,5 +58,6 @@ def _given_up(fault: BrigadeError, num_restarts: int, when: str) -> BrigadeError
     if not num_restarts:
         return fault
     return type(fault)(
-        f"{fault} The engines started anew {num_restarts} times {when}: given up (--max-restarts)."
+        f"{fault} The engines were restarted {num_restarts} times {when}: given up "
+        "(--max-restarts)."
     )

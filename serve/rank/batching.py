@@ -1,4 +1,4 @@
-"""Whether rows of different lengths can share a forward of a model, found by a trial run."""
+"""Finds out by trial runs whether rows of different lengths can share a forward of a model."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -11,10 +11,10 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from serve.core.types import Row, Step
 from serve.model import trace, trial
-from serve.rank.cache import GroupCaches
+from serve.rank.cache import GroupCaches, Part
 
-# Rows that are fed together in each step, by their numbers of tokens. Rows join, leave
-# and go alone. No broadcast can make 2, 3 and 5 rows out of the same number of heads.
+# The number of tokens that each row feeds, in each step. Rows join, leave and run alone. The
+# numbers of rows are 2, 3 and 5, so that no number of heads can be broadcast to all of them.
 _TRIAL_STEPS: tuple[dict[int, int], ...] = (
     {0: 3},
     {1: 1},
@@ -29,9 +29,8 @@ _TRIAL_STEPS: tuple[dict[int, int], ...] = (
 
 
 def can_batch(model: nn.Module) -> bool:
-    """Whether rows of different lengths can run in one forward of this whole model: its
-    caches can hold them together, and it understands their positions and masks. Reads no
-    weights."""
+    """Whether rows of different lengths can run in one forward of this whole model: its caches
+    can hold them together, and it handles their positions and masks. No weights are read."""
     with trial.without_weights(model):
         return _runs_together(model)
 
@@ -41,26 +40,43 @@ def _runs_together(model: nn.Module) -> bool:
     positions: dict[int, int] = defaultdict(int)
     try:
         for number, feeds in enumerate(_TRIAL_STEPS):
-            rows = tuple(Row(sequence, positions[sequence], n) for sequence, n in feeds.items())
-            step = Step(number, 0, rows, (0,) * sum(feeds.values()), sample=True)
+            step = _trial_step(number, feeds, positions)
             for part in caches.apply(step):
-                tokens = part.tokens(step)
-                ragged = len({rows[n].position for n in part.rows if n is not None}) > 1
-                with _numbers_as_positions_refused() if ragged else nullcontext():
-                    (output,) = trace.arrays_in(model(tokens, cache=part.caches))
-                if output.shape[:2] != tokens.shape:
+                if not _runs(model, step, part):
                     return False
-            for row in rows:
-                positions[row.sequence] += row.num_tokens
+            for sequence, num_tokens in feeds.items():
+                positions[sequence] += num_tokens
     except trial.FAILURES:
         return False
     return True
 
 
+def _trial_step(number: int, feeds: dict[int, int], positions: dict[int, int]) -> Step:
+    rows: list[Row] = []
+    for sequence, num_tokens in feeds.items():
+        rows.append(Row(sequence, positions[sequence], num_tokens))
+    tokens = (0,) * sum(feeds.values())
+    return Step(number, 0, tuple(rows), tokens, sample=True)
+
+
+def _runs(model: nn.Module, step: Step, part: Part) -> bool:
+    """Whether the model gives an output for each token of a part of a step. Raises one of
+    trial.FAILURES if its code cannot run the part."""
+    tokens = part.tokens(step)
+    rows = [step.rows[n] for n in part.rows if n is not None]
+    is_ragged = len({row.position for row in rows}) > 1
+    with _common_position_refused() if is_ragged else nullcontext():
+        (output,) = trace.arrays_in(model(tokens, cache=part.caches))
+    return output.shape[:2] == tokens.shape
+
+
 @contextmanager
-def _numbers_as_positions_refused() -> Iterator[None]:
-    """Where rows are at different positions, one number for all rows is wrong: it comes
-    from the shape of keys that are padded, and not from the cache."""
+def _common_position_refused() -> Iterator[None]:
+    """Makes rope raise ValueError for a position that is one number for all rows.
+
+    When rows are at different positions, such a number is wrong: the model has taken it from the
+    shape of padded keys and not from the cache.
+    """
     rope = mx.fast.rope
 
     def checked(*args: Any, **kwargs: Any) -> mx.array:

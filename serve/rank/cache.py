@@ -1,7 +1,7 @@
-"""The key-value caches of the sequences of this stage, by group.
+"""Keeps the key-value caches of a stage's sequences, and arranges them for each step.
 
-Does what each step says and checks that it can: rank 0 decides, nothing is guessed
-here. A row that its group no longer lists is kept until a later step asks for it.
+Rank 0 decides. This module does what a step says, and checks that it is possible. A row that
+its group no longer lists is kept until a later step asks for it.
 """
 
 import copy
@@ -23,40 +23,52 @@ from serve.core.errors import EngineError
 from serve.core.types import Row, Step, Take
 from serve.rank.slots import SlotBatch
 
+_PLAIN_CACHES = (KVCache, QuantizedKVCache)
 _MANY_GROUPS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows of a step that run in one forward, as indices into step.rows; None for a row
-    that only fills the batch up."""
+    """Rows of a step that run in one forward. rows has indices into step.rows, and None for a row
+    that only pads the batch."""
 
     rows: tuple[int | None, ...]
     caches: list[Any]
 
     def tokens(self, step: Step) -> mx.array:
-        """(B, L), of these rows, padded on the left."""
+        """The tokens (B, L) of these rows, padded on the left."""
         ends = [0]
         for row in step.rows:
             ends.append(ends[-1] + row.num_tokens)
-        fed = [() if n is None else step.tokens[ends[n] : ends[n + 1]] for n in self.rows]
-        length = max(map(len, fed))
-        return mx.array([(0,) * (length - len(tokens)) + tuple(tokens) for tokens in fed])
+        tokens_of_rows: list[tuple[int, ...]] = []
+        for n in self.rows:
+            tokens: tuple[int, ...] = ()
+            if n is not None:
+                tokens = step.tokens[ends[n] : ends[n + 1]]
+            tokens_of_rows.append(tokens)
+        length = max(map(len, tokens_of_rows))
+        padded = [(0,) * (length - len(tokens)) + tokens for tokens in tokens_of_rows]
+        return mx.array(padded)
 
     def own_rows(self, output: mx.array) -> mx.array:
-        """Those of the step, of an output (B, ...)."""
+        """The rows of an output (B, ...) that belong to rows of the step."""
         own = [i for i, n in enumerate(self.rows) if n is not None]
-        return output if len(own) == len(self.rows) else output[mx.array(own)]
+        if len(own) == len(self.rows):
+            return output
+        return output[mx.array(own)]
 
 
 class GroupCaches:
-    """make_cache gives the plain caches of one new row. can_batch says whether several
-    rows can have caches together; otherwise each row is a part of its own."""
+    """The caches of all sequences of a stage, and where each sequence is.
+
+    make_cache returns the plain caches of one new row. can_batch says whether several rows can
+    share a batch; otherwise each row runs in a part of its own. Each batch has a key.
+    """
 
     def __init__(self, make_cache: Callable[[], list[Any]], can_batch: bool = True) -> None:
         self._make_cache = make_cache
         self._can_batch = can_batch
-        self._is_plain = all(type(c) in (KVCache, QuantizedKVCache) for c in make_cache())
+        self._is_plain = all(type(cache) in _PLAIN_CACHES for cache in make_cache())
         self._in_slots = can_batch and self._is_plain
         self._free_keys = count()
         self._batches: dict[int, MergedBatch | SlotBatch] = {}
@@ -66,7 +78,8 @@ class GroupCaches:
         self._moved: list[Any] = []
 
     def apply(self, step: Step) -> list[Part]:
-        """The parts in which the rows of a step run, with caches arranged as it says."""
+        """Arranges the caches as a step says, and returns the parts in which its rows run. Raises
+        EngineError if the step does not fit what this stage holds."""
         for take in step.take:
             self._begin_as_copy(step, take)
         for sequence in step.drop:
@@ -88,126 +101,159 @@ class GroupCaches:
         return "any" if self._is_plain else "whole"
 
     def moved(self) -> list[mx.array]:
-        """Copies to evaluate before the forward: until then they keep buffers from being
-        written in place."""
-        moved, self._moved = _arrays(self._moved), []
+        """Copied rows, which have to be evaluated before the forward: while a copy is lazy, MLX
+        cannot write to the buffers in place."""
+        moved = _arrays(self._moved)
+        self._moved = []
         return moved
 
     def states(self, step: Step) -> list[mx.array]:
-        """The arrays to evaluate after a step. Offsets too: unevaluated, the graphs
-        behind them would grow with each token."""
+        """The arrays that have to be evaluated after a step. Offsets are among them: the graph of
+        an offset that is never evaluated would grow with each token."""
         keys = {self._place[row.sequence] for row in step.rows}
-        return _arrays([self._batches[key].caches for key in sorted(keys)])
+        caches = [self._batches[key].caches for key in sorted(keys)]
+        return _arrays(caches)
 
     @property
     def num_bytes(self) -> int:
-        """Of all keys and values. May be asked from another thread than the steps'."""
-        batches = list(self._batches.values())
-        caches = (cache for batch in batches for cache in list(batch.caches))
-        return sum(cache.nbytes for cache in caches if not cache.empty())
+        """The bytes of all keys and values. It is safe to read from any thread."""
+        num_bytes = 0
+        for batch in list(self._batches.values()):
+            for cache in list(batch.caches):
+                if not cache.empty():
+                    num_bytes += cache.nbytes
+        return num_bytes
 
     # --- which rows go where
 
     def _assign(self, step: Step) -> dict[int, list[int]]:
-        """Which rows of a step go into which batch.
+        """Divides the rows of a step among batches. Returns their indices by the batch's key.
 
-        New rows do not share one with old ones: to some models an empty state is not
-        the same as the zeros that it would become in a batch.
+        New rows do not share a batch with old ones: to some models an empty state is not the
+        same as the zeros that it would become in a batch.
         """
-        new = [n for n, row in enumerate(step.rows) if row.sequence not in self._place]
-        old = [n for n in range(len(step.rows)) if n not in new]
+        new: list[int] = []
+        old: list[int] = []
+        for n, row in enumerate(step.rows):
+            if row.sequence in self._place:
+                old.append(n)
+            else:
+                new.append(n)
         split: dict[int, list[int]] = {}
         for rows in self._divide_new(step, new):
-            split[self._begin(step, rows)] = rows
+            key = self._begin(step, rows)
+            split[key] = rows
         if not old:
             if len(self._keys_of_group) > _MANY_GROUPS:
                 self._forget_groups()
             self._keys_of_group[step.group] = list(split)[:1]
-        for n in old if not self._can_batch else ():
-            split[self._place[step.rows[n].sequence]] = [n]
-        if self._can_batch and old:
+        elif self._can_batch:
             split |= self._gather(step, old)
+        else:
+            for n in old:
+                key = self._place[step.rows[n].sequence]
+                split[key] = [n]
         return split
 
     def _forget_groups(self) -> None:
-        """Of prompts, which have a group each, until their rows have joined another one."""
-        live = {
-            g: [k for k in keys if k in self._batches] for g, keys in self._keys_of_group.items()
-        }
-        self._keys_of_group = {group: keys for group, keys in live.items() if keys}
+        """Forgets groups without a batch. Each prompt has a group of its own until its rows join
+        another one, so there would be more and more of them."""
+        for group, keys in list(self._keys_of_group.items()):
+            live = [key for key in keys if key in self._batches]
+            if live:
+                self._keys_of_group[group] = live
+            else:
+                del self._keys_of_group[group]
 
     def _divide_new(self, step: Step, new: list[int]) -> list[list[int]]:
+        """Divides new rows into those that begin together."""
+        if not new:
+            return []
         lengths = {step.rows[n].num_tokens for n in new}
-        if new and (self._in_slots or (self._can_batch and len(lengths) == 1)):
-            return [new]
-        return [[n] for n in new]
+        can_begin_together = self._in_slots or (self._can_batch and len(lengths) == 1)
+        return [new] if can_begin_together else [[n] for n in new]
 
     def _begin(self, step: Step, rows: list[int]) -> int:
-        """A batch of new rows."""
+        """Makes a batch of new rows, and returns its key."""
         key = next(self._free_keys)
-        lengths = {step.rows[n].sequence: step.rows[n].num_tokens for n in rows}
+        lengths: dict[int, int] = {}
+        for n in rows:
+            row = step.rows[n]
+            lengths[row.sequence] = row.num_tokens
         if self._in_slots and len(rows) > 1:
             self._batches[key] = SlotBatch.of_new(lengths, self._make_cache())
         else:
-            self._batches[key] = self._new_batch()
-            self._batches[key].add([(sequence, self._make_cache(), 0) for sequence in lengths])
-        self._place |= dict.fromkeys(lengths, key)
+            batch = self._new_batch()
+            batch.add([(sequence, self._make_cache(), 0) for sequence in lengths])
+            self._batches[key] = batch
+        for sequence in lengths:
+            self._place[sequence] = key
         return key
 
     def _gather(self, step: Step, rows: list[int]) -> dict[int, list[int]]:
-        """Those that were in the group's last step stay where they are; others join them
-        where there is room."""
-        keys = [k for k in self._keys_of_group.get(step.group, []) if k in self._batches]
-        number = {step.rows[n].sequence: n for n in rows}
+        """Gathers the rows of a group. Rows of the group's last step stay in their batches, others
+        join them where there is room."""
+        known_keys = self._keys_of_group.get(step.group, [])
+        keys = [key for key in known_keys if key in self._batches]
+        index_of = {step.rows[n].sequence: n for n in rows}
         split: dict[int, list[int]] = {}
         for key in list(keys):
             batch = self._batches[key]
-            staying = batch.stay(number)
+            staying = batch.stay(index_of)
             if key != keys[0]:
-                # What was too long to share with the first may fit now.
+                # A row that was too long to share the first batch may fit into it by now.
                 first = self._batches[keys[0]]
                 staying = [s for s in staying if not first.has_room(self._positions[s])]
-            for sequence in staying:
-                split.setdefault(key, []).append(number[sequence])
-            if not staying:
-                for sequence in list(batch.sequences):
-                    self._park(sequence)
-                keys.remove(key)
-        settled = {n for part in split.values() for n in part}
-        for n in rows:
-            if n not in settled:
-                key = self._join(step.rows[n].sequence, keys)
-                split.setdefault(key, []).append(n)
+            if staying:
+                split[key] = [index_of.pop(sequence) for sequence in staying]
+                continue
+            for sequence in list(batch.sequences):
+                self._park(sequence)
+            keys.remove(key)
+        for sequence, n in index_of.items():
+            key = self._join(sequence, keys)
+            split.setdefault(key, []).append(n)
         self._keys_of_group[step.group] = keys
         return split
 
     def _join(self, sequence: int, keys: list[int]) -> int:
-        """keys are those of the batches of the group; a new one is added when none fits."""
+        """Moves a row to the first batch of its group that has room, and returns the batch's key.
+
+        keys are those of the group's batches; the key of a new batch is added if none has room.
+        """
         length = self._positions[sequence]
         caches = self._batches[self._place[sequence]].extract(sequence, length)
         self._leave(sequence)
-        key = next((k for k in keys if self._batches[k].has_room(length)), None)
-        if key is None:
+        with_room = [key for key in keys if self._batches[key].has_room(length)]
+        if with_room:
+            key = with_room[0]
+        else:
             key = next(self._free_keys)
             keys.append(key)
             self._batches[key] = self._new_batch()
-        for idle in self._batches[key].in_the_way():
+        batch = self._batches[key]
+        for idle in batch.in_the_way():
             self._park(idle)
-        self._batches[key].add([(sequence, caches, length)])
+        batch.add([(sequence, caches, length)])
         self._place[sequence] = key
         return key
 
     def _arrange(self, step: Step, key: int, rows: list[int]) -> Part:
-        batch, number = self._batches[key], {step.rows[n].sequence: n for n in rows}
+        """Arranges a batch for its rows of a step."""
+        batch = self._batches[key]
+        index_of = {step.rows[n].sequence: n for n in rows}
+        sequences = list(index_of)
         num_tokens = max(step.rows[n].num_tokens for n in rows)
-        for idle in batch.to_park(list(number), num_tokens):
+        for idle in batch.to_park(sequences, num_tokens):
             self._park(idle)
-        order = batch.arrange(list(number), num_tokens)
-        return Part(tuple(None if s is None else number[s] for s in order), batch.caches)
+        order = batch.arrange(sequences, num_tokens)
+        indices = [None if sequence is None else index_of[sequence] for sequence in order]
+        return Part(tuple(indices), batch.caches)
 
     # --- single rows
 
     def _begin_as_copy(self, step: Step, take: Take) -> None:
+        """Begins a sequence with a copy of the first tokens of another one."""
         held = self._positions.get(take.source, 0)
         if held < take.num_tokens:
             raise EngineError(
@@ -218,44 +264,53 @@ class GroupCaches:
         self._positions[take.sequence] = take.num_tokens
 
     def _park(self, sequence: int) -> None:
-        """Gives a row caches of its own."""
+        """Moves a row to a batch of its own."""
         self._set_apart(sequence, sequence, self._positions[sequence])
 
     def _set_apart(self, sequence: int, source: int, length: int) -> None:
+        """Gives a sequence a batch of its own, with a copy of the first tokens of source."""
         caches = self._batches[self._place[source]].extract(source, length)
-        for cache in caches:
-            if self._in_slots:
+        if self._in_slots:
+            for cache in caches:
                 cache.keys = tree_map(mx.contiguous, cache.keys)
                 cache.values = tree_map(mx.contiguous, cache.values)
-        too_many = self._positions[source] - length
-        if too_many and not self._in_slots:
+        surplus = self._positions[source] - length
+        if surplus and not self._in_slots:
             if not can_trim_prompt_cache(caches):
-                raise EngineError("A sequence is to begin as a part of one that is whole.")
-            trim_prompt_cache(caches, too_many)
+                raise EngineError("A sequence cannot begin as a part of one with such caches.")
+            trim_prompt_cache(caches, surplus)
         self._moved.append(caches)
         self._leave(sequence)
-        key = self._place[sequence] = next(self._free_keys)
-        self._batches[key] = self._new_batch()
-        self._batches[key].add([(sequence, caches, length)])
+        batch = self._new_batch()
+        batch.add([(sequence, caches, length)])
+        key = next(self._free_keys)
+        self._batches[key] = batch
+        self._place[sequence] = key
 
     def _leave(self, sequence: int) -> None:
+        """Removes a sequence from its batch, and the batch if it is empty by then."""
         key = self._place.pop(sequence, None)
-        if key is not None:
-            self._batches[key].remove(sequence)
-            if not self._batches[key].sequences:
-                del self._batches[key]
+        if key is None:
+            return
+        batch = self._batches[key]
+        batch.remove(sequence)
+        if not batch.sequences:
+            del self._batches[key]
 
     def _new_batch(self) -> "MergedBatch | SlotBatch":
         return SlotBatch() if self._in_slots else MergedBatch()
 
     def _check(self, step: Step) -> None:
+        """Raises EngineError if a step does not fit what this stage holds."""
         lengths = {row.num_tokens for row in step.rows}
-        if len(lengths) != 1 and any(row.position for row in step.rows):
+        continues_any = any(row.position for row in step.rows)
+        if len(lengths) != 1 and continues_any:
             raise EngineError(
                 f"Step {step.number} has rows of different lengths {sorted(lengths)}."
             )
         for row in step.rows:
-            if (held := self._positions.get(row.sequence, 0)) != row.position:
+            held = self._positions.get(row.sequence, 0)
+            if held != row.position:
                 raise EngineError(_out_of_step(step, row, held))
 
 
@@ -267,8 +322,11 @@ def _out_of_step(step: Step, row: Row, held: int) -> str:
 
 
 class MergedBatch:
-    """Rows with any of mlx-lm's caches, which copy all of them when one joins or leaves. A
-    lone row has plain caches, several have batch caches."""
+    """A batch of rows that works with all of mlx-lm's caches. A lone row has plain caches, several
+    rows have batch caches. When a row joins or leaves, the whole batch is copied.
+
+    Its methods are those of SlotBatch; a row always has room, and never waits in the batch.
+    """
 
     def __init__(self) -> None:
         self.sequences: list[int] = []
@@ -276,7 +334,7 @@ class MergedBatch:
         self._batched = False
 
     def stay(self, sequences: Collection[int]) -> list[int]:
-        return [s for s in self.sequences if s in sequences]
+        return [sequence for sequence in self.sequences if sequence in sequences]
 
     def has_room(self, _: int) -> bool:
         return True
@@ -285,37 +343,39 @@ class MergedBatch:
         return []
 
     def to_park(self, sequences: list[int], _: int) -> list[int]:
-        return [s for s in self.sequences if s not in sequences]
+        return [sequence for sequence in self.sequences if sequence not in sequences]
 
     def add(self, rows: list[tuple[int, list[Any], int]]) -> None:
-        parts = [caches for _, caches, _ in rows]
-        if not self.sequences and len(parts) == 1:
-            self.caches = parts[0]
+        """Adds rows: the sequence, plain caches and number of tokens of each."""
+        joining = [caches for _, caches, _ in rows]
+        if not self.sequences and len(joining) == 1:
+            self.caches = joining[0]
         elif self._batched:
-            for cache, joining in zip(self.caches, _merge(parts), strict=True):
-                cache.extend(joining)
+            for cache, added in zip(self.caches, _merge(joining), strict=True):
+                cache.extend(added)
         else:
-            self.caches = _merge([self.caches, *parts] if self.sequences else parts)
+            parts = [self.caches, *joining] if self.sequences else joining
+            self.caches = _merge(parts)
             self._batched = True
-        self.sequences = [*self.sequences, *(sequence for sequence, _, _ in rows)]
+        added_sequences = [sequence for sequence, _, _ in rows]
+        self.sequences = self.sequences + added_sequences
 
     def remove(self, sequence: int) -> None:
-        self.arrange([s for s in self.sequences if s != sequence], 0)
+        others = [other for other in self.sequences if other != sequence]
+        self.arrange(others, 0)
 
     def extract(self, sequence: int, _: int) -> list[Any]:
-        """All of a row: not every cache can go back."""
+        """Plain caches with all tokens of a row: not every cache can be cut shorter."""
+        if not self._batched:
+            return [copy.deepcopy(cache) for cache in self.caches]
         index = self.sequences.index(sequence)
-        if self._batched:
-            caches = [cache.extract(index) for cache in self.caches]
-        else:
-            caches = [copy.deepcopy(cache) for cache in self.caches]
-        return caches
+        return [cache.extract(index) for cache in self.caches]
 
     def arrange(self, sequences: list[int], _: int) -> list[int | None]:
-        """Keeps these rows, in this order."""
+        """Keeps only these rows, in this order."""
         if sequences != self.sequences:
             if self._batched and sequences:
-                keep = mx.array([self.sequences.index(s) for s in sequences])
+                keep = mx.array([self.sequences.index(sequence) for sequence in sequences])
                 for cache in self.caches:
                     cache.filter(keep)
             self.sequences = sequences
@@ -323,10 +383,16 @@ class MergedBatch:
 
 
 def _merge(parts: list[list[Any]]) -> list[Any]:
-    return [type(caches[0]).merge(caches) for caches in zip(*parts, strict=True)]
+    """Merges the plain caches of several rows, layer by layer."""
+    merged: list[Any] = []
+    for caches in zip(*parts, strict=True):
+        cache_class = type(caches[0])
+        merged.append(cache_class.merge(caches))
+    return merged
 
 
-def _arrays(caches: list[Any]) -> list[mx.array]:
-    """The arrays of caches in nested lists."""
-    states = [[cache.state for cache in part] for part in caches]
-    return [entry[1] for entry in tree_flatten(states) if isinstance(entry[1], mx.array)]
+def _arrays(caches_of_batches: list[list[Any]]) -> list[mx.array]:
+    """The arrays in the states of several batches' caches."""
+    states = [[cache.state for cache in caches] for caches in caches_of_batches]
+    entries = tree_flatten(states)
+    return [entry[1] for entry in entries if isinstance(entry[1], mx.array)]

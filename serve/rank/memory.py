@@ -1,14 +1,16 @@
-"""How much memory MLX may still use on this machine."""
+"""Measures how much memory MLX may still use on this machine."""
 
 import mlx.core as mx
 import psutil
 
-_MOST_SHARE = 0.8  # Other programs live here too.
+_MAX_SHARE = 0.8  # The rest is for other programs.
 
 
 def free_bytes() -> int:
-    """On a GPU what the system recommends, less what is in use; on a CPU what is available."""
+    """The bytes that MLX may still use: on Apple's GPU the recommended working set minus what MLX
+    has allocated, on a CPU a share of the memory that is available."""
     if mx.metal.is_available():
         recommended = int(mx.device_info()["max_recommended_working_set_size"])
         return max(0, recommended - mx.get_active_memory())
-    return int(_MOST_SHARE * psutil.virtual_memory().available)
+    available = psutil.virtual_memory().available
+    return int(_MAX_SHARE * available)

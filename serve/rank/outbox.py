@@ -1,8 +1,8 @@
-"""Where rank 0 keeps steps whose tokens are not sampled yet. No MLX.
+"""Holds steps on rank 0 until the tokens that they feed are sampled. It does not need MLX.
 
-The scheduler sends a group's next step before it has seen the result of the one before:
-in place of the token that this samples stands LAST_TOKEN. So no stage waits while the
-front counts, decodes text and writes to its clients.
+The scheduler sends a group's next step before it has the result of the previous one: LAST_TOKEN
+stands for a token that the previous step samples. So no stage waits while the front end counts,
+decodes text and writes to its clients.
 """
 
 import threading
@@ -14,8 +14,11 @@ from serve.core.types import LAST_TOKEN, Step
 
 
 class Outbox:
-    """Sends steps in the order in which they come, but for those that wait: one that has
-    neither a sequence nor the group in common goes before. For several threads."""
+    """Sends steps in the order in which they come, except that some have to wait for a token. A
+    step overtakes a waiting one if they have neither a sequence nor the group in common.
+
+    It is thread-safe.
+    """
 
     def __init__(self, send: Callable[[Step], None]) -> None:
         self._send = send
@@ -29,11 +32,12 @@ class Outbox:
             self._send_ready()
 
     def sampled(self, step: Step, tokens: tuple[int, ...]) -> None:
-        """What a step has sampled, one token for each row. One that failed is fed any token:
-        what comes of it is for nobody."""
+        """Takes the tokens that a step has sampled, one for each row. A negative one says that
+        the row has failed: any token can be fed instead, because nobody gets its output."""
         with self._lock:
             for row, token in zip(step.rows, tokens, strict=True):
-                self._sampled[row.sequence] = row.position + row.num_tokens, max(token, 0)
+                next_position = row.position + row.num_tokens
+                self._sampled[row.sequence] = (next_position, max(token, 0))
             self._send_ready()
 
     def forget(self, sequence: int) -> None:
@@ -45,11 +49,13 @@ class Outbox:
         in_use: set[int] = set()
         groups: set[int] = set()
         for step in self._steps:
+            # A waiting step may drop the last sequence that uses an adapter, so the step that
+            # unloads the adapter overtakes nothing.
+            has_to_be_last = bool(step.unload and waiting)
+            is_behind_its_group = bool(step.rows and step.group in groups)
+            can_go = not has_to_be_last and not is_behind_its_group
             filled = None
-            # An adapter goes after all that came before: a drop of who used it may wait here.
-            is_last_of_all = bool(step.unload and waiting)
-            is_free = not (step.rows and step.group in groups) and not is_last_of_all
-            if is_free and in_use.isdisjoint(step.sequences):
+            if can_go and in_use.isdisjoint(step.sequences):
                 filled = self._filled(step)
             if filled is None:
                 waiting.append(step)
@@ -63,12 +69,13 @@ class Outbox:
         """The step with its tokens, or None if one is still to come."""
         if LAST_TOKEN not in step.tokens:
             return step
-        tokens, at = list(step.tokens), 0
+        tokens = list(step.tokens)
+        index = 0
         for row in step.rows:
-            if tokens[at] == LAST_TOKEN:
+            if tokens[index] == LAST_TOKEN:
                 position, token = self._sampled.get(row.sequence, (-1, -1))
                 if position != row.position:
                     return None
-                tokens[at] = token
-            at += row.num_tokens
+                tokens[index] = token
+            index += row.num_tokens
         return msgspec.structs.replace(step, tokens=tuple(tokens))

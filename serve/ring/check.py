@@ -1,4 +1,4 @@
-"""One rank of `brigade doctor`'s last check: a real ring, and a sum that travels around it."""
+"""The last check of `brigade doctor`, as each rank runs it: a sum that travels around the ring."""
 
 import os
 import sys
@@ -17,22 +17,28 @@ _JOIN_SECONDS = 30.0
 
 
 def go_round(cluster: Cluster) -> str | None:
-    """Each rank adds its number plus one to every value, and rank 0 sends the sum to the last
-    rank, so every hop is used. The last rank's report. Raises ClusterError."""
+    """Runs this rank's part of the check; returns the last rank's report, None on the others.
+
+    Each rank adds its number plus one to every value, and rank 0 sends the sum to the last
+    rank, so that every hop is used. Raises ClusterError.
+    """
     nonce = zlib.crc32(cluster.secret.encode()) >> 1
     transport = RingTransport(Ring(cluster.rank, cluster.hosts, nonce, _JOIN_SECONDS))
-    is_last, started = cluster.rank == cluster.num_ranks - 1, time.perf_counter()
+    is_last = cluster.rank == cluster.num_ranks - 1
+    started = time.perf_counter()
     total = mx.zeros(_NUM_VALUES) if is_last else _receive(transport)
-    transport.send(Step(1, 0, (), (), sample=False), [total + cluster.rank + 1])
+    step = Step(1, 0, (), (), sample=False)
+    transport.send(step, [total + cluster.rank + 1])
     if not is_last:
-        # The last rank goes first, and one after the other sees that: nobody leaves a message.
+        # The last rank closes first and each neighbour sees that, so no message is left unread.
         transport.receive()
         transport.close()
         return None
     total = _receive(transport)
     seconds = time.perf_counter() - started
     transport.close()
-    if not bool(mx.all(total == sum(range(1, cluster.num_ranks + 1)))):
+    expected = sum(range(1, cluster.num_ranks + 1))
+    if not bool(mx.all(total == expected)):
         raise ClusterError("The sum over the ring is wrong: values were lost on the way.")
     return (
         f"a sum over {cluster.num_ranks} ranks is right: {total.nbytes / 1e6:.1f} MB went round "
@@ -43,21 +49,22 @@ def go_round(cluster: Cluster) -> str | None:
 def _receive(transport: RingTransport) -> mx.array:
     received = transport.receive()
     if received is None:
-        raise ClusterError("A neighbour is gone: look at its lines.")
+        raise ClusterError("A neighbour is gone: look at its output.")
     return received[1][0]
 
 
 def main() -> int:
     try:
-        if report := go_round(read_cluster(os.environ)):
-            sys.stdout.write(report + "\n")
+        report = go_round(read_cluster(os.environ))
     except BrigadeError as error:
         sys.stdout.write(f"{error}\n")
         return error.exit_code
+    if report is not None:
+        sys.stdout.write(f"{report}\n")
     return 0
 
 
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # MLX waits at the end for a ring that has lost a peer.
+    os._exit(code)  # A normal exit would wait for ever in MLX when the ring has lost a peer.

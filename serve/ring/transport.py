@@ -1,13 +1,12 @@
-"""How a step and its tensors get from a stage to the next. The only user of
-mx.distributed.
+"""Sends a step and its tensors from one stage to the next, around a ring of ranks.
 
-Every message goes to the left neighbour: rank r to rank r - 1, rank 0 to the last
-rank. The header travels over a TCP connection of its own (the doorbell) and the
-tensors follow in one packed message over mx.distributed, so that a receive is
-posted only when its data is on the way: a waiting rank costs no CPU.
+Every message goes to the left neighbour: rank r to rank r - 1, rank 0 to the last rank. Its
+header travels over a TCP connection (the doorbell), its tensors follow as one packed message
+over mx.distributed. So a rank posts a receive only when data is coming: waiting costs no CPU.
 """
 
 import json
+import math
 import os
 import queue
 import socket
@@ -27,14 +26,21 @@ from serve.core.messages import Greeting, Hop, TensorSpec
 from serve.core.types import Step
 from serve.core.wire import FrameReader, frame
 
+_MIN_WAIT_SECONDS = 0.01
+_MAX_GREETING_SECONDS = 5.0
+
 
 class Transport(Protocol):
-    """waits_on is the hop, from rank to rank, on which a tensor is awaited: one that has been
-    announced, or has to be taken. None while nothing is on the way."""
+    """The connection of one rank to its neighbours.
+
+    waits_on is the hop (from rank, to rank) that this rank waits for: its tensor has been
+    announced, or has still to be taken. It is None while nothing is on the way. num_hops counts
+    received messages with tensors, hop_seconds is the time from their headers to their tensors.
+    """
 
     waits_on: tuple[int, int] | None
-    num_hops: int  # messages with tensors that were received,
-    hop_seconds: float  # and the time from their headers to their tensors
+    num_hops: int
+    hop_seconds: float
 
     def send(self, step: Step, arrays: Sequence[mx.array]) -> None: ...
 
@@ -48,12 +54,13 @@ class Transport(Protocol):
 
 
 class LocalTransport:
-    """Passes messages to another one in the same process: a whole pipeline in one
-    test, and the way around of a cluster of one rank."""
+    """Passes messages to another transport in the same process. It serves tests that run a
+    whole pipeline, and clusters of one rank."""
 
     def __init__(self) -> None:
         self.waits_on: tuple[int, int] | None = None
-        self.num_hops, self.hop_seconds = 0, 0.0
+        self.num_hops = 0
+        self.hop_seconds = 0.0
         self._inbox: queue.SimpleQueue[tuple[Step, list[mx.array]] | None] = queue.SimpleQueue()
         self._left = self
 
@@ -80,8 +87,8 @@ def local_ring(num_ranks: int) -> list[LocalTransport]:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """This rank's place in the ring. nonce tells one start of the ring from another:
-    MLX itself lets two rings on the same ports join each other."""
+    """The place of this rank in a ring. nonce tells one start of the ring from another: MLX
+    itself lets two rings on the same ports join each other."""
 
     rank: int
     hosts: tuple[str, ...]
@@ -90,33 +97,41 @@ class Ring:
 
 
 class RingTransport:
-    """Raises ClusterError at the first sign that a neighbour is gone. Such an error is
-    the end of the process: a group cannot be formed twice in one."""
+    """A transport between processes.
+
+    It raises ClusterError at the first sign that a neighbour is gone. Such an error is the end
+    of the process, because MLX can form a group only once in each.
+    """
 
     def __init__(self, ring: Ring) -> None:
         self.waits_on: tuple[int, int] | None = None
-        self.num_hops, self.hop_seconds = 0, 0.0
-        self._rank, self._num_ranks = ring.rank, len(ring.hosts)
-        # With one for both, no message would come while the one before waits to be taken.
-        self._sends, self._receives = mx.new_stream(mx.cpu), mx.new_stream(mx.cpu)
+        self.num_hops = 0
+        self.hop_seconds = 0.0
+        num_ranks = len(ring.hosts)
+        self._rank = ring.rank
+        self._left_rank = (ring.rank - 1) % num_ranks
+        self._right_rank = (ring.rank + 1) % num_ranks
+        # On one common stream, no message could come in while a sent one waits to be taken.
+        self._sends = mx.new_stream(mx.cpu)
+        self._receives = mx.new_stream(mx.cpu)
         self._reader: FrameReader[Hop] = FrameReader(Hop)
         self._hops: list[Hop] = []
         self._sending: mx.array | None = None
         self._group, self._left, self._right = form_ring(ring, self._receives)
 
     def send(self, step: Step, arrays: Sequence[mx.array]) -> None:
-        """Starts to send evaluated arrays, and returns. Before that it waits until the neighbour
-        has taken the message before, so that two can never change places."""
-        specs, left = tensor_specs(arrays), (self._rank - 1) % self._num_ranks
+        """Starts to send evaluated arrays, and returns. It first waits until the neighbour has
+        taken the previous message, so that two messages never overtake each other."""
+        specs = tensor_specs(arrays)
         if self._sending is not None:
-            with self._waiting_on((self._rank, left)):
+            with self._waiting_on((self._rank, self._left_rank)):
                 mx.eval(self._sending)
         self._write(frame(Hop(step, specs)))
         if specs:
-            # Packed while the neighbour wakes up, and by the thread that sends it.
+            # The thread that sends also packs, and does so while the neighbour wakes up.
             with mx.stream(self._sends):
                 packed = pack(step.number, arrays)
-                self._sending = mx.distributed.send(packed, left, group=self._group)
+                self._sending = mx.distributed.send(packed, self._left_rank, group=self._group)
             mx.async_eval(self._sending)
 
     def receive(self) -> tuple[Step, list[mx.array]] | None:
@@ -127,9 +142,10 @@ class RingTransport:
         if not specs:
             return step, []
         started = time.perf_counter()
-        right = (self._rank + 1) % self._num_ranks
+        right = self._right_rank
+        shape = (packed_bytes(specs),)
         with mx.stream(self._receives), self._waiting_on((right, self._rank)):
-            packed = mx.distributed.recv((packed_bytes(specs),), mx.uint8, right, group=self._group)
+            packed = mx.distributed.recv(shape, mx.uint8, right, group=self._group)
             arrays = unpack(step.number, specs, packed)
         self.num_hops += 1
         self.hop_seconds += time.perf_counter() - started
@@ -158,8 +174,8 @@ class RingTransport:
 
     @contextmanager
     def _waiting_on(self, hop: tuple[int, int]) -> Iterator[None]:
-        """Around the evaluation of a send or a receive. MLX would wait for ever: rank 0's parent
-        sees in waits_on what holds the cluster up, and ends this process."""
+        """Marks the evaluation of a send or a receive. MLX itself would wait for ever; the parent
+        of rank 0 reads waits_on, so it knows which hop is stuck and ends this process."""
         self.waits_on = hop
         try:
             yield
@@ -171,44 +187,57 @@ class RingTransport:
 
 @contextmanager
 def among(ranks: Sequence[int], addresses: list[list[str]], folder: Path) -> Iterator[None]:
-    """MLX reads from the environment who is in a ring: here these of the launch's ranks are. The
-    file for that is in a folder that somebody else removes: this process may be killed."""
-    # Systems clean what is temporary, some in days.
+    """Sets the environment from which MLX reads who is in a ring: these of the launch's ranks.
+
+    The caller removes the folder of the host file, because this process may be killed.
+    """
+    # Some systems clean up temporary folders after days, so it may be gone.
     folder.mkdir(0o700, parents=True, exist_ok=True)
     rank = int(os.environ["MLX_RANK"])
     with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".json") as file:
         json.dump([addresses[each] for each in ranks], file)
         file.flush()
-        os.environ |= {"MLX_HOSTFILE": file.name, "MLX_RANK": str(ranks.index(rank))}
+        os.environ["MLX_HOSTFILE"] = file.name
+        os.environ["MLX_RANK"] = str(ranks.index(rank))
         yield
 
 
 def form_ring(
     ring: Ring, stream: mx.Stream
 ) -> tuple[mx.distributed.Group, socket.socket, socket.socket]:
-    """MLX's group, and the doorbells to the left and from the right neighbour."""
+    """Forms MLX's group and the doorbells to the left and from the right neighbour.
+
+    Raises ClusterError.
+    """
     with socket.create_server((ring.hosts[ring.rank], 0), backlog=2) as listening:
         try:
             group = mx.distributed.init(strict=True, backend="ring")
             if (group.rank(), group.size()) != (ring.rank, len(ring.hosts)):
                 raise ClusterError("MLX formed a ring of another size than the hostfile says.")
-            ports = _exchange(ring.nonce, listening.getsockname()[1], group, stream)
+            port = listening.getsockname()[1]
+            ports = _exchange(ring.nonce, port, group, stream)
         except RuntimeError as error:
             raise ClusterError(f"The ring broke: {error}.") from error
-        return group, *_ring_doorbells(ring, listening, ports)
+        left, right = _ring_doorbells(ring, listening, ports)
+        return group, left, right
 
 
 def _exchange(nonce: int, port: int, group: mx.distributed.Group, stream: mx.Stream) -> list[int]:
-    """The first collective: everyone's doorbell port, if all have the same nonce."""
+    """Runs the first collective, in which ranks of the same nonce learn all doorbell ports.
+
+    Raises ClusterError if a rank has another nonce.
+    """
     mine = mx.array([[nonce, port]], dtype=mx.int32)
-    everyone = mx.distributed.all_gather(mine, group=group, stream=stream)
-    nonces, ports = zip(*cast(list[list[int]], everyone.tolist()), strict=True)
-    if set(nonces) != {nonce}:
-        raise ClusterError(
-            "Ranks of two launches met on the same ports: "
-            "stop the other cluster or start this one on other ports."
-        )
-    return list(ports)
+    gathered = mx.distributed.all_gather(mine, group=group, stream=stream)
+    ports: list[int] = []
+    for each_nonce, each_port in cast(list[list[int]], gathered.tolist()):
+        if each_nonce != nonce:
+            raise ClusterError(
+                "Ranks of two launches met on the same ports: "
+                "stop the other cluster or start this one on other ports."
+            )
+        ports.append(each_port)
+    return ports
 
 
 def _ring_doorbells(
@@ -216,28 +245,30 @@ def _ring_doorbells(
 ) -> tuple[socket.socket, socket.socket]:
     """The connections to the left and from the right neighbour."""
     left_rank = (ring.rank - 1) % len(ring.hosts)
+    address = (ring.hosts[left_rank], ports[left_rank])
     greeting = frame(Greeting(ring.nonce, ring.rank))
     try:
-        left = socket.create_connection(
-            (ring.hosts[left_rank], ports[left_rank]), ring.timeout_seconds
-        )
+        left = socket.create_connection(address, ring.timeout_seconds)
         left.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         left.sendall(greeting)
         left.settimeout(None)
         keep_alive(left)
-        return left, _accept_neighbour(ring, listening)
+        right = _accept_neighbour(ring, listening)
+        return left, right
     except OSError as error:
         raise ClusterError(f"Rank {ring.rank} cannot reach its neighbours: {error}.") from error
 
 
 def _accept_neighbour(ring: Ring, listening: socket.socket) -> socket.socket:
-    """The first caller that knows the nonce; strangers are sent away."""
+    """Accepts the first caller that knows the nonce, and closes connections of all others."""
     expected = frame(Greeting(ring.nonce, (ring.rank + 1) % len(ring.hosts)))
     deadline = time.monotonic() + ring.timeout_seconds
     while True:
-        listening.settimeout(max(0.01, deadline - time.monotonic()))
+        seconds_left = max(_MIN_WAIT_SECONDS, deadline - time.monotonic())
+        listening.settimeout(seconds_left)
         connection, _ = listening.accept()
-        connection.settimeout(max(0.01, min(5.0, deadline - time.monotonic())))
+        seconds_left = max(_MIN_WAIT_SECONDS, deadline - time.monotonic())
+        connection.settimeout(min(_MAX_GREETING_SECONDS, seconds_left))
         try:
             # Not a byte more, because what follows the greeting belongs to the transport.
             if _read_exactly(connection, len(expected)) == expected:
@@ -245,11 +276,11 @@ def _accept_neighbour(ring: Ring, listening: socket.socket) -> socket.socket:
                 keep_alive(connection)
                 return connection
         except OSError:
-            connection.close()  # A port scanner, not a neighbour: go on waiting.
+            connection.close()  # A port scanner, not a neighbour: keep waiting.
 
 
 def _read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    """This many bytes, or fewer if the connection ends before."""
+    """Reads this many bytes, or fewer if the connection ends before."""
     data = b""
     while len(data) < num_bytes:
         more = connection.recv(num_bytes - len(data))
@@ -263,43 +294,48 @@ def _read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 def tensor_specs(arrays: Sequence[mx.array]) -> tuple[TensorSpec, ...]:
-    return tuple(TensorSpec(_dtype_name(a.dtype), tuple(a.shape)) for a in arrays)
+    return tuple(TensorSpec(_dtype_name(array.dtype), tuple(array.shape)) for array in arrays)
 
 
 def pack(number: int, arrays: Sequence[mx.array]) -> mx.array:
+    """The bytes of the arrays, one after the other, and of the step's number (int32)."""
     parts = [array.reshape(-1).view(mx.uint8) for array in arrays]
-    return mx.concatenate([*parts, mx.array([number], dtype=mx.int32).view(mx.uint8)])
+    ending = mx.array([number], dtype=mx.int32)
+    parts.append(ending.view(mx.uint8))
+    return mx.concatenate(parts)
 
 
 def packed_bytes(specs: Sequence[TensorSpec]) -> int:
-    return sum(_num_bytes(spec) for spec in specs) + mx.int32.size
+    tensor_bytes = sum(_num_bytes(spec) for spec in specs)
+    return tensor_bytes + mx.int32.size
 
 
 def unpack(number: int, specs: Sequence[TensorSpec], packed: mx.array) -> list[mx.array]:
-    """Evaluates all at once: each time a thread has to wake up."""
-    arrays, at = [], 0
+    """Evaluates a packed message and returns its arrays. Raises ClusterError if it belongs to
+    another step than number."""
+    arrays: list[mx.array] = []
+    start = 0
     for spec in specs:
-        end = at + _num_bytes(spec)
-        arrays.append(packed[at:end].view(DTYPES[spec.dtype]).reshape(spec.shape))
-        at = end
-    sent_number = packed[at:].view(mx.int32)
+        end = start + _num_bytes(spec)
+        flat = packed[start:end].view(DTYPES[spec.dtype])
+        arrays.append(flat.reshape(spec.shape))
+        start = end
+    sent_number = packed[start:].view(mx.int32)
+    # One evaluation of everything, because each one has to wake a thread up.
     mx.eval(arrays, sent_number)
     if sent_number.item() != number:
-        raise ClusterError(f"The tensors of another message came in place of number {number}.")
+        raise ClusterError(f"Instead of the tensors of step {number} those of another step came.")
     return arrays
 
 
 def _num_bytes(spec: TensorSpec) -> int:
-    count = 1
-    for size in spec.shape:
-        count *= size
     if spec.dtype not in DTYPES:
         raise ClusterError(f"A neighbour announced a tensor of unknown type {spec.dtype!r}.")
-    return count * DTYPES[spec.dtype].size
+    return math.prod(spec.shape) * DTYPES[spec.dtype].size
 
 
 def _dtype_name(dtype: mx.Dtype) -> str:
     return str(dtype).rpartition(".")[2]
 
 
-DTYPES = {_dtype_name(d): d for d in vars(mx).values() if isinstance(d, mx.Dtype)}
+DTYPES = {_dtype_name(dtype): dtype for dtype in vars(mx).values() if isinstance(dtype, mx.Dtype)}

@@ -303,7 +303,7 @@ def test_restarts_that_are_used_up_end_the_cluster_with_the_reason() -> None:
         error = json.loads(broken[-2].removeprefix("data: "))["error"]
         assert "its cluster broke" in error["message"], "the reason may name hosts"
         assert server.process.wait(10) == 7, server.text
-        assert "signal 9. The engines started anew 1 times in 300 s: given up" in server.text
+        assert "signal 9. The engines were restarted 1 times in 300 s: given up" in server.text
         assert gone(family, 5), "processes were left behind"
 
 

@@ -111,9 +111,9 @@ def break_code(folder: Path) -> None:
         (break_layers, "num_hidden_layers"),
         (break_no_weights, r"no model\*.safetensors"),
         (break_cut_short, "of .* bytes: fetch it again"),
-        (break_empty, "no safetensors file"),
-        (break_html, "no safetensors file"),
-        (break_pickle, r"pickles only \(pytorch_model.bin\)"),
+        (break_empty, "not a safetensors file"),
+        (break_html, "not a safetensors file"),
+        (break_pickle, r"only as pickles \(pytorch_model.bin\)"),
         (break_code, r"its own code \(evil.py\)"),
     ],
 )
@@ -125,5 +125,5 @@ def test_damage_is_named(folder: Path, damage, reason: str) -> None:
 
 
 def test_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="is no folder"):
+    with pytest.raises(ModelError, match="is not a folder"):
         read_checkpoint(tmp_path / "none")

@@ -197,7 +197,7 @@ async def test_too_many_restarts_end_everything_with_the_reason() -> None:
                 await asyncio.sleep(0.001)
         error = await asyncio.wait_for(engine.failed(), 10)
         assert isinstance(error, EngineError)
-        assert "ended by signal 9. The engines started anew 2 times in 300 s" in str(error)
+        assert "ended by signal 9. The engines were restarted 2 times in 300 s" in str(error)
         with pytest.raises(EngineError):
             async for _ in generation:
                 pass
@@ -553,7 +553,7 @@ async def test_engines_that_never_come_up_are_tried_a_few_times(
         error = await asyncio.wait_for(engine.failed(), 20)
         assert isinstance(error, BrigadeError)
         assert error.exit_code == ClusterError.exit_code
-        assert "Rank 1 cannot. The engines started anew 2 times" in str(error)
+        assert "Rank 1 cannot. The engines were restarted 2 times" in str(error)
 
 
 @pytest.mark.long

@@ -93,7 +93,7 @@ def test_what_the_hub_refuses_or_does_not_have(hub: FakeHub, home: Path, repo: P
     weights = (repo / "adapters.safetensors").read_bytes()
     (repo / "adapters.safetensors").unlink()
     own._cache_dir = home / "b"  # the listing of the first is remembered
-    refused("pickles only")
+    refused("only as pickles")
     (repo / "adapter_model.bin").unlink()
     own._cache_dir = home / "c"
     refused("no safetensors of an adapter")

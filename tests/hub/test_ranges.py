@@ -38,7 +38,7 @@ def test_requests(
     spare: int,
     most: int,
 ) -> None:
-    asked = requests(wanted, present, gap_bytes=gap, spare_bytes=spare, most_bytes=most)
+    asked = requests(wanted, present, gap_bytes=gap, spare_bytes=spare, max_bytes=most)
     missing = members(wanted) - members(present)
     assert missing <= members(asked)
     assert not members(asked) & members(present)
@@ -49,6 +49,6 @@ def test_requests(
 
 def test_small_gaps_are_bridged_and_large_ones_are_not() -> None:
     wanted = [(0, 100), (110, 200), (500, 600)]
-    asked = requests(wanted, [], gap_bytes=50, spare_bytes=50, most_bytes=1000)
+    asked = requests(wanted, [], gap_bytes=50, spare_bytes=50, max_bytes=1000)
     assert asked == [(0, 200), (500, 600)]
-    assert len(requests(wanted, [], gap_bytes=50, spare_bytes=9, most_bytes=1000)) == 3
+    assert len(requests(wanted, [], gap_bytes=50, spare_bytes=9, max_bytes=1000)) == 3

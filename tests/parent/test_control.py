@@ -285,7 +285,7 @@ async def test_closing_says_stop() -> None:
         await until(lambda: centre.joined == {1})
         await centre.close()
         assert await link.receive() == Stop()
-        assert await link.receive_json() is None
+        assert await link.receive() is None
         assert heard == [(1, Joined())]
         await link.close()
 

@@ -71,7 +71,7 @@ def test_what_the_other_format_cannot_say(tmp_path: Path) -> None:
     experts = adapters.save_adapter(tmp_path / "moe", model, keys=["mlp.switch_mlp.up_proj"])
     with pytest.raises(AdapterError, match="experts"):
         convert(experts, tmp_path / "out2")
-    with pytest.raises(AdapterError, match="there already"):
+    with pytest.raises(AdapterError, match="exists already"):
         convert(source, tmp_path)
 
 
@@ -81,5 +81,5 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(words) == 0
     assert "PEFT's format" in capsys.readouterr().out
     assert main(words) == 2
-    assert "there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     assert main(words[:3]) == 2
