@@ -27,7 +27,8 @@ _FOLDER = "checkpoints"
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """Everything that the rest of a run follows from. iteration counts batches, step the
-    updates of the optimizer, settings are those that must not change, losses History's."""
+    updates of the optimizer, settings are those that must not change, losses History's,
+    loss_scale are LossScale's value and count. optimizer has the master weights too."""
 
     iteration: int
     step: int
@@ -35,6 +36,12 @@ class Checkpoint:
     adapter: Arrays
     optimizer: Arrays
     losses: list[tuple[int, float]]
+    loss_scale: tuple[float, int] = (1.0, 0)
+
+
+def folder_of(folder: Path, iteration: int) -> Path:
+    """Where a run's checkpoint after so many batches is."""
+    return folder / _FOLDER / f"{iteration:07d}"
 
 
 def begin(folder: Path, config: dict[str, Any]) -> None:
@@ -57,7 +64,7 @@ def begin(folder: Path, config: dict[str, Any]) -> None:
 def save(folder: Path, checkpoint: Checkpoint) -> Path:
     """Writes a checkpoint, and publishes it. Raises UsageError; then what was there before is
     still whole."""
-    fields = ("iteration", "step", "settings", "losses")
+    fields = ("iteration", "step", "settings", "losses", "loss_scale")
     state = {field: getattr(checkpoint, field) for field in fields}
 
     def write(path: Path) -> None:
@@ -70,22 +77,33 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
             _sync(part)
 
     with writing(folder):
-        _replace(folder / _FOLDER / f"{checkpoint.iteration:07d}", write)
+        # The disk never holds more than two: this one, and the one before.
+        _keep_last(folder, 1)
+        _replace(folder_of(folder, checkpoint.iteration), write)
     return publish(folder)
 
 
 def publish(folder: Path) -> Path:
-    """Puts the last checkpoint's adapter where mlx_lm looks, and removes what is older."""
+    """Puts the last checkpoint's adapter where mlx_lm looks. Of those before it the last one
+    stays: whether training can go on from a checkpoint only the update after it shows."""
     final = _checkpoints(folder)[-1]
     adapters = folder / ADAPTERS, folder / f"{final.name}_{ADAPTERS}"
     with writing(folder):
         # The last one is there when both are written.
         for adapter in () if all(map(Path.exists, adapters)) else adapters:
             _replace(adapter, lambda path: shutil.copyfile(final / ADAPTERS, path))
-        for old in (folder / _FOLDER).iterdir():
-            if old != final:
-                shutil.rmtree(old)
+        _keep_last(folder, 2)
     return folder / ADAPTERS
+
+
+def _keep_last(folder: Path, count: int) -> None:
+    """Removes older checkpoints, and those that are half written."""
+    if not (folder / _FOLDER).exists():
+        return
+    kept = _checkpoints(folder)[-count:]
+    for old in (folder / _FOLDER).iterdir():
+        if old not in kept:
+            shutil.rmtree(old)
 
 
 def save_adapter(folder: Path, config: dict[str, Any], adapter: Arrays, *, peft: bool) -> None:
@@ -122,7 +140,8 @@ def load_last(folder: Path, settings: dict[str, Any]) -> Checkpoint:
         state = json.loads((whole[-1] / "state.json").read_text())
         arrays = [load_arrays(whole[-1] / name) for name in (ADAPTERS, "optimizer.safetensors")]
     except (OSError, ValueError, RuntimeError) as error:
-        raise UsageError(f"--resume: {whole[-1]} cannot be read: {error}.") from error
+        mend = f" Without that folder, --resume goes on from {whole[-2]}." if whole[1:] else ""
+        raise UsageError(f"--resume: {whole[-1]} cannot be read: {error}.{mend}") from error
     now = json.loads(json.dumps(settings))
     if changed := [name for name in now if now[name] != state["settings"].get(name)]:
         before = ", ".join(f"{name} was {state['settings'].get(name)}" for name in changed)
