@@ -13,15 +13,20 @@ from typing import Any
 import mlx.core as mx
 
 from serve.core.errors import UsageError
-from serve.rank.adapter_files import CONFIG_FILE, MLX_FILE, PEFT_FILE
 from serve.rank.adapter_formats import convert
 from serve.tune.backward import Arrays
-
-ADAPTERS, CONFIG = MLX_FILE, CONFIG_FILE
-CARD = "README.md"
-METRICS = "metrics.jsonl"
-BEST, PEFT = "best", "peft"
-_FOLDER = "checkpoints"
+from serve.tune.run_folder import (
+    ADAPTERS,
+    BEST,
+    CHECKPOINTS,
+    CONFIG,
+    METRICS,
+    PEFT,
+    check_free,
+    check_resumable,
+    folder_of,
+    whole_checkpoints,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +44,10 @@ class Checkpoint:
     loss_scale: tuple[float, int] = (1.0, 0)
 
 
-def folder_of(folder: Path, iteration: int) -> Path:
-    """Where a run's checkpoint after so many batches is."""
-    return folder / _FOLDER / f"{iteration:07d}"
-
-
 def begin(folder: Path, config: dict[str, Any]) -> None:
     """Makes a new run's folder. Raises UsageError if another run, adapter or README.md is there;
     a run that ended before its first checkpoint does not count."""
-    if _checkpoints(folder):
-        raise UsageError(
-            f"--adapter-path {folder} holds a run: give another folder, or --resume to go on."
-        )
-    for name in (ADAPTERS, PEFT_FILE, CARD):
-        if (folder / name).exists():
-            raise UsageError(f"--adapter-path {folder} holds {name}, no run: give another folder.")
+    check_free(folder)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         _write_config(folder, config)
@@ -86,7 +80,7 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
 def publish(folder: Path) -> Path:
     """Puts the last checkpoint's adapter where mlx_lm looks. Of those before it the last one
     stays: whether training can go on from a checkpoint only the update after it shows."""
-    final = _checkpoints(folder)[-1]
+    final = whole_checkpoints(folder)[-1]
     adapters = folder / ADAPTERS, folder / f"{final.name}_{ADAPTERS}"
     with writing(folder):
         # The last one is there when both are written.
@@ -98,10 +92,10 @@ def publish(folder: Path) -> Path:
 
 def _keep_last(folder: Path, count: int) -> None:
     """Removes older checkpoints, and those that are half written."""
-    if not (folder / _FOLDER).exists():
+    if not (folder / CHECKPOINTS).exists():
         return
-    kept = _checkpoints(folder)[-count:]
-    for old in (folder / _FOLDER).iterdir():
+    kept = whole_checkpoints(folder)[-count:]
+    for old in (folder / CHECKPOINTS).iterdir():
         if old not in kept:
             shutil.rmtree(old)
 
@@ -133,9 +127,8 @@ def export_peft(folder: Path) -> None:
 def load_last(folder: Path, settings: dict[str, Any]) -> Checkpoint:
     """The last whole checkpoint. Raises UsageError if there is none, or it is of a run with
     other settings."""
-    whole = _checkpoints(folder)
-    if not whole:
-        raise UsageError(f"--resume: {folder} has no checkpoint: start without it.")
+    check_resumable(folder)
+    whole = whole_checkpoints(folder)
     try:
         state = json.loads((whole[-1] / "state.json").read_text())
         arrays = [load_arrays(whole[-1] / name) for name in (ADAPTERS, "optimizer.safetensors")]
@@ -147,11 +140,6 @@ def load_last(folder: Path, settings: dict[str, Any]) -> Checkpoint:
         before = ", ".join(f"{name} was {state['settings'].get(name)}" for name in changed)
         raise UsageError(f"--resume: {folder} is of a run with other settings: {before}.")
     return Checkpoint(adapter=arrays[0], optimizer=arrays[1], **state)
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    """Not those that are half written."""
-    return sorted(path for path in (folder / _FOLDER).glob("*") if path.name.isdecimal())
 
 
 def add_metrics(folder: Path, metrics: dict[str, Any]) -> None:

@@ -20,6 +20,20 @@ class OpRecord(NamedTuple):
     peak: int
 
 
+class Span(NamedTuple):
+    """When an op ran, in seconds since its rank began the update."""
+
+    kind: str
+    micro_batch: int
+    stage: int
+    start: float
+    end: float
+
+
+def spans(records: Sequence[OpRecord]) -> list[Span]:
+    return [Span(*record.op, record.start, record.end) for record in records]
+
+
 class OpSeconds:
     """The mean time of each kind of op in each of a rank's stages."""
 
@@ -74,16 +88,17 @@ class Probe:
         extra["update"] = updated + (gradients if clips else 0)
         return cls(base, gradients, held, extra, seconds.means())
 
-    def peak_bytes(self, num_in_flight: int) -> int:
-        """The most at any time, when so many micro-batches are held at once, and beside them
-        the gradients that are added up."""
+    def peak_bytes(self, num_in_flight: int, *, adds_up: bool = True) -> int:
+        """The most at any time, when so many micro-batches are held at once. adds_up says that
+        an update has several, so that the sums of gradients are held beside them."""
+        sums = self.gradients if adds_up else 0
         before_forward = max(0, num_in_flight - 1) * self.held
         before_backward = num_in_flight * self.held
         return self.base + max(
-            self.gradients + before_forward + self.extra["F"],
-            self.gradients + before_backward + self.extra["B"],
+            sums + before_forward + self.extra["F"],
+            sums + before_backward + self.extra["B"],
             # Here the first gradients are the sums.
-            self.gradients + before_backward + max(0, self.extra["W"] - self.gradients),
+            sums + before_backward + max(0, self.extra["W"] - sums),
             self.gradients + self.extra["update"],
         )
 
@@ -101,5 +116,7 @@ def forecast(schedule: Schedule, probes: Sequence[Probe]) -> Forecast:
     """probes are those of all ranks, rank 0's first."""
     in_flight = schedule.in_flight[::-1]
     means = [mean for probe in probes for mean in probe.means]
-    peaks = [probe.peak_bytes(n) for probe, n in zip(probes, in_flight, strict=True)]
+    adds_up = schedule.shape.num_micro_batches > 1
+    pairs = zip(probes, in_flight, strict=True)
+    peaks = [probe.peak_bytes(count, adds_up=adds_up) for probe, count in pairs]
     return Forecast(utilisation(schedule, means), in_flight, peaks)

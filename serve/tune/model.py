@@ -21,8 +21,9 @@ from serve.rank.costs import measure
 from serve.rank.planning import balance
 from serve.rank.weights import build_model
 from serve.tune.backward import Arrays
-from serve.tune.checkpoint import ADAPTERS, CONFIG, load_arrays
+from serve.tune.checkpoint import load_arrays
 from serve.tune.config import FineTuneConfig
+from serve.tune.run_folder import ADAPTERS, CONFIG
 
 
 @dataclass(slots=True)
@@ -117,7 +118,9 @@ def of_adapter(config: FineTuneConfig) -> FineTuneConfig:
     try:
         written = {"fine_tune_type": "lora", **json.loads(path.read_text())}
         names = ("fine_tune_type", "num_layers", "lora_parameters")
-        return replace(config, **{name: written[name] for name in names})
+        flags = ("lora_rank", "lora_scale", "lora_alpha", "lora_dropout")
+        kept = {name: written[name] for name in names} | dict.fromkeys(flags)
+        return replace(config, **kept)
     except (OSError, LookupError, TypeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         mend = "give the folder of an adapter as --adapter-path"

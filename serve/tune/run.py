@@ -18,12 +18,21 @@ from serve.core.errors import DisagreementError, EngineError, UsageError
 from serve.hub.partial import PartialModel, open_partial, pin
 from serve.rank.transport import Ring
 from serve.rank.weights import load_stage
-from serve.tune import checkpoint, data, packing, results, whole
+from serve.tune import checkpoint, data, packing, results, run_folder, whole
 from serve.tune.backward import Arrays, TrainedStage
 from serve.tune.checkpoint import load_arrays
 from serve.tune.config import FineTuneConfig
-from serve.tune.events import Finished, Reported, Saved, Show, Started, Validated, Written
-from serve.tune.forecast import Forecast, Probe, forecast, utilisation
+from serve.tune.events import (
+    Finished,
+    NothingLeft,
+    Reported,
+    Saved,
+    Show,
+    Started,
+    Validated,
+    Written,
+)
+from serve.tune.forecast import Forecast, Probe, Span, forecast, spans, utilisation
 from serve.tune.history import History
 from serve.tune.loop import Trainer, Update
 from serve.tune.model import Draw, adapter_config, of_adapter, prepare, split_layers
@@ -73,23 +82,26 @@ class Run:
 
     def run(self) -> Path:
         config, done = self.config, 0
-        spans: list[results.Span] = []
+        ran: list[Span] = []
         if config.trains:
             self._check_packing()
             done = self._begin()
             # A run that was ended after its last checkpoint may still owe what comes below.
-            if done < config.iters and not self.history.has_stalled(config.early_stop):
-                done, spans = self._train(done)
+            is_early = self.history.has_stalled(config.early_stop)
+            if done < config.iters and not is_early:
+                done, ran = self._train(done)
+            else:
+                self._show(NothingLeft(done, is_early))
         iteration, folder = self._best(done)
         if config.test:
             if folder != config.adapter_path:
-                best = load_arrays(folder / checkpoint.ADAPTERS) if self._is_first else {}
+                best = load_arrays(folder / run_folder.ADAPTERS) if self._is_first else {}
                 self.trainer.set_parameters(share(self.links, best))
             self._validate(iteration, "test", self._validation("test", config.test_batches))
         if config.trains and self._is_first:
-            self._show(results.write(config, self._facts(), spans))
+            self._show(results.write(config, self._facts(), ran))
             if config.fine_tune_type == "full":
-                trained = folder / checkpoint.ADAPTERS
+                trained = folder / run_folder.ADAPTERS
                 written = whole.write(self.model, trained, config.whole_path)
                 self._show(Written([written], None))
         return folder
@@ -197,8 +209,8 @@ class Run:
         last = checkpoint.load_last(folder, settings)
         checkpoint.forget_metrics_after(folder, last.iteration)
         checkpoint.publish(folder)
-        for place in (folder, folder / checkpoint.BEST):
-            if config.peft and (place / checkpoint.ADAPTERS).exists():
+        for place in (folder, folder / run_folder.BEST):
+            if config.peft and (place / run_folder.ADAPTERS).exists():
                 checkpoint.export_peft(place)
         return last
 
@@ -209,7 +221,7 @@ class Run:
 
     # --- training
 
-    def _train(self, start: int) -> tuple[int, list[results.Span]]:
+    def _train(self, start: int) -> tuple[int, list[Span]]:
         """Returns the batches done, and when each op of the last update ran."""
         config, trainer = self.config, self.trainer
         accumulated = config.grad_accumulation_steps
@@ -260,18 +272,18 @@ class Run:
 
     def _tell_end(
         self, done: int, schedule: Schedule, before: Forecast, window: Window
-    ) -> list[results.Span]:
-        ended = exchange(self.links, (window.ops.means(), results.spans(window.last_records)))
+    ) -> list[Span]:
+        ended = exchange(self.links, (window.ops.means(), spans(window.last_records)))
         expected = utilisation(schedule, [mean for means, _ in ended for mean in means])
         measured = window.utilisation, expected, window.peak_bytes
         self._keep(Finished(done, done < self.config.iters, before, *measured, self.history.best))
-        return [results.Span(*span) for _, spans in ended for span in spans]
+        return [Span(*span) for _, each in ended for span in each]
 
     def _best(self, done: int) -> tuple[int, Path]:
         """Batches and folder of the weights with the lowest validation loss, or else the last."""
         folder, best = self.config.adapter_path, self.history.best
         if best and 0 < best[0] < done:
-            return best[0], folder / checkpoint.BEST
+            return best[0], folder / run_folder.BEST
         return done, folder
 
     def _batches(self, first: int) -> list[data.MicroBatch]:
@@ -317,7 +329,7 @@ class Run:
             self._check_finite(f"after batch {iteration}")
             adapter = self._gathered_adapter()
             if self._is_first:
-                self._save_adapter(self.config.adapter_path / checkpoint.BEST, adapter)
+                self._save_adapter(self.config.adapter_path / run_folder.BEST, adapter)
 
     def _report(self, iteration: int, window: Window) -> None:
         rate = float(self.trainer.optimizer.learning_rate.item())
@@ -353,10 +365,10 @@ class Run:
         """Which weights are on disk."""
         if self._saved is None:
             return "No checkpoint was written."
-        kept = f"The last checkpoint and {checkpoint.ADAPTERS} are those of batch {self._saved}."
+        kept = f"The last checkpoint and {run_folder.ADAPTERS} are those of batch {self._saved}."
         if self._has_learned_since:
             return kept
-        folder = checkpoint.folder_of(self.config.adapter_path, self._saved)
+        folder = run_folder.folder_of(self.config.adapter_path, self._saved)
         return (
             f"{kept} No update after it was finite: to go on from the one before it, if there is "
             f"one, remove {folder} and give --resume."

@@ -14,7 +14,7 @@ import pytest
 
 from serve.core.config import Cluster
 from serve.core.errors import EngineError, UsageError
-from serve.tune import checkpoint
+from serve.tune import checkpoint, run_folder
 from serve.tune import run as tune_run
 from serve.tune.backward import Arrays
 from serve.tune.config import FineTuneConfig
@@ -72,7 +72,7 @@ def test_weights_that_are_not_finite_replace_nothing(
         ran(folder, out)
     names = [path.name for path in (out / "checkpoints").iterdir()]
     assert names == ["0000004"]
-    for place in (out, out / "checkpoints" / "0000004", out / checkpoint.BEST):
+    for place in (out, out / "checkpoints" / "0000004", out / run_folder.BEST):
         assert not place.exists() or finite(arrays_of(place))
 
 
@@ -165,11 +165,11 @@ def test_a_broken_adapter_to_begin_with_is_named_before_training(
 ) -> None:
     ran(folder, tmp_path / "first", iters=4)
     weights = {name: array * math.nan for name, array in arrays_of(tmp_path / "first").items()}
-    file = tmp_path / checkpoint.ADAPTERS
+    file = tmp_path / run_folder.ADAPTERS
     mx.save_safetensors(str(file), weights)
     with pytest.raises(EngineError, match="finite before training.*No checkpoint was written"):
         ran(folder, tmp_path / "out", resume_adapter_file=file)
-    assert not (tmp_path / "out" / checkpoint.ADAPTERS).exists()
+    assert not (tmp_path / "out" / run_folder.ADAPTERS).exists()
 
 
 @pytest.mark.parametrize("losses", [[math.nan, 2.0, math.nan], [3.0, math.nan, math.nan]])
@@ -182,7 +182,7 @@ def test_a_validation_that_is_not_a_number_is_never_the_best(
     (finished,) = (event for event in events if isinstance(event, Finished))
     assert finished.best is not None
     assert math.isfinite(finished.best[1])
-    best = tmp_path / "out" / checkpoint.BEST / checkpoint.ADAPTERS
+    best = tmp_path / "out" / run_folder.BEST / run_folder.ADAPTERS
     assert best.exists() == (finished.best[0] == 4)
 
 

@@ -43,6 +43,12 @@ def test_an_update_can_need_most() -> None:
     assert clipped.peak_bytes(1) == 100 + 50 + 2 * 50
 
 
+def test_one_micro_batch_has_no_sums_beside_it() -> None:
+    """Its gradients come in W, which was measured with them."""
+    probe = probe_of(gradients=2, updated=2)
+    assert probe.peak_bytes(1, adds_up=False) == 100 + max(15, 10 + 4, 10 + 3, 2 + 2)
+
+
 def test_gradients_of_half_precision_weights_count_as_float32() -> None:
     """Twice the bytes of what the update makes anew."""
     assert probe_of(gradients=80, updated=45).peak_bytes(1) == 100 + 80 + 45
