@@ -81,11 +81,10 @@ def publish(folder: Path) -> Path:
     """Puts the last checkpoint's adapter where mlx_lm looks. Of those before it the last one
     stays: whether training can go on from a checkpoint only the update after it shows."""
     final = whole_checkpoints(folder)[-1]
-    adapters = folder / ADAPTERS, folder / f"{final.name}_{ADAPTERS}"
     with writing(folder):
-        # The last one is there when both are written.
-        for adapter in () if all(map(Path.exists, adapters)) else adapters:
-            _replace(adapter, lambda path: shutil.copyfile(final / ADAPTERS, path))
+        # Also if both are there: somebody may have gone back to an earlier checkpoint.
+        for name in (ADAPTERS, f"{final.name}_{ADAPTERS}"):
+            _replace(folder / name, lambda path: shutil.copyfile(final / ADAPTERS, path))
         _keep_last(folder, 2)
     return folder / ADAPTERS
 

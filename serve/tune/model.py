@@ -99,8 +99,8 @@ def _check_keys(keys: Sequence[str], model: nn.Module) -> None:
 
 
 def load_adapter(weights: Arrays, name: str, model: nn.Module) -> None:
-    """Puts adapter weights into a model that is not cut yet. Raises UsageError if they are
-    not all of what is trained, by name and shape."""
+    """Puts adapter weights into a model that is not cut yet, in the types of what is trained.
+    Raises UsageError if they are not all of it, by name and shape."""
     trained = dict(tree_flatten(model.trainable_parameters()))
     different = sorted(
         key
@@ -109,7 +109,8 @@ def load_adapter(weights: Arrays, name: str, model: nn.Module) -> None:
     )
     if different:
         raise UsageError(f"{name} is of another model or other settings: see {different[0]}.")
-    model.update(tree_unflatten(list(weights.items())))
+    cast = [(key, array.astype(trained[key].dtype)) for key, array in weights.items()]
+    model.update(tree_unflatten(cast))
 
 
 def of_adapter(config: FineTuneConfig) -> FineTuneConfig:

@@ -186,6 +186,29 @@ def test_a_validation_that_is_not_a_number_is_never_the_best(
     assert best.exists() == (finished.best[0] == 4)
 
 
+def test_going_back_to_a_checkpoint_publishes_its_adapter(folder: Path, tmp_path: Path) -> None:
+    """Though files of the later one are there under all names."""
+    out = tmp_path / "out"
+    ran(folder, out, val_batches=0)
+    first = arrays_of(out / "checkpoints" / "0000004")
+    mx.eval(first)
+    assert not same(arrays_of(out), first)
+    shutil.rmtree(out / "checkpoints" / "0000008")
+    ran(folder, out, resume=True, iters=4, val_batches=0)
+    assert same(arrays_of(out), first)
+
+
+def test_a_half_precision_adapter_to_begin_with_is_trained_in_float32(
+    folder: Path, tmp_path: Path
+) -> None:
+    ran(folder, tmp_path / "first", iters=4)
+    weights = {n: a.astype(mx.bfloat16) for n, a in arrays_of(tmp_path / "first").items()}
+    file = tmp_path / run_folder.ADAPTERS
+    mx.save_safetensors(str(file), weights)
+    ran(folder, tmp_path / "out", iters=4, resume_adapter_file=file)
+    assert {array.dtype for array in arrays_of(tmp_path / "out").values()} == {mx.float32}
+
+
 # --- full tuning in half precision, as a whole run
 
 
