@@ -120,9 +120,9 @@ def _show_start(event: Started) -> None:
     if event.iteration:
         _tell(f"Continues after {event.iteration} batches.")
     schedule, shape = event.schedule, event.schedule.shape
-    title = f"Schedule {schedule.kind}: {shape.num_micro_batches} micro-batches an update"
+    parts = f"{shape.num_micro_batches} micro-batch{'es' * (shape.num_micro_batches > 1)}"
     table = Table("rank", "layers", "micro-batches in memory", "peak memory (forecast)")
-    table.title = title
+    table.title = f"Schedule {schedule.kind}: {parts} an update"
     for rank, peak in enumerate(event.forecast.peak_bytes):
         layers = " ".join("[{}, {})".format(*event.layers[n]) for n in shape.stages(rank))
         table.add_row(str(rank), layers, str(event.forecast.in_flight[rank]), format_bytes(peak))
