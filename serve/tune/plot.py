@@ -9,7 +9,7 @@ from serve.tune.forecast import Span
 
 _COLOURS = {"F": "#7aa6d9", "B": "#e5a15b", "W": "#8fbf7f"}
 _WORDS = {"F": "forward", "B": "gradient of the input", "W": "gradients of the parameters"}
-_LEAST_SHARE = 0.01  # of the width, below which the number of a micro-batch has no room
+_MIN_SHARE = 0.01  # of the width, below which the number of a micro-batch has no room
 
 
 def draw_curves(path: Path, metrics: Sequence[dict[str, Any]]) -> None:
@@ -55,7 +55,7 @@ def draw_schedule(path: Path, title: str, spans: Sequence[Span]) -> None:
     for kind, micro_batch, stage, start, until in spans:
         width = until - start
         axes.barh(stage, width, left=start, color=_COLOURS[kind], edgecolor="white")
-        if width > _LEAST_SHARE * end:
+        if width > _MIN_SHARE * end:
             middle = start + width / 2
             axes.text(middle, stage, str(micro_batch + 1), ha="center", va="center", fontsize=8)
     axes.set(xlabel="seconds", title=title, xlim=(0, end))
