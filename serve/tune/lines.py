@@ -9,6 +9,8 @@ from typing import Any
 from serve.core.errors import UsageError
 from serve.tune.config import FineTuneConfig
 
+_MAX_BYTES = 64 << 20  # A second or two. The launcher, rank 0 and then every rank read them.
+
 Line = tuple[int, dict[str, Any]]
 """A line's number, counted from 1, and its object."""
 
@@ -32,13 +34,15 @@ def read_lines(path: Path, config: FineTuneConfig) -> list[Line]:
 
 
 def check_data(config: FineTuneConfig) -> None:
-    """Reads all the files of a run. Raises UsageError."""
+    """Reads all the files of a run that are read in a moment; others are checked when their
+    examples are read. Raises UsageError."""
     folder = config.data
     names = ["train"] if config.trains else []
     names += ["valid"] if config.trains and (folder / "valid.jsonl").exists() else []
     names += ["test"] if config.test else []
-    for name in names:
-        read_lines(folder / f"{name}.jsonl", config)
+    for path in (folder / f"{name}.jsonl" for name in names):
+        if not path.exists() or path.stat().st_size <= _MAX_BYTES:
+            read_lines(path, config)
 
 
 def _parsed(path: Path) -> Iterator[Line]:
