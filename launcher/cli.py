@@ -118,8 +118,8 @@ def launch(flags: argparse.Namespace) -> int:
     hostfile = read_hostfile(flags.hostfile)
     # The model is where the ranks are, which is not always here.
     here = next((rank for rank, host in enumerate(hostfile.hosts) if host.is_local), None)
-    num_ranks = None if here is None else len(hostfile.hosts)
-    drain_seconds = check_words(flags.command, num_ranks, here or 0)
+    num_here = None if here is None else len(hostfile.hosts)
+    drain_seconds = check_words(flags.command, num_here, here or 0)
     serves = flags.command[0] == "serve"
     with connected(hostfile.hosts, way(flags), write_line, serves=serves) as connections:
         environment = {**forwarded(os.environ), **hostfile.environment, **environment}
