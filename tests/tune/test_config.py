@@ -12,6 +12,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from serve.cli.fine_tune import _OTHER_NAMES, _parse, check
 from serve.core.errors import BrigadeError, UsageError
+from serve.tune import lines
 from serve.tune.config import FineTuneConfig
 from serve.tune.model import adapter_config
 from tests.cluster.servers import ROOT, TINY_CHAT
@@ -250,6 +251,17 @@ def test_check_names_a_bad_line_and_a_taken_folder_without_mlx(tmp_path: Path) -
         command = [sys.executable, "-c", NO_MLX, *words, str(tmp_path / folder), *more]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert said in done.stdout, done.stdout + done.stderr
+
+
+def test_check_data_leaves_large_files_to_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.jsonl").write_text("{")
+    config = _parse(["--model", "m", "--data", str(tmp_path)])
+    with pytest.raises(UsageError, match="not JSON"):
+        lines.check_data(config)
+    monkeypatch.setattr(lines, "_MAX_BYTES", 0)
+    lines.check_data(config)
 
 
 def test_epochs_come_before_iters() -> None:
