@@ -117,8 +117,9 @@ def launch(flags: argparse.Namespace) -> int:
         return keep(flags.command, [HOST] * num_ranks, ranks, drain_seconds)
     hostfile = read_hostfile(flags.hostfile)
     # The model is where the ranks are, which is not always here.
-    is_here = any(host.is_local for host in hostfile.hosts)
-    drain_seconds = check_words(flags.command, len(hostfile.hosts) if is_here else None)
+    here = next((rank for rank, host in enumerate(hostfile.hosts) if host.is_local), None)
+    num_here = None if here is None else len(hostfile.hosts)
+    drain_seconds = check_words(flags.command, num_here, here or 0)
     serves = flags.command[0] == "serve"
     with connected(hostfile.hosts, way(flags), write_line, serves=serves) as connections:
         environment = {**forwarded(os.environ), **hostfile.environment, **environment}
@@ -127,14 +128,14 @@ def launch(flags: argparse.Namespace) -> int:
         return keep(flags.command, [h.ssh for h in hostfile.hosts], ranks, drain_seconds)
 
 
-def check_words(words: Sequence[str], num_ranks: int | None) -> float:
+def check_words(words: Sequence[str], num_ranks: int | None, rank: int = 0) -> float:
     """What is wrong is said once, before any rank has started: with num_ranks also what only
-    the model tells. How long ranks may take to end."""
+    the model tells, and what only that rank's host has. How long ranks may take to end."""
     if words[0] == "fine-tune":
         from serve.cli.fine_tune import check as check_fine_tune
 
         if num_ranks is not None:
-            check_fine_tune(words[1:], num_ranks)
+            check_fine_tune(words[1:], num_ranks, rank)
         return DRAIN_SECONDS
     from serve.cli.flags import parse
     from serve.cli.main import check

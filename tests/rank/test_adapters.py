@@ -457,11 +457,111 @@ PEFT_SPOILS: dict[str, tuple[dict[str, Any], str]] = {
     "bias": ({"bias": "all"}, "bias is 'all'"),
     "whole modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     "changed base": ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4"),
+    "unknown start": ({"init_lora_weights": "of_next_year"}, "of_next_year"),
+    "unknown field": ({"use_of_next_year": True}, "use_of_next_year in .* is True"),
+    "unknown object": ({"next_config": {"a": 1}}, "next_config"),
+    "unknown number": ({"shift": 0.5}, "shift"),
     "broken pattern": ({"rank_pattern": {"(": 3}}, "regular expression"),
     "more modules": ({"target_modules": ["q_proj", "k_proj"]}, "no tensors for .*k_proj"),
     "infinite alpha": ({"lora_alpha": math.inf}, "lora_alpha"),
     "truth": ({"r": True}, "True"),
 }
+
+
+# What PEFT 0.21's LoraConfig writes beside the fields of adapters.as_peft, with its defaults.
+WRITTEN_BY_PEFT: dict[str, Any] = {
+    "alora_invocation_tokens": None,
+    "alpha_pattern": {},
+    "arrow_config": None,
+    "auto_mapping": None,
+    "base_model_name_or_path": "org/name",
+    "corda_config": None,
+    "ensure_weight_tying": False,
+    "eva_config": None,
+    "exclude_modules": None,
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+    "init_lora_weights": True,
+    "kasa_config": None,
+    "layer_replication": None,
+    "layers_pattern": None,
+    "layers_to_transform": None,
+    "loftq_config": {},
+    "lora_bias": False,
+    "lora_dropout": 0.1,
+    "lora_ga_config": None,
+    "megatron_config": None,
+    "megatron_core": "megatron.core",
+    "modules_to_save": None,
+    "monteclora_config": None,
+    "peft_version": "0.21.2",
+    "qalora_group_size": 16,
+    "rank_pattern": {},
+    "revision": None,
+    "target_parameters": None,
+    "task_type": "CAUSAL_LM",
+    "trainable_token_indices": None,
+    "use_bdlora": None,
+    "use_qalora": False,
+    "use_rslora": False,
+    "velora_config": None,
+}
+# Fields that change answers or weights, with a value that PEFT would write.
+CHANGES_ANSWERS: dict[str, Any] = {
+    "alora_invocation_tokens": [1, 2],
+    "arrow_config": {"top_k": 3},
+    "ensure_weight_tying": True,
+    "kasa_config": {"beta": 1e-4},
+    "layer_replication": [[0, 4], [2, 5]],
+    "lora_bias": True,
+    "modules_to_save": ["lm_head"],
+    "monteclora_config": {"num_samples": 8},
+    "target_parameters": ["mlp.experts.gate_up_proj"],
+    "trainable_token_indices": [7],
+    "use_bdlora": {"nblocks": 2},
+    "use_qalora": True,
+    "velora_config": {"num_groups": 64},
+}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": "orthogonal"},
+        {"fan_in_fan_out": True},
+        {"loftq_config": {"loftq_bits": 4}},
+        {"runtime_config": {"ephemeral_gpu_offload": False}},
+        {"merge_weights": False, "enable_lora": None},
+        {"field_of_next_year": None, "another": False, "third": {}, "fourth": []},
+    ],
+    ids=lambda more: " ".join(more) or "defaults",
+)
+def test_a_config_as_peft_writes_it_is_read(tmp_path: Path, more: dict[str, Any]) -> None:
+    source = adapters.save_adapter(tmp_path / "mlx", LLAMA())
+    folder = adapters.as_peft(source, tmp_path / "peft", **{**WRITTEN_BY_PEFT, **more})
+    assert read_adapter(str(folder)).rank == read_adapter(str(source)).rank
+
+
+@pytest.mark.parametrize("name", CHANGES_ANSWERS)
+def test_a_field_of_peft_that_changes_answers_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    source = adapters.save_adapter(tmp_path / "mlx", LLAMA())
+    changed = {**WRITTEN_BY_PEFT, name: CHANGES_ANSWERS[name]}
+    folder = adapters.as_peft(source, tmp_path / "peft", **changed)
+    with pytest.raises(AdapterError, match=f"{name} in adapter_config.json is"):
+        read_adapter(str(folder))
+
+
+def test_lora_parameters_that_are_not_known_are_refused_by_name(tmp_path: Path) -> None:
+    folder = adapters.save_adapter(tmp_path / "mlx", LLAMA())
+    for name, is_known in (("alpha", True), ("use_rslora", False)):
+        spoiled(folder, lambda _, c, name=name: c["lora_parameters"].update({name: 16}))
+        if is_known:
+            assert read_adapter(str(folder)).rank
+        else:
+            with pytest.raises(AdapterError, match=f"{name} in lora_parameters"):
+                read_adapter(str(folder))
 
 
 @pytest.mark.parametrize("spoil", PEFT_SPOILS)

@@ -90,6 +90,7 @@ def test_nothing_is_written_unless_asked_or_before_training(tmp_path: Path) -> N
 def test_a_library_that_is_not_there_is_said_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}')
     words = ["--model", str(TINY_CHAT), "--data", str(tmp_path), "--report-to"]
     assert services(check([*words, "tensorboard, TensorBoard,"], 1)) == ["tensorboard"]
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
