@@ -30,7 +30,7 @@ from serve.front.app_responses import ResponseCalls
 from serve.front.app_server import BACKLOG, Server
 from serve.front.app_stream import Stream, json_response
 from serve.front.body import json_object
-from serve.front.door import Door
+from serve.front.door import Door, log_access
 from serve.front.metrics import Metrics
 from serve.front.openai import ChatBody, CompletionBody, DetokenizeBody, Tokenizable, parse
 from serve.front.openapi import document, told
@@ -89,6 +89,7 @@ async def serve(
 ) -> None:
     """Answers until it is drained, or until SIGTERM or SIGINT. Raises what engine.failed()
     gave, if it did."""
+    log_access(config)
     front = Front(config, engine, tokenizer, max_context)
     server = Server(front.app, config, lambda: front.begin_drain(config.drain_timeout))
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))

@@ -225,17 +225,23 @@ REQUESTS = [
 
 
 def post(*headers: bytes, body: bytes = b"") -> bytes:
-    lines = [b"POST /v1/chat/completions HTTP/1.1", b"Host: x", b"Content-Type: application/json"]
+    lines = [
+        b"POST /v1/chat/completions HTTP/1.1",
+        b"Host: localhost",
+        b"Content-Type: application/json",
+    ]
     return b"\r\n".join([*lines, *headers, b"", b""]) + body
 
 
-def get(*headers: bytes, first: bytes = b"GET /health HTTP/1.1", host: bytes = b"Host: x") -> bytes:
+def get(
+    *headers: bytes, first: bytes = b"GET /health HTTP/1.1", host: bytes = b"Host: localhost"
+) -> bytes:
     close = b"Connection: close"
     return b"\r\n".join([first, *filter(None, [host]), close, *headers, b"", b""])
 
 
 CHUNKED = b"Transfer-Encoding: chunked"
-SMUGGLED = b"GET /smuggled HTTP/1.1\r\nHost: x\r\n\r\n"
+SMUGGLED = b"GET /smuggled HTTP/1.1\r\nHost: localhost\r\n\r\n"
 FULL = post(b"Content-Length: %d" % len(good_body()), body=good_body())
 
 
