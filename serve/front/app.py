@@ -225,12 +225,18 @@ class Front:
     async def begin(self, request: Request, job: Job) -> tuple[Answer, dict[str, str]]:
         """The answer, which whoever gets it closes, and headers that go with it."""
         record: Record = request.scope[guard.RECORD]
+        record.model = self._model
+        if job.body.model != self._model:
+            record.adapter = job.body.model
         if job.prompts[0].samplings[0].grammar is not None:
             loop, check = asyncio.get_running_loop(), job.body.check_grammar
             checking = loop.run_in_executor(self._grammar_threads, check, self._tokenizer)
             await guard.unless_gone(request.receive, checking)
         adapter = await self._adapters.version(job.body.model)
-        headers = {"x-adapter-version": str(adapter)} if adapter else {}
+        headers = replies.ignored_fields(job.body.ignored_fields)
+        if adapter:
+            record.adapter_version = adapter
+            headers["x-adapter-version"] = str(adapter)
         generation = self._engine.submit(job.prompts, adapter)
         answer = Answer(job.body.model, job, generation, self._tokenizer, record, self._metrics)
         self._answers.add(answer)
@@ -259,10 +265,12 @@ class Front:
 
     def _read_tokenize(self, data: bytes) -> Response:
         check = self._adapters.check
-        return json_response(tokenize.tokenize(data, self._tokenizer, self._max_context, check))
+        told, headers = tokenize.tokenize(data, self._tokenizer, self._max_context, check)
+        return json_response(told, headers=headers)
 
     def _read_detokenize(self, data: bytes) -> Response:
-        return json_response(tokenize.detokenize(data, self._tokenizer, self._adapters.check))
+        told, headers = tokenize.detokenize(data, self._tokenizer, self._adapters.check)
+        return json_response(told, headers=headers)
 
     @told(reply=schemas.ModelList)
     async def models(self, _: Request) -> Response:
@@ -343,7 +351,13 @@ def _with_cors(app: guard.Application, config: ServeConfig) -> guard.Application
         allow_origins=config.cors_origin,
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
-        expose_headers=["X-Request-Id", "Request-Id", "X-Adapter-Version", "Retry-After"],
+        expose_headers=[
+            "X-Request-Id",
+            "Request-Id",
+            "X-Adapter-Version",
+            "X-Ignored-Fields",
+            "Retry-After",
+        ],
     )
 
 

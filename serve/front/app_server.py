@@ -178,7 +178,9 @@ class Protocol(H11Protocol):
 
     def _refuse(self, error: replies.StatusError) -> None:
         """Answers without the application, if an answer can still be given, and closes."""
-        record = Record(request_id([]), "-", "-", status=error.http_status)
+        client = self.client[0] if self.client else None
+        record = Record(request_id([]), "-", "-", client=client, status=error.http_status)
+        record.fail(error)
         _logger.info("%s", record.line())
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = replies.encode(replies.error_object(error))

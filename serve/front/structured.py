@@ -105,7 +105,7 @@ class Grammars:
             most = f"{MOST_GRAMMAR_CHARACTERS} are allowed"
             raise RequestError(f"The grammar has {len(grammar)} characters, {most}.", param=param)
         if reason := self.objection(grammar):
-            raise RequestError(f"The grammar cannot be followed: {reason}", param=param)
+            raise RequestError("The grammar cannot be followed:", detail=reason, param=param)
 
     def _objection(self, grammar: str) -> str:
         try:

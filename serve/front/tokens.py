@@ -88,7 +88,9 @@ class Tokenizer:
         except Exception as error:
             reason = str(error)[:500] or type(error).__name__
             raise RequestError(
-                f"The model's chat template refuses these messages: {reason}", param="messages"
+                "The model's chat template refuses these messages:",
+                detail=str(reason),
+                param="messages",
             ) from error
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
