@@ -12,10 +12,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from serve.core.errors import UsageError
+from serve.core.tool_parsers import tool_parsers
 
 _KEY = re.compile(r"[!-~]{1,512}")  # what fits into a header
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#@\s]+")
-_HOST_NAME = re.compile(r"\*|[\w.-]{1,253}|[0-9a-fA-F:.]{2,45}", re.ASCII)
+_HOST_NAME = re.compile(r"\*|[\w.-]{1,253}|(?=.*:.*:)[0-9a-fA-F:.]{2,45}", re.ASCII)
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][\w.:@-]{0,127}(/[A-Za-z0-9][\w.:@-]{0,127})?", re.ASCII)
 NO_ADAPTER_NAME = (
     "cannot be an adapter's name: not the model's, of letters, digits and . _ : @ -, one / at most."
@@ -48,7 +49,11 @@ class ServeConfig:
         "for keys and values: 8GB, or 8GB,16GB for each rank (default: what is free)", None
     )
     kv_bits: int | None = flag("quantise keys and values to 8 or 4 bits", None, among=(4, 8))
-    tool_parser: str | None = flag("how the model calls tools (default: found out)", None)
+    tool_parser: str | None = flag(
+        f"format of the model's tool calls: {', '.join(tool_parsers())} (default: detected)",
+        None,
+        among=tool_parsers(),
+    )
     no_prefix_cache: bool = flag("compute every prompt from its first token", False)
     lora: tuple[str, ...] = flag("NAME=PATH of a LoRA adapter to start with", ())
     adapter_root: Path | None = flag("folder below which adapters may be loaded by HTTP", None)

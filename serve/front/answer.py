@@ -177,6 +177,11 @@ class Answer:
             _logger.error("request=%s event=bug trace=%s", self._record.request, trace)
             yield failed(self._failure(BrigadeError(str(error))))
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a part of it is still to come."""
+        return self._record.finish_reason is None
+
     def interrupt(self, error: BrigadeError) -> None:
         """Ends the answer with error after what has come, also while it waits for the engine."""
         self._generation.put(error)

@@ -33,7 +33,7 @@ from serve.front.body import json_object
 from serve.front.door import Door, log_access
 from serve.front.metrics import Metrics
 from serve.front.openai import ChatBody, CompletionBody, DetokenizeBody, Tokenizable, parse
-from serve.front.openapi import document, told
+from serve.front.openapi import document, summaries, told
 from serve.front.record import Record
 from serve.front.tokens import Tokenizer
 
@@ -99,6 +99,8 @@ async def serve(
         await asyncio.wait({serving, failing, draining}, return_when=asyncio.FIRST_COMPLETED)
         if failing.done() and not serving.done():
             front.end_streams(failing.result())
+        if draining.done():
+            _logger.info("event=drained answers_ended=%d", front.num_ended)
         server.should_exit = True
         await serving
         if failing.done():
@@ -126,6 +128,7 @@ class Front:
         self._adapters = engine.adapters
         self._metrics = Metrics(engine.pipeline)
         self._answers: weakref.WeakSet[Answer] = weakref.WeakSet()
+        self.num_ended = 0  # answers that a drain did not wait for
         self._threads = ThreadPoolExecutor(_PROMPT_THREADS, "prompt")
         self._grammar_threads = ThreadPoolExecutor(_GRAMMAR_THREADS, "grammar")
         routes = self._routes()
@@ -133,6 +136,7 @@ class Front:
         starlette.router.redirect_slashes = False
         self.door = Door(starlette, config)
         paths = [route.path for route in routes]
+        self._calls = summaries(routes)
         self._document = document(routes, __version__)
         self.app = guard.Guard(_with_cors(self.door, config), self._metrics, config, paths)
 
@@ -142,11 +146,17 @@ class Front:
         self.door.drain()
         if not self._engine.is_complete:
             seconds = min(seconds, _BROKEN_DRAIN_SECONDS)
+        num_open = len(self._open_answers())
+        _logger.info("event=draining seconds=%g answers=%d", seconds, num_open)
         asyncio.get_running_loop().call_later(seconds, self._end_drain)
 
     def _end_drain(self) -> None:
+        self.num_ended += len(self._open_answers())
         self.end_streams(UnavailableError("The server is stopping."))
         self.door.give_up()
+
+    def _open_answers(self) -> list[Answer]:
+        return [answer for answer in self._answers if answer.is_open]
 
     def end_streams(self, error: BrigadeError) -> None:
         for answer in list(self._answers):
@@ -158,6 +168,7 @@ class Front:
 
     def _routes(self) -> list[Route]:
         return [
+            Route("/", self.index),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
@@ -313,6 +324,18 @@ class Front:
         """Numbers for Prometheus."""
         body, content_type = self._metrics.render(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
+
+    @told(reply=schemas.Index)
+    async def index(self, _: Request) -> Response:
+        """What this server is, and its calls."""
+        return json_response(
+            {
+                "name": "Brigade",
+                "version": __version__,
+                "model": self._model,
+                "calls": self._calls,
+            }
+        )
 
     @told(reply=schemas.Version)
     async def version(self, _: Request) -> Response:

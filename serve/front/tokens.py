@@ -15,7 +15,7 @@ from typing import Any
 
 from tokenizers.pre_tokenizers import ByteLevel
 
-from serve.core.checkpoint import read_json
+from serve.core.checkpoint import not_a_folder, read_json
 from serve.core.errors import ModelError, RequestError
 from serve.front.formats import format_of
 from serve.front.structured import Grammars
@@ -221,7 +221,7 @@ class TextStream:
 
 def _load(folder: Path) -> Any:
     if not folder.is_dir():
-        raise ModelError(f"--model {folder} is no folder: give the path of a downloaded model.")
+        raise ModelError(not_a_folder(folder))
     # It advises to install PyTorch, which nothing here needs.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     # Imported here: it takes two seconds, in which the engine can start already.

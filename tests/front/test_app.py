@@ -241,6 +241,17 @@ def test_version_and_admin(server: Running, engine: FakeEngine) -> None:
     assert get(server, "/admin/trace?seconds=2.5").json()["seconds"] == 2.5
 
 
+def test_the_root_says_what_can_be_called(shared: Running) -> None:
+    """Whoever opens the address in a browser sees what this is."""
+    told = get(shared, "/").json()
+    assert (told["name"], told["model"]) == ("Brigade", "tiny")
+    document = get(shared, "/openapi.json").json()["paths"]
+    calls = {f"{method.upper()} {path}" for path in document for method in document[path]}
+    assert set(told["calls"]) == calls
+    assert all(told["calls"].values())
+    assert httpx.head(shared.url + "/").status_code == 200
+
+
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "1e9", "x", ""])
 def test_a_trace_of_no_time_is_refused(shared: Running, seconds: str) -> None:
     reply = get(shared, f"/admin/trace?seconds={seconds}")

@@ -466,10 +466,35 @@ def test_a_misspelt_drain_is_refused_and_none_begins(shared: Running) -> None:
     assert get(shared, "/ready").status_code == 200
 
 
-def test_an_idle_server_drains_at_once(server: Running) -> None:
+def drain_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    found = [record.getMessage() for record in caplog.records]
+    return [line for line in found if line.startswith("event=drain")]
+
+
+def test_a_drain_says_when_it_begins_and_what_it_ended(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    engine = FakeEngine(tokenizer)
+    engine.delay = 60
+    with Running(engine) as server:
+        stream = httpx.stream("POST", server.url + CHAT, json={**HELLO, "stream": True}, timeout=10)
+        with stream as reply:
+            wait_until(lambda: bool(engine.generations))
+            assert httpx.post(server.url + "/admin/drain?seconds=0.2").status_code == 202
+            assert "stopping" in reply.read().decode()
+        assert server.join(5)
+    begun, ended = drain_lines(caplog)
+    assert begun == "event=draining seconds=0.2 answers=1"
+    assert ended == "event=drained answers_ended=1"
+
+
+def test_an_idle_server_drains_at_once(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     began = time.monotonic()
     assert httpx.post(server.url + "/admin/drain").status_code == 202
     assert server.join(5)
+    assert drain_lines(caplog)[-1] == "event=drained answers_ended=0"
     assert server.ended_with is None
     assert time.monotonic() - began < 3
 
