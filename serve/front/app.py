@@ -200,7 +200,7 @@ class Front:
         chunk=schemas.CompletionReply,
     )
     async def completions(self, request: Request) -> Response:
-        """Goes on from prompts."""
+        """Continues prompts."""
         return await self._generate(request, self._read_completion)
 
     def _read_chat(self, data: bytes) -> Job:
@@ -236,7 +236,6 @@ class Front:
     async def begin(self, request: Request, job: Job) -> tuple[Answer, dict[str, str]]:
         """The answer, which whoever gets it closes, and headers that go with it."""
         record: Record = request.scope[guard.RECORD]
-        record.model = self._model
         if job.body.model != self._model:
             record.adapter = job.body.model
         if job.prompts[0].samplings[0].grammar is not None:
@@ -255,6 +254,7 @@ class Front:
 
     async def in_thread(self, request: Request, read: Callable[[bytes], Result]) -> Result:
         """What reading a request's body gives. Long texts take seconds."""
+        request.scope[guard.RECORD].model = self._model
         held = [await guard.read_body(request.scope, request.receive)]
         reading = asyncio.get_running_loop().run_in_executor(
             self._threads, lambda: read(held.pop())
@@ -291,7 +291,7 @@ class Front:
 
     @told(404, reply=schemas.Model)
     async def model(self, request: Request) -> Response:
-        """One of them."""
+        """The model or an adapter by its name."""
         name = request.path_params["name"]
         self._adapters.check(name)
         return json_response(self._described(name))
@@ -308,12 +308,12 @@ class Front:
 
     @told(reply=schemas.Status)
     async def health(self, _: Request) -> Response:
-        """That the process lives."""
+        """Answers while the process is alive."""
         return json_response({"status": "alive"})
 
     @told(reply=schemas.Status)
     async def ready(self, _: Request) -> Response:
-        """Whether requests can be answered; 503 says what is waited for."""
+        """Whether requests can be answered; 503 says what the server waits for."""
         reason = self._engine.ready_reason()
         if reason is not None:
             raise UnavailableError(reason)
@@ -344,7 +344,7 @@ class Front:
 
     @told(reply=replies.Json)
     async def openapi(self, _: Request) -> Response:
-        """This document."""
+        """Every call, its parameters and replies, for programs."""
         return json_response(self._document)
 
     @told(403, reply=replies.Json)
@@ -414,7 +414,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Of the router: an unknown path or a wrong method."""
     assert isinstance(error, HTTPException)
     what = json.dumps(f"{request.method} {request.url.path}"[:200])
-    message = f"{error.detail}: {what} is no call of this server."
+    message = f"{error.detail}: {what} is not a call of this server. GET / lists them."
     return await _brigade_error(
         request, replies.StatusError(error.status_code, message, error.headers or {})
     )

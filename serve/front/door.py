@@ -105,10 +105,10 @@ def log_access(config: ServeConfig) -> None:
     """One line that says who may call this server: what is open without a key is told at once."""
     calls = admin = "with an API key"
     if not config.api_key:
-        calls = "without a key, for whoever can connect"
+        calls = "open without a key to whoever can connect"
         admin = (
-            "without a key, for every user and program of this host: --admin-key-file or "
-            "--api-key-file closes them"
+            "open without a key to every user and program of this host: set --admin-key-file or "
+            "--api-key-file"
         )
     if config.admin_key:
         admin = "with an admin key"

@@ -83,7 +83,7 @@ def of_schema(schema: dict[str, Any] | str) -> str:
         return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _BLANKS})
     except ValueError as error:
         raise RequestError(
-            f"The schema is no JSON object: {error}", param="structured_outputs"
+            f"The schema is not a JSON object: {error}", param="structured_outputs"
         ) from error
 
 

@@ -291,10 +291,10 @@ def test_with_a_key_any_name_will_do(engine: FakeEngine) -> None:
 @pytest.mark.parametrize(
     ("flags", "calls", "admin", "level"),
     [
-        ({}, "without a key", "without a key", "INFO"),
-        ({"host": "0.0.0.0"}, "without a key", "without a key", "WARNING"),
+        ({}, "open without a key", "open without a key", "INFO"),
+        ({"host": "0.0.0.0"}, "open without a key", "open without a key", "WARNING"),
         ({"api_key": ("sk-a",)}, "with an API key", "with an API key", "INFO"),
-        ({"admin_key": ("root",)}, "without a key", "with an admin key", "INFO"),
+        ({"admin_key": ("root",)}, "open without a key", "with an admin key", "INFO"),
         (KEYS, "with an API key", "with an admin key", "INFO"),
     ],
 )
