@@ -215,6 +215,7 @@ REQUESTS = [
                    "/%ff%fe", "/%1b[31mred", "/" + "x" * 20_000)),
     Case("admin through a proxy", ("GET", "/admin/pipeline", {"X-Forwarded-For": "::1"}), (403,)),
     Case("admin of a rebound name", ("GET", "/admin/pipeline", {"Host": "evil.example"}), (403,)),
+    Case("models of a rebound name", ("GET", "/v1/models", {"Host": "evil.example"}), (403,)),
     Case("a page that drains", ("POST", "/admin/drain", {"Origin": "https://a.example"}), (403,)),
     Case("a trace of no time", ("GET", "/admin/trace?seconds=-1", {}), (400,), "seconds"),
     Case("an id with a line end", ("GET", "/nope", {"X-Request-Id": "a\x85b c"}), (404,)),

@@ -14,7 +14,9 @@ import httpx
 import openai
 import pytest
 
+from serve.core.errors import AddressError
 from serve.front import guard
+from serve.front.app import bind
 from serve.front.door import Door
 from serve.front.record import Record
 from serve.front.tokens import Tokenizer
@@ -184,6 +186,29 @@ def test_several_hosts_are_refused(shared: Running) -> None:
     assert raw(shared, line, "Host: evil.example", HERE) == 400
     assert raw(shared, line, HERE) == 200
     assert raw(shared, "GET /admin/pipeline HTTP/1.0") == 403
+
+
+def has_ipv6() -> bool:
+    try:
+        bind("::1", 0).close()
+    except AddressError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="This host has no IPv6 loopback address.")
+@pytest.mark.parametrize("address", ["::1", "::"])
+def test_this_host_may_ask_over_ipv6(engine: FakeEngine, address: str) -> None:
+    with Running(engine, address, host=address) as server:
+        url = f"http://[::1]:{server.port}"
+        for path in ("/admin/pipeline", "/v1/models"):
+            assert httpx.get(url + path).status_code == 200
+            assert httpx.get(url + path, headers={"Host": "LocalHost.:5"}).status_code == 200
+            assert httpx.get(url + path, headers={"Host": "evil.example"}).status_code == 403
+        if address == "::":
+            assert get(server, "/admin/pipeline").status_code == 200, "as ::ffff:127.0.0.1"
+            assert get(server, "/admin/pipeline", Host="10.0.0.1").status_code == 403
+            assert get(server, "/v1/models", Host="10.0.0.1").status_code == 200
 
 
 # --- forwarders
