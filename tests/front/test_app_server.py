@@ -192,7 +192,7 @@ def test_garbage_after_an_early_answer_ends_the_connection_alone(
     """Nothing can be answered any more; an attempt would be an exception in the loop."""
     with shared.connect() as connection:
         connection.sendall(
-            b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+            b"POST /x HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
         )
         assert read_response(connection).startswith(b"HTTP/1.1 404 ")
         connection.sendall(b"zz\r\n")

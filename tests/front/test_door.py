@@ -5,6 +5,8 @@ import contextlib
 import dataclasses
 import json
 import logging
+import socket
+import socketserver
 import threading
 import time
 from collections.abc import Iterator
@@ -214,40 +216,43 @@ def test_this_host_may_ask_over_ipv6(engine: FakeEngine, address: str) -> None:
 # --- forwarders
 
 
+class Forwarder(socketserver.ThreadingTCPServer):
+    """Passes bytes on, as socat, `ssh -R` and load balancers in TCP mode do."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(("127.0.0.2", 0), _Forwarded)
+        self.there = ("127.0.0.1", port)
+
+
+class _Forwarded(socketserver.BaseRequestHandler):
+    server: Forwarder
+
+    def handle(self) -> None:
+        with socket.create_connection(self.server.there, timeout=10) as there:
+            back = threading.Thread(target=pump, args=(there, self.request))
+            back.start()
+            pump(self.request, there)
+            back.join(10)
+
+
+def pump(source: socket.socket, sink: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(65536):
+            sink.sendall(data)
+        sink.shutdown(socket.SHUT_WR)
+
+
 @contextlib.contextmanager
 def forwarder(server: Running) -> Iterator[str]:
-    """Passes bytes on, as socat, `ssh -R` and load balancers in TCP mode do. Gives its URL."""
-
-    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while data := await reader.read(65536):
-                writer.write(data)
-                await writer.drain()
-        writer.close()
-
-    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, to_there = await asyncio.open_connection("127.0.0.1", server.port)
-        await asyncio.gather(pump(reader, to_there), pump(there, writer))
-
-    async def run() -> None:
-        listening = await asyncio.start_server(forward, "127.0.0.2", 0)
-        address.append("http://{}:{}".format(*listening.sockets[0].getsockname()[:2]))
-        async with listening:
-            started.set()
-            await over.wait()
-
-    address: list[str] = []
-    started, loop = threading.Event(), asyncio.new_event_loop()
-    over = asyncio.Event()
-    thread = threading.Thread(target=lambda: loop.run_until_complete(run()))
-    thread.start()
-    assert started.wait(10)
-    try:
-        yield address[0]
-    finally:
-        loop.call_soon_threadsafe(over.set)
-        thread.join(10)
-        loop.close()
+    """Gives its URL."""
+    with Forwarder(server.port) as running:
+        thread = threading.Thread(target=running.serve_forever, args=(0.02,))
+        thread.start()
+        try:
+            yield "http://{}:{}".format(*running.server_address[:2])
+        finally:
+            running.shutdown()
+            thread.join(10)
 
 
 def test_a_forwarder_opens_no_admin_call_of_a_server_with_keys(engine: FakeEngine) -> None:
