@@ -254,7 +254,6 @@ class Front:
 
     async def in_thread(self, request: Request, read: Callable[[bytes], Result]) -> Result:
         """What reading a request's body gives. Long texts take seconds."""
-        request.scope[guard.RECORD].model = self._model
         held = [await guard.read_body(request.scope, request.receive)]
         reading = asyncio.get_running_loop().run_in_executor(
             self._threads, lambda: read(held.pop())

@@ -49,6 +49,8 @@ class Guard:
             scope["path"],
             client=client[0] if client else None,
         )
+        if record.method == "POST":  # All that asks the model does.
+            record.model = self._limits.model_name
         scope[RECORD], scope[LIMITS] = record, self._limits
 
         async def watched(message: Message) -> None:
