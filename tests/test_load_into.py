@@ -70,6 +70,20 @@ def test_the_call_and_the_curl_line_say_the_same(
     assert words[-1] == "Authorization: Bearer $BRIGADE_ADMIN_KEY"
 
 
+def test_load_into_sends_an_api_key_where_there_is_no_admin_key(
+    server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server without an admin key asks for an API key."""
+    monkeypatch.delenv("BRIGADE_ADMIN_KEY", raising=False)
+    monkeypatch.setenv("BRIGADE_API_KEY", "sk")
+    load_into(url_of(server), tmp_path, "a")
+    assert server.asked[-1][-1] == "Bearer sk"
+    assert shlex.split(curl_line("http://a", tmp_path, "a"))[-1].endswith("$BRIGADE_API_KEY")
+    monkeypatch.setenv("BRIGADE_ADMIN_KEY", "root")
+    load_into(url_of(server), tmp_path, "a")
+    assert server.asked[-1][-1] == "Bearer root"
+
+
 def test_a_refusal_is_told_in_the_servers_words(server: Any, tmp_path: Path) -> None:
     server.status, server.answer = 403, b'{"error": {"message": "Not below --adapter-root."}}'
     with pytest.raises(ClusterError, match=r"answers 403: Not below --adapter-root\."):

@@ -2,6 +2,8 @@
 
 import argparse
 import dataclasses
+import difflib
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -17,7 +19,14 @@ class Parser(argparse.ArgumentParser):
     """Reports a wrong flag as every other error: one line, and how to mend it."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}: see `{self.prog} --help`.")
+        raise UsageError(f"{message}: {self._meant(message)}see `{self.prog} --help`.")
+
+    def _meant(self, message: str) -> str:
+        """The flag that was most likely meant by the first one that nobody knows."""
+        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        known = [name for name in self._option_string_actions if name.startswith("--")]
+        close = difflib.get_close_matches(unknown[1], known, 1) if unknown else []
+        return f"did you mean {close[0]}? Or " if close else ""
 
 
 def parse(

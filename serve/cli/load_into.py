@@ -13,15 +13,17 @@ from serve.core.errors import BrigadeError, ClusterError, UsageError
 _PATH = "/v1/load_lora_adapter"
 _SECONDS = 60.0
 _SERVER = re.compile(r"https?://[^/?#@\s]+/?")
-_KEY = "BRIGADE_ADMIN_KEY"
 _ABSENT = "asked-before-training"  # no folder that a run makes
+# The server asks for an API key if it has no admin key.
+_KEYS = ("BRIGADE_ADMIN_KEY", "BRIGADE_API_KEY")
 
 
 def curl_line(url: str, folder: Path, name: str) -> str:
     words = ["curl", url.rstrip("/") + _PATH, "-H", "Content-Type: application/json"]
     line = shlex.join([*words, "-d", json.dumps(_body(folder, name))])
     # Double quotes: the shell puts the key in, and nobody reads it here.
-    return line + (f' -H "Authorization: Bearer ${_KEY}"' if _KEY in os.environ else "")
+    key = _key()
+    return line + (f' -H "Authorization: Bearer ${key}"' if key else "")
 
 
 def check_server(url: str, folder: Path, name: str) -> None:
@@ -49,6 +51,11 @@ def adapter_name(folder: Path) -> str:
     return re.sub(r"[^\w.:@-]|^\W", "-", folder.resolve().name, flags=re.ASCII).lstrip("-_") or "a"
 
 
+def _key() -> str | None:
+    """The variable that holds the key to send."""
+    return next((name for name in _KEYS if name in os.environ), None)
+
+
 def _body(folder: Path, name: str) -> dict[str, object]:
     return {"lora_name": name, "lora_path": str(folder.resolve()), "load_inplace": True}
 
@@ -59,8 +66,8 @@ def _call(
     """What the server answers. Raises an error of that kind for any other error status than the
     expected one."""
     headers = {"Content-Type": "application/json"}
-    if _KEY in os.environ:
-        headers["Authorization"] = f"Bearer {os.environ[_KEY]}"
+    if key := _key():
+        headers["Authorization"] = f"Bearer {os.environ[key]}"
     request = urllib.request.Request(url.rstrip("/") + path, data, headers)
     try:
         with urllib.request.urlopen(request, timeout=_SECONDS) as reply:

@@ -59,8 +59,10 @@ def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint]
     for name, _, path in (word.partition("=") for word in config.lora):
         of_hub = hub_id(Path(path))
         if not is_folder(Path(path)) and not (of_hub and config.allow_hub_adapters):
-            mend = ": --allow-hub-adapters fetches it" if of_hub else ""
-            raise UsageError(f"--lora {name}: {path} is no folder on this host{mend}.")
+            mend = f" If you mean {path} on the Hugging Face hub, add --allow-hub-adapters."
+            raise UsageError(
+                f"--lora {name}: there is no folder {path} on this host.{mend if of_hub else ''}"
+            )
     folder = config.model
     if config.hub_id:
         # Imported here, because a folder needs nothing of it.

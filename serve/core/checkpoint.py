@@ -53,10 +53,17 @@ class Checkpoint:
     digest: str
 
 
+def not_a_folder(model: Path) -> str:
+    return (
+        f"--model {model} is not a folder: give the path of a downloaded model, or org/name of one "
+        "on the Hugging Face hub."
+    )
+
+
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Raises ModelError if the folder is no complete model."""
     if not is_folder(folder):
-        raise ModelError(f"--model {folder} is no folder: give the path of a downloaded model.")
+        raise ModelError(not_a_folder(folder))
     config = read_json(folder / "config.json")
     model_type = config.get("model_type")
     if not isinstance(model_type, str):

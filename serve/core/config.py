@@ -12,9 +12,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from serve.core.errors import UsageError
+from serve.core.tool_parsers import tool_parsers
 
 _KEY = re.compile(r"[!-~]{1,512}")  # what fits into a header
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#@\s]+")
+_HOST_NAME = re.compile(r"\*|[\w.-]{1,253}|(?=.*:.*:)[0-9a-fA-F:.]{2,45}", re.ASCII)
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][\w.:@-]{0,127}(/[A-Za-z0-9][\w.:@-]{0,127})?", re.ASCII)
 NO_ADAPTER_NAME = (
     "cannot be an adapter's name: not the model's, of letters, digits and . _ : @ -, one / at most."
@@ -47,7 +49,11 @@ class ServeConfig:
         "for keys and values: 8GB, or 8GB,16GB for each rank (default: what is free)", None
     )
     kv_bits: int | None = flag("quantise keys and values to 8 or 4 bits", None, among=(4, 8))
-    tool_parser: str | None = flag("how the model calls tools (default: found out)", None)
+    tool_parser: str | None = flag(
+        f"format of the model's tool calls: {', '.join(tool_parsers())} (default: detected)",
+        None,
+        among=tool_parsers(),
+    )
     no_prefix_cache: bool = flag("compute every prompt from its first token", False)
     lora: tuple[str, ...] = flag("NAME=PATH of a LoRA adapter to start with", ())
     adapter_root: Path | None = flag("folder below which adapters may be loaded by HTTP", None)
@@ -83,13 +89,17 @@ class ServeConfig:
         (),
         secret=True,
     )
-    api_key_file: Path | None = flag("file with such keys, one a line", None)
+    api_key_file: Path | None = flag("file with API keys, one a line", None)
     admin_key: tuple[str, ...] = flag(
-        "a key for /admin/, which is for this host alone without one; also BRIGADE_ADMIN_KEY",
+        "a key for admin calls; also BRIGADE_ADMIN_KEY. Without one they need an API key, and "
+        "without any key they are open to this host",
         (),
         secret=True,
     )
-    admin_key_file: Path | None = flag("file with such keys, one a line", None)
+    admin_key_file: Path | None = flag("file with admin keys, one a line", None)
+    allowed_host: tuple[str, ...] = flag(
+        "name under which clients without a key may call this server, beside its own; * for any", ()
+    )
     cors_origin: tuple[str, ...] = flag("web page that may call, such as https://a.example", ())
     max_connections: int = flag("connections at once; more get 503", 1024, least=1)
     max_header_bytes: int = flag("of a request", 64 << 10, least=1024)
@@ -108,6 +118,12 @@ class ServeConfig:
             if not _ORIGIN.fullmatch(origin):
                 raise UsageError(
                     f"--cors-origin {origin!r} is no origin: write https://HOST[:PORT], or *."
+                )
+        for name in self.allowed_host:
+            if not _HOST_NAME.fullmatch(name):
+                raise UsageError(
+                    f"--allowed-host {name!r} is not a host: write a name such as llm.example.org "
+                    "or an address, without http:// and port, or * for any."
                 )
         for word in self.lora:
             if "=" not in word.strip("="):

@@ -36,11 +36,20 @@ class UsageError(BrigadeError):
 
 
 class RequestError(UsageError):
-    """The fault of one request: reported to its client, never ends a process."""
+    """The fault of one request: reported to its client, never ends a process. detail ends the
+    message, and is for the client alone: it may repeat what the client wrote, so no log has it."""
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message, param=param)
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        detail: str = "",
+    ) -> None:
+        super().__init__(f"{message} {detail}", param=param)
         self.code = code
+        self.logged = " ".join(message.split())
 
 
 class NotFoundError(RequestError):

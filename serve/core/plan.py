@@ -315,9 +315,14 @@ def format_bytes(count: float) -> str:
 def parse_split(text: str, num_layers: int, num_ranks: int) -> list[LayerRange]:
     """The layers of each rank from "20,12": rank 0's number first."""
     sizes = text.split(",")
-    if not all(size.strip().isdecimal() for size in sizes) or len(sizes) != num_ranks:
+    if not all(size.strip().isdecimal() for size in sizes):
         raise UsageError(
-            f"--split {text} is neither auto, even nor {num_ranks} numbers of layers, "
-            "rank 0's first."
+            f"--split {text} is not a split: give auto, even, or the number of layers of each "
+            "rank, rank 0's first, such as 20,12."
+        )
+    if len(sizes) != num_ranks:
+        raise UsageError(
+            f"--split {text} has {len(sizes)} numbers, and the number of ranks is {num_ranks}: "
+            "give one number of layers for each rank, auto or even."
         )
     return split_of([int(size) for size in sizes], num_layers)

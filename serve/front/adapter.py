@@ -71,4 +71,7 @@ def check_answers(answers: dict[int, Json]) -> None:
     known = {name for answer in answers.values() for name in answer["own"]}
     for name in answers[0]["targets"]:
         if name not in known:
-            raise AdapterError(f"The adapter is for another model: this one has no {name}.")
+            raise AdapterError(
+                f"This adapter was made for another model: it changes {name}, which this model "
+                "does not have."
+            )

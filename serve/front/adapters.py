@@ -7,6 +7,7 @@ that begin from then on have it, and running ones keep theirs until they end.
 
 import asyncio
 import itertools
+import json
 import logging
 import time
 from collections import Counter
@@ -245,8 +246,12 @@ class Adapters:
             answers = await self._ask_until_answered(version, adapter)
             num_bytes = of_ranks("num_bytes", answers)
             self._make_room(num_bytes, instead_of)
-        except BaseException:
+        except BaseException as error:
             self._ranks.retire_adapter(version)
+            # Its number is not used again: a rank that is late may still hold it.
+            reason = json.dumps(str(error) or type(error).__name__)
+            refused = (adapter.name, version, reason)
+            _logger.warning("event=adapter_refused name=%s version=%d reason=%s", *refused)
             raise
         first = answers[0]
         adapter.version, adapter.num_bytes = version, num_bytes

@@ -144,6 +144,7 @@ class Answer:
                     # What a request can have a model write takes parsers of calls quadratic time.
                     chunks = iter(await asyncio.to_thread(list, chunks))
                 for chunk in chunks:
+                    self._note_reason(chunk)
                     yield {**self._head, **chunk, **tail}
             if self._num_open:
                 raise EngineError("A generation ended without a finish reason.")
@@ -176,6 +177,11 @@ class Answer:
             _logger.error("request=%s event=bug trace=%s", self._record.request, trace)
             yield failed(self._failure(BrigadeError(str(error))))
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a part of it is still to come."""
+        return self._record.finish_reason is None
+
     def interrupt(self, error: BrigadeError) -> None:
         """Ends the answer with error after what has come, also while it waits for the engine."""
         self._generation.put(error)
@@ -204,6 +210,7 @@ class Answer:
             self._metrics.first_token(self._record.ttft_seconds)
         else:
             self._metrics.next_token(now - self._times.get(number, self._last_time))
+        self._record.cached_tokens = self._generation.num_cached
         self._times[number] = self._last_time = now
         self._num_tokens += 1
         self._record.completion_tokens = self._num_tokens
@@ -217,9 +224,16 @@ class Answer:
             num_prompt = self._record.prompt_tokens or 0
             self._metrics.prefix_cache(num_prompt, self._generation.num_cached)
 
+    def _note_reason(self, chunk: Json) -> None:
+        """As the client sees it: a call ends by another reason than the engine's."""
+        for choice in chunk["choices"]:
+            if choice.get("finish_reason") and not self._num_open:
+                self._record.finish_reason = choice["finish_reason"]
+
     def _failure(self, error: BrigadeError) -> BrigadeError:
         self._record.status, self._record.finish_reason = error.http_status, "error"
-        reason = json.dumps(str(error))
+        self._record.fail(error)
+        reason = json.dumps(self._record.reason)
         _logger.warning("request=%s failed in its stream: %s", self._record.request, reason)
         return error
 

@@ -30,10 +30,10 @@ from serve.front.app_responses import ResponseCalls
 from serve.front.app_server import BACKLOG, Server
 from serve.front.app_stream import Stream, json_response
 from serve.front.body import json_object
-from serve.front.door import Door
+from serve.front.door import Door, log_access
 from serve.front.metrics import Metrics
 from serve.front.openai import ChatBody, CompletionBody, DetokenizeBody, Tokenizable, parse
-from serve.front.openapi import document, told
+from serve.front.openapi import document, summaries, told
 from serve.front.record import Record
 from serve.front.tokens import Tokenizer
 
@@ -89,6 +89,7 @@ async def serve(
 ) -> None:
     """Answers until it is drained, or until SIGTERM or SIGINT. Raises what engine.failed()
     gave, if it did."""
+    log_access(config)
     front = Front(config, engine, tokenizer, max_context)
     server = Server(front.app, config, lambda: front.begin_drain(config.drain_timeout))
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
@@ -98,6 +99,8 @@ async def serve(
         await asyncio.wait({serving, failing, draining}, return_when=asyncio.FIRST_COMPLETED)
         if failing.done() and not serving.done():
             front.end_streams(failing.result())
+        if draining.done():
+            _logger.info("event=drained answers_ended=%d", front.num_ended)
         server.should_exit = True
         await serving
         if failing.done():
@@ -125,6 +128,7 @@ class Front:
         self._adapters = engine.adapters
         self._metrics = Metrics(engine.pipeline)
         self._answers: weakref.WeakSet[Answer] = weakref.WeakSet()
+        self.num_ended = 0  # answers that a drain did not wait for
         self._threads = ThreadPoolExecutor(_PROMPT_THREADS, "prompt")
         self._grammar_threads = ThreadPoolExecutor(_GRAMMAR_THREADS, "grammar")
         routes = self._routes()
@@ -132,6 +136,7 @@ class Front:
         starlette.router.redirect_slashes = False
         self.door = Door(starlette, config)
         paths = [route.path for route in routes]
+        self._calls = summaries(routes)
         self._document = document(routes, __version__)
         self.app = guard.Guard(_with_cors(self.door, config), self._metrics, config, paths)
 
@@ -141,11 +146,17 @@ class Front:
         self.door.drain()
         if not self._engine.is_complete:
             seconds = min(seconds, _BROKEN_DRAIN_SECONDS)
+        num_open = len(self._open_answers())
+        _logger.info("event=draining seconds=%g answers=%d", seconds, num_open)
         asyncio.get_running_loop().call_later(seconds, self._end_drain)
 
     def _end_drain(self) -> None:
+        self.num_ended += len(self._open_answers())
         self.end_streams(UnavailableError("The server is stopping."))
         self.door.give_up()
+
+    def _open_answers(self) -> list[Answer]:
+        return [answer for answer in self._answers if answer.is_open]
 
     def end_streams(self, error: BrigadeError) -> None:
         for answer in list(self._answers):
@@ -157,6 +168,7 @@ class Front:
 
     def _routes(self) -> list[Route]:
         return [
+            Route("/", self.index),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
@@ -188,7 +200,7 @@ class Front:
         chunk=schemas.CompletionReply,
     )
     async def completions(self, request: Request) -> Response:
-        """Goes on from prompts."""
+        """Continues prompts."""
         return await self._generate(request, self._read_completion)
 
     def _read_chat(self, data: bytes) -> Job:
@@ -224,12 +236,17 @@ class Front:
     async def begin(self, request: Request, job: Job) -> tuple[Answer, dict[str, str]]:
         """The answer, which whoever gets it closes, and headers that go with it."""
         record: Record = request.scope[guard.RECORD]
+        if job.body.model != self._model:
+            record.adapter = job.body.model
         if job.prompts[0].samplings[0].grammar is not None:
             loop, check = asyncio.get_running_loop(), job.body.check_grammar
             checking = loop.run_in_executor(self._grammar_threads, check, self._tokenizer)
             await guard.unless_gone(request.receive, checking)
         adapter = await self._adapters.version(job.body.model)
-        headers = {"x-adapter-version": str(adapter)} if adapter else {}
+        headers = replies.ignored_fields(job.body.ignored_fields)
+        if adapter:
+            record.adapter_version = adapter
+            headers["x-adapter-version"] = str(adapter)
         generation = self._engine.submit(job.prompts, adapter)
         answer = Answer(job.body.model, job, generation, self._tokenizer, record, self._metrics)
         self._answers.add(answer)
@@ -258,10 +275,12 @@ class Front:
 
     def _read_tokenize(self, data: bytes) -> Response:
         check = self._adapters.check
-        return json_response(tokenize.tokenize(data, self._tokenizer, self._max_context, check))
+        told, headers = tokenize.tokenize(data, self._tokenizer, self._max_context, check)
+        return json_response(told, headers=headers)
 
     def _read_detokenize(self, data: bytes) -> Response:
-        return json_response(tokenize.detokenize(data, self._tokenizer, self._adapters.check))
+        told, headers = tokenize.detokenize(data, self._tokenizer, self._adapters.check)
+        return json_response(told, headers=headers)
 
     @told(reply=schemas.ModelList)
     async def models(self, _: Request) -> Response:
@@ -271,7 +290,7 @@ class Front:
 
     @told(404, reply=schemas.Model)
     async def model(self, request: Request) -> Response:
-        """One of them."""
+        """The model or an adapter by its name."""
         name = request.path_params["name"]
         self._adapters.check(name)
         return json_response(self._described(name))
@@ -288,12 +307,12 @@ class Front:
 
     @told(reply=schemas.Status)
     async def health(self, _: Request) -> Response:
-        """That the process lives."""
+        """Answers while the process is alive."""
         return json_response({"status": "alive"})
 
     @told(reply=schemas.Status)
     async def ready(self, _: Request) -> Response:
-        """Whether requests can be answered; 503 says what is waited for."""
+        """Whether requests can be answered; 503 says what the server waits for."""
         reason = self._engine.ready_reason()
         if reason is not None:
             raise UnavailableError(reason)
@@ -305,6 +324,18 @@ class Front:
         body, content_type = self._metrics.render(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
+    @told(reply=schemas.Index)
+    async def index(self, _: Request) -> Response:
+        """What this server is, and its calls."""
+        return json_response(
+            {
+                "name": "Brigade",
+                "version": __version__,
+                "model": self._model,
+                "calls": self._calls,
+            }
+        )
+
     @told(reply=schemas.Version)
     async def version(self, _: Request) -> Response:
         """The version of Brigade."""
@@ -312,7 +343,7 @@ class Front:
 
     @told(reply=replies.Json)
     async def openapi(self, _: Request) -> Response:
-        """This document."""
+        """Every call, its parameters and replies, for programs."""
         return json_response(self._document)
 
     @told(403, reply=replies.Json)
@@ -342,7 +373,13 @@ def _with_cors(app: guard.Application, config: ServeConfig) -> guard.Application
         allow_origins=config.cors_origin,
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
-        expose_headers=["X-Request-Id", "Request-Id", "X-Adapter-Version", "Retry-After"],
+        expose_headers=[
+            "X-Request-Id",
+            "Request-Id",
+            "X-Adapter-Version",
+            "X-Ignored-Fields",
+            "Retry-After",
+        ],
     )
 
 
@@ -376,7 +413,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Of the router: an unknown path or a wrong method."""
     assert isinstance(error, HTTPException)
     what = json.dumps(f"{request.method} {request.url.path}"[:200])
-    message = f"{error.detail}: {what} is no call of this server."
+    message = f"{error.detail}: {what} is not a call of this server. GET / lists them."
     return await _brigade_error(
         request, replies.StatusError(error.status_code, message, error.headers or {})
     )

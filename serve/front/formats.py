@@ -9,11 +9,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from serve.core.errors import UsageError
+from serve.core.tool_parsers import mlx_lm_folder, tool_parsers
 
 _PRIVATE = "brigade_mlx_lm_"
 
@@ -63,22 +63,12 @@ def _tool_format(name: str) -> ToolFormat:
     return ToolFormat(parser.tool_call_start, parser.tool_call_end, parser.parse_tool_call)
 
 
-def tool_parsers() -> list[str]:
-    files = (_root() / "tool_parsers").glob("*.py")
-    return sorted(file.stem for file in files if file.stem != "__init__")
-
-
-def _root() -> Path:
-    spec = importlib.util.find_spec("mlx_lm")  # does not import it
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent
-
-
 @cache
 def _module(name: str) -> ModuleType:
     """A file or folder of mlx-lm under a name of its own."""
-    path = _root().joinpath(*name.split("."))
+    root = mlx_lm_folder()
+    assert root is not None
+    path = root.joinpath(*name.split("."))
     folder = [str(path)] if path.is_dir() else None
     file = path / "__init__.py" if folder else path.with_suffix(".py")
     spec = importlib.util.spec_from_file_location(

@@ -42,7 +42,15 @@ class Guard:
         self._paths = frozenset(paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        record = Record(request_id(scope["headers"]), scope["method"], scope["path"])
+        client = scope.get("client")
+        record = Record(
+            request_id(scope["headers"]),
+            scope["method"],
+            scope["path"],
+            client=client[0] if client else None,
+        )
+        if record.method == "POST":  # All that asks the model does.
+            record.model = self._limits.model_name
         scope[RECORD], scope[LIMITS] = record, self._limits
 
         async def watched(message: Message) -> None:
@@ -78,6 +86,7 @@ class Guard:
 def error_reply(scope: Scope, error: BrigadeError) -> Mapping[str, Any]:
     """In the words of the API whose call it is."""
     record: Record = scope[RECORD]
+    record.fail(error)
     if replies.speaks_anthropic(record.path):
         return replies.anthropic_error(error, record.request)
     return replies.error_object(error)

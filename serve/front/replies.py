@@ -1,9 +1,10 @@
 """The bodies that go out: events, error objects, and replies folded out of chunks. Pure."""
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from io import StringIO
 from typing import Any
+from urllib.parse import quote
 
 from serve.core.errors import BrigadeError, OverloadedError, RequestError, UnavailableError
 from serve.front.schemas import AnthropicError, AnthropicErrorReply, ErrorReply, Usage
@@ -88,6 +89,27 @@ def _public_message(error: BrigadeError) -> str:
     if error.http_status == UnavailableError.http_status:
         return "The model cannot answer, because its cluster broke: try again later."
     return "The server made a mistake: its log says more under this request's X-Request-Id."
+
+
+# --- fields that were ignored
+
+MAX_IGNORED_CHARACTERS = 1000
+_MAX_NAME_CHARACTERS = 64
+
+
+def ignored_fields(names: Sequence[str]) -> dict[str, str]:
+    """The header that names them, in percent-encoding, which no name can break out of. `...`
+    stands for those that are too many."""
+    told: list[str] = []
+    left = MAX_IGNORED_CHARACTERS
+    for name in names:
+        encoded = quote(name[:_MAX_NAME_CHARACTERS], safe="", errors="replace")
+        left -= len(encoded) + 2
+        if left < 0:
+            told.append("...")
+            break
+        told.append(encoded)
+    return {"x-ignored-fields": ", ".join(told)} if told else {}
 
 
 # --- answers

@@ -34,11 +34,17 @@ class Part(Body):
 
 
 def as_parts(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return [{"type": "text", "text": content}] if isinstance(content, str) else _listed(content)
 
 
 def _as_items(given: Any) -> Any:
-    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+    return [{"role": "user", "content": given}] if isinstance(given, str) else _listed(given)
+
+
+def _listed(given: Any) -> Any:
+    if not isinstance(given, list):
+        refuse("must be a string or a list")
+    return given
 
 
 Parts = Annotated[

@@ -218,3 +218,12 @@ class Status(TypedDict):
 
 class Version(TypedDict):
     version: str
+
+
+class Index(TypedDict):
+    """calls maps each call, such as `GET /ready`, to what it does."""
+
+    name: str
+    version: str
+    model: str
+    calls: dict[str, str]

@@ -83,7 +83,7 @@ def of_schema(schema: dict[str, Any] | str) -> str:
         return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _BLANKS})
     except ValueError as error:
         raise RequestError(
-            f"The schema is no JSON object: {error}", param="structured_outputs"
+            f"The schema is not a JSON object: {error}", param="structured_outputs"
         ) from error
 
 
@@ -105,7 +105,7 @@ class Grammars:
             most = f"{MOST_GRAMMAR_CHARACTERS} are allowed"
             raise RequestError(f"The grammar has {len(grammar)} characters, {most}.", param=param)
         if reason := self.objection(grammar):
-            raise RequestError(f"The grammar cannot be followed: {reason}", param=param)
+            raise RequestError("The grammar cannot be followed:", detail=reason, param=param)
 
     def _objection(self, grammar: str) -> str:
         try:

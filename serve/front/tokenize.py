@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from serve.front.body import json_object
 from serve.front.openai import DetokenizeBody, Tokenizable, TokenizeBody, TokenizeChatBody, parse
+from serve.front.replies import ignored_fields
 from serve.front.sampling import check_ids
 from serve.front.schemas import Detokenized, Tokenized
 from serve.front.tokens import Tokenizer
@@ -13,8 +14,9 @@ CheckModel = Callable[[str], None]
 
 def tokenize(
     data: bytes, tokenizer: Tokenizer, max_context: int, check_model: CheckModel
-) -> Tokenized:
-    """Of a prompt, or of messages as the chat template renders them."""
+) -> tuple[Tokenized, dict[str, str]]:
+    """The reply and its headers, for a prompt, or for messages as the chat template renders
+    them."""
     fields = json_object(data)
     body: Tokenizable
     if "messages" in fields:
@@ -28,12 +30,21 @@ def tokenize(
         check_model(body.model)
     ids = tokenizer.encode(text, adds_special)
     names = [tokenizer.token_name(id) for id in ids] if body.return_token_strs else None
-    return {"count": len(ids), "max_model_len": max_context, "tokens": ids, "token_strs": names}
+    reply: Tokenized = {
+        "count": len(ids),
+        "max_model_len": max_context,
+        "tokens": ids,
+        "token_strs": names,
+    }
+    return reply, ignored_fields(body.ignored_fields)
 
 
-def detokenize(data: bytes, tokenizer: Tokenizer, check_model: CheckModel) -> Detokenized:
+def detokenize(
+    data: bytes, tokenizer: Tokenizer, check_model: CheckModel
+) -> tuple[Detokenized, dict[str, str]]:
     body = parse(DetokenizeBody, json_object(data))
     if body.model is not None:
         check_model(body.model)
     check_ids("tokens", body.tokens, tokenizer.vocab_size)
-    return {"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)}
+    reply: Detokenized = {"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)}
+    return reply, ignored_fields(body.ignored_fields)

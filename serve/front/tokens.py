@@ -15,7 +15,7 @@ from typing import Any
 
 from tokenizers.pre_tokenizers import ByteLevel
 
-from serve.core.checkpoint import read_json
+from serve.core.checkpoint import not_a_folder, read_json
 from serve.core.errors import ModelError, RequestError
 from serve.front.formats import format_of
 from serve.front.structured import Grammars
@@ -88,7 +88,9 @@ class Tokenizer:
         except Exception as error:
             reason = str(error)[:500] or type(error).__name__
             raise RequestError(
-                f"The model's chat template refuses these messages: {reason}", param="messages"
+                "The model's chat template refuses these messages:",
+                detail=str(reason),
+                param="messages",
             ) from error
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
@@ -219,7 +221,7 @@ class TextStream:
 
 def _load(folder: Path) -> Any:
     if not folder.is_dir():
-        raise ModelError(f"--model {folder} is no folder: give the path of a downloaded model.")
+        raise ModelError(not_a_folder(folder))
     # It advises to install PyTorch, which nothing here needs.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     # Imported here: it takes two seconds, in which the engine can start already.

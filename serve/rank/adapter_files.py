@@ -25,6 +25,7 @@ _PEFT_NAME = re.compile(
     r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>A|B|embedding_A|embedding_B|"
     r"magnitude_vector)(\.weight)?"
 )
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d{1,6})(?=\.)")
 _PARTS = {"lora_a": "a", "A": "a", "embedding_A": "a", "lora_b": "b", "B": "b"}
 _PARTS |= {"embedding_B": "b", "m": "m", "magnitude_vector": "m"}
 _DTYPES = ("F32", "F16", "BF16")
@@ -111,6 +112,12 @@ class AdapterFiles:
     def rank(self) -> int:
         return max(target.rank for target in self.targets.values())
 
+    @property
+    def num_layers(self) -> int:
+        """How many the model has at least that it was made for, by the names of its tensors."""
+        found = [_LAYER.search(name) for name in self.targets]
+        return max((int(match[1]) for match in found if match), default=-1) + 1
+
 
 def read_adapter(path: str, root: str | None = None, *, is_whole: bool = True) -> AdapterFiles:
     """The folder at path, which with a root must lie below it, links resolved. What is not
@@ -180,7 +187,12 @@ def _resolve(path: Path, given: str, root: str | None) -> Path:
     if not inside:
         raise AdapterError(f"{given} is not below --adapter-root.", 403)
     if not exists:
-        raise AdapterError(f"No adapter found for {given}: there is no {resolved.name}.", 404)
+        missing = f"its folder has no {path.name}"
+        if path == Path(root or ".") / given:
+            missing = (
+                f"there is no such folder {'below --adapter-root' if root else 'on this host'}"
+            )
+        raise AdapterError(f"No adapter found for {given}: {missing}.", 404)
     return resolved
 
 

@@ -21,7 +21,13 @@ from serve.hub.partial import PartialModel, open_partial
 from serve.hub.repo import ADAPTER
 from serve.rank import adapter_copies, trace
 from serve.rank.adapted import EMBEDDINGS, EXPERTS, Adapted, Matrices, Rows, note_routing
-from serve.rank.adapter_files import AdapterFiles, Target, file_stamp, read_adapter
+from serve.rank.adapter_files import (
+    CONFIG_FILE,
+    AdapterFiles,
+    Target,
+    file_stamp,
+    read_adapter,
+)
 from serve.rank.stage import Stage
 
 _ADAPTABLE = (nn.Linear, nn.QuantizedLinear, *EMBEDDINGS, *EXPERTS)
@@ -90,10 +96,7 @@ class Adapters:
         files = read_adapter(folder, root, is_whole=partial is None)
         if files.rank > max_rank:
             raise AdapterError(f"The adapter has rank {files.rank}: --max-lora-rank is {max_rank}.")
-        for name, place in self._places.items():
-            wanted = files.expects(name, place.layer, place.inside, self._num_layers)
-            if wanted and name not in files.targets:
-                raise AdapterError(f"The adapter has no tensors for {name}; its config says so.")
+        self._check_targets(files)
         own = {name: t for name, t in files.targets.items() if name in self._places}
         for name, target in own.items():
             _check(name, self._places[name], files, target)
@@ -102,6 +105,27 @@ class Adapters:
         matrices = _read_matrices(files, own, {n: self._places[n].module for n in own})
         self._read[version] = matrices
         return ReadAdapter(files, matrices)
+
+    def _check_targets(self, files: AdapterFiles) -> None:
+        """Raises AdapterError if the adapter is for a model of more or fewer layers, or lacks
+        what its config names."""
+        num_layers = files.num_layers
+        other = (
+            f"This adapter was made for another model: it has {num_layers} layers, this model has "
+            f"{self._num_layers}."
+        )
+        if num_layers > self._num_layers:
+            raise AdapterError(other)
+        for name, place in self._places.items():
+            wanted = files.expects(name, place.layer, place.inside, self._num_layers)
+            if not wanted or name in files.targets:
+                continue
+            if num_layers and (place.layer or 0) >= num_layers:
+                raise AdapterError(other)
+            raise AdapterError(
+                f"The adapter has no tensors for {name}, which its {CONFIG_FILE} names: it is "
+                "incomplete, or was made for another model."
+            )
 
     def _open(self, repo: str, commit: str) -> PartialModel:
         try:
@@ -255,13 +279,32 @@ def _check(name: str, place: _Place, files: AdapterFiles, target: Target) -> Non
     if "scales" in module:
         columns = columns * 32 // module.bits
     num_in, num_out = (rows, columns) if isinstance(module, EMBEDDINGS) else (columns, rows)
-    shapes = {"a": (num_in, target.rank), "b": (target.rank, num_out), "m": (num_out,)}
+    # None stands for the adapter's rank, all else follows from the model.
+    shapes = {"a": (num_in, None), "b": (None, num_out), "m": (num_out,)}
     for part, tensor in target.parts.items():
         is_turned = files.is_peft or bool(experts)
-        shape = (*experts, *(shapes[part][::-1] if is_turned else shapes[part]))
-        if files.tensors[tensor].shape != shape:
-            found = files.tensors[tensor].shape
-            raise AdapterError(f"{tensor} has the shape {found}, this model needs {shape}.")
+        pattern = (*experts, *(shapes[part][::-1] if is_turned else shapes[part]))
+        _check_shape(tensor, files.tensors[tensor].shape, pattern, target.rank)
+
+
+def _check_shape(
+    tensor: str, found: tuple[int, ...], pattern: tuple[int | None, ...], rank: int
+) -> None:
+    """None in pattern stands for rank. Raises AdapterError."""
+    shape = tuple(rank if size is None else size for size in pattern)
+    if found == shape:
+        return
+    is_of_model = len(found) == len(pattern) and all(
+        size in (None, own) for own, size in zip(found, pattern, strict=True)
+    )
+    if is_of_model:
+        raise AdapterError(
+            f"{tensor} has the shape {found}, and rank {rank} in {CONFIG_FILE} needs {shape}."
+        )
+    raise AdapterError(
+        f"This adapter was made for another model: {tensor} has the shape {found}, this model "
+        f"needs {shape}."
+    )
 
 
 def _fetch(partial: PartialModel, targets: Mapping[str, Target]) -> None:

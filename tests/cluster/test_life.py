@@ -56,7 +56,7 @@ def broken_model(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("flags", "code", "words"),
     [
-        (["--model", "/nowhere"], 3, "/nowhere is no folder"),
+        (["--model", "/nowhere"], 3, "/nowhere is not a folder"),
         (["--model", "BROKEN"], 3, "fetch it again"),
         (["--model", "BAD-TOKENIZER"], 3, "tokenizer"),
         (["--model", "BAD-SHAPE"], 3, "cannot build the model"),

@@ -277,12 +277,12 @@ class FakeEngine:
 
 
 class Running:
-    """A server in a thread of its own, on a free loopback port."""
+    """A server in a thread of its own, on a free port of a loopback address."""
 
-    def __init__(self, engine: FakeEngine, **flags: Any) -> None:
+    def __init__(self, engine: FakeEngine, address: str = "127.0.0.1", **flags: Any) -> None:
         self.engine = engine
         self._config = dataclasses.replace(CONFIG, **flags)
-        self._listening = bind("127.0.0.1", 0)
+        self._listening = bind(address, 0)
         self.port: int = self._listening.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._loop = asyncio.new_event_loop()

@@ -13,8 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import AutoTokenizer
 
 from serve.core.errors import RequestError, UsageError
+from serve.core.tool_parsers import tool_parsers
 from serve.front.anthropic import MessagesBody
-from serve.front.formats import Format, ToolFormat, _tool_format, format_of, tool_parsers
+from serve.front.formats import Format, ToolFormat, _tool_format, format_of
 from serve.front.marks import ListedCalls, Marked, NamedCall, Piece, Plain, parser_of
 from serve.front.openai import ChatBody, parse
 from serve.front.responses import ResponsesBody

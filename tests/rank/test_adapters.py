@@ -397,13 +397,32 @@ def rename(tensors: dict[str, Any], old: str, new: str) -> None:
     tensors[new] = tensors.pop(old)
 
 
+def renumbered(tensors: Any, _: Any) -> None:
+    """As of a model with twice as many layers, of which the adapter has the last."""
+    for name in list(tensors):
+        number = int(name.split(".")[2])
+        rename(tensors, name, name.replace(f"layers.{number}.", f"layers.{number + 4}.", 1))
+
+
+def first_half(tensors: Any, _: Any) -> None:
+    for name in list(tensors):
+        if int(name.split(".")[2]) >= 2:
+            tensors.pop(name)
+
+
 SPOILS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "nan": (lambda t, c: t.update({f"{Q}.lora_a": NAN}), f"{Q}.lora_a .*finite"),
     "other base": (
         lambda t, c: t.update({f"{Q}.lora_a": mx.zeros((16, 4))}),
         r"\(16, 4\).*\(32, 4\)",
     ),
-    "rank": (lambda t, c: c["lora_parameters"].update(rank=5), "needs"),
+    "rank": (lambda t, c: c["lora_parameters"].update(rank=5), "rank 5 in .* needs"),
+    "more layers": (renumbered, "made for another model: it has 8 layers, this model has 4"),
+    "fewer layers": (first_half, "made for another model: it has 2 layers, this model has 4"),
+    "other sizes": (
+        lambda t, c: t.update({f"{Q}.lora_b": mx.zeros((4, 99))}),
+        r"made for another model: .*\(4, 99\)",
+    ),
     "rank 4096": (
         lambda t, c: c["lora_parameters"].update(rank=4096),
         "rank 4096.*--max-lora-rank",

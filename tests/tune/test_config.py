@@ -167,7 +167,7 @@ def test_wrong_flags_are_refused(flags: list[str], said: str) -> None:
         (1, ["--project-name", "a", "--report-to", "tensorboard"], "is for --report-to wandb"),
         (1, ["--load-into", "localhost:8080"], "is no http://HOST:PORT"),
         (1, ["--load-into", "http://a:1/v1"], "is no http://HOST:PORT"),
-        (1, ["--model", "/no/such/model"], "is no folder"),
+        (1, ["--model", "/no/such/model"], "is not a folder"),
     ],
 )
 def test_what_can_be_known_before_is_said_before(
