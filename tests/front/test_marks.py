@@ -379,3 +379,20 @@ def test_a_parser_that_finds_nothing_leaves_the_text() -> None:
     assert taken_apart(Marked(format, False, Plain()), ["a <c>b</c>"]) == [
         ("content", None, "a <c>b</c>")
     ]
+
+
+@pytest.mark.parametrize("opening", ['{"a":', "["])
+def test_a_listed_call_that_is_nested_too_deeply_stays_text(opening: str) -> None:
+    """JSON's readers recurse: this was a RecursionError, and HTTP 500."""
+    text = '[{"name": "weather", "parameters": {"x": ' + opening * 1500
+    for deltas in ([text], list(text)):
+        assert taken_apart(ListedCalls(), deltas) == [("content", None, text)]
+
+
+def test_a_listed_call_has_marks_in_its_strings() -> None:
+    arguments = {"city": 'a "quoted" } ] \\" { [ \\', "list": [[1, {"b": "}"}]]}
+    text = json.dumps([{"name": "weather", "parameters": arguments}] * 3)
+    expected = [("call", "weather", json.dumps(arguments))] * 3
+    chance = random.Random(7)
+    for deltas in ([text], list(text), *(cut(text, chance) for _ in range(60))):
+        assert taken_apart(ListedCalls(), deltas) == expected
