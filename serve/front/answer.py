@@ -59,8 +59,11 @@ class Engine(Protocol):
     def is_complete(self) -> bool:
         """Whether no rank is missing."""
 
-    def submit(self, prompts: Sequence[Prompt], adapter: int = 0) -> Generation:
-        """adapter is a version. Raises OverloadedError, UnavailableError or RequestError."""
+    def submit(
+        self, prompts: Sequence[Prompt], adapter: int = 0, cache_scope: str = ""
+    ) -> Generation:
+        """adapter is a version; prefixes are shared within cache_scope. Raises OverloadedError,
+        UnavailableError or RequestError."""
 
     def ready_reason(self) -> str | None:
         """None when ready, else one line for clients that says what is under way."""

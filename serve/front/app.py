@@ -34,6 +34,7 @@ from serve.front.door import Door
 from serve.front.metrics import Metrics
 from serve.front.openai import ChatBody, CompletionBody, DetokenizeBody, Tokenizable, parse
 from serve.front.openapi import document, told
+from serve.front.prefix import scope_of
 from serve.front.record import Record
 from serve.front.tokens import Tokenizer
 
@@ -120,6 +121,7 @@ class Front:
         self._tokenizer = tokenizer
         self._max_context = max_context
         self._drain_seconds = config.drain_timeout
+        self._keeps_keys_apart = config.prefix_cache_scope == "key"
         self._most_answers = config.max_queue + config.max_num_sequences
         self._created = int(time.time())
         self._adapters = engine.adapters
@@ -230,7 +232,9 @@ class Front:
             await guard.unless_gone(request.receive, checking)
         adapter = await self._adapters.version(job.body.model)
         headers = {"x-adapter-version": str(adapter)} if adapter else {}
-        generation = self._engine.submit(job.prompts, adapter)
+        api_key = self.door.key_digest(request.scope) if self._keeps_keys_apart else ""
+        cache_scope = scope_of(job.body.cache_salt, api_key)
+        generation = self._engine.submit(job.prompts, adapter, cache_scope)
         answer = Answer(job.body.model, job, generation, self._tokenizer, record, self._metrics)
         self._answers.add(answer)
         return answer, headers

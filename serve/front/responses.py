@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from serve.core.errors import NotFoundError, RequestError
 from serve.front.messages import Body, Empty, refuse
-from serve.front.openai import ChatBody, parse
+from serve.front.openai import CacheSalt, ChatBody, parse
 from serve.front.replies import Json, encode
 from serve.front.sampling import Temperature, TopP
 from serve.front.tools import MOST_TOOLS, Function, FunctionName
@@ -141,6 +141,9 @@ Value = Annotated[str, Field(max_length=512)]
 Metadata = Annotated[dict[Name, Value], Field(max_length=16)]  # as OpenAI has it
 
 
+_UNTOLD = {"input", "cache_salt"}
+
+
 class ResponsesBody(Body):
     """Unknown fields are refused. user and the like change no answer; what is Literal here may
     only be what changes nothing."""
@@ -166,6 +169,7 @@ class ResponsesBody(Body):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    cache_salt: CacheSalt | None = None
     background: Literal[False] | None = None
     include: Empty | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -190,6 +194,7 @@ class ResponsesBody(Body):
             "tools": [{"type": "function", "function": tool} for tool in tools] or None,
             "tool_choice": choice,
             "parallel_tool_calls": self.parallel_tool_calls,
+            "cache_salt": self.cache_salt,
         }
         return parse(ChatBody, fields)
 
@@ -238,7 +243,7 @@ def _text(parts: list[Json]) -> str:
 
 def response(body: ResponsesBody) -> Json:
     """What is told when an answer begins."""
-    given = body.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"input"})
+    given = body.model_dump(mode="json", by_alias=True, exclude_none=True, exclude=_UNTOLD)
     text = {"format": {"type": "text"}} | given.pop("text", {})
     defaults = {"temperature": 1.0, "top_p": 1.0, "tool_choice": "auto", "tools": [], "store": True}
     unset = dict.fromkeys(("instructions", "max_output_tokens", "previous_response_id", "usage"))
