@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from serve.core.errors import BrigadeError, EngineError
 from serve.core.types import Event, Score
+from serve.front import call_parser
 from serve.front.adapters import Adapters
 from serve.front.choice import Choice, Piece
 from serve.front.metrics import Metrics
@@ -144,8 +145,9 @@ class Answer:
             async for number, event in self._generation:
                 chunks = self._take(number, event)
                 if self._shape.is_calling(number):
-                    # What a request can have a model write takes parsers of calls quadratic time.
-                    chunks = iter(await asyncio.to_thread(list, chunks))
+                    # A parser of calls may take long, and a client controls what it reads.
+                    loop = asyncio.get_running_loop()
+                    chunks = iter(await loop.run_in_executor(call_parser.threads, list, chunks))
                 for chunk in chunks:
                     yield {**self._head, **chunk, **tail}
             if self._num_open:
