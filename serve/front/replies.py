@@ -1,7 +1,7 @@
 """The bodies that go out: events, error objects, and replies folded out of chunks. Pure."""
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from io import StringIO
 from typing import Any
 
@@ -21,7 +21,7 @@ _ANTHROPIC_TYPES = {
 }
 
 
-def encode(body: Mapping[str, Any]) -> bytes:
+def encode(body: Mapping[str, Any] | Sequence[Any]) -> bytes:
     return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 

@@ -3,11 +3,12 @@
 There is no second way to an answer: a response is a chat, told in other words.
 """
 
-import json
 import secrets
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
@@ -266,6 +267,32 @@ def response(body: ResponsesBody) -> Json:
     }
 
 
+# What a chat's fields are called here.
+_FIELDS = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
+
+
+@contextmanager
+def own_names() -> Iterator[None]:
+    """Has errors about a chat name the fields of a response."""
+    try:
+        yield
+    except RequestError as error:
+        error.param = _FIELDS.get(error.param or "", error.param)
+        raise
+
+
+def joined(messages: bytes, more: list[Json]) -> bytes:
+    """A list as JSON with more at its end."""
+    if not more:
+        return messages
+    separator = b"" if messages == b"[]" else b","
+    return messages[:-1] + separator + encode(more)[1:]
+
+
 class Store:
     """Responses as they were told, with the messages that led to them and are in them: those that
     were used last, bounded in number and bytes. Its id, which nobody can guess, is the key to one.
@@ -273,31 +300,30 @@ class Store:
 
     def __init__(self, most: int = MOST_KEPT, most_bytes: int = MOST_KEPT_BYTES) -> None:
         self._most, self._most_bytes = most, most_bytes
-        self._kept: OrderedDict[str, bytes] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[bytes, bytes]] = OrderedDict()
         self._num_bytes = 0
         self._lock = threading.Lock()  # Bodies are read in threads.
 
-    def put(self, response: Json, messages: list[Json]) -> None:
-        data = encode({"response": response, "messages": messages})
+    def put(self, response: Json, messages: bytes) -> None:
+        """messages are a list as JSON: reading and writing long ones takes time."""
+        data = encode(response), messages
         with self._lock:
             self._kept[response["id"]] = data
-            self._num_bytes += len(data)
+            self._num_bytes += sum(map(len, data))
             while len(self._kept) > self._most or self._num_bytes > self._most_bytes:
-                self._num_bytes -= len(self._kept.popitem(last=False)[1])
+                self._num_bytes -= sum(map(len, self._kept.popitem(last=False)[1]))
 
-    def get(self, id: str) -> tuple[Json, list[Json]]:
-        """Raises NotFoundError."""
+    def get(self, id: str) -> tuple[bytes, bytes]:
+        """A response and its messages, both as JSON. Raises NotFoundError."""
         with self._lock:
             self._check(id)
             self._kept.move_to_end(id)
-            data = self._kept[id]
-        kept = json.loads(data)
-        return kept["response"], kept["messages"]
+            return self._kept[id]
 
-    def before(self, id: str | None) -> list[Json]:
+    def before(self, id: str) -> bytes:
         """The messages that a new one goes on from. Raises RequestError."""
         try:
-            return [] if id is None else self.get(id)[1]
+            return self.get(id)[1]
         except NotFoundError as error:
             code = "previous_response_not_found"
             raise RequestError(str(error), param="previous_response_id", code=code) from error
@@ -306,7 +332,7 @@ class Store:
         """Raises NotFoundError."""
         with self._lock:
             self._check(id)
-            self._num_bytes -= len(self._kept.pop(id))
+            self._num_bytes -= sum(map(len, self._kept.pop(id)))
 
     def _check(self, id: str) -> None:
         if id not in self._kept:

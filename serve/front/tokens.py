@@ -36,6 +36,7 @@ class Tokenizer:
     def __init__(self, folder: Path, tool_parser: str | None = None) -> None:
         """tool_parser is one of mlx-lm's. Raises ModelError if the folder has no tokenizer
         that can be loaded, UsageError."""
+        self.folder, self.tool_parser = folder, tool_parser
         self._transformers = _load(folder)
         self._backend = self._transformers.backend_tokenizer
         # Both may be set in tokenizer.json and would silently change prompts.
