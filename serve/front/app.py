@@ -198,7 +198,9 @@ class Front:
             return Stream(answer, answer.server_sent_events(job.body.include_usage), headers)
         reply = replies.fold(answer.chunks(include_usage=True))
         try:
-            return json_response(await guard.unless_gone(request.receive, reply), headers=headers)
+            whole = await guard.unless_gone(request.receive, reply)
+            data = await answer.encode(whole)
+            return Response(data, headers=headers, media_type="application/json")
         finally:
             answer.close()
 
