@@ -45,8 +45,9 @@ class IsolatedProcess:
                 self._has_said_hello = True
             return self._has_said_hello
 
-    def ask(self, question: bytes) -> bytes:
-        """Takes as long as it takes: call it in a thread. Raises ProcessEnded."""
+    def ask(self, *question: bytes) -> bytes:
+        """Takes as long as it takes: call it in a thread. The process gets the parts of the
+        question as one. Raises ProcessEnded."""
         with self._lock:
             process = self._started()
             if not self._has_said_hello:
@@ -54,7 +55,7 @@ class IsolatedProcess:
                 self._has_said_hello = True
             assert process.stdin
             try:
-                write_frame(process.stdin, question)
+                write_frame(process.stdin, *question)
             except OSError:
                 self._give_up(process)
             return self._read(process)
@@ -108,11 +109,13 @@ def answer_questions(answer: Callable[[bytes], bytes], max_seconds: float) -> No
         write_frame(sys.stdout.buffer, answered)
 
 
-def write_frame(file: IO[bytes], data: bytes) -> None:
-    view = memoryview(_LENGTH.pack(len(data)) + data)
-    while view:
-        # A pipe without a buffer takes as much as there is room for.
-        view = view[file.write(view) :]
+def write_frame(file: IO[bytes], *parts: bytes) -> None:
+    """Without putting the parts together: Python's lock is kept while long ones are copied."""
+    for part in (_LENGTH.pack(sum(map(len, parts))), *parts):
+        view = memoryview(part)
+        while view:
+            # A pipe without a buffer takes as much as there is room for.
+            view = view[file.write(view) :]
     file.flush()
 
 

@@ -7,6 +7,7 @@ ones wait in a queue, the smallest first, for a process of their own.
 import asyncio
 import heapq
 import itertools
+import json
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Any, Literal
 from serve.core.errors import BrigadeError, OverloadedError, RequestError
 from serve.front import reading_process
 from serve.front.isolated import IsolatedProcess, ProcessEnded
-from serve.front.reading import Reader, dump, load
+from serve.front.reading import Reader, load
 
 Kind = Literal["chat", "completion", "message", "response", "count", "tokenize", "detokenize"]
 
@@ -63,7 +64,7 @@ class Lanes:
     async def read(self, kind: Kind, held: list[Any]) -> Any:
         """What the Reader's method of this name gives for what is held, body first. Empties held,
         so that a body is freed when it is read or its client has left. Raises RequestError."""
-        num_bytes = sum(len(each) for each in held if each is not None)
+        num_bytes = sum(map(len, held))
         loop = asyncio.get_running_loop()
         if num_bytes <= MAX_SMALL_BYTES:
             threads = self._threads if kind in _ANSWERED else self._other_threads
@@ -122,9 +123,9 @@ class Lanes:
         try:
             if not self._process.is_ready():
                 return self._read_here(kind, held)
-            question = dump((kind, *held), self._reader.tokenizer)
-            held.clear()
-            answer = self._process.ask(question)
+            given, held[:] = list(held), []
+            head = json.dumps([kind, [len(each) for each in given]]).encode()
+            answer = self._process.ask(head, b"\n", *given)
         except ProcessEnded as error:
             if error.code == -signal.SIGPROF:
                 raise RequestError(
