@@ -21,6 +21,7 @@ from serve.front.reading import Reader, load
 Kind = Literal["chat", "completion", "message", "response", "count", "tokenize", "detokenize"]
 
 MAX_SMALL_BYTES = 32 << 10
+MAX_BYTES_HERE = 1 << 20  # in a thread of the server's process
 MAX_WAITING = 32
 _ANSWERED = {"chat", "completion", "message", "response"}
 _NUM_THREADS = 2
@@ -119,9 +120,11 @@ class Lanes:
         return getattr(self._reader, kind)(*given)
 
     def _read_large(self, kind: Kind, held: list[Any]) -> Any:
-        """While the process still loads the tokenizer, in this one."""
+        """While the process still loads the tokenizer, in this one, unless that would hold Python's
+        lock for long."""
         try:
-            if not self._process.is_ready():
+            is_ready = self._process.is_ready()
+            if not is_ready and sum(map(len, held)) <= MAX_BYTES_HERE:
                 return self._read_here(kind, held)
             given, held[:] = list(held), []
             head = json.dumps([kind, [len(each) for each in given]]).encode()

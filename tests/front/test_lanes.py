@@ -15,7 +15,7 @@ import pytest
 from serve.core.errors import OverloadedError, RequestError
 from serve.front import lanes as lanes_module
 from serve.front.answer import Job
-from serve.front.lanes import MAX_SMALL_BYTES, MAX_WAITING, Kind, Lanes
+from serve.front.lanes import MAX_BYTES_HERE, MAX_SMALL_BYTES, MAX_WAITING, Kind, Lanes
 from serve.front.reading import Reader, ReadResponse, Told, answered, dump, load
 from serve.front.tokens import Tokenizer
 from tests.front.fakes import MAX_CONTEXT, FakeEngine, Running, byte_level, save
@@ -106,6 +106,17 @@ async def test_large_bodies_are_read_in_a_process_of_their_own(
     with pytest.raises(RequestError, match="messages: has 40000 entries") as told:
         await lanes.read("chat", [b'{"model": "m", "messages": [' + b"{}," * 39999 + b"{}]}"])
     assert told.value.code == "context_length_exceeded"
+
+
+async def test_very_large_bodies_wait_until_the_process_has_started(
+    lanes: Lanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("it was read here")
+
+    monkeypatch.setattr(lanes, "_read_here", never)
+    data = json.dumps({"prompt": "hello", "user": "x" * MAX_BYTES_HERE}).encode()
+    assert isinstance(await asyncio.wait_for(lanes.read("tokenize", [data]), 60), Told)
 
 
 async def test_what_is_too_long_to_be_a_prompt_is_not_encoded(
