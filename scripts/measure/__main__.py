@@ -18,6 +18,7 @@ from scripts.measure.latency import interrupted, long_prompt, second_turn
 from scripts.measure.limits import decode, passes
 from scripts.measure.model import make_model
 from scripts.measure.moves import moves
+from scripts.measure.neighbours import neighbours
 from scripts.measure.settings import Row, Settings, Table
 from scripts.measure.training import training
 from serve import __version__
@@ -35,6 +36,7 @@ ROWS: dict[str, Callable[[Settings], Row]] = {
     "interrupted": interrupted,
     "moves": moves,
     "adapters": adapters,
+    "neighbours": neighbours,
     "train": training,
 }
 FOLDER = Path.home() / ".cache" / "brigade-bench"

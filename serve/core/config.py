@@ -55,6 +55,12 @@ class ServeConfig:
         among=tool_parsers(),
     )
     no_prefix_cache: bool = flag("compute every prompt from its first token", False)
+    prefix_cache_scope: str = flag(
+        "who shares the keys and values of prompts that begin alike: all clients, or those with "
+        "the same API key",
+        "all",
+        among=("all", "key"),
+    )
     lora: tuple[str, ...] = flag("NAME=PATH of a LoRA adapter to start with", ())
     adapter_root: Path | None = flag("folder below which adapters may be loaded by HTTP", None)
     allow_hub_adapters: bool = flag("an adapter may be org/name of one on the hub", False)
@@ -268,9 +274,12 @@ def check_range(name: str, value: Any, checks: Mapping[str, Any]) -> None:
 def with_keys(config: ServeConfig, environment: Mapping[str, str]) -> ServeConfig:
     """The config with the keys of files and environment beside those of its flags. For rank 0:
     other ranks need none, and may not have the files. Raises UsageError."""
+    api_key = _keys("api", config.api_key, config.api_key_file, environment)
+    if config.prefix_cache_scope == "key" and not api_key:
+        raise UsageError("--prefix-cache-scope key needs API keys: give --api-key-file.")
     return replace(
         config,
-        api_key=_keys("api", config.api_key, config.api_key_file, environment),
+        api_key=api_key,
         admin_key=_keys("admin", config.admin_key, config.admin_key_file, environment),
     )
 

@@ -86,7 +86,7 @@ class Sequence:
     num_computed tokens, and num_pending more tokens are sampled. is_held says whether
     they hold anything. The first num_cached tokens came from another sequence. adapter is
     the version of its LoRA adapter, 0 for none. original has the same prompt, which is
-    computed once for both.
+    computed once for both. Keys and values of its prompt are shared only within cache_scope.
     """
 
     id: int
@@ -101,6 +101,7 @@ class Sequence:
     num_cached: int = 0
     is_held: bool = False
     original: "Sequence | None" = None
+    cache_scope: str = ""
 
     @property
     def tokens(self) -> list[int]:

@@ -10,20 +10,32 @@ import secrets
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from serve.core.errors import BrigadeError, EngineError
 from serve.core.types import Event, Score
+from serve.front import call_parser, replies
 from serve.front.adapters import Adapters
 from serve.front.choice import Choice, Piece
 from serve.front.metrics import Metrics
 from serve.front.openai import GenerationBody
 from serve.front.prompt import Prompt
 from serve.front.record import Record
-from serve.front.replies import DONE, Json, error_object, server_sent, usage
+from serve.front.replies import (
+    DONE,
+    Json,
+    encode_in_slices,
+    error_object,
+    server_sent,
+    usage,
+)
 from serve.front.schemas import Usage
 from serve.front.tokens import Tokenizer
+
+LONG_TOKENS = 1024
+_long_threads = ThreadPoolExecutor(2, "long")  # for what is told of that many tokens
 
 _logger = logging.getLogger(__name__)
 
@@ -59,8 +71,11 @@ class Engine(Protocol):
     def is_complete(self) -> bool:
         """Whether no rank is missing."""
 
-    def submit(self, prompts: Sequence[Prompt], adapter: int = 0) -> Generation:
-        """adapter is a version. Raises OverloadedError, UnavailableError or RequestError."""
+    def submit(
+        self, prompts: Sequence[Prompt], adapter: int = 0, cache_scope: str = ""
+    ) -> Generation:
+        """adapter is a version; prefixes are shared within cache_scope. Raises OverloadedError,
+        UnavailableError or RequestError."""
 
     def ready_reason(self) -> str | None:
         """None when ready, else one line for clients that says what is under way."""
@@ -118,6 +133,7 @@ class Answer:
             for _ in prompt.samplings
         ]
         self.is_stream = bool(job.body.stream)
+        self._begun: set[int] = set()
         self._num_open = len(self._choices)
         self._record = record
         self._metrics = metrics
@@ -141,8 +157,14 @@ class Answer:
             async for number, event in self._generation:
                 chunks = self._take(number, event)
                 if self._shape.is_calling(number):
-                    # What a request can have a model write takes parsers of calls quadratic time.
-                    chunks = iter(await asyncio.to_thread(list, chunks))
+                    # A parser of calls may take long, and a client controls what it reads.
+                    loop = asyncio.get_running_loop()
+                    chunks = iter(await loop.run_in_executor(call_parser.threads, list, chunks))
+                elif self.is_long and number not in self._begun:
+                    # What is told of a long prompt: scores of each of its tokens.
+                    loop = asyncio.get_running_loop()
+                    chunks = iter(await loop.run_in_executor(_long_threads, list, chunks))
+                self._begun.add(number)
                 for chunk in chunks:
                     self._note_reason(chunk)
                     yield {**self._head, **chunk, **tail}
@@ -158,10 +180,27 @@ class Answer:
 
     async def server_sent_events(self, include_usage: bool) -> AsyncIterator[bytes]:
         """The chunks as an event stream. [DONE] ends it also after an error, as vLLM's."""
-        events = (server_sent(chunk) async for chunk in self.chunks(include_usage))
+        events = (await self._sent(chunk) async for chunk in self.chunks(include_usage))
         async for event in self.guarded(events, lambda error: server_sent(error_object(error))):
             yield event
         yield DONE
+
+    async def _sent(self, chunk: Json) -> bytes:
+        if self.is_long and any(_tells_many(choice) for choice in chunk["choices"]):
+            return b"data: " + await self.encode(chunk) + b"\n\n"
+        return server_sent(chunk)
+
+    async def encode(self, reply: Json) -> bytes:
+        """As JSON; a long one in a thread."""
+        if not self.is_long:
+            return replies.encode(reply)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(_long_threads, encode_in_slices, reply)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether a reply that tells of each token takes long to write."""
+        return self._num_tokens + (self._record.prompt_tokens or 0) > LONG_TOKENS
 
     async def guarded(
         self, events: AsyncIterator[bytes], failed: Callable[[BrigadeError], bytes]
@@ -241,3 +280,8 @@ class Answer:
         """So far. What was cached is known with the first chunk."""
         num_prompt, num_cached = self._record.prompt_tokens or 0, self._generation.num_cached
         return usage(num_prompt, self._num_tokens, num_cached)
+
+
+def _tells_many(choice: Json) -> bool:
+    lists = [choice.get("prompt_token_ids"), (choice.get("logprobs") or {}).get("tokens")]
+    return any(each and len(each) > LONG_TOKENS for each in lists)

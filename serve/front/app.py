@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -22,30 +22,29 @@ from starlette.routing import Route
 from serve import __version__
 from serve.core.config import ServeConfig
 from serve.core.errors import AddressError, BrigadeError, RequestError, UnavailableError
-from serve.front import chat, completions, guard, replies, schemas, tokenize
+from serve.front import guard, replies, schemas
 from serve.front.answer import Answer, Engine, Job
 from serve.front.app_adapters import AdapterCalls
 from serve.front.app_anthropic import MessageCalls
 from serve.front.app_responses import ResponseCalls
 from serve.front.app_server import BACKLOG, Server
 from serve.front.app_stream import Stream, json_response
-from serve.front.body import json_object
 from serve.front.door import Door, log_access
+from serve.front.lanes import Kind, Lanes
 from serve.front.metrics import Metrics
-from serve.front.openai import ChatBody, CompletionBody, DetokenizeBody, Tokenizable, parse
+from serve.front.openai import ChatBody, CompletionBody, DetokenizeBody, Tokenizable
 from serve.front.openapi import document, summaries, told
+from serve.front.prefix import scope_of
+from serve.front.reading import Reader, Told
 from serve.front.record import Record
 from serve.front.tokens import Tokenizer
 
 _MOST_SECONDS = 3600.0
 _BROKEN_DRAIN_SECONDS = 0.5
-# Encoding a long prompt takes seconds of a core that the ranks may need as well. Grammars have
-# threads of their own, because clients without one must not wait for those that are slow to check.
-_PROMPT_THREADS = 2
+# Of their own, because clients without a grammar must not wait for those that are slow to check.
 _GRAMMAR_THREADS = 2
 
 _logger = logging.getLogger(__name__)
-Result = TypeVar("Result")
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -123,13 +122,14 @@ class Front:
         self._tokenizer = tokenizer
         self._max_context = max_context
         self._drain_seconds = config.drain_timeout
-        self._most_answers = config.max_queue + config.max_num_sequences
+        self._keeps_keys_apart = config.prefix_cache_scope == "key"
         self._created = int(time.time())
         self._adapters = engine.adapters
         self._metrics = Metrics(engine.pipeline)
         self._answers: weakref.WeakSet[Answer] = weakref.WeakSet()
         self.num_ended = 0  # answers that a drain did not wait for
-        self._threads = ThreadPoolExecutor(_PROMPT_THREADS, "prompt")
+        max_answers = config.max_queue + config.max_num_sequences
+        self._lanes = Lanes(Reader(tokenizer, max_context, max_answers))
         self._grammar_threads = ThreadPoolExecutor(_GRAMMAR_THREADS, "grammar")
         routes = self._routes()
         starlette = Starlette(routes=routes, exception_handlers=_ERROR_HANDLERS)
@@ -163,7 +163,7 @@ class Front:
             answer.interrupt(error)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._lanes.close()
         self._grammar_threads.shutdown(wait=False, cancel_futures=True)
 
     def _routes(self) -> list[Route]:
@@ -191,7 +191,7 @@ class Front:
     @told(404, 429, 500, body=ChatBody, reply=schemas.ChatReply, chunk=schemas.ChatChunk)
     async def chat(self, request: Request) -> Response:
         """Answers a chat."""
-        return await self._generate(request, self._read_chat)
+        return await self._generate(request, "chat")
 
     @told(
         *(404, 429, 500),
@@ -201,35 +201,18 @@ class Front:
     )
     async def completions(self, request: Request) -> Response:
         """Continues prompts."""
-        return await self._generate(request, self._read_completion)
+        return await self._generate(request, "completion")
 
-    def _read_chat(self, data: bytes) -> Job:
-        return self.prepare_chat(parse(ChatBody, json_object(data)))
-
-    def prepare_chat(self, body: ChatBody) -> Job:
-        self._adapters.check(body.model)
-        body.check_num_answers(1, self._most_answers)
-        return chat.prepare(body, self._tokenizer, self._max_context)
-
-    def count(self, body: ChatBody) -> int:
-        """How many tokens its prompt has."""
-        self._adapters.check(body.model)
-        return len(self._tokenizer.encode(body.render(self._tokenizer)))
-
-    def _read_completion(self, data: bytes) -> Job:
-        body = parse(CompletionBody, json_object(data))
-        self._adapters.check(body.model)
-        body.check_num_answers(len(body.prompt), self._most_answers)
-        return completions.prepare(body, self._tokenizer, self._max_context)
-
-    async def _generate(self, request: Request, read: Callable[[bytes], Job]) -> Response:
-        job = await self.in_thread(request, read)
+    async def _generate(self, request: Request, kind: Kind) -> Response:
+        job: Job = await self.read(request, kind)
         answer, headers = await self.begin(request, job)
         if job.body.stream:
             return Stream(answer, answer.server_sent_events(job.body.include_usage), headers)
         reply = replies.fold(answer.chunks(include_usage=True))
         try:
-            return json_response(await guard.unless_gone(request.receive, reply), headers=headers)
+            whole = await guard.unless_gone(request.receive, reply)
+            data = await answer.encode(whole)
+            return Response(data, headers=headers, media_type="application/json")
         finally:
             answer.close()
 
@@ -238,6 +221,7 @@ class Front:
         record: Record = request.scope[guard.RECORD]
         if job.body.model != self._model:
             record.adapter = job.body.model
+        self._adapters.check(job.body.model)
         if job.prompts[0].samplings[0].grammar is not None:
             loop, check = asyncio.get_running_loop(), job.body.check_grammar
             checking = loop.run_in_executor(self._grammar_threads, check, self._tokenizer)
@@ -247,40 +231,38 @@ class Front:
         if adapter:
             record.adapter_version = adapter
             headers["x-adapter-version"] = str(adapter)
-        generation = self._engine.submit(job.prompts, adapter)
+        api_key = self.door.key_digest(request.scope) if self._keeps_keys_apart else ""
+        cache_scope = scope_of(job.body.cache_salt, api_key)
+        generation = self._engine.submit(job.prompts, adapter, cache_scope)
         answer = Answer(job.body.model, job, generation, self._tokenizer, record, self._metrics)
         self._answers.add(answer)
         return answer, headers
 
-    async def in_thread(self, request: Request, read: Callable[[bytes], Result]) -> Result:
-        """What reading a request's body gives. Long texts take seconds."""
-        held = [await guard.read_body(request.scope, request.receive)]
-        reading = asyncio.get_running_loop().run_in_executor(
-            self._threads, lambda: read(held.pop())
-        )
+    async def read(self, request: Request, kind: Kind, *given: bytes) -> Any:
+        """What reading a request's body gives; the body and more may be given already."""
+        held = list(given) or [await guard.read_body(request.scope, request.receive)]
         try:
-            return await guard.unless_gone(request.receive, reading)
+            return await guard.unless_gone(request.receive, self._lanes.read(kind, held))
         finally:
             held.clear()  # Else what clients have left waits for a thread with their bodies.
+
+    async def tell(self, request: Request, kind: Kind) -> Response:
+        """A reply that needs nothing but the body."""
+        read: Told = await self.read(request, kind)
+        if read.model is not None:
+            self._adapters.check(read.model)
+        headers = replies.ignored_fields(read.ignored_fields)
+        return Response(read.reply, headers=headers, media_type="application/json")
 
     @told(404, body=Tokenizable, reply=schemas.Tokenized)
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or of messages."""
-        return await self.in_thread(request, self._read_tokenize)
+        return await self.tell(request, "tokenize")
 
     @told(404, body=DetokenizeBody, reply=schemas.Detokenized)
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
-        return await self.in_thread(request, self._read_detokenize)
-
-    def _read_tokenize(self, data: bytes) -> Response:
-        check = self._adapters.check
-        told, headers = tokenize.tokenize(data, self._tokenizer, self._max_context, check)
-        return json_response(told, headers=headers)
-
-    def _read_detokenize(self, data: bytes) -> Response:
-        told, headers = tokenize.detokenize(data, self._tokenizer, self._adapters.check)
-        return json_response(told, headers=headers)
+        return await self.tell(request, "detokenize")
 
     @told(reply=schemas.ModelList)
     async def models(self, _: Request) -> Response:

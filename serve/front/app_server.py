@@ -24,6 +24,9 @@ SEND_SECONDS = 60.0
 HALF_CLOSED = "half_closed"  # in a request's state: an event
 _PROBE_SECONDS = 0.1
 _MAX_PROBE_SECONDS = 5.0
+# In these seconds a client has to take so much of what waits for it, and so large a share.
+MIN_SENT_BYTES = 4096
+MIN_SENT_SHARE = 0.1
 _CANCEL_SECONDS = 2  # for what still runs after the drain
 _NUM_OTHER_FILES = 256
 _MOST_CROWD = 2  # times max_connections: only so many are told that there are too many
@@ -126,19 +129,26 @@ class Protocol(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._give_up(sys.maxsize)
+        self._expect_progress()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         self._stop_sending()
 
-    def _give_up(self, num_bytes: int) -> None:
-        """If the client has taken nothing since so many bytes were left."""
+    def _expect_progress(self) -> None:
         left = self.transport.get_write_buffer_size()
-        if left < num_bytes:
-            self._sending = self.loop.call_later(SEND_SECONDS, self._give_up, left)
+        self._sending = self.loop.call_later(SEND_SECONDS, self._check_progress, left)
+
+    def _check_progress(self, num_before: int) -> None:
+        """Gives a client up that took too little since so many bytes were left. Nothing is
+        written meanwhile: what is taken is missing in the buffer."""
+        taken = num_before - self.transport.get_write_buffer_size()
+        if taken >= max(MIN_SENT_BYTES, MIN_SENT_SHARE * num_before):
+            self._expect_progress()
             return
-        _logger.warning("A client took nothing for %g seconds: given up.", SEND_SECONDS)
+        _logger.warning(
+            "event=slow_client bytes=%d seconds=%g: given up.", max(0, taken), SEND_SECONDS
+        )
         self.transport.abort()
 
     def _stop_sending(self) -> None:

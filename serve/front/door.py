@@ -67,6 +67,11 @@ class Door:
         """Returns when everything that was taken before `drain` is answered, or given up."""
         await self._drained.wait()
 
+    def key_digest(self, scope: Scope) -> str:
+        """Of the API key that a request carries; empty if it carries none of those."""
+        valid = (token for token in _tokens(scope) if _is_one_of(token, self._api_keys))
+        return next((_digest(token).hex() for token in valid), "")
+
     def _tell_if_drained(self) -> None:
         if self._draining and not self._num_inside:
             self._drained.set()

@@ -180,14 +180,19 @@ class Engine:
 
     # --- requests
 
-    def submit(self, prompts: ReadableList[Prompt], adapter: int = 0) -> Generation:
-        """adapter is a version. Raises UnavailableError, OverloadedError or RequestError."""
+    def submit(
+        self, prompts: ReadableList[Prompt], adapter: int = 0, cache_scope: str = ""
+    ) -> Generation:
+        """adapter is a version; prefixes are shared within cache_scope. Raises UnavailableError,
+        OverloadedError or RequestError."""
         reason = self._not_ready()
         if reason and (self._failure.done() or not self._has_worked):
             raise UnavailableError(f"The cluster is not ready ({reason}): try again later.")
         self._check_lengths(prompts)
         sequences = [
-            sequence for prompt in prompts for sequence in self._sequences(prompt, adapter)
+            sequence
+            for prompt in prompts
+            for sequence in self._sequences(prompt, adapter, cache_scope)
         ]
         self._scheduler.add(*sequences)
         generation = Generation(sequences, self.drop)
@@ -203,7 +208,7 @@ class Engine:
                 code="context_length_exceeded",
             )
 
-    def _sequences(self, prompt: Prompt, adapter: int) -> list[Sequence]:
+    def _sequences(self, prompt: Prompt, adapter: int, cache_scope: str) -> list[Sequence]:
         """One for each answer. The first one's prompt is computed, the others copy it."""
         sequences: list[Sequence] = []
         max_tokens = max(1, prompt.max_tokens)  # For an echo alone a token is computed, too.
@@ -211,6 +216,7 @@ class Engine:
             new_id = next(self._sequence_ids)
             sequence = Sequence(new_id, prompt.ids, max_tokens, sampling, prompt.end_ids, adapter)
             sequence.original = sequences[0] if sequences else None
+            sequence.cache_scope = cache_scope
             sequences.append(sequence)
         return sequences
 

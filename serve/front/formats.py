@@ -7,13 +7,14 @@ this process. They need none of it.
 import importlib.util
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import ModuleType
 from typing import Any
 
 from serve.core.errors import UsageError
 from serve.core.tool_parsers import mlx_lm_folder, tool_parsers
+from serve.front.call_parser import CallParser
 
 _PRIVATE = "brigade_mlx_lm_"
 
@@ -51,10 +52,14 @@ def format_of(tokenizer: Any, tool_parser: str | None = None) -> Format:
     utils = _module("tokenizer_utils")
     name = tool_parser or utils._infer_tool_parser(tokenizer)
     start, end, *_ = utils._infer_thinking(tokenizer)
-    return Format(_tool_format(name) if name else None, (start, end) if start else None)
+    tools = tool_format(name) if name else None
+    if name and tools:
+        tools = replace(tools, parse=CallParser(name))
+    return Format(tools, (start, end) if start else None)
 
 
-def _tool_format(name: str) -> ToolFormat:
+def tool_format(name: str) -> ToolFormat:
+    """Its parser runs in this process. Raises UsageError."""
     if name not in tool_parsers():
         known = ", ".join(tool_parsers())
         raise UsageError(f"--tool-parser {name} is not known: give one of {known}.")

@@ -134,16 +134,18 @@ def _check_type(headers: dict[bytes, bytes]) -> None:
 
 
 async def _collect(receive: Receive, most_bytes: int) -> bytes:
-    body = bytearray()
+    parts: list[bytes] = []
+    num_bytes = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise StatusError(CLIENT_LEFT, "The client left.")
-        body += message.get("body", b"")
-        if len(body) > most_bytes:
+        parts.append(message.get("body", b""))
+        num_bytes += len(parts[-1])
+        if num_bytes > most_bytes:
             raise _too_large(most_bytes)
         if not message.get("more_body", False):
-            return bytes(body)
+            return b"".join(parts)
 
 
 def _too_large(most_bytes: int) -> StatusError:

@@ -32,7 +32,7 @@ _MOST_NAMES_LOGGED = 8
 _NAMES_BY_NEUTRAL: list[tuple[tuple[Any, ...], str]] = [
     (
         (),
-        "audio cache_salt chat_template documents ec_transfer_params guided_choice "
+        "audio chat_template documents ec_transfer_params guided_choice "
         "guided_decoding_backend guided_grammar guided_json guided_regex "
         "guided_whitespace_pattern kv_transfer_params logprob_token_ids media_io_kwargs "
         "mm_processor_kwargs moderation prediction prompt_cache_options prompt_embeds "
@@ -83,6 +83,10 @@ class StreamOptions(Body):
     continuous_usage_stats: Literal[False] | None = None
 
 
+# Prompts share their beginnings with those of the same salt only, as in vLLM.
+CacheSalt = Annotated[str, Field(min_length=1)]
+
+
 class GenerationBody(SamplingBody, Lenient):
     """What asks for answers. user and the like change no answer."""
 
@@ -99,6 +103,7 @@ class GenerationBody(SamplingBody, Lenient):
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    cache_salt: CacheSalt | None = None
 
     @model_validator(mode="after")
     def _stream_fits(self) -> "GenerationBody":

@@ -1,7 +1,7 @@
 """The bodies that go out: events, error objects, and replies folded out of chunks. Pure."""
 
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from io import StringIO
 from typing import Any
 from urllib.parse import quote
@@ -10,6 +10,8 @@ from serve.core.errors import BrigadeError, OverloadedError, RequestError, Unava
 from serve.front.schemas import AnthropicError, AnthropicErrorReply, ErrorReply, Usage
 
 Json = dict[str, Any]
+
+_SLICE = 64
 
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -22,8 +24,37 @@ _ANTHROPIC_TYPES = {
 }
 
 
-def encode(body: Mapping[str, Any]) -> bytes:
-    return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+def encode(body: Mapping[str, Any] | Sequence[Any]) -> bytes:
+    return _json(body).encode()
+
+
+def encode_in_slices(body: Mapping[str, Any]) -> bytes:
+    """The same for long lists, for a thread beside the event loop: json keeps Python's lock until
+    it is done, so it gets a part at a time."""
+    return "".join(_slices(body)).encode()
+
+
+def _slices(value: Any) -> Iterator[str]:
+    if isinstance(value, dict) and value:
+        for number, (name, each) in enumerate(value.items()):
+            yield f"{',' if number else '{'}{_json(str(name))}:"
+            yield from _slices(each)
+        yield "}"
+    elif isinstance(value, list) and len(value) > _SLICE:
+        for start in range(0, len(value), _SLICE):
+            yield f"{',' if start else '['}{_json(value[start : start + _SLICE])[1:-1]}"
+        yield "]"
+    elif isinstance(value, list) and value:
+        for number, each in enumerate(value):
+            yield "," if number else "["
+            yield from _slices(each)
+        yield "]"
+    else:
+        yield _json(value)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def server_sent(body: Mapping[str, Any]) -> bytes:

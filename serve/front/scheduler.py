@@ -18,7 +18,7 @@ from typing import Literal
 from serve.core.errors import OverloadedError, RequestError
 from serve.core.types import FAILURES, Event, FinishReason, Group, Row, Sequence, Step, Take
 from serve.front.chunks import Appetite, alike, is_long, next_chunk
-from serve.front.prefix import PrefixIndex, beginning, beginning_of_original
+from serve.front.prefix import PrefixIndex, beginning, beginning_of_original, key_of
 
 # What of another sequence a new one can begin with: any part from its start, or only all of
 # it (some caches cannot go back), or nothing.
@@ -277,7 +277,7 @@ class Scheduler:
     def _reuse_prefix(self, sequence: Sequence) -> None:
         found = beginning_of_original(sequence, self._live)
         if not found and self.reuse != "none":
-            found = beginning(sequence, self.kept, self.groups, self.reuse == "whole")
+            found = beginning(sequence, self.kept, self.reuse == "whole")
         if not found:
             return
         source, sequence.num_computed = found
@@ -291,6 +291,8 @@ class Scheduler:
             self.prefilling.remove(sequence)
             smallest = min(self.groups, key=lambda g: (len(g.sequences), g.num_in_flight))
             smallest.sequences.append(sequence)
+            if self.reuse == "any":
+                self.kept.decoding(sequence)
             self._free_copies(sequence)
 
     def _free_copies(self, original: Sequence) -> None:
@@ -315,7 +317,7 @@ class Scheduler:
             is_known = sequence.num_computed <= sequence.num_tokens
             if self.reuse != "none" and is_known and sequence.adapter not in self._retired:
                 held = sequence.tokens[: sequence.num_computed]
-                self._to_drop += self.kept.keep(sequence.id, held, sequence.adapter)
+                self._to_drop += self.kept.keep(sequence.id, held, *key_of(sequence))
             else:
                 self._forget(sequence)
         return Event(sequence.id, token, reason)
@@ -331,6 +333,7 @@ class Scheduler:
 
     def _take_out(self, sequence_id: int) -> Sequence | None:
         sequence = self._live.pop(sequence_id, None)
+        self.kept.ended(sequence_id)
         if sequence:
             queues = (self.waiting, self._copies, self.prefilling, self._leaving)
             for queue in (*queues, *(g.sequences for g in self.groups)):
@@ -355,7 +358,7 @@ class Scheduler:
         if running + promised and running + wanted > self.max_held_tokens:
             return False
         # What it begins like is used by that, so others go before.
-        beginning(sequence, self.kept, (), self.reuse == "whole")
+        beginning(sequence, self.kept, self.reuse == "whole")
         return self._make_room(min(wanted, self.max_held_tokens - running))
 
     def _make_room(self, num_tokens: int) -> bool:

@@ -36,6 +36,7 @@ class Tokenizer:
     def __init__(self, folder: Path, tool_parser: str | None = None) -> None:
         """tool_parser is one of mlx-lm's. Raises ModelError if the folder has no tokenizer
         that can be loaded, UsageError."""
+        self.folder, self.tool_parser = folder, tool_parser
         self._transformers = _load(folder)
         self._backend = self._transformers.backend_tokenizer
         # Both may be set in tokenizer.json and would silently change prompts.
@@ -49,6 +50,7 @@ class Tokenizer:
         self._most_bytes_of_a_token = _most_bytes_of_a_token(self._backend)
         self._text_before = self.encode("a")
         self.token_text = functools.lru_cache(_MOST_TEXTS_KEPT)(self._token_text)
+        self.token_bytes = functools.lru_cache(_MOST_TEXTS_KEPT)(self._token_bytes)
         self.vocab_size = _vocab_size(folder, self._backend)
         self.eos_ids = _read_eos_ids(folder, self._transformers.eos_token_id)
         self.format = format_of(self._transformers, tool_parser)
@@ -111,7 +113,7 @@ class Tokenizer:
         text = self.decode([*self._text_before, id], skip_special_tokens=False)
         return text.removeprefix(before) if text.startswith(before) else self.decode([id], False)
 
-    def token_bytes(self, id: int) -> list[int]:
+    def _token_bytes(self, id: int) -> list[int]:
         """Of its text in UTF-8; also of tokens that are a part of a character."""
         text = self.token_text(id)
         if _REPLACEMENT in text:

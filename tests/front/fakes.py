@@ -219,13 +219,17 @@ class FakeEngine:
         self.is_complete = True
         self.prompts: list[list[int]] = []
         self.samplings: list[Sampling] = []
+        self.cache_scopes: list[str] = []
         self.end_ids: list[frozenset[int]] = []
         self.generations: list[FakeGeneration] = []
         self.failure: asyncio.Future[BrigadeError] | None = None
         self.ranks = FakeRanks()
         self.adapters = self.ranks.adapters
 
-    def submit(self, prompts: Sequence[Prompt], adapter: int = 0) -> FakeGeneration:
+    def submit(
+        self, prompts: Sequence[Prompt], adapter: int = 0, cache_scope: str = ""
+    ) -> FakeGeneration:
+        self.cache_scopes.append(cache_scope)
         self.ranks.submitted.append(adapter)
         if self.refuses_with is not None:
             raise self.refuses_with

@@ -375,6 +375,25 @@ def test_a_client_that_reads_slowly_gets_all(
         assert received > len(LARGE)
 
 
+def test_a_client_that_takes_a_little_now_and_then_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, engine: FakeEngine
+) -> None:
+    """It kept its connection, and what waited for it, for as long as it liked."""
+    monkeypatch.setattr(app_server, "SEND_SECONDS", 0.5)
+    monkeypatch.setattr("serve.front.replies.encode", lambda body: LARGE * 8)
+    with Running(engine) as server, server.connect() as connection:
+        connection.sendall(request_bytes(stream=True))
+        wait_until(lambda: num_connections(server) == 1)
+        received = 0
+        deadline = time.monotonic() + 4
+        while num_connections(server) and time.monotonic() < deadline:
+            received += len(connection.recv(1 << 18))
+            time.sleep(0.05)
+        assert num_connections(server) == 0
+        assert all(generation.closed.wait(5) for generation in engine.generations)
+        assert 1 << 18 < received < len(LARGE) * 4, "it did take something"
+
+
 def test_many_at_once(server: Running, engine: FakeEngine) -> None:
     """All connect before the first is answered; none is reset."""
     engine.delay = 0.01
