@@ -24,7 +24,7 @@ from serve.front.generation import Generation
 from serve.front.lives import Lives, View
 from serve.front.prompt import Prompt
 from serve.front.scheduler import Reuse, Scheduler
-from serve.front.stages import better_split, chrome_trace, chunk_beside_decoding, room_for_tokens
+from serve.front.stages import better_split, chrome_trace, chunk_beside_decoding, room_under_limits
 from serve.front.suspects import MOST_FAULTS, Suspects
 
 _NUM_SEQUENCE_IDS = 2**30  # they are int32 on the wire, and group numbers are above them
@@ -114,7 +114,7 @@ class Engine:
         sequence."""
         stages = self._lives.stages
         try:
-            most = room_for_tokens(stages, self._config)
+            most = room_under_limits(stages, self._config)
         except PlanError as error:
             self._lives.refuse_ring(error, self._settled)
             raise
