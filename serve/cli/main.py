@@ -130,6 +130,8 @@ async def _run_front(
     from serve.front.tokens import Tokenizer
 
     listening = app.bind(config.host, config.port)
+    max_context = min(filter(None, [config.max_context, checkpoint.max_context]), default=4096)
+    config = dataclasses.replace(config, max_context=max_context)
     view = StartView()
     engine = Engine(config, cluster, checkpoint.folder, facts, view)
     try:
@@ -137,7 +139,6 @@ async def _run_front(
         engine.start()
         logging.info("event=listening url=http://%s:%d", *listening.getsockname()[:2])
         tokenizer = await asyncio.to_thread(Tokenizer, checkpoint.folder, config.tool_parser)
-        max_context = min(filter(None, [config.max_context, checkpoint.max_context]), default=4096)
         await app.serve(config, engine, tokenizer, listening, max_context)
     except asyncio.CancelledError:
         logging.info("event=stopped reason=signal")

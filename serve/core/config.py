@@ -62,6 +62,9 @@ class ServeConfig:
     allow_hub_adapters: bool = flag("an adapter may be org/name of one on the hub", False)
     adapter_memory: str | None = flag("for adapters: 1GB, or 1GB,2GB for each rank", None)
     max_lora_rank: int = flag("highest rank of an adapter", 64, least=1)
+    no_warm_up: bool = flag(
+        "be ready sooner; the first requests then wait while graphs and kernels are made", False
+    )
     prefill_chunk: int = flag("prompt tokens that one step takes at most", 512, least=1)
     num_groups: int | None = flag(
         "groups that decode in turn (default: one for each rank; 1 is lockstep)", None, least=1

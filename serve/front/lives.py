@@ -55,6 +55,10 @@ class Work(Protocol):
     async def prepare(self) -> None:
         """The engines are loaded, and have nothing of what those before them had."""
 
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether `prepare` has them run steps."""
+
     def go(self) -> None:
         """They may get steps."""
 
@@ -312,7 +316,7 @@ class Lives:
                 message = wire.parse_json(body)
                 has_said_why |= message["type"] == "error"
                 self._on_message(0, message)
-            elif self.is_working:  # else it comes too late
+            elif self.is_working or self._work.is_warming_up:  # else it comes too late
                 self._work.on_result(wire.decode_result(body))
         if not has_said_why:
             self._on_message(0, engine_ended(0, await process.wait()))

@@ -16,7 +16,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from serve.core.errors import OverloadedError, RequestError
-from serve.core.types import FAILURES, Event, FinishReason, Group, Row, Sequence, Step, Take
+from serve.core.types import (
+    FAILURES,
+    FIRST_WARM_UP_STEP,
+    Event,
+    FinishReason,
+    Group,
+    Row,
+    Sequence,
+    Step,
+    Take,
+)
 from serve.front.chunks import Appetite, alike, is_long, next_chunk
 from serve.front.prefix import PrefixIndex, beginning, beginning_of_original
 
@@ -248,7 +258,9 @@ class Scheduler:
         unload: tuple[int, ...] = (),
     ) -> Step:
         """Feeds so many tokens of each sequence."""
-        self.num_steps = (self.num_steps + 1) % 2**31  # int32 on the wire
+        self.num_steps += 1
+        if self.num_steps == FIRST_WARM_UP_STEP:
+            self.num_steps = 1
         rows, tokens, sample = [], [], group is not None
         for sequence, count in zip(fed, num_tokens, strict=True):
             rows.append(Row(sequence.id, sequence.num_computed, count, sequence.adapter))

@@ -314,7 +314,7 @@ async def test_ranks_without_room_for_a_short_sequence_wait(
             raise PlanError("There is room for 12 tokens only")
         return 10_000
 
-    monkeypatch.setattr("serve.front.engine.room_for_tokens", room)
+    monkeypatch.setattr("serve.front.engine.room_under_limits", room)
     assert await ring_after(caplog, [2], 2) == [0, 1, 2]
 
 
@@ -394,7 +394,7 @@ async def test_a_rank_that_comes_again_without_room_stays_out(
             raise PlanError("There is room for 12 tokens only")
         return 10_000
 
-    monkeypatch.setattr("serve.front.engine.room_for_tokens", room)
+    monkeypatch.setattr("serve.front.engine.room_under_limits", room)
     async with ranks(replan=True, join_timeout=2.0) as (engine, members, start):
         await ready(engine)
         await lose(members[1])
@@ -471,7 +471,7 @@ async def test_a_sequence_for_which_those_that_are_left_have_no_room_ends(
 ) -> None:
     """And one that fits as far as it has come is shorter."""
     room = iter([10_000, 300])
-    monkeypatch.setattr("serve.front.engine.room_for_tokens", lambda *_: next(room))
+    monkeypatch.setattr("serve.front.engine.room_under_limits", lambda *_: next(room))
     async with ranks(replan=True, join_timeout=2.0) as (engine, members, _):
         await ready(engine)
         long = asyncio.create_task(collect(engine, prompt(310, 600)))
@@ -624,3 +624,36 @@ async def test_a_fault_while_adapters_are_read_again_is_one_fault_more(
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+async def test_a_cluster_is_ready_when_it_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEP_SECONDS", "0.02")
+    seen = set()
+    async with cluster() as engine:
+        while reason := engine.ready_reason():
+            seen.add(reason)
+            await asyncio.sleep(0.005)
+        assert engine.pipeline()["kv_tokens"] == 0
+        await collect(engine, prompt(20, 5))
+    assert "warming up" in seen
+    async with cluster(no_warm_up=True) as engine:
+        while reason := engine.ready_reason():
+            assert reason != "warming up"
+            await asyncio.sleep(0.005)
+
+
+async def test_who_comes_while_new_engines_warm_up_need_not_wait_for_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("STEP_SECONDS", "0.1")  # A warm-up takes four seconds.
+    async with cluster(no_warm_up=True) as engine:
+        await ready(engine)
+        engine._config = replace(engine._config, no_warm_up=False)
+        engines()[0].kill()
+        while engine.ready_reason() != "warming up":
+            await asyncio.sleep(0.01)
+        num_steps = engine._warm_up._num_steps if engine._warm_up else 0
+        warm_up = engine._warm_up
+        await asyncio.wait_for(collect(engine, prompt(3, 1)), 10)
+        assert warm_up is not None
+        assert warm_up._num_steps <= num_steps + 12
