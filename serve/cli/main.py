@@ -139,6 +139,7 @@ async def _run_front(
         engine.start()
         logging.info("event=listening url=http://%s:%d", *listening.getsockname()[:2])
         tokenizer = await asyncio.to_thread(Tokenizer, checkpoint.folder, config.tool_parser)
+        await asyncio.to_thread(tokenizer.check_chat)
         await app.serve(config, engine, tokenizer, listening, max_context)
     except asyncio.CancelledError:
         logging.info("event=stopped reason=signal")

@@ -215,7 +215,9 @@ def room_under_limits(stages: list[StageStatus], config: ServeConfig) -> int:
     has to be."""
     ranks = [stage.rank for stage in stages]
     plans = [stage.plan for stage in stages if stage.plan]
-    adapters = memory_of(config.adapter_memory, ranks) if config.adapter_memory else [0] * len(ranks)
+    adapters = (
+        memory_of(config.adapter_memory, ranks) if config.adapter_memory else [0] * len(ranks)
+    )
     memory = memory_of(config.memory, ranks) if config.memory else None
     kv_memory = memory_of(config.kv_memory, ranks) if config.kv_memory else None
     if memory:

@@ -103,9 +103,7 @@ class WarmUp:
             yield [self._sequence(_SHORT_PROMPT, _GREEDY, version)]
         if self._adapters:
             versions = itertools.cycle([0, *self._adapters])
-            yield [
-                self._sequence(_SHORT_PROMPT, _GREEDY, next(versions)) for _ in range(num_rows)
-            ]
+            yield [self._sequence(_SHORT_PROMPT, _GREEDY, next(versions)) for _ in range(num_rows)]
 
     def _sequence(self, num_tokens: int, sampling: Sampling, adapter: int = 0) -> Sequence:
         """Every vocabulary has a token 0."""

@@ -71,9 +71,7 @@ def test_one_survivor_gets_all_layers_if_it_has_room_for_a_conversation(
 def test_memory_without_a_promise_is_for_the_weights_and_some_room(tmp_path: Path) -> None:
     """`serve` asks so: 32 sequences of 512 tokens would take 12 MB."""
     folder = save(tmp_path, "llama")
-    plan = make_plan(
-        folder, PlanRequest(num_ranks=2, concurrency=32, min_tokens=256, memory="1MB")
-    )
+    plan = make_plan(folder, PlanRequest(num_ranks=2, concurrency=32, min_tokens=256, memory="1MB"))
     assert plan.kv_tokens and 256 <= plan.kv_tokens < plan.demand.tokens
     limited = PlanRequest(
         num_ranks=2, concurrency=32, min_tokens=256, memory="1MB", kv_memory="200KB"
@@ -88,7 +86,9 @@ def test_memory_without_a_promise_is_for_the_weights_and_some_room(tmp_path: Pat
 def test_more_memory_goes_to_where_it_makes_more_room(tmp_path: Path) -> None:
     """Rank 0 has room for two layers, and then for hardly any keys and values."""
     folder = save(tmp_path, "llama")
-    small = make_plan(folder, PlanRequest(num_ranks=2, split="even")).stages[0].weight_bytes + 70_000
+    small = (
+        make_plan(folder, PlanRequest(num_ranks=2, split="even")).stages[0].weight_bytes + 70_000
+    )
     plan = make_plan(
         folder,
         PlanRequest(num_ranks=2, concurrency=8, min_tokens=256, memory=f"{small / 1000}KB,9MB"),
