@@ -57,8 +57,8 @@ def _notes(
         )
     if kv_tokens is None:
         per_token = max(stage.cache_bytes_per_token for stage in stages)
-        per_token = format_bytes(with_slack(max(s.cache_bytes_per_token for s in stages)))
-        yield f"A token's keys and values take up to {per_token} on a rank."
+        per_token = with_slack(max(stage.cache_bytes_per_token for stage in stages))
+        yield f"A token's keys and values take up to {format_bytes(per_token)} on a rank."
         yield "With --memory you see for how many tokens there is room."
     else:
         yield f"There is room for keys and values of {kv_tokens:,} tokens."

@@ -134,6 +134,11 @@ class ServeConfig:
         return hub_id(self.model)
 
     @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    @property
     def model_name(self) -> str:
         return self.served_model_name or self.hub_id or self.model.resolve().name
 

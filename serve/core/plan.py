@@ -4,7 +4,6 @@ has the last layers, because it samples.
 Costs come from serve.rank.costs, which knows models; here they are numbers.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
@@ -295,13 +294,10 @@ def kv_budgets(
 ) -> list[int] | None:
     """Bytes of each stage for keys and values: what the weights leave of its memory, and at most
     its kv_memory. None if neither is limited."""
-    limits = []
-    if memory:
-        pairs = zip(memory, stages, strict=True)
-        limits.append([amount - stage.weight_bytes for amount, stage in pairs])
-    if kv_memory:
-        limits.append(list(kv_memory))
-    return list(map(min, *limits)) if len(limits) > 1 else (limits or [None])[0]
+    if memory is None:
+        return list(kv_memory) if kv_memory else None
+    left = [m - stage.weight_bytes for m, stage in zip(memory, stages, strict=True)]
+    return list(map(min, left, kv_memory)) if kv_memory else left
 
 
 def room_for_tokens(stages: Sequence[StagePlan], kv_bytes: Sequence[int], concurrency: int) -> int:

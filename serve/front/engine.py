@@ -6,7 +6,6 @@ Everything here runs in one event loop, so that nothing needs a lock.
 
 import asyncio
 import itertools
-import json
 import logging
 import time
 from collections.abc import Sequence as ReadableList
@@ -38,6 +37,7 @@ class Engine:
         self, config: ServeConfig, cluster: Cluster, folder: Path, facts: dict[str, str], view: View
     ) -> None:
         self._config, self._cluster = config, cluster
+        self._view = view
         self._lives = Lives(config, cluster, folder, facts, view, self)
         self._scheduler = Scheduler(
             cluster.num_ranks,
@@ -90,8 +90,8 @@ class Engine:
             self._fail(EngineError(f"{type(error).__name__}: {error}"))
 
     def _fail(self, error: BrigadeError) -> None:
-        """Every running request ends with the reason."""
-        _logger.error("event=failed reason=%s", json.dumps(str(error)))
+        """Every running request ends with the reason, which the command's last line says."""
+        _logger.error("event=failed exit_code=%d", error.exit_code)
         self._failure.set_result(error)
         self.adapters.fail(error)
         self._loaded.set()
@@ -140,6 +140,7 @@ class Engine:
         if not self._config.no_prefix_cache:
             self._scheduler.reuse = cast(Reuse, stages[0].reuse)
         _logger.info("event=kv_room tokens=%d reuse=%s", most, self._scheduler.reuse)
+        self._view.loaded(stages, most)
         reason = f"A rank was lost, and those that are left have room for {most} tokens."
         for sequence_id, generation in list(self._generations.items()):
             if not self._scheduler.sequence(sequence_id).fit(most):

@@ -46,7 +46,10 @@ class View(Protocol):
 
     def progressed(self, stage: StageStatus) -> None: ...
 
-    def ready(self, stages: list[StageStatus]) -> None: ...
+    def loaded(self, stages: list[StageStatus], room: int) -> None:
+        """They have room for keys and values of so many tokens."""
+
+    def ready(self) -> None: ...
 
 
 class Work(Protocol):
@@ -179,9 +182,9 @@ class Lives:
     def _begin(self) -> None:
         self._has_worked = self.is_working = True
         self._work.go()
-        _logger.info("event=ready num_ranks=%d life=%d", len(self.stages), self.number)
+        _logger.info("event=ready num_ranks=%d url=%s", len(self.stages), self._config.url)
         if self._recovering_since is None:
-            self._view.ready(self.stages)
+            self._view.ready()
             return
         seconds = time.monotonic() - self._recovering_since
         self._recovering_since = None

@@ -44,7 +44,8 @@ def test_a_model_fits_into_just_what_its_plan_says(
     enough = f"{total / 1000}KB"
     plan = make_plan(folder, PlanRequest(num_ranks=num_ranks, memory=enough))
     assert max(stage.total_bytes for stage in plan.stages) == total
-    assert plan.kv_tokens and plan.kv_tokens >= plan.demand.tokens
+    assert plan.kv_tokens
+    assert plan.kv_tokens >= plan.demand.tokens
     too_little = f"{(total - 1) / 1000}KB"
     with pytest.raises(PlanError, match="--memory, add ranks, or promise less: --context"):
         make_plan(folder, PlanRequest(num_ranks=num_ranks, memory=too_little))
@@ -72,7 +73,8 @@ def test_memory_without_a_promise_is_for_the_weights_and_some_room(tmp_path: Pat
     """`serve` asks so: 32 sequences of 512 tokens would take 12 MB."""
     folder = save(tmp_path, "llama")
     plan = make_plan(folder, PlanRequest(num_ranks=2, concurrency=32, min_tokens=256, memory="1MB"))
-    assert plan.kv_tokens and 256 <= plan.kv_tokens < plan.demand.tokens
+    assert plan.kv_tokens
+    assert 256 <= plan.kv_tokens < plan.demand.tokens
     limited = PlanRequest(
         num_ranks=2, concurrency=32, min_tokens=256, memory="1MB", kv_memory="200KB"
     )
