@@ -90,6 +90,8 @@ async def serve(
     """Answers until it is drained, or until SIGTERM or SIGINT. Raises what engine.failed()
     gave, if it did."""
     front = Front(config, engine, tokenizer, max_context)
+    if not config.no_warm_up:
+        await asyncio.to_thread(front.warm_up)
     server = Server(front.app, config, lambda: front.begin_drain(config.drain_timeout))
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
     failing = asyncio.ensure_future(engine.failed())
@@ -134,6 +136,19 @@ class Front:
         paths = [route.path for route in routes]
         self._document = document(routes, __version__)
         self.app = guard.Guard(_with_cors(self.door, config), self._metrics, config, paths)
+
+    def warm_up(self) -> None:
+        """Reads requests of nobody, so that the first one of a client finds validators, template
+        and checker of grammars made."""
+        schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+        chat = {"model": self._model, "messages": [{"role": "user", "content": "Hello!"}]}
+        formats = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+        for body in (chat, {**chat, "stream": True, "response_format": formats}):
+            try:
+                job = self._read_chat(json.dumps(body).encode())
+                job.body.check_grammar(self._tokenizer)
+            except RequestError as error:  # A model may have no template, or one for others.
+                _logger.info("event=warm_up_refused reason=%s", json.dumps(str(error)))
 
     def begin_drain(self, seconds: float) -> None:
         """From here on nothing new is taken. What still runs after so many seconds ends with

@@ -16,6 +16,7 @@ from serve.core.errors import ClusterError
 from serve.core.types import FIRST_WARM_UP_STEP, NUM_SEQUENCE_IDS, Sampling, Sequence, Step
 from serve.core.wire import Result
 from serve.front.scheduler import Scheduler
+from serve.front.structured import of_schema
 
 _SHORT_PROMPT = 24  # tokens
 _NUM_TOKENS = 3  # of an answer; its second step has the shapes of all later ones
@@ -29,6 +30,8 @@ _SAMPLED = Sampling(
     presence_penalty=0.1,
     logprobs=2,
 )
+# No answer of a few tokens completes it. Rank 0 reads its tokenizer for it.
+_GRAMMAR = of_schema({"type": "array", "items": {"type": "integer"}, "minItems": 100})
 _GREEDY = Sampling(temperature=0)
 
 _logger = logging.getLogger(__name__)
@@ -92,11 +95,12 @@ class WarmUp:
         self._progressed.set()
 
     def _rounds(self) -> Iterator[list[Sequence]]:
-        """One row alone, a whole chunk of a prompt, rows of each group together; and the same
-        with adapters, beside rows that have none."""
+        """One row alone, by each way to choose a token; a whole chunk of a prompt; rows of each
+        group together; and the same with adapters, beside rows that have none."""
         num_rows = min(_NUM_ROWS * self._num_groups, self._config.max_num_sequences)
         yield [self._sequence(_SHORT_PROMPT, _GREEDY)]
         yield [self._sequence(_SHORT_PROMPT, _SAMPLED)]
+        yield [self._sequence(_SHORT_PROMPT, Sampling(temperature=0, grammar=_GRAMMAR))]
         yield [self._sequence(self._config.prefill_chunk + 1, _GREEDY)]
         yield [self._sequence(_SHORT_PROMPT, _GREEDY) for _ in range(num_rows)]
         for version in self._adapters[:1]:
