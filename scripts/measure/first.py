@@ -1,8 +1,12 @@
 """How much longer the first answer takes than later ones, when a server has just become ready."""
 
 import asyncio
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 
 from scripts.measure import servers
 from scripts.measure.model import TOKENIZER
@@ -40,13 +44,28 @@ def first(settings: Settings) -> Row:
     return Row({"first": data}, {title: (["model", "first", "later", "first ÷ later"], rows)})
 
 
+@contextmanager
+def nothing_compiled() -> Iterator[None]:
+    """On a CPU, MLX keeps the code that it compiles in the temporary folder."""
+    former = os.environ.get("TMPDIR")
+    with TemporaryDirectory() as folder:
+        os.environ["TMPDIR"] = folder
+        try:
+            yield
+        finally:
+            if former is None:
+                del os.environ["TMPDIR"]
+            else:
+                os.environ["TMPDIR"] = former
+
+
 HOWS: dict[str, tuple[str, ...]] = {"warm": (), "cold": (COLD,)}
 
 
 async def _ask(model: Path, flags: tuple[str, ...]) -> list[float]:
     """Of chats one after the other, on a server of their own."""
     start = servers.running(servers.BRIGADE_2, model, *flags, until=servers.until_ready)
-    with start as url:
+    with nothing_compiled(), start as url:
         async with connected(url, model.name, None, TIMEOUT) as server:
             seconds = []
             for number in range(1 + NUM_LATER):

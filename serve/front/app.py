@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -91,7 +92,8 @@ async def serve(
     gave, if it did."""
     front = Front(config, engine, tokenizer, max_context)
     if not config.no_warm_up:
-        await asyncio.to_thread(front.warm_up)
+        # By starlette, which imports what it streams with at the first use.
+        await run_in_threadpool(front.warm_up)
     server = Server(front.app, config, lambda: front.begin_drain(config.drain_timeout))
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
     failing = asyncio.ensure_future(engine.failed())
