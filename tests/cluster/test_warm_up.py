@@ -7,14 +7,18 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.cluster.servers import ROOT, Server, running
+from launcher.process import free_ports
+from tests.cluster.servers import ROOT, TINY_CHAT, Server, brigade_launch, running, started
 
 ADAPTER = ROOT / "examples" / "adapters" / "pirate"
 
 
 @pytest.fixture(scope="module")
 def fresh() -> Iterator[Server]:
-    with running(2, "--lora", f"guest={ADAPTER}") as server:
+    port = free_ports(1)[0]
+    flags = ["--model", str(TINY_CHAT), "--port", str(port), "--lora", f"guest={ADAPTER}"]
+    with started(brigade_launch(2, flags), port) as server:
+        server.wait_until_ready()
         yield server
 
 
@@ -50,6 +54,6 @@ def test_the_first_answer_after_a_warm_up_is_that_of_a_server_without_one(fresh:
         )
         return reply.choices[0].message.content
 
-    with running(2, "--no-warm-up") as cold:
+    with running(2) as cold:
         assert "event=warmed_up" not in cold.text
         assert answer(fresh) == answer(cold)

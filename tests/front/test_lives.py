@@ -71,7 +71,8 @@ async def cluster(**flags: Any) -> AsyncIterator[Engine]:
 async def ranks(**flags: Any) -> AsyncIterator[tuple[Engine, Members, Callable[[int], None]]]:
     """Three ranks' parents in this process, each with an engine process of its own; and what
     starts one of them again."""
-    settings: dict[str, Any] = {"max_restarts": 1000, "join_timeout": 10.0, **flags}
+    settings: dict[str, Any] = {"max_restarts": 1000, "join_timeout": 10.0, "no_warm_up": True}
+    settings |= flags
     config = ServeConfig(model=Path("."), **settings)
     address = Address("127.0.0.1", free_ports(1)[0])
     rank_0 = Cluster(0, 3, ("127.0.0.1",) * 3, address, "secret")
@@ -631,7 +632,7 @@ def anyio_backend() -> str:
 async def test_a_cluster_is_ready_when_it_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEP_SECONDS", "0.02")
     seen = set()
-    async with cluster() as engine:
+    async with cluster(no_warm_up=False) as engine:
         while reason := engine.ready_reason():
             seen.add(reason)
             await asyncio.sleep(0.005)
@@ -642,6 +643,21 @@ async def test_a_cluster_is_ready_when_it_is_warm(monkeypatch: pytest.MonkeyPatc
         while reason := engine.ready_reason():
             assert reason != "warming up"
             await asyncio.sleep(0.005)
+
+
+async def test_an_engine_that_ends_in_the_warm_up_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("STEP_SECONDS", "0.02")
+    async with cluster(no_warm_up=False) as engine:
+        for process in range(3):
+            while engine.ready_reason() != "warming up":
+                await asyncio.sleep(0.005)
+            engines()[process].kill()
+            while engine.ready_reason() == "warming up":
+                await asyncio.sleep(0.005)
+        await ready(engine)
+        await collect(engine, prompt(20, 5))
 
 
 async def test_who_comes_while_new_engines_warm_up_need_not_wait_for_that(
