@@ -53,7 +53,7 @@ class Tokenizer:
         num_ids = _num_ids(self._backend)
         self.vocab_size = min(num_ids, _model_vocab_size(folder, num_ids))
         self._may_exceed = self.vocab_size < num_ids
-        self._text_before = self._backend.encode("a", add_special_tokens=False).ids
+        self._text_before = self._encode("a")
         self.token_text = functools.lru_cache(_MOST_TEXTS_KEPT)(self._token_text)
         self.eos_ids = _read_eos_ids(folder, self._transformers.eos_token_id)
         self.format = format_of(self._transformers, tool_parser)
@@ -102,26 +102,38 @@ class Tokenizer:
 
         By batch, because encoding a single text keeps Python's lock for all its time.
         """
-        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids = list(encoding.ids)
-        if self._may_exceed and (wrong := next((id for id in ids if id >= self.vocab_size), None)):
+        ids = self._encode(text, add_special_tokens)
+        if (unknown := self._first_unknown(ids)) is not None:
             raise RequestError(
-                f"The tokenizer makes token {wrong} of {self.token_name(wrong)!r}, and the model's "
-                f"vocabulary has {self.vocab_size} tokens: leave that out."
+                f"{self.token_name(unknown)!r} is token {unknown}, and the model's vocabulary has "
+                f"{self.vocab_size} tokens: leave it out."
             )
         return ids
+
+    def _encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
+
+    def _first_unknown(self, ids: list[int]) -> int | None:
+        """The model's matrices have no row for it."""
+        if not self._may_exceed:
+            return None
+        return next((id for id in ids if id >= self.vocab_size), None)
 
     def check_chat(self) -> None:
         """Raises ModelError if even a plain chat has tokens that the model does not know."""
         if not self._transformers.chat_template:
             return
         try:
-            self.encode(self.render([{"role": "user", "content": _PROBE}], {}))
-        except RequestError as error:
-            if error.param is None:  # else it is the template that refuses, and may take others
-                raise ModelError(
-                    f"The tokenizer in {self._folder} is not the model's: {error}"
-                ) from error
+            text = self.render([{"role": "user", "content": _PROBE}], {})
+        except RequestError:
+            return  # The template is for other messages than these.
+        if (unknown := self._first_unknown(self._encode(text))) is not None:
+            raise ModelError(
+                f"The tokenizer in {self._folder} does not fit the model: a plain chat has token "
+                f"{unknown} ({self.token_name(unknown)!r}), and config.json says vocab_size "
+                f"{self.vocab_size}. Fetch the model again."
+            )
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
