@@ -83,11 +83,17 @@ class Demand:
         return self.num_tokens or self.context * self.concurrency
 
     def smaller(self, min_tokens: int) -> "list[Demand]":
-        """This demand and ever smaller ones, down to min_tokens tokens in all."""
+        """This demand and ever smaller ones, down to min_tokens tokens in all. Few tokens are
+        for few sequences."""
         sizes = [self.tokens]
         while sizes[-1] > min_tokens:
             sizes.append(max(min_tokens, sizes[-1] // _SHRINKAGE))
-        return [replace(self, num_tokens=size) for size in sizes]
+        return [
+            replace(
+                self, num_tokens=n, concurrency=min(self.concurrency, max(1, n // MIN_KV_TOKENS))
+            )
+            for n in sizes
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,13 +316,34 @@ def room_for_tokens(stages: Sequence[StagePlan], kv_bytes: Sequence[int], concur
     return most
 
 
+@dataclass(frozen=True, slots=True)
+class KvRoom:
+    """Of how many tokens all stages can hold keys and values, of up to so many sequences."""
+
+    num_tokens: int
+    num_sequences: int
+
+
+def kv_room(stages: Sequence[StagePlan], kv_bytes: Sequence[int], max_sequences: int) -> KvRoom:
+    """For fewer than max_sequences where what each holds whatever its length leaves too little
+    room. Raises PlanError if there is less than there has to be even for one."""
+    num_sequences = max_sequences
+    tokens = room_for_tokens(stages, kv_bytes, num_sequences)
+    while num_sequences > 1 and tokens < num_sequences * MIN_KV_TOKENS:
+        if not any(stage.cache_bytes_per_sequence for stage in stages):
+            break  # Fewer would make no room.
+        num_sequences -= 1
+        tokens = room_for_tokens(stages, kv_bytes, num_sequences)
+    check_room(tokens)
+    return KvRoom(tokens, num_sequences)
+
+
 def check_room(num_tokens: int, needed: int = MIN_KV_TOKENS) -> None:
     """Raises PlanError if there is room for keys and values of fewer tokens than needed."""
     if num_tokens < needed:
         raise PlanError(
             f"There is room for keys and values of {max(0, num_tokens):,} tokens, and "
-            f"{needed:,} are needed: raise --memory or --kv-memory, lower --max-num-sequences, "
-            "or add ranks."
+            f"{needed:,} are needed: raise --memory or --kv-memory, or add ranks."
         )
 
 
@@ -351,17 +378,14 @@ def _does_not_fit(
 def _described(demand: Demand) -> str:
     if demand.num_tokens is None:
         return f"{demand.concurrency} x {demand.context:,} tokens"
-    return f"at least {demand.tokens:,} tokens of up to {demand.concurrency} sequences"
+    return f"at least {demand.tokens:,} tokens"
 
 
 def _remedy(demand: Demand, whole: StagePlan) -> str:
     if demand.num_tokens is None:
         return "Raise --memory, add ranks, or promise less: --context, --concurrency."
     if whole.cache_bytes_per_sequence:
-        return (
-            "Raise --memory, add ranks, or lower --max-num-sequences or --max-context "
-            "(of `brigade plan`: --concurrency, --context)."
-        )
+        return "Raise --memory, add ranks, or lower --max-context (of `brigade plan`: --context)."
     return "Raise --memory or add ranks."
 
 

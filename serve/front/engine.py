@@ -131,15 +131,19 @@ class Engine:
         sequence."""
         stages = self._lives.stages
         try:
-            most = room_under_limits(stages, self._config)
+            room = room_under_limits(stages, self._config)
         except PlanError as error:
             self._lives.refuse_ring(error, self._settled)
             raise
+        most = room.num_tokens
         self._settled = self.ring
-        self._scheduler.settle(len(stages), most)
+        self._scheduler.settle(len(stages), most, room.num_sequences)
         if not self._config.no_prefix_cache:
             self._scheduler.reuse = cast(Reuse, stages[0].reuse)
-        _logger.info("event=kv_room tokens=%d reuse=%s", most, self._scheduler.reuse)
+        _logger.info(
+            "event=kv_room tokens=%d sequences=%d reuse=%s",
+            *(most, room.num_sequences, self._scheduler.reuse),
+        )
         self._view.loaded(stages, most)
         reason = f"A rank was lost, and those that are left have room for {most} tokens."
         for sequence_id, generation in list(self._generations.items()):

@@ -125,8 +125,15 @@ class Scheduler:
             self._live[sequence.id] = sequence
             (self._copies if sequence.original else self.waiting).append(sequence)
 
-    def settle(self, num_stages: int, max_held_tokens: int | None = None) -> None:
-        """On so many stages with room for so many tokens; nothing is under way."""
+    def settle(
+        self,
+        num_stages: int,
+        max_held_tokens: int | None = None,
+        max_num_sequences: int | None = None,
+    ) -> None:
+        """On so many stages with room for so many tokens, of fewer sequences at once than asked
+        for if need be; nothing is under way."""
+        self._num_at_once = max_num_sequences or self._max_num_sequences
         self.groups = [Group(id) for id in range(self._num_groups or num_stages)]
         self._num_stages, self.max_held_tokens = num_stages, max_held_tokens
 
@@ -277,7 +284,7 @@ class Scheduler:
     # --- what becomes of sequences
 
     def _admit(self) -> None:
-        while self.waiting and self.num_running < self._max_num_sequences:
+        while self.waiting and self.num_running < self._num_at_once:
             sequence = self.waiting[0]
             if not self._has_room_for(sequence):
                 return

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from serve.core.config import ServeConfig
-from serve.core.plan import StagePlan, check_room, kv_budgets, memory_of, room_for_tokens
+from serve.core.plan import KvRoom, StagePlan, kv_budgets, kv_room, memory_of
 
 _WINDOW_SECONDS = 10.0
 _NUM_SPANS = 20_000
@@ -209,10 +209,9 @@ def chunk_beside_decoding(stages: list[StageStatus], most: int) -> int:
     return max(1, min(most, max(_LEAST_CHUNK, chunk)))
 
 
-def room_under_limits(stages: list[StageStatus], config: ServeConfig) -> int:
-    """Of how many tokens all stages can hold keys and values under the flags, as a plan has it;
-    without a limit for one, what is free there counts. Raises PlanError if that is less than
-    has to be."""
+def room_under_limits(stages: list[StageStatus], config: ServeConfig) -> KvRoom:
+    """The room of all stages under the flags, as a plan has it; without a limit, what is free
+    counts. Raises PlanError if that is less than has to be."""
     ranks = [stage.rank for stage in stages]
     plans = [stage.plan for stage in stages if stage.plan]
     adapters = (
@@ -224,9 +223,7 @@ def room_under_limits(stages: list[StageStatus], config: ServeConfig) -> int:
         memory = [amount - kept for amount, kept in zip(memory, adapters, strict=True)]
     free = [stage.free_bytes - kept for stage, kept in zip(stages, adapters, strict=True)]
     budgets = kv_budgets(plans, memory, kv_memory) or free
-    room = room_for_tokens(plans, budgets, config.max_num_sequences)
-    check_room(room)
-    return room
+    return kv_room(plans, budgets, config.max_num_sequences)
 
 
 def better_split(stages: list[StageStatus]) -> list[int] | None:

@@ -2,7 +2,7 @@
 nothing and evaluates nothing."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from serve.core.checkpoint import read_checkpoint
 from serve.core.errors import PlanError
 from serve.core.plan import (
     Demand,
+    KvRoom,
     LayerRange,
     ModelCost,
     StagePlan,
@@ -20,6 +21,7 @@ from serve.core.plan import (
     check_room,
     even_split,
     kv_budgets,
+    kv_room,
     parse_memory,
     parse_split,
     plan_stages,
@@ -54,15 +56,18 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """kv_tokens is of how many tokens there is room for keys and values; None where no limit
-    of memory is known."""
+    """room is for keys and values; None where no limit of memory is known."""
 
     model_type: str
     num_layers: int
     demand: Demand
     hop_bytes_per_token: int
     stages: list[StagePlan]
-    kv_tokens: int | None
+    room: KvRoom | None
+
+    @property
+    def kv_tokens(self) -> int | None:
+        return self.room.num_tokens if self.room else None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -72,6 +77,7 @@ class Plan:
             "concurrency": self.demand.concurrency,
             "hop_bytes_per_token": self.hop_bytes_per_token,
             "kv_tokens": self.kv_tokens,
+            "kv_sequences": self.room.num_sequences if self.room else None,
             "stages": [
                 {**stage.to_json(), "total_bytes": stage.total_bytes} for stage in self.stages
             ],
@@ -102,7 +108,10 @@ def make_plan(folder: Path, request: PlanRequest) -> Plan:
         trials = [Trial(model, list(model.layers), cached=True)]
         for start, _ in ranges:
             crossings(trials, start)  # Raises PlanError, which names possible cuts.
-    stages = plan_stages(cost, ranges, demands[-1], memory)
+    # How long steps take follows from all that may run, and not from the least that has to fit.
+    shares = [stage.step_share for stage in plan_stages(cost, ranges, demand)]
+    fitting = plan_stages(cost, ranges, demands[-1], memory)
+    stages = [replace(s, step_share=share) for s, share in zip(fitting, shares, strict=True)]
     return Plan(
         checkpoint.model_type,
         len(cost.layers),
@@ -122,13 +131,16 @@ def _memory_for_model(request: PlanRequest) -> list[int] | None:
 
 def _room(
     request: PlanRequest, stages: Sequence[StagePlan], memory: Sequence[int] | None, needed: int
-) -> int | None:
+) -> KvRoom | None:
     """Raises PlanError if there is less room than there has to be."""
     budgets = kv_budgets(stages, memory, request.amounts("kv_memory"))
     if budgets is None:
         return None
-    room = room_for_tokens(stages, budgets, request.concurrency)
-    check_room(room, needed)
+    if request.min_tokens is None:
+        room = KvRoom(room_for_tokens(stages, budgets, request.concurrency), request.concurrency)
+    else:
+        room = kv_room(stages, budgets, request.concurrency)
+    check_room(room.num_tokens, needed)
     return room
 
 

@@ -205,6 +205,8 @@ def test_smaller_demands_end_with_the_smallest() -> None:
     assert sizes[-1] == 256
     assert sizes == sorted(set(sizes), reverse=True)
     assert [demand.tokens for demand in Demand(100, 1).smaller(256)] == [100]
+    assert Demand(8192, 32).smaller(256)[0].concurrency == 32
+    assert Demand(8192, 32).smaller(256)[-1].concurrency == 1
 
 
 def test_keys_and_values_get_what_the_weights_leave_and_no_more_than_their_limit() -> None:

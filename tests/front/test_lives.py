@@ -25,6 +25,7 @@ from serve.core.errors import (
     PlanError,
     UnavailableError,
 )
+from serve.core.plan import KvRoom
 from serve.core.types import Event, Sampling
 from serve.front.engine import Engine
 from serve.front.prompt import Prompt
@@ -312,10 +313,10 @@ async def test_some_that_come_again_are_enough(
 async def test_ranks_without_room_for_a_short_sequence_wait(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def room(stages: list[Any], _: Any) -> int:
+    def room(stages: list[Any], _: Any) -> KvRoom:
         if len(stages) < 3:
             raise PlanError("There is room for 12 tokens only")
-        return 10_000
+        return KvRoom(10_000, 32)
 
     monkeypatch.setattr("serve.front.engine.room_under_limits", room)
     assert await ring_after(caplog, [2], 2) == [0, 1, 2]
@@ -392,10 +393,10 @@ async def test_a_rank_that_comes_again_without_room_stays_out(
     """Another program has taken its memory meanwhile."""
     has_been_away = False
 
-    def room(stages: list[Any], _: Any) -> int:
+    def room(stages: list[Any], _: Any) -> KvRoom:
         if has_been_away and len(stages) == 3:
             raise PlanError("There is room for 12 tokens only")
-        return 10_000
+        return KvRoom(10_000, 32)
 
     monkeypatch.setattr("serve.front.engine.room_under_limits", room)
     async with ranks(replan=True, join_timeout=2.0) as (engine, members, start):
@@ -473,7 +474,7 @@ async def test_a_sequence_for_which_those_that_are_left_have_no_room_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And one that fits as far as it has come is shorter."""
-    room = iter([10_000, 300])
+    room = iter([KvRoom(10_000, 32), KvRoom(300, 32)])
     monkeypatch.setattr("serve.front.engine.room_under_limits", lambda *_: next(room))
     async with ranks(replan=True, join_timeout=2.0) as (engine, members, _):
         await ready(engine)

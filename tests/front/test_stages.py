@@ -6,7 +6,7 @@ import pytest
 
 from serve.core.config import ServeConfig
 from serve.core.errors import PlanError
-from serve.core.plan import StagePlan
+from serve.core.plan import KvRoom, StagePlan
 from serve.front.stages import (
     Span,
     StageStatus,
@@ -42,7 +42,7 @@ def test_before_anything_is_known_chunks_are_small() -> None:
 
 def room(stages: list[StageStatus], **flags: str) -> int:
     config = ServeConfig(model=Path("."), max_num_sequences=8, **flags)
-    return room_under_limits(stages, config)
+    return room_under_limits(stages, config).num_tokens
 
 
 def test_room_is_that_of_the_rank_with_least() -> None:
@@ -63,8 +63,17 @@ def test_room_is_what_the_weights_leave_of_the_memory() -> None:
 
 
 def test_too_little_room_is_refused_by_the_names_of_the_flags() -> None:
-    with pytest.raises(PlanError, match="--memory or --kv-memory, lower --max-num-sequences"):
-        room([make_stage(0, (0, 8), 0.1)], kv_memory="10KB")
+    with pytest.raises(PlanError, match="--memory or --kv-memory, or add ranks"):
+        room([make_stage(0, (0, 8), 0.1)], kv_memory="2KB")
+
+
+def test_fewer_sequences_run_where_each_holds_much_whatever_its_length() -> None:
+    """1,000 bytes, besides 10 for each token."""
+    stages = [make_stage(0, (0, 8), 0.1)]
+    config = ServeConfig(model=Path("."), max_num_sequences=8, kv_memory="20KB")
+    room = room_under_limits(stages, config)
+    # Of 13,333 bytes three sequences take 3,000, and have 256 tokens each. Four would not.
+    assert room == KvRoom(1033, 3)
 
 
 @pytest.mark.parametrize(
