@@ -73,13 +73,15 @@ def examine(
     all that would follow is about the others only."""
     try:
         with connected(hosts, way, tell) as connections:
-            facts = on_each(connections, lambda each: ask(each, model))
+            answers = on_each(connections, lambda each: ask(each, model))
+            labels = labels_of(hosts)
+            facts = [{**a, "host": label} for a, label in zip(answers, labels, strict=True)]
             for connection, each in zip(connections, facts, strict=True):
                 if not connection.host.is_local:
-                    yield check_shell(str(connection.host), connection.noise)
-                    yield check_clock(str(connection.host), each["ahead_seconds"])
+                    yield check_shell(each["host"], connection.noise)
+                    yield check_clock(each["host"], each["ahead_seconds"])
             holder = connections[0].ask("holder", port=port)["holder"]
-            yield check_port(str(hosts[0]), port, holder)
+            yield check_port(labels[0], port, holder)
             findings = list(check_hosts(facts))
             if len(hosts) > 1:
                 findings += examine_hops(connections, tell)
@@ -92,6 +94,13 @@ def examine(
         yield from (Finding("fail", each.where, each.what, each.fix) for each in error.errors)
     except HostError as error:
         yield Finding("fail", error.where, error.what, error.fix)
+
+
+def labels_of(hosts: Sequence[Host]) -> list[str]:
+    """The same host may have several ranks, so names alone do not tell hosts apart."""
+    if len(hosts) == 1:
+        return [str(hosts[0])]
+    return [f"rank {host.rank}, {host}" for host in hosts]
 
 
 def examine_hops(connections: Sequence[Connection], tell: Tell) -> Iterator[Finding]:
@@ -149,6 +158,9 @@ def show(findings: Sequence[Finding], as_json: bool) -> None:
             if finding.fix:
                 what.append(f"\n→ {finding.fix}", "bold")
             table.add_row(Text(finding.status, _COLOURS[finding.status]), what)
-        console.print(table)
+        with console.capture() as captured:
+            console.print(table)
+        for line in captured.get().splitlines():
+            console.out(line.rstrip(), highlight=False)
     counts = {status: sum(f.status == status for f in findings) for status in _COLOURS}
     console.print(", ".join(f"{count} {status}" for status, count in counts.items()))

@@ -39,7 +39,7 @@ OWNERS = {
     "sse_starlette": ["serve.front.app*"],
     "uvicorn": ["serve.front.app*"],
     "h11": ["serve.front.app*"],
-    "transformers": ["serve.front.tokens"],
+    "transformers": ["serve.front.tokens", "serve.hub.model_config"],
     "tokenizers": ["serve.front.tokens"],
     "prometheus_client": ["serve.front.metrics"],
     "pydantic": ["serve.front.*"],

@@ -132,14 +132,18 @@ async def _run_front(
     from serve.front.tokens import Tokenizer
 
     listening = app.bind(config.host, config.port)
-    view = StartView()
+    max_context = min(filter(None, [config.max_context, checkpoint.max_context]), default=4096)
+    port = listening.getsockname()[1]
+    config = dataclasses.replace(config, max_context=max_context, port=port)
+    view = StartView(config.url, config.model_name)
     engine = Engine(config, cluster, checkpoint.folder, facts, view)
     try:
         await engine.listen()
         engine.start()
-        logging.info("event=listening url=http://%s:%d", *listening.getsockname()[:2])
+        logging.info("event=listening url=%s", config.url)
+        logging.info("event=stage_starting rank=0 what='imports MLX, then plans the layers'")
         tokenizer = await asyncio.to_thread(Tokenizer, checkpoint.folder, config.tool_parser)
-        max_context = min(filter(None, [config.max_context, checkpoint.max_context]), default=4096)
+        await asyncio.to_thread(tokenizer.check_chat)
         await app.serve(config, engine, tokenizer, listening, max_context)
     except asyncio.CancelledError:
         logging.info("event=stopped reason=signal")

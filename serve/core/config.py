@@ -21,6 +21,10 @@ _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][\w.:@-]{0,127}(/[A-Za-z0-9][\w.:@-]{0,1
 NO_ADAPTER_NAME = (
     "cannot be an adapter's name: not the model's, of letters, digits and . _ : @ -, one / at most."
 )
+DEFAULT_NUM_SEQUENCES = 32
+_MEMORY_HELP = (
+    "for weights, and what they leave for keys and values: 24GB, or 24GB,48GB for each rank"
+)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 
@@ -41,12 +45,16 @@ class ServeConfig:
     port: int = flag("port of the HTTP server; 0 takes a free one", 8080, least=0, most=65535)
     served_model_name: str | None = flag("name that clients use (default: the folder's)", None)
     split: str = flag("auto, even, or layers of each rank such as 20,12", "auto")
-    memory: str | None = flag("for weights and caches: 24GB, or 24GB,48GB for each rank", None)
-    max_num_sequences: int = flag("sequences that run at the same time", 32, least=1)
+    memory: str | None = flag(_MEMORY_HELP, None)
+    max_num_sequences: int = flag(
+        "sequences that run at the same time", DEFAULT_NUM_SEQUENCES, least=1
+    )
     max_queue: int = flag("requests that may wait; more get 429", 256, least=0)
     max_context: int | None = flag("longest prompt and answer, in tokens", None, least=2)
     kv_memory: str | None = flag(
-        "for keys and values: 8GB, or 8GB,16GB for each rank (default: what is free)", None
+        "at most so much for keys and values: 8GB, or 8GB,16GB for each rank (default: what is "
+        "left of --memory, else what is free)",
+        None,
     )
     kv_bits: int | None = flag("quantise keys and values to 8 or 4 bits", None, among=(4, 8))
     tool_parser: str | None = flag(
@@ -66,6 +74,9 @@ class ServeConfig:
     allow_hub_adapters: bool = flag("an adapter may be org/name of one on the hub", False)
     adapter_memory: str | None = flag("for adapters: 1GB, or 1GB,2GB for each rank", None)
     max_lora_rank: int = flag("highest rank of an adapter", 64, least=1)
+    no_warm_up: bool = flag(
+        "be ready sooner; the first requests then wait while graphs and kernels are made", False
+    )
     prefill_chunk: int = flag("prompt tokens that one step takes at most", 512, least=1)
     num_groups: int | None = flag(
         "groups that decode in turn (default: one for each rank; 1 is lockstep)", None, least=1
@@ -145,6 +156,11 @@ class ServeConfig:
         return hub_id(self.model)
 
     @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    @property
     def model_name(self) -> str:
         return self.served_model_name or self.hub_id or self.model.resolve().name
 
@@ -156,10 +172,13 @@ class PlanConfig:
     cache_dir: Path | None = flag("where parts of hub models are kept (HF_HOME/brigade)", None)
     num_ranks: int = flag("ranks to plan for", short=("-n",), least=1)
     context: int | None = flag(
-        "tokens of a sequence (default: the model's most)", None, least=1, most=10**9
+        "tokens of a sequence (default: the model's context)", None, least=1, most=10**9
     )
-    concurrency: int = flag("sequences at the same time", 1, least=1)
-    memory: str | None = flag("for weights and caches: 24GB, or 24GB,48GB for each rank", None)
+    concurrency: int | None = flag("sequences at the same time", None, least=1)
+    memory: str | None = flag(_MEMORY_HELP, None)
+    kv_memory: str | None = flag(
+        "at most so much for keys and values: 8GB, or 8GB,16GB for each rank", None
+    )
     split: str = flag("auto, even, or layers of each rank such as 20,12", "auto")
     kv_bits: int | None = flag("quantise keys and values to 8 or 4 bits", None, among=(4, 8))
     json: bool = flag("print JSON", False)
@@ -171,6 +190,12 @@ class PlanConfig:
     @property
     def hub_id(self) -> str | None:
         return hub_id(self.model)
+
+    @property
+    def is_promise(self) -> bool:
+        """Whether there has to be room for every sequence's whole context. Else there has to be
+        some room, and requests would queue when it is full, as in `serve`."""
+        return self.context is not None or self.concurrency is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,10 @@ serve.rank.stage, Transport in serve.rank.transport.
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+# Steps are int32 on the wire. They are counted up to here, and from 1 again; those above are of a
+# warm-up, and no figure counts them.
+FIRST_WARM_UP_STEP = 2**31 - 2**16
+NUM_SEQUENCE_IDS = 2**30 - 2**16  # those of requests; a warm-up has some above
 LAST_TOKEN = -1  # In a step: the token that the step before of this row samples.
 
 FinishReason = Literal["stop", "length", "abort", "error", "refused"]

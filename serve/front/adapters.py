@@ -229,6 +229,9 @@ class Adapters:
         names = [self._config.model_name, *self._adapters]
         return sorted(names, key=lambda name: name != self.default)
 
+    def loaded_versions(self) -> list[int]:
+        return [adapter.version for adapter in self._adapters.values() if adapter.version]
+
     def statistics(self) -> Json:
         return {
             "num_loaded": self.num_loaded,

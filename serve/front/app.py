@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -90,6 +91,9 @@ async def serve(
     gave, if it did."""
     log_access(config)
     front = Front(config, engine, tokenizer, max_context)
+    if not config.no_warm_up:
+        # By starlette, which imports what it streams with at the first use.
+        await run_in_threadpool(front.warm_up)
     server = Server(front.app, config, lambda: front.begin_drain(config.drain_timeout))
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
     failing = asyncio.ensure_future(engine.failed())
@@ -139,6 +143,19 @@ class Front:
         self._calls = summaries(routes)
         self._document = document(routes, __version__)
         self.app = guard.Guard(_with_cors(self.door, config), self._metrics, config, paths)
+
+    def warm_up(self) -> None:
+        """Reads requests of nobody, so that the first one of a client finds validators, template
+        and checker of grammars made."""
+        schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+        chat = {"model": self._model, "messages": [{"role": "user", "content": "Hello!"}]}
+        formats = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+        for body in (chat, {**chat, "stream": True, "response_format": formats}):
+            try:
+                job = self._read_chat(json.dumps(body).encode())
+                job.body.check_grammar(self._tokenizer)
+            except RequestError as error:  # A model may have no template, or one for others.
+                _logger.info("event=warm_up_refused reason=%s", json.dumps(str(error)))
 
     def begin_drain(self, seconds: float) -> None:
         """From here on nothing new is taken. What still runs after so many seconds ends with

@@ -6,7 +6,6 @@ Everything here runs in one event loop, so that nothing needs a lock.
 
 import asyncio
 import itertools
-import json
 import logging
 import time
 from collections.abc import Sequence as ReadableList
@@ -18,16 +17,15 @@ from typing import Any, cast
 from serve.core import wire
 from serve.core.config import Cluster, ServeConfig
 from serve.core.errors import BrigadeError, EngineError, PlanError, RequestError, UnavailableError
-from serve.core.types import Sequence
+from serve.core.types import NUM_SEQUENCE_IDS, Sequence, Step
 from serve.front.adapters import Adapters
 from serve.front.generation import Generation
 from serve.front.lives import Lives, View
 from serve.front.prompt import Prompt
 from serve.front.scheduler import Reuse, Scheduler
-from serve.front.stages import better_split, chrome_trace, chunk_beside_decoding, room_for_tokens
+from serve.front.stages import better_split, chrome_trace, chunk_beside_decoding, room_under_limits
 from serve.front.suspects import MOST_FAULTS, Suspects
-
-_NUM_SEQUENCE_IDS = 2**30  # they are int32 on the wire, and group numbers are above them
+from serve.front.warm_up import WarmUp
 
 _logger = logging.getLogger(__name__)
 
@@ -39,6 +37,7 @@ class Engine:
         self, config: ServeConfig, cluster: Cluster, folder: Path, facts: dict[str, str], view: View
     ) -> None:
         self._config, self._cluster = config, cluster
+        self._view = view
         self._lives = Lives(config, cluster, folder, facts, view, self)
         self._scheduler = Scheduler(
             cluster.num_ranks,
@@ -51,8 +50,9 @@ class Engine:
         self._generations: dict[int, Generation] = {}
         self._suspects = Suspects()
         # Not by cycle, which keeps all that it has given.
-        self._sequence_ids = (number % _NUM_SEQUENCE_IDS for number in itertools.count())
+        self._sequence_ids = (number % NUM_SEQUENCE_IDS for number in itertools.count())
         self._has_worked = False
+        self._warm_up: WarmUp | None = None  # while it runs
         self._settled: tuple[int, ...] = ()
         self._loaded = asyncio.Event()
         self._failure: asyncio.Future[BrigadeError] = asyncio.get_running_loop().create_future()
@@ -90,8 +90,8 @@ class Engine:
             self._fail(EngineError(f"{type(error).__name__}: {error}"))
 
     def _fail(self, error: BrigadeError) -> None:
-        """Every running request ends with the reason."""
-        _logger.error("event=failed reason=%s", json.dumps(str(error)))
+        """Every running request ends with the reason, which the command's last line says."""
+        _logger.error("event=failed exit_code=%d", error.exit_code)
         self._failure.set_result(error)
         self.adapters.fail(error)
         self._loaded.set()
@@ -108,21 +108,43 @@ class Engine:
         self._loaded.set()
         if not self._has_worked:
             await self.adapters.load_at_start()
+        if not self._config.no_warm_up and not self._generations:
+            await self._run_warm_up()
+
+    async def _run_warm_up(self) -> None:
+        """Not where requests wait for new engines: theirs are steps as good."""
+        room = self._scheduler.max_held_tokens
+        assert room is not None
+        versions = self.adapters.loaded_versions()
+        self._warm_up = WarmUp(self._config, len(self.ring), room, versions, self._send_step)
+        try:
+            await self._warm_up.run()
+        finally:
+            self._warm_up = None
+
+    @property
+    def is_warming_up(self) -> bool:
+        return self._warm_up is not None
 
     def _settle(self) -> None:
         """On other ranks than before. Raises PlanError if there is not even room for a short
         sequence."""
         stages = self._lives.stages
         try:
-            most = room_for_tokens(stages, self._config)
+            room = room_under_limits(stages, self._config)
         except PlanError as error:
             self._lives.refuse_ring(error, self._settled)
             raise
+        most = room.num_tokens
         self._settled = self.ring
-        self._scheduler.settle(len(stages), most)
+        self._scheduler.settle(len(stages), most, room.num_sequences)
         if not self._config.no_prefix_cache:
             self._scheduler.reuse = cast(Reuse, stages[0].reuse)
-        _logger.info("event=kv_room tokens=%d reuse=%s", most, self._scheduler.reuse)
+        _logger.info(
+            "event=kv_room tokens=%d sequences=%d reuse=%s",
+            *(most, room.num_sequences, self._scheduler.reuse),
+        )
+        self._view.loaded(stages, most)
         reason = f"A rank was lost, and those that are left have room for {most} tokens."
         for sequence_id, generation in list(self._generations.items()):
             if not self._scheduler.sequence(sequence_id).fit(most):
@@ -157,6 +179,9 @@ class Engine:
         return time.monotonic() - self._progress_at if self._scheduler.num_in_flight else 0.0
 
     def on_result(self, result: wire.Result) -> None:
+        if self._warm_up:
+            self._warm_up.on_result(result)
+            return
         self._progress_at = time.monotonic()
         self._scheduler.chunk_beside_decoding = chunk_beside_decoding(
             self._lives.stages, self._config.prefill_chunk
@@ -197,6 +222,8 @@ class Engine:
         self._scheduler.add(*sequences)
         generation = Generation(sequences, self.drop)
         self._generations |= {sequence.id: generation for sequence in sequences}
+        if self._warm_up:
+            self._warm_up.stop()
         self._pump()
         return generation
 
@@ -234,18 +261,20 @@ class Engine:
             step = self._scheduler.schedule()
             if step is None:
                 return
-            for sequence_id in step.begun:
-                self._admit(sequence_id)
-            self._lives.send(wire.frame(wire.Kind.STEP, wire.encode_step(step)))
+            self._send_step(step, [self._scheduler.sequence(id) for id in step.begun])
 
-    def _admit(self, sequence_id: int) -> None:
+    def _send_step(self, step: Step, begun: ReadableList[Sequence]) -> None:
+        for sequence in begun:
+            self._admit(sequence)
+        self._lives.send(wire.frame(wire.Kind.STEP, wire.encode_step(step)))
+
+    def _admit(self, sequence: Sequence) -> None:
         """What choosing its tokens needs goes to rank 0 before its first step, and again if it
         begins anew."""
-        sequence = self._scheduler.sequence(sequence_id)
         sampling = sequence.sampling
         message = {
             "type": "admit",
-            "sequence": sequence_id,
+            "sequence": sequence.id,
             # Not by asdict, which copies every list that a request has given.
             "sampling": {field.name: getattr(sampling, field.name) for field in fields(sampling)},
             "num_prompt": len(sequence.prompt),
@@ -290,7 +319,11 @@ class Engine:
     def _not_ready(self) -> str | None:
         if self._failure.done():
             return "the cluster broke"  # The reason may name hosts: it is for the log.
-        return self._lives.late() or (None if self._lives.is_working else "loading adapters")
+        if late := self._lives.late():
+            return late
+        if self._lives.is_working:
+            return None
+        return "warming up" if self._warm_up else "loading adapters"
 
     def pipeline(self) -> dict[str, Any]:
         return {

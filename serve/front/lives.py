@@ -46,7 +46,10 @@ class View(Protocol):
 
     def progressed(self, stage: StageStatus) -> None: ...
 
-    def ready(self, stages: list[StageStatus]) -> None: ...
+    def loaded(self, stages: list[StageStatus], room: int) -> None:
+        """They have room for keys and values of so many tokens."""
+
+    def ready(self) -> None: ...
 
 
 class Work(Protocol):
@@ -54,6 +57,10 @@ class Work(Protocol):
 
     async def prepare(self) -> None:
         """The engines are loaded, and have nothing of what those before them had."""
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether `prepare` has them run steps."""
 
     def go(self) -> None:
         """They may get steps."""
@@ -175,9 +182,9 @@ class Lives:
     def _begin(self) -> None:
         self._has_worked = self.is_working = True
         self._work.go()
-        _logger.info("event=ready num_ranks=%d life=%d", len(self.stages), self.number)
+        _logger.info("event=ready num_ranks=%d url=%s", len(self.stages), self._config.url)
         if self._recovering_since is None:
-            self._view.ready(self.stages)
+            self._view.ready()
             return
         seconds = time.monotonic() - self._recovering_since
         self._recovering_since = None
@@ -312,7 +319,7 @@ class Lives:
                 message = wire.parse_json(body)
                 has_said_why |= message["type"] == "error"
                 self._on_message(0, message)
-            elif self.is_working:  # else it comes too late
+            elif self.is_working or self._work.is_warming_up:  # else it comes too late
                 self._work.on_result(wire.decode_result(body))
         if not has_said_why:
             self._on_message(0, engine_ended(0, await process.wait()))

@@ -16,7 +16,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from serve.core.errors import OverloadedError, RequestError
-from serve.core.types import FAILURES, Event, FinishReason, Group, Row, Sequence, Step, Take
+from serve.core.types import (
+    FAILURES,
+    FIRST_WARM_UP_STEP,
+    Event,
+    FinishReason,
+    Group,
+    Row,
+    Sequence,
+    Step,
+    Take,
+)
 from serve.front.chunks import Appetite, alike, is_long, next_chunk
 from serve.front.prefix import PrefixIndex, beginning, beginning_of_original, key_of
 
@@ -115,8 +125,15 @@ class Scheduler:
             self._live[sequence.id] = sequence
             (self._copies if sequence.original else self.waiting).append(sequence)
 
-    def settle(self, num_stages: int, max_held_tokens: int | None = None) -> None:
-        """On so many stages with room for so many tokens; nothing is under way."""
+    def settle(
+        self,
+        num_stages: int,
+        max_held_tokens: int | None = None,
+        max_num_sequences: int | None = None,
+    ) -> None:
+        """On so many stages with room for so many tokens, of fewer sequences at once than asked
+        for if need be; nothing is under way."""
+        self._num_at_once = max_num_sequences or self._max_num_sequences
         self.groups = [Group(id) for id in range(self._num_groups or num_stages)]
         self._num_stages, self.max_held_tokens = num_stages, max_held_tokens
 
@@ -248,7 +265,9 @@ class Scheduler:
         unload: tuple[int, ...] = (),
     ) -> Step:
         """Feeds so many tokens of each sequence."""
-        self.num_steps = (self.num_steps + 1) % 2**31  # int32 on the wire
+        self.num_steps += 1
+        if self.num_steps == FIRST_WARM_UP_STEP:
+            self.num_steps = 1
         rows, tokens, sample = [], [], group is not None
         for sequence, count in zip(fed, num_tokens, strict=True):
             rows.append(Row(sequence.id, sequence.num_computed, count, sequence.adapter))
@@ -265,7 +284,7 @@ class Scheduler:
     # --- what becomes of sequences
 
     def _admit(self) -> None:
-        while self.waiting and self.num_running < self._max_num_sequences:
+        while self.waiting and self.num_running < self._num_at_once:
             sequence = self.waiting[0]
             if not self._has_room_for(sequence):
                 return

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from serve.core.config import ServeConfig
-from serve.core.errors import PlanError
-from serve.core.plan import StagePlan, memory_of
+from serve.core.plan import KvRoom, StagePlan, kv_budgets, kv_room, memory_of
 
 _WINDOW_SECONDS = 10.0
 _NUM_SPANS = 20_000
@@ -23,8 +22,6 @@ _NEW_CHUNK_SHARE = 0.4
 _CHUNK_BY_DECODE = 2.4
 _CHUNK_BY_DECODE_ALONE = 1.6  # on one stage there is one chunk for each decode step
 _LEAST_CHUNK, _UNKNOWN_CHUNK = 8, 32
-_SLACK = 1.5  # Padding and spare room may take half as much again as keys and values do.
-_LEAST_HELD_TOKENS = 256
 _WARM_STEPS = 200
 _WORTHWHILE = 0.95
 _REPORTED = (
@@ -212,32 +209,21 @@ def chunk_beside_decoding(stages: list[StageStatus], most: int) -> int:
     return max(1, min(most, max(_LEAST_CHUNK, chunk)))
 
 
-def max_held_tokens(stages: list[StageStatus], kv_bytes: list[int] | None, concurrency: int) -> int:
-    """Of how many tokens all stages can hold keys and values. kv_bytes is what each may use,
-    None for what is free there."""
-    most: float = 2**31 - 1
-    for stage, num_bytes in zip(stages, kv_bytes or [s.free_bytes for s in stages], strict=True):
-        assert stage.plan is not None
-        room = num_bytes / _SLACK
-        room -= concurrency * stage.plan.cache_bytes_per_sequence
-        most = min(most, room / max(1, stage.plan.cache_bytes_per_token))
-    return int(most)
-
-
-def room_for_tokens(stages: list[StageStatus], config: ServeConfig) -> int:
-    """max_held_tokens under the flags. Raises PlanError if that is not even a short sequence."""
+def room_under_limits(stages: list[StageStatus], config: ServeConfig) -> KvRoom:
+    """The room of all stages under the flags, as a plan has it; without a limit, what is free
+    counts. Raises PlanError if that is less than has to be."""
     ranks = [stage.rank for stage in stages]
-    kv_bytes = memory_of(config.kv_memory, ranks) if config.kv_memory else None
-    if config.adapter_memory and not kv_bytes:
-        kept = memory_of(config.adapter_memory, ranks)
-        kv_bytes = [stage.free_bytes - most for stage, most in zip(stages, kept, strict=True)]
-    most = max_held_tokens(stages, kv_bytes, config.max_num_sequences)
-    if most < _LEAST_HELD_TOKENS:
-        raise PlanError(
-            f"There is room for keys and values of {max(0, most)} tokens only: give "
-            "--kv-memory or --max-num-sequences that fit, or more ranks."
-        )
-    return most
+    plans = [stage.plan for stage in stages if stage.plan]
+    adapters = (
+        memory_of(config.adapter_memory, ranks) if config.adapter_memory else [0] * len(ranks)
+    )
+    memory = memory_of(config.memory, ranks) if config.memory else None
+    kv_memory = memory_of(config.kv_memory, ranks) if config.kv_memory else None
+    if memory:
+        memory = [amount - kept for amount, kept in zip(memory, adapters, strict=True)]
+    free = [stage.free_bytes - kept for stage, kept in zip(stages, adapters, strict=True)]
+    budgets = kv_budgets(plans, memory, kv_memory) or free
+    return kv_room(plans, budgets, config.max_num_sequences)
 
 
 def better_split(stages: list[StageStatus]) -> list[int] | None:

@@ -26,7 +26,7 @@ import mlx.core as mx
 
 from serve.core import wire
 from serve.core.errors import BrigadeError, ClusterError, EngineError
-from serve.core.types import Sampling, Step
+from serve.core.types import FIRST_WARM_UP_STEP, Sampling, Step
 from serve.hub.partial import PartialModel, open_partial
 from serve.rank.adapters import Adapters
 from serve.rank.cache import GroupCaches
@@ -172,6 +172,8 @@ class StepLoop:
 
     def _note(self, step: Step, started: float) -> None:
         ended, self.step = time.time(), None
+        if step.number >= FIRST_WARM_UP_STEP:
+            return  # It tells nothing of what later ones take.
         self.busy_seconds += ended - started
         self.num_steps += 1
         num_rows, num_tokens = len(step.rows), len(step.tokens)

@@ -21,6 +21,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.tuner.datasets import ChatDataset, TextDataset, create_dataset
 
 from serve.core.errors import ModelError, UsageError
+from serve.hub.model_config import config_for_tokenizer
 from serve.tune.config import FineTuneConfig
 from serve.tune.lines import read_lines
 
@@ -96,7 +97,7 @@ def read_tokenizer(folder: Path) -> Any:
     # It warns of a text longer than the model's window, which is cut here.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
-        return load_tokenizer(folder)
+        return load_tokenizer(folder, {"config": config_for_tokenizer(folder)})
     except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ModelError(

@@ -171,4 +171,4 @@ def split_layers(config: FineTuneConfig, folder: Path, num_stages: int) -> list[
         for c, factor in zip([*cost.layers, cost.last], factors, strict=True)
     )
     cost = replace(cost, layers=tuple(layers), last=head)
-    return balance(model, cost, num_stages, Demand(1, 1), None)[::-1]
+    return balance(model, cost, num_stages, [Demand(1, 1)], None)[::-1]

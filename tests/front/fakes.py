@@ -25,7 +25,7 @@ from serve.front.app import bind, serve
 from serve.front.prompt import Prompt
 from serve.front.tokens import Tokenizer
 
-CONFIG = ServeConfig(model=Path("."), served_model_name="tiny")
+CONFIG = ServeConfig(model=Path("."), served_model_name="tiny", no_warm_up=True)
 MAX_CONTEXT = 512
 SENTENCES = [
     "hello world how are you",

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -29,7 +30,8 @@ from serve.front.app import Front, bind
 from serve.front.chat import ChatShape
 from serve.front.formats import Format, ToolFormat
 from serve.front.replies import StatusError
-from tests.front.fakes import CONFIG, MAX_CONTEXT, FakeEngine, Running
+from serve.front.tokens import Tokenizer
+from tests.front.fakes import CONFIG, MAX_CONTEXT, TEMPLATE, FakeEngine, Running, byte_level, save
 
 HELLO: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 CHAT = "/v1/chat/completions"
@@ -664,3 +666,17 @@ async def test_bodies_of_clients_that_left_do_not_wait_for_a_thread(
     finally:
         free.set()
         front.close()
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, None, "{{ raise_exception('tools only') }}"])
+def test_a_server_that_warms_up_asks_its_engine_nothing(
+    tmp_path: Path, template: str | None
+) -> None:
+    """Also if its model cannot chat."""
+    engine = FakeEngine(Tokenizer(save(byte_level(), tmp_path, template)))
+    with Running(engine, no_warm_up=False) as server:
+        metrics = httpx.get(f"{server.url}/metrics").text
+        assert engine.prompts == []
+        assert "brigade_requests_total{" not in metrics
+    if template == TEMPLATE:
+        assert engine.tokenizer.grammars.objection.cache_info().currsize == 1

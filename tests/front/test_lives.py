@@ -25,6 +25,7 @@ from serve.core.errors import (
     PlanError,
     UnavailableError,
 )
+from serve.core.plan import KvRoom
 from serve.core.types import Event, Sampling
 from serve.front.engine import Engine
 from serve.front.prompt import Prompt
@@ -41,7 +42,9 @@ class Silent:
 
     def progressed(self, stage: Any) -> None: ...
 
-    def ready(self, stages: Any) -> None: ...
+    def loaded(self, stages: Any, room: int) -> None: ...
+
+    def ready(self) -> None: ...
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +72,8 @@ async def cluster(**flags: Any) -> AsyncIterator[Engine]:
 async def ranks(**flags: Any) -> AsyncIterator[tuple[Engine, Members, Callable[[int], None]]]:
     """Three ranks' parents in this process, each with an engine process of its own; and what
     starts one of them again."""
-    settings: dict[str, Any] = {"max_restarts": 1000, "join_timeout": 10.0, **flags}
+    settings: dict[str, Any] = {"max_restarts": 1000, "join_timeout": 10.0, "no_warm_up": True}
+    settings |= flags
     config = ServeConfig(model=Path("."), **settings)
     address = Address("127.0.0.1", free_ports(1)[0])
     rank_0 = Cluster(0, 3, ("127.0.0.1",) * 3, address, "secret")
@@ -309,12 +313,12 @@ async def test_some_that_come_again_are_enough(
 async def test_ranks_without_room_for_a_short_sequence_wait(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def room(stages: list[Any], _: Any) -> int:
+    def room(stages: list[Any], _: Any) -> KvRoom:
         if len(stages) < 3:
             raise PlanError("There is room for 12 tokens only")
-        return 10_000
+        return KvRoom(10_000, 32)
 
-    monkeypatch.setattr("serve.front.engine.room_for_tokens", room)
+    monkeypatch.setattr("serve.front.engine.room_under_limits", room)
     assert await ring_after(caplog, [2], 2) == [0, 1, 2]
 
 
@@ -389,12 +393,12 @@ async def test_a_rank_that_comes_again_without_room_stays_out(
     """Another program has taken its memory meanwhile."""
     has_been_away = False
 
-    def room(stages: list[Any], _: Any) -> int:
+    def room(stages: list[Any], _: Any) -> KvRoom:
         if has_been_away and len(stages) == 3:
             raise PlanError("There is room for 12 tokens only")
-        return 10_000
+        return KvRoom(10_000, 32)
 
-    monkeypatch.setattr("serve.front.engine.room_for_tokens", room)
+    monkeypatch.setattr("serve.front.engine.room_under_limits", room)
     async with ranks(replan=True, join_timeout=2.0) as (engine, members, start):
         await ready(engine)
         await lose(members[1])
@@ -470,8 +474,8 @@ async def test_a_sequence_for_which_those_that_are_left_have_no_room_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And one that fits as far as it has come is shorter."""
-    room = iter([10_000, 300])
-    monkeypatch.setattr("serve.front.engine.room_for_tokens", lambda *_: next(room))
+    room = iter([KvRoom(10_000, 32), KvRoom(300, 32)])
+    monkeypatch.setattr("serve.front.engine.room_under_limits", lambda *_: next(room))
     async with ranks(replan=True, join_timeout=2.0) as (engine, members, _):
         await ready(engine)
         long = asyncio.create_task(collect(engine, prompt(310, 600)))
@@ -624,3 +628,51 @@ async def test_a_fault_while_adapters_are_read_again_is_one_fault_more(
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+async def test_a_cluster_is_ready_when_it_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEP_SECONDS", "0.02")
+    seen = set()
+    async with cluster(no_warm_up=False) as engine:
+        while reason := engine.ready_reason():
+            seen.add(reason)
+            await asyncio.sleep(0.005)
+        assert engine.pipeline()["kv_tokens"] == 0
+        await collect(engine, prompt(20, 5))
+    assert "warming up" in seen
+    async with cluster(no_warm_up=True) as engine:
+        while reason := engine.ready_reason():
+            assert reason != "warming up"
+            await asyncio.sleep(0.005)
+
+
+async def test_an_engine_that_ends_in_the_warm_up_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("STEP_SECONDS", "0.02")
+    async with cluster(no_warm_up=False) as engine:
+        for process in range(3):
+            while engine.ready_reason() != "warming up":
+                await asyncio.sleep(0.005)
+            engines()[process].kill()
+            while engine.ready_reason() == "warming up":
+                await asyncio.sleep(0.005)
+        await ready(engine)
+        await collect(engine, prompt(20, 5))
+
+
+async def test_who_comes_while_new_engines_warm_up_need_not_wait_for_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("STEP_SECONDS", "0.1")  # A warm-up takes four seconds.
+    async with cluster(no_warm_up=True) as engine:
+        await ready(engine)
+        engine._config = replace(engine._config, no_warm_up=False)
+        engines()[0].kill()
+        while engine.ready_reason() != "warming up":
+            await asyncio.sleep(0.01)
+        num_steps = engine._warm_up._num_steps if engine._warm_up else 0
+        warm_up = engine._warm_up
+        await asyncio.wait_for(collect(engine, prompt(3, 1)), 10)
+        assert warm_up is not None
+        assert warm_up._num_steps <= num_steps + 12

@@ -107,6 +107,13 @@ def test_hosts_may_have_other_patch_levels_of_python_and_other_memory() -> None:
     assert {each.status for each in together({"python": "3.12.9", "memory_bytes": 1})} == {"ok"}
 
 
+def test_only_files_that_are_there_are_called_the_same() -> None:
+    model = {"config.json": "1", "generation_config.json": "-", "weights": "3"}
+    one = {**GOOD, "model": model}
+    told = [each.what for each in check_hosts([one, {**one, "host": "mini"}])]
+    assert "the same config.json, weights" in told
+
+
 def test_a_host_alone_is_compared_with_nobody() -> None:
     assert not [each for each in check_hosts([GOOD]) if each.where == "all hosts"]
 

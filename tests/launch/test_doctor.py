@@ -101,6 +101,12 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+def test_ranks_of_the_same_host_are_told_apart() -> None:
+    hosts = [Host(0, "127.0.0.1", ()), Host(1, "127.0.0.1", ())]
+    assert doctor.labels_of(hosts) == ["rank 0, this machine", "rank 1, this machine"]
+    assert doctor.labels_of(hosts[:1]) == ["this machine"]
+
+
 def test_a_host_that_cannot_be_reached(
     sshd: Sshd, hostfile: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
