@@ -110,32 +110,40 @@ def launch(flags: argparse.Namespace) -> int:
         if flags.cwd or flags.ssh:
             raise UsageError("--cwd and --ssh belong to --hostfile: with -n, leave them away.")
         num_ranks = check_num_ranks(flags.num_ranks)
-        drain_seconds = check_words(flags.command, num_ranks)
+        times = check_words(flags.command, num_ranks)
         environment = {**os.environ, **environment}
         check_before([host_facts(None, [])], environment)
         ranks = local_ranks(command, num_ranks, environment)
-        return keep(flags.command, [HOST] * num_ranks, ranks, drain_seconds)
+        return keep(flags.command, [HOST] * num_ranks, ranks, times)
     hostfile = read_hostfile(flags.hostfile)
     # The model is where the ranks are, which is not always here.
     is_here = any(host.is_local for host in hostfile.hosts)
-    drain_seconds = check_words(flags.command, len(hostfile.hosts) if is_here else None)
+    times = check_words(flags.command, len(hostfile.hosts) if is_here else None)
     serves = flags.command[0] == "serve"
     with connected(hostfile.hosts, way(flags), write_line, serves=serves) as connections:
         environment = {**forwarded(os.environ), **hostfile.environment, **environment}
         check_before(on_each(connections, ask), environment)
-        ranks = remote_ranks(connections, command, environment, drain_seconds)
-        return keep(flags.command, [h.ssh for h in hostfile.hosts], ranks, drain_seconds)
+        ranks = remote_ranks(connections, command, environment, times.drain_seconds)
+        return keep(flags.command, [h.ssh for h in hostfile.hosts], ranks, times)
 
 
-def check_words(words: Sequence[str], num_ranks: int | None) -> float:
-    """What is wrong is said once, before any rank has started: with num_ranks also what only
-    the model tells. How long ranks may take to end."""
+@dataclass(frozen=True, slots=True)
+class Times:
+    """How long ranks may take to end, and to reach rank 0."""
+
+    drain_seconds: float = DRAIN_SECONDS
+    join_seconds: float = 0.0
+
+
+def check_words(words: Sequence[str], num_ranks: int | None) -> Times:
+    """Reports what is wrong once, before any rank has started: with num_ranks also what only
+    the model tells."""
     if words[0] == "fine-tune":
         from serve.cli.fine_tune import check as check_fine_tune
 
         if num_ranks is not None:
             check_fine_tune(words[1:], num_ranks)
-        return DRAIN_SECONDS
+        return Times()
     from serve.cli.flags import parse
     from serve.cli.main import check
     from serve.core.config import ServeConfig
@@ -144,20 +152,30 @@ def check_words(words: Sequence[str], num_ranks: int | None) -> float:
         config = parse(ServeConfig, words[1:], "serve", "")
     else:
         config, _ = check(words[1:], num_ranks)
-    return config.drain_timeout + END_SECONDS
+    # Ranks above 0 wait as long as rank 0 may take to fetch what is small of a hub model.
+    join_seconds = config.load_timeout if config.hub_id else config.join_timeout
+    return Times(config.drain_timeout + END_SECONDS, join_seconds)
 
 
 def keep(
     words: Sequence[str],
     hosts: Sequence[str],
     ranks: AbstractContextManager[list[Start]],
-    drain_seconds: float,
+    times: Times,
 ) -> int:
     # A run of fine-tune goes on from its checkpoint; what serves takes a rank back.
     serves = words[0] == "serve"
-    with recorded(words, hosts, drain_seconds) as record:
-        restarts = MAX_RESTARTS if serves else 0
-        return Supervisor(ranks, write_line, drain_seconds, record, restarts, serves).run()
+    with recorded(words, hosts, times.drain_seconds) as record:
+        supervisor = Supervisor(
+            ranks,
+            write_line,
+            times.drain_seconds,
+            record,
+            MAX_RESTARTS if serves else 0,
+            serves,
+            times.join_seconds,
+        )
+        return supervisor.run()
 
 
 def way(flags: argparse.Namespace) -> Way:

@@ -24,8 +24,9 @@ from launcher.process import free_ports, local_ranks
 from launcher.supervisor import Supervisor, write_line
 from serve.core.errors import BrigadeError, ClusterError, EngineError, UsageError
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-DEFAULT_MODEL, ADAPTERS = EXAMPLES / "tiny-chat", EXAMPLES / "adapters"
+# In a clone these are links into examples/, in a wheel they are files.
+_PACKAGE = Path(__file__).resolve().parent
+DEFAULT_MODEL, ADAPTERS = _PACKAGE / "tiny-chat", _PACKAGE / "tiny-chat-adapters"
 QUESTION = "What is the capital of France?"
 ADAPTER_NAME, SWAPPED = "guest", ("pirate", "poet")
 READY_SECONDS = 60.0

@@ -147,7 +147,7 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(launch: Start) ->
 def test_a_rank_that_stays_when_another_ended_well_is_ended(launch: Start) -> None:
     launched = launch(2, f"if rank == 0: sys.exit(0)\n{SLEEP}")
     code, seconds = launched.end()
-    assert code == 143
+    assert code == 0
     assert 5 <= seconds < 8
     assert "signal=SIGTERM" in launched.text
 
@@ -442,6 +442,83 @@ def test_a_signal_while_a_rank_is_away_ends_everything(relaunch: Start) -> None:
     code, seconds = launched.end()
     assert code == 0
     assert seconds < 2
+
+
+SILENT = """
+def tell(rank, pid):
+    print(f"2026-11-22 19:00:00,000 WARNING event=rank_silent rank={rank} pid={pid}", flush=True)
+
+def pid_of_rank_1():
+    while not os.path.exists(PID_FILE): time.sleep(0.02)
+    return int(open(PID_FILE).read())
+
+if rank == 1 and not os.path.exists(PID_FILE):
+    with open(PID_FILE + ".new", "w") as file: file.write(str(os.getpid()))
+    os.rename(PID_FILE + ".new", PID_FILE)
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_a_rank_that_stands_still_is_replaced_when_rank_0_says_so(
+    relaunch: Start, tmp_path: Path
+) -> None:
+    program = f"PID_FILE = {str(tmp_path / 'pid')!r}\n{SILENT}"
+    launched = relaunch(2, f"{program}if rank == 0: tell(1, pid_of_rank_1())\n{SLEEP}").see("up", 2)
+    assert launched.text.count("event=rank_started rank=1") == 2
+    assert "event=rank_killed rank=1" in launched.text
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.end()[0] == 0
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        "if rank == 0: tell(1, os.getpid())",  # one that had the place before
+        "if rank == 1: tell(1, os.getpid())",  # only rank 0 is believed
+        "if rank == 0: tell(0, os.getpid())",
+        "if rank == 0: tell(7, os.getpid())",
+        "if rank == 0: print('request', end=' ')\nif rank == 0: tell(1, os.getppid())",
+    ],
+)
+def test_a_rank_that_rank_0_does_not_mean_is_left_alone(relaunch: Start, says: str) -> None:
+    program = f"PID_FILE = os.devnull\n{SILENT}{says}\n"
+    launched = relaunch(2, program + SLEEP).see("up", 2).see("event=rank_silent")
+    time.sleep(0.3)
+    assert "event=rank_killed" not in launched.text
+    assert all(map(alive, launched.pids))
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.end()[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("other", "code"),
+    [
+        ("sys.exit(6)", 0),  # it found nobody there
+        (SLEEP, 0),
+        (f"{DEAF}{SLEEP}", 0),
+        ("sys.exit(7)", 7),
+        ("os.abort()", 134),
+    ],
+)
+def test_a_rank_that_is_not_told_that_rank_0_has_drained_is_no_failure(
+    launch: Start, monkeypatch: pytest.MonkeyPatch, other: str, code: int
+) -> None:
+    seconds = "supervisor.FOLLOW_SECONDS = supervisor.GRACE_SECONDS = 0.5"
+    text = f"from launcher import supervisor\n{seconds}\n{LAUNCH}"
+    monkeypatch.setattr(sys.modules[__name__], "LAUNCH", text)
+    launched = launch(2, f"if rank == 0: sys.exit(0)\ntime.sleep(0.3)\n{other}")
+    assert launched.end()[0] == code
+
+
+def test_the_next_launch_removes_the_folder_of_a_killed_one(launch: Start, tmp_path: Path) -> None:
+    killed = launch(1, LEASHED + SLEEP).see("up")
+    (folder,) = tmp_path.glob("brigade-*")
+    killed.process.kill()
+    killed.process.wait()
+    wait_until(lambda: not any(map(alive, killed.pids)))
+    assert folder.exists()
+    assert launch(1, "print('done')").end()[0] == 0
+    assert not folder.exists()
 
 
 # --- what ranks are told

@@ -198,7 +198,7 @@ class Lives:
             for stage in self.stages:
                 if time.monotonic() - stage.heard_at > most + 2 * _WATCH_SECONDS:
                     self._stalled = True
-                    self.hub.forget(stage.rank)
+                    await self._let_go(stage.rank)
                     if not stage.rank:  # It has no connection that could break.
                         raise ClusterError(f"Rank 0 on {stage.host} is silent.")
             before = time.monotonic()
@@ -220,11 +220,18 @@ class Lives:
                 await asyncio.wait_for(self._progressed.wait(), timeout_seconds)
             except (TimeoutError, asyncio.TimeoutError) as error:
                 if late[0].state == "renewing":  # Its parent hears nothing: it has to join anew.
-                    self.hub.forget(late[0].rank)
+                    await self._let_go(late[0].rank)
                 raise ClusterError(
                     f"Rank {late[0].rank} on {late[0].host} did not {what}: nothing moved for "
                     f"{timeout_seconds:g} s, look at its log."
                 ) from error
+
+    async def _let_go(self, rank: int) -> None:
+        """Ends the connection of a silent rank. If it is the parent that does not answer, a line
+        of the log says so: `brigade launch` reads it, and replaces that process."""
+        if rank in self.hub.joined and not await self.hub.answers(rank):
+            _logger.warning("event=rank_silent rank=%d pid=%d", rank, self.hub.pid(rank))
+        self.hub.forget(rank)
 
     # --- from one life to the next
 

@@ -215,12 +215,13 @@ class Hub:
     async def _make_room(self, rank: int) -> str | None:
         """For one that comes again, such as after its host was without power, which breaks no
         connection. Under a launcher that gives no secret it may as well be a stranger."""
-        if not self._mine.secret or await self._answers(rank):
+        if not self._mine.secret or await self.answers(rank):
             return f"there is a rank {rank} already: two clusters use the same ports"
         self.forget(rank)
         return None
 
-    async def _answers(self, rank: int) -> bool:
+    async def answers(self, rank: int) -> bool:
+        """Whether a rank's parent runs, and can be reached."""
         heard = self._heard[rank]
         heard.clear()
         self.send(rank, {"type": "ping"})

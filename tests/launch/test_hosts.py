@@ -28,6 +28,7 @@ from tests.test_launcher import (
     DEAF_CHILD,
     LEASHED,
     RANK,
+    SILENT,
     SLEEP,
     TELL,
     Launch,
@@ -239,6 +240,14 @@ def test_a_rank_comes_back_after_a_lost_connection(relaunch: Start) -> None:
     assert [alive(pid) for pid in launched.pids].count(False) == 2
     launched.process.send_signal(signal.SIGTERM)
     assert launched.end()[0] == 137
+
+
+def test_a_rank_that_stands_still_is_replaced_on_its_host(relaunch: Start, tmp_path: Path) -> None:
+    program = f"PID_FILE = {str(tmp_path / 'pid')!r}\n{SILENT}"
+    launched = relaunch(f"{program}if rank == 0: tell(1, pid_of_rank_1())\n{SLEEP}").see("up", 2)
+    assert launched.text.count("event=rank_started rank=1") == 2
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.end()[0] == 0
 
 
 @pytest.mark.slow
