@@ -37,7 +37,7 @@ def check_versions(facts: Facts) -> Finding:
     text = ", ".join(f"{name} {version}" for name, version in versions.items())
     text = f"Python {facts['python']}, {text}"
     if "-" in versions.values():
-        fix = f"{facts['executable']} -m pip install mlx-brigade"
+        fix = f"install Brigade for {facts['executable']} (docs/operations.md, Install)"
         return Finding("fail", facts["host"], f"a package is missing: {text}", fix)
     if _numbers(versions["mlx"]) < MLX_FLOOR:
         fix = f"{facts['executable']} -m pip install 'mlx>={'.'.join(map(str, MLX_FLOOR))}'"

@@ -21,6 +21,7 @@ from launcher.agent import ALIVE_SECONDS
 from launcher.hostfile import Host
 from launcher.process import Start, shown, signal_group
 from launcher.ssh import CONNECT_SECONDS, meaning, ssh_command
+from launcher.supervisor import event_line
 from serve.core.errors import ClusterError
 
 GREETING_SECONDS = CONNECT_SECONDS + 10.0
@@ -215,7 +216,7 @@ def connected(
                 connection.tell(None)
 
     names = ",".join(host.ssh for host in hosts)
-    tell(f"[launch] event=connecting hosts={names} timeout={GREETING_SECONDS:g}")
+    tell(event_line(f"event=connecting hosts={names} timeout={GREETING_SECONDS:g}"))
     try:
         for host in hosts:
             connections.append(Connection(host, way))

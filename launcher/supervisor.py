@@ -13,6 +13,7 @@ One thread a rank reads its output and one waits for its end; they and the signa
 events into one queue, and `run` sleeps on that queue. Knows no HTTP, no MLX and no command line.
 """
 
+import json
 import math
 import os
 import queue
@@ -20,6 +21,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -46,6 +48,9 @@ COLOURS = (36, 33, 35, 32, 34, 31)
 # What rank 0 logs of a rank whose parent does not answer. The whole line, so that nothing that a
 # client sends can look like it.
 _SILENT = re.compile(r"[\d-]+ [\d:,]+ WARNING event=rank_silent rank=(\d+) pid=(\d+)")
+
+# The one line in which a rank says why it ends.
+_ERROR = re.compile(r"brigade [a-z-]+: (.+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +88,13 @@ def write_line(line: str) -> None:
     with suppress(OSError, ValueError):
         sys.stderr.write(line + "\n")
         sys.stderr.flush()
+
+
+def event_line(text: str, level: str = "INFO") -> str:
+    """A line of the launcher's own, with the time and the level as those of `serve` have them."""
+    now = time.time()
+    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
+    return f"[launch] {clock},{int(now * 1000) % 1000:03d} {level} {text}"
 
 
 class Observer:
@@ -133,6 +145,8 @@ class Supervisor:
         self._early_seconds = EARLY_SECONDS + join_seconds
         self._lost_at: dict[int, list[float]] = {}
         self._ending = threading.Event()
+        self._errors: dict[int, str] = {}  # what a rank last said of why it ends
+        self._first_failed: tuple[int, int] | None = None
         self._is_drained = False  # rank 0 of what serves has ended well
         self._state = "running"
         self._deadline: float | None = None
@@ -153,7 +167,15 @@ class Supervisor:
                     self._kill_alive()
         finally:
             self.ended.set()
+        self._log_failure()
         return self._code
+
+    def _log_failure(self) -> None:
+        """As the last line: a reason is easily lost above what ends the other ranks."""
+        if self._first_failed:
+            rank, code = self._first_failed
+            reason = f" reason={json.dumps(self._errors[rank])}" if rank in self._errors else ""
+            self._log(f"event=failed rank={rank} code={code}{reason}", "ERROR")
 
     def stop(self) -> None:
         """Asks every rank to end; does nothing when they already do."""
@@ -195,7 +217,9 @@ class Supervisor:
         self._alive.discard(rank)
         self._returning.discard(rank)
         code = exit_code(returncode)
-        self._log(f"event=rank_ended rank={rank} code={code}")
+        is_ended_from_here = self._first_failed and returncode == -signal.SIGTERM
+        if not is_ended_from_here:
+            self._log(f"event=rank_ended rank={rank} code={code}")
         # One that was brought back may find that its host is not ready: a disk, an interface.
         back_seconds = monotonic() - self._came_back_at.get(rank, -math.inf)
         is_early = code != 0 and back_seconds < self._early_seconds and self._is_kept(rank)
@@ -209,6 +233,8 @@ class Supervisor:
             code = 0
         if rank == 0 and self._serves and code == 0:
             self._is_drained = True
+        if code and not self._code and not self.interrupted:
+            self._first_failed = rank, code
         self._code = self._code or code
         if not self._alive:
             self._give_up_waiting()
@@ -359,6 +385,8 @@ class Supervisor:
         for line in process.lines():
             self._say(prefix + line)
             self._observer.said(rank, line)
+            if told := _ERROR.fullmatch(line):
+                self._errors[rank] = told[1]
             if rank == 0 and (told := _SILENT.fullmatch(line)):
                 self._events.put(Silent(int(told[1]), int(told[2])))
 
@@ -370,8 +398,8 @@ class Supervisor:
         with self._write_lock:
             self._write(line)
 
-    def _log(self, text: str) -> None:
-        self._say("[launch] " + text)
+    def _log(self, text: str, level: str = "INFO") -> None:
+        self._say(event_line(text, level))
 
     def _alive_text(self) -> str:
         return ",".join(map(str, sorted(self._alive)))

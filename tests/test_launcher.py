@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -695,6 +695,24 @@ def test_launch_runs_serve_with_the_words_after_the_dashes(
     assert seen == [(["-m", "serve.cli.main", *words], 3)]
 
 
+@pytest.mark.parametrize(
+    ("words", "own", "command"),
+    [
+        ("launch -n 2 serve --model m -n 3", "launch -n 2", "serve --model m -n 3"),
+        ("launch -n 2 -- serve serve", "launch -n 2", "serve serve"),
+        ("launch --python serve -n 2 serve", "launch --python serve -n 2", "serve"),
+        ("launch --hostfile fine-tune fine-tune", "launch --hostfile fine-tune", "fine-tune"),
+        ("launch -n 2 serve -- x", "launch -n 2 serve", "x"),
+        ("launch --status", "launch --status", ""),
+        ("demo serve", "demo serve", ""),
+    ],
+)
+def test_launch_finds_its_command_without_dashes_where_there_is_one_meaning(
+    words: str, own: str, command: str
+) -> None:
+    assert cli.split_at_dashes(words.split()) == (own.split(), command.split())
+
+
 def test_a_fine_tune_that_a_signal_ends_while_it_starts_is_not_done(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
     words = ["fine-tune", "--model", str(save(tmp_path / "m", "llama")), "--train"]
@@ -743,7 +761,10 @@ def test_serve_gets_its_words_unread(monkeypatch: pytest.MonkeyPatch) -> None:
         "launch -n 2 --",
         "launch -n 2 -- nope",
         "launch -n 2 -- python -c 1",
-        "launch -n 2 serve --model m",
+        "launch -n 2 serve -- --model m",
+        "launch -n 2 --python serve",
+        "lauch -n 2",
+        "launch --hostfil hosts.json -- serve",
         "launch -n 0 -- serve",
         "launch -n -1 -- serve",
         "launch -n two -- serve",
@@ -764,6 +785,69 @@ def test_a_wrong_command_line_is_one_line_and_code_2(words: str) -> None:
     assert run.returncode == 2
     assert run.stdout == ""
     assert re.fullmatch(r"brigade.*: .+\n", run.stderr), run.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["lauch", "-n", "2"], "did you mean launch?"),
+        (["launch", "--hostfil", "h", "--", "serve"], "did you mean --hostfile?"),
+        (["launch", "-n", "2", "--", "serve", "--model", "m", "--prot", "1"], "mean --port?"),
+        (["serve", "--model", "m", "--prot=1"], "did you mean --port?"),
+        (["demo", "--onc"], "did you mean --once?"),
+        (["bench", "--uurl", "http://a"], "did you mean --url?"),
+    ],
+)
+def test_a_misspelt_word_is_answered_with_the_one_that_was_meant(
+    words: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 2
+    said = capsys.readouterr().err
+    assert hint in said
+    assert said.startswith("brigade")
+    assert said.count("\n") == 1
+
+
+def test_nothing_is_guessed_for_a_word_that_is_like_no_other(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["serve", "--model", "m", "--xyzzy"]) == 2
+    assert "did you mean" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["serve"], ["fine-tune"], ["bench"], ["plan"]])
+def test_help_names_the_command_as_it_is_typed(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with suppress(SystemExit):
+        cli.main([*words, "--help"])
+    assert capsys.readouterr().out.startswith(f"usage: brigade {words[0]} ")
+
+
+def test_the_reason_of_a_failed_start_is_the_last_line(launch: Start) -> None:
+    launched = launch(
+        3, f"if rank == 1: sys.exit('brigade serve: the port \\'9\\' is in use')\n{SLEEP}"
+    )
+    assert launched.end()[0] == 1
+    lines = launched.text.splitlines()
+    assert lines[-1].endswith("""event=failed rank=1 code=1 reason="the port '9' is in use\"""")
+    assert launched.text.count("event=rank_ended") == 1, "the others ended because of it"
+
+
+def test_a_launch_that_a_signal_ends_has_not_failed(launch: Start) -> None:
+    launched = launch(2, SLEEP).see("up", 2)
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.end()[0] == 0
+    assert "event=failed" not in launched.text
+
+
+def test_the_launchers_own_lines_have_the_time_as_those_of_ranks(launch: Start) -> None:
+    launched = launch(1, "print('done')")
+    launched.end()
+    own = [line for line in launched.text.splitlines() if line.startswith("[launch]")]
+    form = r"\[launch\] \d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (INFO|ERROR) event=.+"
+    assert own
+    assert all(re.fullmatch(form, line) for line in own)
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

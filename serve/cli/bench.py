@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
@@ -62,11 +63,18 @@ async def measure(config: BenchConfig, runs: Runs) -> None:
             for level in config.levels:
                 for round_ in range(config.rounds):
                     for name, target in targets.items():
+                        if not console.is_terminal:
+                            tell(f"{level}, round {round_ + 1} of {config.rounds}, {name}")
                         records: list[Record] = []
                         runs.setdefault((level, name), []).append(records)
                         await target.run(level, round_, records.append)
         if not console.is_terminal:
             console.line()  # What Live leaves there has no end.
+
+
+def tell(text: str) -> None:
+    """On stderr, because the table alone is the output, and it is shown at the end."""
+    print(f"brigade bench: {text}", file=sys.stderr, flush=True)
 
 
 def table(runs: Runs) -> Table:
@@ -75,7 +83,7 @@ def table(runs: Runs) -> Table:
     shown = Table(box=None, padding=(0, 1, 0, 0), title_justify="left", caption_justify="left")
     shown.title = Text("\n".join(dict.fromkeys(name for _, name in runs)))
     shown.add_column("load", no_wrap=True)
-    columns = ("answers", "errors", "prompt", "tok/s", "TTFT p50", "p99", "ITL p50", "p99 ms")
+    columns = ("answers", "errors", "prompt", "tok/s", "TTFT ms p50", "p99", "ITL ms p50", "p99")
     for column in columns:
         shown.add_column(column, justify="right", no_wrap=True)
     reasons = []

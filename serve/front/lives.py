@@ -218,7 +218,7 @@ class Lives:
             self._progressed.clear()
             try:
                 await asyncio.wait_for(self._progressed.wait(), timeout_seconds)
-            except (TimeoutError, asyncio.TimeoutError) as error:
+            except TimeoutError as error:
                 if late[0].state == "renewing":  # Its parent hears nothing: it has to join anew.
                     await self._let_go(late[0].rank)
                 raise ClusterError(

@@ -49,7 +49,7 @@ def versions(**changes: str) -> dict[str, Any]:
     [
         (versions(mlx="0.32.0"), "fail", "mlx 0.32.0", "pip install 'mlx>=0.32.1'"),
         (versions(mlx="0.9.9"), "fail", "mlx 0.9.9", "/opt/python -m pip"),
-        (versions(**{"mlx-lm": "-"}), "fail", "missing", "pip install mlx-brigade"),
+        (versions(**{"mlx-lm": "-"}), "fail", "missing", "install Brigade for"),
         ({"blas": None}, "warn", "no OpenBLAS", "libopenblas0-pthread"),
         ({"free_memory_bytes": 6 * 10**9}, "warn", "6.0 GB of 64.0 GB", "--memory"),
         ({**MAC, "wired_limit": "60000"}, "warn", "60.0 GB may be wired", "iogpu.wired_limit_mb"),

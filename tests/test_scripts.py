@@ -1,0 +1,36 @@
+"""What scripts/test and .ci/run start, with stand-ins for what they call."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize(
+    ("command", "called"),
+    [
+        ("scripts/test", ["lint", "python -m pytest -n 2 -m not slow and not long"]),
+        ("scripts/test -k a", ["install", "python -m pytest -n 2 -m not slow and not long -k a"]),
+        (
+            ".ci/run",
+            ["lint", "install", "python -m pytest -n 2 -m not slow and not long -m not slow"],
+        ),
+    ],
+)
+def test_scripts_lint_in_full_runs_and_not_before_chosen_tests(
+    tmp_path: Path, command: str, called: list[str]
+) -> None:
+    for name in ("scripts/test", ".ci/run"):
+        (tmp_path / name).parent.mkdir()
+        shutil.copy(ROOT / name, tmp_path / name)
+    log = tmp_path / "log"
+    for name in ("scripts/lint", "scripts/install", ".venv/bin/python"):
+        standin = tmp_path / name
+        standin.parent.mkdir(parents=True, exist_ok=True)
+        standin.write_text(f'#!/bin/sh\necho $(basename $0) "$@" >>{log}\n')
+        standin.chmod(0o755)
+    subprocess.run(command.split(), cwd=tmp_path, check=True, timeout=20)
+    assert log.read_text().splitlines() == called
