@@ -316,7 +316,7 @@ SUBCOMMANDS = {
 }
 
 
-def build_parser() -> tuple[Parser, dict[str, Parser]]:
+def build_parsers() -> tuple[Parser, dict[str, Parser]]:
     """The parser of `brigade`, and those of its own subcommands."""
     parser = Parser(prog="brigade", description="Pipelined language model serving on MLX.")
     parser.add_argument("--version", action="version", version=f"brigade {__version__}")
@@ -389,7 +389,7 @@ def run(words: Sequence[str]) -> int:
         return HANDED_OVER[words[0]][1](words[1:])
     check_subcommand(words)
     own, command = split_at_dashes(words)
-    parser, parsers = build_parser()
+    parser, parsers = build_parsers()
     check_own_words(own, parsers)
     flags, unknown = parser.parse_known_args(own, argparse.Namespace(command=command))
     name = flags.subcommand

@@ -27,6 +27,7 @@ from serve.core.errors import ClusterError
 GREETING_SECONDS = CONNECT_SECONDS + 10.0
 ANSWER_SECONDS = 20.0
 GOODBYE_SECONDS = 2.0
+KILL_SECONDS = 5.0  # how long an agent may take to kill its rank
 
 Result = TypeVar("Result")
 
@@ -186,6 +187,13 @@ class RemoteProcess:
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
+        threading.Thread(target=self._leave_behind, daemon=True).start()
+
+    def _leave_behind(self) -> None:
+        """If the agent stands still as well, such as in a frozen container, it does not obey. Without
+        its connection the rank counts as lost, and the agent that comes next kills the old one."""
+        if not self._read_all.wait(KILL_SECONDS):
+            self._connection.close()
 
     def wait(self) -> int:
         self._read_all.wait()

@@ -413,6 +413,28 @@ if rank == 1:
     assert launched.end()[0] == 0
 
 
+def test_a_rank_that_came_back_and_could_not_reach_rank_0_is_tried_again(
+    relaunch: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It tries for --join-timeout before it ends: that is no decision for all."""
+    text = f"from launcher import supervisor\nsupervisor.EARLY_SECONDS = 0.1\n{LAUNCH}"
+    text = text.replace("max_restarts=2", "max_restarts=2, join_seconds=60.0")
+    text = text.replace("EARLY_SECONDS = 0.1", "EARLY_SECONDS = supervisor.RETRY_SECONDS = 0.1")
+    monkeypatch.setattr(sys.modules[__name__], "LAUNCH", text)
+    program = f"""
+if rank == 1:
+    with open({str(tmp_path / "marks")!r}, "a+") as file:
+        file.write("x"); file.seek(0)
+        num_starts = len(file.read())
+    if num_starts == 1: os.kill(os.getpid(), 9)
+    if num_starts == 2: time.sleep(0.5); sys.exit(6)
+    print("at last", flush=True)
+"""
+    launched = relaunch(2, program + SLEEP).see("at last", 1)
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.end()[0] == 0
+
+
 def test_a_rank_that_decides_to_end_long_after_it_came_back_ends_the_launch(
     relaunch: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -207,7 +207,11 @@ class Lives:
                 # It was this process that stood still: what came meanwhile is read first.
                 await asyncio.sleep(_WATCH_SECONDS)
         self._stalled = True
-        suspected = suspicion(self.stages, time.monotonic())
+        now = time.monotonic()
+        suspected = suspicion(self.stages, now)
+        for stage in self.stages:
+            if is_silent(stage, now):
+                await self._let_go(stage.rank, even_if_it_answers=False)
         raise ClusterError(
             f"No step came back for {most:g} s: {suspected}, look at its log (--stall-timeout)."
         )
@@ -226,12 +230,14 @@ class Lives:
                     f"{timeout_seconds:g} s, look at its log."
                 ) from error
 
-    async def _let_go(self, rank: int) -> None:
+    async def _let_go(self, rank: int, even_if_it_answers: bool = True) -> None:
         """Ends the connection of a silent rank. If it is the parent that does not answer, a line
         of the log says so: `brigade launch` reads it, and replaces that process."""
-        if rank in self.hub.joined and not await self.hub.answers(rank):
+        answers = rank not in self.hub.joined or await self.hub.answers(rank)
+        if not answers:
             _logger.warning("event=rank_silent rank=%d pid=%d", rank, self.hub.pid(rank))
-        self.hub.forget(rank)
+        if even_if_it_answers or not answers:
+            self.hub.forget(rank)
 
     # --- from one life to the next
 

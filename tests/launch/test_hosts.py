@@ -250,6 +250,22 @@ def test_a_rank_that_stands_still_is_replaced_on_its_host(relaunch: Start, tmp_p
     assert launched.end()[0] == 0
 
 
+def test_a_rank_that_stands_still_with_its_agent_is_replaced(
+    relaunch: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container that is frozen: the agent does not hear that it should kill the rank."""
+    text = f"from launcher import remote\nremote.KILL_SECONDS = 0.5\n{LAUNCH}"
+    monkeypatch.setattr(sys.modules[__name__], "LAUNCH", text)
+    stop = "os.kill(os.getpid(), signal.SIGSTOP)"
+    program = SILENT.replace(stop, f"os.kill(os.getppid(), signal.SIGSTOP); {stop}")
+    program = f"PID_FILE = {str(tmp_path / 'pid')!r}\n{program}"
+    launched = relaunch(f"{program}if rank == 0: tell(1, pid_of_rank_1())\n{SLEEP}")
+    wait_until(lambda: launched.text.count("up") == 2, 15.0)
+    assert launched.text.count("event=rank_started rank=1") == 2
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.end()[0] == 0
+
+
 @pytest.mark.slow
 def test_a_host_that_is_away_is_waited_for(relaunch: Start, sshd: Sshd) -> None:
     """It is rank 0 that gives up: it knows how long its clients may wait."""
