@@ -190,8 +190,8 @@ class RemoteProcess:
         threading.Thread(target=self._leave_behind, daemon=True).start()
 
     def _leave_behind(self) -> None:
-        """If the agent stands still as well, such as in a frozen container, it does not obey. Without
-        its connection the rank counts as lost, and the agent that comes next kills the old one."""
+        """If the agent stands still as well, such as in a frozen container, it does not obey.
+        Without its connection the rank is lost, and the agent that comes next kills it."""
         if not self._read_all.wait(KILL_SECONDS):
             self._connection.close()
 
