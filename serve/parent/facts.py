@@ -12,7 +12,7 @@ _FILES = (
     *("config.json", "generation_config.json"),
     *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
 )
-_NONE = "-"
+MISSING = "-"  # in the place of a version or a digest
 
 
 def versions() -> dict[str, str]:
@@ -27,7 +27,7 @@ def files(folder: Path, weights_digest: str) -> dict[str, str]:
 def compare(facts: Mapping[int, Mapping[str, str]]) -> None:
     """Raises DisagreementError, which says who has what, if ranks differ."""
     names = dict.fromkeys(name for own in facts.values() for name in own)
-    rows = {name: {rank: own.get(name, _NONE) for rank, own in facts.items()} for name in names}
+    rows = {name: {rank: own.get(name, MISSING) for rank, own in facts.items()} for name in names}
     different = {name: row for name, row in rows.items() if len(set(row.values())) > 1}
     if different:
         raise DisagreementError(different)
@@ -37,11 +37,11 @@ def _version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        return _NONE
+        return MISSING
 
 
 def _digest(file: Path) -> str:
     try:
         return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
     except OSError:
-        return _NONE
+        return MISSING

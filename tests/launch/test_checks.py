@@ -103,6 +103,14 @@ def test_hosts_that_differ_are_told_apart(changes: dict[str, Any], what: str, fi
     assert fix in finding.fix
 
 
+def test_only_files_that_hosts_have_are_said_to_be_the_same() -> None:
+    model = {"config.json": "1", "chat_template.jinja": "-", "weights": "3"}
+    findings = check_hosts([{**GOOD, "model": model}, {**GOOD, "host": "mini", "model": model}])
+    assert [each.what for each in findings if "weights" in each.what] == [
+        "the same config.json, weights"
+    ]
+
+
 def test_hosts_may_have_other_patch_levels_of_python_and_other_memory() -> None:
     assert {each.status for each in together({"python": "3.12.9", "memory_bytes": 1})} == {"ok"}
 

@@ -153,7 +153,7 @@ def test_a_launch_is_refused_on_hosts_where_something_fails(
     words = ["launch", *on_hosts(sshd, hostfile), "--", "serve", "--model", str(TINY_CHAT)]
     assert cli.main(words) == ClusterError.exit_code
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("brigade: 127.0.0.2: 198.51.100.7 is not of this host")
+    assert said.startswith("brigade launch: 127.0.0.2: 198.51.100.7 is not of this host")
     assert "rank_started" not in said
 
 
