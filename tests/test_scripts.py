@@ -1,10 +1,11 @@
-"""What scripts/test and .ci/run start, with stand-ins for what they call."""
+"""What scripts/test and .ci/run start, with stand-ins for what they call; who may publish."""
 
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -34,3 +35,15 @@ def test_scripts_lint_in_full_runs_and_not_before_chosen_tests(
         standin.chmod(0o755)
     subprocess.run(command.split(), cwd=tmp_path, check=True, timeout=20)
     assert log.read_text().splitlines() == called
+
+
+def test_release_publishes_what_was_tested_for_tags_and_without_a_token() -> None:
+    text = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    jobs = yaml.safe_load(text)["jobs"]
+    publish = jobs["publish"]
+    assert publish["if"] == "github.ref_type == 'tag'"
+    assert publish["permissions"] == {"id-token": "write"}
+    assert publish["environment"] == "pypi"
+    assert (publish["needs"], jobs["test"]["needs"]) == ("test", "build")
+    assert not [step for step in jobs["test"]["steps"] if "checkout" in step.get("uses", "")]
+    assert "secrets." not in text

@@ -34,6 +34,7 @@ def test_one_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert bench("--url", f"{url}/v1", *QUICK, *files) == 0
     shown, told = capsys.readouterr()
     assert "1 client " in shown
+    assert not [line for line in shown.splitlines() if line != line.rstrip()]
     assert "2 clients" in shown
     results = json.loads(output.read_text())
     assert results["flags"]["max_tokens"] == 4
