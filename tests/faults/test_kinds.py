@@ -70,9 +70,12 @@ def stopped_rank(server: Server, _: Path) -> None:
         process.suspend()
 
 
-def drained_without_rank_1(server: Server, _: Path) -> None:
-    to_parent(signal.SIGSTOP, 1)(server, _)
-    httpx.post(f"{server.url}/admin/drain?seconds=1")
+def then_drained(fault: Fault) -> Fault:
+    def both(server: Server, model: Path) -> None:
+        fault(server, model)
+        assert httpx.post(f"{server.url}/admin/drain?seconds=1").status_code == 202
+
+    return both
 
 
 def engine_again(server: Server, model: Path) -> None:
@@ -146,7 +149,10 @@ ENDS: dict[str, tuple[Fault, int]] = {
     "rank 0's parent killed": (to_parent(signal.SIGKILL, 0), 137),
     "rank 0's parent told to end": (to_parent(signal.SIGTERM, 0), 0),
     "rank 0's parent stopped, then a signal": (frozen_rank_0, 137),
-    "rank 1's parent stopped, then drained": (drained_without_rank_1, 0),
+    "rank 1's parent stopped, then drained": (then_drained(to_parent(signal.SIGSTOP, 1)), 0),
+    "rank 1 stopped as a whole, then drained": (then_drained(stopped_rank), 0),
+    "rank 1 killed as a whole, then drained": (then_drained(whole_rank), 0),
+    "rank 1's engine killed, then drained": (then_drained(to_engines(signal.SIGKILL, 1)), 0),
     "the model is gone": (model_gone, 3),
 }
 
