@@ -296,7 +296,7 @@ HANDED_OVER: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
 SUBCOMMANDS = {
     "launch": Subcommand(
         purpose="start and supervise ranks on this machine or over ssh",
-        usage="brigade launch (-n N | --hostfile F) [--env NAME=VALUE] -- serve …\n"
+        usage="brigade launch (-n N | --hostfile F) [--env NAME=VALUE] [--] serve …\n"
         "       brigade launch --status | --stop [PID]",
         add_flags=add_launch_flags,
         run=launch,

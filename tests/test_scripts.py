@@ -2,10 +2,13 @@
 
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+
+from serve import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -47,3 +50,8 @@ def test_release_publishes_what_was_tested_for_tags_and_without_a_token() -> Non
     assert (publish["needs"], jobs["test"]["needs"]) == ("test", "build")
     assert not [step for step in jobs["test"]["steps"] if "checkout" in step.get("uses", "")]
     assert "secrets." not in text
+
+
+def test_version_is_the_same_in_the_program_and_in_its_distribution() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == __version__
