@@ -140,7 +140,16 @@ def show(findings: Sequence[Finding], as_json: bool) -> None:
     console = Console(highlight=False)
     if as_json:
         console.print_json(json.dumps([asdict(finding) for finding in findings]))
-        return
+    elif console.is_terminal:
+        show_tables(console, findings)
+    else:
+        with console.capture() as shown:
+            show_tables(console, findings)
+        # A table pads its lines with blanks.
+        print("\n".join(line.rstrip() for line in shown.get().splitlines()))
+
+
+def show_tables(console: Console, findings: Sequence[Finding]) -> None:
     for where in dict.fromkeys(finding.where for finding in findings):
         console.print(Text(where, "bold"))
         table = Table(box=None, show_header=False, padding=(0, 0, 0, 2))
