@@ -25,7 +25,7 @@ from launcher.checks import (
 from launcher.command import RING_CHECK
 from launcher.hostfile import Host
 from launcher.remote import Connection, HostError, HostsError, Way, connected, on_each, remote_ranks
-from launcher.supervisor import Supervisor, write_line
+from launcher.supervisor import Supervisor, event_line, write_line
 from serve.core.errors import ClusterError
 
 RING_SECONDS = 60.0
@@ -52,7 +52,7 @@ def check_before(facts: Sequence[Facts], environment: Mapping[str, str]) -> None
     for finding in findings:
         if finding.status == "warn":
             what = f"what={finding.what!r} fix={finding.fix!r}"
-            write_line(f"[launch] event=warning host={finding.where} {what}")
+            write_line(event_line(f"event=warning host={finding.where} {what}", "WARNING"))
     if failed := [f for f in findings if f.status == "fail"]:
         raise ClusterError("; ".join(f"{f.where}: {f.what}: {f.fix}" for f in failed) + ".")
 
@@ -149,7 +149,16 @@ def show(findings: Sequence[Finding], as_json: bool) -> None:
     console = Console(highlight=False)
     if as_json:
         console.print_json(json.dumps([asdict(finding) for finding in findings]))
-        return
+    elif console.is_terminal:
+        show_tables(console, findings)
+    else:
+        with console.capture() as shown:
+            show_tables(console, findings)
+        # A table pads its lines with blanks.
+        print("\n".join(line.rstrip() for line in shown.get().splitlines()))
+
+
+def show_tables(console: Console, findings: Sequence[Finding]) -> None:
     for where in dict.fromkeys(finding.where for finding in findings):
         console.print(Text(where, "bold"))
         table = Table(box=None, show_header=False, padding=(0, 0, 0, 2))

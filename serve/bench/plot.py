@@ -16,7 +16,7 @@ def check_plot(path: Path) -> None:
     if path.suffix not in _SUFFIXES:
         raise UsageError(f"--plot {path}: the name must end in {' or '.join(_SUFFIXES)}.")
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib: pip install 'mlx-brigade[bench]'.")
+        raise UsageError("--plot needs matplotlib: pip install matplotlib.")
 
 
 def draw(
@@ -27,6 +27,7 @@ def draw(
 ) -> None:
     """curves: for each server, summaries by load. bounds: further lines of tokens a second."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(15, 4.5), layout="constrained")
     rate, first, between = figure.subplots(1, 3)
@@ -47,6 +48,8 @@ def draw(
     ):
         axes.set(xlabel=load, title=title)
         axes.set_ylim(bottom=0)
+        if all(x == int(x) for points in curves.values() for x, _ in points):
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
     figure.savefig(path)

@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrigadeError as error:
         if isinstance(error, DisagreementError):
             Console(stderr=True, highlight=False).print(who_has_what(error))
-        print(f"fine-tune: {error}", file=sys.stderr, flush=True)
+        print(f"brigade fine-tune: {error}", file=sys.stderr, flush=True)
         return _end(error.exit_code)
     except KeyboardInterrupt:
         return _end(130)

@@ -3,10 +3,9 @@
 import argparse
 import dataclasses
 import difflib
-import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from serve import __version__
@@ -19,14 +18,26 @@ class Parser(argparse.ArgumentParser):
     """Reports a wrong flag as every other error: one line, and how to mend it."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}: {self._meant(message)}see `{self.prog} --help`.")
+        raise UsageError(f"{message}: see `{self.prog} --help`.")
 
-    def _meant(self, message: str) -> str:
-        """The flag that was most likely meant by the first one that nobody knows."""
-        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
-        known = [name for name in self._option_string_actions if name.startswith("--")]
-        close = difflib.get_close_matches(unknown[1], known, 1) if unknown else []
-        return f"did you mean {close[0]}? Or " if close else ""
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """A flag that nobody knows comes first: argparse would name required ones that are missing,
+        which one that is misspelt may stand for."""
+        if unknown := unknown_flags(args or (), self):
+            hint = did_you_mean(unknown[0], self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return super().parse_known_args(args, namespace)
+
+
+def unknown_flags(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    names = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
+    return [name for name in names if name not in parser._option_string_actions]
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """The end of a sentence about a word that nobody knows; empty when no name is like it."""
+    alike = difflib.get_close_matches(word, list(names), n=1, cutoff=0.7)
+    return f" (did you mean {alike[0]}?)" if alike else ""
 
 
 def parse(

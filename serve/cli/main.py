@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrigadeError as error:
         if isinstance(error, DisagreementError):
             Console(stderr=True, highlight=False).print(who_has_what(error))
-        print(f"serve: {error}", file=sys.stderr, flush=True)
+        print(f"brigade serve: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint]:
     """What can be known to be wrong before anything starts. The config of a model of
     the hub comes back with the commit that its revision stands for."""
-    config = parse(ServeConfig, argv, "serve", __doc__)
+    config = parse(ServeConfig, argv, "brigade serve", __doc__)
     if config.adapter_root and not is_folder(config.adapter_root):
         raise UsageError(
             f"--adapter-root {config.adapter_root} is no folder: make it on each host."
@@ -91,7 +91,7 @@ def _check_first(argv: Sequence[str], cluster: Cluster) -> Callable[[], Coroutin
     """What this rank is to run. Most mistakes are the same on all ranks: then rank 0 says
     it, and the launcher ends the others before they repeat it."""
     try:
-        asked = parse(ServeConfig, argv, "serve", __doc__)
+        asked = parse(ServeConfig, argv, "brigade serve", __doc__)
         if asked.hub_id and cluster.rank:
             # Rank 0 first fetches what is small, and tells the commit when all have joined.
             patient = dataclasses.replace(asked, join_timeout=asked.load_timeout)

@@ -212,7 +212,8 @@ class Level:
     is_open: bool
 
     def __str__(self) -> str:
-        return f"{self.value:g} {'requests/s' if self.is_open else 'clients'}"
+        clients = "client" if self.value == 1 else "clients"
+        return f"{self.value:g} {'requests/s' if self.is_open else clients}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,13 +222,17 @@ class BenchConfig:
     model: str | None = flag("name of the model (default: the first that the server has)", None)
     concurrency: str | None = flag("closed loop: clients, in turn (default: 1,8,16,32)", None)
     rate: str | None = flag("open loop: requests a second, in turn, such as 0.5,2", None)
-    requests: int | None = flag("of a level and round (4 for each client; 32)", None, least=1)
+    requests: int | None = flag(
+        "requests of each level and round (default: 4 for each client, or 32 at a rate)",
+        None,
+        least=1,
+    )
     rounds: int = flag("how often each server gets each level", 2, least=1)
     prompt_tokens: int = flag("length of the prompts, which are random words", 66, least=1)
     prompts: Path | None = flag("ask the questions of this ShareGPT file instead", None)
     max_tokens: int = flag("longest answer", 48, least=1)
     temperature: float = flag("sampling temperature", 0.0, least=0, most=2)
-    seed: int = flag("of prompts and arrivals", 0)
+    seed: int = flag("seed for prompts and arrivals", 0)
     timeout: float = flag("seconds that a server may be silent", 300.0, least=1, most=10**6)
     output: Path | None = flag("write the results to this JSON file", None)
     plot: Path | None = flag("draw the results into this file, .png or .svg", None)

@@ -297,7 +297,7 @@ class Adapters:
                 # Also if all have answered: new engines hold what is registered by then.
                 if self._num_interrupted != num_interrupted:
                     raise _Interrupted
-        except (TimeoutError, asyncio.TimeoutError) as error:
+        except TimeoutError as error:
             late = [rank for rank in self._ranks.ring if rank not in answers]
             raise _Late(f"Rank {late[0]} does not answer (--load-timeout).", 503) from error
         finally:

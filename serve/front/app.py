@@ -133,7 +133,8 @@ class Front:
         self._answers: weakref.WeakSet[Answer] = weakref.WeakSet()
         self.num_ended = 0  # answers that a drain did not wait for
         max_answers = config.max_queue + config.max_num_sequences
-        self._lanes = Lanes(Reader(tokenizer, max_context, max_answers))
+        self._reader = Reader(tokenizer, max_context, max_answers)
+        self._lanes = Lanes(self._reader)
         self._grammar_threads = ThreadPoolExecutor(_GRAMMAR_THREADS, "grammar")
         routes = self._routes()
         starlette = Starlette(routes=routes, exception_handlers=_ERROR_HANDLERS)
@@ -152,7 +153,7 @@ class Front:
         formats = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
         for body in (chat, {**chat, "stream": True, "response_format": formats}):
             try:
-                job = self._read_chat(json.dumps(body).encode())
+                job = self._reader.chat(json.dumps(body).encode())
                 job.body.check_grammar(self._tokenizer)
             except RequestError as error:  # A model may have no template, or one for others.
                 _logger.info("event=warm_up_refused reason=%s", json.dumps(str(error)))

@@ -117,7 +117,7 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
     try:
         collecting = _collect(receive, limits.max_body_bytes)
         return await asyncio.wait_for(collecting, limits.body_timeout)
-    except (TimeoutError, asyncio.TimeoutError):
+    except TimeoutError:
         raise StatusError(
             408,
             f"The body took longer than {limits.body_timeout:g} seconds.",

@@ -205,7 +205,7 @@ class Lives:
             for stage in self.stages:
                 if time.monotonic() - stage.heard_at > most + 2 * _WATCH_SECONDS:
                     self._stalled = True
-                    self.hub.forget(stage.rank)
+                    await self._let_go(stage.rank)
                     if not stage.rank:  # It has no connection that could break.
                         raise ClusterError(f"Rank 0 on {stage.host} is silent.")
             before = time.monotonic()
@@ -214,7 +214,11 @@ class Lives:
                 # It was this process that stood still: what came meanwhile is read first.
                 await asyncio.sleep(_WATCH_SECONDS)
         self._stalled = True
-        suspected = suspicion(self.stages, time.monotonic())
+        now = time.monotonic()
+        suspected = suspicion(self.stages, now)
+        for stage in self.stages:
+            if is_silent(stage, now):
+                await self._let_go(stage.rank, even_if_it_answers=False)
         raise ClusterError(
             f"No step came back for {most:g} s: {suspected}, look at its log (--stall-timeout)."
         )
@@ -225,13 +229,22 @@ class Lives:
             self._progressed.clear()
             try:
                 await asyncio.wait_for(self._progressed.wait(), timeout_seconds)
-            except (TimeoutError, asyncio.TimeoutError) as error:
+            except TimeoutError as error:
                 if late[0].state == "renewing":  # Its parent hears nothing: it has to join anew.
-                    self.hub.forget(late[0].rank)
+                    await self._let_go(late[0].rank)
                 raise ClusterError(
                     f"Rank {late[0].rank} on {late[0].host} did not {what}: nothing moved for "
                     f"{timeout_seconds:g} s, look at its log."
                 ) from error
+
+    async def _let_go(self, rank: int, even_if_it_answers: bool = True) -> None:
+        """Ends the connection of a silent rank. If it is the parent that does not answer, a line
+        of the log says so: `brigade launch` reads it, and replaces that process."""
+        answers = rank not in self.hub.joined or await self.hub.answers(rank)
+        if not answers:
+            _logger.warning("event=rank_silent rank=%d pid=%d", rank, self.hub.pid(rank))
+        if even_if_it_answers or not answers:
+            self.hub.forget(rank)
 
     # --- from one life to the next
 

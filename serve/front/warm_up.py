@@ -121,7 +121,7 @@ class WarmUp:
             self._progressed.clear()
             try:
                 await asyncio.wait_for(self._progressed.wait(), self._config.load_timeout)
-            except (TimeoutError, asyncio.TimeoutError) as error:
+            except TimeoutError as error:
                 raise ClusterError(
                     f"No step of the warm-up came back for {self._config.load_timeout:g} s "
                     "(--load-timeout, --no-warm-up)."

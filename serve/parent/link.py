@@ -59,5 +59,5 @@ class Link:
         self._writer.close()
         try:
             await asyncio.wait_for(self._writer.wait_closed(), 1)
-        except (OSError, TimeoutError, asyncio.TimeoutError):
+        except (OSError, TimeoutError):
             self.abort()

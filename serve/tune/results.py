@@ -29,7 +29,7 @@ def write(config: FineTuneConfig, facts: Facts, ran: Sequence[Span]) -> Written:
     folder, metrics = config.adapter_path, checkpoint.read_metrics(config.adapter_path)
     checkpoint.write_text(folder / run_folder.CARD, card(config, facts, metrics))
     if importlib.util.find_spec("matplotlib") is None:
-        return Written([folder / run_folder.CARD], "charts: pip install 'mlx-brigade[bench]'")
+        return Written([folder / run_folder.CARD], "charts: pip install matplotlib")
     from serve.tune.plot import draw_curves, draw_schedule
 
     with checkpoint.writing(folder):

@@ -585,6 +585,23 @@ async def test_a_stopped_engine_is_a_stall_after_the_timeout_and_not_before(
 
 
 @pytest.mark.long
+async def test_a_stopped_engine_whose_parent_answers_is_no_reason_to_replace_the_rank(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nothing runs: it is only silent. The parent starts another engine by itself."""
+    async with cluster(stall_timeout=1.0) as engine:
+        await ready(engine)
+        engines()[1].suspend()
+        deadline = time.monotonic() + 15
+        while not engine.pipeline()["num_restarts"]:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+        await ready(engine)
+        assert "event=rank_silent" not in caplog.text
+        await collect(engine, prompt(10, 5))
+
+
+@pytest.mark.long
 async def test_adapters_are_there_again_in_the_same_versions(tmp_path: Path) -> None:
     async with cluster(lora=("poet=/p",), adapter_root=tmp_path) as engine:
         await ready(engine)
