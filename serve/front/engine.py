@@ -25,7 +25,7 @@ from serve.front.lives import Lives, View
 from serve.front.prompt import Prompt
 from serve.front.scheduler import Reuse, Scheduler
 from serve.front.stages import better_split, chrome_trace, chunk_beside_decoding, room_for_tokens
-from serve.front.suspects import MOST_FAULTS, Suspects
+from serve.front.suspects import MAX_SHARED_FAULTS, Blame, Suspects
 
 _NUM_SEQUENCE_IDS = 2**30  # they are int32 on the wire, and group numbers are above them
 
@@ -49,7 +49,8 @@ class Engine:
         )
         self.adapters = Adapters(config, self)
         self._generations: dict[int, Generation] = {}
-        self._suspects = Suspects()
+        # With fewer restarts there are not enough faults to share.
+        self._suspects = Suspects(max(1, min(MAX_SHARED_FAULTS, config.max_restarts)))
         # Not by cycle, which keeps all that it has given.
         self._sequence_ids = (number % _NUM_SEQUENCE_IDS for number in itertools.count())
         self._has_worked = False
@@ -137,21 +138,31 @@ class Engine:
         self._has_worked = True
         self._pump()
 
-    def interrupt(self) -> None:
+    def interrupt(self) -> int:
         self._loaded.clear()
         sequences = [self._scheduler.sequence(id) for id in self._generations]
-        guilty = self._suspects.after_fault(s.id for s in sequences if s.is_held)
+        blame = self._suspects.after_fault(s.id for s in sequences if s.is_held)
         self._scheduler.restart()
         self.adapters.interrupt()
-        if guilty is not None:
-            self._give_up(guilty)
+        if blame:
+            self._give_up(blame)
+        self._scheduler.run_alone(self._suspects.alone)
+        return blame.num_explained if blame else 0
 
-    def _give_up(self, sequence_id: int) -> None:
-        reason = f"The engines ended {MOST_FAULTS} times under this request: given up."
-        _logger.error("event=request_given_up sequence=%d", sequence_id)
+    def _give_up(self, blame: Blame) -> None:
+        _logger.error(
+            "event=request_given_up sequence=%d num_faults=%d", blame.sequence, blame.num_faults
+        )
+        generation = self._generations[blame.sequence]
         # HTTP 500 and not 503: nobody should send it again.
-        self._generations[sequence_id].put(BrigadeError(reason))
-        self.drop(sequence_id)
+        generation.put(
+            BrigadeError(
+                f"This request ended the engines {blame.num_faults} times, the last time while it "
+                "ran alone: given up. Do not send it again."
+            )
+        )
+        for id in [id for id, of in self._generations.items() if of is generation]:
+            self.drop(id)
 
     def waiting_seconds(self) -> float:
         return time.monotonic() - self._progress_at if self._scheduler.num_in_flight else 0.0
@@ -165,7 +176,7 @@ class Engine:
             generation = self._generations.get(event.sequence)
             if generation:
                 generation.put(event)
-            self._suspects.clear(event.sequence)
+            self._clear(event.sequence)
             if event.finish_reason:
                 self._generations.pop(event.sequence, None)
         self._pump()
@@ -216,9 +227,14 @@ class Engine:
 
     def drop(self, sequence_id: int) -> None:
         if self._generations.pop(sequence_id, None):
-            self._suspects.clear(sequence_id)
             self._scheduler.drop(sequence_id)
+            self._clear(sequence_id)
             self._pump()
+
+    def _clear(self, sequence_id: int) -> None:
+        """It is no suspect, so the next one runs alone, or all run again."""
+        self._suspects.clear(sequence_id)
+        self._scheduler.run_alone(self._suspects.alone)
 
     def _pump(self) -> None:
         """Sends every step that can go now."""

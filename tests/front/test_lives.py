@@ -525,11 +525,28 @@ async def test_a_request_that_breaks_engines_goes_and_the_others_stay(
         others = [asyncio.create_task(collect(engine, prompt(10, 30))) for _ in range(2)]
         await asyncio.sleep(0)
         poison = replace(prompt(10, 5), ids=[996] * 20)
-        with pytest.raises(BrigadeError, match="ended 4 times under this request") as caught:
+        with pytest.raises(BrigadeError, match="ended the engines 3 times.* alone") as caught:
             await collect(engine, poison)
         assert caught.value.http_status == 500
         await asyncio.wait_for(asyncio.gather(*others), 15)
-        assert engine.pipeline()["num_restarts"] == 4
+        assert engine.pipeline()["num_restarts"] == 3
+
+
+@pytest.mark.long
+async def test_requests_that_break_engines_end_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More faults than --max-restarts, and a stream that lives through all of them."""
+    # No token of the model's own.
+    monkeypatch.setenv("POISON", "1500")
+    async with cluster(max_restarts=2) as engine:
+        await ready(engine)
+        stream = asyncio.create_task(collect(engine, prompt(10, 3000)))
+        poison = replace(prompt(10, 5, num=2), ids=[1500] * 20)
+        for _ in range(3):
+            with pytest.raises(BrigadeError, match="given up"):
+                await asyncio.wait_for(collect(engine, poison), 20)
+        await asyncio.wait_for(stream, 30)
+        assert engine.pipeline()["num_restarts"] == 9
+        assert engine.pipeline()["num_waiting"] == 0
 
 
 @pytest.mark.parametrize("rank", [0, 1])
