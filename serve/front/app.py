@@ -30,7 +30,8 @@ from serve.front.app_responses import ResponseCalls
 from serve.front.app_server import BACKLOG, Server
 from serve.front.app_stream import Stream, json_response
 from serve.front.body import json_object
-from serve.front.door import Door
+from serve.front.door import Door, client_of
+from serve.front.grammar_queue import GrammarQueue
 from serve.front.metrics import Metrics
 from serve.front.openai import ChatBody, CompletionBody, DetokenizeBody, Tokenizable, parse
 from serve.front.openapi import document, told
@@ -39,10 +40,8 @@ from serve.front.tokens import Tokenizer
 
 _MOST_SECONDS = 3600.0
 _BROKEN_DRAIN_SECONDS = 0.5
-# Encoding a long prompt takes seconds of a core that the ranks may need as well. Grammars have
-# threads of their own, because clients without one must not wait for those that are slow to check.
+# Encoding a long prompt takes seconds of a core that the ranks may need as well.
 _PROMPT_THREADS = 2
-_GRAMMAR_THREADS = 2
 
 _logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -126,7 +125,8 @@ class Front:
         self._metrics = Metrics(engine.pipeline)
         self._answers: weakref.WeakSet[Answer] = weakref.WeakSet()
         self._threads = ThreadPoolExecutor(_PROMPT_THREADS, "prompt")
-        self._grammar_threads = ThreadPoolExecutor(_GRAMMAR_THREADS, "grammar")
+        self._grammars = GrammarQueue()
+        self._api_keys = config.api_key
         routes = self._routes()
         starlette = Starlette(routes=routes, exception_handlers=_ERROR_HANDLERS)
         starlette.router.redirect_slashes = False
@@ -153,7 +153,7 @@ class Front:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._grammar_threads.shutdown(wait=False, cancel_futures=True)
+        self._grammars.close()
 
     def _routes(self) -> list[Route]:
         return [
@@ -224,16 +224,25 @@ class Front:
     async def begin(self, request: Request, job: Job) -> tuple[Answer, dict[str, str]]:
         """The answer, which whoever gets it closes, and headers that go with it."""
         record: Record = request.scope[guard.RECORD]
-        if job.prompts[0].samplings[0].grammar is not None:
-            loop, check = asyncio.get_running_loop(), job.body.check_grammar
-            checking = loop.run_in_executor(self._grammar_threads, check, self._tokenizer)
-            await guard.unless_gone(request.receive, checking)
+        grammar = job.prompts[0].samplings[0].grammar
+        if grammar is not None:
+            await guard.unless_gone(request.receive, self._check_grammar(request, job, grammar))
         adapter = await self._adapters.version(job.body.model)
         headers = {"x-adapter-version": str(adapter)} if adapter else {}
         generation = self._engine.submit(job.prompts, adapter)
         answer = Answer(job.body.model, job, generation, self._tokenizer, record, self._metrics)
         self._answers.add(answer)
         return answer, headers
+
+    async def _check_grammar(self, request: Request, job: Job, grammar: str) -> None:
+        def check() -> None:
+            job.body.check_grammar(self._tokenizer)
+
+        if self._tokenizer.grammars.is_known(grammar):
+            await self._grammars.run_known(check)
+        else:
+            client = client_of(request.scope, self._api_keys)
+            await self._grammars.run(client, len(grammar), check)
 
     async def in_thread(self, request: Request, read: Callable[[bytes], Result]) -> Result:
         """What reading a request's body gives. Long texts take seconds."""

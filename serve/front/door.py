@@ -134,6 +134,16 @@ def _tokens(scope: Scope) -> list[bytes]:
     return [token.strip() if scheme.lower() == b"bearer" else b"", key.strip()]
 
 
+def client_of(scope: Scope, api_keys: Collection[str]) -> str:
+    """Who asks, as far as nobody can make it up: the key that let the request in, or else the
+    address, which all clients of a proxy share."""
+    digests = {_digest(key.encode()) for key in api_keys}
+    given = [_digest(token) for token in _tokens(scope)]
+    known = [digest.hex() for digest in given if digest in digests]
+    address = scope.get("client") or ("",)
+    return known[0] if known else str(address[0])
+
+
 def check_local(scope: Scope) -> None:
     """Raises StatusError 403 unless the client is a process of this host.
 
