@@ -15,7 +15,7 @@ CHECK_STACK_BYTES = 16 << 20
 FOLLOW_STACK_BYTES = 128 << 20
 
 CHECK_SECONDS = 1.0  # of a core
-CHECK_MEMORY_BYTES = 192 << 20
+CHECK_MEMORY_BYTES = 96 << 20
 
 # Arguments of llguidance.LLParserLimits, the same on both sides. A state of the lexer takes up to
 # 2 kB, and each sequence that is being answered has its own.

@@ -201,7 +201,7 @@ class Engine:
             sequence for prompt in prompts for sequence in self._sequences(prompt, adapter)
         ]
         self._scheduler.add(*sequences)
-        generation = Generation(sequences, self.drop)
+        generation = Generation(sequences, self._leave)
         self._generations |= {sequence.id: generation for sequence in sequences}
         self._pump()
         return generation
@@ -224,6 +224,16 @@ class Engine:
             sequence.original = sequences[0] if sequences else None
             sequences.append(sequence)
         return sequences
+
+    def _leave(self, sequence_id: int) -> None:
+        """Its client has gone. One that may be what ended the engines stays until its next token:
+        else nobody would know, and its like could come until no restarts are left."""
+        if sequence_id not in self._generations or self._suspects.is_clear(sequence_id):
+            self.drop(sequence_id)
+            return
+        sequence = self._scheduler.sequence(sequence_id)
+        num_tokens = len(sequence.output) + sequence.num_pending + 1
+        sequence.max_tokens = min(sequence.max_tokens, num_tokens)
 
     def drop(self, sequence_id: int) -> None:
         if self._generations.pop(sequence_id, None):

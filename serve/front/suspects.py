@@ -36,6 +36,10 @@ class Suspects:
         """The sequence that runs while all others wait, if there is a suspect."""
         return self._queue[0] if self._queue else None
 
+    def is_clear(self, sequence_id: int) -> bool:
+        """Whether the engines did not end since its last token."""
+        return sequence_id not in self._faults
+
     def clear(self, sequence_id: int) -> None:
         """It got a token, or has ended."""
         if self._faults.pop(sequence_id, None) is None:

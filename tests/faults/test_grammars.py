@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.cluster.servers import Server, brigade_launch, running
-from tests.faults.grammars import request
+from tests.faults.grammars import COMPLETIONS, Json, request
 
 pytestmark = pytest.mark.long
 
@@ -60,6 +60,70 @@ def check_seeds(server: Server, seeds: Sequence[int]) -> None:
     assert server.engines() == engines, "an engine ended"
     assert server.get("/admin/pipeline")["num_restarts"] == 0
     assert ends["200"] > len(seeds) / 10, "most were refused: they are not near the bounds"
+
+
+def chain_of_rules(length: int) -> Json:
+    rules = [f'r{n}: "a" r{n + 1}' for n in range(length)]
+    return {"grammar": "\n".join(["start: r0", *rules, f'r{length}: "b"'])}
+
+
+def chain_of_definitions(length: int) -> Json:
+    definitions: Json = {
+        f"d{n}": {
+            "type": "object",
+            "properties": {"a": {"$ref": f"#/$defs/d{n + 1}"}},
+            "required": ["a"],
+        }
+        for n in range(length)
+    }
+    definitions[f"d{length}"] = {"type": "string"}
+    return {"json": {"$ref": "#/$defs/d0", "$defs": definitions}}
+
+
+def test_chains_around_the_end_of_a_stack_end_no_engine(cluster: Server) -> None:
+    """What 8 MB of stack are just not enough for, and what is far beyond."""
+    engines = cluster.engines()
+    lengths = {
+        chain_of_rules: (2655, 2662, 2670, 5000),
+        chain_of_definitions: (917, 919, 921, 5000),
+    }
+    statuses = []
+    for chain, each in lengths.items():
+        for length in each:
+            body = {"model": "tiny-chat", "prompt": "hi", "max_tokens": 3}
+            body["structured_outputs"] = chain(length)
+            reply = httpx.post(cluster.url + COMPLETIONS, json=body, timeout=60)
+            statuses.append(reply.status_code)
+    assert statuses == [200, 200, 200, 400] * 2
+    assert cluster.engines() == engines
+
+
+def test_grammar_and_stop_tokens_or_allowed_tokens(cluster: Server) -> None:
+    """A stop token that the grammar allows ends the answer; what leaves nothing is named."""
+
+    def id_of(text: str) -> int:
+        told = httpx.post(cluster.url + "/tokenize", json={"model": "tiny-chat", "prompt": text})
+        return int(told.json()["tokens"][0])
+
+    body: Json = {
+        "model": "tiny-chat",
+        "prompt": "hi",
+        "max_tokens": 9,
+        "structured_outputs": {"regex": "[ab]{5}"},
+    }
+    a, b, c = map(id_of, "abc")
+    only = {"allowed_token_ids": [a, b]}
+    stopped = httpx.post(
+        cluster.url + COMPLETIONS, json={**body, **only, "stop_token_ids": [a, b]}, timeout=60
+    ).json()
+    assert stopped["choices"][0]["finish_reason"] == "stop"
+    assert stopped["choices"][0]["stop_reason"] in (a, b)
+    assert stopped["usage"]["completion_tokens"] == 1
+    refused = httpx.post(
+        cluster.url + COMPLETIONS, json={**body, "allowed_token_ids": [c]}, timeout=60
+    )
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "allowed_token_ids"
 
 
 @pytest.mark.timeout(400)

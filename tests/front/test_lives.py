@@ -167,7 +167,8 @@ async def test_requests_that_come_during_a_recovery_wait_for_it() -> None:
 
 
 @pytest.mark.long
-async def test_a_client_that_leaves_during_a_recovery_is_not_computed() -> None:
+async def test_client_that_leaves_during_a_recovery_is_computed_for_one_token() -> None:
+    """Which tells whether its request is what ended the engines."""
     async with cluster() as engine:
         await ready(engine)
         generation = engine.submit([prompt(10, 5000)])
@@ -177,12 +178,28 @@ async def test_a_client_that_leaves_during_a_recovery_is_not_computed() -> None:
             await asyncio.sleep(0.001)
         generation.close()
         await ready(engine)
-        pipeline = engine.pipeline()
-        assert (pipeline["num_running"], pipeline["num_waiting"], pipeline["kv_tokens"]) == (
-            0,
-            0,
-            0,
-        )
+        await until(lambda: engine.pipeline()["num_running"] == 0, 2.0)
+        sequence = generation._sequences[0]
+        assert len(sequence.output) < 1000
+        assert engine.pipeline()["num_waiting"] == 0
+
+
+@pytest.mark.long
+async def test_requests_that_break_engines_are_found_after_their_clients_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("POISON", "1500")
+    async with cluster(max_restarts=2) as engine:
+        await ready(engine)
+        poison = replace(prompt(10, 5), ids=[1500] * 20)
+        for number in range(3):
+            generation = engine.submit([poison])
+            await until(lambda n=number: engine.pipeline()["num_restarts"] > 3 * n)
+            generation.close()
+            await until(lambda n=number: engine.pipeline()["num_restarts"] == 3 * n + 3)
+            await ready(engine)
+        assert not engine.pipeline()["num_waiting"]
+        await asyncio.wait_for(collect(engine, prompt(10, 30)), 15)
 
 
 @pytest.mark.long
