@@ -17,7 +17,14 @@ from typing import Any, cast
 
 from serve.core import wire
 from serve.core.config import Cluster, ServeConfig
-from serve.core.errors import BrigadeError, EngineError, PlanError, RequestError, UnavailableError
+from serve.core.errors import (
+    BrigadeError,
+    EngineError,
+    GivenUpError,
+    PlanError,
+    RequestError,
+    UnavailableError,
+)
 from serve.core.types import Sequence
 from serve.front.adapters import Adapters
 from serve.front.generation import Generation
@@ -25,7 +32,7 @@ from serve.front.lives import Lives, View
 from serve.front.prompt import Prompt
 from serve.front.scheduler import Reuse, Scheduler
 from serve.front.stages import better_split, chrome_trace, chunk_beside_decoding, room_for_tokens
-from serve.front.suspects import MAX_SHARED_FAULTS, Blame, Suspects
+from serve.front.suspects import Blame, Suspects
 
 _NUM_SEQUENCE_IDS = 2**30  # they are int32 on the wire, and group numbers are above them
 
@@ -49,8 +56,7 @@ class Engine:
         )
         self.adapters = Adapters(config, self)
         self._generations: dict[int, Generation] = {}
-        # With fewer restarts there are not enough faults to share.
-        self._suspects = Suspects(max(1, min(MAX_SHARED_FAULTS, config.max_restarts)))
+        self._suspects = Suspects(config.max_restarts)
         # Not by cycle, which keeps all that it has given.
         self._sequence_ids = (number % _NUM_SEQUENCE_IDS for number in itertools.count())
         self._has_worked = False
@@ -154,9 +160,8 @@ class Engine:
             "event=request_given_up sequence=%d num_faults=%d", blame.sequence, blame.num_faults
         )
         generation = self._generations[blame.sequence]
-        # HTTP 500 and not 503: nobody should send it again.
         generation.put(
-            BrigadeError(
+            GivenUpError(
                 f"This request ended the engines {blame.num_faults} times, the last time while it "
                 "ran alone: given up. Do not send it again."
             )
@@ -176,9 +181,11 @@ class Engine:
             generation = self._generations.get(event.sequence)
             if generation:
                 generation.put(event)
-            self._clear(event.sequence)
+            self._suspects.clear(event.sequence)
             if event.finish_reason:
                 self._generations.pop(event.sequence, None)
+                self._suspects.forget(event.sequence)
+            self._scheduler.run_alone(self._suspects.alone)
         self._pump()
 
     def on_message(self, rank: int, message: dict[str, Any]) -> None:
@@ -238,13 +245,9 @@ class Engine:
     def drop(self, sequence_id: int) -> None:
         if self._generations.pop(sequence_id, None):
             self._scheduler.drop(sequence_id)
-            self._clear(sequence_id)
+            self._suspects.forget(sequence_id)
+            self._scheduler.run_alone(self._suspects.alone)
             self._pump()
-
-    def _clear(self, sequence_id: int) -> None:
-        """It is no suspect, so the next one runs alone, or all run again."""
-        self._suspects.clear(sequence_id)
-        self._scheduler.run_alone(self._suspects.alone)
 
     def _pump(self) -> None:
         """Sends every step that can go now."""

@@ -5,7 +5,13 @@ from collections.abc import AsyncIterator, Mapping
 from io import StringIO
 from typing import Any
 
-from serve.core.errors import BrigadeError, OverloadedError, RequestError, UnavailableError
+from serve.core.errors import (
+    BrigadeError,
+    GivenUpError,
+    OverloadedError,
+    RequestError,
+    UnavailableError,
+)
 from serve.front.schemas import AnthropicError, AnthropicErrorReply, ErrorReply, Usage
 
 Json = dict[str, Any]
@@ -83,7 +89,7 @@ def error_headers(error: BrigadeError) -> dict[str, str]:
 
 def _public_message(error: BrigadeError) -> str:
     """Only messages that are written for clients: others may name paths and addresses."""
-    if isinstance(error, RequestError | UnavailableError):
+    if isinstance(error, RequestError | UnavailableError | GivenUpError):
         return str(error)
     if error.http_status == UnavailableError.http_status:
         return "The model cannot answer, because its cluster broke: try again later."

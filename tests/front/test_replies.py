@@ -10,6 +10,7 @@ from serve.core.errors import (
     BrigadeError,
     ClusterError,
     EngineError,
+    GivenUpError,
     ModelError,
     NotFoundError,
     OverloadedError,
@@ -151,3 +152,11 @@ async def test_folding_takes_as_long_for_each_chunk() -> None:
     assert len(reply["choices"][0]["text"]) == 4 * 120_001
     first, *_, last = [end - start for start, end in zip(marks, marks[1:], strict=False)]
     assert last < 5 * first, marks
+
+
+def test_error_of_a_request_that_is_given_up_tells_its_client_why() -> None:
+    error = replies.error_object(GivenUpError("It ended them."))["error"]
+    assert (error["message"], error["code"]) == (
+        "It ended them.",
+        "request_given_up",
+    )

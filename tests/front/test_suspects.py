@@ -9,17 +9,18 @@ from hypothesis import strategies as st
 
 from serve.core.errors import EngineError
 from serve.core.types import Step
-from serve.front.suspects import MAX_SHARED_FAULTS, Blame, Suspects
+from serve.front.suspects import MAX_FAULTS_ALONE, MAX_SHARED_FAULTS, Blame, Suspects
 from serve.parent.restarts import Restarts
 from tests.front.simulation import Pipeline, StageModel, make_sequence
 from tests.front.test_scheduler import check_all_ended, copies, expected
 
 MAX_RESTARTS = 5
+NUM_FAULTS = MAX_SHARED_FAULTS + MAX_FAULTS_ALONE
 FAULT = EngineError("The engine of rank 0 ended by signal 11.")
 
 
 def test_suspects_run_alone_after_two_faults_the_youngest_first() -> None:
-    suspects = Suspects()
+    suspects = Suspects(MAX_RESTARTS)
     assert suspects.after_fault([1, 2]) is None
     assert suspects.alone is None
     assert suspects.after_fault([1, 2, 3]) is None
@@ -31,17 +32,26 @@ def test_suspects_run_alone_after_two_faults_the_youngest_first() -> None:
 
 
 def test_suspects_blame_the_one_that_ran_alone() -> None:
-    suspects = Suspects()
+    suspects = Suspects(MAX_RESTARTS)
     for _ in range(MAX_SHARED_FAULTS):
         suspects.after_fault([1, 2])
-    assert suspects.after_fault([2]) == Blame(2, num_faults=3, num_explained=3)
-    suspects.clear(2)
+    assert suspects.after_fault([2]) is None, "it may have been a kill"
+    assert suspects.after_fault([2]) == Blame(2, num_faults=4, num_explained=4)
+    suspects.forget(2)
     assert suspects.alone == 1
-    assert suspects.after_fault([1]) == Blame(1, num_faults=3, num_explained=1)
+    assert suspects.after_fault([1]) is None
+    assert suspects.after_fault([1]) == Blame(1, num_faults=4, num_explained=2)
+
+
+@pytest.mark.parametrize(("max_restarts", "num_faults"), [(1, 2), (2, 3), (3, 4), (9, 4)])
+def test_suspects_blame_before_the_restarts_are_used_up(max_restarts: int, num_faults: int) -> None:
+    suspects = Suspects(max_restarts)
+    blamed = [suspects.after_fault([1]) for _ in range(num_faults)]
+    assert blamed == [None] * (num_faults - 1) + [Blame(1, num_faults, num_faults)]
 
 
 def test_suspects_blame_nobody_while_others_hold_something() -> None:
-    suspects = Suspects()
+    suspects = Suspects(MAX_RESTARTS)
     for _ in range(MAX_SHARED_FAULTS):
         suspects.after_fault([1, 2])
     assert suspects.after_fault([1, 2]) is None
@@ -49,7 +59,7 @@ def test_suspects_blame_nobody_while_others_hold_something() -> None:
 
 
 def test_suspects_forget_faults_with_a_token() -> None:
-    suspects = Suspects()
+    suspects = Suspects(MAX_RESTARTS)
     for _ in range(10):
         assert suspects.after_fault([1, 2]) is None
         assert suspects.alone is None
@@ -58,11 +68,11 @@ def test_suspects_forget_faults_with_a_token() -> None:
 
 
 def test_suspects_keep_nothing_of_those_that_ended() -> None:
-    suspects = Suspects()
+    suspects = Suspects(MAX_RESTARTS)
     for number in range(0, 900, 3):
-        for _ in range(3):
+        for _ in range(NUM_FAULTS):
             suspects.after_fault([number])
-        suspects.clear(number)
+        suspects.forget(number)
     assert [suspects._faults, suspects._explained, suspects._queue] == [{}, set(), []]
 
 
@@ -90,7 +100,7 @@ class Fragile(Pipeline):
 
     def __init__(self, num_stages: int, fatal: dict[int, int], **options: Any) -> None:
         self.fatal = fatal
-        self.suspects = Suspects()
+        self.suspects = Suspects(MAX_RESTARTS)
         self.restarts = Restarts(MAX_RESTARTS, 300)
         self.given_up: dict[int, int] = {}
         self.left: set[int] = set()  # whose clients have gone
@@ -109,10 +119,15 @@ class Fragile(Pipeline):
         num_before = len(self.events)
         super()._finish(step)
         for event in self.events[num_before:]:
-            self.clear(event.sequence)
+            self.suspects.clear(event.sequence)
+            if event.finish_reason:
+                self.suspects.forget(event.sequence)
+            self.scheduler.run_alone(self.suspects.alone)
 
-    def clear(self, sequence: int) -> None:
-        self.suspects.clear(sequence)
+    def leave(self, sequence: int) -> None:
+        self.left.add(sequence)
+        self.scheduler.drop(sequence)
+        self.suspects.forget(sequence)
         self.scheduler.run_alone(self.suspects.alone)
 
     def tick(self) -> None:
@@ -130,7 +145,7 @@ class Fragile(Pipeline):
         if blame:
             self.given_up[blame.sequence] = blame.num_faults
             self.scheduler.drop(blame.sequence)
-            self.suspects.clear(blame.sequence)
+            self.suspects.forget(blame.sequence)
         self.scheduler.run_alone(self.suspects.alone)
         self.pump()
 
@@ -158,8 +173,8 @@ def test_suspects_find_a_fatal_request_wherever_it_comes(num_stages: int, fatal_
         pipeline.add(make_sequence(9, 12, 8))
         pipeline.run()
         assert list(pipeline.given_up) == [9]
-        assert pipeline.given_up[9] == MAX_SHARED_FAULTS + 1
-        assert pipeline.restarts.num_left(0) >= MAX_RESTARTS - MAX_SHARED_FAULTS
+        assert pipeline.given_up[9] == NUM_FAULTS
+        assert pipeline.restarts.num_left(0) >= MAX_RESTARTS - NUM_FAULTS + 1
         pipeline.check()
 
 
@@ -221,10 +236,9 @@ def test_suspects_find_random_fatal_requests(case: tuple[Any, ...]) -> None:
         for _ in range(chance.randint(0, 5)):
             pipeline.tick()
     for id in range(25):
-        if chance.random() < 0.2 and id in pipeline.scheduler._live:
-            pipeline.scheduler.drop(id)
-            pipeline.clear(id)
-            pipeline.left.add(id)
+        is_clear = pipeline.suspects.is_clear(id)  # Others stay for a token, as in Engine.
+        if chance.random() < 0.2 and is_clear and id in pipeline.scheduler._live:
+            pipeline.leave(id)
     pipeline.run()
     assert set(pipeline.given_up) <= set(fatal)
     pipeline.check()
