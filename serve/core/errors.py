@@ -12,7 +12,8 @@
     ├── ClusterError                      6   503   a rank is missing, lost or different
     │   ├── DisagreementError             6   503   ranks have different files or versions
     │   └── UnavailableError              -   503   not ready yet, or draining
-    └── EngineError                       7   503   the engine process broke
+    ├── EngineError                       7   503   the engine process broke
+    └── GivenUpError                      -   500   a request that ended the engines again and again
 
 The message is one line: what is wrong, where, and how to mend it.
 """
@@ -108,6 +109,12 @@ class UnavailableError(ClusterError):
 class EngineError(BrigadeError):
     exit_code = 7
     http_status = 503
+
+
+class GivenUpError(BrigadeError):
+    """500 and not 503, because nobody should send it again. Its message is for the client."""
+
+    code = "request_given_up"
 
 
 _BY_EXIT_CODE: dict[int, type[BrigadeError]] = {

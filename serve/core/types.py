@@ -13,12 +13,18 @@ FIRST_WARM_UP_STEP = 2**31 - 2**16
 NUM_SEQUENCE_IDS = 2**30 - 2**16  # those of requests; a warm-up has some above
 LAST_TOKEN = -1  # In a step: the token that the step before of this row samples.
 
-FinishReason = Literal["stop", "length", "abort", "error", "refused"]
+FinishReason = Literal["stop", "length", "abort", "error", "refused", "conflict"]
 
 # In a result: no token could be drawn for this row, by a fault of ours or of its request.
 FAILED_TOKEN = -2
 REFUSED_TOKEN = -3
-FAILURES: dict[int, FinishReason] = {FAILED_TOKEN: "error", REFUSED_TOKEN: "refused"}
+# Its grammar and its other fields allow nothing in common.
+CONFLICT_TOKEN = -4
+FAILURES: dict[int, FinishReason] = {
+    FAILED_TOKEN: "error",
+    REFUSED_TOKEN: "refused",
+    CONFLICT_TOKEN: "conflict",
+}
 
 
 @dataclass(frozen=True, slots=True)

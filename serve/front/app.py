@@ -9,7 +9,6 @@ import socket
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from starlette.applications import Starlette
@@ -31,6 +30,7 @@ from serve.front.app_responses import ResponseCalls
 from serve.front.app_server import BACKLOG, Server
 from serve.front.app_stream import Stream, json_response
 from serve.front.door import Door, log_access
+from serve.front.grammar_queue import GrammarQueue
 from serve.front.lanes import Kind, Lanes
 from serve.front.metrics import Metrics
 from serve.front.openai import ChatBody, CompletionBody, DetokenizeBody, Tokenizable
@@ -42,8 +42,6 @@ from serve.front.tokens import Tokenizer
 
 _MOST_SECONDS = 3600.0
 _BROKEN_DRAIN_SECONDS = 0.5
-# Of their own, because clients without a grammar must not wait for those that are slow to check.
-_GRAMMAR_THREADS = 2
 
 _logger = logging.getLogger(__name__)
 
@@ -135,7 +133,7 @@ class Front:
         max_answers = config.max_queue + config.max_num_sequences
         self._reader = Reader(tokenizer, max_context, max_answers)
         self._lanes = Lanes(self._reader)
-        self._grammar_threads = ThreadPoolExecutor(_GRAMMAR_THREADS, "grammar")
+        self._grammars = GrammarQueue()
         routes = self._routes()
         starlette = Starlette(routes=routes, exception_handlers=_ERROR_HANDLERS)
         starlette.router.redirect_slashes = False
@@ -182,7 +180,7 @@ class Front:
 
     def close(self) -> None:
         self._lanes.close()
-        self._grammar_threads.shutdown(wait=False, cancel_futures=True)
+        self._grammars.close()
 
     def _routes(self) -> list[Route]:
         return [
@@ -240,10 +238,9 @@ class Front:
         if job.body.model != self._model:
             record.adapter = job.body.model
         self._adapters.check(job.body.model)
-        if job.prompts[0].samplings[0].grammar is not None:
-            loop, check = asyncio.get_running_loop(), job.body.check_grammar
-            checking = loop.run_in_executor(self._grammar_threads, check, self._tokenizer)
-            await guard.unless_gone(request.receive, checking)
+        grammar = job.prompts[0].samplings[0].grammar
+        if grammar is not None:
+            await guard.unless_gone(request.receive, self._check_grammar(request, job, grammar))
         adapter = await self._adapters.version(job.body.model)
         headers = replies.ignored_fields(job.body.ignored_fields)
         if adapter:
@@ -255,6 +252,16 @@ class Front:
         answer = Answer(job.body.model, job, generation, self._tokenizer, record, self._metrics)
         self._answers.add(answer)
         return answer, headers
+
+    async def _check_grammar(self, request: Request, job: Job, grammar: str) -> None:
+        def check() -> None:
+            job.body.check_grammar(self._tokenizer)
+
+        if self._tokenizer.grammars.is_known(grammar):
+            await self._grammars.run_known(check)
+        else:
+            client = self.door.client_of(request.scope)
+            await self._grammars.run(client, len(grammar), check)
 
     async def read(self, request: Request, kind: Kind, *given: bytes) -> Any:
         """What reading a request's body gives; the body and more may be given already."""

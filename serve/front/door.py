@@ -72,6 +72,12 @@ class Door:
         valid = (token for token in _tokens(scope) if _is_one_of(token, self._api_keys))
         return next((_digest(token).hex() for token in valid), "")
 
+    def client_of(self, scope: Scope) -> str:
+        """The client, as far as nobody can make it up: the API key that let the request in, or
+        else the address, which all clients of a proxy share."""
+        address = scope.get("client") or ("",)
+        return self.key_digest(scope) or str(address[0])
+
     def _tell_if_drained(self) -> None:
         if self._draining and not self._num_inside:
             self._drained.set()

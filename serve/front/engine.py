@@ -16,7 +16,14 @@ from typing import Any, cast
 
 from serve.core import wire
 from serve.core.config import Cluster, ServeConfig
-from serve.core.errors import BrigadeError, EngineError, PlanError, RequestError, UnavailableError
+from serve.core.errors import (
+    BrigadeError,
+    EngineError,
+    GivenUpError,
+    PlanError,
+    RequestError,
+    UnavailableError,
+)
 from serve.core.types import NUM_SEQUENCE_IDS, Sequence, Step
 from serve.front.adapters import Adapters
 from serve.front.generation import Generation
@@ -24,7 +31,7 @@ from serve.front.lives import Lives, View
 from serve.front.prompt import Prompt
 from serve.front.scheduler import Reuse, Scheduler
 from serve.front.stages import better_split, chrome_trace, chunk_beside_decoding, room_under_limits
-from serve.front.suspects import MOST_FAULTS, Suspects
+from serve.front.suspects import Blame, Suspects
 from serve.front.warm_up import WarmUp
 
 _logger = logging.getLogger(__name__)
@@ -48,7 +55,7 @@ class Engine:
         )
         self.adapters = Adapters(config, self)
         self._generations: dict[int, Generation] = {}
-        self._suspects = Suspects()
+        self._suspects = Suspects(config.max_restarts)
         # Not by cycle, which keeps all that it has given.
         self._sequence_ids = (number % NUM_SEQUENCE_IDS for number in itertools.count())
         self._has_worked = False
@@ -159,21 +166,30 @@ class Engine:
         self._has_worked = True
         self._pump()
 
-    def interrupt(self) -> None:
+    def interrupt(self) -> int:
         self._loaded.clear()
         sequences = [self._scheduler.sequence(id) for id in self._generations]
-        guilty = self._suspects.after_fault(s.id for s in sequences if s.is_held)
+        blame = self._suspects.after_fault(s.id for s in sequences if s.is_held)
         self._scheduler.restart()
         self.adapters.interrupt()
-        if guilty is not None:
-            self._give_up(guilty)
+        if blame:
+            self._give_up(blame)
+        self._scheduler.run_alone(self._suspects.alone)
+        return blame.num_explained if blame else 0
 
-    def _give_up(self, sequence_id: int) -> None:
-        reason = f"The engines ended {MOST_FAULTS} times under this request: given up."
-        _logger.error("event=request_given_up sequence=%d", sequence_id)
-        # HTTP 500 and not 503: nobody should send it again.
-        self._generations[sequence_id].put(BrigadeError(reason))
-        self.drop(sequence_id)
+    def _give_up(self, blame: Blame) -> None:
+        _logger.error(
+            "event=request_given_up sequence=%d num_faults=%d", blame.sequence, blame.num_faults
+        )
+        generation = self._generations[blame.sequence]
+        generation.put(
+            GivenUpError(
+                f"This request ended the engines {blame.num_faults} times, the last time while it "
+                "ran alone: given up. Do not send it again."
+            )
+        )
+        for id in [id for id, of in self._generations.items() if of is generation]:
+            self.drop(id)
 
     def waiting_seconds(self) -> float:
         return time.monotonic() - self._progress_at if self._scheduler.num_in_flight else 0.0
@@ -193,6 +209,8 @@ class Engine:
             self._suspects.clear(event.sequence)
             if event.finish_reason:
                 self._generations.pop(event.sequence, None)
+                self._suspects.forget(event.sequence)
+            self._scheduler.run_alone(self._suspects.alone)
         self._pump()
 
     def on_message(self, rank: int, message: dict[str, Any]) -> None:
@@ -220,7 +238,7 @@ class Engine:
             for sequence in self._sequences(prompt, adapter, cache_scope)
         ]
         self._scheduler.add(*sequences)
-        generation = Generation(sequences, self.drop)
+        generation = Generation(sequences, self._leave)
         self._generations |= {sequence.id: generation for sequence in sequences}
         if self._warm_up:
             self._warm_up.stop()
@@ -247,10 +265,21 @@ class Engine:
             sequences.append(sequence)
         return sequences
 
+    def _leave(self, sequence_id: int) -> None:
+        """Its client has gone. One that may be what ended the engines stays until its next token:
+        else nobody would know, and its like could come until no restarts are left."""
+        if sequence_id not in self._generations or self._suspects.is_clear(sequence_id):
+            self.drop(sequence_id)
+            return
+        sequence = self._scheduler.sequence(sequence_id)
+        num_tokens = len(sequence.output) + sequence.num_pending + 1
+        sequence.max_tokens = min(sequence.max_tokens, num_tokens)
+
     def drop(self, sequence_id: int) -> None:
         if self._generations.pop(sequence_id, None):
-            self._suspects.clear(sequence_id)
             self._scheduler.drop(sequence_id)
+            self._suspects.forget(sequence_id)
+            self._scheduler.run_alone(self._suspects.alone)
             self._pump()
 
     def _pump(self) -> None:

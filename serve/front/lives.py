@@ -65,8 +65,9 @@ class Work(Protocol):
     def go(self) -> None:
         """They may get steps."""
 
-    def interrupt(self) -> None:
-        """They are ended, or will be: nothing that is under way comes back."""
+    def interrupt(self) -> int:
+        """They are ended, or will be: nothing that is under way comes back. Returns how many
+        faults, this one included, were the doing of a request that is found and given up."""
 
     def on_result(self, result: wire.Result) -> None: ...
 
@@ -251,14 +252,15 @@ class Lives:
     async def _judge(self) -> float:
         was_ready, self.is_working = self.is_working, False
         self._recovering_since = self._recovering_since or time.monotonic()
-        self._work.interrupt()
+        num_explained = self._work.interrupt()
         # That a neighbour is gone is known first and says least: a better reason replaces it.
         if not was_ready or not self._restarts.num_left(time.monotonic()):
             await asyncio.sleep(_BLAME_SECONDS)
         elif type(self._reason) is ClusterError:
             await asyncio.sleep(_GLANCE_SECONDS)
         assert self._reason is not None
-        return self._restarts.wait_seconds(self._reason, was_ready, time.monotonic())
+        now = time.monotonic()
+        return self._restarts.wait_seconds(self._reason, was_ready, now, num_explained)
 
     async def _renew(self) -> None:
         """New engines on all ranks. Raises ClusterError if a rank is gone for good."""

@@ -6,7 +6,13 @@ from io import StringIO
 from typing import Any
 from urllib.parse import quote
 
-from serve.core.errors import BrigadeError, OverloadedError, RequestError, UnavailableError
+from serve.core.errors import (
+    BrigadeError,
+    GivenUpError,
+    OverloadedError,
+    RequestError,
+    UnavailableError,
+)
 from serve.front.schemas import AnthropicError, AnthropicErrorReply, ErrorReply, Usage
 
 Json = dict[str, Any]
@@ -115,7 +121,7 @@ def error_headers(error: BrigadeError) -> dict[str, str]:
 
 def _public_message(error: BrigadeError) -> str:
     """Only messages that are written for clients: others may name paths and addresses."""
-    if isinstance(error, RequestError | UnavailableError):
+    if isinstance(error, RequestError | UnavailableError | GivenUpError):
         return str(error)
     if error.http_status == UnavailableError.http_status:
         return "The model cannot answer, because its cluster broke: try again later."

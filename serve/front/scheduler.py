@@ -79,6 +79,7 @@ class Scheduler:
         self._to_drop: list[int] = []
         self._retired: set[int] = set()
         self._ready: deque[Step] = deque()
+        self._alone: int | None = None
         self._num_groups = num_groups
         self.settle(num_stages)
 
@@ -153,6 +154,17 @@ class Scheduler:
             self._free_copies(sequence)
             self._leaving.append(sequence)
             self._let_go()
+
+    def run_alone(self, sequence_id: int | None) -> None:
+        """All others wait while this one runs, also those that run; None for nobody."""
+        if sequence_id == self._alone:
+            return
+        self._alone = sequence_id
+        if sequence_id is not None:
+            idle = {s.id for s in (*self.waiting, *self._copies, *self._leaving)}
+            for sequence in reversed(list(self._live.values())):
+                if sequence.id not in idle and sequence.id != sequence_id:
+                    self._send_back(sequence)
 
     def schedule(self) -> Step | None:
         """The next step, or None until another result or sequence comes."""
@@ -284,14 +296,22 @@ class Scheduler:
     # --- what becomes of sequences
 
     def _admit(self) -> None:
-        while self.waiting and self.num_running < self._num_at_once:
-            sequence = self.waiting[0]
+        while (sequence := self._next()) and self.num_running < self._num_at_once:
             if not self._has_room_for(sequence):
                 return
-            self.waiting.popleft()
+            self.waiting.remove(sequence)
             self._reuse_prefix(sequence)
             self.prefilling.append(sequence)
             self._join_if_prefilled(sequence)
+
+    def _next(self) -> Sequence | None:
+        """The oldest one that waits. One that is to run alone comes when steps of no other one
+        are under way."""
+        if self._alone is None:
+            return self.waiting[0] if self.waiting else None
+        if any(step.sequences for step in self._in_flight.values()):
+            return None
+        return next((sequence for sequence in self.waiting if sequence.id == self._alone), None)
 
     def _reuse_prefix(self, sequence: Sequence) -> None:
         found = beginning_of_original(sequence, self._live)
@@ -399,12 +419,15 @@ class Scheduler:
         running = [s for s in self._live.values() if s not in idle]
         if len(running) < 2:
             return False
-        youngest = running[-1]
-        self._take_out(youngest.id)
-        self._live[youngest.id] = youngest
-        self._leaving.append(youngest)
-        self._let_go()
+        self._send_back(running[-1])
         return True
+
+    def _send_back(self, sequence: Sequence) -> None:
+        """To the queue, where it waits to be computed anew."""
+        self._take_out(sequence.id)
+        self._live[sequence.id] = sequence
+        self._leaving.append(sequence)
+        self._let_go()
 
     def _let_go(self) -> None:
         """Of those whose steps are all back; to the queue if they have not ended."""

@@ -17,11 +17,18 @@ class Restarts:
         self._times: deque[float] = deque()
         self._num_vain = 0
 
-    def wait_seconds(self, fault: BrigadeError, was_ready: bool, now: float) -> float:
+    def wait_seconds(
+        self, fault: BrigadeError, was_ready: bool, now: float, num_explained: int = 0
+    ) -> float:
         """How long the next engines have to wait. was_ready says whether those with the fault
-        could work. Raises the error for which the cluster has to end."""
+        could work. num_explained faults, this one included, were the doing of a request that is
+        given up: they do not count. Raises the error for which the cluster has to end."""
         if not may_pass(fault):
             raise fault
+        if num_explained:
+            self._forget(num_explained - 1)
+            self._num_vain = 0
+            return 0.0
         if not self.num_left(now):
             raise _given_up(fault, len(self._times), f"in {self._window_seconds:g} s")
         # Such as a disk that hangs: each of these may take longer than the window.
@@ -32,6 +39,10 @@ class Restarts:
         if not self._num_vain:
             return 0.0
         return min(_LONGEST_WAIT_SECONDS, _FIRST_WAIT_SECONDS * 2.0 ** (self._num_vain - 1))
+
+    def _forget(self, num_faults: int) -> None:
+        for _ in range(min(num_faults, len(self._times))):
+            self._times.pop()
 
     def num_left(self, now: float) -> int:
         while self._times and self._times[0] <= now - self._window_seconds:

@@ -12,10 +12,19 @@ from typing import Any
 import mlx.core as mx
 
 from serve.core.errors import RequestError
-from serve.core.types import FAILED_TOKEN, FAILURES, REFUSED_TOKEN, Row, Sampling, Score, Step
+from serve.core.types import (
+    CONFLICT_TOKEN,
+    FAILED_TOKEN,
+    FAILURES,
+    REFUSED_TOKEN,
+    Row,
+    Sampling,
+    Score,
+    Step,
+)
 from serve.core.wire import Result, Scores
 from serve.rank.cache import Part
-from serve.rank.grammar import Grammars
+from serve.rank.grammar import CONFLICT, Grammars
 from serve.rank.sampling import Sampler, sample, score
 
 _ARRAYS_OF_A_SCORING = 3
@@ -129,7 +138,13 @@ def _sample_each(logits: mx.array, samplers: list[Sampler], positions: list[int]
             each = [_sample_each(logits[n : n + 1], [samplers[n]], [positions[n]]) for n in rows]
             return mx.concatenate(each)
         _logger.error("event=row_failed reason=%s", json.dumps(repr(error)))
-        return mx.array([REFUSED_TOKEN if isinstance(error, RequestError) else FAILED_TOKEN])
+        return mx.array([_failure(error)])
+
+
+def _failure(error: Exception) -> int:
+    if not isinstance(error, RequestError):
+        return FAILED_TOKEN
+    return CONFLICT_TOKEN if error.code == CONFLICT else REFUSED_TOKEN
 
 
 def _logits_of_rows(step: Step, parts: list[Part], logits: list[mx.array]) -> dict[int, mx.array]:

@@ -171,7 +171,8 @@ async def test_requests_that_come_during_a_recovery_wait_for_it() -> None:
 
 
 @pytest.mark.long
-async def test_a_client_that_leaves_during_a_recovery_is_not_computed() -> None:
+async def test_client_that_leaves_during_a_recovery_is_computed_for_one_token() -> None:
+    """Which tells whether its request is what ended the engines."""
     async with cluster() as engine:
         await ready(engine)
         generation = engine.submit([prompt(10, 5000)])
@@ -181,12 +182,28 @@ async def test_a_client_that_leaves_during_a_recovery_is_not_computed() -> None:
             await asyncio.sleep(0.001)
         generation.close()
         await ready(engine)
-        pipeline = engine.pipeline()
-        assert (pipeline["num_running"], pipeline["num_waiting"], pipeline["kv_tokens"]) == (
-            0,
-            0,
-            0,
-        )
+        await until(lambda: engine.pipeline()["num_running"] == 0, 2.0)
+        sequence = generation._sequences[0]
+        assert len(sequence.output) < 1000
+        assert engine.pipeline()["num_waiting"] == 0
+
+
+@pytest.mark.long
+async def test_requests_that_break_engines_are_found_after_their_clients_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("POISON", "1500")
+    async with cluster(max_restarts=2) as engine:
+        await ready(engine)
+        poison = replace(prompt(10, 5), ids=[1500] * 20)
+        for number in range(3):
+            generation = engine.submit([poison])
+            await until(lambda n=number: engine.pipeline()["num_restarts"] > 3 * n)
+            generation.close()
+            await until(lambda n=number: engine.pipeline()["num_restarts"] == 3 * n + 3)
+            await ready(engine)
+        assert not engine.pipeline()["num_waiting"]
+        await asyncio.wait_for(collect(engine, prompt(10, 30)), 15)
 
 
 @pytest.mark.long
@@ -529,11 +546,28 @@ async def test_a_request_that_breaks_engines_goes_and_the_others_stay(
         others = [asyncio.create_task(collect(engine, prompt(10, 30))) for _ in range(2)]
         await asyncio.sleep(0)
         poison = replace(prompt(10, 5), ids=[996] * 20)
-        with pytest.raises(BrigadeError, match="ended 4 times under this request") as caught:
+        with pytest.raises(BrigadeError, match="ended the engines 4 times.* alone") as caught:
             await collect(engine, poison)
         assert caught.value.http_status == 500
         await asyncio.wait_for(asyncio.gather(*others), 15)
         assert engine.pipeline()["num_restarts"] == 4
+
+
+@pytest.mark.long
+async def test_requests_that_break_engines_end_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More faults than --max-restarts, and a stream that lives through all of them."""
+    # No token of the model's own.
+    monkeypatch.setenv("POISON", "1500")
+    async with cluster(max_restarts=2) as engine:
+        await ready(engine)
+        stream = asyncio.create_task(collect(engine, prompt(10, 3000)))
+        poison = replace(prompt(10, 5, num=2), ids=[1500] * 20)
+        for _ in range(3):
+            with pytest.raises(BrigadeError, match="given up"):
+                await asyncio.wait_for(collect(engine, poison), 20)
+        await asyncio.wait_for(stream, 30)
+        assert engine.pipeline()["num_restarts"] == 9
+        assert engine.pipeline()["num_waiting"] == 0
 
 
 @pytest.mark.parametrize("rank", [0, 1])

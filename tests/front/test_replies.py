@@ -13,6 +13,7 @@ from serve.core.errors import (
     BrigadeError,
     ClusterError,
     EngineError,
+    GivenUpError,
     ModelError,
     NotFoundError,
     OverloadedError,
@@ -164,3 +165,11 @@ VALUES = LEAVES | LONG | st.lists(LONG, max_size=3) | st.dictionaries(st.text(),
 @given(st.dictionaries(st.text(), VALUES, max_size=5))
 def test_encode_in_slices_gives_what_encode_gives(body: dict[str, Any]) -> None:
     assert replies.encode_in_slices(body) == replies.encode(body)
+
+
+def test_error_of_a_request_that_is_given_up_tells_its_client_why() -> None:
+    error = replies.error_object(GivenUpError("It ended them."))["error"]
+    assert (error["message"], error["code"]) == (
+        "It ended them.",
+        "request_given_up",
+    )
