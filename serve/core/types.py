@@ -9,12 +9,18 @@ from typing import Any, Literal
 
 LAST_TOKEN = -1  # In a step: the token that the step before of this row samples.
 
-FinishReason = Literal["stop", "length", "abort", "error", "refused"]
+FinishReason = Literal["stop", "length", "abort", "error", "refused", "overflowed"]
 
-# In a result: no token could be drawn for this row, by a fault of ours or of its request.
+# In a result: no token could be drawn for this row, by a fault of ours or of its request, or
+# because its logits are not finite numbers.
 FAILED_TOKEN = -2
 REFUSED_TOKEN = -3
-FAILURES: dict[int, FinishReason] = {FAILED_TOKEN: "error", REFUSED_TOKEN: "refused"}
+OVERFLOWED_TOKEN = -4
+FAILURES: dict[int, FinishReason] = {
+    FAILED_TOKEN: "error",
+    REFUSED_TOKEN: "refused",
+    OVERFLOWED_TOKEN: "overflowed",
+}
 
 
 @dataclass(frozen=True, slots=True)

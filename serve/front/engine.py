@@ -17,7 +17,14 @@ from typing import Any, cast
 
 from serve.core import wire
 from serve.core.config import Cluster, ServeConfig
-from serve.core.errors import BrigadeError, EngineError, PlanError, RequestError, UnavailableError
+from serve.core.errors import (
+    BrigadeError,
+    EngineError,
+    OverflowedError,
+    PlanError,
+    RequestError,
+    UnavailableError,
+)
 from serve.core.types import Sequence
 from serve.front.adapters import Adapters
 from serve.front.generation import Generation
@@ -163,7 +170,9 @@ class Engine:
         )
         for event in self._scheduler.update(result.number, result.tokens):
             generation = self._generations.get(event.sequence)
-            if generation:
+            if generation and event.finish_reason == "overflowed":
+                generation.put(self._overflowed(generation, event.sequence))
+            elif generation:
                 generation.put(event)
             self._suspects.clear(event.sequence)
             if event.finish_reason:
@@ -173,10 +182,23 @@ class Engine:
     def on_message(self, rank: int, message: dict[str, Any]) -> None:
         if message["type"] == "scores":
             scores = wire.parse_scores(message)
-            if generation := self._generations.get(scores.sequence):
+            generation = self._generations.get(scores.sequence)
+            if generation and scores.is_finite:
                 generation.put_scores(scores)
+            elif generation:
+                generation.put(self._overflowed(generation, scores.sequence))
+                self.drop(scores.sequence)
         elif message["type"] == "adapter":
             self.adapters.on_answer(rank, message)
+
+    def _overflowed(self, generation: Generation, sequence_id: int) -> OverflowedError:
+        version = generation.adapter
+        name = self.adapters.name_of(version)
+        _logger.error(
+            "event=numbers_overflowed sequence=%d adapter=%s version=%d",
+            *(sequence_id, json.dumps(name), version),
+        )
+        return OverflowedError(sequence_id, name)
 
     # --- requests
 

@@ -12,6 +12,7 @@ from typing import Any
 from serve.core.config import ServeConfig
 from serve.core.errors import PlanError
 from serve.core.plan import StagePlan, memory_of
+from serve.front.chunks import LONGEST_CHUNK
 
 _WINDOW_SECONDS = 10.0
 _NUM_SPANS = 20_000
@@ -29,7 +30,7 @@ _WARM_STEPS = 200
 _WORTHWHILE = 0.95
 _REPORTED = (
     *("bytes_owned", "bytes_read", "bytes_fetched", "free_bytes", "reuse", "kv_bytes"),
-    "adapter_bytes",
+    *("adapter_bytes", "logits_bytes_per_token", "scoring_bytes"),
     *("num_hops", "hop_seconds", "busy_seconds", "num_steps"),
     *("waits_on", "step"),
 )
@@ -93,6 +94,8 @@ class StageStatus:
     bytes_read: int | None = None
     bytes_fetched: int = 0
     free_bytes: int = 0
+    logits_bytes_per_token: int = 0  # on rank 0, which has the head
+    scoring_bytes: int = 0  # that scoring a prompt takes besides
     reuse: str = "none"
     kv_bytes: int = 0
     adapter_bytes: int = 0
@@ -135,6 +138,12 @@ class StageStatus:
     def memory_bytes(self) -> int:
         """What it had for weights, keys and values when it was loaded; 0 before that."""
         return self.free_bytes and self.free_bytes + self.bytes_owned
+
+    def free_beside_scoring(self, prefill_chunk: int) -> int:
+        """What is free while a prompt is scored, in chunks of so many tokens. Only then is there
+        more than one row of logits for a sequence."""
+        num_tokens = int(LONGEST_CHUNK * prefill_chunk)
+        return self.free_bytes - num_tokens * self.logits_bytes_per_token - self.scoring_bytes
 
     @property
     def busy_share(self) -> float:
@@ -212,11 +221,10 @@ def chunk_beside_decoding(stages: list[StageStatus], most: int) -> int:
     return max(1, min(most, max(_LEAST_CHUNK, chunk)))
 
 
-def max_held_tokens(stages: list[StageStatus], kv_bytes: list[int] | None, concurrency: int) -> int:
-    """Of how many tokens all stages can hold keys and values. kv_bytes is what each may use,
-    None for what is free there."""
+def max_held_tokens(stages: list[StageStatus], kv_bytes: list[int], concurrency: int) -> int:
+    """Of how many tokens all stages can hold keys and values. kv_bytes is what each may use."""
     most: float = 2**31 - 1
-    for stage, num_bytes in zip(stages, kv_bytes or [s.free_bytes for s in stages], strict=True):
+    for stage, num_bytes in zip(stages, kv_bytes, strict=True):
         assert stage.plan is not None
         room = num_bytes / _SLACK
         room -= concurrency * stage.plan.cache_bytes_per_sequence
@@ -227,10 +235,14 @@ def max_held_tokens(stages: list[StageStatus], kv_bytes: list[int] | None, concu
 def room_for_tokens(stages: list[StageStatus], config: ServeConfig) -> int:
     """max_held_tokens under the flags. Raises PlanError if that is not even a short sequence."""
     ranks = [stage.rank for stage in stages]
-    kv_bytes = memory_of(config.kv_memory, ranks) if config.kv_memory else None
-    if config.adapter_memory and not kv_bytes:
-        kept = memory_of(config.adapter_memory, ranks)
-        kv_bytes = [stage.free_bytes - most for stage, most in zip(stages, kept, strict=True)]
+    if config.kv_memory:
+        kv_bytes = memory_of(config.kv_memory, ranks)
+    else:
+        kept = [0] * len(ranks)
+        if config.adapter_memory:
+            kept = memory_of(config.adapter_memory, ranks)
+        free = [stage.free_beside_scoring(config.prefill_chunk) for stage in stages]
+        kv_bytes = [num_bytes - most for num_bytes, most in zip(free, kept, strict=True)]
     most = max_held_tokens(stages, kv_bytes, config.max_num_sequences)
     if most < _LEAST_HELD_TOKENS:
         raise PlanError(

@@ -158,9 +158,11 @@ def _key(seed: int, position: int) -> mx.array:
 
 def score(logits: mx.array, tokens: mx.array, num_top: int) -> list[mx.array]:
     """Lazily, from logits (n, vocabulary): the log-probabilities (n,) of tokens (n,), and ids
-    and log-probabilities (n, num_top) of the likeliest tokens, best first."""
+    and log-probabilities (n, num_top) of the likeliest tokens, best first. A log-probability is
+    NaN where the logits are not finite; those of -inf are fine."""
     logits = logits.astype(mx.float32)
     total = mx.logsumexp(logits, axis=-1, keepdims=True)
+    total = mx.where(mx.isfinite(total), total, mx.nan)
     num_top = min(num_top, logits.shape[-1])
     top = mx.argmax(logits, axis=-1, keepdims=True)[:, :num_top]
     if num_top > 1:

@@ -39,7 +39,7 @@ def test_before_anything_is_known_chunks_are_small() -> None:
 def test_room_is_that_of_the_rank_with_least() -> None:
     stages = [make_stage(0, (4, 8), 0.1), make_stage(1, (0, 4), 0.1)]
     # 300,000 bytes less half as much again, less 8 sequences of 1,000 bytes, by 10 a token.
-    assert max_held_tokens(stages, None, 8) == 19_200
+    assert max_held_tokens(stages, [s.free_bytes for s in stages], 8) == 19_200
     assert max_held_tokens(stages, [600_000, 45_000], 8) == 2_200
 
 

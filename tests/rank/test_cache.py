@@ -15,7 +15,6 @@ from serve.rank.slots import quantized
 from serve.rank.stage import Stage
 from tests.models import build
 
-
 OVERFLOWS = 95  # a token of the vocabulary that no test feeds by chance
 
 
