@@ -1,7 +1,11 @@
 """What rank 0 makes of the numbers that the stages report."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
+from serve.core.config import ServeConfig
 from serve.core.plan import StagePlan
 from serve.front.stages import (
     Span,
@@ -10,6 +14,7 @@ from serve.front.stages import (
     chrome_trace,
     chunk_beside_decoding,
     max_held_tokens,
+    room_for_tokens,
     suspicion,
 )
 
@@ -41,6 +46,17 @@ def test_room_is_that_of_the_rank_with_least() -> None:
     # 300,000 bytes less half as much again, less 8 sequences of 1,000 bytes, by 10 a token.
     assert max_held_tokens(stages, [s.free_bytes for s in stages], 8) == 19_200
     assert max_held_tokens(stages, [600_000, 45_000], 8) == 2_200
+
+
+def test_room_leaves_out_what_scoring_a_prompt_takes() -> None:
+    """On the rank with the head, for a chunk and the rest of a prompt that goes along."""
+    stages = [make_stage(0, (4, 8), 0.1), make_stage(1, (0, 4), 0.1)]
+    config = ServeConfig(model=Path("."), prefill_chunk=64)
+    most = room_for_tokens(stages, config)
+    stages[0].logits_bytes_per_token, stages[0].scoring_bytes = 1000, 10_000
+    less = room_for_tokens(stages, config)
+    assert 10 * (most - less) == pytest.approx((80 * 1000 + 10_000) / 1.5, abs=10)
+    assert room_for_tokens(stages, replace(config, kv_memory="300KB")) >= most - 1
 
 
 @pytest.mark.parametrize(
