@@ -15,7 +15,6 @@ from serve.core.errors import RequestError
 from serve.core.types import (
     FAILED_TOKEN,
     FAILURES,
-    OVERFLOWED_TOKEN,
     REFUSED_TOKEN,
     Row,
     Sampling,
@@ -124,10 +123,6 @@ class Chooser:
             [part.own_rows(output[:, -1]) for part, output in zip(parts, logits, strict=True)]
         )
         tokens = _sample_each(last, samplers, positions)
-        # The maximum of a row with a NaN is NaN. A single -inf is fine: some models have logits
-        # for tokens that do not exist.
-        is_finite = mx.isfinite(last.max(axis=-1))
-        tokens = mx.where(is_finite, tokens, OVERFLOWED_TOKEN)
         return tokens if rows == sorted(rows) else tokens[mx.argsort(mx.array(rows))]
 
     def _wanted_scores(self, step: Step) -> Iterator[_Scoring]:

@@ -64,6 +64,18 @@ def test_choose_fails_rows_that_are_not_finite_and_no_other(
     assert bad == ({0, 2, 3, 5} if sampling.logprobs else set())
 
 
+def test_choose_fails_the_same_rows_where_argmax_passes_over_a_nan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU, where the maximum is looked at."""
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    logits = mx.zeros((3, VOCABULARY))
+    logits[1, 7] = mx.nan
+    logits[2, 7] = -mx.inf
+    tokens = decode([Sampling(temperature=0)] * 3, logits).tokens
+    assert [token == OVERFLOWED_TOKEN for token in tokens] == [False, True, False]
+
+
 @pytest.mark.parametrize("length", [2, 64, 65, 66, 200])
 def test_choose_scores_a_prompt_in_slices(length: int) -> None:
     chooser, prompt = Chooser(), [n % VOCABULARY for n in range(length)]
