@@ -5,6 +5,7 @@
     │   └── RequestError                  -   400   one request is wrong; the server goes on
     │       ├── NotFoundError             -   404
     │       ├── AdapterError              -   400   an adapter cannot be used; or 403, 404, 409
+    │       ├── OverflowedError           -   500   its numbers were not finite
     │       └── OverloadedError           -   429
     ├── ModelError                        3   503   the model folder is missing or broken
     ├── PlanError                         4   503   the model does not split that way
@@ -61,6 +62,22 @@ class AdapterError(RequestError):
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message, param="lora_path")
         self.http_status = status
+
+
+class OverflowedError(RequestError):
+    """The logits of a sequence were not finite numbers. Not 4xx: the model or the adapter is
+    to blame, and not what the client has sent."""
+
+    http_status = 500
+    type = "server_error"
+
+    def __init__(self, sequence: int, adapter: str | None) -> None:
+        where = f"the adapter {adapter!r}" if adapter else "no adapter"
+        super().__init__(
+            f"The numbers of sequence {sequence} ({where}) overflowed, so that no token could be "
+            "drawn: use a model in bfloat16 or float32, or an adapter with smaller weights.",
+            code="numbers_overflowed",
+        )
 
 
 class OverloadedError(RequestError):

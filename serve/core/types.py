@@ -13,17 +13,20 @@ FIRST_WARM_UP_STEP = 2**31 - 2**16
 NUM_SEQUENCE_IDS = 2**30 - 2**16  # those of requests; a warm-up has some above
 LAST_TOKEN = -1  # In a step: the token that the step before of this row samples.
 
-FinishReason = Literal["stop", "length", "abort", "error", "refused", "conflict"]
+FinishReason = Literal["stop", "length", "abort", "error", "refused", "conflict", "overflowed"]
 
-# In a result: no token could be drawn for this row, by a fault of ours or of its request.
+# In a result: no token could be drawn for this row, by a fault of ours or of its request, or
+# because its logits are not finite numbers.
 FAILED_TOKEN = -2
 REFUSED_TOKEN = -3
 # Its grammar and its other fields allow nothing in common.
 CONFLICT_TOKEN = -4
+OVERFLOWED_TOKEN = -5
 FAILURES: dict[int, FinishReason] = {
     FAILED_TOKEN: "error",
     REFUSED_TOKEN: "refused",
     CONFLICT_TOKEN: "conflict",
+    OVERFLOWED_TOKEN: "overflowed",
 }
 
 

@@ -6,6 +6,7 @@ pickled, so a peer can send nonsense but not code.
 """
 
 import json
+import math
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,11 @@ class Scores:
     sequence: int
     position: int
     scores: tuple[Score, ...]
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the logits were. A score of -inf is one of a token that cannot come."""
+        return not any(math.isnan(score.logprob) for score in self.scores)
 
 
 @dataclass(frozen=True, slots=True)

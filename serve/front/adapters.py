@@ -223,6 +223,16 @@ class Adapters:
             for adapter in self._adapters.values()
         ]
 
+    def name_of(self, version: int) -> str | None:
+        """What clients call it, or where it was read if no name stands for it any more. None for
+        the model without an adapter."""
+        names = [a.name for a in self._adapters.values() if version and a.version == version]
+        return names[0] if names else self._source_of(version)
+
+    def _source_of(self, version: int) -> str | None:
+        held = self._held.get(version)
+        return str(held.source) if held else f"version {version}" if version else None
+
     @property
     def names(self) -> list[str]:
         """Of the model and its adapters, the default first."""

@@ -6,6 +6,7 @@ Everything here runs in one event loop, so that nothing needs a lock.
 
 import asyncio
 import itertools
+import json
 import logging
 import time
 from collections.abc import Sequence as ReadableList
@@ -20,6 +21,7 @@ from serve.core.errors import (
     BrigadeError,
     EngineError,
     GivenUpError,
+    OverflowedError,
     PlanError,
     RequestError,
     UnavailableError,
@@ -204,7 +206,9 @@ class Engine:
         )
         for event in self._scheduler.update(result.number, result.tokens):
             generation = self._generations.get(event.sequence)
-            if generation:
+            if generation and event.finish_reason == "overflowed":
+                generation.put(self._overflowed(generation, event.sequence))
+            elif generation:
                 generation.put(event)
             self._suspects.clear(event.sequence)
             if event.finish_reason:
@@ -216,10 +220,23 @@ class Engine:
     def on_message(self, rank: int, message: dict[str, Any]) -> None:
         if message["type"] == "scores":
             scores = wire.parse_scores(message)
-            if generation := self._generations.get(scores.sequence):
+            generation = self._generations.get(scores.sequence)
+            if generation and scores.is_finite:
                 generation.put_scores(scores)
+            elif generation:
+                generation.put(self._overflowed(generation, scores.sequence))
+                self.drop(scores.sequence)
         elif message["type"] == "adapter":
             self.adapters.on_answer(rank, message)
+
+    def _overflowed(self, generation: Generation, sequence_id: int) -> OverflowedError:
+        version = generation.adapter
+        name = self.adapters.name_of(version)
+        _logger.error(
+            "event=numbers_overflowed sequence=%d adapter=%s version=%d",
+            *(sequence_id, json.dumps(name), version),
+        )
+        return OverflowedError(sequence_id, name)
 
     # --- requests
 

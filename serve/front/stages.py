@@ -11,6 +11,7 @@ from typing import Any
 
 from serve.core.config import ServeConfig
 from serve.core.plan import KvRoom, StagePlan, kv_budgets, kv_room, memory_of
+from serve.front.chunks import LONGEST_CHUNK
 
 _WINDOW_SECONDS = 10.0
 _NUM_SPANS = 20_000
@@ -26,7 +27,7 @@ _WARM_STEPS = 200
 _WORTHWHILE = 0.95
 _REPORTED = (
     *("bytes_owned", "bytes_read", "bytes_fetched", "free_bytes", "reuse", "kv_bytes"),
-    "adapter_bytes",
+    *("adapter_bytes", "logits_bytes_per_token", "scoring_bytes"),
     *("num_hops", "hop_seconds", "busy_seconds", "num_steps"),
     *("waits_on", "step"),
 )
@@ -90,6 +91,8 @@ class StageStatus:
     bytes_read: int | None = None
     bytes_fetched: int = 0
     free_bytes: int = 0
+    logits_bytes_per_token: int = 0  # on rank 0, which has the head
+    scoring_bytes: int = 0  # that scoring a prompt takes besides
     reuse: str = "none"
     kv_bytes: int = 0
     adapter_bytes: int = 0
@@ -132,6 +135,12 @@ class StageStatus:
     def memory_bytes(self) -> int:
         """What it had for weights, keys and values when it was loaded; 0 before that."""
         return self.free_bytes and self.free_bytes + self.bytes_owned
+
+    def free_beside_scoring(self, prefill_chunk: int) -> int:
+        """What is free while a prompt is scored, in chunks of so many tokens. Only then is there
+        more than one row of logits for a sequence."""
+        num_tokens = int(LONGEST_CHUNK * prefill_chunk)
+        return self.free_bytes - num_tokens * self.logits_bytes_per_token - self.scoring_bytes
 
     @property
     def busy_share(self) -> float:
@@ -211,7 +220,8 @@ def chunk_beside_decoding(stages: list[StageStatus], most: int) -> int:
 
 def room_under_limits(stages: list[StageStatus], config: ServeConfig) -> KvRoom:
     """The room of all stages under the flags, as a plan has it; without a limit, what is free
-    counts. Raises PlanError if that is less than has to be."""
+    counts. Scoring a prompt needs memory too, which is left free unless --kv-memory decides.
+    Raises PlanError if that is less than has to be."""
     ranks = [stage.rank for stage in stages]
     plans = [stage.plan for stage in stages if stage.plan]
     adapters = (
@@ -221,8 +231,11 @@ def room_under_limits(stages: list[StageStatus], config: ServeConfig) -> KvRoom:
     kv_memory = memory_of(config.kv_memory, ranks) if config.kv_memory else None
     if memory:
         memory = [amount - kept for amount, kept in zip(memory, adapters, strict=True)]
-    free = [stage.free_bytes - kept for stage, kept in zip(stages, adapters, strict=True)]
+    beside = [stage.free_beside_scoring(config.prefill_chunk) for stage in stages]
+    free = [amount - kept for amount, kept in zip(beside, adapters, strict=True)]
     budgets = kv_budgets(plans, memory, kv_memory) or free
+    if memory and not kv_memory:
+        budgets = [min(pair) for pair in zip(budgets, free, strict=True)]
     return kv_room(plans, budgets, config.max_num_sequences)
 
 

@@ -144,9 +144,10 @@ class Adapted:
         delta = self._rows.times(self._rows.times(x, self._a), self._b).astype(y.dtype)
         output: mx.array = base + delta
         if self._gain is not None:
-            # Zero for a row without DoRA, so that its output stays as it is.
+            # Zero for a row without DoRA, whose output stays as it is, also if it is infinite.
             gain = self._rows.pick(self._gain)
-            output = output + (gain * (base - self._bias + delta)).astype(y.dtype)
+            more = (gain * (base - self._bias + delta)).astype(y.dtype)
+            output = mx.where(gain == 0, output, output + more)
         return output.reshape(y.shape)
 
     def _embed(self, call: Callable[..., mx.array], args: Any, kwargs: Any) -> mx.array:

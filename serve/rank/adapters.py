@@ -6,6 +6,9 @@ between steps.
 
 import functools
 import hashlib
+import json
+import logging
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +35,13 @@ from serve.rank.stage import Stage
 
 _ADAPTABLE = (nn.Linear, nn.QuantizedLinear, *EMBEDDINGS, *EXPERTS)
 _LEAST_SLOTS = 4
+_SUSPICIOUS = 100.0  # the size of what an adapter adds ÷ that of the module's weight
+_TINY = 1e-30
+_SAMPLED_ROWS = 64  # of a weight, to estimate its size
 _ASKED = ("path", "root", "max_rank", "commit")
+
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +112,7 @@ class Adapters:
         if partial:
             _fetch(partial, own)
         matrices = _read_matrices(files, own, {n: self._places[n].module for n in own})
+        self._warn_of_size(version, path, matrices)
         self._read[version] = matrices
         return ReadAdapter(files, matrices)
 
@@ -125,6 +135,18 @@ class Adapters:
             raise AdapterError(
                 f"The adapter has no tensors for {name}, which its {CONFIG_FILE} names: it is "
                 "incomplete, or was made for another model."
+            )
+
+    def _warn_of_size(self, version: int, path: str, matrices: Mapping[str, Matrices]) -> None:
+        """A huge adapter is most likely what is left of a training that diverged. It can harm
+        its own requests only, so it is not refused."""
+        sizes = {name: _relative_size(m, self._places[name].module) for name, m in matrices.items()}
+        large = [name for name, size in sizes.items() if not size < _SUSPICIOUS]
+        if large:
+            worst = max(large, key=lambda name: sizes[name])
+            _logger.warning(
+                "event=adapter_suspicious version=%d path=%s modules=%d worst=%s ratio=%.3g",
+                *(version, json.dumps(path), len(large), worst, sizes[worst]),
             )
 
     def _open(self, repo: str, commit: str) -> PartialModel:
@@ -355,15 +377,44 @@ def _matrices(
     return Matrices(a, b, gain)
 
 
-def _weight(module: nn.Module) -> mx.array:
-    """(out, in) of a linear module."""
-    weight: mx.array = module["weight"]
-    if "scales" not in module:
+def _relative_size(matrices: Matrices, module: nn.Module) -> float:
+    """The root mean square of what is added to a module's weight, divided by that of the weight,
+    both estimated: of the first expert, and of some rows. With DoRA the largest change of an
+    output's magnitude."""
+    if matrices.gain is not None:
+        return _number(mx.abs(matrices.gain).max())
+    first_expert = (0,) * (matrices.a.ndim - 2)
+    a, b = matrices.a[first_expert], matrices.b[first_expert]
+    largest = [_number(mx.abs(array).max()) for array in (a, b)]
+    if not all(largest):
+        return 0.0
+    # Scaled down, so that the squares of huge numbers do not overflow.
+    a, b = a / largest[0], b / largest[1]
+    squares = _number(((a.T @ a) * (b @ b.T)).sum())  # of all elements of a @ b
+    added = math.sqrt(max(0.0, squares) / (a.shape[0] * b.shape[1]))
+    weight = _weight(module, _SAMPLED_ROWS).astype(mx.float32)
+    size = math.sqrt(_number(mx.square(weight).mean()))
+    return added * largest[0] * largest[1] / max(size, _TINY)
+
+
+def _number(array: mx.array) -> float:
+    return float(array.item())  # type: ignore[arg-type]
+
+
+def _weight(module: nn.Module, num_rows: int | None = None) -> mx.array:
+    """(out, in) of a linear module; of any module its first num_rows rows."""
+    arrays = {name: module[name] for name in ("weight", "scales", "biases") if name in module}
+    if num_rows is not None:
+        arrays = {
+            name: array.reshape(-1, array.shape[-1])[:num_rows] for name, array in arrays.items()
+        }
+    weight: mx.array = arrays["weight"]
+    if "scales" not in arrays:
         return weight
     return mx.dequantize(
         weight,
-        module["scales"],
-        module.get("biases"),
+        arrays["scales"],
+        arrays.get("biases"),
         group_size=module.group_size,
         bits=module.bits,
         mode=module.mode,

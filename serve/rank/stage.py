@@ -78,6 +78,12 @@ class Stage:
         """mlx-lm caches of the local layers, and what else their positions need."""
         return self._caching.own_part(make_prompt_cache(self.model))
 
+    def logits(self) -> mx.array:
+        """Logits of the last stage, not to be evaluated, for their shape and type."""
+        cut = self.cuts[False]
+        (logits,) = self._run(cut.tokens, None, cut.example())
+        return logits
+
     def __call__(
         self, tokens: mx.array, cache: list[Any] | None, received: Sequence[mx.array]
     ) -> list[mx.array]:

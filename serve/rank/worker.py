@@ -29,8 +29,8 @@ from serve.core.errors import BrigadeError, ClusterError, EngineError
 from serve.core.types import FIRST_WARM_UP_STEP, Sampling, Step
 from serve.hub.partial import PartialModel, open_partial
 from serve.rank.adapters import Adapters
-from serve.rank.cache import GroupCaches
-from serve.rank.chooser import Chooser
+from serve.rank.cache import GroupCaches, Part
+from serve.rank.chooser import Chooser, scoring_bytes
 from serve.rank.memory import free_bytes
 from serve.rank.outbox import Outbox
 from serve.rank.planning import PlanRequest, make_plan
@@ -166,9 +166,17 @@ class StepLoop:
                 part.tokens(step), part.caches, received[n * size : (n + 1) * size]
             )
         if self.stage.is_last and parts:
-            outputs = self.chooser.choose(step, parts, outputs)
+            outputs = self._chosen(step, parts, outputs)
         mx.eval(outputs, self.caches.states(step))
         return outputs
+
+    def _chosen(self, step: Step, parts: list[Part], logits: list[mx.array]) -> list[mx.array]:
+        chosen: list[mx.array] = []
+        for arrays in self.chooser.choose(step, parts, logits):
+            if not step.sample:
+                mx.eval(arrays)  # Before the next slice of scores is made, to save memory.
+            chosen += arrays
+        return chosen
 
     def _note(self, step: Step, started: float) -> None:
         ended, self.step = time.time(), None
@@ -261,6 +269,10 @@ class Worker:
             "free_bytes": free_bytes() // order.hosts.count(order.hosts[order.rank]),
             "reuse": self.loop.caches.reuse,
         }
+        if loaded.stage.is_last:
+            logits = loaded.stage.logits()
+            self.status["logits_bytes_per_token"] = logits.nbytes // logits[..., 0].size
+            self.status["scoring_bytes"] = scoring_bytes(logits.shape)
         return self.loop
 
     def _model(self) -> Path | PartialModel:

@@ -1,6 +1,7 @@
 """What rank 0 makes of the numbers that the stages report."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,7 +41,7 @@ def test_before_anything_is_known_chunks_are_small() -> None:
     assert chunk_beside_decoding([StageStatus(0, "h")], 8) == 8
 
 
-def room(stages: list[StageStatus], **flags: str) -> int:
+def room(stages: list[StageStatus], **flags: Any) -> int:
     config = ServeConfig(model=Path("."), max_num_sequences=8, **flags)
     return room_under_limits(stages, config).num_tokens
 
@@ -74,6 +75,18 @@ def test_fewer_sequences_run_where_each_holds_much_whatever_its_length() -> None
     room = room_under_limits(stages, config)
     # Of 13,333 bytes three sequences take 3,000, and have 256 tokens each. Four would not.
     assert room == KvRoom(1033, 3)
+
+
+def test_room_leaves_out_what_scoring_a_prompt_takes() -> None:
+    """On the rank with the head, for a chunk and the rest of a prompt that goes along."""
+    stages = [make_stage(0, (4, 8), 0.1), make_stage(1, (0, 4), 0.1)]
+    flags: dict[str, Any] = {"prefill_chunk": 64}
+    most = room(stages, **flags)
+    stages[0].logits_bytes_per_token, stages[0].scoring_bytes = 1000, 10_000
+    less = room(stages, **flags)
+    assert 10 * (most - less) == pytest.approx((80 * 1000 + 10_000) / 1.5, abs=10)
+    assert room(stages, **flags, memory="1GB") == less
+    assert room(stages, **flags, kv_memory="300KB") >= most - 1
 
 
 @pytest.mark.parametrize(

@@ -313,6 +313,32 @@ def test_a_scale_that_makes_numbers_infinite_is_refused(tmp_path: Path) -> None:
         Pipeline(LLAMA, []).read(1, folder)
 
 
+def suspicions(caplog: pytest.LogCaptureFixture) -> list[str]:
+    told = [record.getMessage() for record in caplog.records]
+    caplog.clear()
+    return [line for line in told if "event=adapter_suspicious" in line]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_read_tells_an_adapter_that_dwarfs_its_modules(
+    tmp_path: Path, case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, *both = CASES[case]
+    for number, settings in enumerate(both):
+        folder = adapters.save_adapter(tmp_path / str(number), make(), 1, **settings)
+        Pipeline(make, []).read(1, folder)
+        assert not suspicions(caplog)
+        tensors, config = adapters.read(folder)
+        grown = {n: a * (1e18 if n.endswith("lora_a") else 1) for n, a in tensors.items()}
+        if settings.get("dora"):
+            grown = {n: a * (1000 if n.endswith(".m") else 1) for n, a in tensors.items()}
+        adapters.write(folder, "adapters.safetensors", grown, config)
+        Pipeline(make, []).read(7, folder)
+        (line,) = suspicions(caplog)
+        assert "version=7" in line
+        assert str(folder) in line
+
+
 # --- formats
 
 
