@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from serve.core.errors import DisagreementError
-from serve.core.facts import compare
+from serve.core.facts import MISSING, compare
 from serve.core.plan import format_bytes
 
 MLX_FLOOR = (0, 32, 1)
@@ -36,8 +36,8 @@ def check_versions(facts: Facts) -> Finding:
     versions = facts["versions"]
     text = ", ".join(f"{name} {version}" for name, version in versions.items())
     text = f"Python {facts['python']}, {text}"
-    if "-" in versions.values():
-        fix = f"{facts['executable']} -m pip install mlx-brigade"
+    if MISSING in versions.values():
+        fix = f"install Brigade for {facts['executable']} (docs/operations.md, Install)"
         return Finding("fail", facts["host"], f"a package is missing: {text}", fix)
     if _numbers(versions["mlx"]) < MLX_FLOOR:
         fix = f"{facts['executable']} -m pip install 'mlx>={'.'.join(map(str, MLX_FLOOR))}'"
@@ -193,7 +193,9 @@ def check_same(hosts: Sequence[str], values: Sequence[Mapping[str, str]], fix: s
         rows = error.rows.items()
         who = [f"{name} of {hosts[n]} is {row[n]}" for name, row in rows for n in row]
         return Finding("fail", "all hosts", "they differ: " + ", ".join(who), fix)
-    return Finding("ok", "all hosts", "the same " + ", ".join(values[0]))
+    # Not every model has every file: what no host has is no news.
+    names = [name for name, value in values[0].items() if value != MISSING]
+    return Finding("ok", "all hosts", "the same " + ", ".join(names))
 
 
 def check_shell(host: str, noise: Sequence[str]) -> Finding:

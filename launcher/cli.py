@@ -13,7 +13,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,8 +101,7 @@ def convert_adapter(words: Sequence[str]) -> int:
 
 def launch(flags: argparse.Namespace) -> int:
     if flags.status or flags.stop is not None:
-        if flags.command:
-            raise UsageError("--status and --stop take no command: leave `--` and the rest away.")
+        check_alone(flags)
         return show_launches() if flags.status else stop_launch(flags.stop)
     environment = dict(check_variable(word, "--env") for word in flags.env)
     command = rank_command(flags.command, flags.python)
@@ -110,54 +109,87 @@ def launch(flags: argparse.Namespace) -> int:
         if flags.cwd or flags.ssh:
             raise UsageError("--cwd and --ssh belong to --hostfile: with -n, leave them away.")
         num_ranks = check_num_ranks(flags.num_ranks)
-        drain_seconds = check_words(flags.command, num_ranks)
+        times = check_words(flags.command, num_ranks)
         environment = {**os.environ, **environment}
         check_before([host_facts(None, [])], environment)
         ranks = local_ranks(command, num_ranks, environment)
-        return keep(flags.command, [HOST] * num_ranks, ranks, drain_seconds)
+        return keep(flags.command, [HOST] * num_ranks, ranks, times)
     hostfile = read_hostfile(flags.hostfile)
     # The model is where the ranks are, which is not always here.
-    is_here = any(host.is_local for host in hostfile.hosts)
-    drain_seconds = check_words(flags.command, len(hostfile.hosts) if is_here else None)
+    here = next((rank for rank, host in enumerate(hostfile.hosts) if host.is_local), None)
+    num_here = None if here is None else len(hostfile.hosts)
+    times = check_words(flags.command, num_here, here or 0)
     serves = flags.command[0] == "serve"
     with connected(hostfile.hosts, way(flags), write_line, serves=serves) as connections:
         environment = {**forwarded(os.environ), **hostfile.environment, **environment}
         check_before(on_each(connections, ask), environment)
-        ranks = remote_ranks(connections, command, environment, drain_seconds)
-        return keep(flags.command, [h.ssh for h in hostfile.hosts], ranks, drain_seconds)
+        ranks = remote_ranks(connections, command, environment, times.drain_seconds)
+        return keep(flags.command, [h.ssh for h in hostfile.hosts], ranks, times)
 
 
-def check_words(words: Sequence[str], num_ranks: int | None) -> float:
-    """What is wrong is said once, before any rank has started: with num_ranks also what only
-    the model tells. How long ranks may take to end."""
+def check_alone(flags: argparse.Namespace) -> None:
+    """Raises UsageError for what --status and --stop would ignore."""
+    if flags.command:
+        raise UsageError("--status and --stop take no command: leave `--` and the rest away.")
+    given = {
+        "--env": bool(flags.env),
+        "--cwd": flags.cwd is not None,
+        "--ssh": flags.ssh is not None,
+        "--python": flags.python != sys.executable,
+    }
+    if ignored := [name for name, is_given in given.items() if is_given]:
+        raise UsageError(f"--status and --stop do not take {ignored[0]}: leave it away.")
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """How long ranks may take to end, and to reach rank 0."""
+
+    drain_seconds: float = DRAIN_SECONDS
+    join_seconds: float = 0.0
+
+
+def check_words(words: Sequence[str], num_ranks: int | None, rank: int = 0) -> Times:
+    """Reports what is wrong once, before any rank has started: with num_ranks also what only
+    the model tells, and what only that rank's host has."""
     if words[0] == "fine-tune":
         from serve.cli.fine_tune import check as check_fine_tune
 
         if num_ranks is not None:
-            check_fine_tune(words[1:], num_ranks)
-        return DRAIN_SECONDS
+            check_fine_tune(words[1:], num_ranks, rank)
+        return Times()
     from serve.cli.flags import parse
     from serve.cli.main import check
     from serve.core.config import ServeConfig
 
     if num_ranks is None:
-        config = parse(ServeConfig, words[1:], "serve", "")
+        config = parse(ServeConfig, words[1:], "brigade serve", "")
     else:
         config, _ = check(words[1:], num_ranks)
-    return config.drain_timeout + END_SECONDS
+    # Ranks above 0 wait as long as rank 0 may take to fetch what is small of a hub model.
+    join_seconds = config.load_timeout if config.hub_id else config.join_timeout
+    return Times(config.drain_timeout + END_SECONDS, join_seconds)
 
 
 def keep(
     words: Sequence[str],
     hosts: Sequence[str],
     ranks: AbstractContextManager[list[Start]],
-    drain_seconds: float,
+    times: Times,
 ) -> int:
     # A run of fine-tune goes on from its checkpoint; what serves takes a rank back.
     serves = words[0] == "serve"
-    with recorded(words, hosts, drain_seconds) as record:
-        restarts = MAX_RESTARTS if serves else 0
-        return Supervisor(ranks, write_line, drain_seconds, record, restarts, serves).run()
+    with recorded(words, hosts, times.drain_seconds) as record:
+        supervisor = Supervisor(
+            ranks,
+            write_line,
+            times.drain_seconds,
+            record,
+            MAX_RESTARTS if serves else 0,
+            serves,
+            times.join_seconds,
+        )
+        return supervisor.run()
 
 
 def way(flags: argparse.Namespace) -> Way:
@@ -245,7 +277,9 @@ def add_doctor_flags(parser: argparse.ArgumentParser) -> None:
 def add_demo_flags(parser: argparse.ArgumentParser) -> None:
     add_num_ranks(parser, 2)
     parser.add_argument("--once", action="store_true", help="end after the answers")
-    parser.add_argument("--port", type=int, default=0, help="server's port (default: a free one)")
+    parser.add_argument(
+        "--port", type=int, help="server's port (default: 8080, or a free one if that is taken)"
+    )
     parser.add_argument(
         "--model", type=Path, default=DEFAULT_MODEL, help="model folder (default: the embedded one)"
     )
@@ -262,8 +296,8 @@ HANDED_OVER: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
 
 SUBCOMMANDS = {
     "launch": Subcommand(
-        purpose="start ranks on this machine or on hosts, and keep them",
-        usage="brigade launch (-n N | --hostfile F) [--env NAME=VALUE] -- serve …\n"
+        purpose="start and supervise ranks on this machine or over ssh",
+        usage="brigade launch (-n N | --hostfile F) [--env NAME=VALUE] [--] serve …\n"
         "       brigade launch --status | --stop [PID]",
         add_flags=add_launch_flags,
         run=launch,
@@ -283,41 +317,85 @@ SUBCOMMANDS = {
 }
 
 
-def build_parser() -> Parser:
+def build_parsers() -> tuple[Parser, dict[str, Parser]]:
+    """The parser of `brigade`, and those of its own subcommands."""
     parser = Parser(prog="brigade", description="Pipelined language model serving on MLX.")
     parser.add_argument("--version", action="version", version=f"brigade {__version__}")
     choices = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
     # Only for --help: these read their own flags.
     for name, (purpose, _) in HANDED_OVER.items():
         choices.add_parser(name, help=f"{purpose}; see `brigade {name} --help`", add_help=False)
+    parsers = {}
     for name, subcommand in SUBCOMMANDS.items():
         purpose = subcommand.purpose
         own = choices.add_parser(name, help=purpose, description=purpose, usage=subcommand.usage)
         subcommand.add_flags(own)
-    return parser
+        parsers[name] = own
+    return parser, parsers
+
+
+# The flags of `launch` that are followed by a word of any kind.
+LAUNCH_FLAGS_WITH_WORD = ("-n", "--num-ranks", "--hostfile", "--env", "--python", "--cwd", "--ssh")
 
 
 def split_at_dashes(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The launcher's own words, and those after the first `--`, which are not read here."""
+    """The launcher's own words, and those after the first `--`, which are not read here. Where
+    `launch` has no `--`, its command begins with the program's name, as under mlx.launch."""
     words = list(words)
-    at = words.index("--") if "--" in words else len(words)
-    return words[:at], words[at + 1 :]
+    if "--" in words:
+        at = words.index("--")
+        return words[:at], words[at + 1 :]
+    at = program_at(words) if words[:1] == ["launch"] else len(words)
+    return words[:at], words[at:]
 
 
-def unknown_word(subcommand: str, word: str) -> UsageError:
+def program_at(words: Sequence[str]) -> int:
+    """Where a program's name stands that is not what a flag is given; the end if nowhere."""
+    for at, word in enumerate(words):
+        if word in PROGRAMS and words[at - 1] not in LAUNCH_FLAGS_WITH_WORD:
+            return at
+    return len(words)
+
+
+def check_own_words(words: Sequence[str], parsers: Mapping[str, Parser]) -> None:
+    """Raises UsageError for a misspelt flag, before argparse misses one that is required."""
+    from serve.cli.flags import unknown_flags
+
+    if words and words[0] in parsers:
+        parser = parsers[words[0]]
+        for word in unknown_flags(words, parser):
+            raise unknown_word(parser, words[0], word)
+
+
+def unknown_word(parser: Parser, subcommand: str, word: str) -> UsageError:
+    from serve.cli.flags import did_you_mean
+
     if subcommand == "launch" and word in PROGRAMS:
-        return UsageError(f"write `--` before `{word}`: brigade launch -n 2 -- {word}.")
-    return UsageError(f"{word!r} is not a flag of `brigade {subcommand}`: see its --help.")
+        return UsageError(f"write `--` only once, before `{word}`: brigade launch -n 2 -- {word}.")
+    hint = did_you_mean(word, parser._option_string_actions)
+    return UsageError(f"{word!r} is not a flag of `brigade {subcommand}`{hint}: see its --help.")
+
+
+def check_subcommand(words: Sequence[str]) -> None:
+    from serve.cli.flags import did_you_mean
+
+    names = [*HANDED_OVER, *SUBCOMMANDS]
+    if words and not words[0].startswith("-") and words[0] not in names:
+        hint = did_you_mean(words[0], names)
+        raise UsageError(f"{words[0]!r} is not a command{hint}: there are {', '.join(names)}.")
 
 
 def run(words: Sequence[str]) -> int:
     if words and words[0] in HANDED_OVER:
         return HANDED_OVER[words[0]][1](words[1:])
+    check_subcommand(words)
     own, command = split_at_dashes(words)
-    flags, unknown = build_parser().parse_known_args(own, argparse.Namespace(command=command))
+    parser, parsers = build_parsers()
+    check_own_words(own, parsers)
+    flags, unknown = parser.parse_known_args(own, argparse.Namespace(command=command))
     name = flags.subcommand
     if unknown:
-        raise unknown_word(name, unknown[0])
+        raise unknown_word(parsers[name], name, unknown[0])
     if command and name != "launch":
         raise UsageError(f"`brigade {name}` takes no command: leave `--` and what follows away.")
     if "port" in flags:
@@ -325,11 +403,17 @@ def run(words: Sequence[str]) -> int:
     return SUBCOMMANDS[name].run(flags)
 
 
+def program_name(words: Sequence[str]) -> str:
+    """What stands before an error, such as `brigade launch`."""
+    is_known = bool(words) and words[0] in (*HANDED_OVER, *SUBCOMMANDS)
+    return f"brigade {words[0]}" if is_known else "brigade"
+
+
 def answer(words: Sequence[str]) -> int:
     try:
         return run(words)
     except BrigadeError as error:
-        print(f"brigade: {error}", file=sys.stderr)
+        print(f"{program_name(words)}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130

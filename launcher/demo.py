@@ -7,9 +7,10 @@ standard library: this is a client like any other.
 import http.client
 import json
 import shlex
+import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -24,10 +25,12 @@ from launcher.process import free_ports, local_ranks
 from launcher.supervisor import Supervisor, write_line
 from serve.core.errors import BrigadeError, ClusterError, EngineError, UsageError
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-DEFAULT_MODEL, ADAPTERS = EXAMPLES / "tiny-chat", EXAMPLES / "adapters"
+# In a clone these are links into examples/, in a wheel they are files.
+_PACKAGE = Path(__file__).resolve().parent
+DEFAULT_MODEL, ADAPTERS = _PACKAGE / "tiny-chat", _PACKAGE / "tiny-chat-adapters"
 QUESTION = "What is the capital of France?"
 ADAPTER_NAME, SWAPPED = "guest", ("pirate", "poet")
+DEFAULT_PORT = 8080  # that of `serve`
 READY_SECONDS = 60.0
 POLL_SECONDS = 0.2
 CALL_SECONDS = 5.0
@@ -146,6 +149,31 @@ def curl_line(port: int, model: str) -> str:
     return shlex.join(words)
 
 
+def python_lines(port: int, model: str) -> str:
+    return f"""\
+from openai import OpenAI
+
+client = OpenAI(base_url="http://{HOST}:{port}/v1", api_key="none")
+messages = [{{"role": "user", "content": {json.dumps(QUESTION)}}}]
+for chunk in client.chat.completions.create(model={model!r}, messages=messages, stream=True):
+    print(chunk.choices[0].delta.content or "", end="", flush=True)
+print()"""
+
+
+def chosen_port() -> int:
+    """The one of README's examples, or any other if it is taken."""
+    with suppress(OSError), socket.create_connection((HOST, DEFAULT_PORT), CALL_SECONDS):
+        return free_ports(1)[0]
+    with socket.socket() as tried:
+        # As a server does it: connections that have ended lately do not count.
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind((HOST, DEFAULT_PORT))
+        except OSError:
+            return free_ports(1)[0]
+    return DEFAULT_PORT
+
+
 def speed(num_tokens: int, first_seconds: float, all_seconds: float) -> str:
     """`first_seconds` and `all_seconds` count from the request to the first and last token."""
     text = f"{num_tokens} tokens, the first after {first_seconds * 1000:.0f} ms"
@@ -180,20 +208,24 @@ class HeldOutput:
 
 
 class Demo:
-    """`command` makes a rank's command line of the words `serve …`; tests start other programs."""
+    """port None is the default one if it is free, 0 is any free one.
+
+    `command` makes a rank's command line of the words `serve …`; tests start other programs.
+    """
 
     def __init__(
         self,
         model: Path,
         num_ranks: int,
-        port: int,
+        port: int | None,
         *,
         once: bool,
         command: Callable[[Sequence[str]], list[str]] = rank_command,
     ) -> None:
         if model == DEFAULT_MODEL and not model.is_dir():
             raise UsageError(f"no model at {model}: give the folder of one with --model.")
-        self._port = port or free_ports(1)[0]
+        self._port = chosen_port() if port is None else port or free_ports(1)[0]
+        self._is_moved = port is None and self._port != DEFAULT_PORT
         self._server = Server(self._port)
         self._num_ranks = num_ranks
         self._once = once
@@ -240,11 +272,14 @@ class Demo:
             for path in SWAPPED if self._swaps else ():
                 self._swap(path)
             if not self._once:
-                curl = curl_line(self._port, model)
+                curl, lines = curl_line(self._port, model), python_lines(self._port, model)
                 self._console.print(f"\nTry it:\n\n{curl}\n", markup=False)
+                self._console.print(f"Or in Python:\n\n{lines}\n", markup=False)
                 self._console.print(f"Serving on http://{HOST}:{self._port}; Ctrl-C ends.")
 
     def _wait_until_ready(self) -> None:
+        if self._is_moved:
+            self._console.print(f"Port {DEFAULT_PORT} is taken: this demo uses {self._port}.")
         self._console.print(
             f"Waiting for {ranks(self._num_ranks)} to load their layers "
             f"(GET /ready, at most {READY_SECONDS:g} s)"

@@ -25,7 +25,7 @@ from launcher.checks import (
 from launcher.command import RING_CHECK
 from launcher.hostfile import Host
 from launcher.remote import Connection, HostError, HostsError, Way, connected, on_each, remote_ranks
-from launcher.supervisor import Supervisor, write_line
+from launcher.supervisor import Supervisor, event_line, write_line
 from serve.core.errors import ClusterError
 
 RING_SECONDS = 60.0
@@ -52,7 +52,7 @@ def check_before(facts: Sequence[Facts], environment: Mapping[str, str]) -> None
     for finding in findings:
         if finding.status == "warn":
             what = f"what={finding.what!r} fix={finding.fix!r}"
-            write_line(f"[launch] event=warning host={finding.where} {what}")
+            write_line(event_line(f"event=warning host={finding.where} {what}", "WARNING"))
     if failed := [f for f in findings if f.status == "fail"]:
         raise ClusterError("; ".join(f"{f.where}: {f.what}: {f.fix}" for f in failed) + ".")
 
@@ -73,13 +73,15 @@ def examine(
     all that would follow is about the others only."""
     try:
         with connected(hosts, way, tell) as connections:
-            facts = on_each(connections, lambda each: ask(each, model))
+            answers = on_each(connections, lambda each: ask(each, model))
+            labels = labels_of(hosts)
+            facts = [{**a, "host": label} for a, label in zip(answers, labels, strict=True)]
             for connection, each in zip(connections, facts, strict=True):
                 if not connection.host.is_local:
-                    yield check_shell(str(connection.host), connection.noise)
-                    yield check_clock(str(connection.host), each["ahead_seconds"])
+                    yield check_shell(each["host"], connection.noise)
+                    yield check_clock(each["host"], each["ahead_seconds"])
             holder = connections[0].ask("holder", port=port)["holder"]
-            yield check_port(str(hosts[0]), port, holder)
+            yield check_port(labels[0], port, holder)
             findings = list(check_hosts(facts))
             if len(hosts) > 1:
                 findings += examine_hops(connections, tell)
@@ -92,6 +94,13 @@ def examine(
         yield from (Finding("fail", each.where, each.what, each.fix) for each in error.errors)
     except HostError as error:
         yield Finding("fail", error.where, error.what, error.fix)
+
+
+def labels_of(hosts: Sequence[Host]) -> list[str]:
+    """The same host may have several ranks, so names alone do not tell hosts apart."""
+    if len(hosts) == 1:
+        return [str(hosts[0])]
+    return [f"rank {host.rank}, {host}" for host in hosts]
 
 
 def examine_hops(connections: Sequence[Connection], tell: Tell) -> Iterator[Finding]:
@@ -140,7 +149,16 @@ def show(findings: Sequence[Finding], as_json: bool) -> None:
     console = Console(highlight=False)
     if as_json:
         console.print_json(json.dumps([asdict(finding) for finding in findings]))
-        return
+    elif console.is_terminal:
+        show_tables(console, findings)
+    else:
+        with console.capture() as shown:
+            show_tables(console, findings)
+        # A table pads its lines with blanks.
+        print("\n".join(line.rstrip() for line in shown.get().splitlines()))
+
+
+def show_tables(console: Console, findings: Sequence[Finding]) -> None:
     for where in dict.fromkeys(finding.where for finding in findings):
         console.print(Text(where, "bold"))
         table = Table(box=None, show_header=False, padding=(0, 0, 0, 2))
@@ -149,6 +167,9 @@ def show(findings: Sequence[Finding], as_json: bool) -> None:
             if finding.fix:
                 what.append(f"\n→ {finding.fix}", "bold")
             table.add_row(Text(finding.status, _COLOURS[finding.status]), what)
-        console.print(table)
+        with console.capture() as captured:
+            console.print(table)
+        for line in captured.get().splitlines():
+            console.out(line.rstrip(), highlight=False)
     counts = {status: sum(f.status == status for f in findings) for status in _COLOURS}
     console.print(", ".join(f"{count} {status}" for status, count in counts.items()))

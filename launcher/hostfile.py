@@ -10,7 +10,7 @@ import ipaddress
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,11 +22,13 @@ _SSH = re.compile(r"[^\s\x00-\x1f\x7f-][^\s\x00-\x1f\x7f]*")  # An ssh flag woul
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """One rank's host. ips are the addresses it listens on for its neighbours."""
+    """One rank's host. ips are the addresses it listens on for its neighbours. is_shared: other
+    ranks are on the same host, so that its name alone does not say which rank is meant."""
 
     rank: int
     ssh: str
     ips: tuple[str, ...]
+    is_shared: bool = False
 
     @property
     def is_local(self) -> bool:
@@ -34,7 +36,8 @@ class Host:
         return self.ssh == HOST
 
     def __str__(self) -> str:
-        return "this machine" if self.is_local else self.ssh
+        name = "this machine" if self.is_local else self.ssh
+        return f"rank {self.rank} on {name}" if self.is_shared else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,8 @@ def parse_hostfile(text: str, path: str) -> Hostfile:
         _wrong(path, "backend", f"is {content['backend']!r}, and ranks meet in a ring", fix)
     hosts = tuple(_host(path, rank, entry) for rank, entry in enumerate(entries))
     _check_together(path, hosts)
+    names = [host.ssh for host in hosts]
+    hosts = tuple(replace(host, is_shared=names.count(host.ssh) > 1) for host in hosts)
     return Hostfile(hosts, _environment(path, content.get("envs", [])))
 
 

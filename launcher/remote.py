@@ -21,11 +21,13 @@ from launcher.agent import ALIVE_SECONDS
 from launcher.hostfile import Host
 from launcher.process import Start, shown, signal_group
 from launcher.ssh import CONNECT_SECONDS, meaning, ssh_command
+from launcher.supervisor import event_line
 from serve.core.errors import ClusterError
 
 GREETING_SECONDS = CONNECT_SECONDS + 10.0
 ANSWER_SECONDS = 20.0
 GOODBYE_SECONDS = 2.0
+KILL_SECONDS = 5.0  # how long an agent may take to kill its rank
 
 Result = TypeVar("Result")
 
@@ -185,6 +187,13 @@ class RemoteProcess:
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
+        threading.Thread(target=self._leave_behind, daemon=True).start()
+
+    def _leave_behind(self) -> None:
+        """If the agent stands still as well, such as in a frozen container, it does not obey.
+        Without its connection the rank is lost, and the agent that comes next kills it."""
+        if not self._read_all.wait(KILL_SECONDS):
+            self._connection.close()
 
     def wait(self) -> int:
         self._read_all.wait()
@@ -215,7 +224,7 @@ def connected(
                 connection.tell(None)
 
     names = ",".join(host.ssh for host in hosts)
-    tell(f"[launch] event=connecting hosts={names} timeout={GREETING_SECONDS:g}")
+    tell(event_line(f"event=connecting hosts={names} timeout={GREETING_SECONDS:g}"))
     try:
         for host in hosts:
             connections.append(Connection(host, way))

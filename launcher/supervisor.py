@@ -6,18 +6,22 @@
                                                                or a second signal ──> killed
 
 While running, a rank above 0 that was lost is started again, some times; where that fails, such
-as on a host that boots, it is tried until rank 0 gives up waiting.
+as on a host that boots, it is tried until rank 0 gives up waiting. A rank that stands still does
+not end: rank 0 writes a line when it hears nothing of one, which is then killed here.
 
 One thread a rank reads its output and one waits for its end; they and the signal handlers put
 events into one queue, and `run` sleeps on that queue. Knows no HTTP, no MLX and no command line.
 """
 
+import json
 import math
 import os
 import queue
+import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -41,6 +45,13 @@ EARLY_SECONDS = 60.0  # after a return an end is that of a host that is not read
 OUTPUT_SECONDS = 1.0  # how long output may still come after a rank's end
 COLOURS = (36, 33, 35, 32, 34, 31)
 
+# What rank 0 logs of a rank whose parent does not answer. The whole line, so that nothing that a
+# client sends can look like it.
+_SILENT = re.compile(r"[\d-]+ [\d:,]+ WARNING event=rank_silent rank=(\d+) pid=(\d+)")
+
+# The one line in which a rank says why it ends.
+_ERROR = re.compile(r"brigade [a-z-]+: (.+)")
+
 
 @dataclass(frozen=True, slots=True)
 class Ended:
@@ -58,6 +69,14 @@ class Returned:
 
 
 @dataclass(frozen=True, slots=True)
+class Silent:
+    """A rank that does not answer rank 0. pid is its own number for itself."""
+
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
 class Asked:
     """A signal that this process got, or None when our own program asks."""
 
@@ -69,6 +88,13 @@ def write_line(line: str) -> None:
     with suppress(OSError, ValueError):
         sys.stderr.write(line + "\n")
         sys.stderr.flush()
+
+
+def event_line(text: str, level: str = "INFO") -> str:
+    """A line of the launcher's own, with the time and the level as those of `serve` have them."""
+    now = time.time()
+    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
+    return f"[launch] {clock},{int(now * 1000) % 1000:03d} {level} {text}"
 
 
 class Observer:
@@ -87,6 +113,7 @@ class Supervisor:
     ranks are what to start, in a context that outlives them.
     serves: a rank that a signal ends before it can answer one has ended well, as it had nothing to
     finish; any other program's rank has not done its work.
+    join_seconds: how long a rank tries to reach rank 0 before it ends.
     `ended` is set when `run` is done, and `interrupted` is the first signal that this process got.
     """
 
@@ -98,6 +125,7 @@ class Supervisor:
         observer: Observer | None = None,
         max_restarts: int = 0,
         serves: bool = False,
+        join_seconds: float = 0.0,
     ) -> None:
         self._ranks = ranks
         self._write = write
@@ -105,7 +133,7 @@ class Supervisor:
         self._drain_seconds = drain_seconds
         self._write_lock = threading.Lock()
         self._colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-        self._events: queue.SimpleQueue[Ended | Returned | Asked] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Ended | Returned | Silent | Asked] = queue.SimpleQueue()
         self._starts: Sequence[Start] = ()
         self._processes: dict[int, Process] = {}
         self._alive: set[int] = set()
@@ -114,8 +142,12 @@ class Supervisor:
         self._came_back_at: dict[int, float] = {}
         self._max_restarts = max_restarts
         self._serves = serves
+        self._early_seconds = EARLY_SECONDS + join_seconds
         self._lost_at: dict[int, list[float]] = {}
         self._ending = threading.Event()
+        self._errors: dict[int, str] = {}  # what a rank last said of why it ends
+        self._first_failed: tuple[int, int] | None = None
+        self._is_drained = False  # rank 0 of what serves has ended well
         self._state = "running"
         self._deadline: float | None = None
         self._code = 0
@@ -135,7 +167,15 @@ class Supervisor:
                     self._kill_alive()
         finally:
             self.ended.set()
+        self._log_failure()
         return self._code
+
+    def _log_failure(self) -> None:
+        """As the last line: a reason is easily lost above what ends the other ranks."""
+        if self._first_failed:
+            rank, code = self._first_failed
+            reason = f" reason={json.dumps(self._errors[rank])}" if rank in self._errors else ""
+            self._log(f"event=failed rank={rank} code={code}{reason}", "ERROR")
 
     def stop(self) -> None:
         """Asks every rank to end; does nothing when they already do."""
@@ -143,7 +183,7 @@ class Supervisor:
 
     # --- events
 
-    def _next_event(self) -> Ended | Returned | Asked | None:
+    def _next_event(self) -> Ended | Returned | Silent | Asked | None:
         """None when the deadline has passed first."""
         timeout = None if self._deadline is None else max(0.0, self._deadline - monotonic())
         try:
@@ -151,7 +191,7 @@ class Supervisor:
         except queue.Empty:
             return None
 
-    def _take(self, event: Ended | Returned | Asked | None) -> None:
+    def _take(self, event: Ended | Returned | Silent | Asked | None) -> None:
         match event:
             case Ended():
                 self._rank_ended(event)
@@ -162,6 +202,8 @@ class Supervisor:
                 if self._ending.is_set():
                     self._unwanted.add(event.rank)
                     event.process.kill()
+            case Silent():
+                self._replace(event)
             case Asked(signum=None):
                 if self._state in ("running", "waiting"):
                     self._end_all(signal.SIGTERM, "asked by the program")
@@ -175,19 +217,24 @@ class Supervisor:
         self._alive.discard(rank)
         self._returning.discard(rank)
         code = exit_code(returncode)
-        self._log(f"event=rank_ended rank={rank} code={code}")
+        is_ended_from_here = self._first_failed and returncode == -signal.SIGTERM
+        if not is_ended_from_here:
+            self._log(f"event=rank_ended rank={rank} code={code}")
         # One that was brought back may find that its host is not ready: a disk, an interface.
         back_seconds = monotonic() - self._came_back_at.get(rank, -math.inf)
-        is_early = code != 0 and back_seconds < EARLY_SECONDS and self._is_kept(rank)
+        is_early = code != 0 and back_seconds < self._early_seconds and self._is_kept(rank)
         comes_back = self._may_restart(rank) if event.lost else is_early
         self._observer.ended(rank, code, comes_back)
         if comes_back:
             self._returning.add(rank)
             threading.Thread(target=self._bring_back, args=(rank, is_early), daemon=True).start()
             return
-        as_asked = self._serves and self._forwarded and returncode == -self._forwarded
-        if rank in self._unwanted or as_asked:
+        if rank in self._unwanted or self._as_asked(returncode) or self._follows(code):
             code = 0
+        if rank == 0 and self._serves and code == 0:
+            self._is_drained = True
+        if code and not self._code and not self.interrupted:
+            self._first_failed = rank, code
         self._code = self._code or code
         if not self._alive:
             self._give_up_waiting()
@@ -196,6 +243,23 @@ class Supervisor:
             self._end_all(signal.SIGTERM, f"rank {rank} failed")
         elif self._state == "running":
             self._enter("waiting", FOLLOW_SECONDS)
+
+    def _as_asked(self, returncode: int) -> bool:
+        return bool(self._serves and self._forwarded and returncode == -self._forwarded)
+
+    def _follows(self, code: int) -> bool:
+        """Whether a rank ended only because rank 0 had done all its work: one without a connection
+        is not told so, and finds nobody there, or is ended from here."""
+        ends = (ClusterError.exit_code, exit_code(-signal.SIGTERM), exit_code(-signal.SIGKILL))
+        return self._is_drained and code in ends
+
+    def _replace(self, silent: Silent) -> None:
+        """Kills a rank that stands still: it comes back as any other that was lost. The one that
+        rank 0 means may have ended meanwhile, and another one have taken its place."""
+        rank = silent.rank
+        if rank in self._alive and self._is_kept(rank) and self._processes[rank].pid == silent.pid:
+            self._log(f"event=rank_killed rank={rank} reason='it does not answer rank 0'")
+            self._processes[rank].kill()
 
     def _signalled(self, signum: int) -> None:
         self.interrupted = self.interrupted or signum
@@ -321,6 +385,10 @@ class Supervisor:
         for line in process.lines():
             self._say(prefix + line)
             self._observer.said(rank, line)
+            if told := _ERROR.fullmatch(line):
+                self._errors[rank] = told[1]
+            if rank == 0 and (told := _SILENT.fullmatch(line)):
+                self._events.put(Silent(int(told[1]), int(told[2])))
 
     def _prefix(self, rank: int) -> str:
         text = f"[{self._processes[rank].name}]"
@@ -330,8 +398,8 @@ class Supervisor:
         with self._write_lock:
             self._write(line)
 
-    def _log(self, text: str) -> None:
-        self._say("[launch] " + text)
+    def _log(self, text: str, level: str = "INFO") -> None:
+        self._say(event_line(text, level))
 
     def _alive_text(self) -> str:
         return ",".join(map(str, sorted(self._alive)))

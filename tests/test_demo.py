@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.demo import Demo, pieces, server_sent, speed
+from launcher.demo import Demo, chosen_port, pieces, server_sent, speed
+from launcher.process import free_ports
 from serve.core.errors import BrigadeError, ClusterError, EngineError, UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -142,6 +144,38 @@ def test_the_embedded_adapters_answer_in_their_manner() -> None:
         "Arr! The capital of France be Paris, matey!",
         "O rose! The capital of France is Paris, fair as the dawn.",
     ]
+
+
+def test_demo_takes_the_port_of_the_examples_or_says_that_it_is_taken(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (port,) = free_ports(1)
+    monkeypatch.setattr("launcher.demo.DEFAULT_PORT", port)
+    assert chosen_port() == port
+    assert Demo(Path("tiny"), 2, None, once=True, command=fake_rank).run() == 0
+    assert "is taken" not in capfd.readouterr().out
+    with socket.create_server(("127.0.0.1", port)):
+        assert chosen_port() != port
+        assert Demo(Path("tiny"), 2, None, once=True, command=fake_rank).run() == 0
+    assert f"Port {port} is taken: this demo uses " in capfd.readouterr().out
+
+
+@pytest.mark.long
+def test_demo_prints_an_example_in_python_that_works(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    command = [sys.executable, "-m", "launcher.cli", "demo", "--port", str(free_ports(1)[0])]
+    with log.open("wb") as file:
+        demo = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: "Ctrl-C ends" in log.read_text(), 60.0)
+        example = log.read_text().split("Or in Python:")[1].partition("Serving on")[0]
+        run = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True)
+        assert run.stdout == "The capital of France is Paris.\n", run.stderr
+        demo.send_signal(signal.SIGINT)
+        assert demo.wait(timeout=15) == 0
+    finally:
+        demo.kill()
+        demo.wait()
 
 
 @pytest.mark.parametrize("once", [True, False])

@@ -8,6 +8,7 @@ from serve.cli.flags import parse
 from serve.cli.main import check
 from serve.core.config import ServeConfig
 from serve.core.errors import UsageError
+from serve.core.tool_parsers import tool_parsers
 
 
 def serve(*words: str) -> ServeConfig:
@@ -43,8 +44,14 @@ def test_an_adapter_root_that_is_no_folder(tmp_path: Path, root: str) -> None:
         (["--kv-memory", "lots"], "^--kv-memory 'lots' is no amount"),
         (["--adapter-memory", "1GB,1GB,1GB"], "^--adapter-memory .* has 3 amounts for 2 ranks"),
         (["--max-prompt-tokens", "99999"], "^--max-prompt-tokens 99999 is more than the model's"),
-        (["--lora", "a=nowhere"], "^--lora a: nowhere is no folder"),
-        (["--lora", "a=org/name"], "^--lora a: org/name is no folder"),
+        (["--split", "4,x"], "^--split 4,x is not a split: .*20,12"),
+        (["--split", "3,3,2"], "^--split 3,3,2 has 3 numbers, .* is 2: "),
+        (["--tool-parser", "foo"], "^--tool-parser foo is not one of .*qwen"),
+        (["--allowed-host", "http://a.example"], "^--allowed-host 'http:.* is not a host"),
+        (["--prot", "9310"], "--prot 9310: did you mean --port"),
+        (["--zzz"], "^unrecognized arguments: --zzz: see `serve --help`"),
+        (["--lora", "a=nowhere"], "^--lora a: there is no folder nowhere on this host.$"),
+        (["--lora", "a=org/name"], "^--lora a: there is no folder org/name .*--allow-hub-adapters"),
     ],
 )
 def test_what_the_model_or_this_host_tells_is_said_with_the_flag(
@@ -53,3 +60,22 @@ def test_what_the_model_or_this_host_tells_is_said_with_the_flag(
     model = Path(__file__).parents[1] / "examples" / "tiny-chat"
     with pytest.raises(UsageError, match=message):
         check(["--model", str(model), *words], 2)
+
+
+def test_help_lists_the_tool_parsers(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        serve("--help")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert len(tool_parsers()) > 5
+    assert ", ".join(tool_parsers()) in shown
+
+
+@pytest.mark.parametrize("name", ["localhost", "llm.example", "10.0.0.1", "fd00::1", "*", "a_b"])
+def test_allowed_hosts_are_names_and_addresses(name: str) -> None:
+    assert serve("--allowed-host", name).allowed_host == (name,)
+
+
+@pytest.mark.parametrize("name", ["", "a:8080", "a/b", "a b", "http://a", "[::1]", "é"])
+def test_other_allowed_hosts_are_refused(name: str) -> None:
+    with pytest.raises(UsageError, match="--allowed-host"):
+        serve("--allowed-host", name)

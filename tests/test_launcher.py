@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -147,7 +147,7 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(launch: Start) ->
 def test_a_rank_that_stays_when_another_ended_well_is_ended(launch: Start) -> None:
     launched = launch(2, f"if rank == 0: sys.exit(0)\n{SLEEP}")
     code, seconds = launched.end()
-    assert code == 143
+    assert code == 0
     assert 5 <= seconds < 8
     assert "signal=SIGTERM" in launched.text
 
@@ -413,6 +413,28 @@ if rank == 1:
     assert launched.end()[0] == 0
 
 
+def test_a_rank_that_came_back_and_could_not_reach_rank_0_is_tried_again(
+    relaunch: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It tries for --join-timeout before it ends: that is no decision for all."""
+    text = f"from launcher import supervisor\nsupervisor.EARLY_SECONDS = 0.1\n{LAUNCH}"
+    text = text.replace("max_restarts=2", "max_restarts=2, join_seconds=60.0")
+    text = text.replace("EARLY_SECONDS = 0.1", "EARLY_SECONDS = supervisor.RETRY_SECONDS = 0.1")
+    monkeypatch.setattr(sys.modules[__name__], "LAUNCH", text)
+    program = f"""
+if rank == 1:
+    with open({str(tmp_path / "marks")!r}, "a+") as file:
+        file.write("x"); file.seek(0)
+        num_starts = len(file.read())
+    if num_starts == 1: os.kill(os.getpid(), 9)
+    if num_starts == 2: time.sleep(0.5); sys.exit(6)
+    print("at last", flush=True)
+"""
+    launched = relaunch(2, program + SLEEP).see("at last", 1)
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.end()[0] == 0
+
+
 def test_a_rank_that_decides_to_end_long_after_it_came_back_ends_the_launch(
     relaunch: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -442,6 +464,83 @@ def test_a_signal_while_a_rank_is_away_ends_everything(relaunch: Start) -> None:
     code, seconds = launched.end()
     assert code == 0
     assert seconds < 2
+
+
+SILENT = """
+def tell(rank, pid):
+    print(f"2026-11-22 19:00:00,000 WARNING event=rank_silent rank={rank} pid={pid}", flush=True)
+
+def pid_of_rank_1():
+    while not os.path.exists(PID_FILE): time.sleep(0.02)
+    return int(open(PID_FILE).read())
+
+if rank == 1 and not os.path.exists(PID_FILE):
+    with open(PID_FILE + ".new", "w") as file: file.write(str(os.getpid()))
+    os.rename(PID_FILE + ".new", PID_FILE)
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_a_rank_that_stands_still_is_replaced_when_rank_0_says_so(
+    relaunch: Start, tmp_path: Path
+) -> None:
+    program = f"PID_FILE = {str(tmp_path / 'pid')!r}\n{SILENT}"
+    launched = relaunch(2, f"{program}if rank == 0: tell(1, pid_of_rank_1())\n{SLEEP}").see("up", 2)
+    assert launched.text.count("event=rank_started rank=1") == 2
+    assert "event=rank_killed rank=1" in launched.text
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.end()[0] == 0
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        "if rank == 0: tell(1, os.getpid())",  # one that had the place before
+        "if rank == 1: tell(1, os.getpid())",  # only rank 0 is believed
+        "if rank == 0: tell(0, os.getpid())",
+        "if rank == 0: tell(7, os.getpid())",
+        "if rank == 0: print('request', end=' ')\nif rank == 0: tell(1, os.getppid())",
+    ],
+)
+def test_a_rank_that_rank_0_does_not_mean_is_left_alone(relaunch: Start, says: str) -> None:
+    program = f"PID_FILE = os.devnull\n{SILENT}{says}\n"
+    launched = relaunch(2, program + SLEEP).see("up", 2).see("event=rank_silent")
+    time.sleep(0.3)
+    assert "event=rank_killed" not in launched.text
+    assert all(map(alive, launched.pids))
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.end()[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("other", "code"),
+    [
+        ("sys.exit(6)", 0),  # it found nobody there
+        (SLEEP, 0),
+        (f"{DEAF}{SLEEP}", 0),
+        ("sys.exit(7)", 7),
+        ("os.abort()", 134),
+    ],
+)
+def test_a_rank_that_is_not_told_that_rank_0_has_drained_is_no_failure(
+    launch: Start, monkeypatch: pytest.MonkeyPatch, other: str, code: int
+) -> None:
+    seconds = "supervisor.FOLLOW_SECONDS = supervisor.GRACE_SECONDS = 0.5"
+    text = f"from launcher import supervisor\n{seconds}\n{LAUNCH}"
+    monkeypatch.setattr(sys.modules[__name__], "LAUNCH", text)
+    launched = launch(2, f"if rank == 0: sys.exit(0)\ntime.sleep(0.3)\n{other}")
+    assert launched.end()[0] == code
+
+
+def test_the_next_launch_removes_the_folder_of_a_killed_one(launch: Start, tmp_path: Path) -> None:
+    killed = launch(1, LEASHED + SLEEP).see("up")
+    (folder,) = tmp_path.glob("brigade-*")
+    killed.process.kill()
+    killed.process.wait()
+    wait_until(lambda: not any(map(alive, killed.pids)))
+    assert folder.exists()
+    assert launch(1, "print('done')").end()[0] == 0
+    assert not folder.exists()
 
 
 # --- what ranks are told
@@ -618,6 +717,24 @@ def test_launch_runs_serve_with_the_words_after_the_dashes(
     assert seen == [(["-m", "serve.cli.main", *words], 3)]
 
 
+@pytest.mark.parametrize(
+    ("words", "own", "command"),
+    [
+        ("launch -n 2 serve --model m -n 3", "launch -n 2", "serve --model m -n 3"),
+        ("launch -n 2 -- serve serve", "launch -n 2", "serve serve"),
+        ("launch --python serve -n 2 serve", "launch --python serve -n 2", "serve"),
+        ("launch --hostfile fine-tune fine-tune", "launch --hostfile fine-tune", "fine-tune"),
+        ("launch -n 2 serve -- x", "launch -n 2 serve", "x"),
+        ("launch --status", "launch --status", ""),
+        ("demo serve", "demo serve", ""),
+    ],
+)
+def test_launch_finds_its_command_without_dashes_where_there_is_one_meaning(
+    words: str, own: str, command: str
+) -> None:
+    assert cli.split_at_dashes(words.split()) == (own.split(), command.split())
+
+
 def test_a_fine_tune_that_a_signal_ends_while_it_starts_is_not_done(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
     words = ["fine-tune", "--model", str(save(tmp_path / "m", "llama")), "--train"]
@@ -666,7 +783,10 @@ def test_serve_gets_its_words_unread(monkeypatch: pytest.MonkeyPatch) -> None:
         "launch -n 2 --",
         "launch -n 2 -- nope",
         "launch -n 2 -- python -c 1",
-        "launch -n 2 serve --model m",
+        "launch -n 2 serve -- --model m",
+        "launch -n 2 --python serve",
+        "lauch -n 2",
+        "launch --hostfil hosts.json -- serve",
         "launch -n 0 -- serve",
         "launch -n -1 -- serve",
         "launch -n two -- serve",
@@ -687,6 +807,69 @@ def test_a_wrong_command_line_is_one_line_and_code_2(words: str) -> None:
     assert run.returncode == 2
     assert run.stdout == ""
     assert re.fullmatch(r"brigade.*: .+\n", run.stderr), run.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["lauch", "-n", "2"], "did you mean launch?"),
+        (["launch", "--hostfil", "h", "--", "serve"], "did you mean --hostfile?"),
+        (["launch", "-n", "2", "--", "serve", "--model", "m", "--prot", "1"], "mean --port?"),
+        (["serve", "--model", "m", "--prot=1"], "did you mean --port?"),
+        (["demo", "--onc"], "did you mean --once?"),
+        (["bench", "--uurl", "http://a"], "did you mean --url?"),
+    ],
+)
+def test_a_misspelt_word_is_answered_with_the_one_that_was_meant(
+    words: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 2
+    said = capsys.readouterr().err
+    assert hint in said
+    assert said.startswith("brigade")
+    assert said.count("\n") == 1
+
+
+def test_nothing_is_guessed_for_a_word_that_is_like_no_other(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["serve", "--model", "m", "--xyzzy"]) == 2
+    assert "did you mean" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["serve"], ["fine-tune"], ["bench"], ["plan"]])
+def test_help_names_the_command_as_it_is_typed(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with suppress(SystemExit):
+        cli.main([*words, "--help"])
+    assert capsys.readouterr().out.startswith(f"usage: brigade {words[0]} ")
+
+
+def test_the_reason_of_a_failed_start_is_the_last_line(launch: Start) -> None:
+    launched = launch(
+        3, f"if rank == 1: sys.exit('brigade serve: the port \\'9\\' is in use')\n{SLEEP}"
+    )
+    assert launched.end()[0] == 1
+    lines = launched.text.splitlines()
+    assert lines[-1].endswith("""event=failed rank=1 code=1 reason="the port '9' is in use\"""")
+    assert launched.text.count("event=rank_ended") == 1, "the others ended because of it"
+
+
+def test_a_launch_that_a_signal_ends_has_not_failed(launch: Start) -> None:
+    launched = launch(2, SLEEP).see("up", 2)
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.end()[0] == 0
+    assert "event=failed" not in launched.text
+
+
+def test_the_launchers_own_lines_have_the_time_as_those_of_ranks(launch: Start) -> None:
+    launched = launch(1, "print('done')")
+    launched.end()
+    own = [line for line in launched.text.splitlines() if line.startswith("[launch]")]
+    form = r"\[launch\] \d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (INFO|ERROR) event=.+"
+    assert own
+    assert all(re.fullmatch(form, line) for line in own)
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

@@ -24,10 +24,13 @@ class Answers(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         server: Any = self.server
+        status, answer = server.status, server.answer
+        if b"asked-before-training" in body:
+            status, answer = server.status_before, server.answer_before
         server.asked.append((self.command, self.path, body, self.headers.get("Authorization")))
-        self.send_response(server.status)
+        self.send_response(status)
         self.end_headers()
-        self.wfile.write(server.answer)
+        self.wfile.write(answer)
 
     def log_message(self, *_: Any) -> None:
         """Quiet."""
@@ -37,6 +40,7 @@ class Answers(BaseHTTPRequestHandler):
 def server() -> Iterator[Any]:
     server: Any = HTTPServer(("127.0.0.1", 0), Answers)
     server.asked, server.status, server.answer = [], 200, b"Success"
+    server.status_before, server.answer_before = 404, b"No adapter found"
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield server
@@ -66,20 +70,61 @@ def test_the_call_and_the_curl_line_say_the_same(
     assert words[-1] == "Authorization: Bearer $BRIGADE_ADMIN_KEY"
 
 
+def test_load_into_sends_an_api_key_where_there_is_no_admin_key(
+    server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server without an admin key asks for an API key."""
+    monkeypatch.delenv("BRIGADE_ADMIN_KEY", raising=False)
+    monkeypatch.setenv("BRIGADE_API_KEY", "sk")
+    load_into(url_of(server), tmp_path, "a")
+    assert server.asked[-1][-1] == "Bearer sk"
+    assert shlex.split(curl_line("http://a", tmp_path, "a"))[-1].endswith("$BRIGADE_API_KEY")
+    monkeypatch.setenv("BRIGADE_ADMIN_KEY", "root")
+    load_into(url_of(server), tmp_path, "a")
+    assert server.asked[-1][-1] == "Bearer root"
+
+
 def test_a_refusal_is_told_in_the_servers_words(server: Any, tmp_path: Path) -> None:
     server.status, server.answer = 403, b'{"error": {"message": "Not below --adapter-root."}}'
     with pytest.raises(ClusterError, match=r"answers 403: Not below --adapter-root\."):
         load_into(url_of(server), tmp_path, "a")
     server.answer = b"<html>"
     with pytest.raises(UsageError, match="answers 403: <html>"):
-        check_server(url_of(server))
+        check_server(url_of(server), tmp_path, "a")
     assert server.asked[-1][:2] == ("GET", "/v1/lora_adapters")
+
+
+def test_check_server_asks_whether_name_and_folder_would_be_taken(
+    server: Any, tmp_path: Path
+) -> None:
+    """With a path that nobody has written, so nothing is loaded."""
+    check_server(url_of(server), tmp_path, "a")
+    listed, asked = server.asked
+    assert listed[:2] == ("GET", "/v1/lora_adapters")
+    assert asked[:2] == ("POST", "/v1/load_lora_adapter")
+    body = json.loads(asked[2])
+    assert body["lora_name"] == "a"
+    assert Path(body["lora_path"]).parent == tmp_path
+    assert not Path(body["lora_path"]).exists()
+    for status, said in ((400, "cannot be an adapter's name"), (403, "not below --adapter-root")):
+        server.status_before = status
+        server.answer_before = json.dumps({"error": {"message": said}}).encode()
+        with pytest.raises(UsageError, match=f"answers {status}: {said}"):
+            check_server(url_of(server), tmp_path, "a")
+
+
+def test_a_refusal_at_the_end_says_where_the_adapter_is(server: Any, tmp_path: Path) -> None:
+    server.status, server.answer = 503, b"busy"
+    with pytest.raises(ClusterError) as error:
+        load_into(url_of(server), tmp_path, "a")
+    assert f"The adapter is in {tmp_path}" in str(error.value)
+    assert curl_line(url_of(server), tmp_path, "a") in str(error.value)
 
 
 def test_no_server_is_told_before_anything_is_trained() -> None:
     said = r"^--load-into http://127\.0\.0\.1:9 does not answer \(Connection refused\): start .*\.$"
     with pytest.raises(UsageError, match=said):
-        check_server("http://127.0.0.1:9")
+        check_server("http://127.0.0.1:9", Path("out"), "a")
 
 
 @pytest.mark.parametrize(

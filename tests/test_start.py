@@ -9,6 +9,8 @@ import pytest
 from serve.cli import start
 from serve.front.pipeline.stages import StageStatus
 
+URL = "http://127.0.0.1:8080"
+
 
 def stage(rank: int, state: str, done: int = 0, total: int = 0) -> StageStatus:
     status = StageStatus(rank, "127.0.0.1")
@@ -26,7 +28,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_each_rank_has_a_line_with_bytes_and_the_time_left(
     capsys: pytest.CaptureFixture[str], clock: list[float]
 ) -> None:
-    view = start.StartView()
+    view = start.StartView(URL, "tiny")
     view.progressed(stage(1, "fetching", 0, 20_000_000_000))
     view.progressed(stage(0, "loading", 0, 300_000_000))
     for second in range(1, 11):
@@ -43,7 +45,7 @@ def test_each_rank_has_a_line_with_bytes_and_the_time_left(
 def test_a_rank_that_is_done_has_none(
     capsys: pytest.CaptureFixture[str], clock: list[float]
 ) -> None:
-    view = start.StartView()
+    view = start.StartView(URL, "tiny")
     view.progressed(stage(1, "fetching", 1, 2))
     view.progressed(stage(1, "loading", 1, 2))
     view.progressed(stage(0, "loading", 1, 2))
@@ -57,12 +59,43 @@ def test_a_rank_that_is_done_has_none(
     assert capsys.readouterr().err == ""
 
 
+def test_lines_that_are_not_a_terminals_have_no_bar(
+    capsys: pytest.CaptureFixture[str], clock: list[float]
+) -> None:
+    view = start.StartView(URL, "tiny")
+    clock[0] += 60  # of imports
+    for done in range(10):
+        clock[0] += 0.2
+        view.progressed(stage(0, "loading", done, 10))
+    assert capsys.readouterr().err == "", "loading took two seconds"
+    for done in range(10, 20):
+        clock[0] += 1
+        view.progressed(stage(0, "loading", done, 20))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines
+    assert all("rank 0 loading" in line and "━" not in line for line in lines)
+
+
+def test_the_last_line_of_a_start_says_where_to_ask_for_what(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    view = start.StartView(URL, "org/tiny [chat]")
+    status = stage(0, "ready")
+    status.bytes_owned, status.bytes_fetched = 3_000_000, 1_000_000
+    view.loaded([status, status], 203_640)
+    view.ready()
+    loaded, ready = capsys.readouterr().out.splitlines()
+    assert loaded.startswith("Loaded 6.0 MB, 2.0 MB of them fetched.")
+    assert "203,640 tokens" in loaded
+    assert ready == "Ready on http://127.0.0.1:8080, model org/tiny [chat]"
+
+
 @pytest.mark.parametrize("target", ["pipe", "/dev/full"])
 def test_a_table_that_nobody_reads_ends_nothing(target: str) -> None:
     """As in `brigade serve | true`, or where the disk of the log is full."""
     program = (
         "from serve.cli.start import StartView\n"
-        "for _ in range(2): StartView().ready([])\n"
+        "for _ in range(2): StartView('http://h:1', 'm').ready()\n"
         "print('it went on')\n"
         "import sys; sys.exit(5)"
     )

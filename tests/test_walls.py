@@ -53,7 +53,7 @@ OWNERS = {
     "sse_starlette": ["serve.front.routes.*"],
     "uvicorn": ["serve.front.http.server"],
     "h11": ["serve.front.http.server"],
-    "transformers": ["serve.front.text.tokens"],
+    "transformers": ["serve.front.text.tokens", "serve.hub.model_config"],
     "tokenizers": ["serve.front.text.tokens"],
     "prometheus_client": ["serve.front.http.metrics"],
     "msgspec": ["serve.*"],
@@ -74,12 +74,13 @@ OWNERS = {
     "tensorboardX": ["serve.cli.report_to"],
     "wandb": ["serve.cli.report_to"],
     "rich": ["serve.cli.*", "launcher.*"],
-    # Nothing is pickled between processes: a message says what it holds.
     "jinja2": ["serve.tune.data"],
     "numpy": ["serve.rank.grammar", "serve.tune.*"],
     "yaml": ["serve.tune.config"],
     "regex": ["serve.lora.files"],
-    "pickle": [],
+    # Nothing is pickled between ranks: a message says what it holds. What a child of the same
+    # program has read of a request comes back whole, over a pipe that nobody else has.
+    "pickle": ["serve.front.api.reading"],
     "multiprocessing": [],
 }
 

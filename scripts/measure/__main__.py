@@ -13,11 +13,13 @@ from typing import Any
 from scripts.measure import servers
 from scripts.measure.adapters import adapters
 from scripts.measure.curve import curve
+from scripts.measure.first import first
 from scripts.measure.hops import hops
 from scripts.measure.latency import interrupted, long_prompt, second_turn
 from scripts.measure.limits import decode, passes
 from scripts.measure.model import make_model
 from scripts.measure.moves import moves
+from scripts.measure.neighbours import neighbours
 from scripts.measure.settings import Row, Settings, Table
 from scripts.measure.training import training
 from serve import __version__
@@ -30,11 +32,13 @@ ROWS: dict[str, Callable[[Settings], Row]] = {
     "passes": passes,
     "decode": decode,
     "hops": hops,
+    "first": first,
     "long-prompt": long_prompt,
     "second-turn": second_turn,
     "interrupted": interrupted,
     "moves": moves,
     "adapters": adapters,
+    "neighbours": neighbours,
     "train": training,
 }
 FOLDER = Path.home() / ".cache" / "brigade-bench"

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -44,9 +44,11 @@ def _is_ours(name: str) -> bool:
 
 
 @contextmanager
-def running(name: str, model: Path, *more: str) -> Iterator[str]:
-    """The URL of a server that answers; more flags are for Brigade. Only one runs at a time:
-    some spin while idle."""
+def running(
+    name: str, model: Path, *more: str, until: Callable[..., None] | None = None
+) -> Iterator[str]:
+    """The URL of a server that answers, or for which `until` has waited; more flags are for
+    Brigade. Only one runs at a time: some spin while idle."""
     port, *ring = free_ports(3)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
@@ -67,7 +69,7 @@ def running(name: str, model: Path, *more: str) -> Iterator[str]:
                         )
                     )
             url = f"http://127.0.0.1:{port}"
-            _wait_until_ready(url, model_name(name, model), processes, log)
+            (until or until_it_answers)(url, model_name(name, model), processes, log)
             yield url
         finally:
             _end(processes)
@@ -100,7 +102,7 @@ def _mlx_lm(model: Path, port: int, ring: Sequence[int], folder: Path) -> list[C
     ]
 
 
-def _wait_until_ready(
+def until_it_answers(
     url: str, model: str, processes: Sequence[subprocess.Popen[bytes]], log: Path
 ) -> None:
     """Until a first token has come: some servers listen before they have loaded the model."""
@@ -116,6 +118,21 @@ def _wait_until_ready(
             pass
         time.sleep(0.2)
     raise StartError(f"the server did not start:\n{log.read_text()[-3000:]}")
+
+
+def until_ready(
+    url: str, model: str, processes: Sequence[subprocess.Popen[bytes]], log: Path
+) -> None:
+    """Until Brigade says that it is ready, without asking for an answer."""
+    deadline = time.monotonic() + READY_SECONDS
+    while time.monotonic() < deadline and all(each.poll() is None for each in processes):
+        try:
+            if httpx.get(f"{url}/ready", timeout=5).status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(0.05)
+        time.sleep(0.05)
+    raise StartError(f"{model} did not become ready:\n{log.read_text()[-3000:]}")
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:

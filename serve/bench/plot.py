@@ -16,7 +16,7 @@ def check_plot(path: Path) -> None:
     if path.suffix not in _SUFFIXES:
         raise UsageError(f"--plot {path}: the name must end in {' or '.join(_SUFFIXES)}.")
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib: pip install 'mlx-brigade[bench]'.")
+        raise UsageError("--plot needs matplotlib: pip install matplotlib.")
 
 
 def draw(
@@ -31,6 +31,7 @@ def draw(
     tokens a second. load is the label of the x axis.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(15, 4.5), layout="constrained")
     rate, first, between = figure.subplots(1, 3)
@@ -54,6 +55,8 @@ def draw(
     for axes in (rate, first, between):
         axes.set_xlabel(load)
         axes.set_ylim(bottom=0)
+        if all(x == int(x) for points in curves.values() for x, _ in points):
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
     figure.savefig(path)

@@ -3,7 +3,8 @@
 import asyncio
 import json
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 
@@ -57,16 +58,35 @@ async def measure(config: BenchConfig, runs: Runs) -> None:
             target = await Target.calibrated(config, await stack.enter_async_context(link))
             targets[f"{'AB'[len(targets)]}: {url}"] = target
         console = Console()
-        # Seldom: it sorts all that came so far, in the process that takes the times.
-        with Live(get_renderable=lambda: table(runs), console=console, refresh_per_second=0.5):
-            for level in config.levels:
-                for round_ in range(config.rounds):
-                    for name, target in targets.items():
-                        records: list[Record] = []
-                        runs.setdefault((level, name), []).append(records)
-                        await target.run(level, round_, records.append)
-        if not console.is_terminal:
-            console.line()  # What Live leaves there has no end.
+        if console.is_terminal:
+            # Seldom: it sorts all that came so far, in the process that takes the times.
+            with Live(get_renderable=lambda: table(runs), console=console, refresh_per_second=0.5):
+                await run_levels(config, targets, runs, lambda _: None)
+            return
+        try:
+            await run_levels(config, targets, runs, tell)
+        finally:
+            with console.capture() as shown:
+                console.print(table(runs))
+            print("\n".join(line.rstrip() for line in shown.get().splitlines()))
+
+
+async def run_levels(
+    config: BenchConfig, targets: Mapping[str, Target], runs: Runs, begin: Callable[[str], None]
+) -> None:
+    """begin is told what comes next."""
+    for level in config.levels:
+        for round_ in range(config.rounds):
+            for name, target in targets.items():
+                begin(f"{level}, round {round_ + 1} of {config.rounds}, {name}")
+                records: list[Record] = []
+                runs.setdefault((level, name), []).append(records)
+                await target.run(level, round_, records.append)
+
+
+def tell(text: str) -> None:
+    """On stderr, because the table alone is the output, and it is shown at the end."""
+    print(f"brigade bench: {text}", file=sys.stderr, flush=True)
 
 
 def table(runs: Runs) -> Table:
@@ -75,7 +95,7 @@ def table(runs: Runs) -> Table:
     shown = Table(box=None, padding=(0, 1, 0, 0), title_justify="left", caption_justify="left")
     shown.title = Text("\n".join(dict.fromkeys(name for _, name in runs)))
     shown.add_column("load", no_wrap=True)
-    columns = ("answers", "errors", "prompt", "tok/s", "TTFT p50", "p99", "ITL p50", "p99 ms")
+    columns = ("answers", "errors", "prompt", "tok/s", "TTFT ms p50", "p99", "ITL ms p50", "p99")
     for column in columns:
         shown.add_column(column, justify="right", no_wrap=True)
     reasons = []

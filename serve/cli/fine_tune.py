@@ -27,8 +27,36 @@ from serve.core.errors import BrigadeError, DisagreementError, UsageError
 from serve.core.plan import check_num_ranks
 from serve.tune.config import FineTuneConfig, read_yaml
 from serve.tune.events import Event
+from serve.tune.lines import check_data
+from serve.tune.run_folder import ADAPTERS, check_free, check_resumable
 from serve.tune.schedule import Shape, make_schedule
 
+# Flags of other trainers, and what they are called here.
+_OTHER_NAMES = {
+    "--alpha": "--lora-alpha",
+    "--batch": "--batch-size",
+    "--checkpoint-every": "--save-every",
+    "--dropout": "--lora-dropout",
+    "--eval-steps": "--steps-per-eval",
+    "--gradient-accumulation-steps": "--grad-accumulation-steps",
+    "--gradient-checkpointing": "--grad-checkpoint",
+    "--logging-steps": "--steps-per-report",
+    "--lora-layers": "--num-layers",
+    "--lora-r": "--lora-rank",
+    "--lr": "--learning-rate",
+    "--max-length": "--max-seq-length",
+    "--max-steps": "--iters",
+    "--num-epochs": "--epochs",
+    "--num-train-epochs": "--epochs",
+    "--output": "--adapter-path",
+    "--output-dir": "--adapter-path",
+    "--per-device-train-batch-size": "--batch-size",
+    "--rank": "--lora-rank",
+    "--save-steps": "--save-every",
+    "--scale": "--lora-scale",
+    "--steps": "--iters",
+    "--use-dora": "--fine-tune-type dora",
+}
 _STOP_SECONDS = 8  # less than a launcher waits
 _SERVER = "http://127.0.0.1:8080"  # where `brigade serve` listens unless told
 
@@ -65,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrigadeError as error:
         if isinstance(error, DisagreementError):
             Console(stderr=True, highlight=False).print(who_has_what(error))
-        print(f"fine-tune: {error}", file=sys.stderr, flush=True)
+        print(f"brigade fine-tune: {error}", file=sys.stderr, flush=True)
         return _end(error.exit_code)
     except KeyboardInterrupt:
         return _end(130)
@@ -107,17 +135,31 @@ def check(argv: Sequence[str], num_ranks: int, rank: int = 0) -> FineTuneConfig:
         raise UsageError(
             f"--data {config.data} is no folder: give one with train.jsonl and perhaps valid.jsonl."
         )
+    num_micro_batches = config.grad_accumulation_steps * config.num_micro_batches(num_ranks)
+    make_schedule(config.schedule, Shape(num_ranks, num_micro_batches, config.num_chunks()))
     if rank == 0:
         services(config)
         if config.load_into:
-            check_server(config.load_into)
-    num_micro_batches = config.grad_accumulation_steps * config.num_micro_batches(num_ranks)
-    make_schedule(config.schedule, Shape(num_ranks, num_micro_batches, config.num_chunks()))
+            check_server(config.load_into, config.adapter_path, adapter_name(config.adapter_path))
+        _check_files(config)
     return config
+
+
+def _check_files(config: FineTuneConfig) -> None:
+    """What reading the run's folder and the data tells without MLX and without a tokenizer."""
+    if config.resume:
+        check_resumable(config.adapter_path)
+    elif config.trains:
+        check_free(config.adapter_path)
+    check_data(config)
 
 
 def _parse(argv: Sequence[str]) -> FineTuneConfig:
     """Flags come before the file that --config names."""
+    for word in argv:
+        name = word.partition("=")[0].replace("_", "-")
+        if name in _OTHER_NAMES:
+            raise UsageError(f"{word.partition('=')[0]} is {_OTHER_NAMES[name]} here.")
     file = None
     for at, word in enumerate(argv):
         name, _, value = word.partition("=")
@@ -134,10 +176,21 @@ def _hand_over(config: FineTuneConfig, adapter: Path) -> None:
         print(f"A server starts with it by\n{shlex.join(words)}")
         return
     name = adapter_name(config.adapter_path)
+    last = config.adapter_path / ADAPTERS
+    if adapter != config.adapter_path:
+        print(
+            f"Use {adapter}: it has the weights with the lowest validation loss. {last} has those "
+            "of the last batch."
+        )
+    else:
+        print(f"Use {adapter}: {last.name} has the weights of the last batch.")
     if config.load_into:
         print(load_into(config.load_into, adapter, name))
     else:
-        print(f"A running server loads it by\n{curl_line(_SERVER, adapter, name)}")
+        print(
+            "A running server loads it with this line, if it listens on port 8080 (else change the "
+            f"address):\n{curl_line(_SERVER, adapter, name)}"
+        )
 
 
 def _command(argv: Sequence[str], num_ranks: int) -> str:

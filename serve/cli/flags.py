@@ -2,9 +2,10 @@
 
 import argparse
 import dataclasses
+import difflib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from serve import __version__
@@ -18,6 +19,25 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}: see `{self.prog} --help`.")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """A flag that nobody knows comes first: argparse would name required ones that are missing,
+        which one that is misspelt may stand for."""
+        if unknown := unknown_flags(args or (), self):
+            hint = did_you_mean(unknown[0], self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return super().parse_known_args(args, namespace)
+
+
+def unknown_flags(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    names = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
+    return [name for name in names if name not in parser._option_string_actions]
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """The end of a sentence about a word that nobody knows; empty when no name is like it."""
+    alike = difflib.get_close_matches(word, list(names), n=1, cutoff=0.7)
+    return f" (did you mean {alike[0]}?)" if alike else ""
 
 
 def parse(

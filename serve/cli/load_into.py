@@ -13,26 +13,37 @@ from serve.core.errors import BrigadeError, ClusterError, UsageError
 _PATH = "/v1/load_lora_adapter"
 _SECONDS = 60.0
 _SERVER = re.compile(r"https?://[^/?#@\s]+/?")
-_KEY = "BRIGADE_ADMIN_KEY"
+_ABSENT = "asked-before-training"  # no folder that a run makes
+# The server asks for an API key if it has no admin key.
+_KEYS = ("BRIGADE_ADMIN_KEY", "BRIGADE_API_KEY")
 
 
 def curl_line(url: str, folder: Path, name: str) -> str:
     words = ["curl", url.rstrip("/") + _PATH, "-H", "Content-Type: application/json"]
     line = shlex.join([*words, "-d", json.dumps(_body(folder, name))])
     # Double quotes: the shell puts the key in, and nobody reads it here.
-    return line + (f' -H "Authorization: Bearer ${_KEY}"' if _KEY in os.environ else "")
+    key = _key()
+    return line + (f' -H "Authorization: Bearer ${key}"' if key else "")
 
 
-def check_server(url: str) -> None:
-    """Raises UsageError if no server is there that could take an adapter."""
+def check_server(url: str, folder: Path, name: str) -> None:
+    """Raises UsageError if no server is there that would take an adapter of this name from below
+    this folder."""
     if not _SERVER.fullmatch(url):
         raise UsageError(f"--load-into {url!r} is no http://HOST:PORT.")
     _call(url, "/v1/lora_adapters", None, UsageError)
+    # The server looks at the name and at where the path lies before it looks for what is there.
+    absent = _body(folder / _ABSENT, name)
+    _call(url, _PATH, json.dumps(absent).encode(), UsageError, expected=404)
 
 
 def load_into(url: str, folder: Path, name: str) -> str:
     """What the server said. Raises ClusterError: what was trained is on disk all the same."""
-    return _call(url, _PATH, json.dumps(_body(folder, name)).encode(), ClusterError)
+    try:
+        return _call(url, _PATH, json.dumps(_body(folder, name)).encode(), ClusterError)
+    except ClusterError as error:
+        again = curl_line(url, folder, name)
+        raise ClusterError(f"{error} The adapter is in {folder}; to try again:\n{again}") from error
 
 
 def adapter_name(folder: Path) -> str:
@@ -40,20 +51,31 @@ def adapter_name(folder: Path) -> str:
     return re.sub(r"[^\w.:@-]|^\W", "-", folder.resolve().name, flags=re.ASCII).lstrip("-_") or "a"
 
 
+def _key() -> str | None:
+    """The variable that holds the key to send."""
+    return next((name for name in _KEYS if name in os.environ), None)
+
+
 def _body(folder: Path, name: str) -> dict[str, object]:
     return {"lora_name": name, "lora_path": str(folder.resolve()), "load_inplace": True}
 
 
-def _call(url: str, path: str, data: bytes | None, kind: type[BrigadeError]) -> str:
+def _call(
+    url: str, path: str, data: bytes | None, kind: type[BrigadeError], expected: int | None = None
+) -> str:
+    """What the server answers. Raises an error of that kind for any other error status than the
+    expected one."""
     headers = {"Content-Type": "application/json"}
-    if _KEY in os.environ:
-        headers["Authorization"] = f"Bearer {os.environ[_KEY]}"
+    if key := _key():
+        headers["Authorization"] = f"Bearer {os.environ[key]}"
     request = urllib.request.Request(url.rstrip("/") + path, data, headers)
     try:
         with urllib.request.urlopen(request, timeout=_SECONDS) as reply:
             return str(reply.read().decode())
     except urllib.error.HTTPError as error:
         said = error.read().decode(errors="replace")
+        if error.code == expected:
+            return said
         raise kind(f"--load-into {url} answers {error.code}: {_message(said)}") from error
     except (OSError, ValueError) as error:
         cause = getattr(error, "reason", error)  # of a URLError

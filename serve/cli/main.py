@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrigadeError as error:
         if isinstance(error, DisagreementError):
             Console(stderr=True, highlight=False).print(who_has_what(error))
-        print(f"serve: {error}", file=sys.stderr, flush=True)
+        print(f"brigade serve: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint]:
     """What can be known to be wrong before anything starts. The config of a model of
     the hub comes back with the commit that its revision stands for."""
-    config = parse(ServeConfig, argv, "serve", __doc__)
+    config = parse(ServeConfig, argv, "brigade serve", __doc__)
     if config.adapter_root and not is_folder(config.adapter_root):
         raise UsageError(
             f"--adapter-root {config.adapter_root} is no folder: make it on each host."
@@ -59,8 +59,10 @@ def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint]
     for name, _, path in (word.partition("=") for word in config.lora):
         of_hub = hub_id(Path(path))
         if not is_folder(Path(path)) and not (of_hub and config.allow_hub_adapters):
-            mend = ": --allow-hub-adapters fetches it" if of_hub else ""
-            raise UsageError(f"--lora {name}: {path} is no folder on this host{mend}.")
+            mend = f" If you mean {path} on the Hugging Face hub, add --allow-hub-adapters."
+            raise UsageError(
+                f"--lora {name}: there is no folder {path} on this host.{mend if of_hub else ''}"
+            )
     folder = config.model
     if config.hub_id:
         # Imported here, because a folder needs nothing of it.
@@ -89,7 +91,7 @@ def _check_first(argv: Sequence[str], cluster: Cluster) -> Callable[[], Coroutin
     """What this rank is to run. Most mistakes are the same on all ranks: then rank 0 says
     it, and the launcher ends the others before they repeat it."""
     try:
-        asked = parse(ServeConfig, argv, "serve", __doc__)
+        asked = parse(ServeConfig, argv, "brigade serve", __doc__)
         if asked.hub_id and cluster.rank:
             # Rank 0 first fetches what is small, and tells the commit when all have joined.
             patient = dataclasses.replace(asked, join_timeout=asked.load_timeout)
@@ -130,14 +132,18 @@ async def _run_front(
     from serve.front.text.tokens import Tokenizer
 
     listening = app.bind(config.host, config.port)
-    view = StartView()
+    max_context = min(filter(None, [config.max_context, checkpoint.max_context]), default=4096)
+    port = listening.getsockname()[1]
+    config = dataclasses.replace(config, max_context=max_context, port=port)
+    view = StartView(config.url, config.model_name)
     engine = Engine(config, cluster, checkpoint.folder, facts, view)
     try:
         await engine.listen()
         engine.start()
-        logging.info("event=listening url=http://%s:%d", *listening.getsockname()[:2])
+        logging.info("event=listening url=%s", config.url)
+        logging.info("event=stage_starting rank=0 what='imports MLX, then plans the layers'")
         tokenizer = await asyncio.to_thread(Tokenizer, checkpoint.folder, config.tool_parser)
-        max_context = min(filter(None, [config.max_context, checkpoint.max_context]), default=4096)
+        await asyncio.to_thread(tokenizer.check_chat)
         await app.serve(config, engine, tokenizer, listening, max_context)
     except asyncio.CancelledError:
         logging.info("event=stopped reason=signal")

@@ -2,14 +2,22 @@
 
 import gc
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from rich.console import Console
+from rich import box
 from rich.table import Table
 
 from serve.cli.flags import parse
-from serve.core.config import PlanConfig
-from serve.core.plan import PlanRequest, StagePlan, format_bytes
+from serve.cli.output import Output
+from serve.core.config import DEFAULT_NUM_SEQUENCES, PlanConfig
+from serve.core.plan import (
+    MIN_KV_TOKENS,
+    Demand,
+    PlanRequest,
+    StagePlan,
+    format_bytes,
+    with_slack,
+)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -18,11 +26,14 @@ def run(argv: Sequence[str]) -> int:
     # Imported here: a wrong flag should not wait for MLX.
     from serve.model.planning import make_plan
 
+    concurrency = config.concurrency or (1 if config.is_promise else DEFAULT_NUM_SEQUENCES)
     request = PlanRequest(
         num_ranks=config.num_ranks,
         context=config.context,
-        concurrency=config.concurrency,
+        concurrency=concurrency,
+        min_tokens=None if config.is_promise else MIN_KV_TOKENS,
         memory=config.memory,
+        kv_memory=config.kv_memory,
         split=config.split,
         kv_bits=config.kv_bits,
     )
@@ -35,33 +46,63 @@ def run(argv: Sequence[str]) -> int:
     if config.json:
         print(json.dumps(plan.to_json(), indent=2))
         return 0
-    table = plan_table(plan.stages)
-    table.title = (
-        f"{config.model.name}: {plan.num_layers} layers of {plan.model_type}, "
-        f"{plan.demand.concurrency} x {plan.demand.context:,} tokens"
-    )
-    table.caption = f"{format_bytes(plan.hop_bytes_per_token)} for each token at each hop"
-    Console().print(table)
+    layers = f"{plan.num_layers} layers of {plan.model_type}"
+    print_table(plan_table(plan.stages, config.is_promise), f"{config.model.name}: {layers}")
+    promise = plan.demand if config.is_promise else None
+    for line in _notes(plan.stages, plan.kv_tokens, promise, plan.hop_bytes_per_token):
+        print(line)
     return 0
 
 
-def plan_table(stages: Sequence[StagePlan]) -> Table:
-    """One row a rank; step is its share of the time that a decode step takes in all."""
-    table = Table(title_justify="left", caption_justify="left")
-    table.add_column("rank", justify="right")
-    table.add_column("layers")
-    for column in ("weights", "caches", "total", "memory", "to read", "step"):
-        table.add_column(column, justify="right")
-    for stage in stages:
-        start, end = stage.layers
-        table.add_row(
-            str(stage.rank),
-            f"[{start}, {end})",
-            format_bytes(stage.weight_bytes),
-            format_bytes(stage.cache_bytes),
-            format_bytes(stage.total_bytes),
-            format_bytes(stage.memory_bytes) if stage.memory_bytes else "",
-            format_bytes(stage.fetch_bytes),
-            f"{stage.step_share:.0%}",
+def _notes(
+    stages: Sequence[StagePlan], kv_tokens: int | None, promise: Demand | None, hop_bytes: int
+) -> Iterator[str]:
+    if promise:
+        yield (
+            f"The KV cache is for {promise.concurrency} x {promise.context:,} tokens, with half "
+            "as much again to spare."
         )
+    if kv_tokens is None:
+        per_token = max(stage.cache_bytes_per_token for stage in stages)
+        per_token = with_slack(max(stage.cache_bytes_per_token for stage in stages))
+        yield f"A token's keys and values take up to {format_bytes(per_token)} on a rank."
+        yield "With --memory you see for how many tokens there is room."
+    else:
+        yield f"There is room for keys and values of {kv_tokens:,} tokens."
+    if len(stages) > 1:
+        yield f"Each token sends {format_bytes(hop_bytes)} from rank to rank."
+
+
+def plan_table(stages: Sequence[StagePlan], has_promise: bool = False) -> Table:
+    """One row a rank. The last column is its share of the time that a decode step takes on all
+    ranks."""
+    has_limit = any(stage.memory_bytes for stage in stages)
+    columns: dict[str, Callable[[StagePlan], str]] = {
+        "rank": lambda stage: str(stage.rank),
+        "layers": lambda stage: f"{stage.layers[0]}-{stage.layers[1] - 1}",
+        "weights": lambda stage: format_bytes(stage.weight_bytes),
+    }
+    if has_promise:
+        columns["KV cache"] = lambda stage: format_bytes(with_slack(stage.cache_bytes))
+        columns["total"] = lambda stage: format_bytes(stage.total_bytes)
+    if has_limit:
+        columns["--memory"] = lambda stage: format_bytes(stage.memory_bytes or 0)
+    columns["reads from\nfiles"] = lambda stage: format_bytes(stage.fetch_bytes)
+    columns["share of\nstep time"] = lambda stage: f"{stage.step_share:.0%}"
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for stage in stages:
+        table.add_row(*(cell(stage) for cell in columns.values()))
     return table
+
+
+def print_table(table: Table, title: str = "") -> None:
+    """Without blanks at the ends of lines, which tables and titles are padded with."""
+    output = Output(highlight=False)
+    if title:
+        output.print(title)
+    with output.capture() as captured:
+        output.print(table)
+    for line in captured.get().splitlines():
+        output.out(line.rstrip(), highlight=False)

@@ -1,4 +1,4 @@
-"""What people see while a cluster starts: the plan, progress, and what was read and fetched."""
+"""What people see while a cluster starts: the plan, progress, and where it can be asked."""
 
 import time
 from collections.abc import Sequence
@@ -13,10 +13,9 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
-from rich.table import Table
 
 from serve.cli.output import Output
-from serve.cli.plan import plan_table
+from serve.cli.plan import plan_table, print_table
 from serve.core.plan import StagePlan, format_bytes
 from serve.front.pipeline.stages import StageStatus
 
@@ -25,16 +24,18 @@ _LINE_COLUMNS = 100
 
 
 class StartView:
-    """Tables on stdout, and on stderr a bar for each rank that fetches or loads: live on a
-    terminal, else as lines now and then, which a launcher can pass on."""
+    """The plan and the end of the start on stdout, and on stderr a bar for each rank that fetches
+    or loads: live on a terminal, else a line for each now and then, without a bar."""
 
-    def __init__(self) -> None:
+    def __init__(self, url: str, model: str) -> None:
+        self._url, self._model = url, model
         console = Console(stderr=True, highlight=False)
         if not console.is_terminal:
             console = Console(stderr=True, highlight=False, width=_LINE_COLUMNS)
+        bar = [BarColumn(bar_width=24)] if console.is_terminal else []
         self._bars = Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
+            *bar,
             DownloadColumn(),
             TransferSpeedColumn(),
             TimeRemainingColumn(),
@@ -48,21 +49,19 @@ class StartView:
         self._shown_at = time.monotonic()
 
     def planned(self, stages: Sequence[StagePlan]) -> None:
-        Output(highlight=False).print(plan_table(stages))
+        print_table(plan_table(stages))
 
-    def ready(self, stages: Sequence[StageStatus]) -> None:
-        table = Table("rank", "host", "layers", "owned", "read", "fetched")
-        for stage in stages:
-            start, end = stage.plan.layers if stage.plan else (0, 0)
-            table.add_row(
-                str(stage.rank),
-                stage.host,
-                f"[{start}, {end})",
-                format_bytes(stage.bytes_owned),
-                "" if stage.bytes_read is None else format_bytes(stage.bytes_read),
-                format_bytes(stage.bytes_fetched),
-            )
-        Output(highlight=False).print(table)
+    def loaded(self, stages: Sequence[StageStatus], room: int) -> None:
+        owned = format_bytes(sum(stage.bytes_owned for stage in stages))
+        fetched = sum(stage.bytes_fetched for stage in stages)
+        more = f", {format_bytes(fetched)} of them fetched" if fetched else ""
+        line = f"Loaded {owned}{more}. There is room for keys and values of {room:,} tokens."
+        Output(highlight=False, soft_wrap=True).print(line)
+
+    def ready(self) -> None:
+        Output(highlight=False, soft_wrap=True).print(
+            f"Ready on {self._url}, model {self._model}", markup=False
+        )
 
     def progressed(self, stage: StageStatus) -> None:
         if not stage.total:
@@ -86,6 +85,8 @@ class StartView:
 
     def _task(self, stage: StageStatus) -> TaskID:
         state, task = self._tasks.get(stage.rank, ("", TaskID(-1)))
+        if not self._tasks:
+            self._shown_at = time.monotonic()  # What is quick needs no line.
         if state != stage.state:
             self._hide(stage.rank)
             task = self._bars.add_task(f"rank {stage.rank} {stage.state}")

@@ -1,18 +1,32 @@
 """What people see of a run, on rank 0: tables, a line for each report, and on a terminal a bar
 below them."""
 
+import time
+from collections.abc import Callable
+
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from serve.cli.output import Output
 from serve.core.plan import format_bytes
-from serve.tune.events import Event, Finished, Reported, Saved, Started, Validated, Written
+from serve.tune.events import (
+    Event,
+    Finished,
+    NothingLeft,
+    Reported,
+    Saved,
+    Started,
+    Validated,
+    Written,
+)
 
 _OUT = Output(highlight=False)  # What is shown is not what a run is for.
 
 
 class TrainingView:
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began, self._first, self._total = 0.0, 0, 0
         columns = MofNCompleteColumn(), TextColumn("batches,"), TimeRemainingColumn()
         self._bar = Progress(BarColumn(), *columns, TextColumn("left"), console=_OUT)
         self._task = self._bar.add_task("")
@@ -21,11 +35,15 @@ class TrainingView:
         match event:
             case Started():
                 _show_start(event)
+                self._began = self._clock()
+                self._first, self._total = event.iteration, event.num_iterations
                 self._bar.update(self._task, total=event.num_iterations)
                 self._move(event.iteration)
             case Reported():
-                _show_report(event)
+                _show_report(event, self._progress(event.iteration))
                 self._move(event.iteration)
+            case NothingLeft():
+                _show_nothing_left(event)
             case Validated():
                 loss = {f"{event.name}_loss": f"{event.loss:.4f}"}
                 _say(iteration=event.iteration, **loss, seconds=f"{event.seconds:.1f}")
@@ -39,6 +57,16 @@ class TrainingView:
                 if event.without:
                     _say(without=event.without)
 
+    def _progress(self, iteration: int) -> dict[str, str]:
+        """Which part is done, and how long the rest takes at the pace so far, with validations and
+        checkpoints."""
+        if not self._total:
+            return {}
+        done = f"{iteration / self._total:.0%}"
+        seconds = self._clock() - self._began
+        left = (self._total - iteration) * seconds / max(1, iteration - self._first)
+        return {"done": done, "left": format_seconds(left)}
+
     def _move(self, iteration: int) -> None:
         """Where nobody looks at a terminal, the lines say it all."""
         self._bar.update(self._task, completed=iteration)
@@ -50,9 +78,19 @@ class TrainingView:
             self._bar.stop()
 
 
-def _show_report(event: Reported) -> None:
+def format_seconds(seconds: float) -> str:
+    """Such as 45s, 3m20s or 2h05m."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes:02}m"
+    return f"{minutes}m{rest:02}s" if minutes else f"{rest}s"
+
+
+def _show_report(event: Reported, progress: dict[str, str]) -> None:
     _say(
         iteration=event.iteration,
+        **progress,
         loss=f"{event.loss:.4f}",
         learning_rate=f"{event.learning_rate:.3e}",
         gradient_norm=f"{event.gradient_norm:.3f}",
@@ -68,35 +106,60 @@ def _say(**fields: object) -> None:
     _OUT.print(*(f"{k}={value}" for k, value in fields.items()), soft_wrap=True, markup=False)
 
 
+def _tell(sentence: str) -> None:
+    _OUT.print(sentence, soft_wrap=True, markup=False)
+
+
 def _show_start(event: Started) -> None:
-    _OUT.print(f"{event.size}, {event.num_trained:,} trained parameters")
+    _tell(f"{event.size}, {event.num_trained:,} trained parameters")
     if event.num_cut or event.num_dropped:
-        _OUT.print(
+        _tell(
             f"{event.num_cut} examples are cut at --max-seq-length, {event.num_dropped} left out: "
             "too long, or without anything to learn"
         )
     if event.iteration:
-        _OUT.print(f"goes on after {event.iteration} batches")
+        _tell(f"Continues after {event.iteration} batches.")
     schedule, shape = event.schedule, event.schedule.shape
-    table = Table("rank", "layers", "micro-batches held", "peak memory, forecast")
+    parts = f"{shape.num_micro_batches} micro-batch{'es' * (shape.num_micro_batches > 1)}"
+    table = Table("rank", "layers", "micro-batches in memory", "peak memory (forecast)")
+    table.title = f"Schedule {schedule.kind}: {parts} an update"
     for rank, peak in enumerate(event.forecast.peak_bytes):
         layers = " ".join("[{}, {})".format(*event.layers[n]) for n in shape.stages(rank))
         table.add_row(str(rank), layers, str(event.forecast.in_flight[rank]), format_bytes(peak))
-    table.title = f"{schedule.kind}, {shape.num_micro_batches} micro-batches an update"
-    table.caption = f"bubble, forecast: {1 - event.forecast.utilisation:.0%}"
     _OUT.print(table)
+    if shape.num_ranks > 1:
+        waiting = f"{1 - event.forecast.utilisation:.0%}"
+        _tell(
+            f"Ranks will wait for each other {waiting} of the time (the bubble of the schedule, by "
+            "forecast)."
+        )
+
+
+def _show_nothing_left(event: NothingLeft) -> None:
+    if event.is_early:
+        _tell(
+            f"--early-stop has ended this run after {event.iteration} batches; give a higher "
+            "--early-stop, or none, to go on."
+        )
+    else:
+        _tell(f"All {event.iteration} batches are done; give more --iters to go on.")
 
 
 def _show_end(event: Finished) -> None:
-    table = Table("", "forecast", "measured")
+    table = Table("", "forecast", "measured", title="What the run took")
     peaks = zip(event.forecast.peak_bytes, event.peak_bytes, strict=True)
     for rank, (before, measured) in enumerate(peaks):
         table.add_row(f"peak memory, rank {rank}", format_bytes(before), format_bytes(measured))
-    bubbles = event.forecast.utilisation, event.utilisation, event.expected_utilisation
-    shown = [f"{1 - each:.0%}" for each in bubbles]
-    table.add_row("bubble", *shown[:2])
-    table.add_row("bubble, by the costs of the run", shown[2], shown[1])
+    shares = event.forecast.utilisation, event.utilisation, event.expected_utilisation
+    forecast, waited, schedule = (f"{1 - each:.0%}" for each in shares)
+    if len(event.peak_bytes) > 1:
+        table.add_row("time that ranks waited", forecast, waited)
     _OUT.print(table)
+    if len(event.peak_bytes) > 1:
+        _tell(
+            f"Of the waiting, {schedule} of the time is the schedule's own (its bubble, at the "
+            "measured speed of each rank); the rest was spent on messages between ranks."
+        )
     if event.is_early:
         _say(iteration=event.iteration, stopped="early", reason="--early-stop")
     if event.best:

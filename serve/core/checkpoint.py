@@ -56,10 +56,17 @@ class Checkpoint:
     digest: str
 
 
+def not_a_folder(model: Path) -> str:
+    return (
+        f"--model {model} is not a folder: give the path of a downloaded model, or org/name of one "
+        "on the Hugging Face hub."
+    )
+
+
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Reads the description of a model folder. Raises ModelError if it is not a complete model."""
     if not is_folder(folder):
-        raise ModelError(f"--model {folder} is not a folder: give the path of a downloaded model.")
+        raise ModelError(not_a_folder(folder))
     config_file = folder / "config.json"
     config = read_json(config_file)
     model_type = config.get("model_type")

@@ -12,12 +12,18 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from serve.core.errors import UsageError
+from serve.core.tool_parsers import tool_parsers
 
 _KEY = re.compile(r"[!-~]{1,512}")  # what fits into a header
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#@\s]+")
+_HOST_NAME = re.compile(r"\*|[\w.-]{1,253}|(?=.*:.*:)[0-9a-fA-F:.]{2,45}", re.ASCII)
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][\w.:@-]{0,127}(/[A-Za-z0-9][\w.:@-]{0,127})?", re.ASCII)
 NO_ADAPTER_NAME = (
     "cannot be an adapter's name: not the model's, of letters, digits and . _ : @ -, one / at most."
+)
+DEFAULT_NUM_SEQUENCES = 32
+_MEMORY_HELP = (
+    "for weights, and what they leave for keys and values: 24GB, or 24GB,48GB for each rank"
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
@@ -39,21 +45,38 @@ class ServeConfig:
     port: int = flag("port of the HTTP server; 0 takes a free one", 8080, least=0, most=65535)
     served_model_name: str | None = flag("name that clients use (default: the folder's)", None)
     split: str = flag("auto, even, or layers of each rank such as 20,12", "auto")
-    memory: str | None = flag("for weights and caches: 24GB, or 24GB,48GB for each rank", None)
-    max_num_sequences: int = flag("sequences that run at the same time", 32, least=1)
+    memory: str | None = flag(_MEMORY_HELP, None)
+    max_num_sequences: int = flag(
+        "sequences that run at the same time", DEFAULT_NUM_SEQUENCES, least=1
+    )
     max_queue: int = flag("requests that may wait; more get 429", 256, least=0)
     max_context: int | None = flag("longest prompt and answer, in tokens", None, least=2)
     kv_memory: str | None = flag(
-        "for keys and values: 8GB, or 8GB,16GB for each rank (default: what is free)", None
+        "at most so much for keys and values: 8GB, or 8GB,16GB for each rank (default: what is "
+        "left of --memory, else what is free)",
+        None,
     )
     kv_bits: int | None = flag("quantise keys and values to 8 or 4 bits", None, among=(4, 8))
-    tool_parser: str | None = flag("how the model calls tools (default: found out)", None)
+    tool_parser: str | None = flag(
+        f"format of the model's tool calls: {', '.join(tool_parsers())} (default: detected)",
+        None,
+        among=tool_parsers(),
+    )
     no_prefix_cache: bool = flag("compute every prompt from its first token", False)
+    prefix_cache_scope: str = flag(
+        "who shares the keys and values of prompts that begin alike: all clients, or those with "
+        "the same API key",
+        "all",
+        among=("all", "key"),
+    )
     lora: tuple[str, ...] = flag("NAME=PATH of a LoRA adapter to start with", ())
     adapter_root: Path | None = flag("folder below which adapters may be loaded by HTTP", None)
     allow_hub_adapters: bool = flag("an adapter may be org/name of one on the hub", False)
     adapter_memory: str | None = flag("for adapters: 1GB, or 1GB,2GB for each rank", None)
     max_lora_rank: int = flag("highest rank of an adapter", 64, least=1)
+    no_warm_up: bool = flag(
+        "be ready sooner; the first requests then wait while graphs and kernels are made", False
+    )
     prefill_chunk: int = flag("prompt tokens that one step takes at most", 512, least=1)
     num_groups: int | None = flag(
         "groups that decode in turn (default: one for each rank; 1 is lockstep)", None, least=1
@@ -83,13 +106,17 @@ class ServeConfig:
         (),
         secret=True,
     )
-    api_key_file: Path | None = flag("file with such keys, one a line", None)
+    api_key_file: Path | None = flag("file with API keys, one a line", None)
     admin_key: tuple[str, ...] = flag(
-        "a key for /admin/, which is for this host alone without one; also BRIGADE_ADMIN_KEY",
+        "a key for admin calls; also BRIGADE_ADMIN_KEY. Without one they need an API key, and "
+        "without any key they are open to this host",
         (),
         secret=True,
     )
-    admin_key_file: Path | None = flag("file with such keys, one a line", None)
+    admin_key_file: Path | None = flag("file with admin keys, one a line", None)
+    allowed_host: tuple[str, ...] = flag(
+        "name under which clients without a key may call this server, beside its own; * for any", ()
+    )
     cors_origin: tuple[str, ...] = flag("web page that may call, such as https://a.example", ())
     max_connections: int = flag("connections at once; more get 503", 1024, least=1)
     max_header_bytes: int = flag("of a request", 64 << 10, least=1024)
@@ -109,6 +136,12 @@ class ServeConfig:
                 raise UsageError(
                     f"--cors-origin {origin!r} is no origin: write https://HOST[:PORT], or *."
                 )
+        for name in self.allowed_host:
+            if not _HOST_NAME.fullmatch(name):
+                raise UsageError(
+                    f"--allowed-host {name!r} is not a host: write a name such as llm.example.org "
+                    "or an address, without http:// and port, or * for any."
+                )
         for word in self.lora:
             if "=" not in word.strip("="):
                 raise UsageError(f"--lora {word!r} is wrong: write NAME=PATH.")
@@ -123,6 +156,11 @@ class ServeConfig:
         return hub_id(self.model)
 
     @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    @property
     def model_name(self) -> str:
         return self.served_model_name or self.hub_id or self.model.resolve().name
 
@@ -134,10 +172,13 @@ class PlanConfig:
     cache_dir: Path | None = flag("where parts of hub models are kept (HF_HOME/brigade)", None)
     num_ranks: int = flag("ranks to plan for", short=("-n",), least=1)
     context: int | None = flag(
-        "tokens of a sequence (default: the model's most)", None, least=1, most=10**9
+        "tokens of a sequence (default: the model's context)", None, least=1, most=10**9
     )
-    concurrency: int = flag("sequences at the same time", 1, least=1)
-    memory: str | None = flag("for weights and caches: 24GB, or 24GB,48GB for each rank", None)
+    concurrency: int | None = flag("sequences at the same time", None, least=1)
+    memory: str | None = flag(_MEMORY_HELP, None)
+    kv_memory: str | None = flag(
+        "at most so much for keys and values: 8GB, or 8GB,16GB for each rank", None
+    )
     split: str = flag("auto, even, or layers of each rank such as 20,12", "auto")
     kv_bits: int | None = flag("quantise keys and values to 8 or 4 bits", None, among=(4, 8))
     json: bool = flag("print JSON", False)
@@ -149,6 +190,12 @@ class PlanConfig:
     @property
     def hub_id(self) -> str | None:
         return hub_id(self.model)
+
+    @property
+    def is_promise(self) -> bool:
+        """Whether there has to be room for every sequence's whole context. Else there has to be
+        some room, and requests would queue when it is full, as in `serve`."""
+        return self.context is not None or self.concurrency is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +212,8 @@ class Level:
     is_open: bool
 
     def __str__(self) -> str:
-        return f"{self.value:g} {'requests/s' if self.is_open else 'clients'}"
+        clients = "client" if self.value == 1 else "clients"
+        return f"{self.value:g} {'requests/s' if self.is_open else clients}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,13 +222,17 @@ class BenchConfig:
     model: str | None = flag("name of the model (default: the first that the server has)", None)
     concurrency: str | None = flag("closed loop: clients, in turn (default: 1,8,16,32)", None)
     rate: str | None = flag("open loop: requests a second, in turn, such as 0.5,2", None)
-    requests: int | None = flag("of a level and round (4 for each client; 32)", None, least=1)
+    requests: int | None = flag(
+        "requests of each level and round (default: 4 for each client, or 32 at a rate)",
+        None,
+        least=1,
+    )
     rounds: int = flag("how often each server gets each level", 2, least=1)
     prompt_tokens: int = flag("length of the prompts, which are random words", 66, least=1)
     prompts: Path | None = flag("ask the questions of this ShareGPT file instead", None)
     max_tokens: int = flag("longest answer", 48, least=1)
     temperature: float = flag("sampling temperature", 0.0, least=0, most=2)
-    seed: int = flag("of prompts and arrivals", 0)
+    seed: int = flag("seed for prompts and arrivals", 0)
     timeout: float = flag("seconds that a server may be silent", 300.0, least=1, most=10**6)
     output: Path | None = flag("write the results to this JSON file", None)
     plot: Path | None = flag("draw the results into this file, .png or .svg", None)
@@ -252,9 +304,12 @@ def check_range(name: str, value: Any, checks: Mapping[str, Any]) -> None:
 def with_keys(config: ServeConfig, environment: Mapping[str, str]) -> ServeConfig:
     """The config with the keys of files and environment beside those of its flags. For rank 0:
     other ranks need none, and may not have the files. Raises UsageError."""
+    api_key = _keys("api", config.api_key, config.api_key_file, environment)
+    if config.prefix_cache_scope == "key" and not api_key:
+        raise UsageError("--prefix-cache-scope key needs API keys: give --api-key-file.")
     return replace(
         config,
-        api_key=_keys("api", config.api_key, config.api_key_file, environment),
+        api_key=api_key,
         admin_key=_keys("admin", config.admin_key, config.admin_key_file, environment),
     )
 

@@ -5,6 +5,7 @@
     │   └── RequestError                  -   400   one request is wrong; the server goes on
     │       ├── NotFoundError             -   404
     │       ├── AdapterError              -   400   an adapter cannot be used; or 403, 404, 409
+    │       ├── OverflowedError           -   500   its numbers were not finite
     │       └── OverloadedError           -   429
     ├── ModelError                        3   503   the model folder is missing or broken
     ├── PlanError                         4   503   the model does not split that way
@@ -12,7 +13,8 @@
     ├── ClusterError                      6   503   a rank is missing, lost or different
     │   ├── DisagreementError             6   503   ranks have different files or versions
     │   └── UnavailableError              -   503   not ready yet, or draining
-    └── EngineError                       7   503   the engine process broke
+    ├── EngineError                       7   503   the engine process broke
+    └── GivenUpError                      -   500   a request that ended the engines again and again
 
 The message is one line: what is wrong, where, and how to fix it.
 """
@@ -39,11 +41,23 @@ class UsageError(BrigadeError):
 
 
 class RequestError(UsageError):
-    """An error of one request. It is reported to the client and never ends a process."""
+    """The fault of one request. It is reported to the client and never ends a process.
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message, param=param)
+    detail ends the message and is for the client alone: it may repeat what the client wrote, so
+    no log has it.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        detail: str = "",
+    ) -> None:
+        super().__init__(f"{message} {detail}", param=param)
         self.code = code
+        self.logged = " ".join(message.split())
 
 
 class NotFoundError(RequestError):
@@ -56,6 +70,22 @@ class AdapterError(RequestError):
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message, param="lora_path")
         self.http_status = status
+
+
+class OverflowedError(RequestError):
+    """The logits of a sequence were not finite numbers. Not 4xx: the model or the adapter is
+    to blame, and not what the client has sent."""
+
+    http_status = 500
+    type = "server_error"
+
+    def __init__(self, sequence: int, adapter: str | None) -> None:
+        where = f"the adapter {adapter!r}" if adapter else "no adapter"
+        super().__init__(
+            f"The numbers of sequence {sequence} ({where}) overflowed, so that no token could be "
+            "drawn: use a model in bfloat16 or float32, or an adapter with smaller weights.",
+            code="numbers_overflowed",
+        )
 
 
 class OverloadedError(RequestError):
@@ -106,6 +136,12 @@ class UnavailableError(ClusterError):
 class EngineError(BrigadeError):
     exit_code = 7
     http_status = 503
+
+
+class GivenUpError(BrigadeError):
+    """500 and not 503, because nobody should send it again. Its message is for the client."""
+
+    code = "request_given_up"
 
 
 _WITH_EXIT_CODE = (UsageError, ModelError, PlanError, AddressError, ClusterError, EngineError)

@@ -15,7 +15,7 @@ _FILES = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )
-_NONE = "-"
+MISSING = "-"  # instead of a version or a digest
 
 
 def versions() -> dict[str, str]:
@@ -38,7 +38,7 @@ def compare(facts: Mapping[int, Mapping[str, str]]) -> None:
         names.update(dict.fromkeys(own))
     different: dict[str, dict[int, str]] = {}
     for name in names:
-        row = {rank: own.get(name, _NONE) for rank, own in facts.items()}
+        row = {rank: own.get(name, MISSING) for rank, own in facts.items()}
         if len(set(row.values())) > 1:
             different[name] = row
     if different:
@@ -49,12 +49,12 @@ def _version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        return _NONE
+        return MISSING
 
 
 def _digest(file: Path) -> str:
     try:
         content = file.read_bytes()
     except OSError:
-        return _NONE
+        return MISSING
     return hashlib.sha256(content).hexdigest()[:16]

@@ -1,36 +1,70 @@
-"""A temporary folder of one process, which goes with it or soon after it."""
+"""A temporary folder of one process, which is removed with it, or by whoever starts next."""
 
 import fcntl
 import os
 import shutil
+import tempfile
 import time
+import weakref
 from pathlib import Path
-from tempfile import TemporaryDirectory, gettempdir
 
 _PREFIX = "brigade-own-"
-_NEW_SECONDS = 60.0
+_UNLOCKED_PREFIX = "brigade-new-"
+_UNLOCKED_SECONDS = 60.0  # far more than it takes to lock a folder that was just made
 
 
-def own_folder() -> TemporaryDirectory[str]:
-    """Whoever makes it cleans it up, and first what was left by processes that were killed."""
-    for left in Path(gettempdir()).glob(f"{_PREFIX}*"):
-        if not _is_in_use(left):
-            shutil.rmtree(left, ignore_errors=True)
-    folder = TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True)
-    # Held as long as this process lives: the descriptor is closed with it. systemd-tmpfiles
-    # leaves what is locked alone, too; macOS does not, so nothing may be needed for days.
-    fcntl.flock(os.open(folder.name, os.O_RDONLY), fcntl.LOCK_EX)
-    return folder
+class OwnFolder:
+    """A folder that is locked as long as this process lives: the system ends the lock with it.
+
+    It gets its name after its lock, so a folder of that name without a lock has no owner.
+    systemd-tmpfiles leaves locked folders alone, too; macOS does not, so nothing in it may be
+    needed for days.
+    """
+
+    def __init__(self) -> None:
+        unlocked = tempfile.mkdtemp(prefix=_UNLOCKED_PREFIX)
+        descriptor = os.open(unlocked, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        parent, name = os.path.split(unlocked)
+        self.name = os.path.join(parent, name.replace(_UNLOCKED_PREFIX, _PREFIX, 1))
+        os.rename(unlocked, self.name)
+        self.cleanup = weakref.finalize(self, _remove, self.name, descriptor)
+
+    def __enter__(self) -> str:
+        return self.name
+
+    def __exit__(self, *error: object) -> None:
+        self.cleanup()
 
 
-def _is_in_use(folder: Path) -> bool:
-    """Also if it is somebody else's, or so new that its lock may yet come."""
+def own_folder() -> OwnFolder:
+    """A new one; first those are removed that processes left when they were killed."""
+    folder = Path(tempfile.gettempdir())
+    for left in folder.glob(f"{_PREFIX}*"):
+        _remove_without_owner(left, 0.0)
+    for left in folder.glob(f"{_UNLOCKED_PREFIX}*"):
+        _remove_without_owner(left, _UNLOCKED_SECONDS)
+    return OwnFolder()
+
+
+def _remove_without_owner(folder: Path, min_age_seconds: float) -> None:
+    """Whoever removes a folder holds its lock meanwhile, so nobody else does the same."""
     try:
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return time.time() - os.fstat(descriptor).st_mtime < _NEW_SECONDS
-        finally:
-            os.close(descriptor)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
-        return True
+        return  # It belongs to another user, or is gone.
+    try:
+        status = os.fstat(descriptor)
+        if status.st_uid != os.getuid() or time.time() - status.st_mtime < min_age_seconds:
+            return
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    except OSError:
+        return  # Its owner lives.
+    finally:
+        os.close(descriptor)
+
+
+def _remove(name: str, descriptor: int) -> None:
+    shutil.rmtree(name, ignore_errors=True)
+    os.close(descriptor)

@@ -11,6 +11,7 @@ body that does not decode to a type that is expected there is an error.
     trainer -> other trainer      TaggedTensors, Alive, Parting
 """
 
+import math
 from typing import Any, TypeAlias
 
 import msgspec
@@ -164,13 +165,19 @@ class Planned(Message, frozen=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, array_like=True):
-    """What a stage has loaded, in bytes. bytes_read is None where the system does not tell."""
+    """What a stage has loaded, in bytes. bytes_read is None where the system does not tell.
+
+    The last two are of the stage with the head: what the logits of a token take, and what scoring
+    a prompt takes besides.
+    """
 
     bytes_owned: int
     bytes_read: int | None
     bytes_fetched: int
     free_bytes: int
     reuse: str
+    logits_bytes_per_token: int = 0
+    scoring_bytes: int = 0
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
@@ -260,6 +267,11 @@ class Scores(msgspec.Struct, frozen=True, array_like=True):
     sequence: int
     position: int
     scores: tuple[Score, ...]
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the logits were finite. A score of -inf is that of a token that cannot come."""
+        return not any(math.isnan(score.logprob) for score in self.scores)
 
 
 class Result(Message, frozen=True):

@@ -5,7 +5,7 @@ Costs come from serve.model.costs, which knows models; here they are numbers.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -13,6 +13,11 @@ from serve.core.errors import PlanError, UsageError
 
 LayerRange = tuple[int, int]
 
+# Padding and spare room may take half as much again as keys and values do.
+_SLACK = 3, 2  # a ratio of whole numbers, so that sums are exact
+MAX_KV_TOKENS = 2**31 - 1
+_SHRINKAGE = 4  # from one demand that is tried to the next
+MIN_KV_TOKENS = 256  # With less room than this for keys and values nothing starts.
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -31,9 +36,16 @@ class LayerCost:
     expert_bytes: int = 0
     expert_share: float = 1.0
 
-    def caches(self, num_tokens: int) -> int:
-        cached = min(num_tokens, self.max_cached_tokens or num_tokens)
-        return self.cache_bytes + cached * self.cache_bytes_per_token
+    def caches(self, demand: "Demand") -> int:
+        """Bytes for the demand, without slack."""
+        growing = 0 if self.max_cached_tokens else demand.tokens * self.cache_bytes_per_token
+        return demand.concurrency * self.fixed_caches(demand.context) + growing
+
+    def fixed_caches(self, context: int) -> int:
+        """What a sequence holds at most besides the keys and values of every token: a state,
+        or the keys and values of a window."""
+        window = min(context, self.max_cached_tokens or 0)
+        return self.cache_bytes + window * self.cache_bytes_per_token
 
     def step_bytes(self, num_rows: int) -> float:
         """What a decode step of so many rows reads of the weights, which is what its
@@ -58,30 +70,63 @@ class ModelCost:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What is promised to clients: so many sequences of so many tokens at once."""
+    """Sequences of up to context tokens, concurrency of them at the same time. num_tokens is how
+    many tokens in all there has to be room for; without it every sequence may have its whole
+    context, which is what a promise to clients means."""
 
     context: int
     concurrency: int
+    num_tokens: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.num_tokens or self.context * self.concurrency
+
+    def smaller(self, min_tokens: int) -> "list[Demand]":
+        """This demand and ever smaller ones, down to min_tokens tokens in all. Few tokens are
+        for few sequences."""
+        sizes = [self.tokens]
+        while sizes[-1] > min_tokens:
+            sizes.append(max(min_tokens, sizes[-1] // _SHRINKAGE))
+        return [
+            replace(
+                self, num_tokens=n, concurrency=min(self.concurrency, max(1, n // MIN_KV_TOKENS))
+            )
+            for n in sizes
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What `brigade plan` and `serve` are asked for. split is auto, even, or the number
-    of layers of each rank; memory an amount, or one for each rank."""
+    """What `brigade plan` and `serve` are asked for.
+
+    split is auto, even, or the number of layers of each rank. memory, kv_memory and
+    adapter_memory are an amount, or one for each rank. Room for context * concurrency tokens is a
+    promise, unless min_tokens says with how much less the ranks may start.
+    """
 
     num_ranks: int
     context: int | None = None
     concurrency: int = 1
+    min_tokens: int | None = None
     memory: str | None = None
+    kv_memory: str | None = None
+    adapter_memory: str | None = None
     split: str = "auto"
     kv_bits: int | None = None
+
+    def amounts(self, name: str) -> list[int] | None:
+        """The bytes of each rank that one of the fields of memory gives. Raises UsageError."""
+        text = getattr(self, name)
+        return parse_memory(text, self.num_ranks, f"--{name.replace('_', '-')}") if text else None
 
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
     """Bytes of one rank, and its share of the time that a decode step takes in all. A
     sequence holds cache_bytes_per_token for each token and at most cache_bytes_per_sequence
-    besides, of layers that look back a limited way."""
+    besides, of layers that look back a limited way. cache_bytes is what the demand needs of
+    both, without slack."""
 
     rank: int
     layers: LayerRange
@@ -95,7 +140,7 @@ class StagePlan:
 
     @property
     def total_bytes(self) -> int:
-        return self.weight_bytes + self.cache_bytes
+        return self.weight_bytes + with_slack(self.cache_bytes)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -178,22 +223,23 @@ class _Sums:
     """Bytes in memory, and bytes read in a decode step, of any range of layers."""
 
     def __init__(self, cost: ModelCost, demand: Demand, num_ranks: int) -> None:
-        def held(part: LayerCost) -> int:
-            return part.weight_bytes + demand.concurrency * part.caches(demand.context)
-
         # A group has its part of the rows: as many groups run at once as there are ranks.
         num_rows = max(1, demand.concurrency // num_ranks)
+        self._cost, self._demand = cost, demand
         self._num_layers = len(cost.layers)
-        self._memory = list(accumulate((held(layer) for layer in cost.layers), initial=0))
+        self._weights = list(accumulate((c.weight_bytes for c in cost.layers), initial=0))
+        self._caches = list(accumulate((c.caches(demand) for c in cost.layers), initial=0))
         self._time = list(accumulate((c.step_bytes(num_rows) for c in cost.layers), initial=0.0))
-        self._first, self._last = held(cost.first), held(cost.last)
-        self._shared = held(cost.shared)
         self._head_time = cost.last.weight_bytes
 
     def memory(self, start: int, end: int) -> int:
-        first = self._first if start == 0 else 0
-        last = self._last if end == self._num_layers else 0
-        return self._memory[end] - self._memory[start] + self._shared + first + last
+        """What stage_plan says of these layers as total_bytes, in constant time."""
+        outside = _outside_layers(self._cost, (start, end))
+        weights = self._weights[end] - self._weights[start] - outside.twice.weight_bytes
+        weights += sum(part.weight_bytes for part in outside.parts)
+        caches = self._caches[end] - self._caches[start]
+        caches += sum(part.caches(self._demand) for part in outside.parts)
+        return weights + with_slack(caches)
 
     def time(self, start: int, end: int) -> float:
         """The embedding is looked up, not read, so it costs memory and no time."""
@@ -230,24 +276,96 @@ def stage_plan(
     memory: Sequence[int] | None,
     step_share: float = 0.0,
 ) -> StagePlan:
-    is_first, is_last = layers[0] == 0, layers[1] == len(cost.layers)
-    own = [*cost.layers[slice(*layers)], cost.shared]
-    own += [cost.first] * is_first + [cost.last] * is_last
-    twice = cost.tied if is_first and is_last else LayerCost(0, 0)
+    outside = _outside_layers(cost, layers)
+    own = [*cost.layers[slice(*layers)], *outside.parts]
     return StagePlan(
         rank=rank,
         layers=layers,
-        weight_bytes=sum(part.weight_bytes for part in own) - twice.weight_bytes,
-        cache_bytes=demand.concurrency * sum(part.caches(demand.context) for part in own),
+        weight_bytes=sum(part.weight_bytes for part in own) - outside.twice.weight_bytes,
+        cache_bytes=sum(part.caches(demand) for part in own),
         cache_bytes_per_token=sum(p.cache_bytes_per_token for p in own if not p.max_cached_tokens),
-        cache_bytes_per_sequence=sum(
-            part.cache_bytes + (part.max_cached_tokens or 0) * part.cache_bytes_per_token
-            for part in own
-        ),
-        fetch_bytes=sum(part.fetch_bytes for part in own) - twice.fetch_bytes,
+        cache_bytes_per_sequence=sum(part.fixed_caches(demand.context) for part in own),
+        fetch_bytes=sum(part.fetch_bytes for part in own) - outside.twice.fetch_bytes,
         step_share=step_share,
         memory_bytes=memory[rank] if memory else None,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Outside:
+    """What a stage holds outside of layers. twice is part of two of the parts, and held once."""
+
+    parts: tuple[LayerCost, ...]
+    twice: LayerCost
+
+
+_NOTHING = LayerCost(0, 0)
+
+
+def _outside_layers(cost: ModelCost, layers: LayerRange) -> _Outside:
+    has_first, has_last = layers[0] == 0, layers[1] == len(cost.layers)
+    parts = (cost.shared,) + (cost.first,) * has_first + (cost.last,) * has_last
+    return _Outside(parts, cost.tied if has_first and has_last else _NOTHING)
+
+
+def with_slack(cache_bytes: int) -> int:
+    """Memory to set aside for caches of so many bytes."""
+    return -(-cache_bytes * _SLACK[0] // _SLACK[1])
+
+
+# --- room for keys and values
+
+
+def kv_budgets(
+    stages: Sequence[StagePlan], memory: Sequence[int] | None, kv_memory: Sequence[int] | None
+) -> list[int] | None:
+    """Bytes of each stage for keys and values: what the weights leave of its memory, and at most
+    its kv_memory. None if neither is limited."""
+    if memory is None:
+        return list(kv_memory) if kv_memory else None
+    left = [m - stage.weight_bytes for m, stage in zip(memory, stages, strict=True)]
+    return list(map(min, left, kv_memory)) if kv_memory else left
+
+
+def room_for_tokens(stages: Sequence[StagePlan], kv_bytes: Sequence[int], concurrency: int) -> int:
+    """Of how many tokens all stages can hold keys and values, each in its kv_bytes, beside what
+    so many sequences hold whatever their length. Below 0 if not even that has room."""
+    most = MAX_KV_TOKENS
+    for stage, num_bytes in zip(stages, kv_bytes, strict=True):
+        room = num_bytes * _SLACK[1] // _SLACK[0] - concurrency * stage.cache_bytes_per_sequence
+        most = min(most, room // max(1, stage.cache_bytes_per_token))
+    return most
+
+
+@dataclass(frozen=True, slots=True)
+class KvRoom:
+    """Of how many tokens all stages can hold keys and values, of up to so many sequences."""
+
+    num_tokens: int
+    num_sequences: int
+
+
+def kv_room(stages: Sequence[StagePlan], kv_bytes: Sequence[int], max_sequences: int) -> KvRoom:
+    """For fewer than max_sequences where what each holds whatever its length leaves too little
+    room. Raises PlanError if there is less than there has to be even for one."""
+    num_sequences = max_sequences
+    tokens = room_for_tokens(stages, kv_bytes, num_sequences)
+    while num_sequences > 1 and tokens < num_sequences * MIN_KV_TOKENS:
+        if not any(stage.cache_bytes_per_sequence for stage in stages):
+            break  # Fewer would make no room.
+        num_sequences -= 1
+        tokens = room_for_tokens(stages, kv_bytes, num_sequences)
+    check_room(tokens)
+    return KvRoom(tokens, num_sequences)
+
+
+def check_room(num_tokens: int, needed: int = MIN_KV_TOKENS) -> None:
+    """Raises PlanError if there is room for keys and values of fewer tokens than needed."""
+    if num_tokens < needed:
+        raise PlanError(
+            f"There is room for keys and values of {max(0, num_tokens):,} tokens, and "
+            f"{needed:,} are needed: raise --memory or --kv-memory, or add ranks."
+        )
 
 
 def _fits(stage: StagePlan) -> bool:
@@ -271,11 +389,25 @@ def _does_not_fit(
         else ""
     )
     return PlanError(
-        f"The model does not fit: {format_bytes(whole.weight_bytes)} of weights and "
-        f"{format_bytes(whole.cache_bytes)} of caches for {demand.concurrency} sequences of "
-        f"{demand.context} tokens, into {room} on {num_ranks} ranks.{where} Add ranks or memory, "
-        "or promise a shorter context or fewer sequences."
+        f"The model does not fit: {format_bytes(whole.weight_bytes)} of weights, and "
+        f"{format_bytes(with_slack(whole.cache_bytes))} for keys and values of "
+        f"{_described(demand)}, into {room} on {num_ranks} "
+        f"rank{'s' * (num_ranks > 1)}.{where} {_remedy(demand, whole)}"
     )
+
+
+def _described(demand: Demand) -> str:
+    if demand.num_tokens is None:
+        return f"{demand.concurrency} x {demand.context:,} tokens"
+    return f"at least {demand.tokens:,} tokens"
+
+
+def _remedy(demand: Demand, whole: StagePlan) -> str:
+    if demand.num_tokens is None:
+        return "Raise --memory, add ranks, or promise less: --context, --concurrency."
+    if whole.cache_bytes_per_sequence:
+        return "Raise --memory, add ranks, or lower --max-context (of `brigade plan`: --context)."
+    return "Raise --memory or add ranks."
 
 
 # --- amounts of memory, as people write them
@@ -324,9 +456,14 @@ def format_bytes(count: float) -> str:
 def parse_split(text: str, num_layers: int, num_ranks: int) -> list[LayerRange]:
     """The layers of each rank from "20,12": rank 0's number first."""
     sizes = text.split(",")
-    if not all(size.strip().isdecimal() for size in sizes) or len(sizes) != num_ranks:
+    if not all(size.strip().isdecimal() for size in sizes):
         raise UsageError(
-            f"--split {text} is neither auto, even nor {num_ranks} numbers of layers, "
-            "rank 0's first."
+            f"--split {text} is not a split: give auto, even, or the number of layers of each "
+            "rank, rank 0's first, such as 20,12."
+        )
+    if len(sizes) != num_ranks:
+        raise UsageError(
+            f"--split {text} has {len(sizes)} numbers, and the number of ranks is {num_ranks}: "
+            "give one number of layers for each rank, auto or even."
         )
     return split_of([int(size) for size in sizes], num_layers)

@@ -9,14 +9,27 @@ from typing import Literal
 
 import msgspec
 
+# Steps are int32 on the wire. They are counted up to here, and from 1 again; those above are of a
+# warm-up, and no figure counts them.
+FIRST_WARM_UP_STEP = 2**31 - 2**16
+NUM_SEQUENCE_IDS = 2**30 - 2**16  # those of requests; a warm-up has some above
 LAST_TOKEN = -1  # In a step: the token that the step before of this row samples.
 
-FinishReason = Literal["stop", "length", "abort", "error", "refused"]
+FinishReason = Literal["stop", "length", "abort", "error", "refused", "conflict", "overflowed"]
 
-# In a result: no token could be drawn for this row, by a fault of ours or of its request.
+# In a result: no token could be drawn for this row, by a fault of ours or of its request, or
+# because its logits are not finite numbers.
 FAILED_TOKEN = -2
 REFUSED_TOKEN = -3
-FAILURES: dict[int, FinishReason] = {FAILED_TOKEN: "error", REFUSED_TOKEN: "refused"}
+# Its grammar and its other fields allow nothing in common.
+CONFLICT_TOKEN = -4
+OVERFLOWED_TOKEN = -5
+FAILURES: dict[int, FinishReason] = {
+    FAILED_TOKEN: "error",
+    REFUSED_TOKEN: "refused",
+    CONFLICT_TOKEN: "conflict",
+    OVERFLOWED_TOKEN: "overflowed",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +91,7 @@ class Sequence:
     num_computed tokens, and num_pending more tokens are sampled. is_held says whether
     they hold anything. The first num_cached tokens came from another sequence. adapter is
     the version of its LoRA adapter, 0 for none. original has the same prompt, which is
-    computed once for both.
+    computed once for both. Keys and values of its prompt are shared only within cache_scope.
     """
 
     id: int
@@ -93,6 +106,7 @@ class Sequence:
     num_cached: int = 0
     is_held: bool = False
     original: "Sequence | None" = None
+    cache_scope: str = ""
 
     @property
     def tokens(self) -> list[int]:

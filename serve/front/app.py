@@ -9,10 +9,10 @@ import socket
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -22,31 +22,28 @@ from starlette.routing import Route
 from serve import __version__
 from serve.core.config import ServeConfig
 from serve.core.errors import AddressError, BrigadeError, RequestError, UnavailableError
-from serve.front.api import chat, completions, tokenize
-from serve.front.api.openai import ChatBody, CompletionBody, DetokenizeBody, Tokenizable, parse
+from serve.front.api.lanes import Kind, Lanes
+from serve.front.api.openai import ChatBody, CompletionBody, DetokenizeBody, Tokenizable
+from serve.front.api.reading import Reader, Told
 from serve.front.http import guard, replies, schemas
-from serve.front.http.body import json_object
-from serve.front.http.door import Door
+from serve.front.http.door import Door, log_access
 from serve.front.http.metrics import Metrics
-from serve.front.http.openapi import document, told
+from serve.front.http.openapi import document, summaries, told
 from serve.front.http.record import Record
 from serve.front.http.server import BACKLOG, Server
 from serve.front.output.answer import Answer, Engine, Job
+from serve.front.pipeline.prefix import scope_of
 from serve.front.routes.adapters import AdapterCalls
 from serve.front.routes.anthropic import MessageCalls
 from serve.front.routes.responses import ResponseCalls
 from serve.front.routes.stream import Stream, json_response
+from serve.front.text.grammar_queue import GrammarQueue
 from serve.front.text.tokens import Tokenizer
 
 _MOST_SECONDS = 3600.0
 _BROKEN_DRAIN_SECONDS = 0.5
-# Encoding a long prompt takes seconds of a core that the ranks may need as well. Grammars have
-# threads of their own, because clients without one must not wait for those that are slow to check.
-_PROMPT_THREADS = 2
-_GRAMMAR_THREADS = 2
 
 _logger = logging.getLogger(__name__)
-Result = TypeVar("Result")
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -90,7 +87,11 @@ async def serve(
 ) -> None:
     """Answers until it is drained, or until SIGTERM or SIGINT. Raises what engine.failed()
     gave, if it did."""
+    log_access(config)
     front = Front(config, engine, tokenizer, max_context)
+    if not config.no_warm_up:
+        # By starlette, which imports what it streams with at the first use.
+        await run_in_threadpool(front.warm_up)
     server = Server(front.app, config, lambda: front.begin_drain(config.drain_timeout))
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
     failing = asyncio.ensure_future(engine.failed())
@@ -99,6 +100,8 @@ async def serve(
         await asyncio.wait({serving, failing, draining}, return_when=asyncio.FIRST_COMPLETED)
         if failing.done() and not serving.done():
             front.end_streams(failing.result())
+        if draining.done():
+            _logger.info("event=drained answers_ended=%d", front.num_ended)
         server.should_exit = True
         await serving
         if failing.done():
@@ -121,20 +124,37 @@ class Front:
         self._tokenizer = tokenizer
         self._max_context = max_context
         self._drain_seconds = config.drain_timeout
-        self._most_answers = config.max_queue + config.max_num_sequences
+        self._keeps_keys_apart = config.prefix_cache_scope == "key"
         self._created = int(time.time())
         self._adapters = engine.adapters
         self._metrics = Metrics(engine.pipeline)
         self._answers: weakref.WeakSet[Answer] = weakref.WeakSet()
-        self._threads = ThreadPoolExecutor(_PROMPT_THREADS, "prompt")
-        self._grammar_threads = ThreadPoolExecutor(_GRAMMAR_THREADS, "grammar")
+        self.num_ended = 0  # answers that a drain did not wait for
+        max_answers = config.max_queue + config.max_num_sequences
+        self._reader = Reader(tokenizer, max_context, max_answers)
+        self._lanes = Lanes(self._reader)
+        self._grammars = GrammarQueue()
         routes = self._routes()
         starlette = Starlette(routes=routes, exception_handlers=_ERROR_HANDLERS)
         starlette.router.redirect_slashes = False
         self.door = Door(starlette, config)
         paths = [route.path for route in routes]
+        self._calls = summaries(routes)
         self._document = document(routes, __version__)
         self.app = guard.Guard(_with_cors(self.door, config), self._metrics, config, paths)
+
+    def warm_up(self) -> None:
+        """Reads requests of nobody, so that the first one of a client finds validators, template
+        and checker of grammars made."""
+        schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+        chat = {"model": self._model, "messages": [{"role": "user", "content": "Hello!"}]}
+        formats = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+        for body in (chat, {**chat, "stream": True, "response_format": formats}):
+            try:
+                job = self._reader.chat(json.dumps(body).encode())
+                job.body.check_grammar(self._tokenizer)
+            except RequestError as error:  # A model may have no template, or one for others.
+                _logger.info("event=warm_up_refused reason=%s", json.dumps(str(error)))
 
     def begin_drain(self, seconds: float) -> None:
         """From here on nothing new is taken. What still runs after so many seconds ends with
@@ -142,22 +162,29 @@ class Front:
         self.door.drain()
         if not self._engine.is_complete:
             seconds = min(seconds, _BROKEN_DRAIN_SECONDS)
+        num_open = len(self._open_answers())
+        _logger.info("event=draining seconds=%g answers=%d", seconds, num_open)
         asyncio.get_running_loop().call_later(seconds, self._end_drain)
 
     def _end_drain(self) -> None:
+        self.num_ended += len(self._open_answers())
         self.end_streams(UnavailableError("The server is stopping."))
         self.door.give_up()
+
+    def _open_answers(self) -> list[Answer]:
+        return [answer for answer in self._answers if answer.is_open]
 
     def end_streams(self, error: BrigadeError) -> None:
         for answer in list(self._answers):
             answer.interrupt(error)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._grammar_threads.shutdown(wait=False, cancel_futures=True)
+        self._lanes.close()
+        self._grammars.close()
 
     def _routes(self) -> list[Route]:
         return [
+            Route("/", self.index),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
@@ -180,7 +207,7 @@ class Front:
     @told(404, 429, 500, body=ChatBody, reply=schemas.ChatReply, chunk=schemas.ChatChunk)
     async def chat(self, request: Request) -> Response:
         """Answers a chat."""
-        return await self._generate(request, self._read_chat)
+        return await self._generate(request, "chat")
 
     @told(
         *(404, 429, 500),
@@ -189,80 +216,78 @@ class Front:
         chunk=schemas.CompletionReply,
     )
     async def completions(self, request: Request) -> Response:
-        """Goes on from prompts."""
-        return await self._generate(request, self._read_completion)
+        """Continues prompts."""
+        return await self._generate(request, "completion")
 
-    def _read_chat(self, data: bytes) -> Job:
-        return self.prepare_chat(parse(ChatBody, json_object(data)))
-
-    def prepare_chat(self, body: ChatBody) -> Job:
-        self._adapters.check(body.model)
-        body.check_num_answers(1, self._most_answers)
-        return chat.prepare(body, self._tokenizer, self._max_context)
-
-    def count(self, body: ChatBody) -> int:
-        """How many tokens its prompt has."""
-        self._adapters.check(body.model)
-        return len(self._tokenizer.encode(body.render(self._tokenizer)))
-
-    def _read_completion(self, data: bytes) -> Job:
-        body = parse(CompletionBody, json_object(data))
-        self._adapters.check(body.model)
-        body.check_num_answers(len(body.prompt), self._most_answers)
-        return completions.prepare(body, self._tokenizer, self._max_context)
-
-    async def _generate(self, request: Request, read: Callable[[bytes], Job]) -> Response:
-        job = await self.in_thread(request, read)
+    async def _generate(self, request: Request, kind: Kind) -> Response:
+        job: Job = await self.read(request, kind)
         answer, headers = await self.begin(request, job)
         if job.body.stream:
             return Stream(answer, answer.server_sent_events(job.body.include_usage), headers)
         reply = replies.fold(answer.chunks(include_usage=True))
         try:
-            return json_response(await guard.unless_gone(request.receive, reply), headers=headers)
+            whole = await guard.unless_gone(request.receive, reply)
+            data = await answer.encode(whole)
+            return Response(data, headers=headers, media_type="application/json")
         finally:
             answer.close()
 
     async def begin(self, request: Request, job: Job) -> tuple[Answer, dict[str, str]]:
         """The answer, which whoever gets it closes, and headers that go with it."""
         record: Record = request.scope[guard.RECORD]
-        if job.prompts[0].samplings[0].grammar is not None:
-            loop, check = asyncio.get_running_loop(), job.body.check_grammar
-            checking = loop.run_in_executor(self._grammar_threads, check, self._tokenizer)
-            await guard.unless_gone(request.receive, checking)
+        if job.body.model != self._model:
+            record.adapter = job.body.model
+        self._adapters.check(job.body.model)
+        grammar = job.prompts[0].samplings[0].grammar
+        if grammar is not None:
+            await guard.unless_gone(request.receive, self._check_grammar(request, job, grammar))
         adapter = await self._adapters.version(job.body.model)
-        headers = {"x-adapter-version": str(adapter)} if adapter else {}
-        generation = self._engine.submit(job.prompts, adapter)
+        headers = replies.ignored_fields(job.body.ignored_fields)
+        if adapter:
+            record.adapter_version = adapter
+            headers["x-adapter-version"] = str(adapter)
+        api_key = self.door.key_digest(request.scope) if self._keeps_keys_apart else ""
+        cache_scope = scope_of(job.body.cache_salt, api_key)
+        generation = self._engine.submit(job.prompts, adapter, cache_scope)
         answer = Answer(job.body.model, job, generation, self._tokenizer, record, self._metrics)
         self._answers.add(answer)
         return answer, headers
 
-    async def in_thread(self, request: Request, read: Callable[[bytes], Result]) -> Result:
-        """What reading a request's body gives. Long texts take seconds."""
-        held = [await guard.read_body(request.scope, request.receive)]
-        reading = asyncio.get_running_loop().run_in_executor(
-            self._threads, lambda: read(held.pop())
-        )
+    async def _check_grammar(self, request: Request, job: Job, grammar: str) -> None:
+        def check() -> None:
+            job.body.check_grammar(self._tokenizer)
+
+        if self._tokenizer.grammars.is_known(grammar):
+            await self._grammars.run_known(check)
+        else:
+            client = self.door.client_of(request.scope)
+            await self._grammars.run(client, len(grammar), check)
+
+    async def read(self, request: Request, kind: Kind, *given: bytes) -> Any:
+        """What reading a request's body gives; the body and more may be given already."""
+        held = list(given) or [await guard.read_body(request.scope, request.receive)]
         try:
-            return await guard.unless_gone(request.receive, reading)
+            return await guard.unless_gone(request.receive, self._lanes.read(kind, held))
         finally:
             held.clear()  # Else what clients have left waits for a thread with their bodies.
+
+    async def tell(self, request: Request, kind: Kind) -> Response:
+        """A reply that needs nothing but the body."""
+        read: Told = await self.read(request, kind)
+        if read.model is not None:
+            self._adapters.check(read.model)
+        headers = replies.ignored_fields(read.ignored_fields)
+        return Response(read.reply, headers=headers, media_type="application/json")
 
     @told(404, body=Tokenizable, reply=schemas.Tokenized)
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or of messages."""
-        return await self.in_thread(request, self._read_tokenize)
+        return await self.tell(request, "tokenize")
 
     @told(404, body=DetokenizeBody, reply=schemas.Detokenized)
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
-        return await self.in_thread(request, self._read_detokenize)
-
-    def _read_tokenize(self, data: bytes) -> Response:
-        check = self._adapters.check
-        return json_response(tokenize.tokenize(data, self._tokenizer, self._max_context, check))
-
-    def _read_detokenize(self, data: bytes) -> Response:
-        return json_response(tokenize.detokenize(data, self._tokenizer, self._adapters.check))
+        return await self.tell(request, "detokenize")
 
     @told(reply=schemas.ModelList)
     async def models(self, _: Request) -> Response:
@@ -272,7 +297,7 @@ class Front:
 
     @told(404, reply=schemas.Model)
     async def model(self, request: Request) -> Response:
-        """One of them."""
+        """The model or an adapter by its name."""
         name = request.path_params["name"]
         self._adapters.check(name)
         return json_response(self._described(name))
@@ -289,12 +314,12 @@ class Front:
 
     @told(reply=schemas.Status)
     async def health(self, _: Request) -> Response:
-        """That the process lives."""
+        """Answers while the process is alive."""
         return json_response({"status": "alive"})
 
     @told(reply=schemas.Status)
     async def ready(self, _: Request) -> Response:
-        """Whether requests can be answered; 503 says what is waited for."""
+        """Whether requests can be answered; 503 says what the server waits for."""
         reason = self._engine.ready_reason()
         if reason is not None:
             raise UnavailableError(reason)
@@ -306,6 +331,18 @@ class Front:
         body, content_type = self._metrics.render(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
+    @told(reply=schemas.Index)
+    async def index(self, _: Request) -> Response:
+        """What this server is, and its calls."""
+        return json_response(
+            {
+                "name": "Brigade",
+                "version": __version__,
+                "model": self._model,
+                "calls": self._calls,
+            }
+        )
+
     @told(reply=schemas.Version)
     async def version(self, _: Request) -> Response:
         """The version of Brigade."""
@@ -313,7 +350,7 @@ class Front:
 
     @told(reply=replies.Json)
     async def openapi(self, _: Request) -> Response:
-        """This document."""
+        """Every call, its parameters and replies, for programs."""
         return json_response(self._document)
 
     @told(403, reply=replies.Json)
@@ -343,7 +380,13 @@ def _with_cors(app: guard.Application, config: ServeConfig) -> guard.Application
         allow_origins=config.cors_origin,
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
-        expose_headers=["X-Request-Id", "Request-Id", "X-Adapter-Version", "Retry-After"],
+        expose_headers=[
+            "X-Request-Id",
+            "Request-Id",
+            "X-Adapter-Version",
+            "X-Ignored-Fields",
+            "Retry-After",
+        ],
     )
 
 
@@ -377,7 +420,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Of the router: an unknown path or a wrong method."""
     assert isinstance(error, HTTPException)
     what = json.dumps(f"{request.method} {request.url.path}"[:200])
-    message = f"{error.detail}: {what} is no call of this server."
+    message = f"{error.detail}: {what} is not a call of this server. GET / lists them."
     return await _brigade_error(
         request, replies.StatusError(error.status_code, message, error.headers or {})
     )

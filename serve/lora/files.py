@@ -25,6 +25,7 @@ _PEFT_NAME = re.compile(
     r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>A|B|embedding_A|embedding_B|"
     r"magnitude_vector)(\.weight)?"
 )
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d{1,6})(?=\.)")
 _PARTS = {"lora_a": "a", "A": "a", "embedding_A": "a", "lora_b": "b", "B": "b"}
 _PARTS |= {"embedding_B": "b", "m": "m", "magnitude_vector": "m"}
 _DTYPES = ("F32", "F16", "BF16")
@@ -32,12 +33,47 @@ _MOST_RANK = 1 << 16
 _MOST_NUMBER = 1e9
 _MATCH_SECONDS = 0.1
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 256
-# Of PEFT: what would change the answers and is not computed here.
-_PEFT_REFUSED = (
-    *("modules_to_save", "layer_replication", "trainable_token_indices", "lora_bias"),
-    *("target_parameters", "use_qalora", "alora_invocation_tokens", "arrow_config"),
-)
-_CHANGED_BASE = re.compile(r"pissa|olora|corda|loftq|eva_base|lora_ga", re.IGNORECASE)
+# Fields of PEFT's LoraConfig that are read below.
+_PEFT_READ = {
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+    "use_dora",
+    "bias",
+    "init_lora_weights",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+}
+# Fields that say where an adapter is from or how it was trained, and change no answer.
+_PEFT_HARMLESS = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "corda_config",
+    "eva_config",
+    "fan_in_fan_out",  # The adapter's own matrices are stored in the same way.
+    "inference_mode",
+    "layers_pattern",  # The model itself says what its layers are.
+    "loftq_config",
+    "lora_dropout",
+    "lora_ga_config",
+    "megatron_config",
+    "megatron_core",
+    "merge_weights",
+    "peft_version",
+    "qalora_group_size",  # Used with use_qalora alone, which is refused.
+    "revision",
+    "runtime_config",
+    "task_type",
+}
+# Any other field may change the answers: unless it is empty, it is refused by its name.
+_EMPTY: tuple[Any, ...] = (None, False, "", [], {})
+_PEFT_INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+# alpha is in files of older versions, and mlx_lm does not read it either.
+_MLX_LORA_FIELDS = {"rank", "scale", "dropout", "keys", "alpha"}
 
 # Whether a module ought to have an adapter: its full name, the number of its layer and its name
 # in it (None and "" outside of layers), and how many layers the model has.
@@ -75,6 +111,12 @@ class AdapterFiles:
     @property
     def rank(self) -> int:
         return max(target.rank for target in self.targets.values())
+
+    @property
+    def num_layers(self) -> int:
+        """How many the model has at least that it was made for, by the names of its tensors."""
+        found = [_LAYER.search(name) for name in self.targets]
+        return max((int(match[1]) for match in found if match), default=-1) + 1
 
 
 def read_adapter(path: str, root: str | None = None, *, is_whole: bool = True) -> AdapterFiles:
@@ -145,7 +187,12 @@ def _resolve(path: Path, given: str, root: str | None) -> Path:
     if not inside:
         raise AdapterError(f"{given} is not below --adapter-root.", 403)
     if not exists:
-        raise AdapterError(f"No adapter found for {given}: there is no {resolved.name}.", 404)
+        missing = f"its folder has no {path.name}"
+        if path == Path(root or ".") / given:
+            missing = (
+                f"there is no such folder {'below --adapter-root' if root else 'on this host'}"
+            )
+        raise AdapterError(f"No adapter found for {given}: {missing}.", 404)
     return resolved
 
 
@@ -189,6 +236,7 @@ def _mlx(config: dict[str, Any]) -> _Settings:
     parameters = config.get("lora_parameters")
     if not isinstance(parameters, dict):
         raise AdapterError(f"{CONFIG_FILE} has no lora_parameters.")
+    _check_known(parameters, _MLX_LORA_FIELDS, f"lora_parameters in {CONFIG_FILE}")
     rank, scale = _rank(parameters.get("rank")), _number("scale", parameters.get("scale"))
     keys = parameters.get("keys")
     if keys is not None and not _is_all(keys, str):
@@ -209,17 +257,16 @@ def _mlx(config: dict[str, Any]) -> _Settings:
 def _peft(config: dict[str, Any]) -> _Settings:
     if config["peft_type"] != "LORA":
         raise AdapterError(f"peft_type is {config['peft_type']!r}: only LORA is supported.")
-    for name in _PEFT_REFUSED:
-        if config.get(name):
-            raise AdapterError(f"{name} in {CONFIG_FILE} is not supported.")
+    _check_known(config, _PEFT_READ | _PEFT_HARMLESS, CONFIG_FILE)
     if config.get("bias", "none") != "none":
         raise AdapterError(
             f"bias is {config['bias']!r} in {CONFIG_FILE}: only 'none' is supported."
         )
-    if _CHANGED_BASE.search(str(config.get("init_lora_weights", ""))):
+    start = config.get("init_lora_weights")
+    if start not in _PEFT_INITS:
         raise AdapterError(
-            f"The adapter belongs to changed weights ({config['init_lora_weights']}): save it with "
-            "path_initial_model_for_weight_conversion."
+            f"init_lora_weights is {_short(start)} in {CONFIG_FILE}: such an adapter may belong to "
+            "changed weights of the model: save it with path_initial_model_for_weight_conversion."
         )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     ranks, alphas = (_pattern(config, name) for name in ("rank_pattern", "alpha_pattern"))
@@ -241,6 +288,16 @@ def _peft(config: dict[str, Any]) -> _Settings:
         return is_layer and _is_named(name, wanted) and not _is_named(name, left_out)
 
     return _Settings(bool(config.get("use_dora")), rank_and_scale, expects)
+
+
+def _check_known(config: dict[str, Any], known: set[str], place: str) -> None:
+    """Raises AdapterError for a field that is not known and not empty."""
+    for name in sorted(config.keys() - known):
+        if config[name] not in _EMPTY:
+            raise AdapterError(
+                f"{name} in {place} is {_short(config[name])}: this is not supported, and could "
+                "change what the model answers."
+            )
 
 
 def _is_named(name: str, wanted: Any) -> bool:

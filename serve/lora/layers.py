@@ -166,10 +166,11 @@ class Adapted:
         delta = self._rows.times(inner, self._b).astype(y.dtype)
         output: mx.array = base + delta
         if self._gain is not None:
-            # Zero for a row without DoRA, so that its output stays as it is.
+            # Zero for a row without DoRA, whose output stays as it is, also if it is infinite.
             gain = self._rows.pick(self._gain)
             without_bias = base - self._bias + delta
-            output = output + (gain * without_bias).astype(y.dtype)
+            more = (gain * without_bias).astype(y.dtype)
+            output = mx.where(gain == 0, output, output + more)
         return output.reshape(y.shape)
 
     def _embed(self, call: trace.Call, args: Any, kwargs: Any) -> mx.array:

@@ -6,6 +6,9 @@ between steps.
 
 import functools
 import hashlib
+import json
+import logging
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +23,25 @@ from serve.core.types import Step
 from serve.hub.partial import PartialModel, open_partial
 from serve.hub.repo import ADAPTER
 from serve.lora import copies
-from serve.lora.files import AdapterFiles, Target, file_stamp, read_adapter
+from serve.lora.files import (
+    CONFIG_FILE,
+    AdapterFiles,
+    Target,
+    file_stamp,
+    read_adapter,
+)
 from serve.lora.layers import EMBEDDINGS, EXPERTS, Adapted, Matrices, Rows, note_routing
 from serve.model import trace
 from serve.model.stage import Stage
 
 _ADAPTABLE = (nn.Linear, nn.QuantizedLinear, *EMBEDDINGS, *EXPERTS)
 _LEAST_SLOTS = 4
+_SUSPICIOUS = 100.0  # the size of what an adapter adds ÷ that of the module's weight
+_TINY = 1e-30
+_SAMPLED_ROWS = 64  # of a weight, to estimate its size
+
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,18 +105,49 @@ class Adapters:
         files = read_adapter(folder, root, is_whole=partial is None)
         if files.rank > max_rank:
             raise AdapterError(f"The adapter has rank {files.rank}: --max-lora-rank is {max_rank}.")
-        for name, place in self._places.items():
-            wanted = files.expects(name, place.layer, place.inside, self._num_layers)
-            if wanted and name not in files.targets:
-                raise AdapterError(f"The adapter has no tensors for {name}; its config says so.")
+        self._check_targets(files)
         own = {name: t for name, t in files.targets.items() if name in self._places}
         for name, target in own.items():
             _check(name, self._places[name], files, target)
         if partial:
             _fetch(partial, own)
         matrices = _read_matrices(files, own, {n: self._places[n].module for n in own})
+        self._warn_of_size(version, path, matrices)
         self._read[version] = matrices
         return ReadAdapter(files, matrices)
+
+    def _check_targets(self, files: AdapterFiles) -> None:
+        """Raises AdapterError if the adapter is for a model of more or fewer layers, or lacks
+        what its config names."""
+        num_layers = files.num_layers
+        other = (
+            f"This adapter was made for another model: it has {num_layers} layers, this model has "
+            f"{self._num_layers}."
+        )
+        if num_layers > self._num_layers:
+            raise AdapterError(other)
+        for name, place in self._places.items():
+            wanted = files.expects(name, place.layer, place.inside, self._num_layers)
+            if not wanted or name in files.targets:
+                continue
+            if num_layers and (place.layer or 0) >= num_layers:
+                raise AdapterError(other)
+            raise AdapterError(
+                f"The adapter has no tensors for {name}, which its {CONFIG_FILE} names: it is "
+                "incomplete, or was made for another model."
+            )
+
+    def _warn_of_size(self, version: int, path: str, matrices: Mapping[str, Matrices]) -> None:
+        """A huge adapter is most likely what is left of a training that diverged. It can harm
+        its own requests only, so it is not refused."""
+        sizes = {name: _relative_size(m, self._places[name].module) for name, m in matrices.items()}
+        large = [name for name, size in sizes.items() if not size < _SUSPICIOUS]
+        if large:
+            worst = max(large, key=lambda name: sizes[name])
+            _logger.warning(
+                "event=adapter_suspicious version=%d path=%s modules=%d worst=%s ratio=%.3g",
+                *(version, json.dumps(path), len(large), worst, sizes[worst]),
+            )
 
     def _open(self, repo: str, commit: str) -> PartialModel:
         try:
@@ -253,13 +299,32 @@ def _check(name: str, place: _Place, files: AdapterFiles, target: Target) -> Non
     if "scales" in module:
         columns = columns * 32 // module.bits
     num_in, num_out = (rows, columns) if isinstance(module, EMBEDDINGS) else (columns, rows)
-    shapes = {"a": (num_in, target.rank), "b": (target.rank, num_out), "m": (num_out,)}
+    # None stands for the adapter's rank, all else follows from the model.
+    shapes = {"a": (num_in, None), "b": (None, num_out), "m": (num_out,)}
     for part, tensor in target.parts.items():
         is_turned = files.is_peft or bool(experts)
-        shape = (*experts, *(shapes[part][::-1] if is_turned else shapes[part]))
-        if files.tensors[tensor].shape != shape:
-            found = files.tensors[tensor].shape
-            raise AdapterError(f"{tensor} has the shape {found}, this model needs {shape}.")
+        pattern = (*experts, *(shapes[part][::-1] if is_turned else shapes[part]))
+        _check_shape(tensor, files.tensors[tensor].shape, pattern, target.rank)
+
+
+def _check_shape(
+    tensor: str, found: tuple[int, ...], pattern: tuple[int | None, ...], rank: int
+) -> None:
+    """None in pattern stands for rank. Raises AdapterError."""
+    shape = tuple(rank if size is None else size for size in pattern)
+    if found == shape:
+        return
+    is_of_model = len(found) == len(pattern) and all(
+        size in (None, own) for own, size in zip(found, pattern, strict=True)
+    )
+    if is_of_model:
+        raise AdapterError(
+            f"{tensor} has the shape {found}, and rank {rank} in {CONFIG_FILE} needs {shape}."
+        )
+    raise AdapterError(
+        f"This adapter was made for another model: {tensor} has the shape {found}, this model "
+        f"needs {shape}."
+    )
 
 
 def _fetch(partial: PartialModel, targets: Mapping[str, Target]) -> None:
@@ -310,15 +375,44 @@ def _matrices(
     return Matrices(a, b, gain)
 
 
-def _weight(module: nn.Module) -> mx.array:
-    """(out, in) of a linear module."""
-    weight: mx.array = module["weight"]
-    if "scales" not in module:
+def _relative_size(matrices: Matrices, module: nn.Module) -> float:
+    """The root mean square of what is added to a module's weight, divided by that of the weight,
+    both estimated: of the first expert, and of some rows. With DoRA the largest change of an
+    output's magnitude."""
+    if matrices.gain is not None:
+        return _number(mx.abs(matrices.gain).max())
+    first_expert = (0,) * (matrices.a.ndim - 2)
+    a, b = matrices.a[first_expert], matrices.b[first_expert]
+    largest = [_number(mx.abs(array).max()) for array in (a, b)]
+    if not all(largest):
+        return 0.0
+    # Scaled down, so that the squares of huge numbers do not overflow.
+    a, b = a / largest[0], b / largest[1]
+    squares = _number(((a.T @ a) * (b @ b.T)).sum())  # of all elements of a @ b
+    added = math.sqrt(max(0.0, squares) / (a.shape[0] * b.shape[1]))
+    weight = _weight(module, _SAMPLED_ROWS).astype(mx.float32)
+    size = math.sqrt(_number(mx.square(weight).mean()))
+    return added * largest[0] * largest[1] / max(size, _TINY)
+
+
+def _number(array: mx.array) -> float:
+    return float(array.item())  # type: ignore[arg-type]
+
+
+def _weight(module: nn.Module, num_rows: int | None = None) -> mx.array:
+    """(out, in) of a linear module; of any module its first num_rows rows."""
+    arrays = {name: module[name] for name in ("weight", "scales", "biases") if name in module}
+    if num_rows is not None:
+        arrays = {
+            name: array.reshape(-1, array.shape[-1])[:num_rows] for name, array in arrays.items()
+        }
+    weight: mx.array = arrays["weight"]
+    if "scales" not in arrays:
         return weight
     return mx.dequantize(
         weight,
-        module["scales"],
-        module.get("biases"),
+        arrays["scales"],
+        arrays.get("biases"),
         group_size=module.group_size,
         bits=module.bits,
         mode=module.mode,

@@ -2,7 +2,7 @@
 nothing and evaluates nothing."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,20 @@ from serve.core.checkpoint import read_checkpoint
 from serve.core.errors import PlanError
 from serve.core.plan import (
     Demand,
+    KvRoom,
     LayerRange,
     ModelCost,
     PlanRequest,
     StagePlan,
     balanced_split,
     check_num_ranks,
+    check_room,
     even_split,
-    parse_memory,
+    kv_budgets,
+    kv_room,
     parse_split,
     plan_stages,
+    room_for_tokens,
 )
 from serve.model.costs import growing_values, measure
 from serve.model.trial import Crossing, Trial, crossings
@@ -30,29 +34,49 @@ from serve.model.weights import build_model
 
 @dataclass(frozen=True, slots=True)
 class Plan:
+    """room is for keys and values; None where no limit of memory is known."""
+
     model_type: str
     num_layers: int
     demand: Demand
     hop_bytes_per_token: int
     stages: list[StagePlan]
+    room: KvRoom | None
+
+    @property
+    def kv_tokens(self) -> int | None:
+        return self.room.num_tokens if self.room else None
 
     def to_json(self) -> dict[str, Any]:
-        head = {"model_type": self.model_type, "num_layers": self.num_layers}
-        hop = {"hop_bytes_per_token": self.hop_bytes_per_token}
-        stages = [{**stage.to_json(), "total_bytes": stage.total_bytes} for stage in self.stages]
-        return {**head, **asdict(self.demand), **hop, "stages": stages}
+        return {
+            "model_type": self.model_type,
+            "num_layers": self.num_layers,
+            "context": self.demand.context,
+            "concurrency": self.demand.concurrency,
+            "hop_bytes_per_token": self.hop_bytes_per_token,
+            "kv_tokens": self.kv_tokens,
+            "kv_sequences": self.room.num_sequences if self.room else None,
+            "stages": [
+                {**stage.to_json(), "total_bytes": stage.total_bytes} for stage in self.stages
+            ],
+        }
 
 
 def make_plan(folder: Path, request: PlanRequest) -> Plan:
     """Raises ModelError, PlanError or UsageError."""
     checkpoint = read_checkpoint(folder)
     check_num_ranks(checkpoint.num_layers, request.num_ranks)
-    memory = parse_memory(request.memory, request.num_ranks) if request.memory else None
+    memory = _memory_for_model(request)
+    request.amounts("kv_memory")  # Raises UsageError before the model is built.
     model = build_model(folder)
     cost = measure(model, checkpoint, request.kv_bits)
     demand = Demand(request.context or checkpoint.max_context or 4096, request.concurrency)
+    if request.min_tokens is None:
+        demands = [demand]
+    else:
+        demands = demand.smaller(min(request.min_tokens, demand.tokens))
     if request.split == "auto":
-        ranges = balance(model, cost, request.num_ranks, demand, memory)
+        ranges = balance(model, cost, request.num_ranks, demands, memory)
     else:
         ranges = (
             even_split(len(cost.layers), request.num_ranks)
@@ -62,28 +86,55 @@ def make_plan(folder: Path, request: PlanRequest) -> Plan:
         trials = [Trial(model, list(model.layers), cached=True)]
         for start, _ in ranges:
             crossings(trials, start)  # Raises PlanError, which names possible cuts.
+    # How long steps take follows from all that may run, and not from the least that has to fit.
+    shares = [stage.step_share for stage in plan_stages(cost, ranges, demand)]
+    fitting = plan_stages(cost, ranges, demands[-1], memory)
+    stages = [replace(s, step_share=share) for s, share in zip(fitting, shares, strict=True)]
     return Plan(
         checkpoint.model_type,
         len(cost.layers),
         demand,
         cost.hop_bytes_per_token,
-        plan_stages(cost, ranges, demand, memory),
+        stages,
+        _room(request, stages, memory, demands[-1].tokens),
     )
+
+
+def _memory_for_model(request: PlanRequest) -> list[int] | None:
+    memory, kept = request.amounts("memory"), request.amounts("adapter_memory")
+    if memory and kept:
+        return [amount - adapters for amount, adapters in zip(memory, kept, strict=True)]
+    return memory
+
+
+def _room(
+    request: PlanRequest, stages: Sequence[StagePlan], memory: Sequence[int] | None, needed: int
+) -> KvRoom | None:
+    """Raises PlanError if there is less room than there has to be."""
+    budgets = kv_budgets(stages, memory, request.amounts("kv_memory"))
+    if budgets is None:
+        return None
+    if request.min_tokens is None:
+        room = KvRoom(room_for_tokens(stages, budgets, request.concurrency), request.concurrency)
+    else:
+        room = kv_room(stages, budgets, request.concurrency)
+    check_room(room.num_tokens, needed)
+    return room
 
 
 def balance(
     model: nn.Module,
     cost: ModelCost,
     num_ranks: int,
-    demand: Demand,
+    demands: Sequence[Demand],
     memory: Sequence[int] | None,
 ) -> list[LayerRange]:
-    """The best split without impossible cuts and, if there is one, without cuts that
-    would send the whole context's keys and values in each step."""
+    """The best split for the first of the demands that fits, without impossible cuts and, if
+    there is one, without cuts that would send the whole context's keys and values in each step."""
     layers = list(model.layers)
     trial, growing = Trial(model, layers, cached=True), growing_values(model, layers)
 
-    def search(accept: Callable[[tuple[Crossing, ...]], bool]) -> list[LayerRange]:
+    def search(accept: Callable[[tuple[Crossing, ...]], bool], demand: Demand) -> list[LayerRange]:
         forbidden: frozenset[int] = frozenset()
         while True:
             # Only cuts that are wanted get a trial: there may be a hundred.
@@ -93,10 +144,16 @@ def balance(
                 return ranges
             forbidden |= bad
 
-    try:
-        return search(lambda crossing: not growing.intersection(crossing))
-    except PlanError:
-        return search(lambda _: True)
+    def is_cheap(crossing: tuple[Crossing, ...]) -> bool:
+        return not growing.intersection(crossing)
+
+    for accept in (is_cheap, lambda _: True):
+        for demand in demands:
+            try:
+                return search(accept, demand)
+            except PlanError as error:
+                reason = error
+    raise reason
 
 
 def _is_possible(trial: Trial, at: int, accept: Callable[[tuple[Crossing, ...]], bool]) -> bool:

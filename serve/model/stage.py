@@ -85,6 +85,12 @@ class Stage:
         """New mlx-lm caches for the stage's own layers, and for counting positions."""
         return self._caching.own_part(make_prompt_cache(self.model))
 
+    def logits(self) -> mx.array:
+        """Logits of the last stage, not to be evaluated, for their shape and type."""
+        cut = self.cuts[False]
+        (logits,) = self._run(cut.tokens, None, cut.example())
+        return logits
+
     def __call__(
         self, tokens: mx.array, cache: list[Any] | None, received: Sequence[mx.array]
     ) -> list[mx.array]:

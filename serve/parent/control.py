@@ -134,7 +134,7 @@ class Hub:
             self._changed.clear()
             try:
                 await asyncio.wait_for(self._changed.wait(), deadline - time.monotonic())
-            except (TimeoutError, asyncio.TimeoutError):
+            except TimeoutError:
                 return False
         return True
 
@@ -218,7 +218,7 @@ class Hub:
         link.send(Challenge(nonce))
         try:
             hello = await asyncio.wait_for(link.receive(), _HELLO_SECONDS)
-        except (TimeoutError, asyncio.TimeoutError):
+        except TimeoutError:
             return None  # Not one of us.
         except ClusterError as error:
             link.send(Refused(f"its greeting cannot be read ({str(error).rstrip('.')})"))
@@ -251,18 +251,19 @@ class Hub:
     async def _make_room(self, rank: int) -> str | None:
         """For one that comes again, such as after its host was without power, which breaks no
         connection. Under a launcher that gives no secret it may as well be a stranger."""
-        if not self._mine.secret or await self._answers(rank):
+        if not self._mine.secret or await self.answers(rank):
             return f"there is a rank {rank} already: two clusters use the same ports"
         self.forget(rank)
         return None
 
-    async def _answers(self, rank: int) -> bool:
+    async def answers(self, rank: int) -> bool:
+        """Whether a rank's parent runs, and can be reached."""
         heard = self._heard[rank]
         heard.clear()
         self.send(rank, Ping())
         try:
             return await asyncio.wait_for(heard.wait(), _PONG_SECONDS)
-        except (TimeoutError, asyncio.TimeoutError):
+        except TimeoutError:
             return False
 
 
@@ -280,7 +281,7 @@ async def join(
         try:
             # A host without power says nothing, and neither does a rank 0 that is stopped.
             return await asyncio.wait_for(_join_once(address, mine), _HELLO_SECONDS)
-        except (OSError, asyncio.TimeoutError) as error:
+        except (TimeoutError, OSError) as error:
             is_refused = isinstance(error, ConnectionRefusedError)
             most = (is_refused and refused_seconds) or timeout_seconds
             if time.monotonic() - started > most:

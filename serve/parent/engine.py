@@ -61,7 +61,7 @@ class EngineProcess:
         await self.link.close()
         try:
             await asyncio.wait_for(self._process.wait(), _KILLED_SECONDS)
-        except (TimeoutError, asyncio.TimeoutError) as error:
+        except TimeoutError as error:
             raise EngineError(
                 f"The engine of pid {self.pid} does not end when it is killed: restart its host."
             ) from error

@@ -53,5 +53,5 @@ class Link(Generic[Received]):
         self._writer.close()
         try:
             await asyncio.wait_for(self._writer.wait_closed(), 1)
-        except (OSError, TimeoutError, asyncio.TimeoutError):
+        except (OSError, TimeoutError):
             self.abort()

@@ -21,11 +21,19 @@ class Restarts:
         self._times: deque[float] = deque()
         self._num_not_ready = 0  # restarts in a row without ready engines in between
 
-    def wait_seconds(self, fault: BrigadeError, was_ready: bool, now: float) -> float:
+    def wait_seconds(
+        self, fault: BrigadeError, was_ready: bool, now: float, num_explained: int = 0
+    ) -> float:
         """The seconds that the next engines have to wait. was_ready says whether the engines with
-        the fault had become ready. Raises the error for which the cluster has to end."""
+        the fault had become ready. num_explained faults, this one included, were the doing of a
+        request that is given up, and do not count. Raises the error for which the cluster has to
+        end."""
         if not may_pass(fault):
             raise fault
+        if num_explained:
+            self._forget(num_explained - 1)
+            self._num_not_ready = 0
+            return 0.0
         if not self.num_left(now):
             raise _given_up(fault, len(self._times), f"in {self._window_seconds:g} s")
         # A start may take longer than the window, for example when a disk hangs.
@@ -38,6 +46,10 @@ class Restarts:
         self._num_not_ready += 1
         backoff = _FIRST_WAIT_SECONDS * 2.0 ** (self._num_not_ready - 1)
         return min(_MAX_WAIT_SECONDS, backoff)
+
+    def _forget(self, num_faults: int) -> None:
+        for _ in range(min(num_faults, len(self._times))):
+            self._times.pop()
 
     def num_left(self, now: float) -> int:
         """The number of restarts that are still allowed in the current window."""

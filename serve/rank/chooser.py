@@ -13,12 +13,23 @@ import mlx.core as mx
 
 from serve.core.errors import RequestError
 from serve.core.messages import Result, Scores
-from serve.core.types import FAILED_TOKEN, FAILURES, REFUSED_TOKEN, Row, Sampling, Score, Step
+from serve.core.types import (
+    CONFLICT_TOKEN,
+    FAILED_TOKEN,
+    FAILURES,
+    REFUSED_TOKEN,
+    Row,
+    Sampling,
+    Score,
+    Step,
+)
 from serve.rank.cache import Part
-from serve.rank.grammar import Grammars
+from serve.rank.grammar import CONFLICT, Grammars
 from serve.rank.sampling import Sampler, sample, score
 
 _ARRAYS_OF_A_SCORING = 3
+_SCORED_AT_ONCE = 64  # positions of a prompt
+_SCORING_ARRAYS = 3  # that `score` has at a time, of 4 bytes for each logit
 
 _logger = logging.getLogger(__name__)
 
@@ -26,12 +37,13 @@ _logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class _Scoring:
     """Tokens of a row, from a position on, that are to be scored; None for those that the
-    step samples."""
+    step samples. start is where the first one's logits are among those of the row."""
 
     row: int
     position: int
     tokens: list[int] | None
     num_top: int
+    start: int = 0
 
 
 class Chooser:
@@ -64,21 +76,29 @@ class Chooser:
                     gone.append(sequence)
         return gone
 
-    def choose(self, step: Step, parts: list[Part], logits: list[mx.array]) -> list[mx.array]:
+    def choose(
+        self, step: Step, parts: list[Part], logits: list[mx.array]
+    ) -> Iterator[list[mx.array]]:
         """Lazily, from each part's logits (B, L, vocabulary): tokens (B,) if the step samples,
-        then those of the scores. Nothing of a step that does neither, which so needs no head."""
+        then those of the scores. Nothing of a step that does neither, which so needs no head.
+
+        Prompts are scored in slices, to be evaluated one after the other, because scoring takes
+        several times the memory of the logits themselves.
+        """
         outputs = [self._sample(step, parts, logits)] if step.sample else []
         self._scorings = list(self._wanted_scores(step))
-        if self._scorings:
-            rows = _logits_of_rows(step, parts, logits)
-            for scoring in self._scorings:
-                if scoring.tokens is None:
-                    of, tokens = rows[scoring.row][-1:], outputs[0][scoring.row : scoring.row + 1]
-                else:
-                    tokens = mx.array(scoring.tokens)
-                    of = rows[scoring.row][: tokens.size]
-                outputs += score(of, tokens, scoring.num_top)
-        return outputs
+        rows = _logits_of_rows(step, parts, logits) if self._scorings else {}
+        for scoring in self._scorings:
+            own = rows[scoring.row]
+            if scoring.tokens is None:
+                chosen = outputs[0][scoring.row : scoring.row + 1]
+                outputs += score(own[-1:], chosen, scoring.num_top)
+            else:
+                tokens = mx.array(scoring.tokens)
+                own = own[scoring.start : scoring.start + tokens.size]
+                yield score(own, tokens, scoring.num_top)
+        if outputs:
+            yield outputs
 
     def result(self, step: Step, outputs: list[mx.array]) -> Result:
         """outputs are what choose gave for the same step, evaluated."""
@@ -100,8 +120,10 @@ class Chooser:
         rows = [row for part in parts for row in part.rows if row is not None]
         samplers = [self._samplers[step.rows[n].sequence] for n in rows]
         positions = [step.rows[n].position + step.rows[n].num_tokens for n in rows]
-        last = [part.own_rows(output[:, -1]) for part, output in zip(parts, logits, strict=True)]
-        tokens = _sample_each(mx.concatenate(last), samplers, positions)
+        last = mx.concatenate(
+            [part.own_rows(output[:, -1]) for part, output in zip(parts, logits, strict=True)]
+        )
+        tokens = _sample_each(last, samplers, positions)
         return tokens if rows == sorted(rows) else tokens[mx.argsort(mx.array(rows))]
 
     def _wanted_scores(self, step: Step) -> Iterator[_Scoring]:
@@ -115,7 +137,15 @@ class Chooser:
                 and asked.prompt_logprobs is not None
                 and (tokens := _followers(row, sampler))
             ):
-                yield _Scoring(n, row.position + 1, tokens, asked.prompt_logprobs)
+                for start in range(0, len(tokens), _SCORED_AT_ONCE):
+                    part = tokens[start : start + _SCORED_AT_ONCE]
+                    position = row.position + 1 + start
+                    yield _Scoring(n, position, part, asked.prompt_logprobs, start)
+
+
+def scoring_bytes(logits_shape: tuple[int, ...]) -> int:
+    """What scoring takes at most beside the logits (..., vocabulary) themselves."""
+    return _SCORING_ARRAYS * 4 * _SCORED_AT_ONCE * logits_shape[-1]
 
 
 def _sample_each(logits: mx.array, samplers: list[Sampler], positions: list[int]) -> mx.array:
@@ -129,7 +159,13 @@ def _sample_each(logits: mx.array, samplers: list[Sampler], positions: list[int]
             each = [_sample_each(logits[n : n + 1], [samplers[n]], [positions[n]]) for n in rows]
             return mx.concatenate(each)
         _logger.error("event=row_failed reason=%s", json.dumps(repr(error)))
-        return mx.array([REFUSED_TOKEN if isinstance(error, RequestError) else FAILED_TOKEN])
+        return mx.array([_failure(error)])
+
+
+def _failure(error: Exception) -> int:
+    if not isinstance(error, RequestError):
+        return FAILED_TOKEN
+    return CONFLICT_TOKEN if error.code == CONFLICT else REFUSED_TOKEN
 
 
 def _logits_of_rows(step: Step, parts: list[Part], logits: list[mx.array]) -> dict[int, mx.array]:

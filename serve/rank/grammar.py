@@ -4,6 +4,7 @@ A mask is computed in a thread as soon as its token is known, while other groups
 llguidance gives Python's lock back meanwhile.
 """
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
@@ -11,10 +12,11 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
 from serve.core.errors import RequestError
+from serve.core.grammar_limits import FOLLOW_STACK_BYTES, PARSER_LIMITS
 from serve.core.types import Sampling
 
 _NUM_THREADS = 2
@@ -22,6 +24,8 @@ _MOST_COMPILED = 16
 # What following a grammar may cost, and what it may be late: everybody waits for a late mask.
 _SECONDS_PER_TOKEN = 0.02
 _MOST_LATE_SECONDS = 2.0
+
+CONFLICT = "grammar_conflict"
 
 Mask = NDArray[np.bool_]
 
@@ -31,8 +35,11 @@ class Grammars:
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "tokenizer.json"
-        self.threads = ThreadPoolExecutor(_NUM_THREADS, "grammar")
         self._compiled = lru_cache(_MOST_COMPILED)(self._compile)
+
+    @cached_property
+    def threads(self) -> ThreadPoolExecutor:
+        return _deep_threads()
 
     @cached_property
     def tokenizer(self) -> LLTokenizer:
@@ -43,7 +50,22 @@ class Grammars:
         return self._compiled(grammar).deep_copy()
 
     def _compile(self, grammar: str) -> LLMatcher:
-        return LLMatcher(self.tokenizer, grammar, log_level=0)
+        limits = LLParserLimits(**PARSER_LIMITS)
+        return LLMatcher(self.tokenizer, grammar, log_level=0, limits=limits)
+
+
+def _deep_threads() -> ThreadPoolExecutor:
+    """Threads with more stack than the check of grammars had, whatever the system's limits are."""
+    threads = ThreadPoolExecutor(_NUM_THREADS, "grammar")
+    all_started = threading.Barrier(_NUM_THREADS + 1)
+    before = threading.stack_size(FOLLOW_STACK_BYTES)
+    try:
+        for _ in range(_NUM_THREADS):
+            threads.submit(all_started.wait)  # Each keeps its thread, so the next gets another.
+        all_started.wait()
+    finally:
+        threading.stack_size(before)
+    return threads
 
 
 class Constraint:
@@ -85,6 +107,14 @@ class Constraint:
 
     def _advance(self, tokens: list[int]) -> Mask | None:
         """The mask after tokens; None while all but an end may come."""
+        try:
+            return self._follow(tokens)
+        except Exception:
+            raise
+        except BaseException as panic:  # Rust's, which no `except Exception` catches.
+            raise RequestError(f"The grammar of this request cannot be followed: {panic}") from None
+
+    def _follow(self, tokens: list[int]) -> Mask | None:
         _ = self._grammars.tokenizer  # To load it is the doing of no request.
         began = time.thread_time()
         if self._matcher is None:
@@ -109,5 +139,13 @@ class Constraint:
             raise RequestError(f"The grammar of this request cannot be followed: {reason}")
         mask[self._grammars.tokenizer.eos_token] = False  # llguidance's guess
         ends = [id for id in self._sampling.end_ids if id < mask.size]
-        mask[ends] = matcher.is_accepting()
+        # A stop token that the grammar allows may come before the grammar is complete, as in vLLM.
+        mask[ends] |= matcher.is_accepting()
+        self._check_some_are_left(mask)
         return mask
+
+    def _check_some_are_left(self, mask: Mask) -> None:
+        """Raises RequestError if the request allows nothing of what its grammar does."""
+        allowed = [id for id in self._sampling.allowed_ids if id < mask.size]
+        if allowed and not mask[allowed].any():
+            raise RequestError("allowed_token_ids leave nothing of the grammar.", code=CONFLICT)

@@ -14,7 +14,7 @@ from typing import cast
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_top_p
 
-from serve.core.types import Sampling
+from serve.core.types import OVERFLOWED_TOKEN, Sampling
 from serve.rank.grammar import Constraint, Grammars
 
 _GREEDY_BELOW = 1e-5  # as in vLLM: dividing by less overflows
@@ -126,12 +126,23 @@ class Sampler:
 
 def sample(logits: mx.array, samplers: Sequence[Sampler], positions: Sequence[int]) -> mx.array:
     """The next token ids (B,), lazily, from the logits (B, vocabulary) of the rows'
-    last tokens. positions are those of the tokens to come."""
-    tokens = mx.argmax(logits, axis=-1)
+    last tokens. positions are those of the tokens to come. OVERFLOWED_TOKEN for a row that is
+    not finite: a single -inf is fine, some models have logits for tokens that do not exist."""
+    tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
+    is_finite = mx.isfinite(_largest(logits, tokens))
     for row, (sampler, position) in enumerate(zip(samplers, positions, strict=True)):
         if not sampler.is_plain:
             tokens[row] = sampler.choose(logits[row], position)
-    return tokens
+    return mx.where(is_finite, tokens, OVERFLOWED_TOKEN)
+
+
+def _largest(logits: mx.array, likeliest: mx.array) -> mx.array:
+    """(B,), NaN where a logit of the row is NaN."""
+    if mx.default_device() == mx.Device(mx.gpu):
+        # There argmax passes over a NaN, max does not and costs next to nothing.
+        return logits.max(axis=-1)
+    # On the CPU argmax finds the NaN, and max takes as long as argmax.
+    return mx.take_along_axis(logits, likeliest[:, None], axis=-1)[:, 0]
 
 
 def _draw(logits: mx.array, sampling: Sampling, position: int) -> mx.array:
@@ -158,9 +169,11 @@ def _key(seed: int, position: int) -> mx.array:
 
 def score(logits: mx.array, tokens: mx.array, num_top: int) -> list[mx.array]:
     """Lazily, from logits (n, vocabulary): the log-probabilities (n,) of tokens (n,), and ids
-    and log-probabilities (n, num_top) of the likeliest tokens, best first."""
+    and log-probabilities (n, num_top) of the likeliest tokens, best first. A log-probability is
+    NaN where the logits are not finite; those of -inf are fine."""
     logits = logits.astype(mx.float32)
     total = mx.logsumexp(logits, axis=-1, keepdims=True)
+    total = mx.where(mx.isfinite(total), total, mx.nan)
     num_top = min(num_top, logits.shape[-1])
     top = mx.argmax(logits, axis=-1, keepdims=True)[:, :num_top]
     if num_top > 1:

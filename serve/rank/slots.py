@@ -7,6 +7,9 @@ needed. Rows end in the same column; where they start is their left padding.
     slot 0   . . . a a a a a |          end = 8, starts: a 3, c 0
     slot 1   - - - - - - - - |          free: fed with a token that is not used
     slot 2   c c c c c c c c |
+
+The padding of a row is always zero. Attention gives it the weight 0, but 0 times a value that
+is not a finite number is not 0: what overflowed in another row must not be left there.
 """
 
 import copy
@@ -41,6 +44,11 @@ def _put(held: Held, rows: slice, columns: slice, new: Held) -> None:
         array[rows, :, columns] = values
 
 
+def _clear(held: Held, rows: slice, columns: slice) -> None:
+    for array in held if isinstance(held, tuple) else (held,):
+        array[rows, :, columns] = 0
+
+
 def _size(held: Held) -> tuple[int, int]:
     """Rows and columns; none before there are any."""
     if held is None:
@@ -72,6 +80,7 @@ class SlotCache(BatchKVCache):
 
     def __init__(self, rows: int) -> None:
         super().__init__([0] * rows)
+        self.feeds_padding = False  # whether the next forward feeds some rows padding
 
     @staticmethod
     def like(plain: Any, rows: int) -> "SlotCache":
@@ -84,6 +93,9 @@ class SlotCache(BatchKVCache):
         num_rows, _, length, _ = keys.shape
         end = self._idx + length
         fed = slice(self._idx, end)
+        if self.feeds_padding:
+            own = mx.arange(self._idx, end) >= self.left_padding[:, None]
+            keys, values = (mx.where(own[:, None, :, None], new, 0) for new in (keys, values))
         self._write(slice(num_rows), fed, self._kept(keys), self._kept(values))
         self.offset = self.offset + length
         self._idx = end
@@ -132,9 +144,12 @@ class SlotCache(BatchKVCache):
         self._idx += by
 
     def write(self, slot: int, start: int, keys: Held, values: Held) -> None:
-        """keys and values are (1, heads, length, D)."""
-        columns = slice(start, start + _size(keys)[1])
-        self._write(slice(slot, slot + 1), columns, keys, values)
+        """A row of keys and values (1, heads, length, D) with nothing before it."""
+        rows, columns = slice(slot, slot + 1), slice(start, start + _size(keys)[1])
+        self._write(rows, columns, keys, values)
+        if start:
+            _clear(self.keys, rows, slice(start))
+            _clear(self.values, rows, slice(start))
 
     def read(self, slot: int, start: int, end: int) -> tuple[Held, Held]:
         rows, columns = slice(slot, slot + 1), slice(start, end)
@@ -292,8 +307,10 @@ class SlotBatch:
         starts = [unused if s is None else self._starts[s] for s in order]
         offset = mx.array([self._end - start for start in starts])
         padding = mx.array(starts)
+        feeds_padding = any(start > self._end for start in starts)
         for cache in self.caches:
             cache.offset, cache.left_padding = offset, padding
+            cache.feeds_padding = feeds_padding
         self._end += num_tokens
         return order
 

@@ -43,17 +43,17 @@ from serve.core.messages import (
     Status,
     ToEngine,
 )
-from serve.core.types import Step
+from serve.core.types import FIRST_WARM_UP_STEP, Step
 from serve.core.wire import FrameReader, frame
 from serve.hub.partial import PartialModel, open_partial
 from serve.lora.table import Adapters
 from serve.model.caches import quantized
 from serve.model.planning import make_plan
 from serve.model.stage import Stage
-from serve.model.weights import load_stage
+from serve.model.weights import LoadedStage, load_stage
 from serve.rank.batching import can_batch
-from serve.rank.cache import GroupCaches
-from serve.rank.chooser import Chooser
+from serve.rank.cache import GroupCaches, Part
+from serve.rank.chooser import Chooser, scoring_bytes
 from serve.rank.memory import free_bytes
 from serve.rank.outbox import Outbox
 from serve.ring.transport import LocalTransport, Ring, RingTransport, Transport, among
@@ -149,12 +149,22 @@ class StepLoop:
                 part.tokens(step), part.caches, received[n * size : (n + 1) * size]
             )
         if self.stage.is_last and parts:
-            outputs = self.chooser.choose(step, parts, outputs)
+            outputs = self._chosen(step, parts, outputs)
         mx.eval(outputs, self.caches.states(step))
         return outputs
 
+    def _chosen(self, step: Step, parts: list[Part], logits: list[mx.array]) -> list[mx.array]:
+        chosen: list[mx.array] = []
+        for arrays in self.chooser.choose(step, parts, logits):
+            if not step.sample:
+                mx.eval(arrays)  # Before the next slice of scores is made, to save memory.
+            chosen += arrays
+        return chosen
+
     def _note(self, step: Step, started: float) -> None:
         ended, self.step = time.time(), None
+        if step.number >= FIRST_WARM_UP_STEP:
+            return  # It tells nothing of what later ones take.
         self.busy_seconds += ended - started
         self.num_steps += 1
         num_rows, num_tokens = len(step.rows), len(step.tokens)
@@ -237,18 +247,26 @@ class Worker:
         cache_dir = Path(order.cache_dir) if order.cache_dir else None
         places = folder, cache_dir, Path(order.copies)
         self.loop = StepLoop(loaded.stage, self.transport, batchable, order.kv_bits, *places)
-        free = free_bytes() // order.hosts.count(order.hosts[order.rank])
-        self.status = Status(
-            "ready",
-            loaded=Loaded(
-                bytes_owned=loaded.bytes_owned,
-                bytes_read=loaded.bytes_read,
-                bytes_fetched=loaded.bytes_fetched,
-                free_bytes=free,
-                reuse=self.loop.caches.reuse,
-            ),
-        )
+        self.status = Status("ready", loaded=self._what_is_loaded(loaded, self.loop))
         return self.loop
+
+    def _what_is_loaded(self, loaded: LoadedStage, loop: StepLoop) -> Loaded:
+        hosts = self.order.hosts
+        logits_bytes_per_token = 0
+        bytes_to_score = 0
+        if loaded.stage.is_last:
+            logits = loaded.stage.logits()
+            logits_bytes_per_token = logits.nbytes // logits[..., 0].size
+            bytes_to_score = scoring_bytes(logits.shape)
+        return Loaded(
+            bytes_owned=loaded.bytes_owned,
+            bytes_read=loaded.bytes_read,
+            bytes_fetched=loaded.bytes_fetched,
+            free_bytes=free_bytes() // hosts.count(hosts[self.order.rank]),
+            reuse=loop.caches.reuse,
+            logits_bytes_per_token=logits_bytes_per_token,
+            scoring_bytes=bytes_to_score,
+        )
 
     def _model(self) -> Path | PartialModel:
         order = self.order

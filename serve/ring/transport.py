@@ -23,7 +23,7 @@ import mlx.core as mx
 from serve.core.connection import keep_alive
 from serve.core.errors import ClusterError
 from serve.core.messages import Greeting, Hop, TensorSpec
-from serve.core.types import Step
+from serve.core.types import FIRST_WARM_UP_STEP, Step
 from serve.core.wire import FrameReader, frame
 
 _MIN_WAIT_SECONDS = 0.01
@@ -147,8 +147,9 @@ class RingTransport:
         with mx.stream(self._receives), self._waiting_on((right, self._rank)):
             packed = mx.distributed.recv(shape, mx.uint8, right, group=self._group)
             arrays = unpack(step.number, specs, packed)
-        self.num_hops += 1
-        self.hop_seconds += time.perf_counter() - started
+        if step.number < FIRST_WARM_UP_STEP:
+            self.num_hops += 1
+            self.hop_seconds += time.perf_counter() - started
         return step, arrays
 
     def close(self) -> None:

@@ -13,21 +13,27 @@ from typing import Any
 import mlx.core as mx
 
 from serve.core.errors import UsageError
-from serve.lora.files import CONFIG_FILE, MLX_FILE, PEFT_FILE
 from serve.lora.formats import convert
 from serve.tune.backward import Arrays
-
-ADAPTERS, CONFIG = MLX_FILE, CONFIG_FILE
-CARD = "README.md"
-METRICS = "metrics.jsonl"
-BEST, PEFT = "best", "peft"
-_FOLDER = "checkpoints"
+from serve.tune.run_folder import (
+    ADAPTERS,
+    BEST,
+    CHECKPOINTS,
+    CONFIG,
+    METRICS,
+    PEFT,
+    check_free,
+    check_resumable,
+    folder_of,
+    whole_checkpoints,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """Everything that the rest of a run follows from. iteration counts batches, step the
-    updates of the optimizer, settings are those that must not change, losses History's."""
+    updates of the optimizer, settings are those that must not change, losses History's,
+    loss_scale are LossScale's value and count. optimizer has the master weights too."""
 
     iteration: int
     step: int
@@ -35,18 +41,13 @@ class Checkpoint:
     adapter: Arrays
     optimizer: Arrays
     losses: list[tuple[int, float]]
+    loss_scale: tuple[float, int] = (1.0, 0)
 
 
 def begin(folder: Path, config: dict[str, Any]) -> None:
     """Makes a new run's folder. Raises UsageError if another run, adapter or README.md is there;
     a run that ended before its first checkpoint does not count."""
-    if _checkpoints(folder):
-        raise UsageError(
-            f"--adapter-path {folder} holds a run: give another folder, or --resume to go on."
-        )
-    for name in (ADAPTERS, PEFT_FILE, CARD):
-        if (folder / name).exists():
-            raise UsageError(f"--adapter-path {folder} holds {name}, no run: give another folder.")
+    check_free(folder)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         _write_config(folder, config)
@@ -57,7 +58,7 @@ def begin(folder: Path, config: dict[str, Any]) -> None:
 def save(folder: Path, checkpoint: Checkpoint) -> Path:
     """Writes a checkpoint, and publishes it. Raises UsageError; then what was there before is
     still whole."""
-    fields = ("iteration", "step", "settings", "losses")
+    fields = ("iteration", "step", "settings", "losses", "loss_scale")
     state = {field: getattr(checkpoint, field) for field in fields}
 
     def write(path: Path) -> None:
@@ -70,22 +71,32 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
             _sync(part)
 
     with writing(folder):
-        _replace(folder / _FOLDER / f"{checkpoint.iteration:07d}", write)
+        # The disk never holds more than two: this one, and the one before.
+        _keep_last(folder, 1)
+        _replace(folder_of(folder, checkpoint.iteration), write)
     return publish(folder)
 
 
 def publish(folder: Path) -> Path:
-    """Puts the last checkpoint's adapter where mlx_lm looks, and removes what is older."""
-    final = _checkpoints(folder)[-1]
-    adapters = folder / ADAPTERS, folder / f"{final.name}_{ADAPTERS}"
+    """Puts the last checkpoint's adapter where mlx_lm looks. Of those before it the last one
+    stays: whether training can go on from a checkpoint only the update after it shows."""
+    final = whole_checkpoints(folder)[-1]
     with writing(folder):
-        # The last one is there when both are written.
-        for adapter in () if all(map(Path.exists, adapters)) else adapters:
-            _replace(adapter, lambda path: shutil.copyfile(final / ADAPTERS, path))
-        for old in (folder / _FOLDER).iterdir():
-            if old != final:
-                shutil.rmtree(old)
+        # Also if both are there: somebody may have gone back to an earlier checkpoint.
+        for name in (ADAPTERS, f"{final.name}_{ADAPTERS}"):
+            _replace(folder / name, lambda path: shutil.copyfile(final / ADAPTERS, path))
+        _keep_last(folder, 2)
     return folder / ADAPTERS
+
+
+def _keep_last(folder: Path, count: int) -> None:
+    """Removes older checkpoints, and those that are half written."""
+    if not (folder / CHECKPOINTS).exists():
+        return
+    kept = whole_checkpoints(folder)[-count:]
+    for old in (folder / CHECKPOINTS).iterdir():
+        if old not in kept:
+            shutil.rmtree(old)
 
 
 def save_adapter(folder: Path, config: dict[str, Any], adapter: Arrays, *, peft: bool) -> None:
@@ -115,24 +126,19 @@ def export_peft(folder: Path) -> None:
 def load_last(folder: Path, settings: dict[str, Any]) -> Checkpoint:
     """The last whole checkpoint. Raises UsageError if there is none, or it is of a run with
     other settings."""
-    whole = _checkpoints(folder)
-    if not whole:
-        raise UsageError(f"--resume: {folder} has no checkpoint: start without it.")
+    check_resumable(folder)
+    whole = whole_checkpoints(folder)
     try:
         state = json.loads((whole[-1] / "state.json").read_text())
         arrays = [load_arrays(whole[-1] / name) for name in (ADAPTERS, "optimizer.safetensors")]
     except (OSError, ValueError, RuntimeError) as error:
-        raise UsageError(f"--resume: {whole[-1]} cannot be read: {error}.") from error
+        mend = f" Without that folder, --resume goes on from {whole[-2]}." if whole[1:] else ""
+        raise UsageError(f"--resume: {whole[-1]} cannot be read: {error}.{mend}") from error
     now = json.loads(json.dumps(settings))
     if changed := [name for name in now if now[name] != state["settings"].get(name)]:
         before = ", ".join(f"{name} was {state['settings'].get(name)}" for name in changed)
         raise UsageError(f"--resume: {folder} is of a run with other settings: {before}.")
     return Checkpoint(adapter=arrays[0], optimizer=arrays[1], **state)
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    """Not those that are half written."""
-    return sorted(path for path in (folder / _FOLDER).glob("*") if path.name.isdecimal())
 
 
 def add_metrics(folder: Path, metrics: dict[str, Any]) -> None:

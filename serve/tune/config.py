@@ -31,53 +31,97 @@ class FineTuneConfig:
     revision: str | None = flag("branch, tag or commit of a model on the hub", None)
     cache_dir: Path | None = flag("where parts of hub models are kept (HF_HOME/brigade)", None)
     data: Path = flag("folder with train.jsonl, valid.jsonl and test.jsonl")
-    config: Path | None = flag("YAML file with these names; flags come first", None, short=("-c",))
+    config: Path | None = flag(
+        "YAML file with these settings; flags override it", None, short=("-c",)
+    )
     adapter_path: Path = flag("folder to write", Path("adapters"))
     train: bool = flag("train (the default without --test)", False)
-    test: bool = flag("loss on test.jsonl, after training if --train is given", False)
-    fine_tune_type: str = flag("lora, dora or full", "lora", among=("lora", "dora", "full"))
-    num_layers: int | None = flag("train the last so many, 0 or -1: all (16)", None, least=-1)
-    lora_parameters: dict[str, Any] | None = _from_file("rank, scale, dropout, keys")
-    batch_size: int = flag("examples of a batch", 4, least=1)
-    micro_batches: int | None = flag("parts of a batch (batch size; 1 on one rank)", None, least=1)
-    grad_accumulation_steps: int = flag("batches of an update", 1, least=1)
-    iters: int = flag("batches to train on", 1000, least=1)
-    epochs: int | None = flag("passes over the data, in the place of --iters", None, least=1)
-    early_stop: int | None = flag(
-        "end after so many validations in a row without a lower loss", None, least=1
+    test: bool = flag("compute the loss on test.jsonl, after training if --train is given", False)
+    fine_tune_type: str = flag(
+        "what to train: lora, dora or full", "lora", among=("lora", "dora", "full")
     )
-    optimizer: str = flag("adam, adamw, muon, sgd or adafactor", "adam", among=OPTIMIZERS)
+    num_layers: int | None = flag(
+        "number of layers to train, from the last; 0 or -1 for all (default: 16)", None, least=-1
+    )
+    lora_rank: int | None = flag("rank of the adapter's matrices (default: 8)", None, least=1)
+    lora_scale: float | None = flag(
+        "factor of what the adapter adds (default: 20)", None, least=0, most=10**6
+    )
+    lora_alpha: float | None = flag(
+        "the scale as PEFT counts it, which is scale times rank", None, least=0, most=10**6
+    )
+    lora_dropout: float | None = flag(
+        "share of an adapter's inputs that are dropped in training (default: 0)", None, least=0
+    )
+    lora_parameters: dict[str, Any] | None = _from_file("rank, scale, dropout, keys")
+    batch_size: int = flag("examples in a batch", 4, least=1)
+    micro_batches: int | None = flag(
+        "parts that a batch is cut into (default: its size; 1 on one rank)", None, least=1
+    )
+    grad_accumulation_steps: int = flag(
+        "batches that one update of the weights adds up", 1, least=1
+    )
+    iters: int = flag("batches to train on", 1000, least=1)
+    epochs: int | None = flag("passes over the data; replaces --iters", None, least=1)
+    early_stop: int | None = flag(
+        "stop after this many validations in a row without a lower loss", None, least=1
+    )
+    optimizer: str = flag(
+        "optimizer: adam, adamw, muon, sgd or adafactor", "adam", among=OPTIMIZERS
+    )
     optimizer_config: dict[str, Any] | None = _from_file("arguments of each optimizer")
-    learning_rate: float = flag("of the optimizer", 1e-5, least=0, most=100)
+    learning_rate: float = flag("learning rate of the optimizer", 1e-5, least=0, most=100)
     lr_schedule: dict[str, Any] | None = _from_file("name, arguments, warmup, warmup_init")
-    max_grad_norm: float | None = flag("clip the norm of all gradients together", None, least=0)
-    prompt_feature: str = flag("key of a prompt in the data", "prompt")
-    completion_feature: str = flag("key of what follows a prompt", "completion")
-    text_feature: str = flag("key of a text", "text")
-    chat_feature: str = flag("key of the messages of a chat", "messages")
-    mask_prompt: bool = flag("learn only what the assistant says, in every turn", False)
+    max_grad_norm: float | None = flag(
+        "scale gradients down when their norm, over all ranks, is higher than this", None, least=0
+    )
+    prompt_feature: str = flag("key of the prompt in each line of the data", "prompt")
+    completion_feature: str = flag("key of the completion that follows the prompt", "completion")
+    text_feature: str = flag("key of the text, in data of plain texts", "text")
+    chat_feature: str = flag("key of the messages, in data of chats", "messages")
+    mask_prompt: bool = flag("learn only the assistant's turns, all of them", False)
     max_seq_length: int = flag("longest example in tokens", 2048, least=2)
-    long_examples: str = flag("cut or drop longer ones", "cut", among=("cut", "drop"))
-    packing: bool = flag("rows of several examples, up to --max-seq-length together", False)
-    seed: int = flag("of the order, the first adapter and dropout", 0, least=0, most=2**32 - 1)
-    val_batches: int = flag("batches of a validation, -1: all", 25, least=-1)
-    test_batches: int = flag("batches of the test, -1: all", 500, least=-1)
+    long_examples: str = flag(
+        "what to do with longer examples: cut or drop", "cut", among=("cut", "drop")
+    )
+    packing: bool = flag(
+        "pack several examples into each row, up to --max-seq-length tokens", False
+    )
+    seed: int = flag(
+        "random seed of the data's order, the initial adapter and dropout",
+        0,
+        least=0,
+        most=2**32 - 1,
+    )
+    val_batches: int = flag("batches in a validation, -1 for all", 25, least=-1)
+    test_batches: int = flag("batches in the test, -1 for all", 500, least=-1)
     steps_per_report: int = flag("batches between reports", 10, least=1)
     steps_per_eval: int = flag("batches between validations", 200, least=1)
     save_every: int = flag("batches between checkpoints", 100, least=1)
-    resume: bool = flag("go on from the last checkpoint in --adapter-path", False)
-    resume_adapter_file: Path | None = flag("begin with these adapter weights", None)
-    grad_checkpoint: bool = flag("compute layers again in the backward, for memory", False)
-    clear_cache_threshold: str = flag("empty MLX's cache between updates above this", "0")
-    schedule: str = flag(", ".join(SCHEDULES), "1f1b", among=SCHEDULES)
-    stages_per_rank: int | None = flag("of --schedule interleaved (2)", None, least=1, most=64)
-    split: str = flag("auto, even, or layers of each stage such as 20,12", "auto")
-    stall_timeout: float = flag("seconds until a silent rank is given up", 600.0, least=1)
-    peft: bool = flag("write each adapter in PEFT's format too, in a folder peft", False)
-    load_into: str | None = flag("URL of a server that loads the adapter at the end", None)
+    resume: bool = flag("continue from the last checkpoint in --adapter-path", False)
+    resume_adapter_file: Path | None = flag("start from the weights in this adapter file", None)
+    grad_checkpoint: bool = flag("recompute activations in the backward pass to save memory", False)
+    clear_cache_threshold: str = flag(
+        "empty MLX's memory cache between updates when it is larger, such as 2GB", "0"
+    )
+    schedule: str = flag("pipeline schedule: " + ", ".join(SCHEDULES), "1f1b", among=SCHEDULES)
+    stages_per_rank: int | None = flag(
+        "slices of layers on each rank, for --schedule interleaved (default: 2)",
+        None,
+        least=1,
+        most=64,
+    )
+    split: str = flag("layers of each stage: auto, even, or numbers such as 20,12", "auto")
+    stall_timeout: float = flag(
+        "seconds without a word from a rank until it counts as lost", 600.0, least=1
+    )
+    peft: bool = flag("also write each adapter in PEFT's format, into a folder peft", False)
+    load_into: str | None = flag("URL of a running server that loads the adapter at the end", None)
     trust_remote_code: bool = flag("refused: Brigade runs no code of a repository", False)
-    report_to: str | None = flag("tensorboard, wandb or both with a comma: log there too", None)
-    project_name: str | None = flag("of --report-to wandb", None)
+    report_to: str | None = flag(
+        "also log to tensorboard, wandb or both (separated by a comma)", None
+    )
+    project_name: str | None = flag("name of the project, for --report-to wandb", None)
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -112,7 +156,19 @@ class FineTuneConfig:
         if self.fine_tune_type == "full" and (self.peft or self.load_into):
             raise UsageError("--peft and --load-into are for adapters, not --fine-tune-type full.")
 
+    def _check_adapter_flags(self) -> None:
+        names = ("lora_rank", "lora_scale", "lora_alpha", "lora_dropout")
+        given = [name for name in names if getattr(self, name) is not None]
+        if given and self.fine_tune_type == "full":
+            name = given[0].replace("_", "-")
+            raise UsageError(f"--{name} is for lora and dora, not --fine-tune-type full.")
+        if self.lora_alpha is not None and self.lora_scale is not None:
+            raise UsageError(
+                "--lora-alpha and --lora-scale exclude each other: alpha is scale times rank."
+            )
+
     def _check_structures(self) -> None:
+        self._check_adapter_flags()
         lora = self.lora
         rank, dropout, scale = (lora[name] for name in _LORA)
         known = set(lora) <= {*_LORA, "keys"} and isinstance(lora.get("keys"), list | None)
@@ -148,7 +204,13 @@ class FineTuneConfig:
 
     @property
     def lora(self) -> dict[str, Any]:
-        return {**_LORA, **(self.lora_parameters or {})}
+        flags = {"rank": self.lora_rank, "dropout": self.lora_dropout, "scale": self.lora_scale}
+        given = {name: value for name, value in flags.items() if value is not None}
+        merged = {**_LORA, **(self.lora_parameters or {}), **given}
+        rank = merged["rank"]
+        if self.lora_alpha is not None and isinstance(rank, int) and rank > 0:
+            merged["scale"] = self.lora_alpha / rank
+        return merged
 
     @property
     def clear_cache_bytes(self) -> int:

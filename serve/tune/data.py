@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -21,7 +21,9 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.tuner.datasets import ChatDataset, TextDataset, create_dataset
 
 from serve.core.errors import ModelError, UsageError
+from serve.hub.model_config import config_for_tokenizer
 from serve.tune.config import FineTuneConfig
+from serve.tune.lines import read_lines
 
 # What templates raise at a line that is not as they expect.
 _FAILURES = (jinja2.TemplateError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -95,7 +97,7 @@ def read_tokenizer(folder: Path) -> Any:
     # It warns of a text longer than the model's window, which is cut here.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
-        return load_tokenizer(folder)
+        return load_tokenizer(folder, {"config": config_for_tokenizer(folder)})
     except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ModelError(
@@ -105,24 +107,16 @@ def read_tokenizer(folder: Path) -> Any:
 
 def read_split(path: Path, tokenizer: Any, config: FineTuneConfig) -> Split:
     """Raises UsageError that names the file and the line of what is wrong."""
-    lines = list(_read_lines(path))
-    if not lines:
-        optional = " Or remove it: it may be missing." if path.stem == "valid" else ""
-        raise UsageError(f"{path} has no examples: write a JSON object on each line.{optional}")
+    lines = read_lines(path, config)
     try:
         dataset = create_dataset([item for _, item in lines], tokenizer, config)
-    except ValueError as error:
-        is_text = config.text_feature in lines[0][1]  # and --mask-prompt is wrong
-        reason = str(error) if is_text else _kinds(config)
-        raise UsageError(f"{path}:{lines[0][0]}: {reason}") from error
+    except ValueError as error:  # --mask-prompt, which texts have not
+        raise UsageError(f"{path}:{lines[0][0]}: {error}") from error
     examples, num_cut, num_dropped, shortest = [], 0, 0, sys.maxsize
     digest = hashlib.sha256()
     for number, item in lines:
         try:
-            _check(dataset, item)
             example = _example(dataset, item, config.mask_prompt)
-        except UsageError as error:
-            raise UsageError(f"{path}:{number}: {error}") from error
         except _FAILURES as error:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise UsageError(
@@ -148,52 +142,7 @@ def read_split(path: Path, tokenizer: Any, config: FineTuneConfig) -> Split:
     return Split(examples, num_cut, num_dropped, digest.hexdigest()[:16])
 
 
-def _read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    try:
-        text = path.read_text("utf-8-sig")
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}: see --data.") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8 text: {error}.") from error
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            item = json.loads(line)
-            json.dumps(item, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise UsageError(f"{path}:{number}: has half a character, a lone \\ud….") from error
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"{path}:{number}: not JSON: {error}.") from error
-        if not isinstance(item, dict):
-            raise UsageError(f"{path}:{number}: not a JSON object.")
-        yield number, item
-
-
 # --- what is learned
-
-
-def _kinds(config: FineTuneConfig) -> str:
-    return (
-        f"give {config.chat_feature!r} with the messages of a chat (--chat-feature), "
-        f"{config.prompt_feature!r} and {config.completion_feature!r} (--prompt-feature, "
-        f"--completion-feature), or {config.text_feature!r} (--text-feature)."
-    )
-
-
-def _check(dataset: Any, item: dict[str, Any]) -> None:
-    """Raises UsageError. Of which kind all lines are, the first one says."""
-    kinds = {ChatDataset: ("chat_key",), TextDataset: ("text_key",)}
-    names = kinds.get(type(dataset), ("prompt_key", "completion_key"))
-    for key in (getattr(dataset, name) for name in names):
-        if key not in item:
-            raise UsageError(f"has no {key!r}, and the first line has.")
-        if isinstance(dataset, ChatDataset):
-            _check_messages(key, item[key])
-        elif not isinstance(item[key], str):
-            raise UsageError(f"{key!r} is no text: give a string.")
-        elif isinstance(dataset, TextDataset) and not item[key]:
-            raise UsageError(f"{key!r} is empty: remove the line.")
 
 
 def _example(dataset: Any, item: dict[str, Any], mask_prompt: bool) -> Example:
@@ -213,21 +162,6 @@ def _example(dataset: Any, item: dict[str, Any], mask_prompt: bool) -> Example:
 
     tokens = render(len(messages), False)
     return Example(tokens, _turns(messages, render) if mask_prompt else ((0, len(tokens)),))
-
-
-def _check_messages(key: str, messages: Any) -> None:
-    """Templates pass over what they do not find, and nobody would see that it is not learned."""
-    if not isinstance(messages, list) or not messages:
-        raise UsageError(f"{key!r} is no list of messages.")
-    for number, message in enumerate(messages, start=1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise UsageError(f"message {number} is no object with role and content.")
-        content = message.get("content")
-        parts = content if isinstance(content, list) else [{"text": content}]
-        texts = (part.get("text") for part in parts if isinstance(part, dict))
-        is_text = any(isinstance(text, str) for text in texts)
-        if not is_text and message["role"] != "tool" and not message.get("tool_calls"):
-            raise UsageError(f"message {number}, of {message['role']}, has no text in content.")
 
 
 def _turns(
@@ -269,7 +203,8 @@ def batch_at(split: Split, number: int, batch_size: int, seed: int) -> list[int]
     if count < batch_size:
         found = f"{count} {'packed rows' if split.is_packed else 'examples'}"
         raise UsageError(
-            f"train.jsonl has {found} to learn from: --batch-size {batch_size} is more."
+            f"train.jsonl has {found} to learn from: --batch-size {batch_size} is more: use "
+            f"{count} or less."
         )
     epoch, at = divmod(number, count // batch_size)
     return [int(n) for n in _epoch(split, epoch, batch_size, seed)[at]]

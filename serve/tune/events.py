@@ -26,6 +26,14 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
+class NothingLeft:
+    """A resumed run has no batch left to train on. is_early says that --early-stop ended it."""
+
+    iteration: int
+    is_early: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Reported:
     """loss is the mean over all tokens learned since the last report."""
 
@@ -77,5 +85,5 @@ class Written:
     without: str | None
 
 
-Event = Started | Reported | Validated | Saved | Finished | Written
+Event = Started | NothingLeft | Reported | Validated | Saved | Finished | Written
 Show = Callable[[Event], None]

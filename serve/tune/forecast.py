@@ -20,6 +20,20 @@ class OpRecord(NamedTuple):
     peak: int
 
 
+class Span(NamedTuple):
+    """When an op ran, in seconds since its rank began the update."""
+
+    kind: str
+    micro_batch: int
+    stage: int
+    start: float
+    end: float
+
+
+def spans(records: Sequence[OpRecord]) -> list[Span]:
+    return [Span(*record.op, record.start, record.end) for record in records]
+
+
 class OpSeconds:
     """The mean time of each kind of op in each of a rank's stages."""
 
@@ -49,18 +63,21 @@ def utilisation(schedule: Schedule, means: Iterable[Sequence[Any]]) -> float:
 @dataclass(frozen=True, slots=True)
 class Probe:
     """One rank's bytes, found by running its largest micro-batch. base is held without any
-    micro-batch: weights, of which trained are those that an update makes anew, and the
-    optimizer's state. A micro-batch holds `held` from F to W; extra is what each kind
-    of op needs beside what there is before it. means are OpSeconds'."""
+    micro-batch: weights, float32 master weights and the optimizer's state. gradients are the
+    sums of all micro-batches. A micro-batch holds `held` from F to W; extra is what each kind
+    of op, and an update, need beside what there is before it. means are OpSeconds'."""
 
     base: int
-    trained: int
+    gradients: int
     held: int
     extra: Mapping[str, int]
     means: list[tuple[int, str, float]]
 
     @classmethod
-    def of(cls, records: Sequence[OpRecord], base: int, trained: int, *, clips: bool) -> "Probe":
+    def of(
+        cls, records: Sequence[OpRecord], base: int, gradients: int, updated: int, *, clips: bool
+    ) -> "Probe":
+        """updated are the bytes that an update makes before it lets go of what they replace."""
         seconds = OpSeconds()
         seconds.add(records)
         held = max(r.after - r.before for r in records if r.op.kind == "F")
@@ -68,20 +85,21 @@ class Probe:
             kind: max((r.peak - r.before for r in records if r.op.kind == kind), default=0)
             for kind in "FBW"
         }
-        extra["update"] = trained * (2 if clips else 1)
-        return cls(base, trained, held, extra, seconds.means())
+        extra["update"] = updated + (gradients if clips else 0)
+        return cls(base, gradients, held, extra, seconds.means())
 
-    def peak_bytes(self, num_in_flight: int) -> int:
-        """The most at any time, when so many micro-batches are held at once, and beside them
-        the gradients that are added up."""
+    def peak_bytes(self, num_in_flight: int, *, adds_up: bool = True) -> int:
+        """The most at any time, when so many micro-batches are held at once. adds_up says that
+        an update has several, so that the sums of gradients are held beside them."""
+        sums = self.gradients if adds_up else 0
         before_forward = max(0, num_in_flight - 1) * self.held
         before_backward = num_in_flight * self.held
         return self.base + max(
-            self.trained + before_forward + self.extra["F"],
-            self.trained + before_backward + self.extra["B"],
+            sums + before_forward + self.extra["F"],
+            sums + before_backward + self.extra["B"],
             # Here the first gradients are the sums.
-            self.trained + before_backward + max(0, self.extra["W"] - self.trained),
-            self.trained + self.extra["update"],
+            sums + before_backward + max(0, self.extra["W"] - sums),
+            self.gradients + self.extra["update"],
         )
 
 
@@ -98,5 +116,7 @@ def forecast(schedule: Schedule, probes: Sequence[Probe]) -> Forecast:
     """probes are those of all ranks, rank 0's first."""
     in_flight = schedule.in_flight[::-1]
     means = [mean for probe in probes for mean in probe.means]
-    peaks = [probe.peak_bytes(n) for probe, n in zip(probes, in_flight, strict=True)]
+    adds_up = schedule.shape.num_micro_batches > 1
+    pairs = zip(probes, in_flight, strict=True)
+    peaks = [probe.peak_bytes(count, adds_up=adds_up) for probe, count in pairs]
     return Forecast(utilisation(schedule, means), in_flight, peaks)

@@ -1,5 +1,6 @@
 """The validations of a run: which was the best, and when to give up. Pure."""
 
+import math
 from dataclasses import dataclass, field
 
 
@@ -16,8 +17,9 @@ class History:
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """The lowest, the first of equal ones."""
-        return min(self.losses, key=lambda each: (each[1] != each[1], each[1]), default=None)
+        """The lowest that is a finite number, the first of equal ones."""
+        finite = [each for each in self.losses if math.isfinite(each[1])]
+        return min(finite, key=lambda each: each[1], default=None)
 
     def has_stalled(self, patience: int | None) -> bool:
         """Whether so many validations in a row were not lower than the best before them."""

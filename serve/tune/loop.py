@@ -16,17 +16,22 @@ from serve.tune.data import MicroBatch
 from serve.tune.forecast import OpRecord
 from serve.tune.model import Draw
 from serve.tune.optimizer import make_optimizer, parts_of, states_of
+from serve.tune.precision import HALF, LossScale, master_weights
 from serve.tune.schedule import Op, Schedule, Shape, check, make_schedule
 from serve.tune.transport import Links, exchange, sum_arrays
 
 _FORWARD_ROUND = 8  # micro-batches for each rank that a validation sends on their way at once
+_UPDATE_PARTS = 16
+_MASTER = "master"  # beside the names that optimizers give their arrays
 
 
 @dataclass(slots=True)
 class Ran:
     """What one rank knows after a schedule. loss is the sum of all micro-batches, on the
-    rank of the last stage."""
+    rank of the last stage. Loss and gradients, which are float32, are those of the loss without
+    its scale."""
 
+    loss_scale: float = 1.0
     loss: float = 0.0
     gradients: Arrays = field(default_factory=dict)
     records: list[OpRecord] = field(default_factory=list)
@@ -47,17 +52,23 @@ class Pipeline:
         self.stages, self.links, self._draw = stages, links, draw
         self._passes: dict[tuple[int, int], Pass] = {}
 
-    def run(self, schedule: Schedule, batches: Sequence[MicroBatch], scale: float) -> Ran:
+    def run(
+        self,
+        schedule: Schedule,
+        batches: Sequence[MicroBatch],
+        scale: float,
+        loss_scale: float = 1.0,
+    ) -> Ran:
         """Receives, computes and sends as the schedule says. Each loss is multiplied by
-        scale, and so are the gradients."""
-        ran, began = Ran(), time.perf_counter()
+        scale, and so are the gradients. On its way back it is multiplied by loss_scale too."""
+        ran, began = Ran(loss_scale), time.perf_counter()
         for op in schedule.of_rank(self.links.rank):
             arrays = self._receive(op, schedule.shape)
             before, start = mx.get_active_memory(), time.perf_counter()
             mx.reset_peak_memory()
             if op.kind == "F":
                 batch = batches[op.micro_batch]
-                sent = self._forward(op, schedule.shape, batch, arrays, scale, ran)
+                sent = self._forward(op, schedule.shape, batch, arrays, scale * loss_scale, ran)
             elif op.kind == "B":
                 sent = self._backward(op, arrays)
             else:
@@ -85,7 +96,7 @@ class Pipeline:
         mx.eval(made.outputs)
         if not stage.stage.is_last:
             return made.outputs
-        ran.loss += number(made.outputs[0])
+        ran.loss += number(made.outputs[0]) / ran.loss_scale
         return None
 
     def _backward(self, op: Op, dy: list[mx.array]) -> list[mx.array] | None:
@@ -100,8 +111,13 @@ class Pipeline:
     def _add_gradients(self, op: Op, ran: Ran) -> None:
         made = self._passes.pop((op.micro_batch, op.stage))
         for name, gradient in made.gradients.items():
+            # The sum of many micro-batches in bfloat16 would lose the small ones.
+            wide = gradient.astype(mx.float32)
+            if ran.loss_scale != 1:
+                wide = wide * (1 / ran.loss_scale)
             before = ran.gradients.get(name)
-            ran.gradients[name] = gradient if before is None else before + gradient
+            ran.gradients[name] = wide if before is None else before + wide
+        made.gradients.clear()
         del made
         # At each micro-batch, so that its activations go.
         mx.eval(ran.gradients)
@@ -159,9 +175,12 @@ class Trainer:
         ranks = {name: {self.shape.rank(n) for n in held} for name, held in holders.items()}
         self.shared = {name for name, on in ranks.items() if len(on) > 1}
         self.owned = {n for n, held in holders.items() if self.shape.rank(min(held)) == links.rank}
+        self.masters = master_weights(self.parameters())
         self.optimizer = make_optimizer(config)
-        self.optimizer.init(self.parameters())
-        mx.eval(self.optimizer.state)
+        self.optimizer.init(self.parameters() | self.masters)
+        mx.eval(self.masters, self.optimizer.state)
+        self.dtypes = self._shared_dtypes()
+        self.loss_scale = LossScale.of_model(is_float16=mx.float16 in self.dtypes)
         self._update_peak = 0  # of the update before, as ranks tell each other before theirs
 
     def parameters(self) -> Arrays:
@@ -171,26 +190,53 @@ class Trainer:
         for stage in self.stages.values():
             stage.update(parameters)
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the sums of all micro-batches, which are float32."""
+        return sum(array.size * mx.float32.size for array in self.parameters().values())
+
+    @property
+    def updated_bytes(self) -> int:
+        """What an update makes anew while it still holds what was there before: the weights in
+        the model's type, and of master weights one part at a time."""
+        masters = sum(array.nbytes for array in self.masters.values())
+        weights = sum(array.nbytes for array in self.parameters().values())
+        return weights + masters // _UPDATE_PARTS
+
     def owned_state(self) -> Arrays:
-        """The optimizer's arrays for the parameters that this rank saves, each by the name of
-        the parameter and its own."""
+        """The optimizer's arrays for the parameters that this rank saves, and their master
+        weights, each by the name of the parameter and its own."""
         states = states_of(self.optimizer)
-        return {
+        state = {
             f"{name}.{part}": array
             for name in sorted(self.owned)
             for part, array in states[name].items()
         }
+        owned = sorted(self.owned & self.masters.keys())
+        return state | {f"{name}.{_MASTER}": self.masters[name] for name in owned}
 
     def restore(self, adapter: Arrays, state: Arrays, step: int) -> None:
         """Takes its own part of what the ranks had saved after so many updates."""
         self.set_parameters(adapter)
+        self.masters = master_weights(self.parameters())
         states = states_of(self.optimizer)
         for key, array in state.items():
             name, _, part = key.rpartition(".")
-            if name in states:
+            if part == _MASTER and name in self.masters:
+                self.masters[name] = array
+            elif name in states and part in states[name]:
                 states[name][part] = array
-        for part in parts_of(self.optimizer):
-            part.state["step"] = mx.array(step, mx.uint64)
+        for optimizer in parts_of(self.optimizer):
+            optimizer.state["step"] = mx.array(step, mx.uint64)
+
+    def find_not_finite(self) -> str | None:
+        """The name of one of this rank's trained arrays that has an infinity or a NaN."""
+        arrays = self.parameters() | self.owned_state()
+        for name, array in arrays.items():
+            # One at a time, because the answers of isfinite take memory too.
+            if mx.issubdtype(array.dtype, mx.floating) and not mx.isfinite(array).all().item():
+                return name
+        return None
 
     def schedule(self, num_micro_batches: int, kind: str | None = None) -> Schedule:
         """A schedule that is proved to run."""
@@ -203,25 +249,14 @@ class Trainer:
         """One update, the number-th, on the micro-batches of a whole batch."""
         self._draw.update = number
         num_labels = sum(batch.num_labels for batch in batches)
-        ran = self.pipeline.run(schedule, batches, 1 / num_labels)
-        self._sum_shared(ran.gradients)
-        note: dict[str, Any] = {
-            "loss": ran.loss,
-            "squares": self._squares(ran.gradients),
-            "busy": ran.busy_seconds,
-            "seconds": ran.seconds,
-            "peak": max(self._update_peak, *(record.peak for record in ran.records)),
-        }
-        notes = exchange(self.links, note)
-        loss = sum(each["loss"] for each in notes)
-        # Exactly, so that it is the same number however many ranks share the parameters.
-        norm = math.sqrt(math.fsum(square for each in notes for square in each["squares"]))
+        ran, notes, loss, norm = self._gradients(batches, num_labels, schedule)
         # All ranks see the same notes, so all skip it or none.
         is_finite = math.isfinite(loss) and math.isfinite(norm)
         if is_finite:
             mx.reset_peak_memory()
             self._apply(ran.gradients, norm)
             self._update_peak = mx.get_peak_memory()
+            self.loss_scale.note_finite()
         ran.gradients.clear()
         if mx.get_cache_memory() > self.config.clear_cache_bytes:
             mx.clear_cache()
@@ -237,6 +272,36 @@ class Trainer:
             records=ran.records,
         )
 
+    def _gradients(
+        self, batches: Sequence[MicroBatch], num_labels: int, schedule: Schedule
+    ) -> tuple[Ran, list[dict[str, Any]], float, float]:
+        """What this rank has computed, what each rank says of it, and the loss and the norm of
+        the gradients of all ranks. Gradients that overflow in float16 are computed again with a
+        lower scale of the loss: the batch is not lost. If no scale helps, it is left as it was."""
+        before = self.loss_scale.value
+        while True:
+            ran = self.pipeline.run(schedule, batches, 1 / num_labels, self.loss_scale.value)
+            self._sum_shared(ran.gradients)
+            notes = exchange(self.links, self._note(ran))
+            loss = sum(each["loss"] for each in notes)
+            # Exactly, so that it is the same number however many ranks share the parameters.
+            norm = math.sqrt(math.fsum(square for each in notes for square in each["squares"]))
+            if math.isfinite(norm) or not math.isfinite(loss):
+                return ran, notes, loss, norm
+            if not self.loss_scale.lower():
+                self.loss_scale.value = before
+                return ran, notes, loss, norm
+            ran.gradients.clear()
+
+    def _note(self, ran: Ran) -> dict[str, Any]:
+        return {
+            "loss": ran.loss,
+            "squares": self._squares(ran.gradients),
+            "busy": ran.busy_seconds,
+            "seconds": ran.seconds,
+            "peak": max(self._update_peak, *(record.peak for record in ran.records)),
+        }
+
     def loss_of(self, batches: Sequence[MicroBatch]) -> float:
         """The mean loss of what is learned, forward only, through the same pipeline."""
         self._set_training(False)
@@ -248,6 +313,14 @@ class Trainer:
             total += sum(exchange(self.links, ran.loss))
         self._set_training(True)
         return total / sum(batch.num_labels for batch in batches)
+
+    def _shared_dtypes(self) -> set[mx.Dtype]:
+        """The types of all weights on all ranks."""
+        stages = self.stages.values()
+        mine = {array.dtype for stage in stages for array in stage.stage.weights().values()}
+        named: list[list[str]] = exchange(self.links, [str(dtype) for dtype in mine])
+        known = {str(dtype): dtype for dtype in (*HALF, mx.float32)}
+        return {known[name] for names in named for name in names if name in known}
 
     def _set_training(self, mode: bool) -> None:
         self._draw.is_on = mode
@@ -276,11 +349,19 @@ class Trainer:
         most = self.config.max_grad_norm
         if most is not None and norm > most:
             gradients = {name: g * (most / (norm + 1e-6)) for name, g in gradients.items()}
-        parameters = self.optimizer.apply_gradients(gradients, self.parameters())
-        states, names = states_of(self.optimizer), list(parameters)
-        size = len(names) // 16 + 1
+        before = self.parameters()
+        made = self.optimizer.apply_gradients(gradients, before | self.masters)
+        parameters: Arrays = {}
+        states, names = states_of(self.optimizer), list(made)
+        size = len(names) // _UPDATE_PARTS + 1
         for part in (names[at : at + size] for at in range(0, len(names), size)):
             # In parts, each of which frees what it replaces before the next one takes memory.
-            mx.eval([(parameters[name], states.get(name)) for name in part])
+            for name in part:
+                wide = made.pop(name)
+                parameters[name] = wide.astype(before[name].dtype)
+                if name in self.masters:
+                    self.masters[name] = wide
+            updated = [(parameters[n], self.masters.get(n), states.get(n)) for n in part]
+            mx.eval(updated)
         mx.eval(self.optimizer.state)  # Else the graphs of all updates would grow.
         self.set_parameters(parameters)

@@ -21,8 +21,9 @@ from serve.model.costs import measure
 from serve.model.planning import balance
 from serve.model.weights import build_model
 from serve.tune.backward import Arrays
-from serve.tune.checkpoint import ADAPTERS, CONFIG, load_arrays
+from serve.tune.checkpoint import load_arrays
 from serve.tune.config import FineTuneConfig
+from serve.tune.run_folder import ADAPTERS, CONFIG
 
 
 @dataclass(slots=True)
@@ -98,8 +99,8 @@ def _check_keys(keys: Sequence[str], model: nn.Module) -> None:
 
 
 def load_adapter(weights: Arrays, name: str, model: nn.Module) -> None:
-    """Puts adapter weights into a model that is not cut yet. Raises UsageError if they are
-    not all of what is trained, by name and shape."""
+    """Puts adapter weights into a model that is not cut yet, in the types of what is trained.
+    Raises UsageError if they are not all of it, by name and shape."""
     trained = dict(tree_flatten(model.trainable_parameters()))
     different = sorted(
         key
@@ -108,7 +109,8 @@ def load_adapter(weights: Arrays, name: str, model: nn.Module) -> None:
     )
     if different:
         raise UsageError(f"{name} is of another model or other settings: see {different[0]}.")
-    model.update(tree_unflatten(list(weights.items())))
+    cast = [(key, array.astype(trained[key].dtype)) for key, array in weights.items()]
+    model.update(tree_unflatten(cast))
 
 
 def of_adapter(config: FineTuneConfig) -> FineTuneConfig:
@@ -117,7 +119,9 @@ def of_adapter(config: FineTuneConfig) -> FineTuneConfig:
     try:
         written = {"fine_tune_type": "lora", **json.loads(path.read_text())}
         names = ("fine_tune_type", "num_layers", "lora_parameters")
-        return replace(config, **{name: written[name] for name in names})
+        flags = ("lora_rank", "lora_scale", "lora_alpha", "lora_dropout")
+        kept = {name: written[name] for name in names} | dict.fromkeys(flags)
+        return replace(config, **kept)
     except (OSError, LookupError, TypeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         mend = "give the folder of an adapter as --adapter-path"
@@ -167,4 +171,4 @@ def split_layers(config: FineTuneConfig, folder: Path, num_stages: int) -> list[
         for c, factor in zip([*cost.layers, cost.last], factors, strict=True)
     )
     cost = replace(cost, layers=tuple(layers), last=head)
-    return balance(model, cost, num_stages, Demand(1, 1), None)[::-1]
+    return balance(model, cost, num_stages, [Demand(1, 1)], None)[::-1]

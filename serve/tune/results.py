@@ -3,25 +3,15 @@
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from serve import __version__
-from serve.tune import checkpoint
+from serve.tune import checkpoint, run_folder
 from serve.tune.config import FineTuneConfig
 from serve.tune.events import Written
-from serve.tune.forecast import OpRecord
+from serve.tune.forecast import Span
 
 CURVES, SCHEDULE = "curves.svg", "schedule.svg"
-
-
-class Span(NamedTuple):
-    """When an op ran, in seconds since its rank began the update."""
-
-    kind: str
-    micro_batch: int
-    stage: int
-    start: float
-    end: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +24,19 @@ class Facts:
     num_ranks: int
 
 
-def spans(records: Sequence[OpRecord]) -> list[Span]:
-    return [Span(*record.op, record.start, record.end) for record in records]
-
-
 def write(config: FineTuneConfig, facts: Facts, ran: Sequence[Span]) -> Written:
     """The charts need matplotlib, which is an extra."""
     folder, metrics = config.adapter_path, checkpoint.read_metrics(config.adapter_path)
-    checkpoint.write_text(folder / checkpoint.CARD, card(config, facts, metrics))
+    checkpoint.write_text(folder / run_folder.CARD, card(config, facts, metrics))
     if importlib.util.find_spec("matplotlib") is None:
-        return Written([folder / checkpoint.CARD], "charts: pip install 'mlx-brigade[bench]'")
+        return Written([folder / run_folder.CARD], "charts: pip install matplotlib")
     from serve.tune.plot import draw_curves, draw_schedule
 
     with checkpoint.writing(folder):
         draw_curves(folder / CURVES, metrics)
         if ran:
             draw_schedule(folder / SCHEDULE, f"{config.schedule}, the last update", ran)
-    names = (checkpoint.CARD, CURVES, SCHEDULE) if ran else (checkpoint.CARD, CURVES)
+    names = (run_folder.CARD, CURVES, SCHEDULE) if ran else (run_folder.CARD, CURVES)
     return Written([folder / name for name in names], None)
 
 
@@ -84,7 +70,7 @@ tags: [mlx, {config.fine_tune_type}]
 |---|---|
 {table}
 
-All settings are in `{checkpoint.CONFIG}`, all losses in `{checkpoint.METRICS}`.
+All settings are in `{run_folder.CONFIG}`, all losses in `{run_folder.METRICS}`.
 """
 
 
@@ -94,7 +80,8 @@ def _losses(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     for kind in ("train", "valid", "test"):
         found = [m for m in metrics if "loss" in m and m.get("name", "train") == kind]
         if found:
-            best = min(found, key=lambda m: float(m["loss"]))
+            # A loss that is not a number is never the best.
+            best = min(found, key=lambda m: (m["loss"] != m["loss"], float(m["loss"])))
             marked = {"first": found[0], "best": best, "last": found[-1]}
             said = [
                 f"{m['loss']:.4f} ({word}, batch {m['iteration']})" for word, m in marked.items()

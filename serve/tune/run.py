@@ -3,6 +3,7 @@ to `show`, on rank 0."""
 
 import dataclasses
 import functools
+import math
 import time
 import zlib
 from pathlib import Path
@@ -13,20 +14,30 @@ import mlx.core as mx
 
 from serve.core.checkpoint import read_checkpoint
 from serve.core.config import Cluster
-from serve.core.errors import DisagreementError, UsageError
+from serve.core.errors import DisagreementError, EngineError, UsageError
 from serve.hub.partial import PartialModel, open_partial, pin
 from serve.model.weights import load_stage
 from serve.ring.transport import Ring
-from serve.tune import checkpoint, data, packing, results, whole
+from serve.tune import checkpoint, data, packing, results, run_folder, whole
 from serve.tune.backward import Arrays, TrainedStage
 from serve.tune.checkpoint import load_arrays
 from serve.tune.config import FineTuneConfig
-from serve.tune.events import Finished, Reported, Saved, Show, Started, Validated, Written
-from serve.tune.forecast import Forecast, Probe, forecast, utilisation
+from serve.tune.events import (
+    Finished,
+    NothingLeft,
+    Reported,
+    Saved,
+    Show,
+    Started,
+    Validated,
+    Written,
+)
+from serve.tune.forecast import Forecast, Probe, Span, forecast, spans, utilisation
 from serve.tune.history import History
-from serve.tune.loop import Trainer
+from serve.tune.loop import Trainer, Update
 from serve.tune.model import Draw, adapter_config, of_adapter, prepare, split_layers
 from serve.tune.optimizer import num_steps
+from serve.tune.precision import HALF
 from serve.tune.schedule import Schedule, Shape
 from serve.tune.transport import Links, RingLinks, broadcast, exchange, gather, local_links, share
 from serve.tune.window import Window
@@ -66,26 +77,31 @@ class Run:
         self._agree()
         self._load()
         self.history = History()
+        self._saved: int | None = None  # the batches done at the last checkpoint
+        self._has_learned_since = False
 
     def run(self) -> Path:
         config, done = self.config, 0
-        spans: list[results.Span] = []
+        ran: list[Span] = []
         if config.trains:
             self._check_packing()
             done = self._begin()
             # A run that was ended after its last checkpoint may still owe what comes below.
-            if done < config.iters and not self.history.has_stalled(config.early_stop):
-                done, spans = self._train(done)
+            is_early = self.history.has_stalled(config.early_stop)
+            if done < config.iters and not is_early:
+                done, ran = self._train(done)
+            else:
+                self._show(NothingLeft(done, is_early))
         iteration, folder = self._best(done)
         if config.test:
             if folder != config.adapter_path:
-                best = load_arrays(folder / checkpoint.ADAPTERS) if self._is_first else {}
+                best = load_arrays(folder / run_folder.ADAPTERS) if self._is_first else {}
                 self.trainer.set_parameters(share(self.links, best))
             self._validate(iteration, "test", self._validation("test", config.test_batches))
         if config.trains and self._is_first:
-            self._show(results.write(config, self._facts(), spans))
+            self._show(results.write(config, self._facts(), ran))
             if config.fine_tune_type == "full":
-                trained = folder / checkpoint.ADAPTERS
+                trained = folder / run_folder.ADAPTERS
                 written = whole.write(self.model, trained, config.whole_path)
                 self._show(Written([written], None))
         return folder
@@ -153,8 +169,7 @@ class Run:
         name, stages = self.model_checkpoint.model_type, self.trainer.stages.values()
         for stage in stages:
             packing.check_stage(stage.stage, name)
-        dtypes = {a.dtype for stage in stages for a in stage.stage.weights().values()}
-        is_half = any(exchange(self.links, bool(dtypes & {mx.bfloat16, mx.float16})))
+        is_half = bool(self.trainer.dtypes & set(HALF))
         longest = int(self.splits["train"].lengths.max())
         # What rounding makes of other positions.
         most = 1e-2 if is_half else 1e-4
@@ -176,12 +191,15 @@ class Run:
         if self._is_first:
             last = self._take_up()
             parts = last.settings.get("micro_batches", self.num_parts)
-            note = last.iteration, last.step, last.losses, parts
+            note = last.iteration, last.step, last.losses, parts, last.loss_scale
             adapter, optimizer = last.adapter, last.optimizer
-        (iteration, step, losses, self.num_parts), _ = broadcast(self.links, (note, []))
+        (iteration, step, losses, self.num_parts, scale), _ = broadcast(self.links, (note, []))
         self.trainer.restore(share(self.links, adapter), share(self.links, optimizer), step)
+        loss_scale = self.trainer.loss_scale
+        loss_scale.value, loss_scale.num_finite = scale
         self.history = History([(done, loss) for done, loss in losses])
-        return int(iteration)
+        self._saved = int(iteration)
+        return self._saved
 
     def _take_up(self) -> checkpoint.Checkpoint:
         """The last checkpoint, with what should follow from it in the folder."""
@@ -191,8 +209,8 @@ class Run:
         last = checkpoint.load_last(folder, settings)
         checkpoint.forget_metrics_after(folder, last.iteration)
         checkpoint.publish(folder)
-        for place in (folder, folder / checkpoint.BEST):
-            if config.peft and (place / checkpoint.ADAPTERS).exists():
+        for place in (folder, folder / run_folder.BEST):
+            if config.peft and (place / run_folder.ADAPTERS).exists():
                 checkpoint.export_peft(place)
         return last
 
@@ -203,21 +221,26 @@ class Run:
 
     # --- training
 
-    def _train(self, start: int) -> tuple[int, list[results.Span]]:
+    def _train(self, start: int) -> tuple[int, list[Span]]:
         """Returns the batches done, and when each op of the last update ran."""
         config, trainer = self.config, self.trainer
         accumulated = config.grad_accumulation_steps
         schedule = trainer.schedule(accumulated * self.num_parts)
         before = self._probe(schedule)
         self._tell_start(schedule, before, start)
+        self._check_finite("before training")
         chosen = self._validation("valid", config.val_batches)
         if not start:
             self._validate(0, "valid", chosen)
-        window, done, is_last = Window(self.links.num_ranks), start, False
+        window = Window(self.links.num_ranks, is_float16=mx.float16 in trainer.dtypes)
+        done, is_last, owes_save = start, False, False
         while not is_last:
             began = time.perf_counter()
             update = trainer.update(done // accumulated, self._batches(done), schedule)
             window.add(update, time.perf_counter() - began)
+            self._has_learned_since = self._has_learned_since or not update.is_skipped
+            if window.has_failed:
+                raise EngineError(f"{window.failure} {self._kept}")
             done += accumulated
             is_last = done == config.iters
             due = {
@@ -231,8 +254,12 @@ class Run:
                 is_last = is_last or self.history.has_stalled(config.early_stop)
             if is_last and window.updates:
                 self._report(done, window)
-            if is_last or due[config.save_every]:
+            owes_save = owes_save or is_last or due[config.save_every]
+            # What a skipped update leaves may be what made it fail: it waits for the next one.
+            if owes_save and (is_last or not update.is_skipped):
+                self._check_sound(done, update, window)
                 self._save(done)
+                owes_save = False
         return done, self._tell_end(done, schedule, before, window)
 
     def _tell_start(self, schedule: Schedule, before: Forecast, start: int) -> None:
@@ -245,18 +272,18 @@ class Run:
 
     def _tell_end(
         self, done: int, schedule: Schedule, before: Forecast, window: Window
-    ) -> list[results.Span]:
-        ended = exchange(self.links, (window.ops.means(), results.spans(window.last_records)))
+    ) -> list[Span]:
+        ended = exchange(self.links, (window.ops.means(), spans(window.last_records)))
         expected = utilisation(schedule, [mean for means, _ in ended for mean in means])
         measured = window.utilisation, expected, window.peak_bytes
         self._keep(Finished(done, done < self.config.iters, before, *measured, self.history.best))
-        return [results.Span(*span) for _, spans in ended for span in spans]
+        return [Span(*span) for _, each in ended for span in each]
 
     def _best(self, done: int) -> tuple[int, Path]:
         """Batches and folder of the weights with the lowest validation loss, or else the last."""
         folder, best = self.config.adapter_path, self.history.best
         if best and 0 < best[0] < done:
-            return best[0], folder / checkpoint.BEST
+            return best[0], folder / run_folder.BEST
         return done, folder
 
     def _batches(self, first: int) -> list[data.MicroBatch]:
@@ -278,9 +305,9 @@ class Run:
             ran = trainer.pipeline.run(small, [batch] * ranks, 1.0)
             ran.gradients.clear()
             exchange(self.links, "warm")  # All are done before one begins again.
-        trained = sum(array.nbytes for array in trainer.parameters().values())
         clips = self.config.max_grad_norm is not None
-        probe = Probe.of(ran.records, mx.get_active_memory(), trained, clips=clips)
+        new = trainer.gradient_bytes, trainer.updated_bytes
+        probe = Probe.of(ran.records, mx.get_active_memory(), *new, clips=clips)
         notes = exchange(self.links, dataclasses.asdict(probe))
         return forecast(schedule, [Probe(**note) for note in notes])
 
@@ -299,9 +326,10 @@ class Run:
         loss = self.trainer.loss_of(batches)
         self._keep(Validated(iteration, name, loss, time.perf_counter() - began))
         if name == "valid" and self.history.add(iteration, loss):
+            self._check_finite(f"after batch {iteration}")
             adapter = self._gathered_adapter()
             if self._is_first:
-                self._save_adapter(self.config.adapter_path / checkpoint.BEST, adapter)
+                self._save_adapter(self.config.adapter_path / run_folder.BEST, adapter)
 
     def _report(self, iteration: int, window: Window) -> None:
         rate = float(self.trainer.optimizer.learning_rate.item())
@@ -314,17 +342,52 @@ class Run:
 
     # --- what is written
 
+    def _check_sound(self, iteration: int, update: Update, window: Window) -> None:
+        """Raises EngineError if a run would end with weights that give no finite loss."""
+        validated = dict(self.history.losses).get(iteration, math.nan)
+        if update.is_skipped and not (math.isfinite(update.loss) or math.isfinite(validated)):
+            raise EngineError(f"{window.failure} {self._kept}")
+
+    def _check_finite(self, moment: str) -> None:
+        """Raises EngineError on all ranks if one of them holds a number that is not finite, so
+        that nothing good is replaced."""
+        found = exchange(self.links, self.trainer.find_not_finite())
+        broken = [(name, rank) for rank, name in enumerate(found) if name is not None]
+        if broken:
+            name, rank = broken[0]
+            raise EngineError(
+                f"Not all numbers of {name} on rank {rank} are finite {moment}, so nothing was "
+                f"written. {self._kept}"
+            )
+
+    @property
+    def _kept(self) -> str:
+        """Which weights are on disk."""
+        if self._saved is None:
+            return "No checkpoint was written."
+        kept = f"The last checkpoint and {run_folder.ADAPTERS} are those of batch {self._saved}."
+        if self._has_learned_since:
+            return kept
+        folder = run_folder.folder_of(self.config.adapter_path, self._saved)
+        return (
+            f"{kept} No update after it was finite: to go on from the one before it, if there is "
+            f"one, remove {folder} and give --resume."
+        )
+
     def _save(self, iteration: int) -> None:
         """Gathers the adapter and the optimizer's state, and writes them on rank 0."""
+        self._check_finite(f"after batch {iteration}")
         trainer, config = self.trainer, self.config
         step = num_steps(trainer.optimizer)
         adapter, state = self._gathered_adapter(), gather(self.links, trainer.owned_state())
         if self._is_first:
             settings, losses = self._settings(), self.history.losses
-            whole = checkpoint.Checkpoint(iteration, step, settings, adapter, state, losses)
+            scale = trainer.loss_scale.value, trainer.loss_scale.num_finite
+            whole = checkpoint.Checkpoint(iteration, step, settings, adapter, state, losses, scale)
             self._show(Saved(iteration, checkpoint.save(config.adapter_path, whole)))
             if config.peft:
                 checkpoint.export_peft(config.adapter_path)
+        self._saved, self._has_learned_since = iteration, False
 
     def _gathered_adapter(self) -> Arrays:
         """What is trained, of all ranks, on rank 0."""

@@ -1,20 +1,25 @@
 """What updates add up to: those since the last report, and those of a whole run."""
 
-from serve.core.errors import EngineError
+import math
+
 from serve.tune.events import Reported
 from serve.tune.forecast import OpRecord, OpSeconds
 from serve.tune.loop import Update
 
-_MOST_SKIPPED = 10  # updates in a row that may be not finite
+_MAX_SKIPPED = 10  # updates in a row that may be not finite
 
 
 class Window:
-    def __init__(self, num_ranks: int) -> None:
+    """num_ranks are those of the run; is_float16 says that its model computes in float16."""
+
+    def __init__(self, num_ranks: int, *, is_float16: bool = False) -> None:
+        self._is_float16 = is_float16
         self.peak_bytes = [0] * num_ranks
         self.ops = OpSeconds()
         self.last_records: list[OpRecord] = []
         self._busy = self._seconds = 0.0
-        self._skipped_in_row = 0
+        self._skipped_in_row = self._num_applied = 0
+        self._has_finite_loss = True
         self.updates: list[Update] = []
         self._since_report = 0.0
 
@@ -33,11 +38,31 @@ class Window:
         peaks = zip(self.peak_bytes, update.peak_bytes, strict=True)
         self.peak_bytes = [max(pair) for pair in peaks]
         self._skipped_in_row = self._skipped_in_row + 1 if update.is_skipped else 0
-        if self._skipped_in_row == _MOST_SKIPPED:
-            raise EngineError(
-                f"{_MOST_SKIPPED} updates in a row were not finite: lower --learning-rate, or "
-                "set --max-grad-norm. The last checkpoint is whole."
-            )
+        self._num_applied += not update.is_skipped
+        self._has_finite_loss = math.isfinite(update.loss)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether so many updates in a row were skipped that nothing good will come."""
+        return self._skipped_in_row >= _MAX_SKIPPED
+
+    @property
+    def failure(self) -> str:
+        """What was skipped at the end, and why as far as that can be known."""
+        count = self._skipped_in_row
+        skipped = "The last update was" if count == 1 else f"{count} updates in a row were"
+        what = "gradients" if self._has_finite_loss else "loss"
+        if self._num_applied:
+            cause = "training has diverged: begin again with a lower --learning-rate, or with "
+            cause += "--max-grad-norm"
+        else:
+            cause = "no update came before, so it is not the learning rate: look at the model, its "
+            cause += "data and what --resume-adapter-file gave"
+        float16 = ". Or float16 is too narrow for this model: try it in bfloat16 or float32"
+        return (
+            f"{skipped} not finite (the {what}), and skipped: {cause}"
+            f"{float16 if self._is_float16 else ''}."
+        )
 
     def report(self, iteration: int, learning_rate: float, accumulated: int) -> Reported:
         """And begins a new window."""

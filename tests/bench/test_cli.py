@@ -3,13 +3,16 @@
 import importlib.util
 import io
 import json
+import re
 from pathlib import Path
 
+import matplotlib
 import pytest
 from rich.console import Console
 
 from launcher.cli import main
-from serve.bench.records import Record
+from serve.bench.plot import draw
+from serve.bench.records import Record, summarise
 from serve.cli.bench import Runs, table
 from serve.core.config import Level
 from tests.bench.sse_server import streaming
@@ -29,12 +32,17 @@ def test_one_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with streaming() as (url, _):
         files = ["--output", str(output), "--plot", str(plot)]
         assert bench("--url", f"{url}/v1", *QUICK, *files) == 0
-    shown = capsys.readouterr().out
-    assert "1 clients" in shown
+    shown, told = capsys.readouterr()
+    assert "1 client " in shown
+    assert not [line for line in shown.splitlines() if line != line.rstrip()]
     assert "2 clients" in shown
     results = json.loads(output.read_text())
     assert results["flags"]["max_tokens"] == 4
-    assert [each["load"] for each in results["results"]] == ["1 clients", "2 clients"]
+    assert [each["load"] for each in results["results"]] == ["1 client", "2 clients"]
+    rounds = [(each, n) for each in ("1 client", "2 clients") for n in (1, 2)]
+    assert told.splitlines() == [
+        f"brigade bench: {load}, round {n} of 2, A: {url}/v1" for load, n in rounds
+    ]
     for each in results["results"]:
         assert each["server"] == f"A: {url}/v1"
         assert (each["num_requests"], each["tokens"], each["errors"]) == (4, 16, {})
@@ -74,7 +82,7 @@ def test_the_table_fits_into_80_columns() -> None:
     console.print(table(runs))
     assert isinstance(console.file, io.StringIO)
     _, _, head, *rows = console.file.getvalue().splitlines()
-    names_shown = "load answers errors prompt tok/s TTFT p50 p99 ITL p50 p99 ms"
+    names_shown = "load answers errors prompt tok/s TTFT ms p50 p99 ITL ms p50 p99"
     assert " ".join(head.split()) == names_shown
     assert [row.split()[2:6] for row in rows[:2]] == [
         ["A", "2000", "0", "1066"],
@@ -89,8 +97,18 @@ def test_errors_are_shown_with_their_reason(capsys: pytest.CaptureFixture[str]) 
     out, err = capsys.readouterr()
     assert "3 x HTTP 429: the queue is full" in " ".join(out.split())
     assert out.endswith("\n"), "what is written next would follow in the same line"
-    assert err.count("\n") == 1
-    assert "gave no whole answer" in err
+    assert "gave no whole answer" in err.splitlines()[-1]
+
+
+def test_a_plot_tells_servers_apart_and_has_whole_clients(tmp_path: Path) -> None:
+    record = Record(0.0, 2.0, (1.0, 1.5, 2.0), 3, 66)
+    points = [(clients, summarise([[record]])) for clients in (1.0, 2.0)]
+    path = tmp_path / "both.svg"
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        draw(path, "clients", {"A: http://a": points, "B: http://a": points})
+    texts = re.findall(r"<text[^>]*>(.*?)</text>", path.read_text())
+    assert {"A: http://a", "B: http://a", "A: http://a, p99", "B: http://a, p99"} <= set(texts)
+    assert "1.5" not in texts[: texts.index("clients")]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +144,7 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_runs(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert bench("--url", "http://127.0.0.1:9", "--plot", "a.svg") == 2
-    assert "mlx-brigade[bench]" in capsys.readouterr().err
+    assert "pip install matplotlib" in capsys.readouterr().err
 
 
 def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,7 +111,8 @@ class Server:
 
 
 def serve_flags(port: int, model: Path = TINY_CHAT, *more: str) -> list[str]:
-    return ["--model", str(model), "--port", str(port), *more]
+    """Most tests ask little of a server, so that a warm-up would cost more than it saves."""
+    return ["--model", str(model), "--port", str(port), "--no-warm-up", *more]
 
 
 @contextmanager

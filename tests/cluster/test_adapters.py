@@ -363,7 +363,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], None], int, str]] = {
     "wrong base": (
         spoil(lambda t, _: t.update({f"{Q}.lora_a": mx.zeros((64, 8))})),
         400,
-        f"{Q}.lora_a has the shape (64, 8)",
+        f"made for another model: {Q}.lora_a has the shape (64, 8)",
     ),
     "rank 4096": (
         spoil(lambda _, c: c["lora_parameters"].update(rank=4096)),
@@ -378,7 +378,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], None], int, str]] = {
     "unknown target": (
         spoil(lambda t, _: t.update({f"{Q[:-1]}x.lora_{p}": t[f"{Q}.lora_{p}"] for p in "ab"})),
         400,
-        f"no {Q[:-1]}x",
+        f"made for another model: it changes {Q[:-1]}x",
     ),
     "twice": (twice, 400, "is there twice"),
     "half the layers": (

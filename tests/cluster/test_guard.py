@@ -21,7 +21,7 @@ pytestmark = pytest.mark.long
 NUM_CLIENTS = 1000
 _HELLO = json.dumps({**CHAT, "messages": user("Hello!"), "max_tokens": 4}).encode()
 ASK = (
-    b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     b"Connection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(_HELLO), _HELLO)
 )
 

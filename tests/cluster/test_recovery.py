@@ -4,6 +4,7 @@ undisturbed run gives, token for token."""
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import threading
@@ -255,6 +256,25 @@ def test_a_rank_that_stops_for_ever_is_found_and_named(
     assert f"No step came back for 7 s: rank {rank} on 127.0.0.1 is silent since" in server.text
     # The one that could still speak says where it stood.
     server.wait_for_log(r"in (_next_frame|unpack|send)\b")
+
+
+def test_a_rank_that_stops_with_its_parent_is_replaced(
+    server: Server, expected: list[Stream]
+) -> None:
+    """Its connections stay open, and it hears no word that it should end."""
+
+    def stop() -> None:
+        time.sleep(0.5)
+        engine = server.engines()[1]
+        for process in (engine.parent(), engine):
+            assert process is not None
+            process.suspend()
+
+    num_processes = len(server.family())
+    check_same(run_streams(server, stop), expected)
+    assert len(re.findall(r"WARNING event=rank_silent rank=1 pid=\d+", server.text)) == 1
+    assert server.text.count("event=rank_killed rank=1") == 1
+    assert len(server.family()) == num_processes
 
 
 @pytest.mark.slow

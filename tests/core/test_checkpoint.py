@@ -125,5 +125,5 @@ def test_damage_is_named(folder: Path, damage, reason: str) -> None:
 
 
 def test_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="is not a folder"):
+    with pytest.raises(ModelError, match="is not a folder.*org/name"):
         read_checkpoint(tmp_path / "none")

@@ -5,24 +5,30 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from serve.core import folder
 
+OWNER = (
+    "from serve.core.folder import own_folder\n"
+    "folder = own_folder()\nprint(folder.name, flush=True)\ninput()"
+)
 
-def test_the_folder_of_a_process_that_was_killed_goes_and_those_of_others_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(folder, "_NEW_SECONDS", 0.0)
-    code = (
-        "from serve.core.folder import own_folder\n"
-        "folder = own_folder()\nprint(folder.name, flush=True)\ninput()"
-    )
+
+
+def test_own_folder_removes_at_once_what_a_killed_process_left_and_nothing_else(
+    tmp_path: Path,
+) -> None:
     other = subprocess.Popen(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", OWNER],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -42,11 +48,40 @@ def test_the_folder_of_a_process_that_was_killed_goes_and_those_of_others_stay(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_new_folder_is_somebodys_though_it_is_not_locked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    new = tmp_path / "brigade-own-1"
+def test_own_folder_leaves_a_folder_that_is_being_made(tmp_path: Path) -> None:
+    new, old = tmp_path / "brigade-new-1", tmp_path / "brigade-new-2"
     new.mkdir()
+    old.mkdir()
+    os.utime(old, (0, time.time() - 3600))
     with folder.own_folder():
         assert new.exists()
+        assert not old.exists(), "its maker was killed before it could lock it"
+
+
+def test_own_folder_follows_no_link_and_removes_no_file(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (tmp_path / "brigade-own-link").symlink_to(kept)
+    (tmp_path / "brigade-own-file").touch()
+    with folder.own_folder():
+        assert kept.exists()
+        assert (tmp_path / "brigade-own-file").exists()
+
+
+def test_own_folder_of_many_that_start_at_once_is_never_taken_for_left(tmp_path: Path) -> None:
+    lost: list[str] = []
+
+    def start() -> None:
+        for _ in range(40):
+            with folder.own_folder() as name:
+                (Path(name) / "a").touch()
+                if not os.path.exists(name):
+                    lost.append(name)
+
+    threads = [threading.Thread(target=start) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert lost == []
+    assert not list(tmp_path.iterdir())

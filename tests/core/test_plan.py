@@ -11,12 +11,16 @@ from serve.core.plan import (
     Demand,
     LayerCost,
     ModelCost,
+    StagePlan,
     balanced_split,
     even_split,
     format_bytes,
+    kv_budgets,
     parse_memory,
     parse_split,
     plan_stages,
+    room_for_tokens,
+    stage_plan,
 )
 
 NOTHING = LayerCost(0, 0)
@@ -104,7 +108,8 @@ def test_caches_count_for_the_promised_context() -> None:
     stages = plan_stages(cost, even_split(4, 2), Demand(context=100, concurrency=3))
     assert [stage.cache_bytes for stage in stages] == [600, 600]
     sliding = LayerCost(10, 10, cache_bytes_per_token=1, cache_bytes=5, max_cached_tokens=40)
-    assert sliding.caches(100) == 45
+    assert sliding.caches(Demand(100, 1)) == 45
+    assert sliding.caches(Demand(30, 1)) == 35
 
 
 def test_few_rows_read_few_experts() -> None:
@@ -116,10 +121,100 @@ def test_few_rows_read_few_experts() -> None:
 
 def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
     cost = model([10**9] * 8, cache=1000)
-    with pytest.raises(PlanError, match=r"8\.0 GB of weights and 256\.0 MB of caches .* 6\.0 GB"):
+    with pytest.raises(PlanError, match=r"8\.0 GB of weights, and 384\.0 MB for .* 6\.0 GB"):
         balanced_split(cost, 2, Demand(8000, 4), [3 * 10**9] * 2)
-    with pytest.raises(PlanError, match=r"Rank 1 would need 4\.1 GB for layers 0 to 3"):
+    with pytest.raises(PlanError, match=r"Rank 1 would need 4\.2 GB for layers 0 to 3"):
         plan_stages(cost, even_split(8, 2), Demand(8000, 4), [5 * 10**9, 4 * 10**9])
+
+
+def costs(largest: int) -> st.SearchStrategy[LayerCost]:
+    size = st.integers(0, largest)
+    window = st.one_of(st.none(), st.integers(1, 50))
+    return st.builds(
+        LayerCost,
+        weight_bytes=size,
+        fetch_bytes=size,
+        cache_bytes_per_token=st.integers(0, 9),
+        cache_bytes=st.integers(0, 99),
+        max_cached_tokens=window,
+    )
+
+
+@st.composite
+def tied_models(draw: st.DrawFn) -> ModelCost:
+    """An embedding that is the head as well, and something of its own besides on either side."""
+    tied = LayerCost(draw(st.integers(1, 5000)), draw(st.integers(1, 5000)))
+    own = [draw(st.integers(0, 200)) for _ in range(4)]
+    return ModelCost(
+        layers=tuple(draw(st.lists(costs(1000), min_size=3, max_size=9))),
+        first=LayerCost(tied.weight_bytes + own[0], tied.fetch_bytes + own[1]),
+        last=LayerCost(tied.weight_bytes + own[2], tied.fetch_bytes + own[3]),
+        shared=draw(costs(100)),
+        tied=tied,
+        hop_bytes_per_token=8,
+    )
+
+
+demands = st.builds(
+    Demand, st.integers(1, 300), st.integers(1, 40), st.one_of(st.none(), st.integers(1, 9000))
+)
+
+
+@settings(deadline=None)
+@given(tied_models(), demands, st.integers(1, 3))
+def test_the_search_finds_a_split_exactly_where_the_stages_of_one_fit(
+    cost: ModelCost, demand: Demand, num_ranks: int
+) -> None:
+    """A tied embedding is held once by a rank that has all layers, and twice by two ranks."""
+    splits = every_split(len(cost.layers), num_ranks)
+    totals = [
+        [stage_plan(cost, r, layers, demand, None).total_bytes for r, layers in enumerate(split)]
+        for split in splits
+    ]
+    least = min(max(each) for each in totals)
+    found = balanced_split(cost, num_ranks, demand, [least] * num_ranks)
+    assert max(totals[splits.index(found)]) == least
+    plan_stages(cost, found, demand, [least] * num_ranks)
+    if least > 1:
+        with pytest.raises(PlanError):
+            balanced_split(cost, num_ranks, demand, [least - 1] * num_ranks)
+
+
+@settings(deadline=None)
+@given(tied_models(), demands, st.integers(1, 3), st.integers(1, 10**6))
+def test_there_is_room_for_what_fits_and_for_no_more(
+    cost: ModelCost, demand: Demand, num_ranks: int, memory: int
+) -> None:
+    """What a plan refuses, and of how many tokens it says that there is room, are one sum."""
+    for split in every_split(len(cost.layers), num_ranks):
+        stages = [stage_plan(cost, r, layers, demand, None) for r, layers in enumerate(split)]
+        budgets = kv_budgets(stages, [memory] * num_ranks, None)
+        assert budgets is not None
+        room = room_for_tokens(stages, budgets, demand.concurrency)
+        fits = all(stage.total_bytes <= memory for stage in stages)
+        assert fits == (room >= demand.tokens or (room >= 0 and not grows(stages)))
+
+
+def grows(stages: list[StagePlan]) -> bool:
+    return any(stage.cache_bytes_per_token for stage in stages)
+
+
+def test_smaller_demands_end_with_the_smallest() -> None:
+    sizes = [demand.tokens for demand in Demand(8192, 32).smaller(256)]
+    assert sizes[0] == 8192 * 32
+    assert sizes[-1] == 256
+    assert sizes == sorted(set(sizes), reverse=True)
+    assert [demand.tokens for demand in Demand(100, 1).smaller(256)] == [100]
+    assert Demand(8192, 32).smaller(256)[0].concurrency == 32
+    assert Demand(8192, 32).smaller(256)[-1].concurrency == 1
+
+
+def test_keys_and_values_get_what_the_weights_leave_and_no_more_than_their_limit() -> None:
+    stages = plan_stages(model([10] * 4), even_split(4, 2), Demand(1, 1))
+    assert kv_budgets(stages, [100, 50], None) == [80, 30]
+    assert kv_budgets(stages, [100, 50], [90, 20]) == [80, 20]
+    assert kv_budgets(stages, None, [90, 20]) == [90, 20]
+    assert kv_budgets(stages, None, None) is None
 
 
 def test_unequal_memory_makes_unequal_stages() -> None:

@@ -215,6 +215,7 @@ REQUESTS = [
                    "/%ff%fe", "/%1b[31mred", "/" + "x" * 20_000)),
     Case("admin through a proxy", ("GET", "/admin/pipeline", {"X-Forwarded-For": "::1"}), (403,)),
     Case("admin of a rebound name", ("GET", "/admin/pipeline", {"Host": "evil.example"}), (403,)),
+    Case("models of a rebound name", ("GET", "/v1/models", {"Host": "evil.example"}), (403,)),
     Case("a page that drains", ("POST", "/admin/drain", {"Origin": "https://a.example"}), (403,)),
     Case("a trace of no time", ("GET", "/admin/trace?seconds=-1", {}), (400,), "seconds"),
     Case("an id with a line end", ("GET", "/nope", {"X-Request-Id": "a\x85b c"}), (404,)),
@@ -225,17 +226,23 @@ REQUESTS = [
 
 
 def post(*headers: bytes, body: bytes = b"") -> bytes:
-    lines = [b"POST /v1/chat/completions HTTP/1.1", b"Host: x", b"Content-Type: application/json"]
+    lines = [
+        b"POST /v1/chat/completions HTTP/1.1",
+        b"Host: localhost",
+        b"Content-Type: application/json",
+    ]
     return b"\r\n".join([*lines, *headers, b"", b""]) + body
 
 
-def get(*headers: bytes, first: bytes = b"GET /health HTTP/1.1", host: bytes = b"Host: x") -> bytes:
+def get(
+    *headers: bytes, first: bytes = b"GET /health HTTP/1.1", host: bytes = b"Host: localhost"
+) -> bytes:
     close = b"Connection: close"
     return b"\r\n".join([first, *filter(None, [host]), close, *headers, b"", b""])
 
 
 CHUNKED = b"Transfer-Encoding: chunked"
-SMUGGLED = b"GET /smuggled HTTP/1.1\r\nHost: x\r\n\r\n"
+SMUGGLED = b"GET /smuggled HTTP/1.1\r\nHost: localhost\r\n\r\n"
 FULL = post(b"Content-Length: %d" % len(good_body()), body=good_body())
 
 

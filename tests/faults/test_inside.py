@@ -23,12 +23,13 @@ pytestmark = pytest.mark.long
 
 INSIDE = str(Path(__file__).parent / "inside")
 BROKEN_SEED = 666
+FATAL_SEED = 667
 STEP_SECONDS = 0.05
 MOST_STEPS = 2  # of a sequence, after its client has gone
 
 
 def ask(server: Server, **changes: Any) -> httpx.Response:
-    return httpx.post(server.url + CHAT, content=good_body(**changes), headers=JSON, timeout=20)
+    return httpx.post(server.url + CHAT, content=good_body(**changes), headers=JSON, timeout=60)
 
 
 # --- one row's sampling
@@ -76,6 +77,41 @@ def test_a_row_that_cannot_be_drawn_ends_alone(
 def test_a_seed_that_breaks_nothing_still_draws(broken: Server) -> None:
     assert ask(broken, temperature=1, seed=BROKEN_SEED + 1).status_code == 200
     assert ask(broken, temperature=0, seed=BROKEN_SEED).status_code == 200, "greedy needs no key"
+
+
+# --- requests that end engines
+
+
+@pytest.fixture
+def fragile() -> Iterator[Server]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", INSIDE)
+        patch.setenv("FATAL_SEED", str(FATAL_SEED))
+        with running(2, "--max-restarts", "2") as server:
+            yield server
+
+
+def test_requests_that_end_engines_are_given_up_and_others_live(
+    fragile: Server,
+    mlx_lm_answer: Callable[..., str],  # noqa: F811
+) -> None:
+    """Each has both restarts that there are, and a stream goes on through all of them."""
+    story: dict[str, Any] = {"messages": said("Tell me a story."), "max_tokens": 600}
+    undisturbed = ask(fragile, **story, ignore_eos=True).json()
+    with ThreadPoolExecutor(2) as threads:
+        other = threads.submit(ask, fragile, **story, ignore_eos=True)
+        fatal = [ask(fragile, temperature=1, seed=FATAL_SEED) for _ in range(2)]
+        beside = threads.submit(ask, fragile, max_tokens=30)
+        assert [reply.status_code for reply in fatal] == [500, 500]
+        codes = [reply.json()["error"]["code"] for reply in fatal]
+        assert codes == ["request_given_up"] * 2
+        assert other.result().json()["choices"] == undisturbed["choices"]
+        expected = mlx_lm_answer(GOOD["messages"][0]["content"], max_tokens=30)
+        assert beside.result().json()["choices"][0]["message"]["content"] == expected
+    assert fragile.text.count("event=request_given_up") == 2
+    pipeline = fragile.get("/admin/pipeline")
+    assert (pipeline["num_restarts"], pipeline["num_running"]) == (6, 0)
+    assert fragile.process.poll() is None
 
 
 # --- clients that go

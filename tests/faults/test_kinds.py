@@ -64,6 +64,20 @@ def whole_rank(server: Server, _: Path) -> None:
         process.kill()
 
 
+def stopped_rank(server: Server, _: Path) -> None:
+    one = parent(server, 1)
+    for process in (one, *one.children(recursive=True)):
+        process.suspend()
+
+
+def then_drained(fault: Fault) -> Fault:
+    def both(server: Server, model: Path) -> None:
+        fault(server, model)
+        assert httpx.post(f"{server.url}/admin/drain?seconds=1").status_code == 202
+
+    return both
+
+
 def engine_again(server: Server, model: Path) -> None:
     """Killed, and so is the one that comes in its place."""
     for life in (1, 2, 3):
@@ -117,6 +131,8 @@ GOES_ON: dict[str, Fault] = {
     "both engines stopped": to_engines(signal.SIGSTOP, 0, 1),
     "an engine killed again and again": engine_again,
     "rank 1's parent killed": to_parent(signal.SIGKILL, 1),
+    "rank 1's parent stopped": to_parent(signal.SIGSTOP, 1),
+    "rank 1 stopped as a whole": stopped_rank,
     "rank 1 killed as a whole": whole_rank,
     "rank 1's parent told to end": to_parent(signal.SIGTERM, 1),
     "garbage on every port": garbage,
@@ -133,7 +149,10 @@ ENDS: dict[str, tuple[Fault, int]] = {
     "rank 0's parent killed": (to_parent(signal.SIGKILL, 0), 137),
     "rank 0's parent told to end": (to_parent(signal.SIGTERM, 0), 0),
     "rank 0's parent stopped, then a signal": (frozen_rank_0, 137),
-    "rank 1's parent stopped": (to_parent(signal.SIGSTOP, 1), 6),
+    "rank 1's parent stopped, then drained": (then_drained(to_parent(signal.SIGSTOP, 1)), 0),
+    "rank 1 stopped as a whole, then drained": (then_drained(stopped_rank), 0),
+    "rank 1 killed as a whole, then drained": (then_drained(whole_rank), 0),
+    "rank 1's engine killed, then drained": (then_drained(to_engines(signal.SIGKILL, 1)), 0),
     "the model is gone": (model_gone, 3),
 }
 
@@ -156,7 +175,7 @@ def test_nobody_is_left_and_no_port_is_held(kind: str, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(TINY_CHAT, model)
     port = free_ports(1)[0]
-    more = ("--stall-timeout", "2", "--return-timeout", "4", "--max-restarts", "9")
+    more = ("--stall-timeout", "2", "--return-timeout", "30", "--max-restarts", "9")
     command = brigade_launch(2, flags_of(port, model, *more, "--served-model-name", "tiny-chat"))
     with started(command, port) as server:
         server.wait_until_ready()

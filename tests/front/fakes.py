@@ -26,7 +26,7 @@ from serve.front.app import bind, serve
 from serve.front.pipeline.adapters import Adapters
 from serve.front.text.tokens import Tokenizer
 
-CONFIG = ServeConfig(model=Path("."), served_model_name="tiny")
+CONFIG = ServeConfig(model=Path("."), served_model_name="tiny", no_warm_up=True)
 MAX_CONTEXT = 512
 SENTENCES = [
     "hello world how are you",
@@ -222,13 +222,17 @@ class FakeEngine:
         self.is_complete = True
         self.prompts: list[list[int]] = []
         self.samplings: list[Sampling] = []
+        self.cache_scopes: list[str] = []
         self.end_ids: list[frozenset[int]] = []
         self.generations: list[FakeGeneration] = []
         self.failure: asyncio.Future[BrigadeError] | None = None
         self.ranks = FakeRanks()
         self.adapters = self.ranks.adapters
 
-    def submit(self, prompts: Sequence[Prompt], adapter: int = 0) -> FakeGeneration:
+    def submit(
+        self, prompts: Sequence[Prompt], adapter: int = 0, cache_scope: str = ""
+    ) -> FakeGeneration:
+        self.cache_scopes.append(cache_scope)
         self.ranks.submitted.append(adapter)
         if self.refuses_with is not None:
             raise self.refuses_with
@@ -280,12 +284,12 @@ class FakeEngine:
 
 
 class Running:
-    """A server in a thread of its own, on a free loopback port."""
+    """A server in a thread of its own, on a free port of a loopback address."""
 
-    def __init__(self, engine: FakeEngine, **flags: Any) -> None:
+    def __init__(self, engine: FakeEngine, address: str = "127.0.0.1", **flags: Any) -> None:
         self.engine = engine
         self._config = dataclasses.replace(CONFIG, **flags)
-        self._listening = bind("127.0.0.1", 0)
+        self._listening = bind(address, 0)
         self.port: int = self._listening.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._loop = asyncio.new_event_loop()

@@ -7,7 +7,7 @@ are held) and refuses a step that does not fit, so a scheduler that loses track 
 from collections import deque
 from dataclasses import dataclass, field
 
-from serve.core.types import FAILED_TOKEN, REFUSED_TOKEN, Event, Sampling, Sequence, Step
+from serve.core.types import FAILURES, Event, Sampling, Sequence, Step
 from serve.front.pipeline.scheduler import Scheduler
 from serve.rank.outbox import Outbox
 
@@ -147,7 +147,7 @@ class Pipeline:
 
     def _draw(self, sequence: int, position: int) -> int:
         failed = (sequence, position) in self.failing
-        failure = REFUSED_TOKEN if position % 2 else FAILED_TOKEN
+        failure = list(FAILURES)[position % len(FAILURES)]
         return failure if failed else next_token(sequence, position)
 
     def output(self, sequence: int) -> list[int]:

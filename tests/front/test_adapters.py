@@ -64,7 +64,7 @@ async def test_one_rank_that_refuses_leaves_all_as_it_was() -> None:
     await refused(ranks, AdapterError, "^q_proj.lora_a has values", 400)
     ranks.refusals.clear()
     ranks.own = (["a"], [])
-    await refused(ranks, AdapterError, "this one has no b")
+    await refused(ranks, AdapterError, "it changes b, which this model does not have")
 
 
 async def test_a_rank_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:

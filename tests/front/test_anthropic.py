@@ -171,17 +171,17 @@ def test_what_changes_nothing() -> None:
         ({"messages": []}, "messages"),
         (
             {"messages": [{"role": "tool", "content": "x"}]},
-            "role must be one of system, user, assist",
+            "which is not one of system, user, assistant",
         ),
-        ({"messages": [{"content": "x"}]}, "messages[0]: role is missing"),
+        ({"messages": [{"content": "x"}]}, "messages[0] needs a role"),
         (
             {"messages": [user({"type": "image", "source": {}})]},
-            "messages[0].content[0]: type must",
+            "messages[0].content[0] has the type",
         ),
-        ({"messages": [user(called("a"))]}, "type must be one of text, tool_result"),
+        ({"messages": [user(called("a"))]}, "which is not one of text, tool_result"),
         (
             {"messages": [assistant(result("a", "b"))]},
-            "type must be one of text, thinking, tool_use",
+            "which is not one of text, thinking, tool_use",
         ),
         ({"messages": [user(result("a", [{"type": "image"}]))]}, "messages[0].content[0].content"),
         ({"messages": [user(text("a", hidden=1))]}, "messages[0].content[0].hidden"),

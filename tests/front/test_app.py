@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -30,7 +31,8 @@ from serve.front.app import Front, bind
 from serve.front.http import guard
 from serve.front.http.replies import StatusError
 from serve.front.text.formats import Format, ToolFormat
-from tests.front.fakes import CONFIG, MAX_CONTEXT, FakeEngine, Running
+from serve.front.text.tokens import Tokenizer
+from tests.front.fakes import CONFIG, MAX_CONTEXT, TEMPLATE, FakeEngine, Running, byte_level, save
 
 HELLO: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 CHAT = "/v1/chat/completions"
@@ -244,6 +246,17 @@ def test_version_and_admin(server: Running, engine: FakeEngine) -> None:
     assert get(server, "/admin/trace?seconds=2.5").json()["seconds"] == 2.5
 
 
+def test_the_root_says_what_can_be_called(shared: Running) -> None:
+    """Whoever opens the address in a browser sees what this is."""
+    told = get(shared, "/").json()
+    assert (told["name"], told["model"]) == ("Brigade", "tiny")
+    document = get(shared, "/openapi.json").json()["paths"]
+    calls = {f"{method.upper()} {path}" for path in document for method in document[path]}
+    assert set(told["calls"]) == calls
+    assert all(told["calls"].values())
+    assert httpx.head(shared.url + "/").status_code == 200
+
+
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "1e9", "x", ""])
 def test_a_trace_of_no_time_is_refused(shared: Running, seconds: str) -> None:
     reply = get(shared, f"/admin/trace?seconds={seconds}")
@@ -287,12 +300,149 @@ def test_each_request_is_one_line(
     wait_until(lambda: len(log_lines(caplog)) == 2)
     first, second = log_lines(caplog)
     assert re.fullmatch(
-        r"request=mine-1 method=POST path=/v1/chat/completions status=200 prompt_tokens=\d+ "
-        r"completion_tokens=\d+ ttft_seconds=[\d.e-]+ total_seconds=[\d.e-]+ finish_reason=stop",
+        r"request=mine-1 client=127\.0\.0\.1 method=POST path=/v1/chat/completions status=200 "
+        r"model=tiny prompt_tokens=\d+ cached_tokens=0 completion_tokens=\d+ "
+        r"ttft_seconds=[\d.e-]+ total_seconds=[\d.e-]+ finish_reason=stop",
         first,
     )
     assert "\n" not in second
     assert second.count(" status=") == 1
+
+
+def line_of(caplog: pytest.LogCaptureFixture) -> str:
+    """The last request's, which may come after its reply."""
+    before = len(log_lines(caplog))
+    wait_until(lambda: len(log_lines(caplog)) > before - 1 and bool(log_lines(caplog)))
+    return log_lines(caplog)[-1]
+
+
+def test_the_line_of_an_adapter_names_it(
+    server: Running, caplog: pytest.LogCaptureFixture, engine: FakeEngine
+) -> None:
+    caplog.set_level(logging.INFO)
+    body = {"lora_name": "pirate", "lora_path": "p"}
+    assert httpx.post(server.url + "/v1/load_lora_adapter", json=body).status_code == 200
+    post(server, model="pirate")
+    wait_until(lambda: len(log_lines(caplog)) == 2)
+    assert " model=tiny adapter=pirate adapter_version=1 " in log_lines(caplog)[1]
+
+
+SECRET = 'my "grandmother\'s" secret recipe for a cake with apples and cinnamon'
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"temperature": 9}, "temperature must be at most 2, not 9."),
+        ({"messages": SECRET}, "messages must be a list, not a string."),
+        ({"max_tokens": 10**6}, "maximum context length"),
+        ({"messages": [{"role": "user", "content": SECRET, SECRET: 1}]}, "Unknown field"),
+        ({"tool_choice": SECRET}, "tool_choice must be"),
+        ({"model": SECRET}, "does not exist"),
+        ({"bad_words": [SECRET] * 200}, "bad_words has 200 strings"),
+    ],
+)
+def test_the_line_of_a_refusal_says_why_and_repeats_no_prompt(
+    server: Running, caplog: pytest.LogCaptureFixture, fields: dict[str, Any], reason: str
+) -> None:
+    caplog.set_level(logging.INFO)
+    assert 400 <= post(server, **fields).status_code < 500
+    line = line_of(caplog)
+    assert reason in line
+    assert re.search(r' reason="[^\n]+"$', line)
+    assert "apples and cinnamon" not in line
+    assert len(line) < 700
+
+
+def test_the_line_of_a_template_that_refuses_has_nothing_of_the_messages(
+    server: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Templates may put into their exceptions what they like."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError(f"unexpected content: {SECRET}")
+
+    monkeypatch.setattr(server.engine.tokenizer._transformers, "apply_chat_template", refuse)
+    caplog.set_level(logging.INFO)
+    reply = post(server)
+    assert SECRET in reply.json()["error"]["message"], "its client may know"
+    assert "chat template refuses" in line_of(caplog)
+    assert "recipe" not in caplog.text
+
+
+def test_the_line_of_a_wrong_key_has_no_key(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with Running(engine, api_key=("sk-right",)) as server:
+        get(server, "/v1/models?key=sk-query", Authorization="Bearer sk-wrong")
+        assert 'reason="An API key is missing or wrong' in line_of(caplog)
+        assert "sk-" not in "".join(log_lines(caplog))
+
+
+def test_the_line_of_a_call_has_the_reason_that_the_client_saw(
+    server: Running,
+    engine: FakeEngine,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caplog.set_level(logging.INFO)
+    call = ToolFormat("<c>", "</c>", lambda *_: {"name": "f", "arguments": {}})
+    monkeypatch.setattr(engine.tokenizer, "format", Format(tools=call))
+    engine.answer = "<c>x</c>"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for stream in (False, True):
+        caplog.clear()
+        assert '"tool_calls"' in post(server, tools=tools, stream=stream).text
+        assert line_of(caplog).endswith(" finish_reason=tool_calls")
+
+
+# --- fields that are ignored
+
+ODD = {"temprature": 1, "größe": 2, "a b": 3, "x\r\nEvil: 1": 4, 'quo"te,': 5}
+NAMED = "a%20b, gr%C3%B6%C3%9Fe, quo%22te%2C, temprature, x%0D%0AEvil%3A%201"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_fields_that_nobody_knows_are_named_in_a_header(shared: Running, stream: bool) -> None:
+    named = sorted(NAMED.split(", "))
+    for path, body in (
+        (CHAT, HELLO),
+        ("/v1/completions", {"model": "tiny", "prompt": "a"}),
+    ):
+        reply = httpx.post(shared.url + path, json={**body, **ODD, "stream": stream}, timeout=10)
+        assert reply.status_code == 200
+        assert sorted(reply.headers["x-ignored-fields"].split(", ")) == named
+        assert "evil" not in reply.headers
+    assert "x-ignored-fields" not in post(shared, stream=stream).headers
+
+
+def test_fields_that_nobody_knows_are_named_where_nothing_is_generated(shared: Running) -> None:
+    for path, body in (
+        ("/tokenize", {"prompt": "a"}),
+        ("/tokenize", {"messages": HELLO["messages"]}),
+        ("/detokenize", {"tokens": [1]}),
+    ):
+        reply = httpx.post(shared.url + path, json={**body, "temprature": 1})
+        assert reply.headers["x-ignored-fields"] == "temprature"
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+def test_fields_that_nobody_knows_are_refused_elsewhere(shared: Running, path: str) -> None:
+    """So there is none to name."""
+    asked = {"input": "hi"} if path == "/v1/responses" else {**HELLO, "max_tokens": 5}
+    reply = httpx.post(shared.url + path, json={"model": "tiny", **asked, "temprature": 1})
+    assert reply.status_code == 400
+    assert "temprature" in reply.text
+
+
+@pytest.mark.parametrize("length", [10, 500])
+def test_many_ignored_fields_make_no_long_header(shared: Running, length: int) -> None:
+    reply = post(shared, **{"😀" * length + str(n): 1 for n in range(2000)})
+    assert reply.status_code == 200
+    named = reply.headers["x-ignored-fields"]
+    assert named.endswith(", ...")
+    assert len(named) < 1100
 
 
 # --- addresses
@@ -373,8 +523,9 @@ def test_a_mistake_of_ours_is_not_counted_as_a_client_that_left(
     (line,) = log_lines(caplog)[-1:]
     assert " status=500 " in line
     assert line.endswith(" finish_reason=error")
-    assert all(entry.getMessage().isprintable() for entry in caplog.records)
-    assert not any(entry.exc_info for entry in caplog.records if entry.name.startswith("serve."))
+    own = [entry for entry in caplog.records if entry.name.startswith("serve.")]
+    assert all(entry.getMessage().isprintable() for entry in own)
+    assert not any(entry.exc_info for entry in own)
 
 
 ASKED: dict[str, Any] = {
@@ -488,6 +639,9 @@ def test_a_parser_of_calls_that_takes_long_holds_up_nobody(
 class Body:
     """In place of bytes, of which nobody can tell who holds them."""
 
+    def __len__(self) -> int:
+        return 1
+
 
 @pytest.mark.anyio
 async def test_bodies_of_clients_that_left_do_not_wait_for_a_thread(
@@ -496,7 +650,7 @@ async def test_bodies_of_clients_that_left_do_not_wait_for_a_thread(
     front = Front(CONFIG, engine, engine.tokenizer, MAX_CONTEXT)
     bodies, free = [], threading.Event()
     for _ in range(8):
-        front._threads.submit(free.wait)
+        front._lanes._threads.submit(free.wait)
 
     async def read_body(*_: object) -> Any:
         bodies.append(weakref.ref(body := Body()))
@@ -509,9 +663,23 @@ async def test_bodies_of_clients_that_left_do_not_wait_for_a_thread(
     request = Request({"type": "http"}, leave)
     try:
         with pytest.raises(StatusError):
-            await front.in_thread(request, lambda body: body)
+            await front.read(request, "chat")
         gc.collect()
         assert [body() for body in bodies] == [None]
     finally:
         free.set()
         front.close()
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, None, "{{ raise_exception('tools only') }}"])
+def test_a_server_that_warms_up_asks_its_engine_nothing(
+    tmp_path: Path, template: str | None
+) -> None:
+    """Also if its model cannot chat."""
+    engine = FakeEngine(Tokenizer(save(byte_level(), tmp_path, template)))
+    with Running(engine, no_warm_up=False) as server:
+        metrics = httpx.get(f"{server.url}/metrics").text
+        assert engine.prompts == []
+        assert "brigade_requests_total{" not in metrics
+    if template == TEMPLATE:
+        assert engine.tokenizer.grammars.objection.cache_info().currsize == 1

@@ -82,7 +82,7 @@ LOAD, UNLOAD, CHANGE = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adm
     [
         (LOAD, {"lora_name": "x"}, 400, "Both 'lora_name' and 'lora_path' must be provided."),
         (LOAD, {"lora_name": "", "lora_path": "y"}, 400, "Both 'lora_name' and"),
-        (LOAD, {"lora_name": 3, "lora_path": "y"}, 400, "lora_name: "),
+        (LOAD, {"lora_name": 3, "lora_path": "y"}, 400, "lora_name must "),
         (LOAD, {"lora_name": "a", "lora_path": "y", "is_3d_lora_weight": True}, 400, "is_3d_lora"),
         (LOAD, {"lora_name": "a", "lora_path": "y", "base_model_name": "z"}, 400, "'tiny'"),
         (LOAD, {"lora_name": "tiny", "lora_path": "y"}, 400, "cannot be an adapter's name"),

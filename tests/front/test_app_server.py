@@ -9,6 +9,7 @@ import re
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -43,7 +44,7 @@ def request_bytes(**fields: Any) -> bytes:
 
 def head(content_length: int) -> bytes:
     json_type = "Content-Type: application/json\r\n"
-    first = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\n{json_type}"
+    first = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n{json_type}"
     return f"{first}Content-Length: {content_length}\r\n\r\n".encode()
 
 
@@ -87,7 +88,7 @@ def test_a_silent_client_is_hung_up_on(hasty: Running) -> None:
 
 def test_a_slow_header_is_given_up(hasty: Running) -> None:
     with hasty.connect() as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Slow")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Slow")
         response = read_all(connection)
     assert response.startswith(b"HTTP/1.1 408 ")
     assert "header" in body_of(response)["error"]["message"]
@@ -96,7 +97,7 @@ def test_a_slow_header_is_given_up(hasty: Running) -> None:
 def test_a_slow_second_header_is_given_up_too(hasty: Running) -> None:
     """The time-out of an idle connection ends with the first byte."""
     with hasty.connect() as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert read_response(connection).startswith(b"HTTP/1.1 200 ")
         connection.sendall(b"GET /health HTTP/1.1\r\nHost")
         assert b"HTTP/1.1 408 " in read_all(connection)
@@ -144,7 +145,7 @@ def test_a_large_body_is_refused_and_the_answer_arrives(hasty: Running) -> None:
         response = read_response(connection)
         assert response.startswith(b"HTTP/1.1 413 ")
         assert "larger" in body_of(response)["error"]["message"]
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert read_response(connection).startswith(b"HTTP/1.1 200 ")
 
 
@@ -168,11 +169,12 @@ def test_a_body_that_never_ends_is_hung_up_on(hasty: Running) -> None:
     [
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),
         (b"hello\r\n\r\n", 400),
-        (b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n", 400),
-        (b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n", 400),
-        (b"GET / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\n", 501),
-        (b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 100_000, 431),
-        (b"POST " + CHAT.encode() + b" HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: gzip\r\n\r\n", 501),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 100_000, 431),
+        (b"POST " + CHAT.encode() + b" HTTP/1.1\r\nHost: localhost\r\n"
+         b"Transfer-Encoding: chunked\r\n"
          b"Content-Type: application/json\r\n\r\nzz\r\n", 400),
     ],
 )  # fmt: skip
@@ -190,7 +192,9 @@ def test_garbage_after_an_early_answer_ends_the_connection_alone(
 ) -> None:
     """Nothing can be answered any more; an attempt would be an exception in the loop."""
     with shared.connect() as connection:
-        connection.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        connection.sendall(
+            b"POST /x HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
         assert read_response(connection).startswith(b"HTTP/1.1 404 ")
         connection.sendall(b"zz\r\n")
         assert read_all(connection) == b""
@@ -231,9 +235,98 @@ def test_a_client_that_leaves_in_the_middle_of_a_stream(
     assert engine.generations[0].closed.wait(2)
 
 
+# --- clients that close one direction
+
+
+def half_closed(server: Running, data: bytes, before: float = 0) -> bytes:
+    """All that comes for a request after which its client closes its sending side, as `nc -N`."""
+    with server.connect() as connection:
+        connection.sendall(data)
+        time.sleep(before)
+        connection.shutdown(socket.SHUT_WR)
+        return read_all(connection)
+
+
+def final(response: bytes) -> bytes:
+    """Without interim responses."""
+    while response.startswith(b"HTTP/1.1 100 "):
+        response = response.partition(b"\r\n\r\n")[2]
+    return response
+
+
+@pytest.mark.parametrize("before", [0, 0.1])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_half_closed_client_gets_its_answer(
+    server: Running, engine: FakeEngine, stream: bool, before: float
+) -> None:
+    engine.delay, engine.answer = 0.05, "hello world how are you"
+    response = final(half_closed(server, request_bytes(stream=stream), before))
+    assert response.startswith(b"HTTP/1.1 200 ")
+    if stream:
+        told = [line for line in response.splitlines() if line.startswith(b"data: {")]
+        chunks = [json.loads(line.removeprefix(b"data: ")) for line in told]
+        text = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks)
+        assert response.count(b"data: [DONE]") == 1
+    else:
+        text = body_of(response)["choices"][0]["message"]["content"]
+    assert text == engine.answer
+
+
+@pytest.mark.parametrize("first", ["GET /health HTTP/1.1", "GET /health HTTP/1.0"])
+def test_a_half_closed_client_gets_a_small_reply(shared: Running, first: str) -> None:
+    response = final(half_closed(shared, f"{first}\r\nHost: localhost\r\n\r\n".encode()))
+    assert response.startswith(b"HTTP/1.1 200 ")
+    assert body_of(response) == {"status": "alive"}
+
+
+def test_a_half_closed_client_gets_all_that_it_asked_for(shared: Running) -> None:
+    """Several requests in one connection; which is closed after the last."""
+    asked = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    began = time.monotonic()
+    response = half_closed(shared, asked * 5)
+    assert response.count(b"HTTP/1.1 200 ") == 5
+    assert time.monotonic() - began < 4, "closed when it was idle for long"
+
+
+def test_a_half_closed_client_without_a_whole_request_gets_nothing(shared: Running) -> None:
+    for data in (b"", b"GET /health HTTP/1.1\r\nHos", head(100) + b"{"):
+        assert half_closed(shared, data) == b""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_a_half_closed_client_that_then_leaves_ends_its_generation(
+    server: Running, engine: FakeEngine, stream: bool, is_reset: bool
+) -> None:
+    """Nothing comes of it any more that could be read: only writing tells."""
+    engine.delay = 60
+    with server.connect() as connection:
+        connection.sendall(request_bytes(stream=stream))
+        connection.shutdown(socket.SHUT_WR)
+        wait_until(lambda: bool(engine.generations))
+        time.sleep(0.5)
+        assert not engine.generations[0].closed.is_set(), "it may still be reading"
+        if is_reset:
+            linger = struct.pack("ii", 1, 0)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    assert engine.generations[0].closed.wait(5)
+    wait_until(lambda: num_connections(server) == 0)
+
+
+def test_a_half_closed_client_of_http_1_0_is_waited_for_a_while(
+    hasty: Running, engine: FakeEngine
+) -> None:
+    """There is nothing that could be written to it before its answer."""
+    engine.delay = 60
+    data = request_bytes().replace(b"HTTP/1.1", b"HTTP/1.0")
+    with contextlib.suppress(ConnectionResetError):
+        assert half_closed(hasty, data) == b""
+    assert engine.generations[0].closed.wait(5)
+
+
 # More than the socket buffers of both sides hold, and in a few pieces at most.
 LARGE = b'{"a":"' + b"x" * (8 << 20) + b'"}'
-GET_DOCUMENT = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n"
+GET_DOCUMENT = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 def num_connections(server: Running) -> int:
@@ -283,13 +376,34 @@ def test_a_client_that_reads_slowly_gets_all(
         assert received > len(LARGE)
 
 
+def test_a_client_that_takes_a_little_now_and_then_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, engine: FakeEngine
+) -> None:
+    """It kept its connection, and what waited for it, for as long as it liked."""
+    monkeypatch.setattr(http_server, "SEND_SECONDS", 0.5)
+    monkeypatch.setattr("serve.front.http.replies.encode", lambda body: LARGE * 8)
+    with Running(engine) as server, server.connect() as connection:
+        connection.sendall(request_bytes(stream=True))
+        wait_until(lambda: num_connections(server) == 1)
+        received = 0
+        deadline = time.monotonic() + 4
+        while num_connections(server) and time.monotonic() < deadline:
+            received += len(connection.recv(1 << 18))
+            time.sleep(0.05)
+        assert num_connections(server) == 0
+        assert all(generation.closed.wait(5) for generation in engine.generations)
+        assert 1 << 18 < received < len(LARGE) * 4, "it did take something"
+
+
 def test_many_at_once(server: Running, engine: FakeEngine) -> None:
     """All connect before the first is answered; none is reset."""
     engine.delay = 0.01
     with contextlib.ExitStack() as stack:
         connections = [stack.enter_context(server.connect()) for _ in range(200)]
         for connection in connections:
-            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            connection.sendall(
+                b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+            )
         assert all(b"200 OK" in read_all(connection) for connection in connections)
 
 
@@ -351,7 +465,7 @@ def test_a_signal_lets_answers_finish(model_folder: Path) -> None:
 
 @pytest.mark.long
 def test_half_a_body_does_not_hold_up_the_end(model_folder: Path) -> None:
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with (
         process(model_folder, 0.1) as (server, port),
         socket.create_connection(("127.0.0.1", port)) as half,

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from serve.core.errors import RequestError
+from serve.core.tool_parsers import tool_parsers
 from serve.core.types import Sampling
 from serve.front.api.chat import prepare
 from serve.front.api.openai import ChatBody, parse
@@ -185,3 +186,14 @@ def test_ids_of_calls_are_what_the_strictest_template_takes_back(tokenizer: Toke
     ids = [call["id"] for call in calls if "id" in call]
     assert len(set(ids)) == 2
     assert all(re.fullmatch("[a-zA-Z0-9]{9}", id) for id in ids)
+
+
+def test_tools_of_a_model_whose_format_is_not_known_name_the_choices(tokenizer: Tokenizer) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for choice in (None, "auto"):
+        with pytest.raises(RequestError, match="--tool-parser") as told:
+            job(tokenizer, 200, tools=tools, tool_choice=choice)
+        assert told.value.param == "tools"
+        assert all(name in str(told.value) for name in tool_parsers())
+        assert '"required"' in str(told.value)
+    assert job(tokenizer, 200, tools=tools, tool_choice="required").prompts

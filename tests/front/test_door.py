@@ -1,19 +1,26 @@
 """Who is let in: with keys, without, from this host, from a web page, while draining."""
 
 import asyncio
+import contextlib
 import dataclasses
+import json
+import logging
+import socket
+import socketserver
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from serve.core.errors import AddressError
+from serve.front.app import bind
 from serve.front.http import guard
-from serve.front.http.door import Door, check_local
-from serve.front.http.guard import Scope
+from serve.front.http.door import Door
 from serve.front.http.record import Record
-from serve.front.http.replies import StatusError
 from serve.front.text.tokens import Tokenizer
 from tests.front.fakes import CONFIG, FakeEngine, Running
 from tests.front.test_app import CHAT, HELLO, get, post, wait_until
@@ -101,67 +108,244 @@ def test_admin_calls_need_the_admin_key(engine: FakeEngine) -> None:
         assert httpx.get(url, headers=elsewhere).status_code == 200
 
 
-def test_an_api_key_alone_leaves_admin_calls_to_this_host(engine: FakeEngine) -> None:
+def test_admin_calls_need_an_api_key_where_there_is_no_admin_key(engine: FakeEngine) -> None:
     with Running(engine, api_key=("sk-a",)) as server:
-        assert get(server, "/admin/pipeline").status_code == 200
-        rebound = get(server, "/admin/pipeline", Host="evil.example")
-        assert rebound.status_code == 403
-        assert "--admin-key-file" in rebound.json()["error"]["message"]
+        for path in ("/admin/pipeline", "/v1/lora_adapters"):
+            assert get(server, path).status_code == 401
+            assert httpx.get(server.url + path, headers=bearer("sk-b")).status_code == 401
+            assert httpx.get(server.url + path, headers=bearer("sk-a")).status_code == 200
+        for path in ("/admin/drain", "/v1/load_lora_adapter", "/admin/adapters"):
+            assert httpx.post(server.url + path, json={}).status_code == 401
+        assert get(server, "/ready").status_code == 200
 
 
-def test_a_page_cannot_post_blindly(shared: Running) -> None:
-    page = {"Origin": "https://evil.example"}
-    assert httpx.post(shared.url + "/admin/drain", headers=page).status_code == 403
-    assert get(shared, "/ready").status_code == 200
+def test_every_call_but_probes_needs_a_key(engine: FakeEngine) -> None:
+    """Also by methods and spellings that nobody uses."""
+    with Running(engine, api_key=("sk-a",)) as server:
+        document = httpx.get(server.url + "/openapi.json", headers=bearer("sk-a")).json()
+        paths = {path.replace("{id}", "a").replace("{name}", "a") for path in document["paths"]}
+        assert len(paths) > 15
+        for path in paths - {"/health", "/ready", "/metrics"}:
+            for spelling in (
+                path,
+                path.replace("a", "%61").replace("/", "%2F"),
+                path + "?x=/health",
+            ):
+                for method in ("GET", "HEAD", "POST", "OPTIONS", "PUT", "DELETE", "PATCH"):
+                    reply = raw(server, f"{method} /{spelling.lstrip('/')} HTTP/1.1", HERE)
+                    assert reply == 401, (method, spelling)
 
 
-# --- this host
+def raw(server: Running, first_line: str, *headers: str) -> int:
+    """The status of a request exactly as written."""
+    with server.connect() as connection:
+        lines = [first_line, *headers, "Connection: close", "Content-Length: 0"]
+        connection.sendall("\r\n".join([*lines, "", ""]).encode())
+        return int(connection.makefile("rb").readline().split()[1])
 
 
-def scope(client: tuple[str, int] | None, **headers: str) -> Scope:
-    raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    return {"client": client, "headers": raw}
-
-
-HERE = ("127.0.0.1", 5)
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1"])
-def test_this_host_may_ask(host: str) -> None:
-    check_local(scope((host, 5)))
-
-
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:80", "127.0.0.1:8080", "[::1]:8080"])
-def test_local_names_are_fine(host: str) -> None:
-    check_local(scope(HERE, host=host))
-    check_local(scope(HERE, host=host, origin=f"http://{host}"))
+HERE = "Host: localhost"
 
 
 @pytest.mark.parametrize(
-    "given",
+    "target",
     [
-        scope(("10.0.0.1", 5)),
-        scope(("::ffff:10.0.0.1", 5)),
-        scope(("fe80::1%eth0", 5)),
-        scope(("localhost.example", 5)),
-        scope(None),
-        scope(HERE, x_forwarded_for="127.0.0.1"),
-        scope(HERE, forwarded="for=127.0.0.1"),
-        scope(HERE, host="evil.example"),
-        scope(HERE, host="127.0.0.1.evil.example:8080"),
-        scope(HERE, host="localhost@evil.example"),
-        scope(HERE, host="evil.example#localhost"),
-        scope(HERE, host=""),
-        scope(HERE, host="[::1"),
-        scope(HERE, host="localhost", origin="null"),
-        scope(HERE, host="localhost", origin="http://evil.example"),
-        scope(HERE, host="localhost", origin="http://localhost.evil.example"),
+        "/admin/pipeline",
+        "/%61dmin/pipeline",
+        "/admin%2Fpipeline",
+        "//admin/pipeline",
+        "/admin//pipeline",
+        "/admin/pipeline/",
+        "/./admin/pipeline",
+        "/v1/../admin/pipeline",
+        "/ADMIN/pipeline",
+        "/admin/pipeline#x",
+        "/admin/pipeline?a=b",
+        "http://localhost/admin/pipeline",
+        "http://evil.example/admin/pipeline",
+        "/v1/lora_adapters",
+        "/v1/lora%5Fadapters",
+        "/v1//lora_adapters",
     ],
 )
-def test_others_may_not(given: Scope) -> None:
-    with pytest.raises(StatusError) as raised:
-        check_local(given)
-    assert raised.value.http_status == 403
+def test_no_spelling_of_an_admin_call_is_open_to_others(shared: Running, target: str) -> None:
+    for method in ("GET", "HEAD"):
+        for line in ("Host: evil.example", "X-Forwarded-For: 127.0.0.1"):
+            host = [] if line.startswith("Host") else [HERE]
+            status = raw(shared, f"{method} {target} HTTP/1.1", *host, line)
+            assert status in (400, 403, 404), (method, line)
+
+
+def test_an_upgrade_opens_nothing(shared: Running) -> None:
+    upgrade = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13")
+    line = "GET /admin/pipeline HTTP/1.1"
+    assert raw(shared, line, "Host: evil.example", *upgrade) == 403
+
+
+def test_several_hosts_are_refused(shared: Running) -> None:
+    line = "GET /admin/pipeline HTTP/1.1"
+    assert raw(shared, line, HERE, "Host: evil.example") == 400
+    assert raw(shared, line, "Host: evil.example", HERE) == 400
+    assert raw(shared, line, HERE) == 200
+    assert raw(shared, "GET /admin/pipeline HTTP/1.0") == 403
+
+
+def has_ipv6() -> bool:
+    try:
+        bind("::1", 0).close()
+    except AddressError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="This host has no IPv6 loopback address.")
+@pytest.mark.parametrize("address", ["::1", "::"])
+def test_this_host_may_ask_over_ipv6(engine: FakeEngine, address: str) -> None:
+    with Running(engine, address, host=address) as server:
+        url = f"http://[::1]:{server.port}"
+        for path in ("/admin/pipeline", "/v1/models"):
+            assert httpx.get(url + path).status_code == 200
+            assert httpx.get(url + path, headers={"Host": "LocalHost.:5"}).status_code == 200
+            assert httpx.get(url + path, headers={"Host": "evil.example"}).status_code == 403
+        if address == "::":
+            assert get(server, "/admin/pipeline").status_code == 200, "as ::ffff:127.0.0.1"
+            assert get(server, "/admin/pipeline", Host="10.0.0.1").status_code == 403
+            assert get(server, "/v1/models", Host="10.0.0.1").status_code == 200
+
+
+# --- forwarders
+
+
+class Forwarder(socketserver.ThreadingTCPServer):
+    """Passes bytes on, as socat, `ssh -R` and load balancers in TCP mode do."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(("127.0.0.2", 0), _Forwarded)
+        self.there = ("127.0.0.1", port)
+
+
+class _Forwarded(socketserver.BaseRequestHandler):
+    server: Forwarder
+
+    def handle(self) -> None:
+        with socket.create_connection(self.server.there, timeout=10) as there:
+            back = threading.Thread(target=pump, args=(there, self.request))
+            back.start()
+            pump(self.request, there)
+            back.join(10)
+
+
+def pump(source: socket.socket, sink: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(65536):
+            sink.sendall(data)
+        sink.shutdown(socket.SHUT_WR)
+
+
+@contextlib.contextmanager
+def forwarder(server: Running) -> Iterator[str]:
+    """Gives its URL."""
+    with Forwarder(server.port) as running:
+        thread = threading.Thread(target=running.serve_forever, args=(0.02,))
+        thread.start()
+        try:
+            yield "http://{}:{}".format(*running.server_address[:2])
+        finally:
+            running.shutdown()
+            thread.join(10)
+
+
+def test_a_forwarder_opens_no_admin_call_of_a_server_with_keys(engine: FakeEngine) -> None:
+    """Whatever the client writes into Host."""
+    with Running(engine, api_key=("sk-a",)) as server, forwarder(server) as url:
+        assert httpx.get(url + "/health").status_code == 200
+        for host in ("localhost", f"127.0.0.1:{server.port}", "evil.example"):
+            headers = {"Host": host}
+            assert httpx.get(url + "/admin/pipeline", headers=headers).status_code == 401
+            assert httpx.post(url + "/admin/drain", headers=headers).status_code == 401
+            body = {"lora_name": "x", "lora_path": "x"}
+            load = httpx.post(url + "/v1/load_lora_adapter", json=body, headers=headers)
+            assert load.status_code == 401
+        assert get(server, "/ready").status_code == 200
+
+
+def test_a_forwarder_under_its_own_name_is_not_this_host(shared: Running) -> None:
+    """Without keys, 127.0.0.2 stands for any address here: it is the forwarder's Host."""
+    with forwarder(shared) as url:
+        for host in ("203.0.113.7", "proxy.example", ""):
+            assert httpx.get(url + "/admin/pipeline", headers={"Host": host}).status_code == 403
+
+
+def test_a_page_cannot_post_blindly(shared: Running) -> None:
+    local_page = f"http://127.0.0.1:{shared.port + 1}"
+    for page in ("https://evil.example", "http://localhost", local_page, "null"):
+        reply = httpx.post(shared.url + "/admin/drain", headers={"Origin": page})
+        assert reply.status_code == 403
+    assert get(shared, "/ready").status_code == 200
+
+
+# --- names of this server
+
+
+def test_a_rebound_name_reaches_nothing_but_probes(shared: Running) -> None:
+    rebound = {"Host": f"evil.example:{shared.port}"}
+    for path in ("/v1/models", "/openapi.json", "/version", "/v1/lora_adapters", "/nothing"):
+        assert get(shared, path, **rebound).status_code == 403
+    chat = httpx.post(shared.url + CHAT, json=HELLO, headers=rebound)
+    assert chat.status_code == 403
+    assert chat.json()["error"]["code"] == "host_not_allowed"
+    assert "--allowed-host" in chat.json()["error"]["message"]
+    for path in ("/health", "/ready", "/metrics"):
+        assert get(shared, path, **rebound).status_code == 200
+
+
+def test_a_rebound_name_is_refused_in_the_words_of_its_call(shared: Running) -> None:
+    reply = httpx.post(shared.url + "/v1/messages", json={}, headers={"Host": "evil.example"})
+    assert (reply.status_code, reply.json()["type"]) == (403, "error")
+
+
+def test_an_allowed_name_may_call_but_is_not_this_host(engine: FakeEngine) -> None:
+    with Running(engine, allowed_host=("LLM.example",)) as server:
+        named = {"Host": "llm.example.:443"}
+        assert get(server, "/v1/models", **named).status_code == 200
+        assert get(server, "/admin/pipeline", **named).status_code == 403
+        assert get(server, "/v1/models", Host="evil.example").status_code == 403
+
+
+def test_with_a_key_any_name_will_do(engine: FakeEngine) -> None:
+    with Running(engine, **KEYS) as server:
+        elsewhere = {**bearer("sk-a"), "Host": "a.example"}
+        assert httpx.get(server.url + "/v1/models", headers=elsewhere).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("flags", "calls", "admin", "level"),
+    [
+        ({}, "open without a key", "open without a key", "INFO"),
+        ({"host": "0.0.0.0"}, "open without a key", "open without a key", "WARNING"),
+        ({"api_key": ("sk-a",)}, "with an API key", "with an API key", "INFO"),
+        ({"admin_key": ("root",)}, "open without a key", "with an admin key", "INFO"),
+        (KEYS, "with an API key", "with an admin key", "INFO"),
+    ],
+)
+def test_the_start_says_once_what_is_open(
+    engine: FakeEngine,
+    caplog: pytest.LogCaptureFixture,
+    flags: dict[str, Any],
+    calls: str,
+    admin: str,
+    level: str,
+) -> None:
+    caplog.set_level(logging.INFO)
+    with Running(engine, **flags) as server:
+        wait_until(lambda: get(server, "/health").status_code == 200)
+    (told,) = [r for r in caplog.records if r.getMessage().startswith("event=access ")]
+    said = told.getMessage().partition(" calls=")[2]
+    assert said.startswith(json.dumps(calls)[:-1])
+    assert f"admin={json.dumps(admin)[:-1]}" in said
+    assert told.levelname == level
+    assert "sk-a" not in said
+    assert "root" not in said
 
 
 # --- web pages
@@ -312,10 +496,35 @@ def test_a_misspelt_drain_is_refused_and_none_begins(shared: Running) -> None:
     assert get(shared, "/ready").status_code == 200
 
 
-def test_an_idle_server_drains_at_once(server: Running) -> None:
+def drain_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    found = [record.getMessage() for record in caplog.records]
+    return [line for line in found if line.startswith("event=drain")]
+
+
+def test_a_drain_says_when_it_begins_and_what_it_ended(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    engine = FakeEngine(tokenizer)
+    engine.delay = 60
+    with Running(engine) as server:
+        stream = httpx.stream("POST", server.url + CHAT, json={**HELLO, "stream": True}, timeout=10)
+        with stream as reply:
+            wait_until(lambda: bool(engine.generations))
+            assert httpx.post(server.url + "/admin/drain?seconds=0.2").status_code == 202
+            assert "stopping" in reply.read().decode()
+        assert server.join(5)
+    begun, ended = drain_lines(caplog)
+    assert begun == "event=draining seconds=0.2 answers=1"
+    assert ended == "event=drained answers_ended=1"
+
+
+def test_an_idle_server_drains_at_once(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     began = time.monotonic()
     assert httpx.post(server.url + "/admin/drain").status_code == 202
     assert server.join(5)
+    assert drain_lines(caplog)[-1] == "event=drained answers_ended=0"
     assert server.ended_with is None
     assert time.monotonic() - began < 3
 

@@ -25,6 +25,7 @@ from serve.core.errors import (
     PlanError,
     UnavailableError,
 )
+from serve.core.plan import KvRoom
 from serve.core.types import Event, Sampling
 from serve.front.api.prompt import Prompt
 from serve.front.pipeline.engine import Engine
@@ -41,7 +42,9 @@ class Silent:
 
     def progressed(self, stage: Any) -> None: ...
 
-    def ready(self, stages: Any) -> None: ...
+    def loaded(self, stages: Any, room: int) -> None: ...
+
+    def ready(self) -> None: ...
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +72,8 @@ async def cluster(**flags: Any) -> AsyncIterator[Engine]:
 async def ranks(**flags: Any) -> AsyncIterator[tuple[Engine, Members, Callable[[int], None]]]:
     """Three ranks' parents in this process, each with an engine process of its own; and what
     starts one of them again."""
-    settings: dict[str, Any] = {"max_restarts": 1000, "join_timeout": 10.0, **flags}
+    settings: dict[str, Any] = {"max_restarts": 1000, "join_timeout": 10.0, "no_warm_up": True}
+    settings |= flags
     config = ServeConfig(model=Path("."), **settings)
     address = Address("127.0.0.1", free_ports(1)[0])
     rank_0 = Cluster(0, 3, ("127.0.0.1",) * 3, address, "secret")
@@ -167,7 +171,8 @@ async def test_requests_that_come_during_a_recovery_wait_for_it() -> None:
 
 
 @pytest.mark.long
-async def test_a_client_that_leaves_during_a_recovery_is_not_computed() -> None:
+async def test_client_that_leaves_during_a_recovery_is_computed_for_one_token() -> None:
+    """Which tells whether its request is what ended the engines."""
     async with cluster() as engine:
         await ready(engine)
         generation = engine.submit([prompt(10, 5000)])
@@ -177,12 +182,28 @@ async def test_a_client_that_leaves_during_a_recovery_is_not_computed() -> None:
             await asyncio.sleep(0.001)
         generation.close()
         await ready(engine)
-        pipeline = engine.pipeline()
-        assert (pipeline["num_running"], pipeline["num_waiting"], pipeline["kv_tokens"]) == (
-            0,
-            0,
-            0,
-        )
+        await until(lambda: engine.pipeline()["num_running"] == 0, 2.0)
+        sequence = generation._sequences[0]
+        assert len(sequence.output) < 1000
+        assert engine.pipeline()["num_waiting"] == 0
+
+
+@pytest.mark.long
+async def test_requests_that_break_engines_are_found_after_their_clients_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("POISON", "1500")
+    async with cluster(max_restarts=2) as engine:
+        await ready(engine)
+        poison = replace(prompt(10, 5), ids=[1500] * 20)
+        for number in range(3):
+            generation = engine.submit([poison])
+            await until(lambda n=number: engine.pipeline()["num_restarts"] > 3 * n)
+            generation.close()
+            await until(lambda n=number: engine.pipeline()["num_restarts"] == 3 * n + 3)
+            await ready(engine)
+        assert not engine.pipeline()["num_waiting"]
+        await asyncio.wait_for(collect(engine, prompt(10, 30)), 15)
 
 
 @pytest.mark.long
@@ -309,12 +330,12 @@ async def test_some_that_come_again_are_enough(
 async def test_ranks_without_room_for_a_short_sequence_wait(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def room(stages: list[Any], _: Any) -> int:
+    def room(stages: list[Any], _: Any) -> KvRoom:
         if len(stages) < 3:
             raise PlanError("There is room for 12 tokens only")
-        return 10_000
+        return KvRoom(10_000, 32)
 
-    monkeypatch.setattr("serve.front.pipeline.engine.room_for_tokens", room)
+    monkeypatch.setattr("serve.front.pipeline.engine.room_under_limits", room)
     assert await ring_after(caplog, [2], 2) == [0, 1, 2]
 
 
@@ -389,12 +410,12 @@ async def test_a_rank_that_comes_again_without_room_stays_out(
     """Another program has taken its memory meanwhile."""
     has_been_away = False
 
-    def room(stages: list[Any], _: Any) -> int:
+    def room(stages: list[Any], _: Any) -> KvRoom:
         if has_been_away and len(stages) == 3:
             raise PlanError("There is room for 12 tokens only")
-        return 10_000
+        return KvRoom(10_000, 32)
 
-    monkeypatch.setattr("serve.front.pipeline.engine.room_for_tokens", room)
+    monkeypatch.setattr("serve.front.pipeline.engine.room_under_limits", room)
     async with ranks(replan=True, join_timeout=2.0) as (engine, members, start):
         await ready(engine)
         await lose(members[1])
@@ -470,8 +491,8 @@ async def test_a_sequence_for_which_those_that_are_left_have_no_room_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And one that fits as far as it has come is shorter."""
-    room = iter([10_000, 300])
-    monkeypatch.setattr("serve.front.pipeline.engine.room_for_tokens", lambda *_: next(room))
+    room = iter([KvRoom(10_000, 32), KvRoom(300, 32)])
+    monkeypatch.setattr("serve.front.pipeline.engine.room_under_limits", lambda *_: next(room))
     async with ranks(replan=True, join_timeout=2.0) as (engine, members, _):
         await ready(engine)
         long = asyncio.create_task(collect(engine, prompt(310, 600)))
@@ -525,11 +546,28 @@ async def test_a_request_that_breaks_engines_goes_and_the_others_stay(
         others = [asyncio.create_task(collect(engine, prompt(10, 30))) for _ in range(2)]
         await asyncio.sleep(0)
         poison = replace(prompt(10, 5), ids=[996] * 20)
-        with pytest.raises(BrigadeError, match="ended 4 times under this request") as caught:
+        with pytest.raises(BrigadeError, match="ended the engines 4 times.* alone") as caught:
             await collect(engine, poison)
         assert caught.value.http_status == 500
         await asyncio.wait_for(asyncio.gather(*others), 15)
         assert engine.pipeline()["num_restarts"] == 4
+
+
+@pytest.mark.long
+async def test_requests_that_break_engines_end_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More faults than --max-restarts, and a stream that lives through all of them."""
+    # No token of the model's own.
+    monkeypatch.setenv("POISON", "1500")
+    async with cluster(max_restarts=2) as engine:
+        await ready(engine)
+        stream = asyncio.create_task(collect(engine, prompt(10, 3000)))
+        poison = replace(prompt(10, 5, num=2), ids=[1500] * 20)
+        for _ in range(3):
+            with pytest.raises(BrigadeError, match="given up"):
+                await asyncio.wait_for(collect(engine, poison), 20)
+        await asyncio.wait_for(stream, 30)
+        assert engine.pipeline()["num_restarts"] == 9
+        assert engine.pipeline()["num_waiting"] == 0
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -581,6 +619,23 @@ async def test_a_stopped_engine_is_a_stall_after_the_timeout_and_not_before(
 
 
 @pytest.mark.long
+async def test_a_stopped_engine_whose_parent_answers_is_no_reason_to_replace_the_rank(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nothing runs: it is only silent. The parent starts another engine by itself."""
+    async with cluster(stall_timeout=1.0) as engine:
+        await ready(engine)
+        engines()[1].suspend()
+        deadline = time.monotonic() + 15
+        while not engine.pipeline()["num_restarts"]:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+        await ready(engine)
+        assert "event=rank_silent" not in caplog.text
+        await collect(engine, prompt(10, 5))
+
+
+@pytest.mark.long
 async def test_adapters_are_there_again_in_the_same_versions(tmp_path: Path) -> None:
     async with cluster(lora=("poet=/p",), adapter_root=tmp_path) as engine:
         await ready(engine)
@@ -624,3 +679,51 @@ async def test_a_fault_while_adapters_are_read_again_is_one_fault_more(
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+async def test_a_cluster_is_ready_when_it_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEP_SECONDS", "0.02")
+    seen = set()
+    async with cluster(no_warm_up=False) as engine:
+        while reason := engine.ready_reason():
+            seen.add(reason)
+            await asyncio.sleep(0.005)
+        assert engine.pipeline()["kv_tokens"] == 0
+        await collect(engine, prompt(20, 5))
+    assert "warming up" in seen
+    async with cluster(no_warm_up=True) as engine:
+        while reason := engine.ready_reason():
+            assert reason != "warming up"
+            await asyncio.sleep(0.005)
+
+
+async def test_an_engine_that_ends_in_the_warm_up_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("STEP_SECONDS", "0.02")
+    async with cluster(no_warm_up=False) as engine:
+        for process in range(3):
+            while engine.ready_reason() != "warming up":
+                await asyncio.sleep(0.005)
+            engines()[process].kill()
+            while engine.ready_reason() == "warming up":
+                await asyncio.sleep(0.005)
+        await ready(engine)
+        await collect(engine, prompt(20, 5))
+
+
+async def test_who_comes_while_new_engines_warm_up_need_not_wait_for_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("STEP_SECONDS", "0.1")  # A warm-up takes four seconds.
+    async with cluster(no_warm_up=True) as engine:
+        await ready(engine)
+        engine._config = replace(engine._config, no_warm_up=False)
+        engines()[0].kill()
+        while engine.ready_reason() != "warming up":
+            await asyncio.sleep(0.01)
+        num_steps = engine._warm_up._num_steps if engine._warm_up else 0
+        warm_up = engine._warm_up
+        await asyncio.wait_for(collect(engine, prompt(3, 1)), 10)
+        assert warm_up is not None
+        assert warm_up._num_steps <= num_steps + 12

@@ -13,18 +13,19 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import AutoTokenizer
 
 from serve.core.errors import RequestError, UsageError
+from serve.core.tool_parsers import tool_parsers
 from serve.front.api.anthropic import MessagesBody
 from serve.front.api.openai import ChatBody, parse
 from serve.front.api.responses import ResponsesBody
 from serve.front.api.tools import NamedTool, Tool, grammar_of_call
 from serve.front.output.marks import ListedCalls, Marked, NamedCall, Piece, Plain, parser_of
-from serve.front.text.formats import Format, ToolFormat, _tool_format, format_of, tool_parsers
+from serve.front.text.formats import Format, ToolFormat, format_of, tool_format
 from serve.front.text.grammars import Grammars
 from tests.front.test_structured import MODEL, accepts, tokenizer
 
 __all__ = ["tokenizer"]
 
-JSON_TOOLS = Format(_tool_format("json_tools"), ("<think>", "</think>"))
+JSON_TOOLS = Format(tool_format("json_tools"), ("<think>", "</think>"))
 WEATHER = {
     "type": "object",
     "properties": {"city": {"type": "string"}},
@@ -119,7 +120,7 @@ def test_text_is_given_on_as_soon_as_it_is_no_mark() -> None:
 
 def test_a_format_without_an_end_ends_with_the_answer() -> None:
     text = '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}'
-    parser = Marked(Format(_tool_format("mistral")), False, Plain())
+    parser = Marked(Format(tool_format("mistral")), False, Plain())
     assert taken_apart(parser, list(text)) == [CALLED]
 
 
@@ -162,8 +163,8 @@ def test_every_parser_of_mlx_lm_has_a_format() -> None:
     names = tool_parsers()
     assert {"json_tools", "mistral", "qwen3_coder", "laguna"} <= set(names)
     for name in names:
-        assert isinstance(_tool_format(name), ToolFormat)
-        assert _tool_format(name).start
+        assert isinstance(tool_format(name), ToolFormat)
+        assert tool_format(name).start
 
 
 def test_the_format_is_found_by_the_model_and_can_be_chosen() -> None:
@@ -178,8 +179,8 @@ def test_the_format_is_found_by_the_model_and_can_be_chosen() -> None:
 def test_mlx_stays_out_of_this_process() -> None:
     """mlx_lm's package would bring it."""
     code = (
-        "import sys; from serve.front.text.formats import _tool_format, _module; "
-        "_module('tokenizer_utils'); _tool_format('laguna'); "
+        "import sys; from serve.front.text.formats import tool_format, _module; "
+        "_module('tokenizer_utils'); tool_format('laguna'); "
         "assert not {'mlx', 'mlx.core', 'mlx_lm'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -342,7 +343,7 @@ def asked(**fields: Any) -> ChatBody:
 @pytest.mark.parametrize("name", WRITTEN)
 def test_arguments_have_the_types_of_their_schema(name: str) -> None:
     """Where a model writes them without quotes, only the schema tells 12 from "12"."""
-    parser = parser_of(asked(), Format(_tool_format(name)), is_thinking=False)
+    parser = parser_of(asked(), Format(tool_format(name)), is_thinking=False)
     ((kind, called, arguments),) = taken_apart(parser, list(WRITTEN[name]))
     assert (kind, called) == ("call", "forecast")
     assert json.loads(arguments) == {"days": 3, "warm": True, "code": "12"}
@@ -350,19 +351,19 @@ def test_arguments_have_the_types_of_their_schema(name: str) -> None:
 
 @pytest.mark.parametrize("name", tool_parsers())
 def test_every_parser_of_mlx_lm_takes_the_tools(name: str) -> None:
-    inspect.signature(_tool_format(name).parse).bind("text", [])
+    inspect.signature(tool_format(name).parse).bind("text", [])
 
 
 def test_tools_whose_schemas_are_odd_do_no_harm() -> None:
     odd = [{"type": "function", "function": {"name": "forecast", "parameters": {"properties": 5}}}]
-    format = Format(_tool_format("qwen3_coder"))
+    format = Format(tool_format("qwen3_coder"))
     (piece,) = taken_apart(parser_of(asked(tools=odd), format, False), [WRITTEN["qwen3_coder"]])
     assert piece == ("content", None, WRITTEN["qwen3_coder"])
 
 
 def test_the_id_that_a_model_wrote_is_kept() -> None:
     """Kimi K2 finds its own calls by it in what comes back."""
-    format = Format(_tool_format("kimi_k2"))
+    format = Format(tool_format("kimi_k2"))
     text = (
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.bare:0"
         "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"
@@ -379,3 +380,20 @@ def test_a_parser_that_finds_nothing_leaves_the_text() -> None:
     assert taken_apart(Marked(format, False, Plain()), ["a <c>b</c>"]) == [
         ("content", None, "a <c>b</c>")
     ]
+
+
+@pytest.mark.parametrize("opening", ['{"a":', "["])
+def test_a_listed_call_that_is_nested_too_deeply_stays_text(opening: str) -> None:
+    """JSON's readers recurse: this was a RecursionError, and HTTP 500."""
+    text = '[{"name": "weather", "parameters": {"x": ' + opening * 1500
+    for deltas in ([text], list(text)):
+        assert taken_apart(ListedCalls(), deltas) == [("content", None, text)]
+
+
+def test_a_listed_call_has_marks_in_its_strings() -> None:
+    arguments = {"city": 'a "quoted" } ] \\" { [ \\', "list": [[1, {"b": "}"}]]}
+    text = json.dumps([{"name": "weather", "parameters": arguments}] * 3)
+    expected = [("call", "weather", json.dumps(arguments))] * 3
+    chance = random.Random(7)
+    for deltas in ([text], list(text), *(cut(text, chance) for _ in range(60))):
+        assert taken_apart(ListedCalls(), deltas) == expected

@@ -1,9 +1,13 @@
 """Which kept sequence a prompt begins like."""
 
-from hypothesis import given
+from collections import OrderedDict
+
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve.front.pipeline.prefix import LEAST_TOKENS, MOST_KEPT, PrefixIndex, common_length
+from serve.core.types import Sampling, Sequence
+from serve.front.pipeline.prefix import MAX_KEPT, MIN_TOKENS, PrefixIndex
+from serve.front.pipeline.prefix_tree import PrefixTree, common_length
 
 TOKENS = st.lists(st.integers(0, 2), max_size=60)
 
@@ -24,7 +28,7 @@ def test_the_longest_common_beginning_wins() -> None:
     index.keep(3, [5] * 40)
     assert index.longest([*range(40)], whole=False) == (2, 30)
     assert index.longest([*range(22)], whole=False) == (2, 22)
-    assert index.longest([*range(LEAST_TOKENS - 1)], whole=False) is None
+    assert index.longest([*range(MIN_TOKENS - 1)], whole=False) is None
     assert index.longest([*range(40)], whole=True) is None
     assert index.longest([*range(30), 88, 1], whole=True) == (2, 31)
     assert index.num_tokens == 22 + 31 + 40
@@ -51,11 +55,144 @@ def test_a_longer_one_takes_the_place_of_its_beginnings() -> None:
 
 def test_so_many_are_kept_and_no_more() -> None:
     index = PrefixIndex()
-    for id in range(MOST_KEPT):
+    for id in range(MAX_KEPT):
         assert index.keep(id, [id] * 20) == []
     assert index.longest([0] * 20, whole=False) == (0, 20)
-    assert index.keep(MOST_KEPT, [MOST_KEPT] * 20) == [1]
-    assert index.keep(MOST_KEPT + 1, [MOST_KEPT] * 21) == [MOST_KEPT]
-    assert index.keep(MOST_KEPT + 2, [7, 7, 7]) == [2]
-    assert len(list(index)) == MOST_KEPT
-    assert index.num_tokens == 20 * (MOST_KEPT - 2) + 21 + 3
+    assert index.keep(MAX_KEPT, [MAX_KEPT] * 20) == [1]
+    assert index.keep(MAX_KEPT + 1, [MAX_KEPT] * 21) == [MAX_KEPT]
+    assert index.keep(MAX_KEPT + 2, [7, 7, 7]) == [2]
+    assert len(list(index)) == MAX_KEPT
+    assert index.num_tokens == 20 * (MAX_KEPT - 2) + 21 + 3
+
+
+class SlowIndex:
+    """The obvious way, which compares with every kept sequence."""
+
+    def __init__(self) -> None:
+        self.kept: OrderedDict[int, tuple[str, list[int]]] = OrderedDict()
+
+    def keep(self, id: int, tokens: list[int], scope: str) -> list[int]:
+        alike = [(other, kept) for other, (of, kept) in self.kept.items() if of == scope]
+        gone = [other for other, kept in alike if tokens[: len(kept)] == kept]
+        for other in gone:
+            del self.kept[other]
+        self.kept[id] = scope, tokens
+        return gone
+
+    def longest(self, tokens: list[int], whole: bool, scope: str) -> tuple[int, int] | None:
+        best: tuple[int, int] | None = None
+        for id, (of, kept) in self.kept.items():
+            num_common = common_length(kept, tokens)
+            if of != scope or (whole and num_common < len(kept)):
+                continue
+            if num_common >= MIN_TOKENS and (best is None or num_common > best[1]):
+                best = id, num_common
+        if best:
+            self.kept.move_to_end(best[0])
+        return best
+
+
+# Long beginnings that many have in common, and short ends that differ.
+BEGINNINGS = st.sampled_from([[1] * 20, [1] * 19 + [2] * 30, [1] * 40, [2] * 17, []])
+SIMILAR = st.builds(lambda start, rest: start + rest, BEGINNINGS, TOKENS)
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["keep", "longest", "whole", "forget"]), SIMILAR, st.sampled_from("ab")
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(ACTIONS)
+def test_prefix_index_gives_what_comparing_with_all_gives(
+    actions: list[tuple[str, list[int], str]],
+) -> None:
+    fast, slow = PrefixIndex(), SlowIndex()
+    for id, (action, tokens, scope) in enumerate(actions):
+        if action == "keep":
+            assert fast.keep(id, tokens, scope=scope) == slow.keep(id, tokens, scope)
+        elif action == "forget" and slow.kept:
+            oldest, _ = slow.kept.popitem(last=False)
+            assert fast.oldest() == oldest
+            fast.forget(oldest)
+        elif action != "forget":
+            whole = action == "whole"
+            found = fast.longest(tokens, whole, scope=scope)
+            assert found == slow.longest(tokens, whole, scope)
+        assert list(fast) == list(slow.kept)
+        assert fast.num_tokens == sum(len(tokens) for _, tokens in slow.kept.values())
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(SIMILAR, min_size=1, max_size=12), SIMILAR, st.data())
+def test_prefix_tree_gives_what_comparing_with_all_gives(
+    lists: list[list[int]], tokens: list[int], data: st.DataObject
+) -> None:
+    """Also of lists that are the same, after some were removed, and if some may not be."""
+    tree = PrefixTree()
+    for id, each in enumerate(lists):
+        tree.add(id, each)
+    ids = st.sets(st.sampled_from(range(len(lists))))
+    removed, barred = data.draw(ids), data.draw(ids)
+    for id in removed:
+        assert tree.remove(id) == len(lists[id])
+    lengths = {id: common_length(each, tokens) for id, each in enumerate(lists)}
+    left = [id for id in lengths if id not in removed and id not in barred]
+    best = max(left, key=lambda id: (lengths[id], -id), default=None)
+    expected = None if best is None else (best, lengths[best])
+    assert tree.longest(tokens, lambda id: id, lambda id: id not in barred) == expected
+
+
+def decoded(id: int, prompt: list[int], scope: str = "") -> Sequence:
+    sequence = Sequence(id, prompt, 8, Sampling(), frozenset(), cache_scope=scope)
+    sequence.num_computed = len(prompt)
+    return sequence
+
+
+def test_a_prompt_begins_as_one_that_is_decoded_while_it_is() -> None:
+    index = PrefixIndex()
+    index.keep(1, [1] * 20)
+    running = decoded(2, [1] * 30)
+    index.decoding(running)
+    assert index.longest([1] * 40, whole=False) == (2, 30)
+    assert index.longest([1] * 40, whole=True) == (1, 20)
+    running.num_computed -= 1
+    assert index.longest([1] * 40, whole=False) == (1, 20)
+    running.num_computed += 1
+    index.ended(2)
+    assert index.longest([1] * 40, whole=False) == (1, 20)
+
+
+def test_scopes_share_nothing_kept_or_decoded() -> None:
+    index = PrefixIndex()
+    index.keep(1, [1] * 20, scope="a")
+    index.decoding(decoded(2, [1] * 30, "a"))
+    assert index.longest([1] * 40, whole=False, scope="b") is None
+    assert index.longest([1] * 40, whole=False) is None
+    assert index.longest([1] * 40, whole=False, scope="a") == (2, 30)
+    assert index.keep(3, [1] * 40, scope="b") == []
+    assert index.longest([1] * 30, whole=False, scope="a") == (2, 30)
+
+
+class Compared(int):
+    """A token that counts how often it is compared."""
+
+    num_compared = 0
+    __hash__ = int.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Compared.num_compared += 1
+        return int(self) == int(other)  # type: ignore[call-overload,no-any-return]
+
+
+def test_prefix_index_compares_a_prompt_once_however_many_are_kept() -> None:
+    index = PrefixIndex()
+    start = [Compared(token % 7) for token in range(3000)]
+    for id in range(MAX_KEPT):
+        index.keep(id, [*start, Compared(100 + id)])
+    Compared.num_compared = 0
+    asked = [*map(Compared, start), Compared(100 + 77), Compared(3)]
+    assert index.longest(asked, whole=False) == (77, 3001)
+    assert index.keep(MAX_KEPT, asked) == [77]
+    assert Compared.num_compared < 10 * len(start)

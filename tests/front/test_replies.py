@@ -3,13 +3,17 @@
 import json
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from serve.core.errors import (
     BrigadeError,
     ClusterError,
     EngineError,
+    GivenUpError,
     ModelError,
     NotFoundError,
     OverloadedError,
@@ -151,3 +155,21 @@ async def test_folding_takes_as_long_for_each_chunk() -> None:
     assert len(reply["choices"][0]["text"]) == 4 * 120_001
     first, *_, last = [end - start for start, end in zip(marks, marks[1:], strict=False)]
     assert last < 5 * first, marks
+
+
+LEAVES = st.sampled_from([None, True, 0, -1.5, "", "text", 'ü"\\\n\u2028', [], {}, [1, {"a": []}]])
+LONG = st.builds(lambda each, count: [each] * count, LEAVES, st.integers(0, 200))
+VALUES = LEAVES | LONG | st.lists(LONG, max_size=3) | st.dictionaries(st.text(), LONG, max_size=3)
+
+
+@given(st.dictionaries(st.text(), VALUES, max_size=5))
+def test_encode_in_slices_gives_what_encode_gives(body: dict[str, Any]) -> None:
+    assert replies.encode_in_slices(body) == replies.encode(body)
+
+
+def test_error_of_a_request_that_is_given_up_tells_its_client_why() -> None:
+    error = replies.error_object(GivenUpError("It ended them."))["error"]
+    assert (error["message"], error["code"]) == (
+        "It ended them.",
+        "request_given_up",
+    )

@@ -222,7 +222,7 @@ def test_an_error_is_a_failed_response(error: Any, code: str) -> None:
 
 
 def put(store: Store, id: str, size: int = 0) -> None:
-    store.put({"id": id}, [{"role": "user", "content": "x" * size}])
+    store.put({"id": id}, json.dumps([{"role": "user", "content": "x" * size}]).encode())
 
 
 def test_what_was_used_longest_ago_is_forgotten_first() -> None:
@@ -231,7 +231,7 @@ def test_what_was_used_longest_ago_is_forgotten_first() -> None:
     put(store, "b")
     store.get("a")
     put(store, "c")
-    assert store.get("a")[0] == {"id": "a"}
+    assert store.get("a")[0] == b'{"id":"a"}'
     with pytest.raises(NotFoundError):
         store.get("b")
     with pytest.raises(RequestError) as told:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve.core.errors import OverloadedError
+from serve.core.types import FAILURES
 from serve.front.pipeline.scheduler import Reuse
 from tests.front.simulation import VOCABULARY, Pipeline, make_sequence, next_token
 
@@ -81,7 +82,8 @@ def test_a_row_that_fails_at_any_token_ends_alone(num_stages: int) -> None:
         pipeline.run()
         assert pipeline.output(1) == expected(1, 12, 6)[: at - 12]
         ends = [e.finish_reason for e in pipeline.events if e.sequence == 1 and e.finish_reason]
-        assert ends == ["refused" if at % 2 else "error"]
+        assert ends == [list(FAILURES.values())[at % len(FAILURES)]]
+        assert 1 not in pipeline.scheduler.kept
         for id in (0, 2, 3):
             assert pipeline.output(id) == expected(id, 12, 6)
         check_all_ended(pipeline)

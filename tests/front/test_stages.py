@@ -1,18 +1,21 @@
 """What rank 0 makes of the numbers that the stages report."""
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from serve.core.config import ServeConfig
+from serve.core.errors import PlanError
 from serve.core.messages import Activity, Span, Status
-from serve.core.plan import StagePlan
+from serve.core.plan import KvRoom, StagePlan
 from serve.front.pipeline.stages import (
     StageStatus,
     better_split,
     chrome_trace,
     chunk_beside_decoding,
-    max_held_tokens,
+    room_under_limits,
     suspicion,
 )
 
@@ -39,11 +42,52 @@ def test_before_anything_is_known_chunks_are_small() -> None:
     assert chunk_beside_decoding([StageStatus(0, "h")], 8) == 8
 
 
+def room(stages: list[StageStatus], **flags: Any) -> int:
+    config = ServeConfig(model=Path("."), max_num_sequences=8, **flags)
+    return room_under_limits(stages, config).num_tokens
+
+
 def test_room_is_that_of_the_rank_with_least() -> None:
     stages = [make_stage(0, (4, 8), 0.1), make_stage(1, (0, 4), 0.1)]
     # 300,000 bytes less half as much again, less 8 sequences of 1,000 bytes, by 10 a token.
-    assert max_held_tokens(stages, None, 8) == 19_200
-    assert max_held_tokens(stages, [600_000, 45_000], 8) == 2_200
+    assert room(stages) == 19_200
+    assert room(stages, kv_memory="600KB,45KB") == 2_200
+    assert room(stages, adapter_memory="75KB") == 14_200
+
+
+def test_room_is_what_the_weights_leave_of_the_memory() -> None:
+    """Each stage has 100 bytes of weights."""
+    stages = [make_stage(0, (4, 8), 0.1), make_stage(1, (0, 4), 0.1)]
+    assert room(stages, memory="45.1KB") == 2_200
+    assert room(stages, memory="75.1KB", adapter_memory="30KB") == 2_200
+    assert room(stages, memory="1GB", kv_memory="45KB") == 2_200
+    assert room(stages, memory="45.1KB", kv_memory="1GB") == 2_200
+
+
+def test_too_little_room_is_refused_by_the_names_of_the_flags() -> None:
+    with pytest.raises(PlanError, match="--memory or --kv-memory, or add ranks"):
+        room([make_stage(0, (0, 8), 0.1)], kv_memory="2KB")
+
+
+def test_fewer_sequences_run_where_each_holds_much_whatever_its_length() -> None:
+    """1,000 bytes, besides 10 for each token."""
+    stages = [make_stage(0, (0, 8), 0.1)]
+    config = ServeConfig(model=Path("."), max_num_sequences=8, kv_memory="20KB")
+    room = room_under_limits(stages, config)
+    # Of 13,333 bytes three sequences take 3,000, and have 256 tokens each. Four would not.
+    assert room == KvRoom(1033, 3)
+
+
+def test_room_leaves_out_what_scoring_a_prompt_takes() -> None:
+    """On the rank with the head, for a chunk and the rest of a prompt that goes along."""
+    stages = [make_stage(0, (4, 8), 0.1), make_stage(1, (0, 4), 0.1)]
+    flags: dict[str, Any] = {"prefill_chunk": 64}
+    most = room(stages, **flags)
+    stages[0].logits_bytes_per_token, stages[0].scoring_bytes = 1000, 10_000
+    less = room(stages, **flags)
+    assert 10 * (most - less) == pytest.approx((80 * 1000 + 10_000) / 1.5, abs=10)
+    assert room(stages, **flags, memory="1GB") == less
+    assert room(stages, **flags, kv_memory="300KB") >= most - 1
 
 
 @pytest.mark.parametrize(

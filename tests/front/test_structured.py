@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -10,12 +11,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from pydantic import ValidationError
 
 from serve.core.errors import BrigadeError, RequestError
+from serve.core.grammar_limits import MAX_REFERENCES, MAX_RULES
+from serve.front.text import grammars as grammars_module
 from serve.front.text.grammars import Grammars, ResponseFormat, StructuredOutputs, of_schema
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny-chat"
@@ -188,16 +192,116 @@ def test_a_check_leaves_no_process_behind_and_brings_no_mlx() -> None:
     assert checkers() == before
 
 
-def test_a_check_that_breaks_is_the_end_of_its_request_alone() -> None:
-    grammars = Grammars(MODEL)
+def start_checker(grammars: Grammars) -> int:
+    """The pid of the process that checks the next grammar."""
     before = checkers()
     grammars.check(of_schema(PERSON), "response_format")
     (checker,) = checkers() - before
+    return checker
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT, signal.SIGKILL, signal.SIGBUS])
+def test_check_that_a_signal_ends_refuses_the_grammar(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(checker: "subprocess.Popen[str]", grammar: str) -> str:
+        os.kill(checker.pid, number)
+        return real_ask(checker, grammar)
+
+    grammars, real_ask = Grammars(MODEL), grammars_module._ask
+    with monkeypatch.context() as dying:
+        dying.setattr(grammars_module, "_ask", ask)
+        with pytest.raises(RequestError, match="followed: it .*: make it simpler") as told:
+            grammars.check(of_schema(multiple_of(2)), "response_format")
+    assert (told.value.http_status, told.value.param) == (400, "response_format")
+    grammars.check(of_schema(multiple_of(3)), "response_format")
+
+
+def test_check_that_is_killed_while_idle_is_replaced() -> None:
+    grammars = Grammars(MODEL)
+    checker = start_checker(grammars)
     os.kill(checker, signal.SIGKILL)
-    with pytest.raises(BrigadeError, match="ended with -9") as told:
-        grammars.check(of_schema(multiple_of(2)), "response_format")
-    assert told.value.http_status == 500
+    os.waitid(os.P_PID, checker, os.WEXITED | os.WNOWAIT)
     grammars.check(of_schema(multiple_of(2)), "response_format")
+
+
+def test_check_that_cannot_start_is_the_servers_fault(tmp_path: Path) -> None:
+    with pytest.raises(BrigadeError) as told:
+        Grammars(tmp_path).check(of_schema(PERSON), "response_format")
+    assert told.value.http_status == 500
+
+
+def chain_of_rules(length: int) -> str:
+    rules = [f'r{n}: "a" r{n + 1}' for n in range(length)]
+    return "\n".join(["start: r0", *rules, f'r{length}: "b"'])
+
+
+def chain_of_terminals(length: int) -> str:
+    terminals = [f'T{n}: "a" T{n + 1}' for n in range(length)]
+    return "\n".join(["start: T0", *terminals, f'T{length}: "b"'])
+
+
+def chain_of_definitions(length: int) -> str:
+    definitions: dict[str, Any] = {
+        f"d{n}": {
+            "type": "object",
+            "properties": {"a": {"$ref": f"#/$defs/d{n + 1}"}},
+            "required": ["a"],
+        }
+        for n in range(length)
+    }
+    definitions[f"d{length}"] = {"type": "string"}
+    return of_schema({"$ref": "#/$defs/d0", "$defs": definitions})
+
+
+DEEP = {
+    "rules": (chain_of_rules, MAX_RULES),
+    "terminals": (chain_of_terminals, MAX_RULES),
+    "definitions": (chain_of_definitions, MAX_REFERENCES),
+}
+
+
+@pytest.mark.parametrize("kind", DEEP)
+def test_check_bounds_chains(kind: str) -> None:
+    chain, most = DEEP[kind]
+    grammars = Grammars(MODEL)
+    checker = start_checker(grammars)
+    grammars.check(chain(most - 2), "structured_outputs")
+    with pytest.raises(RequestError, match=f"more than {most} "):
+        grammars.check(chain(most + 1), "structured_outputs")
+    assert checker in checkers(), "no process had to end for it"
+
+
+STACK_PROGRAM = """
+import resource, sys
+from pathlib import Path
+from serve.core.errors import RequestError
+from serve.core.grammar_limits import MAX_REFERENCES, MAX_RULES
+from serve.front.text.grammars import Grammars
+limit, grammar = int(sys.argv[1]), Path(sys.argv[2]).read_text()
+_, most = resource.getrlimit(resource.RLIMIT_STACK)
+resource.setrlimit(resource.RLIMIT_STACK, (limit, most))
+try:
+    Grammars(Path(sys.argv[3])).check(grammar, "x")
+    print("accepted")
+except RequestError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("limit", [2 << 20, 8 << 20, resource.RLIM_INFINITY])
+def test_check_has_the_same_stack_whatever_the_systems_limit(tmp_path: Path, limit: int) -> None:
+    """Overflowing it is the grammar's fault. In the main thread it depended on the limit."""
+    if limit > resource.getrlimit(resource.RLIMIT_STACK)[1] != resource.RLIM_INFINITY:
+        pytest.skip("the system does not allow this limit")
+    answers = []
+    for number, grammar in enumerate((chain_of_rules(3900), chain_of_definitions(990))):
+        path = tmp_path / f"{number}.txt"
+        path.write_text(grammar)
+        command = [sys.executable, "-c", STACK_PROGRAM, str(limit), str(path), str(MODEL)]
+        told = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        answers.append(told.stdout.strip() or told.stderr)
+    assert answers == ["accepted", "accepted"]
 
 
 def test_it_ends_with_its_server() -> None:
@@ -216,14 +320,19 @@ def test_it_ends_with_its_server() -> None:
         time.sleep(0.01)
 
 
-def test_what_can_be_followed_is_checked_once() -> None:
-    grammars = Grammars(MODEL)
-    for n in range(300):
-        grammars.check(StructuredOutputs(regex=f"a{{{n + 1}}}").grammar(), "structured_outputs")
-    told = grammars.objection.cache_info()
-    assert (told.misses, told.currsize) == (300, 256)
-    grammars.check(StructuredOutputs(regex="a{300}").grammar(), "structured_outputs")
-    assert grammars.objection.cache_info().hits == 1
+def test_check_of_the_same_grammar_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars_module, "_MAX_KNOWN", 20)
+    grammars, asked = Grammars(MODEL), Mock(wraps=grammars_module._ask)
+    monkeypatch.setattr(grammars_module, "_ask", asked)
+    written = [StructuredOutputs(regex=f"a{{{n + 1}}}").grammar() for n in range(30)]
+    for grammar in written:
+        assert not grammars.is_known(grammar)
+        grammars.check(grammar, "structured_outputs")
+        assert grammars.is_known(grammar)
+        grammars.check(written[0], "structured_outputs")
+    assert asked.call_count == 30
+    assert grammars.is_known(written[0]), "one that is used is kept"
+    assert [grammars.is_known(grammar) for grammar in written[1:]].count(True) == 19
 
 
 def test_one_that_is_checked_holds_up_no_other() -> None:

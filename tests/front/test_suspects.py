@@ -1,26 +1,244 @@
-"""A request that breaks engines goes, and takes no other one with it."""
+"""A request that ends engines is found and goes, and takes no other one with it."""
 
-from serve.front.pipeline.blame import MOST_FAULTS, Suspects
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve.core.errors import EngineError
+from serve.core.types import Step
+from serve.front.pipeline.blame import MAX_FAULTS_ALONE, MAX_SHARED_FAULTS, Blame, Suspects
+from serve.parent.restarts import Restarts
+from tests.front.simulation import Pipeline, StageModel, make_sequence
+from tests.front.test_scheduler import check_all_ended, copies, expected
+
+MAX_RESTARTS = 5
+NUM_FAULTS = MAX_SHARED_FAULTS + MAX_FAULTS_ALONE
+FAULT = EngineError("The engine of rank 0 ended by signal 11.")
 
 
-def test_the_youngest_without_a_token_is_given_up_after_some_faults() -> None:
-    suspects = Suspects()
-    assert [suspects.after_fault([1, 2]) for _ in range(MOST_FAULTS - 1)] == [None] * 3
-    assert suspects.after_fault([1, 2, 3]) == 2, "3 has seen one fault only"
+def test_suspects_run_alone_after_two_faults_the_youngest_first() -> None:
+    suspects = Suspects(MAX_RESTARTS)
+    assert suspects.after_fault([1, 2]) is None
+    assert suspects.alone is None
+    assert suspects.after_fault([1, 2, 3]) is None
+    assert suspects.alone == 2, "3 has seen one fault only"
+    suspects.clear(2)
+    assert suspects.alone == 1
+    suspects.clear(1)
+    assert suspects.alone is None
 
 
-def test_a_token_clears() -> None:
-    suspects = Suspects()
+def test_suspects_blame_the_one_that_ran_alone() -> None:
+    suspects = Suspects(MAX_RESTARTS)
+    for _ in range(MAX_SHARED_FAULTS):
+        suspects.after_fault([1, 2])
+    assert suspects.after_fault([2]) is None, "it may have been a kill"
+    assert suspects.after_fault([2]) == Blame(2, num_faults=4, num_explained=4)
+    suspects.forget(2)
+    assert suspects.alone == 1
+    assert suspects.after_fault([1]) is None
+    assert suspects.after_fault([1]) == Blame(1, num_faults=4, num_explained=2)
+
+
+@pytest.mark.parametrize(("max_restarts", "num_faults"), [(1, 2), (2, 3), (3, 4), (9, 4)])
+def test_suspects_blame_before_the_restarts_are_used_up(max_restarts: int, num_faults: int) -> None:
+    suspects = Suspects(max_restarts)
+    blamed = [suspects.after_fault([1]) for _ in range(num_faults)]
+    assert blamed == [None] * (num_faults - 1) + [Blame(1, num_faults, num_faults)]
+
+
+def test_suspects_blame_nobody_while_others_hold_something() -> None:
+    suspects = Suspects(MAX_RESTARTS)
+    for _ in range(MAX_SHARED_FAULTS):
+        suspects.after_fault([1, 2])
+    assert suspects.after_fault([1, 2]) is None
+    assert suspects.after_fault([]) is None
+
+
+def test_suspects_forget_faults_with_a_token() -> None:
+    suspects = Suspects(MAX_RESTARTS)
     for _ in range(10):
         assert suspects.after_fault([1, 2]) is None
+        assert suspects.alone is None
         suspects.clear(1)
         suspects.clear(2)
 
 
-def test_the_next_one_goes_if_that_was_not_it() -> None:
-    suspects = Suspects()
-    for _ in range(MOST_FAULTS - 1):
-        suspects.after_fault([1, 2])
-    assert suspects.after_fault([1, 2]) == 2
-    suspects.clear(2)
-    assert suspects.after_fault([1]) == 1
+def test_suspects_keep_nothing_of_those_that_ended() -> None:
+    suspects = Suspects(MAX_RESTARTS)
+    for number in range(0, 900, 3):
+        for _ in range(NUM_FAULTS):
+            suspects.after_fault([number])
+        suspects.forget(number)
+    assert [suspects._faults, suspects._explained, suspects._queue] == [{}, set(), []]
+
+
+class DiedError(Exception):
+    """A stage ran what it cannot."""
+
+
+class FragileStage(StageModel):
+    """Ends when it is fed a fatal sequence from a position on."""
+
+    def __init__(self, fatal: dict[int, int]) -> None:
+        super().__init__()
+        self.fatal = fatal
+
+    def run(self, step: Step) -> None:
+        super().run(step)
+        for row in step.rows:
+            if row.position + row.num_tokens > self.fatal.get(row.sequence, 10**9):
+                raise DiedError
+
+
+class Fragile(Pipeline):
+    """fatal has a position of each sequence from which on it ends the engines. What Engine does
+    about it is done here."""
+
+    def __init__(self, num_stages: int, fatal: dict[int, int], **options: Any) -> None:
+        self.fatal = fatal
+        self.suspects = Suspects(MAX_RESTARTS)
+        self.restarts = Restarts(MAX_RESTARTS, 300)
+        self.given_up: dict[int, int] = {}
+        self.left: set[int] = set()  # whose clients have gone
+        super().__init__(num_stages, **options)
+
+    def _new_stage(self) -> StageModel:
+        return FragileStage(self.fatal)
+
+    def _send(self, step: Step) -> None:
+        super()._send(step)
+        rows = {row.sequence for queue in self.queues for step in queue for row in step.rows}
+        if self.suspects.alone in rows:
+            assert rows == {self.suspects.alone}, "a suspect is not alone"
+
+    def _finish(self, step: Step) -> None:
+        num_before = len(self.events)
+        super()._finish(step)
+        for event in self.events[num_before:]:
+            self.suspects.clear(event.sequence)
+            if event.finish_reason:
+                self.suspects.forget(event.sequence)
+            self.scheduler.run_alone(self.suspects.alone)
+
+    def leave(self, sequence: int) -> None:
+        self.left.add(sequence)
+        self.scheduler.drop(sequence)
+        self.suspects.forget(sequence)
+        self.scheduler.run_alone(self.suspects.alone)
+
+    def tick(self) -> None:
+        try:
+            super().tick()
+        except DiedError:
+            self.fail()
+
+    def fail(self) -> None:
+        held = [s.id for s in self.scheduler._live.values() if s.is_held]
+        blame = self.suspects.after_fault(sorted(held))
+        self.kill()
+        num_explained = blame.num_explained if blame else 0
+        self.restarts.wait_seconds(FAULT, True, 0, num_explained)
+        if blame:
+            self.given_up[blame.sequence] = blame.num_faults
+            self.scheduler.drop(blame.sequence)
+            self.suspects.forget(blame.sequence)
+        self.scheduler.run_alone(self.suspects.alone)
+        self.pump()
+
+    def check(self) -> None:
+        """All but those that were given up or left got what is theirs."""
+        for id, sequence in list(self.added.items()):
+            whole = expected(id, len(sequence.prompt), sequence.max_tokens)
+            if id in self.left.union(self.given_up):
+                assert self.output(id) == whole[: len(self.output(id))]
+                del self.added[id]
+            else:
+                assert self.output(id) == whole
+        check_all_ended(self)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize("fatal_at", [0, 7, 11, 12, 13, 16])
+def test_suspects_find_a_fatal_request_wherever_it_comes(num_stages: int, fatal_at: int) -> None:
+    for comes_at in range(0, 30, 3):
+        pipeline = Fragile(num_stages, {9: fatal_at}, max_num_sequences=4)
+        for id in range(5):
+            pipeline.add(make_sequence(id, 12 + id, 8))
+        for _ in range(comes_at):
+            pipeline.tick()
+        pipeline.add(make_sequence(9, 12, 8))
+        pipeline.run()
+        assert list(pipeline.given_up) == [9]
+        assert pipeline.given_up[9] == NUM_FAULTS
+        assert pipeline.restarts.num_left(0) >= MAX_RESTARTS - NUM_FAULTS + 1
+        pipeline.check()
+
+
+def test_suspects_with_a_token_wait_for_the_next_suspect() -> None:
+    pipeline = Fragile(2, {0: 14})
+    for id in range(3):
+        pipeline.add(make_sequence(id, 12, 500))
+    while not pipeline.given_up:
+        pipeline.tick()
+    assert list(pipeline.given_up) == [0]
+    assert all(len(pipeline.output(id)) < 10 for id in (1, 2))
+    pipeline.run()
+    pipeline.check()
+
+
+def test_suspects_of_many_fatal_requests_end_no_cluster() -> None:
+    """Far more than --max-restarts, at once and one after the other, beside others."""
+    pipeline = Fragile(2, {id: 5 + id % 20 for id in range(100, 130)}, max_num_sequences=8)
+    for id in range(6):
+        pipeline.add(make_sequence(id, 12 + id, 200))
+    for id in range(100, 130):
+        pipeline.add(make_sequence(id, 14, 20))
+        for _ in range(id % 3 * 10):
+            pipeline.tick()
+    pipeline.run()
+    assert set(pipeline.given_up) == set(range(100, 130))
+    pipeline.check()
+
+
+def test_suspects_that_copy_a_prompt_are_found() -> None:
+    for fatal in range(4):
+        pipeline = Fragile(2, {fatal: 41})
+        copies(pipeline, 0, 40, 4)
+        pipeline.add(make_sequence(7, 30, 12))
+        pipeline.run()
+        assert list(pipeline.given_up) == [fatal]
+        pipeline.check()
+
+
+CASES = st.tuples(
+    st.integers(1, 4),
+    st.integers(1, 10),
+    st.sampled_from([None, 150, 400]),
+    st.sampled_from(["any", "whole", "none"]),
+    st.integers(0, 2**32),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(CASES)
+def test_suspects_find_random_fatal_requests(case: tuple[Any, ...]) -> None:
+    num_stages, most, held, reuse, seed = case
+    chance = random.Random(seed)
+    fatal = {id: chance.randint(0, 60) for id in range(25) if chance.random() < 0.3}
+    pipeline = Fragile(num_stages, fatal, max_num_sequences=most)
+    pipeline.scheduler.max_held_tokens, pipeline.scheduler.reuse = held, reuse
+    for id in range(25):
+        pipeline.add(make_sequence(id, chance.randint(1, 50), chance.randint(1, 15)))
+        for _ in range(chance.randint(0, 5)):
+            pipeline.tick()
+    for id in range(25):
+        is_clear = pipeline.suspects.is_clear(id)  # Others stay for a token, as in Engine.
+        if chance.random() < 0.2 and is_clear and id in pipeline.scheduler._live:
+            pipeline.leave(id)
+    pipeline.run()
+    assert set(pipeline.given_up) <= set(fatal)
+    pipeline.check()

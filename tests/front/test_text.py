@@ -3,8 +3,10 @@
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from serve.front.output.stop_strings import StopMatcher
+from serve.front.output.stop_strings import StopMatcher, borders, overlap
 
 
 def slow_cut(text: str, stops: list[str]) -> str:
@@ -73,3 +75,72 @@ def test_a_stop_string_inside_the_beginning_of_a_longer_one() -> None:
 def test_an_empty_stop_string_is_our_own_mistake() -> None:
     with pytest.raises(ValueError, match="empty"):
         StopMatcher(["a", ""])
+
+
+class SlowMatcher:
+    """The obvious way, which looks at all that is held and at every length of every stop."""
+
+    def __init__(self, stops: list[str], keep: bool) -> None:
+        self.stops, self.keep = stops, keep
+        self.held = ""
+        self.matched: str | None = None
+
+    def feed(self, delta: str) -> str:
+        if self.matched:
+            return ""
+        text = self.held + delta
+        starts = [(text.find(stop), stop) for stop in self.stops if stop in text]
+        if starts:
+            ends = [(start + len(stop), start, stop) for start, stop in starts]
+            end, start, self.matched = min(ends)
+            self.held = ""
+            return text[: end if self.keep else start]
+        split = len(text) - max((overlap(text, stop) for stop in self.stops), default=0)
+        self.held = text[split:]
+        return text[:split]
+
+    def flush(self) -> str:
+        held, self.held = self.held, ""
+        return held
+
+
+PIECES = st.lists(st.text("ab", max_size=12), max_size=12)
+STOPS = st.lists(st.text("ab", min_size=1, max_size=12), max_size=4)
+
+
+@given(PIECES, STOPS, st.booleans())
+def test_stop_matcher_gives_each_piece_as_the_slow_one(
+    pieces: list[str], stops: list[str], keep: bool
+) -> None:
+    fast, slow = StopMatcher(stops, keep), SlowMatcher(stops, keep)
+    for piece in pieces:
+        assert fast.feed(piece) == slow.feed(piece)
+        assert fast.matched == slow.matched
+    assert fast.flush() == slow.flush()
+
+
+@given(st.text("ab", min_size=1, max_size=30))
+def test_borders_are_what_trying_gives(text: str) -> None:
+    expected = [overlap(text[:end], text[:end]) for end in range(1, len(text) + 1)]
+    assert list(borders(text)) == expected
+
+
+class Counted(str):
+    """A string that counts how often one of its characters is looked at."""
+
+    num_reads = 0
+
+    def __getitem__(self, key: object) -> str:
+        Counted.num_reads += 1
+        return str.__getitem__(self, key)  # type: ignore[index]
+
+
+def test_stop_matcher_looks_at_each_character_a_constant_number_of_times() -> None:
+    """The worst stops: nearly all of them is held back with each character."""
+    stops = ["a" * 1023 + "b", *("c" + "a" * 1022 + chr(65 + i) for i in range(15))]
+    counted = [Counted(stop) for stop in stops]
+    matcher = StopMatcher(counted)
+    Counted.num_reads = 0
+    for _ in range(4000):
+        matcher.feed("a")
+    assert Counted.num_reads < 4000 * len(stops) * 4

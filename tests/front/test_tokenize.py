@@ -72,4 +72,4 @@ def test_long_replies_are_written_beside_the_event_loop(
 
     monkeypatch.setattr(replies, "encode", noted)
     assert post(shared, path, **body).status_code == 200
-    assert [name.startswith("prompt") for name in threads] == [True]
+    assert [name.startswith("tokenize") for name in threads] == [True]

@@ -5,12 +5,14 @@ import json
 import random
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 from serve.core.errors import ModelError, RequestError
 from serve.front.text.tokens import TextStream, Tokenizer
@@ -287,3 +289,83 @@ def test_the_vocabulary_is_no_larger_than_the_models(tmp_path: Path) -> None:
     assert load(byte_level(), tmp_path, config=nested).vocab_size == 120
     own = byte_level().get_vocab_size()
     assert load(byte_level(), tmp_path, config={"vocab_size": 9999}).vocab_size == own
+
+
+# --- beside a model's config
+
+REFUSED_BY_TRANSFORMERS = {
+    "gemma2": {"query_pre_attn_scalar": 144.5},
+    "jamba": {"layers_block_type": ["attention", "mamba"], "num_hidden_layers": 2},
+    "granitemoehybrid": {"layer_types": "none", "num_hidden_layers": "2"},
+    "mamba2": {"time_step_limit": "none", "hidden_size": "x"},
+}
+
+
+def model_types() -> list[str]:
+    """Those that mlx-lm and transformers both know."""
+    files = (Path(find_spec("mlx_lm").origin).parent / "models").glob("*.py")  # type: ignore
+    return sorted({file.stem for file in files} & set(CONFIG_MAPPING_NAMES))
+
+
+@pytest.mark.parametrize("model_type", model_types())
+def test_the_tokenizer_loads_whatever_else_the_config_of_its_model_says(
+    tmp_path: Path, model_type: str
+) -> None:
+    wrong: dict[str, object] = {"hidden_size": {"not": "a size"}, "num_hidden_layers": "many"}
+    config = {"model_type": model_type, **wrong, **REFUSED_BY_TRANSFORMERS.get(model_type, {})}
+    tokenizer = load(byte_level(), tmp_path, config=config)
+    assert tokenizer.decode(tokenizer.encode("hello world")) == "hello world"
+
+
+@pytest.mark.parametrize("model_type", REFUSED_BY_TRANSFORMERS)
+def test_transformers_refuses_these_configs(tmp_path: Path, model_type: str) -> None:
+    """Else the test above shows nothing."""
+    config = {"model_type": model_type, **REFUSED_BY_TRANSFORMERS[model_type]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(Exception, match=r"."):
+        AutoConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma2", "gemma3_text", "phi3", "jamba"])
+@pytest.mark.parametrize("named", [None, "PreTrainedTokenizerFast", "TokenizersBackend"])
+def test_the_tokenizer_is_the_one_that_transformers_takes(
+    tmp_path: Path, kind: Callable[[], Backend], model_type: str, named: str | None
+) -> None:
+    """Of a config that it accepts."""
+    save(kind(), tmp_path)
+    CONFIG_MAPPING[model_type]().save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    fields = {**json.loads(file.read_text()), "tokenizer_class": named}
+    if named is None:
+        del fields["tokenizer_class"]
+    file.write_text(json.dumps(fields))
+    reference = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    assert type(tokenizer._transformers) is type(reference)
+    # Without a name the model's own class is taken, which not every vocabulary here suits.
+    for text in TEXTS if named else ():
+        assert tokenizer.encode(text) == reference.encode(text, add_special_tokens=False)
+
+
+def test_a_chat_beyond_the_vocabulary_of_the_model_is_refused(tmp_path: Path) -> None:
+    tokenizer = load(byte_level(), tmp_path, config={"vocab_size": 60})
+    with pytest.raises(ModelError, match=r"a plain chat has token .* vocab_size 60"):
+        tokenizer.check_chat()
+
+
+def test_a_token_beyond_the_vocabulary_ends_a_request_and_not_the_start(tmp_path: Path) -> None:
+    """Some tokenizers have more added tokens than their model has rows."""
+    backend = byte_level()
+    own = backend.get_vocab_size()
+    backend.add_special_tokens(["<|beyond|>"])
+    tokenizer = load(backend, tmp_path, config={"vocab_size": own})
+    tokenizer.check_chat()
+    with pytest.raises(RequestError, match=rf"'<\|beyond\|>' is token {own}"):
+        tokenizer.encode("hello <|beyond|>")
+    assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
+
+
+def test_a_template_that_takes_no_plain_chat_does_not_end_the_start(tmp_path: Path) -> None:
+    save(byte_level(), tmp_path, "{{ raise_exception('tools only') }}")
+    Tokenizer(tmp_path).check_chat()

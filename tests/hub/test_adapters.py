@@ -220,5 +220,5 @@ def test_a_hub_adapter_that_is_not_there_ends_the_start(hub: FakeHub, home: Path
     flags = serve_flags(free_ports(1)[0], TINY_CHAT, "--lora", f"x={REPO}")
     with started(alone(flags)) as server:
         assert server.process.wait(60) == 2
-        server.wait_for_log("--lora x: org/tiny is no folder on this host: --allow-hub-adapters")
+        server.wait_for_log("--lora x: there is no folder org/tiny on this host. If you mean")
     assert not hub.requests

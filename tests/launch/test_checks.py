@@ -49,7 +49,7 @@ def versions(**changes: str) -> dict[str, Any]:
     [
         (versions(mlx="0.32.0"), "fail", "mlx 0.32.0", "pip install 'mlx>=0.32.1'"),
         (versions(mlx="0.9.9"), "fail", "mlx 0.9.9", "/opt/python -m pip"),
-        (versions(**{"mlx-lm": "-"}), "fail", "missing", "pip install mlx-brigade"),
+        (versions(**{"mlx-lm": "-"}), "fail", "missing", "install Brigade for"),
         ({"blas": None}, "warn", "no OpenBLAS", "libopenblas0-pthread"),
         ({"free_memory_bytes": 6 * 10**9}, "warn", "6.0 GB of 64.0 GB", "--memory"),
         ({**MAC, "wired_limit": "60000"}, "warn", "60.0 GB may be wired", "iogpu.wired_limit_mb"),
@@ -103,8 +103,23 @@ def test_hosts_that_differ_are_told_apart(changes: dict[str, Any], what: str, fi
     assert fix in finding.fix
 
 
+def test_only_files_that_hosts_have_are_said_to_be_the_same() -> None:
+    model = {"config.json": "1", "chat_template.jinja": "-", "weights": "3"}
+    findings = check_hosts([{**GOOD, "model": model}, {**GOOD, "host": "mini", "model": model}])
+    assert [each.what for each in findings if "weights" in each.what] == [
+        "the same config.json, weights"
+    ]
+
+
 def test_hosts_may_have_other_patch_levels_of_python_and_other_memory() -> None:
     assert {each.status for each in together({"python": "3.12.9", "memory_bytes": 1})} == {"ok"}
+
+
+def test_only_files_that_are_there_are_called_the_same() -> None:
+    model = {"config.json": "1", "generation_config.json": "-", "weights": "3"}
+    one = {**GOOD, "model": model}
+    told = [each.what for each in check_hosts([one, {**one, "host": "mini"}])]
+    assert "the same config.json, weights" in told
 
 
 def test_a_host_alone_is_compared_with_nobody() -> None:

@@ -90,7 +90,7 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         Finding("ok", "a", "fine, too"),
     ]
     doctor.show(findings, as_json=False)
-    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
+    assert capsys.readouterr().out.splitlines() == [
         "a",
         "  ok  fine",
         "  ok  fine, too",
@@ -99,6 +99,12 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         "        → mend it",
         "2 ok, 0 warn, 1 fail",
     ]
+
+
+def test_ranks_of_the_same_host_are_told_apart() -> None:
+    hosts = [Host(0, "127.0.0.1", ()), Host(1, "127.0.0.1", ())]
+    assert doctor.labels_of(hosts) == ["rank 0, this machine", "rank 1, this machine"]
+    assert doctor.labels_of(hosts[:1]) == ["this machine"]
 
 
 def test_a_host_that_cannot_be_reached(
@@ -153,7 +159,7 @@ def test_a_launch_is_refused_on_hosts_where_something_fails(
     words = ["launch", *on_hosts(sshd, hostfile), "--", "serve", "--model", str(TINY_CHAT)]
     assert cli.main(words) == ClusterError.exit_code
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("brigade: 127.0.0.2: 198.51.100.7 is not of this host")
+    assert said.startswith("brigade launch: 127.0.0.2: 198.51.100.7 is not of this host")
     assert "rank_started" not in said
 
 

@@ -25,6 +25,15 @@ def test_a_list_of_hosts() -> None:
     )
 
 
+def test_ranks_on_the_same_host_are_told_apart_by_their_number() -> None:
+    here = {"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}
+    assert list(map(str, parse([here, here]).hosts)) == [
+        "rank 0 on this machine",
+        "rank 1 on this machine",
+    ]
+    assert list(map(str, parse([A, B]).hosts)) == ["a", "b"]
+
+
 def test_what_mlx_distributed_config_writes() -> None:
     """Its own class writes and reads the file, so a change of the format is seen here."""
     common = pytest.importorskip("mlx._distributed_utils.common")

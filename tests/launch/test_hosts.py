@@ -28,6 +28,7 @@ from tests.test_launcher import (
     DEAF_CHILD,
     LEASHED,
     RANK,
+    SILENT,
     SLEEP,
     TELL,
     Launch,
@@ -239,6 +240,50 @@ def test_a_rank_comes_back_after_a_lost_connection(relaunch: Start) -> None:
     assert [alive(pid) for pid in launched.pids].count(False) == 2
     launched.process.send_signal(signal.SIGTERM)
     assert launched.end()[0] == 137
+
+
+@pytest.fixture
+def relaunch_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """As `relaunch`, with both agents on this machine: it needs no ssh server."""
+    hosts = tmp_path / "here.json"
+    hosts.write_text(json.dumps([{"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}] * 2))
+    text = LAUNCH.replace("drain_seconds=3.0", "drain_seconds=3.0, max_restarts=2")
+    text = f"from launcher import remote\nremote.KILL_SECONDS = 0.5\n{text}"
+    with ExitStack() as stack:
+
+        def start(program: str) -> Launch:
+            words = [str(hosts), "ssh", RANK + program]
+            launched = Launch([sys.executable, "-c", text, *words], tmp_path)
+            stack.callback(launched.clean_up)
+            return launched
+
+        yield start
+
+
+def test_a_rank_that_stands_still_is_replaced_on_its_host(
+    relaunch_here: Start, tmp_path: Path
+) -> None:
+    program = f"PID_FILE = {str(tmp_path / 'pid')!r}\n{SILENT}"
+    launched = relaunch_here(f"{program}if rank == 0: tell(1, pid_of_rank_1())\n{SLEEP}").see(
+        "up", 2
+    )
+    assert launched.text.count("event=rank_started rank=1") == 2
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.end()[0] == 0
+
+
+def test_a_rank_that_stands_still_with_its_agent_is_replaced(
+    relaunch_here: Start, tmp_path: Path
+) -> None:
+    """As in a container that is frozen: the agent does not hear that it should kill the rank."""
+    stop = "os.kill(os.getpid(), signal.SIGSTOP)"
+    program = SILENT.replace(stop, f"os.kill(os.getppid(), signal.SIGSTOP); {stop}")
+    program = f"PID_FILE = {str(tmp_path / 'pid')!r}\n{program}"
+    launched = relaunch_here(f"{program}if rank == 0: tell(1, pid_of_rank_1())\n{SLEEP}")
+    wait_until(lambda: launched.text.count("up") == 2, 15.0)
+    assert launched.text.count("event=rank_started rank=1") == 2
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.end()[0] == 0
 
 
 @pytest.mark.slow

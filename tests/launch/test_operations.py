@@ -61,8 +61,10 @@ class Terminal:
             ("--host 10.0.0.1", f"--host 127.0.0.2 --port {self.port}"),
             ("10.0.0.1", "127.0.0.2"),
             ("10.0.0.2", "127.0.0.3"),
-            ("/opt/brigade/bin/python", sys.executable),
-            ("pip install --upgrade", "pip show"),
+            (
+                "'cd brigade && git pull --quiet && scripts/install'",
+                f"{sys.executable} -m pip show mlx-brigade",
+            ),
         ):
             block = block.replace(there, here)
         return f"set -eo pipefail\n{block}"
@@ -149,7 +151,7 @@ def understood(words: list[str]) -> ServeConfig:
     """Raises if a flag is not one of Brigade's."""
     assert words[:2] == ["/opt/brigade/bin/brigade", "launch"]
     own, command = cli.split_at_dashes(words[1:])
-    cli.build_parser().parse_args(own)
+    cli.build_parsers()[0].parse_args(own)
     assert command[0] == "serve"
     return parse(ServeConfig, command[1:], "serve", "")
 

@@ -252,6 +252,17 @@ def test_a_command_beside_them_is_refused(flag: str, capsys: pytest.CaptureFixtu
     assert "take no command" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--status", "--stop"])
+@pytest.mark.parametrize(
+    "ignored", [["--env", "A=b"], ["--cwd", "/"], ["--ssh", "ssh"], ["--python", "python9"]]
+)
+def test_flags_beside_them_that_would_do_nothing_are_refused(
+    flag: str, ignored: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["launch", flag, *ignored]) == 2
+    assert f"do not take {ignored[0]}" in capsys.readouterr().err
+
+
 def test_what_is_going_on_when_a_rank_is_lost_is_rank_0s_word() -> None:
     with recorded(["serve"], ["a", "b"], 12.0) as kept:
         kept.said(0, "x event=recovering life=1")

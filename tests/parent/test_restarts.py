@@ -60,6 +60,17 @@ def test_engines_that_never_work_are_given_up_however_long_each_takes() -> None:
     assert restarts.wait_seconds(KILLED, False, 400) > 0
 
 
+def test_faults_of_a_request_that_is_found_do_not_count() -> None:
+    restarts = Restarts(3, 60)
+    restarts.wait_seconds(KILLED, True, 0)
+    for _ in range(20):
+        for _ in range(2):
+            restarts.wait_seconds(KILLED, True, 1)
+        assert restarts.num_left(1) == 0
+        assert restarts.wait_seconds(KILLED, True, 1, num_explained=3) == 0
+        assert restarts.num_left(1) == 2, "the one before is still counted"
+
+
 def test_no_restarts_at_all() -> None:
     with pytest.raises(EngineError, match=r"signal 9\.$"):
         Restarts(0, 60).wait_seconds(KILLED, True, 0)

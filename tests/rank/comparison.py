@@ -17,6 +17,8 @@ from serve.model.trial import Crossing, Trial
 from serve.rank.cache import GroupCaches
 
 Feeds = dict[int, list[int]]
+Ragged = tuple[tuple[int, Feeds, tuple[int, ...]], ...]
+OVERFLOWS = 50  # a token that is not in RAGGED
 Place = tuple[Callable[..., list[mx.array]], Callable[[], list[Any]]]
 """What runs, and what makes its caches: a stage, or the whole model."""
 
@@ -26,7 +28,7 @@ EVEN = ([[1, 2, 3, 4, 5], [9, 8, 7, 6, 5]], [[6, 3, 1], [7, 2, 2]], [[8], [9]], 
 # (group, what each sequence feeds, who is dropped before). Rows join a group from their
 # prefill, at position 0 beside longer ones, two new ones together, from another group,
 # and after being parked; rows grow past the window of sliding attention.
-RAGGED: tuple[tuple[int, Feeds, tuple[int, ...]], ...] = (
+RAGGED: Ragged = (
     (10, {0: [1, 2, 3]}, ()),
     (0, {0: [4]}, ()),
     (11, {1: [5, 6, 7, 8, 9, 10, 11]}, ()),
@@ -89,19 +91,32 @@ def even(model: nn.Module, stages: Sequence[Stage]) -> Iterator[tuple[mx.array, 
         yield model(tokens, cache=whole), forward(stages, tokens, caches)
 
 
-def steps() -> Iterator[Step]:
+def overflowing(model: nn.Module) -> tuple[Ragged, list[int]]:
+    """Makes a token of the model one whose hidden state is not a number. Returns steps in which
+    some sequences feed it, and those sequences."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.weight[OVERFLOWS] = mx.nan
+    bad = [1, 4, 6]
+    return tuple(
+        (group, {s: [OVERFLOWS] * len(fed) if s in bad else fed for s, fed in feeds.items()}, drop)
+        for group, feeds, drop in RAGGED
+    ), bad
+
+
+def steps(ragged: Ragged = RAGGED) -> Iterator[Step]:
     positions: dict[int, int] = {}
-    for number, (group, feeds, drop) in enumerate(RAGGED):
+    for number, (group, feeds, drop) in enumerate(ragged):
         rows = tuple(Row(s, positions.get(s, 0), len(fed)) for s, fed in feeds.items())
         positions |= {row.sequence: row.position + row.num_tokens for row in rows}
         tokens = tuple(token for fed in feeds.values() for token in fed)
         yield Step(number, group, rows, tokens, True, drop)
 
 
-def ragged(places: Sequence[Place], can_batch: bool) -> Iterator[mx.array]:
+def ragged(places: Sequence[Place], can_batch: bool, feeds: Ragged = RAGGED) -> Iterator[mx.array]:
     """Logits (B, L, vocabulary) of each step, through the caches of a worker."""
     caches = [GroupCaches(make_cache, can_batch) for _, make_cache in places]
-    for step in steps():
+    for step in steps(feeds):
         logits: dict[int, mx.array] = {}
         for parts in zip(*(own.apply(step) for own in caches), strict=True):
             passed: list[mx.array] = []

@@ -318,6 +318,32 @@ def test_a_scale_that_makes_numbers_infinite_is_refused(tmp_path: Path) -> None:
         Pipeline(LLAMA, []).read(1, folder)
 
 
+def suspicions(caplog: pytest.LogCaptureFixture) -> list[str]:
+    told = [record.getMessage() for record in caplog.records]
+    caplog.clear()
+    return [line for line in told if "event=adapter_suspicious" in line]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_read_tells_an_adapter_that_dwarfs_its_modules(
+    tmp_path: Path, case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, *both = CASES[case]
+    for number, settings in enumerate(both):
+        folder = adapters.save_adapter(tmp_path / str(number), make(), 1, **settings)
+        Pipeline(make, []).read(1, folder)
+        assert not suspicions(caplog)
+        tensors, config = adapters.read(folder)
+        grown = {n: a * (1e18 if n.endswith("lora_a") else 1) for n, a in tensors.items()}
+        if settings.get("dora"):
+            grown = {n: a * (1000 if n.endswith(".m") else 1) for n, a in tensors.items()}
+        adapters.write(folder, "adapters.safetensors", grown, config)
+        Pipeline(make, []).read(7, folder)
+        (line,) = suspicions(caplog)
+        assert "version=7" in line
+        assert str(folder) in line
+
+
 # --- formats
 
 
@@ -402,13 +428,32 @@ def rename(tensors: dict[str, Any], old: str, new: str) -> None:
     tensors[new] = tensors.pop(old)
 
 
+def renumbered(tensors: Any, _: Any) -> None:
+    """As of a model with twice as many layers, of which the adapter has the last."""
+    for name in list(tensors):
+        number = int(name.split(".")[2])
+        rename(tensors, name, name.replace(f"layers.{number}.", f"layers.{number + 4}.", 1))
+
+
+def first_half(tensors: Any, _: Any) -> None:
+    for name in list(tensors):
+        if int(name.split(".")[2]) >= 2:
+            tensors.pop(name)
+
+
 SPOILS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "nan": (lambda t, c: t.update({f"{Q}.lora_a": NAN}), f"{Q}.lora_a .*finite"),
     "other base": (
         lambda t, c: t.update({f"{Q}.lora_a": mx.zeros((16, 4))}),
         r"\(16, 4\).*\(32, 4\)",
     ),
-    "rank": (lambda t, c: c["lora_parameters"].update(rank=5), "needs"),
+    "rank": (lambda t, c: c["lora_parameters"].update(rank=5), "rank 5 in .* needs"),
+    "more layers": (renumbered, "made for another model: it has 8 layers, this model has 4"),
+    "fewer layers": (first_half, "made for another model: it has 2 layers, this model has 4"),
+    "other sizes": (
+        lambda t, c: t.update({f"{Q}.lora_b": mx.zeros((4, 99))}),
+        r"made for another model: .*\(4, 99\)",
+    ),
     "rank 4096": (
         lambda t, c: c["lora_parameters"].update(rank=4096),
         "rank 4096.*--max-lora-rank",
@@ -462,11 +507,111 @@ PEFT_SPOILS: dict[str, tuple[dict[str, Any], str]] = {
     "bias": ({"bias": "all"}, "bias is 'all'"),
     "whole modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     "changed base": ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4"),
+    "unknown start": ({"init_lora_weights": "of_next_year"}, "of_next_year"),
+    "unknown field": ({"use_of_next_year": True}, "use_of_next_year in .* is True"),
+    "unknown object": ({"next_config": {"a": 1}}, "next_config"),
+    "unknown number": ({"shift": 0.5}, "shift"),
     "broken pattern": ({"rank_pattern": {"(": 3}}, "regular expression"),
     "more modules": ({"target_modules": ["q_proj", "k_proj"]}, "no tensors for .*k_proj"),
     "infinite alpha": ({"lora_alpha": math.inf}, "lora_alpha"),
     "truth": ({"r": True}, "True"),
 }
+
+
+# What PEFT 0.21's LoraConfig writes beside the fields of adapters.as_peft, with its defaults.
+WRITTEN_BY_PEFT: dict[str, Any] = {
+    "alora_invocation_tokens": None,
+    "alpha_pattern": {},
+    "arrow_config": None,
+    "auto_mapping": None,
+    "base_model_name_or_path": "org/name",
+    "corda_config": None,
+    "ensure_weight_tying": False,
+    "eva_config": None,
+    "exclude_modules": None,
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+    "init_lora_weights": True,
+    "kasa_config": None,
+    "layer_replication": None,
+    "layers_pattern": None,
+    "layers_to_transform": None,
+    "loftq_config": {},
+    "lora_bias": False,
+    "lora_dropout": 0.1,
+    "lora_ga_config": None,
+    "megatron_config": None,
+    "megatron_core": "megatron.core",
+    "modules_to_save": None,
+    "monteclora_config": None,
+    "peft_version": "0.21.2",
+    "qalora_group_size": 16,
+    "rank_pattern": {},
+    "revision": None,
+    "target_parameters": None,
+    "task_type": "CAUSAL_LM",
+    "trainable_token_indices": None,
+    "use_bdlora": None,
+    "use_qalora": False,
+    "use_rslora": False,
+    "velora_config": None,
+}
+# Fields that change answers or weights, with a value that PEFT would write.
+CHANGES_ANSWERS: dict[str, Any] = {
+    "alora_invocation_tokens": [1, 2],
+    "arrow_config": {"top_k": 3},
+    "ensure_weight_tying": True,
+    "kasa_config": {"beta": 1e-4},
+    "layer_replication": [[0, 4], [2, 5]],
+    "lora_bias": True,
+    "modules_to_save": ["lm_head"],
+    "monteclora_config": {"num_samples": 8},
+    "target_parameters": ["mlp.experts.gate_up_proj"],
+    "trainable_token_indices": [7],
+    "use_bdlora": {"nblocks": 2},
+    "use_qalora": True,
+    "velora_config": {"num_groups": 64},
+}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": "orthogonal"},
+        {"fan_in_fan_out": True},
+        {"loftq_config": {"loftq_bits": 4}},
+        {"runtime_config": {"ephemeral_gpu_offload": False}},
+        {"merge_weights": False, "enable_lora": None},
+        {"field_of_next_year": None, "another": False, "third": {}, "fourth": []},
+    ],
+    ids=lambda more: " ".join(more) or "defaults",
+)
+def test_a_config_as_peft_writes_it_is_read(tmp_path: Path, more: dict[str, Any]) -> None:
+    source = adapters.save_adapter(tmp_path / "mlx", LLAMA())
+    folder = adapters.as_peft(source, tmp_path / "peft", **{**WRITTEN_BY_PEFT, **more})
+    assert read_adapter(str(folder)).rank == read_adapter(str(source)).rank
+
+
+@pytest.mark.parametrize("name", CHANGES_ANSWERS)
+def test_a_field_of_peft_that_changes_answers_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    source = adapters.save_adapter(tmp_path / "mlx", LLAMA())
+    changed = {**WRITTEN_BY_PEFT, name: CHANGES_ANSWERS[name]}
+    folder = adapters.as_peft(source, tmp_path / "peft", **changed)
+    with pytest.raises(AdapterError, match=f"{name} in adapter_config.json is"):
+        read_adapter(str(folder))
+
+
+def test_lora_parameters_that_are_not_known_are_refused_by_name(tmp_path: Path) -> None:
+    folder = adapters.save_adapter(tmp_path / "mlx", LLAMA())
+    for name, is_known in (("alpha", True), ("use_rslora", False)):
+        spoiled(folder, lambda _, c, name=name: c["lora_parameters"].update({name: 16}))
+        if is_known:
+            assert read_adapter(str(folder)).rank
+        else:
+            with pytest.raises(AdapterError, match=f"{name} in lora_parameters"):
+                read_adapter(str(folder))
 
 
 @pytest.mark.parametrize("spoil", PEFT_SPOILS)

@@ -14,6 +14,7 @@ from serve.core.errors import PlanError
 from serve.core.messages import TensorSpec
 from serve.core.types import Row, Step
 from serve.model import stage as stage_module
+from serve.model import trial
 from serve.model.stage import Stage
 from serve.rank.batching import can_batch
 from serve.ring import transport
@@ -120,6 +121,27 @@ def test_ragged_batches(name: str, model: nn.Module) -> None:
     for number, by_itself in enumerate(alone(model)):
         difference = relative_difference(expected[number], by_itself)
         assert difference < MOST_DIFFERENCE, number
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_ragged_batches_in_which_rows_overflow(name: str, model: nn.Module) -> None:
+    """No other row sees anything of it, whatever caches, masks and experts there are."""
+    if name in REFUSED:
+        pytest.skip("refused")
+    feeds, bad = comparison.overflowing(model)
+    with trial.without_weights(model):
+        can_batch = trial.can_batch(model)
+    expected = list(ragged([whole(model)], can_batch))
+    num_bad = 0
+    for number, got in enumerate(ragged([whole(model)], can_batch, feeds)):
+        for n, sequence in enumerate(feeds[number][1]):
+            own, others = got[n], expected[number][n]
+            known = mx.arange(own.shape[-1]) != comparison.OVERFLOWS  # A tied head has it, too.
+            if sequence in bad:
+                num_bad += bool(mx.isnan(own).any())
+            else:
+                assert mx.array_equal(mx.where(known, own, 0), mx.where(known, others, 0)), number
+    assert num_bad
 
 
 @pytest.mark.parametrize("name", ALL)

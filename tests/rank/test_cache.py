@@ -4,6 +4,7 @@ import copy
 import random
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
@@ -14,18 +15,23 @@ from serve.model.stage import Stage
 from serve.rank.cache import GroupCaches
 from tests.models import build
 
+OVERFLOWS = 95  # a token of the vocabulary that no test feeds by chance
+
 
 class Rig:
-    """One stage that is the whole model, and beside it each sequence alone."""
+    """One stage that is the whole model, and beside it each sequence alone. overflows is a
+    token whose hidden state is not a number."""
 
-    def __init__(self, can_batch: bool, kv_bits: int | None = None) -> None:
+    def __init__(
+        self, can_batch: bool, kv_bits: int | None = None, overflows: int | None = None
+    ) -> None:
         config = {"head_dim": 32} if kv_bits else {}
-        self.stage = Stage(build("llama", **config), 0, 4)
+        self.stage = Stage(_model(config, overflows), 0, 4)
         self.kv_bits = kv_bits
         self.caches = GroupCaches(
             lambda: quantized(self.stage.make_cache(), self.kv_bits), can_batch
         )
-        self.whole = build("llama", **config)
+        self.whole = _model(config, overflows)
         self.alone: dict[int, list] = {}
         self.length: dict[int, int] = {}
         self.number = 0
@@ -58,8 +64,16 @@ class Rig:
             new = quantized(make_prompt_cache(self.whole), self.kv_bits)
             cache = self.alone.setdefault(sequence, new)
             expected = self.whole(mx.array([fed]), cache=cache)
-            assert mx.allclose(logits[n][-len(fed) :], expected[0], rtol=1e-4, atol=1e-4), sequence
+            got = logits[n][-len(fed) :]
+            assert mx.allclose(got, expected[0], rtol=1e-4, atol=1e-4, equal_nan=True), sequence
             self.length[sequence] = self.length.get(sequence, 0) + len(fed)
+
+
+def _model(config: dict[str, int], overflows: int | None) -> nn.Module:
+    model = build("llama", **config)
+    if overflows is not None:
+        model.model.embed_tokens.weight[overflows] = mx.nan
+    return model
 
 
 @pytest.fixture(
@@ -145,16 +159,56 @@ def test_a_sequence_begins_as_a_copy_of_another(rig: Rig) -> None:
         rig.caches.apply(Step(99, 0, (), (), False, (), (Take(4, 3, 99),)))
 
 
-@pytest.mark.parametrize(("seed", "kv_bits"), [(0, None), (1, None), (2, None), (3, 8)])
-def test_random_lives(seed: int, kv_bits: int | None) -> None:
-    """Rows of very different lengths join, leave for a while, move, are copied and dropped."""
-    chance, rig = random.Random(seed), Rig(can_batch=True, kv_bits=kv_bits)
+def test_a_row_that_joins_sees_nothing_of_who_had_its_slot(rig: Rig) -> None:
+    """Not even numbers that are none: a masked one times zero is still none."""
+    rig = Rig(rig.caches._can_batch, rig.kv_bits, OVERFLOWS)
+    rig.step(0, {0: [1, 2, 3, 4, 5, 6]})
+    rig.step(0, {0: [7], 1: [OVERFLOWS]})
+    rig.step(0, {0: [8], 1: [9]})
+    rig.step(0, {0: [10]}, drop=(1,))
+    rig.step(9, {2: [11, 12]})
+    rig.step(0, {0: [13], 2: [14]})
+    rig.step(0, {0: [15], 2: [16]})
+
+
+def test_a_row_that_moves_to_another_slot_sees_nothing_of_who_had_it(rig: Rig) -> None:
+    rig = Rig(rig.caches._can_batch, rig.kv_bits, OVERFLOWS)
+    rig.step(0, {0: [1, 2, 3, 4, 5, 6]})
+    for sequence in range(1, 5):
+        rig.step(sequence, {sequence: [OVERFLOWS, 7, 8] if sequence < 4 else [9]})
+    rig.step(0, {sequence: [7] for sequence in range(5)})
+    rig.step(0, {0: [8], 4: [8]}, drop=(1, 2, 3))
+    rig.step(0, {0: [9], 4: [9]})
+
+
+@pytest.mark.parametrize("kv_bits", [None, 8])
+def test_what_fills_up_short_prompts_may_overflow(kv_bits: int | None) -> None:
+    """Rows are filled up with token 0 where a longer one is prefilled in the same step."""
+    rig = Rig(can_batch=True, kv_bits=kv_bits, overflows=0)
+    rig.step(0, {0: [1, 2, 3, 4, 5, 6], 1: [7, 8, 9, 10], 2: [11, 12, 13, 14, 15]})
+    rig.step(1, {0: [1], 1: [2], 2: [3]})
+    rig.step(1, {0: [4], 1: [5]})
+    rig.step(1, {0: [4], 1: [5], 2: [3]})
+
+
+LIVES = [(0, None, None), (1, None, None), (2, None, None), (3, 8, None)]
+LIVES += [(21, None, OVERFLOWS), (24, 8, OVERFLOWS), (26, None, OVERFLOWS), (7, None, 0), (8, 8, 0)]
+
+
+@pytest.mark.parametrize(("seed", "kv_bits", "overflows"), LIVES)
+def test_random_lives(seed: int, kv_bits: int | None, overflows: int | None) -> None:
+    """Rows of very different lengths join, leave for a while, move, are copied and dropped.
+    Some overflow, and so does what fills a batch up if that is token 0."""
+    chance, rig = random.Random(seed), Rig(True, kv_bits, overflows)
     groups: dict[int, list[int]] = {0: [], 1: []}
     away: list[int] = []
     ids = iter(range(1000))
 
     def some(num: int) -> list[int]:
-        return [chance.randrange(90) for _ in range(num)]
+        tokens = [chance.randrange(1, 90) for _ in range(num)]
+        if overflows is not None and chance.random() < 0.1:
+            tokens[chance.randrange(num)] = overflows
+        return tokens
 
     for _ in range(60):
         kind, group = chance.random(), chance.choice((0, 1))

@@ -1,6 +1,7 @@
 """The plan's bytes are those that the stages then really hold."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -9,12 +10,15 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from serve.cli import plan as plan_command
+from serve.cli.plan import plan_table, print_table
 from serve.core.checkpoint import read_checkpoint
+from serve.core.config import ServeConfig
 from serve.core.errors import PlanError, UsageError
-from serve.core.plan import PlanRequest
+from serve.core.plan import PlanRequest, StagePlan, with_slack
+from serve.front.pipeline.orders import replan_request
+from serve.model.caches import quantized
 from serve.model.planning import make_plan
 from serve.model.weights import load_stage
-from serve.rank.slots import quantized
 from tests import architectures, shapes
 from tests.models import ARCHITECTURES, save
 
@@ -28,6 +32,70 @@ def test_planned_weights_are_those_of_the_stages(tmp_path: Path, name: str, num_
         loaded = load_stage(folder, *stage.layers, progress=lambda *_: None)
         assert stage.weight_bytes == loaded.bytes_owned
         assert stage.fetch_bytes <= stage.weight_bytes
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("name", ["llama-tied", "llama"])
+def test_a_model_fits_into_just_what_its_plan_says(
+    tmp_path: Path, name: str, num_ranks: int
+) -> None:
+    folder = save(tmp_path, name)
+    total = max(s.total_bytes for s in make_plan(folder, PlanRequest(num_ranks=num_ranks)).stages)
+    enough = f"{total / 1000}KB"
+    plan = make_plan(folder, PlanRequest(num_ranks=num_ranks, memory=enough))
+    assert max(stage.total_bytes for stage in plan.stages) == total
+    assert plan.kv_tokens
+    assert plan.kv_tokens >= plan.demand.tokens
+    too_little = f"{(total - 1) / 1000}KB"
+    with pytest.raises(PlanError, match="--memory, add ranks, or promise less: --context"):
+        make_plan(folder, PlanRequest(num_ranks=num_ranks, memory=too_little))
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "llama"])
+def test_one_survivor_gets_all_layers_if_it_has_room_for_a_conversation(
+    tmp_path: Path, name: str
+) -> None:
+    folder = save(tmp_path, name)
+    config = ServeConfig(model=folder, replan=True)
+    whole = make_plan(folder, PlanRequest(num_ranks=1)).stages[0]
+    needed = whole.weight_bytes + with_slack(512 * whole.cache_bytes_per_token * 8)
+    for known, fits in ((needed + 1000, True), (needed - 1000, False)):
+        message = replan_request(config, [0], [known], str(folder))
+        fields = {key: value for key, value in message.items() if key not in ("type", "model")}
+        if fits:
+            assert make_plan(folder, PlanRequest(**fields)).stages[0].layers == (0, 4)
+        else:
+            with pytest.raises(PlanError, match="at least 4,096 tokens"):
+                make_plan(folder, PlanRequest(**fields))
+
+
+def test_memory_without_a_promise_is_for_the_weights_and_some_room(tmp_path: Path) -> None:
+    """`serve` asks so: 32 sequences of 512 tokens would take 12 MB."""
+    folder = save(tmp_path, "llama")
+    plan = make_plan(folder, PlanRequest(num_ranks=2, concurrency=32, min_tokens=256, memory="1MB"))
+    assert plan.kv_tokens
+    assert 256 <= plan.kv_tokens < plan.demand.tokens
+    limited = PlanRequest(
+        num_ranks=2, concurrency=32, min_tokens=256, memory="1MB", kv_memory="200KB"
+    )
+    assert make_plan(folder, limited).kv_tokens == 200_000 * 2 // 3 // 256
+    with pytest.raises(PlanError, match="256 are needed: raise --memory or --kv-memory"):
+        make_plan(folder, replace(limited, kv_memory="90KB"))
+    with pytest.raises(PlanError, match="at least 256 tokens, .* Raise --memory or add ranks"):
+        make_plan(folder, replace(limited, memory="90KB"))
+
+
+def test_more_memory_goes_to_where_it_makes_more_room(tmp_path: Path) -> None:
+    """Rank 0 has room for two layers, and then for hardly any keys and values."""
+    folder = save(tmp_path, "llama")
+    small = (
+        make_plan(folder, PlanRequest(num_ranks=2, split="even")).stages[0].weight_bytes + 70_000
+    )
+    plan = make_plan(
+        folder,
+        PlanRequest(num_ranks=2, concurrency=8, min_tokens=256, memory=f"{small / 1000}KB,9MB"),
+    )
+    assert plan.stages[0].layers == (3, 4)
 
 
 def test_what_is_fetched_is_every_tensor_once_but_for_tied_ones(tmp_path: Path) -> None:
@@ -93,10 +161,34 @@ def test_the_command_in_json_and_as_a_table(
     plan = json.loads(capsys.readouterr().out)
     assert [stage["rank"] for stage in plan["stages"]] == [0, 1]
     assert plan["stages"][0]["layers"][1] == plan["num_layers"] == 4
+    assert plan["kv_tokens"] > 64
     assert plan_command.run(flags) == 0
     table = capsys.readouterr().out
     assert "4 layers of qwen3" in table
     assert "1.0 GB" in table
+    assert f"keys and values of {plan['kv_tokens']:,} tokens" in table
+
+
+@pytest.mark.parametrize("more", [[], ["--memory", "1GB"], ["--memory", "1GB", "--context", "64"]])
+def test_the_table_fits_a_terminal_and_has_no_trailing_blanks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    folder = save(tmp_path, "qwen3")
+    assert plan_command.run(["--model", str(folder), "-n", "2", *more]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 and line == line.rstrip() for line in lines)
+
+
+def test_a_table_of_the_largest_amounts_fits_a_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    large = 999_900_000_000
+    stage = StagePlan(123, (100, 126), large, large // 3, 1, 1, large, 0.99, large)
+    print_table(plan_table([stage], has_promise=True))
+    lines = capsys.readouterr().out.splitlines()
+    assert "100-125" in lines[-1]
+    assert lines[-1].count("999.9 GB") == 3
+    assert all(len(line) <= 80 and "…" not in line for line in lines)
 
 
 @pytest.mark.parametrize(

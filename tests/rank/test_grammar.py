@@ -1,6 +1,8 @@
 """Masks follow a grammar token by token, and a sequence that begins anew goes on in it."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -9,6 +11,7 @@ from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 from serve.core.errors import RequestError
+from serve.core.grammar_limits import MAX_RULES
 from serve.core.types import Sampling
 from serve.rank import grammar
 from serve.rank.grammar import Constraint, Grammars
@@ -141,3 +144,50 @@ def test_where_the_answer_would_end_its_thoughts_end(grammars: Grammars) -> None
 
 def test_the_end_of_thoughts_may_be_the_answers(grammars: Grammars) -> None:
     assert allowed(begin(grammars, CHOICE, [], free_until=END))[END].item()
+
+
+def ids_of(*texts: str) -> list[int]:
+    return [TOKENIZER.token_to_id(text) for text in texts]
+
+
+def test_stop_token_that_the_grammar_allows_may_come_early() -> None:
+    letters = LLMatcher.grammar_from_regex("[ab]{5}")
+    a, b, c = ids_of("a", "b", "c")
+    sampling = Sampling(grammar=letters, end_ids=(END, a, c))
+    mask = allowed(Constraint(Grammars(MODEL), sampling, []))
+    assert [bool(mask[id].item()) for id in (a, b, c, END)] == [True, True, False, False]
+    complete = allowed(Constraint(Grammars(MODEL), sampling, [b] * 5))
+    assert [bool(complete[id].item()) for id in (a, b, c, END)] == [True, False, True, True]
+
+
+def test_grammar_without_any_allowed_token_is_a_conflict(grammars: Grammars) -> None:
+    a, b, c = ids_of("a", "b", "c")
+    first_a = LLMatcher.grammar_from_regex("ab*")
+    sampling = Sampling(grammar=first_a, end_ids=(END,), allowed_ids=(a, c))
+    constraint = Constraint(grammars, sampling, [])
+    assert allowed(constraint)[a].item()
+    with pytest.raises(RequestError) as told:
+        allowed(Constraint(grammars, Sampling(grammar=first_a, allowed_ids=(b, c)), []))
+    assert told.value.code == grammar.CONFLICT
+
+
+FOLLOW_PROGRAM = """
+import sys
+from pathlib import Path
+import mlx.core as mx
+from serve.core.types import Sampling
+from serve.rank.grammar import Constraint, Grammars
+constraint = Constraint(Grammars(Path(sys.argv[1])), Sampling(grammar=sys.stdin.read()), [])
+print((constraint.apply(mx.zeros(1000)) == 0).sum().item())
+"""
+
+
+@pytest.mark.parametrize("limit", ["2048", "8192", "unlimited"])
+def test_threads_follow_deeper_grammars_than_the_check_accepts(limit: str) -> None:
+    num_rules = 2 * MAX_RULES
+    rules = [f'r{n}: "a" r{n + 1}' for n in range(num_rules)]
+    text = "\n".join(["start: r0", *rules, f'r{num_rules}: "b"'])
+    shell = ["bash", "-c", f'ulimit -s {limit} && exec "$@"', "bash"]
+    command = [*shell, sys.executable, "-c", FOLLOW_PROGRAM, str(MODEL)]
+    told = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
+    assert (told.returncode, told.stdout) == (0, "1\n"), told.stderr

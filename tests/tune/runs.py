@@ -13,7 +13,7 @@ import mlx.core as mx
 import psutil
 
 from serve.core.config import Cluster
-from serve.tune import checkpoint
+from serve.tune import checkpoint, run_folder
 from serve.tune.config import FineTuneConfig
 from serve.tune.events import Event
 from serve.tune.run import run
@@ -83,7 +83,7 @@ def finish(command: Sequence[str], code: int = 0) -> str:
 
 
 def arrays_of(out: Path) -> dict[str, mx.array]:
-    arrays = mx.load(str(out / checkpoint.ADAPTERS))
+    arrays = mx.load(str(out / run_folder.ADAPTERS))
     assert isinstance(arrays, dict)
     return arrays
 

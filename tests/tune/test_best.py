@@ -13,9 +13,17 @@ import pytest
 from serve.core.config import Cluster
 from serve.core.errors import AdapterError, UsageError
 from serve.lora.formats import convert
-from serve.tune import checkpoint
+from serve.tune import checkpoint, run_folder
 from serve.tune.data import micro_batches, read_split, some_examples
-from serve.tune.events import Event, Finished, Saved, Started, Validated, Written
+from serve.tune.events import (
+    Event,
+    Finished,
+    NothingLeft,
+    Saved,
+    Started,
+    Validated,
+    Written,
+)
 from serve.tune.run import run
 from tests.cluster.servers import TINY_CHAT
 from tests.tune.ranks import loss_sum
@@ -55,7 +63,7 @@ def test_an_early_stop_leaves_best_and_last(
     assert finished.iteration == max(losses) == best + 3 < 100
     assert [event for event in events if isinstance(event, Saved)][-1].iteration == best + 3
     assert max(losses_of(out)) == best + 3, "the last batches are reported too"
-    for place, iteration in ((out, best + 3), (out / checkpoint.BEST, best)):
+    for place, iteration in ((out, best + 3), (out / run_folder.BEST, best)):
         assert loss_of(place, folder / "valid.jsonl") == pytest.approx(losses[iteration], rel=1e-4)
 
 
@@ -64,7 +72,7 @@ def test_what_is_tested_is_what_a_server_should_load(
 ) -> None:
     out, events = stopped
     (tested,) = (e for e in events if isinstance(e, Validated) and e.name == "test")
-    losses = [loss_of(place, folder / "test.jsonl") for place in (out / checkpoint.BEST, out)]
+    losses = [loss_of(place, folder / "test.jsonl") for place in (out / run_folder.BEST, out)]
     assert tested.loss == pytest.approx(losses[0], rel=1e-4)
     assert losses[1] != pytest.approx(losses[0], rel=1e-2), "best and last are alike"
     best = finished_of(events).best
@@ -90,11 +98,12 @@ def test_a_resumed_run_stops_where_it_would_have(
     events = ran(folder, out, iters=100, resume=True, **more)
     assert finished_of(events).iteration == whole.iteration
     assert finished_of(events).best == whole.best
-    for name in (".", checkpoint.BEST):
+    for name in (".", run_folder.BEST):
         assert same(arrays_of(out / name), arrays_of(stopped[0] / name))
     config, events = config_of(folder, out, **{"iters": 100, "resume": True, **more}), []
-    assert run(config, Cluster(), events.append) == out / checkpoint.BEST
-    assert [type(event) for event in events] == [Written], "nothing was left to train"
+    assert run(config, Cluster(), events.append) == out / run_folder.BEST
+    assert [type(event) for event in events] == [NothingLeft, Written]
+    assert events[0] == NothingLeft(whole.iteration, True)
 
 
 @pytest.mark.slow
@@ -131,7 +140,7 @@ def test_an_adapter_is_written_for_peft_too(folder: Path, tmp_path: Path) -> Non
     words = ["--peft", "--steps-per-eval", "4"]
     said = finish(launch(2, flags(folder, out, *words)))
     assert f'"lora_path": "{out}"' in said, "there is no line for a server"
-    for place in (out, out / checkpoint.BEST):
+    for place in (out, out / run_folder.BEST):
         config = json.loads((place / "peft" / "adapter_config.json").read_text())
         assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 8, 160)
         back = tmp_path / f"back from {place.name}"
@@ -170,7 +179,7 @@ def test_what_somebody_else_has_there_is_not_written_over(
     said = rf"holds {name}, no run: give another folder\.$"
     with pytest.raises(UsageError, match=said):
         ran(folder, tmp_path)
-    assert not (tmp_path / checkpoint.CONFIG).exists()
+    assert not (tmp_path / run_folder.CONFIG).exists()
 
 
 def test_a_run_that_was_killed_in_its_first_save_can_start_again(
@@ -178,7 +187,7 @@ def test_a_run_that_was_killed_in_its_first_save_can_start_again(
 ) -> None:
     half = tmp_path / "checkpoints" / "0000004.new"
     half.mkdir(parents=True)
-    (half / checkpoint.ADAPTERS).write_bytes(b"half")
+    (half / run_folder.ADAPTERS).write_bytes(b"half")
     ran(folder, tmp_path, iters=4)
     assert [path.name for path in half.parent.iterdir()] == ["0000004"]
 

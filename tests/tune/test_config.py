@@ -1,5 +1,7 @@
 """Flags and YAML of mlx_lm.lora: names, precedence, and what is refused."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -8,10 +10,12 @@ import pytest
 from mlx_lm import lora
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from serve.cli.fine_tune import _parse, check
+from serve.cli.fine_tune import _OTHER_NAMES, _parse, check
 from serve.core.errors import BrigadeError, UsageError
+from serve.tune import lines
 from serve.tune.config import FineTuneConfig
-from tests.cluster.servers import TINY_CHAT
+from serve.tune.model import adapter_config
+from tests.cluster.servers import ROOT, TINY_CHAT
 from tests.models import build
 from tests.tune.ranks import LORA
 
@@ -172,6 +176,92 @@ def test_what_can_be_known_before_is_said_before(
     with pytest.raises(BrigadeError) as error:
         check(["--model", str(TINY_CHAT), "--data", str(tmp_path), *flags], num_ranks)
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "lora"),
+    [
+        (["--lora-rank", "16"], {"rank": 16, "scale": 20.0, "dropout": 0.0}),
+        (["--lora-rank", "16", "--lora-alpha", "32"], {"rank": 16, "scale": 2.0, "dropout": 0.0}),
+        (["--lora-alpha", "32"], {"rank": 8, "scale": 4.0, "dropout": 0.0}),
+        (["--lora-scale", "3", "--lora-dropout", "0.1"], {"rank": 8, "scale": 3.0, "dropout": 0.1}),
+    ],
+)
+def test_flags_of_the_adapter(words: list[str], lora: dict[str, float]) -> None:
+    assert _parse([*BASE, *words]).lora == lora
+
+
+def test_flags_of_the_adapter_override_the_file(file: Callable[[str], str]) -> None:
+    config = _parse([*BASE, "-c", file(YAML), "--lora-rank", "4"])
+    assert config.lora == {
+        "keys": ["self_attn.q_proj", "self_attn.v_proj"],
+        "rank": 4,
+        "scale": 10.0,
+        "dropout": 0.1,
+    }
+    assert config.decides_numbers()["lora"]["rank"] == 4
+    assert adapter_config(config, 8)["lora_parameters"]["rank"] == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--lora-rank", "0"], "out of range"),
+        (["--lora-dropout", "1"], "dropout (0 to 1)"),
+        (["--lora-scale", "nan"], "out of range"),
+        (["--lora-scale", "1", "--lora-alpha", "8"], "exclude each other"),
+        (["--lora-rank", "4", "--fine-tune-type", "full"], "--lora-rank is for lora and dora"),
+        (["--lr", "1"], "--lr is --learning-rate here"),
+        (["--lora_r=4"], "--lora_r is --lora-rank here"),
+        (["--use-dora"], "--fine-tune-type dora"),
+    ],
+)
+def test_wrong_flags_of_the_adapter_are_refused(words: list[str], said: str) -> None:
+    with pytest.raises(UsageError) as error:
+        _parse([*BASE, *words])
+    assert said in str(error.value)
+
+
+def test_other_names_are_no_flags_of_ours() -> None:
+    ours = {"--" + field.name.replace("_", "-") for field in fields(FineTuneConfig)}
+    assert not ours & _OTHER_NAMES.keys()
+    assert {name.split()[0] for name in _OTHER_NAMES.values()} <= ours
+
+
+NO_MLX = """
+import sys
+from serve.cli.fine_tune import check
+from serve.core.errors import UsageError
+try:
+    check(sys.argv[1:], 1)
+except UsageError as error:
+    print(error, sorted({"mlx", "mlx_lm", "transformers"} & sys.modules.keys()))
+"""
+
+
+def test_check_names_a_bad_line_and_a_taken_folder_without_mlx(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n{"text": 1}\n')
+    (tmp_path / "out" / "checkpoints" / "0000004").mkdir(parents=True)
+    words = ["--model", str(TINY_CHAT), "--data", str(tmp_path), "--adapter-path"]
+    for folder, more, said in (
+        ("new", [], "train.jsonl:2: 'text' is no text: give a string. []"),
+        ("out", [], "holds a run: give another folder, or --resume to go on. []"),
+        ("new", ["--resume"], "has no checkpoint: start without it. []"),
+    ):
+        command = [sys.executable, "-c", NO_MLX, *words, str(tmp_path / folder), *more]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert said in done.stdout, done.stdout + done.stderr
+
+
+def test_check_data_leaves_large_files_to_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.jsonl").write_text("{")
+    config = _parse(["--model", "m", "--data", str(tmp_path)])
+    with pytest.raises(UsageError, match="not JSON"):
+        lines.check_data(config)
+    monkeypatch.setattr(lines, "_MAX_BYTES", 0)
+    lines.check_data(config)
 
 
 def test_epochs_come_before_iters() -> None:

@@ -394,3 +394,11 @@ def test_what_is_validated_is_the_same_each_time() -> None:
 def test_the_largest_micro_batch_is_of_the_longest() -> None:
     assert largest(split_of([4, 9, 3, 8]), 2).inputs.shape == (2, 8)
     assert mx.array_equal(largest(split_of([4, 9]), 1).inputs, mx.arange(1, 9)[None])
+
+
+def test_the_tokenizer_loads_though_transformers_refuses_the_config(tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY_CHAT / name, tmp_path)
+    config = {"model_type": "gemma2", "query_pre_attn_scalar": 144.5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_tokenizer(tmp_path).encode("hello")

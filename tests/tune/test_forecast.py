@@ -16,7 +16,7 @@ RECORDS = [
 
 
 def probe_of(**changes: int) -> Probe:
-    arguments = {"base": 100, "trained": 2, **changes}
+    arguments = {"base": 100, "gradients": 2, "updated": 2, **changes}
     return Probe.of(RECORDS, **arguments, clips=False)
 
 
@@ -38,9 +38,22 @@ def test_memory_grows_with_what_is_held() -> None:
 
 def test_an_update_can_need_most() -> None:
     """Beside the gradients it makes the weights anew, and perhaps the gradients."""
-    assert probe_of(trained=50).peak_bytes(1) == 100 + 50 + 50
-    clipped = Probe.of(RECORDS, 100, 50, clips=True)
+    assert probe_of(gradients=50, updated=50).peak_bytes(1) == 100 + 50 + 50
+    clipped = Probe.of(RECORDS, 100, 50, 50, clips=True)
     assert clipped.peak_bytes(1) == 100 + 50 + 2 * 50
+
+
+def test_one_micro_batch_has_no_sums_beside_it() -> None:
+    """Its gradients come in W, which was measured with them."""
+    probe = probe_of(gradients=2, updated=2)
+    assert probe.peak_bytes(1, adds_up=False) == 100 + max(15, 10 + 4, 10 + 3, 2 + 2)
+
+
+def test_gradients_of_half_precision_weights_count_as_float32() -> None:
+    """Twice the bytes of what the update makes anew."""
+    assert probe_of(gradients=80, updated=45).peak_bytes(1) == 100 + 80 + 45
+    clipped = Probe.of(RECORDS, 100, 80, 45, clips=True)
+    assert clipped.peak_bytes(1) == 100 + 80 + 45 + 80
 
 
 def test_a_forecast_has_the_ranks_in_their_order() -> None:
@@ -48,7 +61,7 @@ def test_a_forecast_has_the_ranks_in_their_order() -> None:
     schedule = make_schedule("1f1b", Shape(2, 8))
     probes = [
         probe_of(),
-        Probe.of([r._replace(op=r.op._replace(stage=1)) for r in RECORDS], 200, 2, clips=False),
+        Probe.of([r._replace(op=r.op._replace(stage=1)) for r in RECORDS], 200, 2, 2, clips=False),
     ]
     found = forecast(schedule, probes)
     assert found.in_flight == [1, 2]

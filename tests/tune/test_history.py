@@ -38,5 +38,12 @@ def test_it_stalls_after_so_many_validations_and_not_before(
     assert not added(*losses)[0].has_stalled(None)
 
 
+def test_without_a_finite_loss_there_is_no_best_and_nothing_stalls() -> None:
+    history, is_best = added(NAN, NAN, float("inf"), NAN)
+    assert not any(is_best)
+    assert history.best is None
+    assert not history.has_stalled(1)
+
+
 def test_before_any_validation_nothing_stalls() -> None:
     assert not History().has_stalled(1)

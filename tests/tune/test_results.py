@@ -1,13 +1,14 @@
 """Model card and charts of a run."""
 
+import math
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from serve.tune import checkpoint, results
-from serve.tune.forecast import OpRecord
+from serve.tune import checkpoint, forecast, plot, results, run_folder
+from serve.tune.forecast import OpRecord, Span
 from serve.tune.schedule import Op, OpCost, Shape, make_schedule, simulate
 from tests.tune.ranks import config_of
 
@@ -30,10 +31,10 @@ FACTS = results.Facts(
 )
 
 
-def spans() -> list[results.Span]:
+def spans() -> list[Span]:
     schedule = make_schedule("1f1b", Shape(2, 4))
     timeline = simulate(schedule, [OpCost(1, 2, 0.5)] * 2)
-    return [results.Span(*op, start, end) for ops in timeline.spans for op, start, end in ops]
+    return [Span(*op, start, end) for ops in timeline.spans for op, start, end in ops]
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def test_a_card_says_command_data_and_losses(folder: Path) -> None:
 def test_charts_show_every_curve_and_every_op(folder: Path) -> None:
     results.write(config_of(adapter_path=folder), FACTS, spans())
     for name, texts in (
-        ("curves.svg", ("training", "validation", "learning rate", "norm of the gradient")),
+        ("curves.svg", ("training", "validation", "norm of the gradient")),
         ("schedule.svg", ("stage 0", "stage 1", "forward", "1f1b, the last update")),
     ):
         source = (folder / name).read_text()
@@ -90,6 +91,30 @@ def test_a_run_without_validation_has_its_chart_too(tmp_path: Path) -> None:
     assert "<!-- validation -->" not in (tmp_path / "curves.svg").read_text()
 
 
+def test_a_constant_learning_rate_has_no_axes_of_its_own(folder: Path) -> None:
+    results.write(config_of(adapter_path=folder), FACTS, [])
+    source = (folder / "curves.svg").read_text()
+    assert "<!-- learning rate -->" not in source
+    assert "<!-- loss, at learning rate 0.0001 -->" in source
+    checkpoint.add_metrics(folder, {**METRICS[1], "iteration": 5, "learning_rate": 5e-5})
+    results.write(config_of(adapter_path=folder), FACTS, [])
+    assert "<!-- learning rate -->" in (folder / "curves.svg").read_text()
+
+
+def test_a_loss_that_is_not_a_number_is_not_the_best(folder: Path) -> None:
+    (folder / "metrics.jsonl").unlink()
+    for iteration, loss in enumerate((math.nan, 2.0, math.nan, 3.0)):
+        line = {"iteration": iteration, "name": "valid", "loss": loss}
+        checkpoint.add_metrics(folder, line)
+    card = results.card(config_of(), FACTS, checkpoint.read_metrics(folder))
+    assert "2.0000 (best, batch 1)" in card
+
+
+def test_pictures_and_results_do_not_import_each_other() -> None:
+    source = Path(plot.__file__).read_text()
+    assert "serve.tune.results" not in source
+
+
 def test_without_matplotlib_there_is_a_card_and_a_word(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,21 +122,21 @@ def test_without_matplotlib_there_is_a_card_and_a_word(
     written = results.write(config_of(adapter_path=folder), FACTS, spans())
     assert [path.name for path in written.paths] == ["README.md"]
     assert written.without is not None
-    assert "mlx-brigade[bench]" in written.without
+    assert "pip install matplotlib" in written.without
     assert not (folder / "curves.svg").exists()
 
 
 def test_a_line_that_was_cut_is_passed_over_wherever_it_was(tmp_path: Path) -> None:
     """Also where what is there ends as a whole line does."""
     checkpoint.add_metrics(tmp_path, METRICS[0])
-    length = (tmp_path / checkpoint.METRICS).stat().st_size
+    length = (tmp_path / run_folder.METRICS).stat().st_size
     checkpoint.add_metrics(tmp_path, {"forecast": {"utilisation": 0.9}, "iteration": 8})
-    text = (tmp_path / checkpoint.METRICS).read_bytes()
+    text = (tmp_path / run_folder.METRICS).read_bytes()
     for end in range(length, len(text)):
-        (tmp_path / checkpoint.METRICS).write_bytes(text[:end])
+        (tmp_path / run_folder.METRICS).write_bytes(text[:end])
         assert checkpoint.read_metrics(tmp_path) == METRICS[:1]
 
 
 def test_spans_are_when_ops_ran() -> None:
     records = [OpRecord(Op("B", 3, 1), 0.5, 0.75, 0, 0, 0)]
-    assert results.spans(records) == [("B", 3, 1, 0.5, 0.75)]
+    assert forecast.spans(records) == [("B", 3, 1, 0.5, 0.75)]

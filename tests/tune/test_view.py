@@ -1,13 +1,14 @@
 """What a run says, on a terminal and elsewhere."""
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from serve.cli import training
-from serve.tune.events import Finished, Reported, Saved, Started, Validated, Written
+from serve.tune.events import Finished, NothingLeft, Reported, Saved, Started, Validated, Written
 from serve.tune.forecast import Forecast
 from serve.tune.schedule import Shape, make_schedule
 
@@ -28,7 +29,9 @@ EVENTS = [
     Validated(10, "valid", 1.25, 0.5),
     Saved(10, Path("out/adapters.safetensors")),
     Finished(12, True, FORECAST, 0.7, 0.72, [10**6, 3 * 10**6], (10, 1.25)),
-    Written([Path("out/README.md")], "charts: pip install 'mlx-brigade[bench]'"),
+    NothingLeft(20, False),
+    NothingLeft(12, True),
+    Written([Path("out/README.md")], "charts: pip install matplotlib"),
 ]
 
 
@@ -36,7 +39,8 @@ def said(monkeypatch: pytest.MonkeyPatch, *, is_terminal: bool) -> str:
     text = io.StringIO()
     console = Console(file=text, force_terminal=is_terminal, width=120, highlight=False)
     monkeypatch.setattr(training, "_OUT", console)
-    view = training.TrainingView()
+    now = iter([100.0, 130.0])
+    view = training.TrainingView(lambda: next(now))
     for event in EVENTS:
         view(event)
     view.close()
@@ -48,13 +52,39 @@ def test_every_event_is_told(monkeypatch: pytest.MonkeyPatch, is_terminal: bool)
     text = said(monkeypatch, is_terminal=is_terminal)
     for part in (
         "40 examples in 9 rows, 1,234 trained parameters",
-        "goes on after 4 batches",
+        "Continues after 4 batches",
+        "done=50% left=50s",  # 6 batches in 30 seconds, 10 to go
+        "wait for each other 25% of the time",
+        "28% of the time is the schedule's own",
+        "All 20 batches are done; give more --iters to go on.",
+        "--early-stop has ended this run after 12 batches",
         "skipped=1",
         "valid_loss=1.2500",
         "saved=out/adapters.safetensors",
         "stopped=early",
         "best_valid_loss=1.2500",
-        "mlx-brigade[bench]",
+        "pip install matplotlib",
     ):
         assert part in text, part
+    assert text.index("What the run took") < text.index("time that ranks waited")
     assert ("10/20" in text) == is_terminal, "a bar is for a terminal only"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0.2, "0s"), (45, "45s"), (59.7, "1m00s"), (200, "3m20s"), (7500, "2h05m"), (1e6, "277h46m")],
+)
+def test_format_seconds(seconds: float, shown: str) -> None:
+    assert training.format_seconds(seconds) == shown
+
+
+def test_on_one_rank_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = io.StringIO()
+    console = Console(file=text, width=120, highlight=False)
+    monkeypatch.setattr(training, "_OUT", console)
+    view = training.TrainingView()
+    forecast = Forecast(1.0, [1], [10**6])
+    schedule = make_schedule("1f1b", Shape(1, 4))
+    view(replace(EVENTS[0], schedule=schedule, layers=[(0, 8)], forecast=forecast))
+    view(Finished(12, False, forecast, 1.0, 1.0, [10**6], None))
+    assert "wait" not in text.getvalue()

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from launcher.process import free_ports
 from serve.core.errors import ModelError, UsageError
 from serve.hub.partial import pin
-from serve.tune import checkpoint, whole
+from serve.tune import run_folder, whole
 from serve.tune.events import Written
 from tests.cluster.servers import TINY_CHAT, Server, brigade_launch, serve_flags, started
 from tests.hub.conftest import home, point_at
@@ -79,7 +79,7 @@ def test_mlx_lm_loads_what_was_trained(trained: tuple[Path, str]) -> None:
     assert {"model.embed_tokens.weight", "model.norm.weight"} < names.keys()
     model, _ = mlx_lm.load(str(out / "model"))
     loaded = dict(tree_flatten(model.parameters()))
-    best = out / checkpoint.BEST if (out / checkpoint.BEST / checkpoint.ADAPTERS).exists() else out
+    best = out / run_folder.BEST if (out / run_folder.BEST / run_folder.ADAPTERS).exists() else out
     assert same(loaded, arrays_of(best))
     with_adapter, _ = mlx_lm.load(str(TINY_CHAT), adapter_path=str(best))
     assert same(loaded, dict(tree_flatten(with_adapter.parameters())))
@@ -99,7 +99,7 @@ def test_a_folder_that_was_still_owed_is_made_by_resume(
     out = tmp_path / "out"
     shutil.copytree(trained[0], out)
     shutil.rmtree(out / "model")
-    (out / checkpoint.ADAPTERS).unlink()
+    (out / run_folder.ADAPTERS).unlink()
     words = flags(folder, out, *WORDS, "--resume", "--steps-per-eval", "2", "--iters", "4")
     said = finish(launch(2, words))
     assert f"brigade serve --model {out / 'model'}" in said
@@ -172,9 +172,9 @@ def test_of_a_model_of_the_hub_the_rest_is_fetched(hub: FakeHub, tmp_path: Path)
     before = tensors_of(TINY_CHAT)
     changed = {n: a + 1 for n, a in before.items() if n.startswith("model.layers.")}
     (tmp_path / "out").mkdir()
-    mx.save_safetensors(str(tmp_path / "out" / checkpoint.ADAPTERS), changed)
+    mx.save_safetensors(str(tmp_path / "out" / run_folder.ADAPTERS), changed)
     model = pin(REPO, None, tmp_path / "cache")
-    whole.write(model, tmp_path / "out" / checkpoint.ADAPTERS, tmp_path / "out" / "model")
+    whole.write(model, tmp_path / "out" / run_folder.ADAPTERS, tmp_path / "out" / "model")
     assert same(tensors_of(tmp_path / "out" / "model"), before | changed)
     num_bytes = sum(array.nbytes for name, array in before.items() if name not in changed)
     served = sum(s.end - s.start for s in hub.served if s.file.endswith(".safetensors"))
@@ -195,7 +195,7 @@ def test_what_cannot_be_written_leaves_the_folder_before(
     with monkeypatch.context() as patch:
         patch.setattr(whole, "build_model", refuse)
         with pytest.raises(ModelError):
-            whole.write(TINY_CHAT, out / checkpoint.ADAPTERS, out / "model")
+            whole.write(TINY_CHAT, out / run_folder.ADAPTERS, out / "model")
     assert same(tensors_of(out / "model"), before)
 
     def full(*_: object, **__: object) -> None:
@@ -203,5 +203,5 @@ def test_what_cannot_be_written_leaves_the_folder_before(
 
     monkeypatch.setattr(whole, "save_model", full)
     with pytest.raises(UsageError, match=f"--adapter-path {out / 'model'} cannot be written"):
-        whole.write(TINY_CHAT, out / checkpoint.ADAPTERS, out / "model")
+        whole.write(TINY_CHAT, out / run_folder.ADAPTERS, out / "model")
     assert same(tensors_of(out / "model"), before)

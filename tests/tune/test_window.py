@@ -2,10 +2,10 @@
 
 import math
 import time
+from dataclasses import replace
 
 import pytest
 
-from serve.core.errors import EngineError
 from serve.tune.forecast import OpRecord
 from serve.tune.loop import Update
 from serve.tune.schedule import Op
@@ -51,12 +51,32 @@ def test_a_report_is_of_all_learned_tokens_and_both_ranks() -> None:
     assert not window.updates
 
 
-def test_ten_updates_in_a_row_that_are_not_finite_end_a_run() -> None:
-    window = Window(2)
-    for _ in range(9):
-        window.add(update(loss=math.inf), 1.0)
-    window.add(update(), 1.0)
-    for _ in range(9):
-        window.add(update(loss=math.nan), 1.0)
-    with pytest.raises(EngineError, match="10 updates in a row were not finite"):
-        window.add(update(loss=math.nan), 1.0)
+def failed(*losses: float, is_float16: bool = False) -> str:
+    """What a window says after updates with these losses; one that is 2.0 was good, one that is
+    1.0 has gradients that are not finite."""
+    window = Window(2, is_float16=is_float16)
+    for loss in losses:
+        window.add(replace(update(loss=loss), is_skipped=loss != 2.0), 1.0)
+    return window.failure if window.has_failed else ""
+
+
+def test_ten_updates_in_a_row_that_are_not_finite_are_a_failure() -> None:
+    nan, inf = math.nan, math.inf
+    assert not failed(*[inf] * 9, 2.0, *[nan] * 9)
+    assert failed(*[inf] * 9, 2.0, *[nan] * 10).startswith("10 updates in a row were not finite")
+
+
+def test_failure_blames_the_learning_rate_only_after_an_update() -> None:
+    nan = math.nan
+    assert "lower --learning-rate" in failed(2.0, *[nan] * 10)
+    before = failed(*[nan] * 10)
+    assert "not the learning rate" in before
+    assert "lower" not in before
+
+
+def test_failure_names_what_was_not_finite_and_float16() -> None:
+    assert "(the loss)" in failed(*[math.nan] * 10)
+    overflowed = failed(*[1.0] * 10, is_float16=True)
+    assert "(the gradients)" in overflowed
+    assert "bfloat16" in overflowed
+    assert "bfloat16" not in failed(*[1.0] * 10)

@@ -1,5 +1,6 @@
 """A chat's chunks told as Anthropic's message: its blocks, and the events of a stream. Pure."""
 
+import json
 import secrets
 from collections.abc import Callable, Iterator
 
@@ -122,6 +123,7 @@ def _input(arguments: str) -> Json:
     wrapped, as Anthropic advises for that."""
     try:
         read = from_json(arguments or "{}", allow_inf_nan=False, allow_partial=True)
+        json.dumps(read, allow_nan=False)  # from_json takes 1e999 for inf.
     except ValueError:
         read = None
     return read if isinstance(read, dict) else {"INVALID_JSON": arguments}

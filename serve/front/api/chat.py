@@ -6,6 +6,7 @@ from dataclasses import replace
 from string import ascii_letters, digits
 
 from serve.core.errors import RequestError
+from serve.core.tool_parsers import tool_parsers
 from serve.core.types import Score
 from serve.front.api.logprobs import chat_logprobs, prompt_logprobs
 from serve.front.api.openai import ChatBody
@@ -53,8 +54,9 @@ def prepare(body: ChatBody, tokenizer: Tokenizer, max_context: int) -> Job:
 def _check_tools(body: ChatBody, tokenizer: Tokenizer) -> None:
     if body.tools and body.tool_choice in (None, "auto") and not tokenizer.format.tools:
         raise RequestError(
-            "How this model calls tools is not known: give a tool_choice that demands one, or "
-            "start the server with --tool-parser.",
+            "How this model calls tools is not known, so tool_choice auto is not possible. Give a "
+            'tool_choice of "required" or a function, or start the server with --tool-parser, one '
+            f"of {', '.join(tool_parsers())}.",
             param="tools",
         )
 

@@ -20,8 +20,10 @@ def refuse(message: str, param: str | None = None) -> NoReturn:
 
 def _join_parts(content: Any) -> Any:
     """Text parts as one string, a line each, as vLLM joins them."""
-    if not isinstance(content, list):
+    if isinstance(content, str):
         return content
+    if not isinstance(content, list):
+        refuse("must be a string or a list of text parts")
     if not content:
         refuse("has no parts")
     return "\n".join(_part_text(index, part) for index, part in enumerate(content))

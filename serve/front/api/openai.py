@@ -8,17 +8,23 @@ import json
 import logging
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, FailFast, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import (
+    BeforeValidator,
+    FailFast,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 
 from serve.core.errors import RequestError
 from serve.front.api.messages import Body, Message, refuse, template_message
 from serve.front.api.sampling import MOST_LOGPROBS, SamplingBody, TokenIds
 from serve.front.api.tools import ToolChoice, Tools, grammar_of_call
+from serve.front.api.wording import MAX_PATH_CHARACTERS, request_error
 from serve.front.text.tokens import Tokenizer
 
 MOST_PROMPTS = 1024
-_MOST_PATH_CHARACTERS = 120
 _MOST_NAMES_LOGGED = 8
 
 # Fields of OpenAI and vLLM that are not supported, by the values that change nothing. null is
@@ -26,7 +32,7 @@ _MOST_NAMES_LOGGED = 8
 _NAMES_BY_NEUTRAL: list[tuple[tuple[Any, ...], str]] = [
     (
         (),
-        "audio cache_salt chat_template documents ec_transfer_params guided_choice "
+        "audio chat_template documents ec_transfer_params guided_choice "
         "guided_decoding_backend guided_grammar guided_json guided_regex "
         "guided_whitespace_pattern kv_transfer_params logprob_token_ids media_io_kwargs "
         "mm_processor_kwargs moderation prediction prompt_cache_options prompt_embeds "
@@ -54,7 +60,14 @@ Parsed = TypeVar("Parsed", bound=Body)
 
 
 class Lenient(Body):
-    """Read by `parse`, which takes more than the model itself."""
+    """Read by `parse`, which takes more than the model itself: it notes the names of fields
+    that nobody knows."""
+
+    _ignored: tuple[str, ...] = PrivateAttr(default=())
+
+    @property
+    def ignored_fields(self) -> tuple[str, ...]:
+        return self._ignored
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> Any:
@@ -68,6 +81,10 @@ class StreamOptions(Body):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
     continuous_usage_stats: Literal[False] | None = None
+
+
+# Prompts share their beginnings with those of the same salt only, as in vLLM.
+CacheSalt = Annotated[str, Field(min_length=1)]
 
 
 class GenerationBody(SamplingBody, Lenient):
@@ -86,6 +103,7 @@ class GenerationBody(SamplingBody, Lenient):
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    cache_salt: CacheSalt | None = None
 
     @model_validator(mode="after")
     def _stream_fits(self) -> "GenerationBody":
@@ -245,21 +263,23 @@ def parse(kind: type[Parsed], body: dict[str, Any]) -> Parsed:
     body = {name: value for name, value in body.items() if value is not None}
     if not issubclass(kind, Lenient):
         return _validated(kind, body)
-    unknown = body.keys() - kind.model_fields.keys() - _NEUTRAL.keys()
+    unknown = sorted(body.keys() - kind.model_fields.keys() - _NEUTRAL.keys())
     if unknown:
-        names = [name[:_MOST_PATH_CHARACTERS] for name in sorted(unknown)[:_MOST_NAMES_LOGGED]]
+        names = [name[:MAX_PATH_CHARACTERS] for name in unknown[:_MOST_NAMES_LOGGED]]
         _logger.warning("event=ignored_fields num=%d names=%s", len(unknown), json.dumps(names))
     supported = {name: body[name] for name in body if name in kind.model_fields}
-    for name in body.keys() - supported.keys() - unknown:
+    for name in body.keys() - supported.keys() - set(unknown):
         _check_neutral(name, body[name])
-    return _validated(kind, supported)
+    parsed = _validated(kind, supported)
+    parsed._ignored = tuple(unknown)
+    return parsed
 
 
 def _validated(kind: type[Parsed], body: dict[str, Any]) -> Parsed:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        raise _request_error(error, body) from error
+        raise request_error(error, body) from error
 
 
 def _check_neutral(name: str, value: Any) -> None:
@@ -267,55 +287,9 @@ def _check_neutral(name: str, value: Any) -> None:
     for neutral in _NEUTRAL[name]:
         if value == neutral and isinstance(value, bool) == isinstance(neutral, bool):
             return
-    allowed = ", ".join(str(encoded) for encoded in _NEUTRAL[name]) or "null"
+    allowed = ", ".join(map(json.dumps, _NEUTRAL[name])) or "null"
     raise RequestError(
         f"{name} is not supported: leave it out (or give {allowed}).",
         param=name,
         code="unsupported_parameter",
     )
-
-
-# --- pydantic's errors in a client's words
-
-
-def _request_error(error: ValidationError, body: dict[str, Any]) -> RequestError:
-    first = error.errors(include_url=False)[0]
-    is_missing = first["type"] == "missing"
-    path = _path(first["loc"], body, is_missing) or first.get("ctx", {}).get("param") or ""
-    if first["type"] == "extra_forbidden":
-        return RequestError(f"Unknown field {path!r}: it is not supported.", param=path)
-    if is_missing:
-        return RequestError(f"The field {path!r} is missing.", param=path)
-    message = _reason(first)
-    said = path and not message.startswith(f"{path} ")
-    return RequestError(f"{path}: {message}." if said else f"{message}.", param=path or None)
-
-
-def _reason(error: ErrorDetails) -> str:
-    if error["type"].startswith("union_tag") and "'" in error["ctx"]["discriminator"]:
-        field = error["ctx"]["discriminator"].strip("'")
-        known = error["ctx"].get("expected_tags", "").replace("'", "")
-        return f"{field} must be one of {known}" if known else f"{field} is missing"
-    if error["type"] == "none_required":
-        return "must be null"
-    return error["msg"].rstrip(".")
-
-
-def _path(location: tuple[int | str, ...], body: Any, is_missing: bool) -> str:
-    """Such as messages[2].content: the steps that exist in body, without pydantic's own.
-
-    Of a missing field the last step does not exist either.
-    """
-    path = ""
-    for number, step in enumerate(location):
-        if isinstance(step, int) and isinstance(body, list):
-            path, body = f"{path}[{step}]", body[step] if step < len(body) else None
-        elif isinstance(step, str) and isinstance(body, dict):
-            is_last = number == len(location) - 1
-            if step not in body and not (is_missing and is_last):
-                continue
-            has_parts = isinstance(body.get(step), dict | list)
-            if not is_last and not has_parts and (is_missing or location[number + 1] in body):
-                continue  # The tag of a union, which a field beside the next one is called, too.
-            path, body = f"{path}.{step}" if path else step, body.get(step)
-    return path[:_MOST_PATH_CHARACTERS]

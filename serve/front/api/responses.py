@@ -3,11 +3,12 @@
 There is no second way to an answer: a response is a chat, told in other words.
 """
 
-import json
 import secrets
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
@@ -15,7 +16,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from serve.core.errors import NotFoundError, RequestError
 from serve.front.api.messages import Body, Empty, refuse
-from serve.front.api.openai import ChatBody, parse
+from serve.front.api.openai import CacheSalt, ChatBody, parse
 from serve.front.api.sampling import Temperature, TopP
 from serve.front.api.tools import MOST_TOOLS, Function, FunctionName
 from serve.front.http.replies import Json, encode
@@ -34,11 +35,17 @@ class Part(Body):
 
 
 def as_parts(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return [{"type": "text", "text": content}] if isinstance(content, str) else _listed(content)
 
 
 def _as_items(given: Any) -> Any:
-    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+    return [{"role": "user", "content": given}] if isinstance(given, str) else _listed(given)
+
+
+def _listed(given: Any) -> Any:
+    if not isinstance(given, list):
+        refuse("must be a string or a list")
+    return given
 
 
 Parts = Annotated[
@@ -141,6 +148,9 @@ Value = Annotated[str, Field(max_length=512)]
 Metadata = Annotated[dict[Name, Value], Field(max_length=16)]  # as OpenAI has it
 
 
+_UNTOLD = {"input", "cache_salt"}
+
+
 class ResponsesBody(Body):
     """Unknown fields are refused. user and the like change no answer; what is Literal here may
     only be what changes nothing."""
@@ -166,6 +176,7 @@ class ResponsesBody(Body):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    cache_salt: CacheSalt | None = None
     background: Literal[False] | None = None
     include: Empty | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -190,6 +201,7 @@ class ResponsesBody(Body):
             "tools": [{"type": "function", "function": tool} for tool in tools] or None,
             "tool_choice": choice,
             "parallel_tool_calls": self.parallel_tool_calls,
+            "cache_salt": self.cache_salt,
         }
         return parse(ChatBody, fields)
 
@@ -238,7 +250,7 @@ def _text(parts: list[Json]) -> str:
 
 def response(body: ResponsesBody) -> Json:
     """What is told when an answer begins."""
-    given = body.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"input"})
+    given = body.model_dump(mode="json", by_alias=True, exclude_none=True, exclude=_UNTOLD)
     text = {"format": {"type": "text"}} | given.pop("text", {})
     defaults = {"temperature": 1.0, "top_p": 1.0, "tool_choice": "auto", "tools": [], "store": True}
     unset = dict.fromkeys(("instructions", "max_output_tokens", "previous_response_id", "usage"))
@@ -261,6 +273,32 @@ def response(body: ResponsesBody) -> Json:
     }
 
 
+# What a chat's fields are called here.
+_FIELDS = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
+
+
+@contextmanager
+def own_names() -> Iterator[None]:
+    """Has errors about a chat name the fields of a response."""
+    try:
+        yield
+    except RequestError as error:
+        error.param = _FIELDS.get(error.param or "", error.param)
+        raise
+
+
+def joined(messages: bytes, more: list[Json]) -> bytes:
+    """A list as JSON with more at its end."""
+    if not more:
+        return messages
+    separator = b"" if messages == b"[]" else b","
+    return messages[:-1] + separator + encode(more)[1:]
+
+
 class Store:
     """Responses as they were told, with the messages that led to them and are in them: those that
     were used last, bounded in number and bytes. Its id, which nobody can guess, is the key to one.
@@ -268,31 +306,30 @@ class Store:
 
     def __init__(self, most: int = MOST_KEPT, most_bytes: int = MOST_KEPT_BYTES) -> None:
         self._most, self._most_bytes = most, most_bytes
-        self._kept: OrderedDict[str, bytes] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[bytes, bytes]] = OrderedDict()
         self._num_bytes = 0
         self._lock = threading.Lock()  # Bodies are read in threads.
 
-    def put(self, response: Json, messages: list[Json]) -> None:
-        data = encode({"response": response, "messages": messages})
+    def put(self, response: Json, messages: bytes) -> None:
+        """messages are a list as JSON: reading and writing long ones takes time."""
+        data = encode(response), messages
         with self._lock:
             self._kept[response["id"]] = data
-            self._num_bytes += len(data)
+            self._num_bytes += sum(map(len, data))
             while len(self._kept) > self._most or self._num_bytes > self._most_bytes:
-                self._num_bytes -= len(self._kept.popitem(last=False)[1])
+                self._num_bytes -= sum(map(len, self._kept.popitem(last=False)[1]))
 
-    def get(self, id: str) -> tuple[Json, list[Json]]:
-        """Raises NotFoundError."""
+    def get(self, id: str) -> tuple[bytes, bytes]:
+        """A response and its messages, both as JSON. Raises NotFoundError."""
         with self._lock:
             self._check(id)
             self._kept.move_to_end(id)
-            data = self._kept[id]
-        kept = json.loads(data)
-        return kept["response"], kept["messages"]
+            return self._kept[id]
 
-    def before(self, id: str | None) -> list[Json]:
+    def before(self, id: str) -> bytes:
         """The messages that a new one goes on from. Raises RequestError."""
         try:
-            return [] if id is None else self.get(id)[1]
+            return self.get(id)[1]
         except NotFoundError as error:
             code = "previous_response_not_found"
             raise RequestError(str(error), param="previous_response_id", code=code) from error
@@ -301,7 +338,7 @@ class Store:
         """Raises NotFoundError."""
         with self._lock:
             self._check(id)
-            self._num_bytes -= len(self._kept.pop(id))
+            self._num_bytes -= sum(map(len, self._kept.pop(id)))
 
     def _check(self, id: str) -> None:
         if id not in self._kept:

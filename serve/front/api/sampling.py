@@ -50,7 +50,7 @@ def _read_biases(biases: Any) -> Any:
         refuse(f"must be an object of up to {MOST_BIASES} token ids and numbers")
     for id, bias in biases.items():
         if not (id.isascii() and id.isdigit() and len(id) < 10):
-            refuse(f"has the key {id[:40]!r}, which is no token id")
+            refuse(f"has the key {id[:40]!r}, which is not a token id")
         if not isinstance(bias, int | float) or isinstance(bias, bool) or abs(bias) > MOST_BIAS:
             refuse(f"needs numbers from {-MOST_BIAS} to {MOST_BIAS}")
     return {int(id): float(bias) for id, bias in biases.items()}
@@ -194,7 +194,7 @@ def check_ids(name: str, ids: Any, vocab_size: int) -> None:
     for id in ids:
         if id >= vocab_size:
             raise RequestError(
-                f"{name}: {id} is no token id, the vocabulary has {vocab_size}.", param=name
+                f"{name}: {id} is not a token id: the vocabulary has {vocab_size}.", param=name
             )
 
 

@@ -1,8 +1,10 @@
 """/tokenize and /detokenize, with vLLM's bodies. They compute nothing on the ranks."""
 
-from collections.abc import Callable
+from typing import Any
 
+from serve.core.errors import RequestError
 from serve.front.api.openai import (
+    ChatBody,
     DetokenizeBody,
     Tokenizable,
     TokenizeBody,
@@ -10,36 +12,62 @@ from serve.front.api.openai import (
     parse,
 )
 from serve.front.api.sampling import check_ids
-from serve.front.http.body import json_object
 from serve.front.http.schemas import Detokenized, Tokenized
 from serve.front.text.tokens import Tokenizer
 
-CheckModel = Callable[[str], None]
+# Of a text whose tokens are told or counted, for each token of the longest prompt. Longer ones
+# cannot be prompts, and encoding them takes seconds.
+MAX_BYTES_OF_A_TOKEN = 64
+MIN_BOUND = 1 << 20
 
 
 def tokenize(
-    data: bytes, tokenizer: Tokenizer, max_context: int, check_model: CheckModel
-) -> Tokenized:
-    """Of a prompt, or of messages as the chat template renders them."""
-    fields = json_object(data)
+    fields: dict[str, Any], tokenizer: Tokenizer, max_context: int
+) -> tuple[Tokenizable, Tokenized]:
+    """The body and the reply, for a prompt, or for messages as the chat template renders them."""
     body: Tokenizable
     if "messages" in fields:
         body = parse(TokenizeChatBody, fields)
-        text = body.render(tokenizer)
+        text, param = body.render(tokenizer), "messages"
         adds_special = bool(body.add_special_tokens)
     else:
         body = parse(TokenizeBody, fields)
-        text, adds_special = body.prompt, body.add_special_tokens is not False
-    if body.model is not None:
-        check_model(body.model)
+        text, param = body.prompt, "prompt"
+        adds_special = body.add_special_tokens is not False
+    _check_size(len(text.encode()), "bytes", max_context * MAX_BYTES_OF_A_TOKEN, param)
     ids = tokenizer.encode(text, adds_special)
     names = [tokenizer.token_name(id) for id in ids] if body.return_token_strs else None
-    return {"count": len(ids), "max_model_len": max_context, "tokens": ids, "token_strs": names}
+    reply: Tokenized = {
+        "count": len(ids),
+        "max_model_len": max_context,
+        "tokens": ids,
+        "token_strs": names,
+    }
+    return body, reply
 
 
-def detokenize(data: bytes, tokenizer: Tokenizer, check_model: CheckModel) -> Detokenized:
-    body = parse(DetokenizeBody, json_object(data))
-    if body.model is not None:
-        check_model(body.model)
+def count(body: ChatBody, tokenizer: Tokenizer, max_context: int) -> int:
+    """How many tokens its prompt has."""
+    text = body.render(tokenizer)
+    _check_size(len(text.encode()), "bytes", max_context * MAX_BYTES_OF_A_TOKEN, "messages")
+    return len(tokenizer.encode(text))
+
+
+def detokenize(
+    fields: dict[str, Any], tokenizer: Tokenizer, max_context: int
+) -> tuple[DetokenizeBody, Detokenized]:
+    """The body and the reply."""
+    body = parse(DetokenizeBody, fields)
+    _check_size(len(body.tokens), "tokens", max_context, "tokens")
     check_ids("tokens", body.tokens, tokenizer.vocab_size)
-    return {"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)}
+    return body, {"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)}
+
+
+def _check_size(size: int, unit: str, bound: int, param: str) -> None:
+    bound = max(bound, MIN_BOUND)
+    if size > bound:
+        raise RequestError(
+            f"{param}: has {size} {unit}, and {bound} are read here: send a part of it.",
+            param=param,
+            code="context_length_exceeded",
+        )

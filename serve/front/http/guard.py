@@ -42,7 +42,15 @@ class Guard:
         self._paths = frozenset(paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        record = Record(request_id(scope["headers"]), scope["method"], scope["path"])
+        client = scope.get("client")
+        record = Record(
+            request_id(scope["headers"]),
+            scope["method"],
+            scope["path"],
+            client=client[0] if client else None,
+        )
+        if record.method == "POST":  # All that asks the model does.
+            record.model = self._limits.model_name
         scope[RECORD], scope[LIMITS] = record, self._limits
 
         async def watched(message: Message) -> None:
@@ -78,6 +86,7 @@ class Guard:
 def error_reply(scope: Scope, error: BrigadeError) -> Mapping[str, Any]:
     """In the words of the API whose call it is."""
     record: Record = scope[RECORD]
+    record.fail(error)
     if replies.speaks_anthropic(record.path):
         return replies.anthropic_error(error, record.request)
     return replies.error_object(error)
@@ -108,7 +117,7 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
     try:
         collecting = _collect(receive, limits.max_body_bytes)
         return await asyncio.wait_for(collecting, limits.body_timeout)
-    except (TimeoutError, asyncio.TimeoutError):
+    except TimeoutError:
         raise StatusError(
             408,
             f"The body took longer than {limits.body_timeout:g} seconds.",
@@ -125,16 +134,18 @@ def _check_type(headers: dict[bytes, bytes]) -> None:
 
 
 async def _collect(receive: Receive, most_bytes: int) -> bytes:
-    body = bytearray()
+    parts: list[bytes] = []
+    num_bytes = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise StatusError(CLIENT_LEFT, "The client left.")
-        body += message.get("body", b"")
-        if len(body) > most_bytes:
+        parts.append(message.get("body", b""))
+        num_bytes += len(parts[-1])
+        if num_bytes > most_bytes:
             raise _too_large(most_bytes)
         if not message.get("more_body", False):
-            return bytes(body)
+            return b"".join(parts)
 
 
 def _too_large(most_bytes: int) -> StatusError:

@@ -15,7 +15,7 @@ from serve.front.http.schemas import ErrorReply
 _REASONS = {
     400: "The request is wrong: param names the field.",
     401: "A key is missing or wrong.",
-    403: "Admin calls come from this host, or with the admin key.",
+    403: "Without a key, the call needs this server's own name, and an admin call this host.",
     404: "There is no such model, adapter or answer.",
     408: "The body took too long.",
     409: "The adapter is being loaded or used.",
@@ -59,6 +59,19 @@ def told(*errors: int, **fields: Any) -> Callable[[Endpoint], Endpoint]:
         return endpoint
 
     return mark
+
+
+def summaries(routes: Iterable[Route]) -> dict[str, str]:
+    """One line for each call, such as `GET /ready`."""
+    return {
+        f"{method} {re.sub(r':[a-z]+}', '}', route.path)}": _summary(route)
+        for route in routes
+        for method in sorted(set(route.methods or ()) - {"HEAD"})
+    }
+
+
+def _summary(route: Route) -> str:
+    return (route.endpoint.__doc__ or "").strip().partition("\n")[0]
 
 
 def document(routes: Iterable[Route], version: str) -> Json:
@@ -107,7 +120,7 @@ def _schemas(types: list[Any]) -> tuple[dict[Any, JsonSchemaValue], Json]:
 def _operation(route: Route, method: str, call: Call, schemas: dict[Any, JsonSchemaValue]) -> Json:
     operation: Json = {
         "operationId": f"{method}_{route.endpoint.__name__}",
-        "summary": (route.endpoint.__doc__ or "").strip().partition("\n")[0],
+        "summary": _summary(route),
         "responses": {str(call.status): _reply(call, schemas)},
     }
     named = re.findall(r"{(\w+)", route.path)
@@ -122,7 +135,7 @@ def _operation(route: Route, method: str, call: Call, schemas: dict[Any, JsonSch
     if call.body is not None:
         content = {"application/json": {"schema": schemas[call.body]}}
         operation["requestBody"] = {"required": True, "content": content}
-    for status in sorted(call.errors | (_WITH_BODY if call.body else set()) | {401, 503}):
+    for status in sorted(call.errors | (_WITH_BODY if call.body else set()) | {401, 403, 503}):
         content = {"application/json": {"schema": schemas[call.error]}}
         error: Json = {"description": _REASONS[status], "content": content}
         operation["responses"][str(status)] = error

@@ -7,9 +7,15 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from serve.core.errors import BrigadeError, RequestError
+
 _PLAIN = re.compile(r"[\w./:@+-]+", re.ASCII)
 _REQUEST_ID = re.compile(r"[\w.:@+-]{1,128}", re.ASCII)
 _MOST_PATH_CHARACTERS = 200
+_MAX_NAME_CHARACTERS = 150
+_MAX_REASON_CHARACTERS = 300
+_CHARACTER = r"(?:\\.|(?!(?P=mark)).)"  # of a quotation, as repr and JSON escape it
+_LONG_QUOTE = re.compile(rf"""(?P<mark>['"])(?P<start>{_CHARACTER}{{40}}){_CHARACTER}+(?P=mark)""")
 
 
 @dataclass(slots=True)
@@ -19,12 +25,27 @@ class Record:
     request: str
     method: str
     path: str
+    client: str | None = None
     started: float = field(default_factory=time.perf_counter)
     status: int | None = None
+    model: str | None = None
+    adapter: str | None = None
+    adapter_version: int | None = None
     prompt_tokens: int | None = None
+    cached_tokens: int | None = None
     completion_tokens: int | None = None
     ttft_seconds: float | None = None
     finish_reason: str | None = None
+    reason: str | None = None
+
+    def fail(self, error: BrigadeError) -> None:
+        """Notes why the request failed. What a client wrote may be private, so long quotations
+        are cut, and what was told to the client alone is left out."""
+        if error.http_status == BrigadeError.http_status:
+            return  # A fault of our own has a line with its trace.
+        told = error.logged if isinstance(error, RequestError) else str(error)
+        cut = _LONG_QUOTE.sub(r"\g<mark>\g<start>...\g<mark>", told.rstrip(":"))
+        self.reason = cut[:_MAX_REASON_CHARACTERS]
 
     def seconds(self) -> float:
         return time.perf_counter() - self.started
@@ -33,14 +54,20 @@ class Record:
         """key=value, unknown ones left out. Nothing in it can begin a line of its own."""
         pairs = {
             "request": self.request,
+            "client": self.client,
             "method": self.method,
             "path": self.path[:_MOST_PATH_CHARACTERS],
             "status": self.status,
+            "model": self.model and self.model[:_MAX_NAME_CHARACTERS],
+            "adapter": self.adapter and self.adapter[:_MAX_NAME_CHARACTERS],
+            "adapter_version": self.adapter_version,
             "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
             "completion_tokens": self.completion_tokens,
             "ttft_seconds": _rounded(self.ttft_seconds),
             "total_seconds": _rounded(self.seconds()),
             "finish_reason": self.finish_reason,
+            "reason": self.reason,
         }
         return " ".join(f"{key}={_value(v)}" for key, v in pairs.items() if v is not None)
 

@@ -1,14 +1,23 @@
 """The bodies that go out: events, error objects, and replies folded out of chunks. Pure."""
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from io import StringIO
 from typing import Any
+from urllib.parse import quote
 
-from serve.core.errors import BrigadeError, OverloadedError, RequestError, UnavailableError
+from serve.core.errors import (
+    BrigadeError,
+    GivenUpError,
+    OverloadedError,
+    RequestError,
+    UnavailableError,
+)
 from serve.front.http.schemas import AnthropicError, AnthropicErrorReply, ErrorReply, Usage
 
 Json = dict[str, Any]
+
+_SLICE = 64
 
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -21,8 +30,37 @@ _ANTHROPIC_TYPES = {
 }
 
 
-def encode(body: Mapping[str, Any]) -> bytes:
-    return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+def encode(body: Mapping[str, Any] | Sequence[Any]) -> bytes:
+    return _json(body).encode()
+
+
+def encode_in_slices(body: Mapping[str, Any]) -> bytes:
+    """The same for long lists, for a thread beside the event loop: json keeps Python's lock until
+    it is done, so it gets a part at a time."""
+    return "".join(_slices(body)).encode()
+
+
+def _slices(value: Any) -> Iterator[str]:
+    if isinstance(value, dict) and value:
+        for number, (name, each) in enumerate(value.items()):
+            yield f"{',' if number else '{'}{_json(str(name))}:"
+            yield from _slices(each)
+        yield "}"
+    elif isinstance(value, list) and len(value) > _SLICE:
+        for start in range(0, len(value), _SLICE):
+            yield f"{',' if start else '['}{_json(value[start : start + _SLICE])[1:-1]}"
+        yield "]"
+    elif isinstance(value, list) and value:
+        for number, each in enumerate(value):
+            yield "," if number else "["
+            yield from _slices(each)
+        yield "]"
+    else:
+        yield _json(value)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def server_sent(body: Mapping[str, Any]) -> bytes:
@@ -83,11 +121,32 @@ def error_headers(error: BrigadeError) -> dict[str, str]:
 
 def _public_message(error: BrigadeError) -> str:
     """Only messages that are written for clients: others may name paths and addresses."""
-    if isinstance(error, RequestError | UnavailableError):
+    if isinstance(error, RequestError | UnavailableError | GivenUpError):
         return str(error)
     if error.http_status == UnavailableError.http_status:
         return "The model cannot answer, because its cluster broke: try again later."
     return "The server made a mistake: its log says more under this request's X-Request-Id."
+
+
+# --- fields that were ignored
+
+MAX_IGNORED_CHARACTERS = 1000
+_MAX_NAME_CHARACTERS = 64
+
+
+def ignored_fields(names: Sequence[str]) -> dict[str, str]:
+    """The header that names them, in percent-encoding, which no name can break out of. `...`
+    stands for those that are too many."""
+    told: list[str] = []
+    left = MAX_IGNORED_CHARACTERS
+    for name in names:
+        encoded = quote(name[:_MAX_NAME_CHARACTERS], safe="", errors="replace")
+        left -= len(encoded) + 2
+        if left < 0:
+            told.append("...")
+            break
+        told.append(encoded)
+    return {"x-ignored-fields": ", ".join(told)} if told else {}
 
 
 # --- answers

@@ -1,8 +1,8 @@
 """What goes out, as types: mypy holds what builds a reply to them, /openapi.json tells them."""
 
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 
 class Error(TypedDict):
@@ -218,3 +218,12 @@ class Status(TypedDict):
 
 class Version(TypedDict):
     version: str
+
+
+class Index(TypedDict):
+    """calls maps each call, such as `GET /ready`, to what it does."""
+
+    name: str
+    version: str
+    model: str
+    calls: dict[str, str]

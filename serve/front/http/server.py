@@ -21,6 +21,12 @@ from serve.front.http.record import Record, request_id
 BACKLOG = 2048
 LINGER_SECONDS = 10.0
 SEND_SECONDS = 60.0
+HALF_CLOSED = "half_closed"  # in a request's state: an event
+_PROBE_SECONDS = 0.1
+_MAX_PROBE_SECONDS = 5.0
+# In these seconds a client has to take so much of what waits for it, and so large a share.
+MIN_SENT_BYTES = 4096
+MIN_SENT_SHARE = 0.1
 _CANCEL_SECONDS = 2  # for what still runs after the drain
 _NUM_OTHER_FILES = 256
 _MOST_CROWD = 2  # times max_connections: only so many are told that there are too many
@@ -54,9 +60,14 @@ class Config(uvicorn.Config):
 class Protocol(H11Protocol):
     """One connection. A deadline runs while its client owes a header or, after an early
     answer, the rest of a body that nobody reads any more. Another one runs while it has not
-    taken all that was sent: a transport that is closed waits for that, for ever."""
+    taken all that was sent: a transport that is closed waits for that, for ever.
+
+    A client that closes its sending side after a request looks like one that has left, until
+    something is written to it: one that has left answers with a reset, and the write after
+    that fails. So such a client is written to until its answer is complete."""
 
     config: Config
+    _probing: asyncio.TimerHandle | None = None
     _deadline: asyncio.TimerHandle | None = None
     _owed: object = None  # of their states in h11, the one with the deadline
     _sending: asyncio.TimerHandle | None = None
@@ -65,7 +76,8 @@ class Protocol(H11Protocol):
         super().connection_made(transport)
         # Of whatever is not taken at once, pause_writing tells.
         transport.set_write_buffer_limits(0)
-        self.app_state = {"connections": self.connections}
+        self._half_closed = asyncio.Event()
+        self.app_state = {"connections": self.connections, HALF_CLOSED: self._half_closed}
         if len(self.connections) > _MOST_CROWD * self.config.limits.max_connections:
             transport.abort()
         self._watch()
@@ -78,22 +90,65 @@ class Protocol(H11Protocol):
         super().connection_lost(exc)
         self._clear()
         self._stop_sending()
+        self._stop_probing()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether the connection stays open, for the answer to a request that is complete."""
+        if not self._owes_answer():
+            return False
+        if not self._half_closed.is_set():
+            self._half_closed.set()
+            self._probe(probe_intervals())
+        return True
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        # Requests that came before the half-close have begun by now, one after the other.
+        if self._half_closed.is_set() and not self._owes_answer():
+            self.transport.close()
+
+    def _owes_answer(self) -> bool:
+        is_whole = self.conn.their_state in (h11.DONE, h11.MUST_CLOSE)
+        return is_whole and self.cycle is not None and not self.cycle.response_complete
+
+    def _probe(self, intervals: Iterator[float]) -> None:
+        """Before an answer begins, an interim response is all that HTTP lets a server write, and
+        HTTP/1.0 does not have even that. Streams write comments when they see half_closed."""
+        if not self._owes_answer() or self.cycle.response_started:
+            return
+        if self.conn.their_http_version != b"1.1":
+            self._probing = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+            return
+        interim = h11.InformationalResponse(status_code=100, headers=[], reason="Continue")
+        self.transport.write(self.conn.send(interim) or b"")
+        self._probing = self.loop.call_later(next(intervals), self._probe, intervals)
+
+    def _stop_probing(self) -> None:
+        if self._probing is not None:
+            self._probing.cancel()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._give_up(sys.maxsize)
+        self._expect_progress()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         self._stop_sending()
 
-    def _give_up(self, num_bytes: int) -> None:
-        """If the client has taken nothing since so many bytes were left."""
+    def _expect_progress(self) -> None:
         left = self.transport.get_write_buffer_size()
-        if left < num_bytes:
-            self._sending = self.loop.call_later(SEND_SECONDS, self._give_up, left)
+        self._sending = self.loop.call_later(SEND_SECONDS, self._check_progress, left)
+
+    def _check_progress(self, num_before: int) -> None:
+        """Gives a client up that took too little since so many bytes were left. Nothing is
+        written meanwhile: what is taken is missing in the buffer."""
+        taken = num_before - self.transport.get_write_buffer_size()
+        if taken >= max(MIN_SENT_BYTES, MIN_SENT_SHARE * num_before):
+            self._expect_progress()
             return
-        _logger.warning("A client took nothing for %g seconds: given up.", SEND_SECONDS)
+        _logger.warning(
+            "event=slow_client bytes=%d seconds=%g: given up.", max(0, taken), SEND_SECONDS
+        )
         self.transport.abort()
 
     def _stop_sending(self) -> None:
@@ -133,7 +188,9 @@ class Protocol(H11Protocol):
 
     def _refuse(self, error: replies.StatusError) -> None:
         """Answers without the application, if an answer can still be given, and closes."""
-        record = Record(request_id([]), "-", "-", status=error.http_status)
+        client = self.client[0] if self.client else None
+        record = Record(request_id([]), "-", "-", client=client, status=error.http_status)
+        record.fail(error)
         _logger.info("%s", record.line())
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = replies.encode(replies.error_object(error))
@@ -147,6 +204,15 @@ class Protocol(H11Protocol):
             for event in (response, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+
+
+def probe_intervals() -> Iterator[float]:
+    """Seconds between writes to a client that may have left. It is told apart by the second one;
+    those after that are for clients that leave later."""
+    seconds = _PROBE_SECONDS
+    while True:
+        yield seconds
+        seconds = min(2 * seconds, _MAX_PROBE_SECONDS)
 
 
 class Server(uvicorn.Server):

@@ -10,6 +10,7 @@ import secrets
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,13 +18,25 @@ from serve.core.errors import BrigadeError, EngineError
 from serve.core.types import Event, Score
 from serve.front.api.openai import GenerationBody
 from serve.front.api.prompt import Prompt
+from serve.front.http import replies
 from serve.front.http.metrics import Metrics
 from serve.front.http.record import Record
-from serve.front.http.replies import DONE, Json, error_object, server_sent, usage
+from serve.front.http.replies import (
+    DONE,
+    Json,
+    encode_in_slices,
+    error_object,
+    server_sent,
+    usage,
+)
 from serve.front.http.schemas import Usage
+from serve.front.output import call_parser
 from serve.front.output.choice import Choice, Piece
 from serve.front.pipeline.adapters import Adapters
 from serve.front.text.tokens import Tokenizer
+
+LONG_TOKENS = 1024
+_long_threads = ThreadPoolExecutor(2, "long")  # for what is told of that many tokens
 
 _logger = logging.getLogger(__name__)
 
@@ -59,8 +72,11 @@ class Engine(Protocol):
     def is_complete(self) -> bool:
         """Whether no rank is missing."""
 
-    def submit(self, prompts: Sequence[Prompt], adapter: int = 0) -> Generation:
-        """adapter is a version. Raises OverloadedError, UnavailableError or RequestError."""
+    def submit(
+        self, prompts: Sequence[Prompt], adapter: int = 0, cache_scope: str = ""
+    ) -> Generation:
+        """adapter is a version; prefixes are shared within cache_scope. Raises OverloadedError,
+        UnavailableError or RequestError."""
 
     def ready_reason(self) -> str | None:
         """None when ready, else one line for clients that says what is under way."""
@@ -118,6 +134,7 @@ class Answer:
             for _ in prompt.samplings
         ]
         self.is_stream = bool(job.body.stream)
+        self._begun: set[int] = set()
         self._num_open = len(self._choices)
         self._record = record
         self._metrics = metrics
@@ -141,9 +158,16 @@ class Answer:
             async for number, event in self._generation:
                 chunks = self._take(number, event)
                 if self._shape.is_calling(number):
-                    # What a request can have a model write takes parsers of calls quadratic time.
-                    chunks = iter(await asyncio.to_thread(list, chunks))
+                    # A parser of calls may take long, and a client controls what it reads.
+                    loop = asyncio.get_running_loop()
+                    chunks = iter(await loop.run_in_executor(call_parser.threads, list, chunks))
+                elif self.is_long and number not in self._begun:
+                    # What is told of a long prompt: scores of each of its tokens.
+                    loop = asyncio.get_running_loop()
+                    chunks = iter(await loop.run_in_executor(_long_threads, list, chunks))
+                self._begun.add(number)
                 for chunk in chunks:
+                    self._note_reason(chunk)
                     yield {**self._head, **chunk, **tail}
             if self._num_open:
                 raise EngineError("A generation ended without a finish reason.")
@@ -157,10 +181,27 @@ class Answer:
 
     async def server_sent_events(self, include_usage: bool) -> AsyncIterator[bytes]:
         """The chunks as an event stream. [DONE] ends it also after an error, as vLLM's."""
-        events = (server_sent(chunk) async for chunk in self.chunks(include_usage))
+        events = (await self._sent(chunk) async for chunk in self.chunks(include_usage))
         async for event in self.guarded(events, lambda error: server_sent(error_object(error))):
             yield event
         yield DONE
+
+    async def _sent(self, chunk: Json) -> bytes:
+        if self.is_long and any(_tells_many(choice) for choice in chunk["choices"]):
+            return b"data: " + await self.encode(chunk) + b"\n\n"
+        return server_sent(chunk)
+
+    async def encode(self, reply: Json) -> bytes:
+        """As JSON; a long one in a thread."""
+        if not self.is_long:
+            return replies.encode(reply)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(_long_threads, encode_in_slices, reply)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether a reply that tells of each token takes long to write."""
+        return self._num_tokens + (self._record.prompt_tokens or 0) > LONG_TOKENS
 
     async def guarded(
         self, events: AsyncIterator[bytes], failed: Callable[[BrigadeError], bytes]
@@ -175,6 +216,11 @@ class Answer:
             trace = json.dumps(traceback.format_exc())
             _logger.error("request=%s event=bug trace=%s", self._record.request, trace)
             yield failed(self._failure(BrigadeError(str(error))))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a part of it is still to come."""
+        return self._record.finish_reason is None
 
     def interrupt(self, error: BrigadeError) -> None:
         """Ends the answer with error after what has come, also while it waits for the engine."""
@@ -204,6 +250,7 @@ class Answer:
             self._metrics.first_token(self._record.ttft_seconds)
         else:
             self._metrics.next_token(now - self._times.get(number, self._last_time))
+        self._record.cached_tokens = self._generation.num_cached
         self._times[number] = self._last_time = now
         self._num_tokens += 1
         self._record.completion_tokens = self._num_tokens
@@ -217,9 +264,16 @@ class Answer:
             num_prompt = self._record.prompt_tokens or 0
             self._metrics.prefix_cache(num_prompt, self._generation.num_cached)
 
+    def _note_reason(self, chunk: Json) -> None:
+        """As the client sees it: a call ends by another reason than the engine's."""
+        for choice in chunk["choices"]:
+            if choice.get("finish_reason") and not self._num_open:
+                self._record.finish_reason = choice["finish_reason"]
+
     def _failure(self, error: BrigadeError) -> BrigadeError:
         self._record.status, self._record.finish_reason = error.http_status, "error"
-        reason = json.dumps(str(error))
+        self._record.fail(error)
+        reason = json.dumps(self._record.reason)
         _logger.warning("request=%s failed in its stream: %s", self._record.request, reason)
         return error
 
@@ -227,3 +281,8 @@ class Answer:
         """So far. What was cached is known with the first chunk."""
         num_prompt, num_cached = self._record.prompt_tokens or 0, self._generation.num_cached
         return usage(num_prompt, self._num_tokens, num_cached)
+
+
+def _tells_many(choice: Json) -> bool:
+    lists = [choice.get("prompt_token_ids"), (choice.get("logprobs") or {}).get("tokens")]
+    return any(each and len(each) > LONG_TOKENS for each in lists)

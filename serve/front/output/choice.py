@@ -47,6 +47,11 @@ class Choice:
             raise BrigadeError("No token could be drawn: rank 0's log says why.")
         if event.finish_reason == "refused":
             raise RequestError("The grammar cannot be followed any further: make it simpler.")
+        if event.finish_reason == "conflict":
+            raise RequestError(
+                "The grammar allows no token of allowed_token_ids any more: allow more tokens.",
+                param="allowed_token_ids",
+            )
         if event.finish_reason not in (None, "stop", "length"):
             raise EngineError(f"A generation ended with {event.finish_reason}.")
         is_first, self._is_new = self._is_new, False

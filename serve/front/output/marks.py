@@ -6,6 +6,7 @@ is cut into pieces itself.
 
 import json
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,6 +17,10 @@ from serve.front.output.stop_strings import overlap
 from serve.front.text.formats import Format
 
 Kind = Literal["content", "reasoning", "call"]
+
+MAX_DEPTH = 200  # of the JSON of a call; bodies of requests have the same limit
+# A backslash stands alone at the end of a text only.
+_JSON_MARKS = re.compile(r'["{}\[\]]|\\.?', re.DOTALL)
 
 _logger = logging.getLogger(__name__)
 
@@ -57,31 +62,59 @@ class NamedCall(Plain):
 
 
 class ListedCalls(Plain):
-    """The answer is a JSON list of {"name", "parameters"}, as a grammar has seen to."""
+    """The answer is a JSON list of {"name", "parameters"}, as a grammar has seen to. A call that
+    is nested more deeply than MAX_DEPTH is content, and so is what comes after it."""
 
     def __init__(self) -> None:
         self._text = ""
-        self._decoder = json.JSONDecoder()
+        self._num_scanned = 0
+        self._start = 0  # of the object that is open
+        self._depth = 0
+        self._is_in_string = False
+        self._is_too_deep = False
 
     def feed(self, delta: str) -> Iterator[Piece]:
         self._text += delta
-        while "}" in delta and (found := self._next_call()):
-            yield found
+        while not self._is_too_deep and (end := self._end_of_call()) is not None:
+            text = self._text[self._start : end]
+            self._text, self._num_scanned = self._text[end:], 0
+            yield _listed_call(text)
+        if self._is_too_deep and self._text:
+            text, self._text = self._text, ""
+            yield Piece("content", text)
 
-    def _next_call(self) -> Piece | None:
-        start = self._text.find("{")
-        if start < 0:
-            return None
-        try:
-            call, end = self._decoder.raw_decode(self._text, start)
-        except ValueError:  # It is not complete.
-            return None
-        text, self._text = self._text[start:end], self._text[end:]
-        try:
-            ((name, arguments, _),) = called(call)
-        except ValueError:  # Such as a number that is no float. It stays what it is.
-            return Piece("content", text)
-        return Piece("call", arguments, name)
+    def _end_of_call(self) -> int | None:
+        """Looks at each character once, so that a long call takes linear time."""
+        for found in _JSON_MARKS.finditer(self._text, self._num_scanned):
+            mark = found[0]
+            if mark == "\\":  # What it escapes has not come.
+                self._num_scanned = found.start()
+                return None
+            if mark == '"':
+                self._is_in_string = not self._is_in_string
+            elif self._is_in_string or len(mark) > 1:
+                continue
+            elif mark in "{[" and (self._depth or mark == "{"):
+                self._start = self._start if self._depth else found.start()
+                self._depth += 1
+                self._is_too_deep = self._depth > MAX_DEPTH
+            elif mark in "}]" and self._depth:
+                self._depth -= 1
+                if not self._depth:
+                    return found.end()
+            if self._is_too_deep:
+                break
+        self._num_scanned = len(self._text)
+        return None
+
+
+def _listed_call(text: str) -> Piece:
+    try:
+        ((name, arguments, _),) = called(json.loads(text))
+    # Such as a number that is no float. It stays what it is.
+    except (ValueError, RecursionError):
+        return Piece("content", text)
+    return Piece("call", arguments, name)
 
 
 class Marked(Plain):
@@ -97,6 +130,7 @@ class Marked(Plain):
         self._declared = declared
         self.kind = "reasoning" if is_thinking else "content"
         self._text = ""
+        self._num_searched = 0
         self._blanks = ""
         self._has_called = False
 
@@ -105,12 +139,14 @@ class Marked(Plain):
         while (found := self._first_mark()) is not None:
             start, mark, kind = found
             before, self._text = self._text[:start], self._text[start + len(mark) :]
+            self._num_searched = 0
             yield from self._give(before, mark)
             self.kind = kind
         if self.kind != "call":
             held = max((overlap(self._text, mark) for mark, _ in self._marks()), default=0)
             end = len(self._text) - held
             given, self._text = self._text[:end], self._text[end:]
+            self._num_searched = 0
             yield from self._give(given)
 
     def finish(self) -> Iterator[Piece]:
@@ -133,7 +169,12 @@ class Marked(Plain):
             yield self._tools.end, "content"
 
     def _first_mark(self) -> tuple[int, str, Kind] | None:
-        found = [(self._text.find(mark), mark, kind) for mark, kind in self._marks()]
+        """Looks at what came since the last time, because a call may become long."""
+        found = []
+        for mark, kind in self._marks():
+            begin = max(0, self._num_searched - len(mark) + 1)
+            found.append((self._text.find(mark, begin), mark, kind))
+        self._num_searched = len(self._text)
         return min((each for each in found if each[0] >= 0), default=None)
 
     def _give(self, text: str, mark: str = "") -> Iterator[Piece]:

@@ -1,6 +1,9 @@
 """Stop strings, found in text that comes in pieces. Pure; knows no tokens."""
 
 from collections.abc import Sequence
+from functools import lru_cache
+
+_MAX_KNOWN_STOPS = 256  # Those of a request are prepared once for all its answers.
 
 
 class StopMatcher:
@@ -8,13 +11,14 @@ class StopMatcher:
 
     The result does not depend on how the text is cut into deltas: it ends where the first
     stop string is complete, before that string's start. Of two that are complete at the
-    same character the longer one counts.
+    same character the longer one counts. A character costs amortized constant time for each
+    stop string, however long these are (Knuth, Morris and Pratt's algorithm).
     """
 
     def __init__(self, stops: Sequence[str], keep: bool = False) -> None:
         if not all(stops):
             raise ValueError("An empty stop string matches everywhere.")
-        self._stops = tuple(stops)
+        self._searches = [_Search(stop) for stop in dict.fromkeys(stops)]
         self._keep = keep
         self._held = ""
         self.matched: str | None = None  # the stop string that ended the text
@@ -24,13 +28,18 @@ class StopMatcher:
         if self.matched:
             return ""
         text = self._held + delta
-        starts = ((text.find(stop), stop) for stop in self._stops)
-        ends = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
+        ends: list[tuple[int, int, str]] = []
+        for search in self._searches:
+            end = search.feed(delta)
+            if end is not None:
+                end += len(self._held)
+                ends.append((end, end - len(search.stop), search.stop))
         if ends:
             end, start, self.matched = min(ends)
             self._held = ""
             return text[: end if self._keep else start]
-        split = len(text) - max((overlap(text, stop) for stop in self._stops), default=0)
+        num_held = max((search.num_matched for search in self._searches), default=0)
+        split = len(text) - num_held
         self._held = text[split:]
         return text[:split]
 
@@ -40,9 +49,53 @@ class StopMatcher:
         return held
 
 
-def overlap(text: str, stop: str) -> int:
-    """Length of the longest beginning of stop, short of all of it, that text ends with."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
+class _Search:
+    """Looks for one string. num_matched is the length of its longest beginning that the text
+    so far ends with."""
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.num_matched = 0
+        self._borders = borders(stop)
+
+    def feed(self, delta: str) -> int | None:
+        """How many characters of delta it takes to complete the string; None if all are not
+        enough."""
+        stop, matched = self.stop, self.num_matched
+        position = 0
+        while position < len(delta):
+            if not matched:  # What cannot begin the string is skipped at the speed of C.
+                position = delta.find(stop[0], position)
+                if position < 0:
+                    break
+            character = delta[position]
+            while matched and stop[matched] != character:
+                matched = self._borders[matched - 1]
+            matched += stop[matched] == character
+            position += 1
+            if matched == len(stop):
+                return position
+        self.num_matched = matched
+        return None
+
+
+@lru_cache(_MAX_KNOWN_STOPS)
+def borders(text: str) -> tuple[int, ...]:
+    """For each beginning of text, how long its longest proper beginning is that it ends with."""
+    found = [0]
+    length = 0
+    for character in text[1:]:
+        while length and text[length] != character:
+            length = found[length - 1]
+        length += text[length] == character
+        found.append(length)
+    return tuple(found)
+
+
+def overlap(text: str, mark: str) -> int:
+    """Length of the longest beginning of mark, short of all of it, that text ends with. Takes
+    time that is quadratic in the length of mark."""
+    for length in range(min(len(mark) - 1, len(text)), 0, -1):
+        if text.endswith(mark[:length]):
             return length
     return 0

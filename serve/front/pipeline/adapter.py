@@ -74,5 +74,8 @@ def checked(answers: dict[int, AdapterRead | AdapterRefused]) -> dict[int, Adapt
     known = {name for answer in read.values() for name in answer.own}
     for name in read[0].targets:
         if name not in known:
-            raise AdapterError(f"The adapter is for another model: this one has no {name}.")
+            raise AdapterError(
+                f"This adapter was made for another model: it changes {name}, which this model "
+                "does not have."
+            )
     return read

@@ -7,6 +7,7 @@ that begin from then on have it, and running ones keep theirs until they end.
 
 import asyncio
 import itertools
+import json
 import logging
 import time
 from collections import Counter
@@ -222,11 +223,24 @@ class Adapters:
             for adapter in self._adapters.values()
         ]
 
+    def name_of(self, version: int) -> str | None:
+        """What clients call it, or where it was read if no name stands for it any more. None for
+        the model without an adapter."""
+        names = [a.name for a in self._adapters.values() if version and a.version == version]
+        return names[0] if names else self._source_of(version)
+
+    def _source_of(self, version: int) -> str | None:
+        held = self._held.get(version)
+        return str(held.source) if held else f"version {version}" if version else None
+
     @property
     def names(self) -> list[str]:
         """Of the model and its adapters, the default first."""
         names = [self._config.model_name, *self._adapters]
         return sorted(names, key=lambda name: name != self.default)
+
+    def loaded_versions(self) -> list[int]:
+        return [adapter.version for adapter in self._adapters.values() if adapter.version]
 
     def statistics(self) -> Json:
         return {
@@ -245,8 +259,12 @@ class Adapters:
             answers = await self._ask_until_answered(version, adapter)
             held_bytes = num_bytes(answers)
             self._make_room(held_bytes, instead_of)
-        except BaseException:
+        except BaseException as error:
             self._ranks.retire_adapter(version)
+            # Its number is not used again: a rank that is late may still hold it.
+            reason = json.dumps(str(error) or type(error).__name__)
+            refused = (adapter.name, version, reason)
+            _logger.warning("event=adapter_refused name=%s version=%d reason=%s", *refused)
             raise
         first = answers[0]
         adapter.version = version
@@ -296,7 +314,7 @@ class Adapters:
                 # Also if all have answered: new engines hold what is registered by then.
                 if self._num_interrupted != num_interrupted:
                     raise _Interrupted
-        except (TimeoutError, asyncio.TimeoutError) as error:
+        except TimeoutError as error:
             late = [rank for rank in self._ranks.ring if rank not in answers]
             raise _Late(f"Rank {late[0]} does not answer (--load-timeout).", 503) from error
         finally:

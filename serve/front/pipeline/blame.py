@@ -1,28 +1,88 @@
 """Which request may be what ends the engines. Pure.
 
-A request that breaks an engine would break the next one too, and the cluster in the end. Of
-those under which engines ended again and again without a token for them the youngest is given
-up: before it came, the others were fine.
+A request that ends an engine would end the next one too, and the cluster after some. Those under
+which engines ended twice without a token for them are suspects: each runs alone until it gets a
+token. One under which the engines end twice more then is given up. Once may be another's doing,
+such as a kill or a broken link.
 """
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-MOST_FAULTS = 4
+MAX_SHARED_FAULTS = 2
+MAX_FAULTS_ALONE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """The sequence that ended the engines num_faults times. num_explained of these faults had no
+    explanation before."""
+
+    sequence: int
+    num_faults: int
+    num_explained: int
 
 
 class Suspects:
-    def __init__(self) -> None:
-        self._num_faults: Counter[int] = Counter()
+    """With fewer restarts than faults that are needed, fewer are."""
+
+    def __init__(self, max_restarts: int) -> None:
+        self._max_shared_faults = max(1, min(MAX_SHARED_FAULTS, max_restarts))
+        left = max_restarts + 1 - self._max_shared_faults
+        self._max_faults_alone = max(1, min(MAX_FAULTS_ALONE, left))
+        self._num_faults = 0
+        self._num_faults_alone = 0
+        self._faults: dict[int, list[int]] = {}  # that each sequence saw
+        self._num_since_token: Counter[int] = Counter()
+        self._explained: set[int] = set()
+        self._queue: list[int] = []
+
+    @property
+    def alone(self) -> int | None:
+        """The sequence that runs while all others wait, if there is a suspect."""
+        return self._queue[0] if self._queue else None
+
+    def is_clear(self, sequence_id: int) -> bool:
+        """Whether the engines did not end since its last token."""
+        return sequence_id not in self._num_since_token
 
     def clear(self, sequence_id: int) -> None:
-        """It got a token, or has ended."""
-        self._num_faults.pop(sequence_id, None)
+        """It got a token."""
+        self._num_since_token.pop(sequence_id, None)
+        if sequence_id == self.alone:
+            self._num_faults_alone = 0
+        if sequence_id in self._queue:
+            self._queue.remove(sequence_id)
 
-    def after_fault(self, running: Iterable[int]) -> int | None:
+    def forget(self, sequence_id: int) -> None:
+        """It has ended."""
+        self.clear(sequence_id)
+        self._faults.pop(sequence_id, None)
+        if not self._faults:
+            self._explained.clear()
+
+    def after_fault(self, running: Iterable[int]) -> Blame | None:
         """running are the sequences of which the stages held something, the oldest first.
-        Returns the one to give up, if any."""
+        Returns the one to give up, if it is known; the caller ends and forgets it."""
         ids = list(running)
-        self._num_faults.update(ids)
-        guilty = [id for id in ids if self._num_faults[id] >= MOST_FAULTS]
-        return guilty[-1] if guilty else None
+        self._num_faults += 1
+        for id in ids:
+            self._faults.setdefault(id, []).append(self._num_faults)
+            self._num_since_token[id] += 1
+        if ids and ids == [self.alone]:
+            self._num_faults_alone += 1
+            return self._blame(ids[0]) if self._num_faults_alone >= self._max_faults_alone else None
+        # The youngest first: before it came, the others were fine.
+        self._queue += [
+            id
+            for id in reversed(ids)
+            if id not in self._queue and self._num_since_token[id] >= self._max_shared_faults
+        ]
+        return None
+
+    def _blame(self, sequence_id: int) -> Blame:
+        faults = self._faults[sequence_id]
+        num_explained = len(set(faults) - self._explained)
+        self._explained.update(faults)
+        return Blame(sequence_id, len(faults), num_explained)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from serve.core.types import Sequence
 
-_REST = 1.25
+LONGEST_CHUNK = 1.25  # with the rest of a prompt, as a share of what was asked for
 _LEAST_CHUNK = 64
 _CHUNKS_OF_A_STAGE = 4  # of what waits for prefill: with fewer, stages would wait for each other
 _SHORT_PROMPT = 128  # cut up it would cost everybody more
@@ -50,7 +50,7 @@ def is_long(sequence: Sequence) -> bool:
 
 def next_chunk(num_left: int, chunk: int) -> int:
     """A short rest goes along: a step of its own would cost more."""
-    return num_left if num_left <= _REST * chunk else chunk
+    return num_left if num_left <= LONGEST_CHUNK * chunk else chunk
 
 
 def alike(prefilling: Iterable[Sequence], chunk: int) -> Iterator[Sequence]:
@@ -58,7 +58,7 @@ def alike(prefilling: Iterable[Sequence], chunk: int) -> Iterator[Sequence]:
     as long as the longest, which must be less than twice the shortest."""
     first, *others = prefilling
     num_rows, least, most = 1, first.num_tokens - 1, first.num_tokens - 1
-    if first.num_computed or most > _REST * chunk:
+    if first.num_computed or most > LONGEST_CHUNK * chunk:
         return
     for sequence in others:
         length = sequence.num_tokens - 1

@@ -15,12 +15,20 @@ from pathlib import Path
 from typing import Any, cast
 
 from serve.core.config import Cluster, ServeConfig
-from serve.core.errors import BrigadeError, EngineError, PlanError, RequestError, UnavailableError
-from serve.core.messages import AdapterRead, AdapterRefused, Admit, LoadAdapter, Result
-from serve.core.types import Sequence
+from serve.core.errors import (
+    BrigadeError,
+    EngineError,
+    GivenUpError,
+    OverflowedError,
+    PlanError,
+    RequestError,
+    UnavailableError,
+)
+from serve.core.messages import AdapterRead, AdapterRefused, Admit, LoadAdapter, Result, Scores
+from serve.core.types import NUM_SEQUENCE_IDS, Sequence, Step
 from serve.front.api.prompt import Prompt
 from serve.front.pipeline.adapters import Adapters
-from serve.front.pipeline.blame import MOST_FAULTS, Suspects
+from serve.front.pipeline.blame import Blame, Suspects
 from serve.front.pipeline.generation import Generation
 from serve.front.pipeline.lives import Lives, View
 from serve.front.pipeline.scheduler import Reuse, Scheduler
@@ -28,10 +36,9 @@ from serve.front.pipeline.stages import (
     better_split,
     chrome_trace,
     chunk_beside_decoding,
-    room_for_tokens,
+    room_under_limits,
 )
-
-_NUM_SEQUENCE_IDS = 2**30  # they are int32 on the wire, and group numbers are above them
+from serve.front.pipeline.warm_up import WarmUp
 
 _logger = logging.getLogger(__name__)
 
@@ -43,6 +50,7 @@ class Engine:
         self, config: ServeConfig, cluster: Cluster, folder: Path, facts: dict[str, str], view: View
     ) -> None:
         self._config, self._cluster = config, cluster
+        self._view = view
         self._lives = Lives(config, cluster, folder, facts, view, self)
         self._scheduler = Scheduler(
             cluster.num_ranks,
@@ -53,10 +61,11 @@ class Engine:
         )
         self.adapters = Adapters(config, self)
         self._generations: dict[int, Generation] = {}
-        self._suspects = Suspects()
+        self._suspects = Suspects(config.max_restarts)
         # Not by cycle, which keeps all that it has given.
-        self._sequence_ids = (number % _NUM_SEQUENCE_IDS for number in itertools.count())
+        self._sequence_ids = (number % NUM_SEQUENCE_IDS for number in itertools.count())
         self._has_worked = False
+        self._warm_up: WarmUp | None = None  # while it runs
         self._settled: tuple[int, ...] = ()
         self._loaded = asyncio.Event()
         self._failure: asyncio.Future[BrigadeError] = asyncio.get_running_loop().create_future()
@@ -94,8 +103,8 @@ class Engine:
             self._fail(EngineError(f"{type(error).__name__}: {error}"))
 
     def _fail(self, error: BrigadeError) -> None:
-        """Every running request ends with the reason."""
-        _logger.error("event=failed reason=%s", json.dumps(str(error)))
+        """Every running request ends with the reason, which the command's last line says."""
+        _logger.error("event=failed exit_code=%d", error.exit_code)
         self._failure.set_result(error)
         self.adapters.fail(error)
         self._loaded.set()
@@ -112,21 +121,43 @@ class Engine:
         self._loaded.set()
         if not self._has_worked:
             await self.adapters.load_at_start()
+        if not self._config.no_warm_up and not self._generations:
+            await self._run_warm_up()
+
+    async def _run_warm_up(self) -> None:
+        """Not where requests wait for new engines: theirs are steps as good."""
+        room = self._scheduler.max_held_tokens
+        assert room is not None
+        versions = self.adapters.loaded_versions()
+        self._warm_up = WarmUp(self._config, len(self.ring), room, versions, self._send_step)
+        try:
+            await self._warm_up.run()
+        finally:
+            self._warm_up = None
+
+    @property
+    def is_warming_up(self) -> bool:
+        return self._warm_up is not None
 
     def _settle(self) -> None:
         """On other ranks than before. Raises PlanError if there is not even room for a short
         sequence."""
         stages = self._lives.stages
         try:
-            most = room_for_tokens(stages, self._config)
+            room = room_under_limits(stages, self._config)
         except PlanError as error:
             self._lives.refuse_ring(error, self._settled)
             raise
+        most = room.num_tokens
         self._settled = self.ring
-        self._scheduler.settle(len(stages), most)
+        self._scheduler.settle(len(stages), most, room.num_sequences)
         if not self._config.no_prefix_cache:
             self._scheduler.reuse = cast(Reuse, stages[0].reuse)
-        _logger.info("event=kv_room tokens=%d reuse=%s", most, self._scheduler.reuse)
+        _logger.info(
+            "event=kv_room tokens=%d sequences=%d reuse=%s",
+            *(most, room.num_sequences, self._scheduler.reuse),
+        )
+        self._view.loaded(stages, most)
         reason = f"A rank was lost, and those that are left have room for {most} tokens."
         for sequence_id, generation in list(self._generations.items()):
             if not self._scheduler.sequence(sequence_id).fit(most):
@@ -141,59 +172,98 @@ class Engine:
         self._has_worked = True
         self._pump()
 
-    def interrupt(self) -> None:
+    def interrupt(self) -> int:
         self._loaded.clear()
         sequences = [self._scheduler.sequence(id) for id in self._generations]
-        guilty = self._suspects.after_fault(s.id for s in sequences if s.is_held)
+        blame = self._suspects.after_fault(s.id for s in sequences if s.is_held)
         self._scheduler.restart()
         self.adapters.interrupt()
-        if guilty is not None:
-            self._give_up(guilty)
+        if blame:
+            self._give_up(blame)
+        self._scheduler.run_alone(self._suspects.alone)
+        return blame.num_explained if blame else 0
 
-    def _give_up(self, sequence_id: int) -> None:
-        reason = f"The engines ended {MOST_FAULTS} times under this request: given up."
-        _logger.error("event=request_given_up sequence=%d", sequence_id)
-        # HTTP 500 and not 503: nobody should send it again.
-        self._generations[sequence_id].put(BrigadeError(reason))
-        self.drop(sequence_id)
+    def _give_up(self, blame: Blame) -> None:
+        _logger.error(
+            "event=request_given_up sequence=%d num_faults=%d", blame.sequence, blame.num_faults
+        )
+        generation = self._generations[blame.sequence]
+        generation.put(
+            GivenUpError(
+                f"This request ended the engines {blame.num_faults} times, the last time while it "
+                "ran alone: given up. Do not send it again."
+            )
+        )
+        for id in [id for id, of in self._generations.items() if of is generation]:
+            self.drop(id)
 
     def waiting_seconds(self) -> float:
         return time.monotonic() - self._progress_at if self._scheduler.num_in_flight else 0.0
 
     def on_result(self, result: Result) -> None:
+        if self._warm_up:
+            self._warm_up.on_result(result)
+            return
         self._progress_at = time.monotonic()
         for scores in result.scores:
-            if scored := self._generations.get(scores.sequence):
-                scored.put_scores(scores)
+            self._note_scores(scores)
         self._scheduler.chunk_beside_decoding = chunk_beside_decoding(
             self._lives.stages, self._config.prefill_chunk
         )
         for event in self._scheduler.update(result.number, result.tokens):
             generation = self._generations.get(event.sequence)
-            if generation:
+            if generation and event.finish_reason == "overflowed":
+                generation.put(self._overflowed(generation, event.sequence))
+            elif generation:
                 generation.put(event)
             self._suspects.clear(event.sequence)
             if event.finish_reason:
                 self._generations.pop(event.sequence, None)
+                self._suspects.forget(event.sequence)
+            self._scheduler.run_alone(self._suspects.alone)
         self._pump()
+
+    def _note_scores(self, scores: Scores) -> None:
+        generation = self._generations.get(scores.sequence)
+        if generation and scores.is_finite:
+            generation.put_scores(scores)
+        elif generation:
+            generation.put(self._overflowed(generation, scores.sequence))
+            self.drop(scores.sequence)
 
     def on_adapter(self, rank: int, answer: AdapterRead | AdapterRefused) -> None:
         self.adapters.on_answer(rank, answer)
 
+    def _overflowed(self, generation: Generation, sequence_id: int) -> OverflowedError:
+        version = generation.adapter
+        name = self.adapters.name_of(version)
+        _logger.error(
+            "event=numbers_overflowed sequence=%d adapter=%s version=%d",
+            *(sequence_id, json.dumps(name), version),
+        )
+        return OverflowedError(sequence_id, name)
+
     # --- requests
 
-    def submit(self, prompts: ReadableList[Prompt], adapter: int = 0) -> Generation:
-        """adapter is a version. Raises UnavailableError, OverloadedError or RequestError."""
+    def submit(
+        self, prompts: ReadableList[Prompt], adapter: int = 0, cache_scope: str = ""
+    ) -> Generation:
+        """adapter is a version; prefixes are shared within cache_scope. Raises UnavailableError,
+        OverloadedError or RequestError."""
         reason = self._not_ready()
         if reason and (self._failure.done() or not self._has_worked):
             raise UnavailableError(f"The cluster is not ready ({reason}): try again later.")
         self._check_lengths(prompts)
         sequences = [
-            sequence for prompt in prompts for sequence in self._sequences(prompt, adapter)
+            sequence
+            for prompt in prompts
+            for sequence in self._sequences(prompt, adapter, cache_scope)
         ]
         self._scheduler.add(*sequences)
-        generation = Generation(sequences, self.drop)
+        generation = Generation(sequences, self._leave)
         self._generations |= {sequence.id: generation for sequence in sequences}
+        if self._warm_up:
+            self._warm_up.stop()
         self._pump()
         return generation
 
@@ -205,7 +275,7 @@ class Engine:
                 code="context_length_exceeded",
             )
 
-    def _sequences(self, prompt: Prompt, adapter: int) -> list[Sequence]:
+    def _sequences(self, prompt: Prompt, adapter: int, cache_scope: str) -> list[Sequence]:
         """One for each answer. The first one's prompt is computed, the others copy it."""
         sequences: list[Sequence] = []
         max_tokens = max(1, prompt.max_tokens)  # For an echo alone a token is computed, too.
@@ -213,13 +283,25 @@ class Engine:
             new_id = next(self._sequence_ids)
             sequence = Sequence(new_id, prompt.ids, max_tokens, sampling, prompt.end_ids, adapter)
             sequence.original = sequences[0] if sequences else None
+            sequence.cache_scope = cache_scope
             sequences.append(sequence)
         return sequences
 
+    def _leave(self, sequence_id: int) -> None:
+        """Its client has gone. One that may be what ended the engines stays until its next token:
+        else nobody would know, and its like could come until no restarts are left."""
+        if sequence_id not in self._generations or self._suspects.is_clear(sequence_id):
+            self.drop(sequence_id)
+            return
+        sequence = self._scheduler.sequence(sequence_id)
+        num_tokens = len(sequence.output) + sequence.num_pending + 1
+        sequence.max_tokens = min(sequence.max_tokens, num_tokens)
+
     def drop(self, sequence_id: int) -> None:
         if self._generations.pop(sequence_id, None):
-            self._suspects.clear(sequence_id)
             self._scheduler.drop(sequence_id)
+            self._suspects.forget(sequence_id)
+            self._scheduler.run_alone(self._suspects.alone)
             self._pump()
 
     def _pump(self) -> None:
@@ -230,16 +312,19 @@ class Engine:
             step = self._scheduler.schedule()
             if step is None:
                 return
-            for sequence_id in step.begun:
-                self._admit(sequence_id)
-            self._lives.send(step)
+            self._send_step(step, [self._scheduler.sequence(id) for id in step.begun])
 
-    def _admit(self, sequence_id: int) -> None:
+    def _send_step(self, step: Step, begun: ReadableList[Sequence]) -> None:
+        for sequence in begun:
+            self._admit(sequence)
+        self._lives.send(step)
+
+    def _admit(self, sequence: Sequence) -> None:
         """What choosing its tokens needs goes to rank 0 before its first step, and again if it
         begins anew."""
-        sequence = self._scheduler.sequence(sequence_id)
-        tokens = sequence.tokens if sequence.sampling.reads_tokens else []
-        self._lives.send(Admit(sequence_id, sequence.sampling, len(sequence.prompt), tokens))
+        sampling = sequence.sampling
+        tokens = sequence.tokens if sampling.reads_tokens else []
+        self._lives.send(Admit(sequence.id, sampling, len(sequence.prompt), tokens))
 
     # --- adapters
 
@@ -278,7 +363,11 @@ class Engine:
     def _not_ready(self) -> str | None:
         if self._failure.done():
             return "the cluster broke"  # The reason may name hosts: it is for the log.
-        return self._lives.late() or (None if self._lives.is_working else "loading adapters")
+        if late := self._lives.late():
+            return late
+        if self._lives.is_working:
+            return None
+        return "warming up" if self._warm_up else "loading adapters"
 
     def pipeline(self) -> dict[str, Any]:
         return {

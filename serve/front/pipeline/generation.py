@@ -54,6 +54,11 @@ class Generation:
         return [scores[position] for position in range(1, len(original.prompt))]
 
     @property
+    def adapter(self) -> int:
+        """The version that all its sequences have."""
+        return self._sequences[0].adapter
+
+    @property
     def num_cached(self) -> int:
         """Tokens of the prompts that were not computed anew."""
         return sum(s.num_cached for s in self._sequences if s.original is None)

@@ -58,7 +58,10 @@ class View(Protocol):
 
     def progressed(self, stage: StageStatus) -> None: ...
 
-    def ready(self, stages: list[StageStatus]) -> None: ...
+    def loaded(self, stages: list[StageStatus], room: int) -> None:
+        """They have room for keys and values of so many tokens."""
+
+    def ready(self) -> None: ...
 
 
 class Work(Protocol):
@@ -67,11 +70,16 @@ class Work(Protocol):
     async def prepare(self) -> None:
         """The engines are loaded, and have nothing of what those before them had."""
 
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether `prepare` has them run steps."""
+
     def go(self) -> None:
         """They may get steps."""
 
-    def interrupt(self) -> None:
-        """They are ended, or will be: nothing that is under way comes back."""
+    def interrupt(self) -> int:
+        """They are ended, or will be: nothing that is under way comes back. Returns how many
+        faults, this one included, were the doing of a request that is found and given up."""
 
     def on_result(self, result: Result) -> None: ...
 
@@ -187,9 +195,9 @@ class Lives:
     def _begin(self) -> None:
         self._has_worked = self.is_working = True
         self._work.go()
-        _logger.info("event=ready num_ranks=%d life=%d", len(self.stages), self.number)
+        _logger.info("event=ready num_ranks=%d url=%s", len(self.stages), self._config.url)
         if self._recovering_since is None:
-            self._view.ready(self.stages)
+            self._view.ready()
             return
         seconds = time.monotonic() - self._recovering_since
         self._recovering_since = None
@@ -210,7 +218,7 @@ class Lives:
             for stage in self.stages:
                 if time.monotonic() - stage.heard_at > most + 2 * _WATCH_SECONDS:
                     self._stalled = True
-                    self.hub.forget(stage.rank)
+                    await self._let_go(stage.rank)
                     if not stage.rank:  # It has no connection that could break.
                         raise ClusterError(f"Rank 0 on {stage.host} is silent.")
             before = time.monotonic()
@@ -219,7 +227,11 @@ class Lives:
                 # It was this process that stood still: what came meanwhile is read first.
                 await asyncio.sleep(_WATCH_SECONDS)
         self._stalled = True
-        suspected = suspicion(self.stages, time.monotonic())
+        now = time.monotonic()
+        suspected = suspicion(self.stages, now)
+        for stage in self.stages:
+            if is_silent(stage, now):
+                await self._let_go(stage.rank, even_if_it_answers=False)
         raise ClusterError(
             f"No step came back for {most:g} s: {suspected}, look at its log (--stall-timeout)."
         )
@@ -230,27 +242,37 @@ class Lives:
             self._progressed.clear()
             try:
                 await asyncio.wait_for(self._progressed.wait(), timeout_seconds)
-            except (TimeoutError, asyncio.TimeoutError) as error:
+            except TimeoutError as error:
                 if late[0].state == "renewing":  # Its parent hears nothing: it has to join anew.
-                    self.hub.forget(late[0].rank)
+                    await self._let_go(late[0].rank)
                 raise ClusterError(
                     f"Rank {late[0].rank} on {late[0].host} did not {what}: nothing moved for "
                     f"{timeout_seconds:g} s, look at its log."
                 ) from error
+
+    async def _let_go(self, rank: int, even_if_it_answers: bool = True) -> None:
+        """Ends the connection of a silent rank. If it is the parent that does not answer, a line
+        of the log says so: `brigade launch` reads it, and replaces that process."""
+        answers = rank not in self.hub.joined or await self.hub.answers(rank)
+        if not answers:
+            _logger.warning("event=rank_silent rank=%d pid=%d", rank, self.hub.pid(rank))
+        if even_if_it_answers or not answers:
+            self.hub.forget(rank)
 
     # --- from one life to the next
 
     async def _judge(self) -> float:
         was_ready, self.is_working = self.is_working, False
         self._recovering_since = self._recovering_since or time.monotonic()
-        self._work.interrupt()
+        num_explained = self._work.interrupt()
         # That a neighbour is gone is known first and says least: a better reason replaces it.
         if not was_ready or not self._restarts.num_left(time.monotonic()):
             await asyncio.sleep(_BLAME_SECONDS)
         elif type(self._reason) is ClusterError:
             await asyncio.sleep(_GLANCE_SECONDS)
         assert self._reason is not None
-        return self._restarts.wait_seconds(self._reason, was_ready, time.monotonic())
+        now = time.monotonic()
+        return self._restarts.wait_seconds(self._reason, was_ready, now, num_explained)
 
     async def _renew(self) -> None:
         """New engines on all ranks. Raises ClusterError if a rank is gone for good."""
@@ -323,7 +345,7 @@ class Lives:
             has_said_why |= isinstance(message, Fault)
             if not isinstance(message, Result):
                 self._on_message(0, Report(self.number, message))
-            elif self.is_working:  # else it comes too late
+            elif self.is_working or self._work.is_warming_up:  # else it comes too late
                 self._work.on_result(message)
         if not has_said_why:
             fault = engine_ended(0, await process.wait())

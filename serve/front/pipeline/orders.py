@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from serve.core.config import Cluster, ServeConfig
 from serve.core.messages import Order
-from serve.core.plan import PlanRequest, StagePlan, memory_of
+from serve.core.plan import MIN_KV_TOKENS, PlanRequest, StagePlan, memory_of
 
 _CONVERSATION_TOKENS = 4096
 
@@ -16,7 +16,10 @@ def plan_request(config: ServeConfig, num_ranks: int) -> PlanRequest:
         num_ranks=num_ranks,
         context=config.max_context,
         concurrency=config.max_num_sequences,
+        min_tokens=MIN_KV_TOKENS,
         memory=config.memory,
+        kv_memory=config.kv_memory,
+        adapter_memory=config.adapter_memory,
         split=config.split,
         kv_bits=config.kv_bits,
     )
@@ -26,15 +29,22 @@ def replan_request(config: ServeConfig, ranks: Sequence[int], known: Sequence[in
     """The request for a plan over the ranks that are there. known is the memory that they were
     seen to have, in bytes, or 0: it has to do for the weights and one conversation."""
     memory = memory_of(config.memory, ranks) if config.memory else known
-    memory_text = ",".join(f"{amount // 1000}KB" for amount in memory)
-    context = min(config.max_context or _CONVERSATION_TOKENS, _CONVERSATION_TOKENS)
     return replace(
         plan_request(config, len(ranks)),
-        context=context,
-        concurrency=1,
-        memory=memory_text if all(memory) else None,
+        min_tokens=_CONVERSATION_TOKENS,
+        memory=_text(memory) if all(memory) else None,
+        kv_memory=_of_ranks(config.kv_memory, ranks),
+        adapter_memory=_of_ranks(config.adapter_memory, ranks),
         split="even" if config.split == "even" else "auto",
     )
+
+
+def _of_ranks(amounts: str | None, ranks: Sequence[int]) -> str | None:
+    return _text(memory_of(amounts, ranks)) if amounts else None
+
+
+def _text(amounts: Sequence[int]) -> str:
+    return ",".join(f"{amount // 1000}KB" for amount in amounts)
 
 
 def order(

@@ -50,7 +50,7 @@ class Plans:
         process.link.send(MakePlan(self._folder, request))
         try:
             message = await asyncio.wait_for(process.link.receive(), self._config.load_timeout)
-        except (TimeoutError, asyncio.TimeoutError) as error:
+        except TimeoutError as error:
             raise ModelError(
                 f"No plan could be made within {self._config.load_timeout:g} s: does config.json "
                 "fit the weights? (--load-timeout)"

@@ -1,82 +1,154 @@
 """Which finished sequences the stages still hold, so that a prompt that begins alike need
 not be computed again. Only rank 0 decides; it tells the stages in its steps."""
 
+import hashlib
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as ReadableList
-from itertools import chain
+from typing import NamedTuple
 
-from serve.core.types import Group, Sequence
+from serve.core.types import Sequence
+from serve.front.pipeline.prefix_tree import PrefixTree
 
-LEAST_TOKENS = 16  # A shorter common beginning is not worth a copy.
+MIN_TOKENS = 16  # A shorter common beginning is not worth a copy.
 # Each has two arrays for each layer, is looked at for each new prompt, and Metal has room for
 # half a million arrays in all.
-MOST_KEPT = 256
+MAX_KEPT = 256
+
+
+class PrefixKey(NamedTuple):
+    """Sequences share prefixes only with those of the same key. Keys and values depend on the
+    version of the adapter; the scope keeps clients apart who must not learn of each other."""
+
+    adapter: int = 0
+    scope: str = ""
+
+
+def scope_of(salt: str | None, api_key: str) -> str:
+    """Of a request: empty if it shares prefixes with all that have neither salt nor key."""
+    if not salt and not api_key:
+        return ""
+    # A key of the server's is written as a digest, so the two cannot be mixed up.
+    return hashlib.sha256(f"{api_key}/{salt or ''}".encode()).hexdigest()
+
+
+def key_of(sequence: Sequence) -> PrefixKey:
+    return PrefixKey(sequence.adapter, sequence.cache_scope)
 
 
 class PrefixIndex:
-    """The tokens of kept sequences, least recently used first. Only those with the same
-    adapter version are alike: keys and values depend on it."""
+    """The tokens of kept sequences, least recently used first, and the prompts of those that
+    are decoded: a prompt can begin as a copy of either."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[int, list[int]] = OrderedDict()
-        self._adapters: dict[int, int] = {}
+        self._kept: OrderedDict[int, PrefixKey] = OrderedDict()
+        self._num_uses: dict[int, int] = {}
+        self._next_use = 0
+        self._trees: dict[PrefixKey, PrefixTree] = {}
+        self._running: dict[int, Sequence] = {}
+        self._running_trees: dict[PrefixKey, PrefixTree] = {}
         self.num_tokens = 0
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._kept)
 
-    def keep(self, sequence_id: int, tokens: list[int], adapter: int = 0) -> list[int]:
+    def keep(
+        self, sequence_id: int, tokens: list[int], adapter: int = 0, scope: str = ""
+    ) -> list[int]:
         """Returns those that go for it: they are how this one begins, or were not used longest."""
-        alike = self.with_adapter(adapter)
-        gone = [id for id, kept in alike.items() if tokens[: len(kept)] == kept]
-        if not gone and len(self._kept) == MOST_KEPT:
+        key = PrefixKey(adapter, scope)
+        tree = self._trees.setdefault(key, PrefixTree())
+        gone = sorted(tree.prefixes(tokens), key=self._num_uses.__getitem__)
+        if not gone and len(self._kept) == MAX_KEPT:
             gone = [next(iter(self._kept))]
         for id in gone:
             self.forget(id)
-        self._kept[sequence_id], self._adapters[sequence_id] = tokens, adapter
+        # The tree goes with its last sequence.
+        self._trees.setdefault(key, tree).add(sequence_id, tokens)
+        self._kept[sequence_id] = key
+        self._use(sequence_id)
         self.num_tokens += len(tokens)
         return gone
 
     def forget(self, sequence_id: int) -> None:
-        del self._adapters[sequence_id]
-        self.num_tokens -= len(self._kept.pop(sequence_id))
+        key = self._kept.pop(sequence_id)
+        del self._num_uses[sequence_id]
+        self.num_tokens -= _remove(self._trees, key, sequence_id)
 
     def oldest(self) -> int | None:
         return next(iter(self._kept), None)
 
-    def with_adapter(self, adapter: int) -> dict[int, list[int]]:
-        return {id: kept for id, kept in self._kept.items() if self._adapters[id] == adapter}
+    def with_adapter(self, adapter: int) -> list[int]:
+        return [id for id, key in self._kept.items() if key.adapter == adapter]
+
+    def decoding(self, sequence: Sequence) -> None:
+        """From here on prompts may begin as a copy of this one's prompt."""
+        if sequence.id not in self._running:
+            self._running[sequence.id] = sequence
+            tree = self._running_trees.setdefault(key_of(sequence), PrefixTree())
+            tree.add(sequence.id, sequence.prompt)
+
+    def ended(self, sequence_id: int) -> None:
+        """It is not decoded any more, if it was."""
+        if sequence := self._running.pop(sequence_id, None):
+            _remove(self._running_trees, key_of(sequence), sequence_id)
 
     def longest(
         self,
         tokens: ReadableList[int],
         whole: bool,
-        others: Iterable[tuple[int, ReadableList[int]]] = (),
         adapter: int = 0,
+        scope: str = "",
     ) -> tuple[int, int] | None:
-        """The sequence, kept or of others, that begins most like tokens, and how many are the
-        same. If whole, only one that tokens begin with as a whole."""
-        alike = self.with_adapter(adapter).items()
-        best = best_match(chain(alike, others), tokens, whole)
-        if best and best[0] in self._kept:
-            self._kept.move_to_end(best[0])
+        """The sequence with the longest common prefix with tokens, and its length. Of several a
+        kept one, of those the one that was not used longest. If whole, only a kept one that
+        tokens begin with as a whole."""
+        key = PrefixKey(adapter, scope)
+        best: tuple[int, int] | None = None
+        if tree := self._trees.get(key):
+            oldest_first = self._num_uses.__getitem__
+            best = _whole(tree, tokens) if whole else tree.longest(tokens, oldest_first)
+        if not whole and (tree := self._running_trees.get(key)):
+            other = tree.longest(tokens, lambda id: id, self._holds_its_prompt)
+            if other and (best is None or other[1] > best[1]):
+                best = other
+        if best is None or best[1] < MIN_TOKENS:
+            return None
+        if best[0] in self._kept:
+            self._use(best[0])
         return best
 
+    def _holds_its_prompt(self, sequence_id: int) -> bool:
+        """The last token of a prompt is fed by the first step that decodes."""
+        sequence = self._running[sequence_id]
+        return sequence.num_computed >= len(sequence.prompt)
 
-def beginning(
-    sequence: Sequence, kept: PrefixIndex, groups: Iterable[Group], whole: bool
-) -> tuple[int, int] | None:
-    """The sequence that begins most like this one, and how many tokens are the same: a kept
-    one or, unless only a whole one can be copied, one of the groups. What is to be scored
-    has to be computed."""
+    def _use(self, sequence_id: int) -> None:
+        self._kept.move_to_end(sequence_id)
+        self._next_use += 1
+        self._num_uses[sequence_id] = self._next_use
+
+
+def _whole(tree: PrefixTree, tokens: ReadableList[int]) -> tuple[int, int] | None:
+    found = tree.prefixes(tokens)
+    return max(found.items(), key=lambda pair: pair[1], default=None)
+
+
+def _remove(trees: dict[PrefixKey, PrefixTree], key: PrefixKey, sequence_id: int) -> int:
+    """Returns how many tokens it had."""
+    num_tokens = trees[key].remove(sequence_id)
+    if not trees[key]:
+        del trees[key]
+    return num_tokens
+
+
+def beginning(sequence: Sequence, index: PrefixIndex, whole: bool) -> tuple[int, int] | None:
+    """The sequence with the longest common prefix with this one, and its length: a kept one or,
+    unless only a whole one can be copied, one that is decoded. What is to be scored has to be
+    computed."""
     if sequence.sampling.prompt_logprobs is not None:
         return None
-    decoding = (s for group in groups for s in group.sequences)
-    alike = (s for s in decoding if s.adapter == sequence.adapter)
-    prompts = ((s.id, s.prompt) for s in alike if s.num_computed >= len(s.prompt))
-    others = () if whole else prompts
-    return kept.longest(sequence.tokens[:-1], whole, others, sequence.adapter)
+    return index.longest(sequence.tokens[:-1], whole, *key_of(sequence))
 
 
 def beginning_of_original(sequence: Sequence, live: Collection[int]) -> tuple[int, int] | None:
@@ -85,33 +157,3 @@ def beginning_of_original(sequence: Sequence, live: Collection[int]) -> tuple[in
     if original and original.id in live and original.num_computed == num_tokens > 0:
         return original.id, num_tokens
     return None
-
-
-def best_match(
-    candidates: Iterable[tuple[int, ReadableList[int]]],
-    tokens: ReadableList[int],
-    whole: bool = False,
-) -> tuple[int, int] | None:
-    best: tuple[int, int] | None = None
-    for id, held in candidates:
-        num_common = common_length(held, tokens)
-        if num_common >= max(LEAST_TOKENS, best[1] + 1 if best else 0) and (
-            not whole or num_common == len(held)
-        ):
-            best = id, num_common
-    return best
-
-
-def common_length(a: ReadableList[int], b: ReadableList[int]) -> int:
-    """How many first elements are the same: a binary search, because comparing slices is
-    a hundred times faster than comparing elements."""
-    low, high = 0, min(len(a), len(b))
-    if a[:LEAST_TOKENS] != b[:LEAST_TOKENS]:
-        high = min(high, LEAST_TOKENS)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -16,9 +16,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 from serve.core.errors import OverloadedError, RequestError
-from serve.core.types import FAILURES, Event, FinishReason, Group, Row, Sequence, Step, Take
+from serve.core.types import (
+    FAILURES,
+    FIRST_WARM_UP_STEP,
+    Event,
+    FinishReason,
+    Group,
+    Row,
+    Sequence,
+    Step,
+    Take,
+)
 from serve.front.pipeline.chunks import Appetite, alike, is_long, next_chunk
-from serve.front.pipeline.prefix import PrefixIndex, beginning, beginning_of_original
+from serve.front.pipeline.prefix import PrefixIndex, beginning, beginning_of_original, key_of
 
 # What of another sequence a new one can begin with: any part from its start, or only all of
 # it (some caches cannot go back), or nothing.
@@ -69,6 +79,7 @@ class Scheduler:
         self._to_drop: list[int] = []
         self._retired: set[int] = set()
         self._ready: deque[Step] = deque()
+        self._alone: int | None = None
         self._num_groups = num_groups
         self.settle(num_stages)
 
@@ -115,8 +126,15 @@ class Scheduler:
             self._live[sequence.id] = sequence
             (self._copies if sequence.original else self.waiting).append(sequence)
 
-    def settle(self, num_stages: int, max_held_tokens: int | None = None) -> None:
-        """On so many stages with room for so many tokens; nothing is under way."""
+    def settle(
+        self,
+        num_stages: int,
+        max_held_tokens: int | None = None,
+        max_num_sequences: int | None = None,
+    ) -> None:
+        """On so many stages with room for so many tokens, of fewer sequences at once than asked
+        for if need be; nothing is under way."""
+        self._num_at_once = max_num_sequences or self._max_num_sequences
         self.groups = [Group(id) for id in range(self._num_groups or num_stages)]
         self._num_stages, self.max_held_tokens = num_stages, max_held_tokens
 
@@ -136,6 +154,17 @@ class Scheduler:
             self._free_copies(sequence)
             self._leaving.append(sequence)
             self._let_go()
+
+    def run_alone(self, sequence_id: int | None) -> None:
+        """All others wait while this one runs, also those that run; None for nobody."""
+        if sequence_id == self._alone:
+            return
+        self._alone = sequence_id
+        if sequence_id is not None:
+            idle = {s.id for s in (*self.waiting, *self._copies, *self._leaving)}
+            for sequence in reversed(list(self._live.values())):
+                if sequence.id not in idle and sequence.id != sequence_id:
+                    self._send_back(sequence)
 
     def schedule(self) -> Step | None:
         """The next step, or None until another result or sequence comes."""
@@ -248,7 +277,9 @@ class Scheduler:
         unload: tuple[int, ...] = (),
     ) -> Step:
         """Feeds so many tokens of each sequence."""
-        self.num_steps = (self.num_steps + 1) % 2**31  # int32 on the wire
+        self.num_steps += 1
+        if self.num_steps == FIRST_WARM_UP_STEP:
+            self.num_steps = 1
         rows, tokens, sample = [], [], group is not None
         for sequence, count in zip(fed, num_tokens, strict=True):
             rows.append(Row(sequence.id, sequence.num_computed, count, sequence.adapter))
@@ -265,19 +296,27 @@ class Scheduler:
     # --- what becomes of sequences
 
     def _admit(self) -> None:
-        while self.waiting and self.num_running < self._max_num_sequences:
-            sequence = self.waiting[0]
+        while (sequence := self._next()) and self.num_running < self._num_at_once:
             if not self._has_room_for(sequence):
                 return
-            self.waiting.popleft()
+            self.waiting.remove(sequence)
             self._reuse_prefix(sequence)
             self.prefilling.append(sequence)
             self._join_if_prefilled(sequence)
 
+    def _next(self) -> Sequence | None:
+        """The oldest one that waits. One that is to run alone comes when steps of no other one
+        are under way."""
+        if self._alone is None:
+            return self.waiting[0] if self.waiting else None
+        if any(step.sequences for step in self._in_flight.values()):
+            return None
+        return next((sequence for sequence in self.waiting if sequence.id == self._alone), None)
+
     def _reuse_prefix(self, sequence: Sequence) -> None:
         found = beginning_of_original(sequence, self._live)
         if not found and self.reuse != "none":
-            found = beginning(sequence, self.kept, self.groups, self.reuse == "whole")
+            found = beginning(sequence, self.kept, self.reuse == "whole")
         if not found:
             return
         source, sequence.num_computed = found
@@ -291,6 +330,8 @@ class Scheduler:
             self.prefilling.remove(sequence)
             smallest = min(self.groups, key=lambda g: (len(g.sequences), g.num_in_flight))
             smallest.sequences.append(sequence)
+            if self.reuse == "any":
+                self.kept.decoding(sequence)
             self._free_copies(sequence)
 
     def _free_copies(self, original: Sequence) -> None:
@@ -315,7 +356,7 @@ class Scheduler:
             is_known = sequence.num_computed <= sequence.num_tokens
             if self.reuse != "none" and is_known and sequence.adapter not in self._retired:
                 held = sequence.tokens[: sequence.num_computed]
-                self._to_drop += self.kept.keep(sequence.id, held, sequence.adapter)
+                self._to_drop += self.kept.keep(sequence.id, held, *key_of(sequence))
             else:
                 self._forget(sequence)
         return Event(sequence.id, token, reason)
@@ -331,6 +372,7 @@ class Scheduler:
 
     def _take_out(self, sequence_id: int) -> Sequence | None:
         sequence = self._live.pop(sequence_id, None)
+        self.kept.ended(sequence_id)
         if sequence:
             queues = (self.waiting, self._copies, self.prefilling, self._leaving)
             for queue in (*queues, *(g.sequences for g in self.groups)):
@@ -355,7 +397,7 @@ class Scheduler:
         if running + promised and running + wanted > self.max_held_tokens:
             return False
         # What it begins like is used by that, so others go before.
-        beginning(sequence, self.kept, (), self.reuse == "whole")
+        beginning(sequence, self.kept, self.reuse == "whole")
         return self._make_room(min(wanted, self.max_held_tokens - running))
 
     def _make_room(self, num_tokens: int) -> bool:
@@ -377,12 +419,15 @@ class Scheduler:
         running = [s for s in self._live.values() if s not in idle]
         if len(running) < 2:
             return False
-        youngest = running[-1]
-        self._take_out(youngest.id)
-        self._live[youngest.id] = youngest
-        self._leaving.append(youngest)
-        self._let_go()
+        self._send_back(running[-1])
         return True
+
+    def _send_back(self, sequence: Sequence) -> None:
+        """To the queue, where it waits to be computed anew."""
+        self._take_out(sequence.id)
+        self._live[sequence.id] = sequence
+        self._leaving.append(sequence)
+        self._let_go()
 
     def _let_go(self) -> None:
         """Of those whose steps are all back; to the queue if they have not ended."""

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from serve.core.config import ServeConfig
-from serve.core.errors import PlanError
 from serve.core.messages import Activity, Loaded, Span, Status
-from serve.core.plan import StagePlan, memory_of
+from serve.core.plan import KvRoom, StagePlan, kv_budgets, kv_room, memory_of
+from serve.front.pipeline.chunks import LONGEST_CHUNK
 
 _WINDOW_SECONDS = 10.0
 _NUM_SPANS = 20_000
@@ -24,8 +24,6 @@ _NEW_CHUNK_SHARE = 0.4
 _CHUNK_BY_DECODE = 2.4
 _CHUNK_BY_DECODE_ALONE = 1.6  # on one stage there is one chunk for each decode step
 _LEAST_CHUNK, _UNKNOWN_CHUNK = 8, 32
-_SLACK = 1.5  # Padding and spare room may take half as much again as keys and values do.
-_LEAST_HELD_TOKENS = 256
 _WARM_STEPS = 200
 _WORTHWHILE = 0.95
 
@@ -71,6 +69,8 @@ class StageStatus:
     bytes_read: int | None = None
     bytes_fetched: int = 0
     free_bytes: int = 0
+    logits_bytes_per_token: int = 0  # on rank 0, which has the head
+    scoring_bytes: int = 0  # that scoring a prompt takes besides
     reuse: str = "none"
     kv_bytes: int = 0
     adapter_bytes: int = 0
@@ -107,6 +107,8 @@ class StageStatus:
         self.bytes_fetched = loaded.bytes_fetched
         self.free_bytes = loaded.free_bytes
         self.reuse = loaded.reuse
+        self.logits_bytes_per_token = loaded.logits_bytes_per_token
+        self.scoring_bytes = loaded.scoring_bytes
 
     def _note_activity(self, activity: Activity, ring: Sequence[int]) -> None:
         self.busy_seconds = activity.busy_seconds
@@ -138,6 +140,12 @@ class StageStatus:
     def memory_bytes(self) -> int:
         """What it had for weights, keys and values when it was loaded; 0 before that."""
         return self.free_bytes and self.free_bytes + self.bytes_owned
+
+    def free_beside_scoring(self, prefill_chunk: int) -> int:
+        """What is free while a prompt is scored, in chunks of so many tokens. Only then is there
+        more than one row of logits for a sequence."""
+        num_tokens = int(LONGEST_CHUNK * prefill_chunk)
+        return self.free_bytes - num_tokens * self.logits_bytes_per_token - self.scoring_bytes
 
     @property
     def busy_share(self) -> float:
@@ -215,32 +223,25 @@ def chunk_beside_decoding(stages: list[StageStatus], most: int) -> int:
     return max(1, min(most, max(_LEAST_CHUNK, chunk)))
 
 
-def max_held_tokens(stages: list[StageStatus], kv_bytes: list[int] | None, concurrency: int) -> int:
-    """Of how many tokens all stages can hold keys and values. kv_bytes is what each may use,
-    None for what is free there."""
-    most: float = 2**31 - 1
-    for stage, num_bytes in zip(stages, kv_bytes or [s.free_bytes for s in stages], strict=True):
-        assert stage.plan is not None
-        room = num_bytes / _SLACK
-        room -= concurrency * stage.plan.cache_bytes_per_sequence
-        most = min(most, room / max(1, stage.plan.cache_bytes_per_token))
-    return int(most)
-
-
-def room_for_tokens(stages: list[StageStatus], config: ServeConfig) -> int:
-    """max_held_tokens under the flags. Raises PlanError if that is not even a short sequence."""
+def room_under_limits(stages: list[StageStatus], config: ServeConfig) -> KvRoom:
+    """The room of all stages under the flags, as a plan has it; without a limit, what is free
+    counts. Scoring a prompt needs memory too, which is left free unless --kv-memory decides.
+    Raises PlanError if that is less than has to be."""
     ranks = [stage.rank for stage in stages]
-    kv_bytes = memory_of(config.kv_memory, ranks) if config.kv_memory else None
-    if config.adapter_memory and not kv_bytes:
-        kept = memory_of(config.adapter_memory, ranks)
-        kv_bytes = [stage.free_bytes - most for stage, most in zip(stages, kept, strict=True)]
-    most = max_held_tokens(stages, kv_bytes, config.max_num_sequences)
-    if most < _LEAST_HELD_TOKENS:
-        raise PlanError(
-            f"There is room for keys and values of {max(0, most)} tokens only: give "
-            "--kv-memory or --max-num-sequences that fit, or more ranks."
-        )
-    return most
+    plans = [stage.plan for stage in stages if stage.plan]
+    adapters = (
+        memory_of(config.adapter_memory, ranks) if config.adapter_memory else [0] * len(ranks)
+    )
+    memory = memory_of(config.memory, ranks) if config.memory else None
+    kv_memory = memory_of(config.kv_memory, ranks) if config.kv_memory else None
+    if memory:
+        memory = [amount - kept for amount, kept in zip(memory, adapters, strict=True)]
+    beside = [stage.free_beside_scoring(config.prefill_chunk) for stage in stages]
+    free = [amount - kept for amount, kept in zip(beside, adapters, strict=True)]
+    budgets = kv_budgets(plans, memory, kv_memory) or free
+    if memory and not kv_memory:
+        budgets = [min(pair) for pair in zip(budgets, free, strict=True)]
+    return kv_room(plans, budgets, config.max_num_sequences)
 
 
 def better_split(stages: list[StageStatus]) -> list[int] | None:

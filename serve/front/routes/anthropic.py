@@ -10,14 +10,12 @@ from starlette.routing import Route
 
 from serve.front.api.anthropic import CountBody, MessagesBody
 from serve.front.api.anthropic_events import Telling
-from serve.front.api.openai import parse
 from serve.front.http import guard, schemas
-from serve.front.http.body import json_object
 from serve.front.http.openapi import told
 from serve.front.http.replies import Json
 from serve.front.output.answer import Job
 from serve.front.routes.responses import Front
-from serve.front.routes.stream import in_events, json_response
+from serve.front.routes.stream import in_events
 
 _PING = ServerSentEvent('{"type":"ping"}', event="ping", sep="\n")
 
@@ -41,26 +39,19 @@ class MessageCalls:
     )
     async def create(self, request: Request) -> Response:
         """Answers a chat in Anthropic's words."""
-        job = await self._front.in_thread(request, self._read)
+        job: Job = await self._front.read(request, "message")
         answer, headers = await self._front.begin(request, job)
         telling = Telling(job.body.model, answer.usage)
         events = _events(telling, answer.chunks(include_usage=True))
         failed = partial(guard.error_reply, request.scope)
         return await in_events(request, answer, events, failed, telling.message, headers, _PING)
 
-    def _read(self, data: bytes) -> Job:
-        return self._front.prepare_chat(parse(MessagesBody, json_object(data)).as_chat())
-
     @told(
         *(404, 500), body=CountBody, reply=schemas.MessageTokens, error=schemas.AnthropicErrorReply
     )
     async def count(self, request: Request) -> Response:
         """How many tokens a prompt has, of a chat in Anthropic's words."""
-        return json_response(await self._front.in_thread(request, self._read_count))
-
-    def _read_count(self, data: bytes) -> schemas.MessageTokens:
-        body = parse(CountBody, json_object(data))
-        return {"input_tokens": self._front.count(body.as_chat())}
+        return await self._front.tell(request, "count")
 
 
 async def _events(telling: Telling, chunks: AsyncIterator[Json]) -> AsyncIterator[Json]:

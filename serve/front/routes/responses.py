@@ -1,7 +1,6 @@
 """The HTTP calls about responses: made of chats, kept for those that go on from them."""
 
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -9,40 +8,23 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from serve.core.errors import RequestError
-from serve.front.api.openai import ChatBody, parse
-from serve.front.api.responses import ResponsesBody, Store, as_messages, response
+from serve.front.api.lanes import Kind
+from serve.front.api.reading import NeedsEarlier, ReadResponse
+from serve.front.api.responses import ResponsesBody, Store, as_messages, joined, own_names, response
 from serve.front.api.responses_events import Telling
-from serve.front.http.body import json_object
+from serve.front.http.guard import read_body
 from serve.front.http.openapi import told
 from serve.front.http.replies import Json
 from serve.front.output.answer import Answer, Job
 from serve.front.routes.stream import in_events, json_response
 
-# What a chat's fields are called here.
-_FIELDS = {
-    "messages": "input",
-    "max_completion_tokens": "max_output_tokens",
-    "response_format": "text.format",
-}
-
-
-@contextmanager
-def _own_names() -> Iterator[None]:
-    try:
-        yield
-    except RequestError as error:
-        error.param = _FIELDS.get(error.param or "", error.param)
-        raise
-
 
 class Front(Protocol):
     """What it needs of the server that chats need, too."""
 
-    def prepare_chat(self, body: ChatBody) -> Job: ...
+    async def read(self, request: Request, kind: Kind, *given: bytes) -> Any: ...
 
-    def count(self, body: ChatBody) -> int: ...
-
-    async def in_thread(self, request: Request, read: Callable[[bytes], Any]) -> Any: ...
+    async def tell(self, request: Request, kind: Kind) -> Response: ...
 
     async def begin(self, request: Request, job: Job) -> tuple[Answer, dict[str, str]]: ...
 
@@ -62,22 +44,24 @@ class ResponseCalls:
     @told(404, 429, 500, body=ResponsesBody, reply=Json, chunk=Json)
     async def respond(self, request: Request) -> Response:
         """Answers with items: text, thoughts, calls of functions."""
-        body, messages, job = await self._front.in_thread(request, self._read)
-        with _own_names():
-            answer, headers = await self._front.begin(request, job)
-        telling = Telling(response(body))
-        events = self._events(answer.chunks(include_usage=True), telling, messages)
+        read = await self._read(request)
+        with own_names():
+            answer, headers = await self._front.begin(request, read.job)
+        telling = Telling(response(read.body))
+        events = self._events(answer.chunks(include_usage=True), telling, read.messages)
         return await in_events(request, answer, events, telling.failed, telling.response, headers)
 
-    def _read(self, data: bytes) -> tuple[ResponsesBody, list[Json], Job]:
-        """With the messages that lead to the answer, but for instructions: those end with it."""
-        body = parse(ResponsesBody, json_object(data))
-        messages = [*self._store.before(body.previous_response_id), *body.messages()]
-        with _own_names():
-            return body, messages, self._front.prepare_chat(body.as_chat(messages))
+    async def _read(self, request: Request) -> ReadResponse:
+        data = await read_body(request.scope, request.receive)
+        read = await self._front.read(request, "response", data)
+        if isinstance(read, NeedsEarlier):
+            earlier = self._store.before(read.id)
+            read = await self._front.read(request, "response", data, earlier)
+        assert isinstance(read, ReadResponse)
+        return read
 
     async def _events(
-        self, chunks: AsyncIterator[Json], telling: Telling, messages: list[Json]
+        self, chunks: AsyncIterator[Json], telling: Telling, messages: bytes
     ) -> AsyncIterator[Json]:
         for event in telling.begin():
             yield event
@@ -87,7 +71,8 @@ class ResponseCalls:
         last = list(telling.finish())
         # Before its client knows of the end, so that it can go on at once.
         if telling.response["store"]:
-            self._store.put(telling.response, [*messages, *as_messages(telling.response["output"])])
+            own = as_messages(telling.response["output"])
+            self._store.put(telling.response, joined(messages, own))
         for event in last:
             yield event
 
@@ -98,6 +83,6 @@ class ResponseCalls:
         if request.query_params:
             raise RequestError("No parameters are supported here: leave them out.", param="query")
         if request.method != "DELETE":
-            return json_response(self._store.get(id)[0])
+            return Response(self._store.get(id)[0], media_type="application/json")
         self._store.delete(id)
         return json_response({"id": id, "object": "response", "deleted": True})

@@ -1,5 +1,6 @@
 """How answers leave: as JSON, or as a stream of events that ends with its client."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
@@ -8,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve.core.errors import BrigadeError
-from serve.front.http import guard, replies
+from serve.front.http import guard, replies, server
 from serve.front.http.replies import Json
 from serve.front.output.answer import Answer
 
@@ -68,7 +69,34 @@ class Stream(EventSourceResponse):
         self._answer = answer
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        half_closed = scope.get("state", {}).get(server.HALF_CLOSED)
+        probe = _Probe(send, half_closed or asyncio.Event())
+        probing = asyncio.ensure_future(probe.run())
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, probe.send)
         finally:
             self._answer.close()
+            probing.cancel()
+            await asyncio.gather(probing, return_exceptions=True)
+
+
+class _Probe:
+    """Writes comments into a stream whose client has closed its sending side, because writing is
+    the only way to learn that it has left."""
+
+    def __init__(self, send: guard.Send, half_closed: asyncio.Event) -> None:
+        self._send, self._half_closed = send, half_closed
+        self._is_open = False
+
+    async def send(self, message: guard.Message) -> None:
+        self._is_open = self._is_open and message.get("more_body", False)
+        await self._send(message)
+        self._is_open = message["type"] == "http.response.start" or self._is_open
+
+    async def run(self) -> None:
+        await self._half_closed.wait()
+        for seconds in server.probe_intervals():
+            if self._is_open:
+                comment = {"type": "http.response.body", "body": b":\n\n", "more_body": True}
+                await self._send(comment)
+            await asyncio.sleep(seconds)

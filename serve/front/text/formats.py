@@ -7,13 +7,14 @@ this process. They need none of it.
 import importlib.util
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from serve.core.errors import UsageError
+from serve.core.tool_parsers import mlx_lm_folder, tool_parsers
+from serve.front.output.call_parser import CallParser
 
 _PRIVATE = "brigade_mlx_lm_"
 
@@ -51,10 +52,14 @@ def format_of(tokenizer: Any, tool_parser: str | None = None) -> Format:
     utils = _module("tokenizer_utils")
     name = tool_parser or utils._infer_tool_parser(tokenizer)
     start, end, *_ = utils._infer_thinking(tokenizer)
-    return Format(_tool_format(name) if name else None, (start, end) if start else None)
+    tools = tool_format(name) if name else None
+    if name and tools:
+        tools = replace(tools, parse=CallParser(name))
+    return Format(tools, (start, end) if start else None)
 
 
-def _tool_format(name: str) -> ToolFormat:
+def tool_format(name: str) -> ToolFormat:
+    """Its parser runs in this process. Raises UsageError."""
     if name not in tool_parsers():
         known = ", ".join(tool_parsers())
         raise UsageError(f"--tool-parser {name} is not known: give one of {known}.")
@@ -63,22 +68,12 @@ def _tool_format(name: str) -> ToolFormat:
     return ToolFormat(parser.tool_call_start, parser.tool_call_end, parser.parse_tool_call)
 
 
-def tool_parsers() -> list[str]:
-    files = (_root() / "tool_parsers").glob("*.py")
-    return sorted(file.stem for file in files if file.stem != "__init__")
-
-
-def _root() -> Path:
-    spec = importlib.util.find_spec("mlx_lm")  # does not import it
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent
-
-
 @cache
 def _module(name: str) -> ModuleType:
     """A file or folder of mlx-lm under a name of its own."""
-    path = _root().joinpath(*name.split("."))
+    root = mlx_lm_folder()
+    assert root is not None
+    path = root.joinpath(*name.split("."))
     folder = [str(path)] if path.is_dir() else None
     file = path / "__init__.py" if folder else path.with_suffix(".py")
     spec = importlib.util.spec_from_file_location(

@@ -1,34 +1,79 @@
-"""Whether a grammar can be followed at all: in a process of its own, because llguidance's limits
-do not bound how long it takes to find out, and nothing but a process can be stopped.
+"""Whether a grammar can be followed at all: in a process of its own, because llguidance's limits do
+not bound the time, the memory and the stack that it takes to find out, and only a process can be
+stopped.
 
 JSON texts, one a line: grammars come in; what is wrong with them goes out, "" for nothing.
 """
 
 import json
+import os
+import re
+import resource
 import signal
 import sys
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-# Less than the engine allows, which prepares the same grammar once more.
-MOST_SECONDS = 1.0
+from serve.core.grammar_limits import (
+    CHECK_MEMORY_BYTES,
+    CHECK_SECONDS,
+    CHECK_STACK_BYTES,
+    MAX_REFERENCES,
+    MAX_RULES,
+    PARSER_LIMITS,
+)
+
+_POLL_SECONDS = 0.01
+_MEMORY_FILE = Path("/proc/self/statm")
+# A grammar is Lark's text, or JSON in which quotes and line ends of such texts are escaped.
+_RULE = re.compile(r"(?:^|\n|\\n|\")[ \t]*[?!]?[A-Za-z_][\w.-]*(?:\[[^\]\n]*\])?[ \t]*:")
+_REFERENCE = re.compile(r'\$(?:ref|dynamicRef|recursiveRef)\\?"\s*:\s*\\?"([^"]*)"')
 
 
 def main(tokenizer_file: str) -> None:
-    """Ends with its stdin, or by SIGPROF."""
+    """Ends with its stdin, or by a signal: SIGPROF for the time, SIGKILL for the memory, and what
+    a stack overflow or a failed allocation brings."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     tokenizer = LLTokenizer(tokenizer_file)
+    threading.stack_size(CHECK_STACK_BYTES)
+    # Of the checking thread: the main thread's stack depends on the system's limits.
+    checking = ThreadPoolExecutor(1, "check")
+    most_bytes = _resident_bytes() + CHECK_MEMORY_BYTES
     for line in sys.stdin:
         # The system ends this process then, wherever it is. Of a core, so that it does not
         # depend on what else runs.
-        signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)
-        answer = _objection(tokenizer, json.loads(line))
+        signal.setitimer(signal.ITIMER_PROF, CHECK_SECONDS)
+        answer = checking.submit(_objection, tokenizer, json.loads(line))
+        _watch_memory(answer, most_bytes)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.write(json.dumps(answer.result()) + "\n")
         sys.stdout.flush()
 
 
+def _watch_memory(answer: "Future[str]", most_bytes: int) -> None:
+    while not answer.done():
+        wait([answer], _POLL_SECONDS)
+        if _resident_bytes() > most_bytes:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _resident_bytes() -> int:
+    """On Linux not what getrusage tells, which knows the server's memory from before the exec."""
+    if _MEMORY_FILE.exists():
+        return int(_MEMORY_FILE.read_text().split()[1]) * resource.getpagesize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 def _objection(tokenizer: LLTokenizer, grammar: str) -> str:
-    matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    if len(_RULE.findall(grammar)) > MAX_RULES:
+        return f"it has more than {MAX_RULES} rules"
+    if len(set(_REFERENCE.findall(grammar))) > MAX_REFERENCES:
+        return f"it has references to more than {MAX_REFERENCES} definitions"
+    limits = LLParserLimits(**PARSER_LIMITS)
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     can_begin = not matcher.is_error() and any(matcher.compute_logit_bias())
     if matcher.is_error():
         return matcher.get_error().partition("<state>")[0][:500]

@@ -4,14 +4,16 @@ Grammars are llguidance's, so is the check whether one can be followed at all; r
 engine follows it.
 """
 
+import hashlib
 import json
 import re
 import signal
 import subprocess
 import sys
+import threading
 import weakref
+from collections import OrderedDict
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,11 +21,22 @@ from llguidance import LLMatcher
 from pydantic import Field, model_validator
 
 from serve.core.errors import BrigadeError, RequestError
+from serve.core.grammar_limits import CHECK_SECONDS, MAX_GRAMMAR_CHARACTERS
 from serve.front.api.messages import Body, refuse
 from serve.front.text import grammar_check
 
-MOST_GRAMMAR_CHARACTERS = 256 << 10
-_MOST_KNOWN = 256
+# Some 150 bytes each: more than a client can check in the time in which others use theirs.
+_MAX_KNOWN = 4096
+# How the process that checks a grammar may end by what the grammar asks of it.
+_REASONS = {
+    -signal.SIGPROF: f"it takes more than {CHECK_SECONDS:g} s to prepare",
+    -signal.SIGKILL: "it takes too much memory to prepare",
+    -signal.SIGABRT: "it takes too much memory to prepare",
+    -signal.SIGSEGV: "it is nested too deeply",
+    -signal.SIGBUS: "it is nested too deeply",
+    -signal.SIGILL: "it cannot be prepared",
+    -signal.SIGTRAP: "it cannot be prepared",
+}
 # Else a model may write nothing but blanks.
 _BLANKS = r"[ \n\t]{0,32}"
 
@@ -83,7 +96,7 @@ def of_schema(schema: dict[str, Any] | str) -> str:
         return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _BLANKS})
     except ValueError as error:
         raise RequestError(
-            f"The schema is no JSON object: {error}", param="structured_outputs"
+            f"The schema is not a JSON object: {error}", param="structured_outputs"
         ) from error
 
 
@@ -97,35 +110,63 @@ class Grammars:
         self._file = folder / "tokenizer.json"
         self._idle: list[subprocess.Popen[str]] = []
         weakref.finalize(self, _end, self._idle)  # also when this process ends
-        self.objection = lru_cache(_MOST_KNOWN)(self._objection)
+        self._objections: OrderedDict[bytes, str] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def is_known(self, grammar: str) -> bool:
+        """Whether to check it takes no time."""
+        return len(grammar) > MAX_GRAMMAR_CHARACTERS or _key(grammar) in self._objections
 
     def check(self, grammar: str, param: str) -> None:
         """Raises RequestError if no answer can follow it, or it is too large, slow or wrong."""
-        if len(grammar) > MOST_GRAMMAR_CHARACTERS:
-            most = f"{MOST_GRAMMAR_CHARACTERS} are allowed"
+        if len(grammar) > MAX_GRAMMAR_CHARACTERS:
+            most = f"{MAX_GRAMMAR_CHARACTERS} are allowed"
             raise RequestError(f"The grammar has {len(grammar)} characters, {most}.", param=param)
-        if reason := self.objection(grammar):
-            raise RequestError(f"The grammar cannot be followed: {reason}", param=param)
+        if reason := self._known(grammar):
+            raise RequestError("The grammar cannot be followed:", detail=reason, param=param)
+
+    def _known(self, grammar: str) -> str:
+        key = _key(grammar)
+        reason = self._objections.get(key)
+        if reason is None:
+            reason = self._objection(grammar)
+        with self._lock:
+            self._objections[key] = reason
+            self._objections.move_to_end(key)
+            if len(self._objections) > _MAX_KNOWN:
+                self._objections.popitem(last=False)
+        return reason
 
     def _objection(self, grammar: str) -> str:
-        try:
-            checker = self._idle.pop()
-        except IndexError:
-            checker = self._start()
+        checker = self._checker()
         if answer := _ask(checker, grammar):
             self._idle.append(checker)
             return str(json.loads(answer))
+        code = checker.wait()
         _end([checker])
-        if checker.returncode == -signal.SIGPROF:
-            most = f"{grammar_check.MOST_SECONDS:g} s"
-            return f"it takes more than {most} to prepare: make it simpler"
-        raise BrigadeError(f"The check of grammars ended with {checker.returncode}.")
+        if code in _REASONS:
+            return f"{_REASONS[code]}: make it simpler"
+        raise BrigadeError(f"The check of grammars ended with {code}.")
+
+    def _checker(self) -> "subprocess.Popen[str]":
+        """One that waits for work. What ends one while it has none is no grammar's doing."""
+        while self._idle:
+            with suppress(IndexError):  # Another thread may take the last one.
+                checker = self._idle.pop()
+                if checker.poll() is None:
+                    return checker
+                _end([checker])
+        return self._start()
 
     def _start(self) -> "subprocess.Popen[str]":
         command = [sys.executable, "-m", grammar_check.__name__, str(self._file)]
         pipe = subprocess.PIPE
         # In a session of its own: a terminal's SIGINT is for the server.
         return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+
+
+def _key(grammar: str) -> bytes:
+    return hashlib.sha256(grammar.encode(errors="surrogatepass")).digest()
 
 
 def _ask(checker: "subprocess.Popen[str]", grammar: str) -> str:

@@ -15,10 +15,11 @@ from typing import Any
 
 from tokenizers.pre_tokenizers import ByteLevel
 
-from serve.core.checkpoint import read_json
+from serve.core.checkpoint import not_a_folder, read_json
 from serve.core.errors import ModelError, RequestError
 from serve.front.text.formats import format_of
 from serve.front.text.grammars import Grammars
+from serve.hub.model_config import config_for_tokenizer
 
 _CONTEXT_TOKENS = 6
 _WINDOW_TOKENS = 24
@@ -27,6 +28,7 @@ _MOST_OPEN_TOKENS = 64
 _MOST_SHRINKAGE_OF_NFC = 4
 _REPLACEMENT = "\ufffd"
 _MOST_TEXTS_KEPT = 1 << 16
+_PROBE = "Hello! What is the capital of France, and how many people (0123456789) live there?"
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
@@ -36,6 +38,7 @@ class Tokenizer:
     def __init__(self, folder: Path, tool_parser: str | None = None) -> None:
         """tool_parser is one of mlx-lm's. Raises ModelError if the folder has no tokenizer
         that can be loaded, UsageError."""
+        self.folder, self.tool_parser = folder, tool_parser
         self._transformers = _load(folder)
         self._backend = self._transformers.backend_tokenizer
         # Both may be set in tokenizer.json and would silently change prompts.
@@ -47,9 +50,12 @@ class Tokenizer:
         pre_tokenizer = _parts(self._backend.pre_tokenizer, "pretokenizers")
         self._is_byte_level = any(part["type"] == "ByteLevel" for part in pre_tokenizer)
         self._most_bytes_of_a_token = _most_bytes_of_a_token(self._backend)
-        self._text_before = self.encode("a")
+        num_ids = _num_ids(self._backend)
+        self.vocab_size = min(num_ids, _model_vocab_size(folder, num_ids))
+        self._may_exceed = self.vocab_size < num_ids
+        self._text_before = self._encode("a")
         self.token_text = functools.lru_cache(_MOST_TEXTS_KEPT)(self._token_text)
-        self.vocab_size = _vocab_size(folder, self._backend)
+        self.token_bytes = functools.lru_cache(_MOST_TEXTS_KEPT)(self._token_bytes)
         self.eos_ids = _read_eos_ids(folder, self._transformers.eos_token_id)
         self.format = format_of(self._transformers, tool_parser)
         self._marks = frozenset(self._special_ids_in(self.format.marks))
@@ -88,7 +94,9 @@ class Tokenizer:
         except Exception as error:
             reason = str(error)[:500] or type(error).__name__
             raise RequestError(
-                f"The model's chat template refuses these messages: {reason}", param="messages"
+                "The model's chat template refuses these messages:",
+                detail=str(reason),
+                param="messages",
             ) from error
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
@@ -97,8 +105,38 @@ class Tokenizer:
 
         By batch, because encoding a single text keeps Python's lock for all its time.
         """
+        ids = self._encode(text, add_special_tokens)
+        if (unknown := self._first_unknown(ids)) is not None:
+            raise RequestError(
+                f"{self.token_name(unknown)!r} is token {unknown}, and the model's vocabulary has "
+                f"{self.vocab_size} tokens: leave it out."
+            )
+        return ids
+
+    def _encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
+
+    def _first_unknown(self, ids: list[int]) -> int | None:
+        """The model's matrices have no row for it."""
+        if not self._may_exceed:
+            return None
+        return next((id for id in ids if id >= self.vocab_size), None)
+
+    def check_chat(self) -> None:
+        """Raises ModelError if even a plain chat has tokens that the model does not know."""
+        if not self._transformers.chat_template:
+            return
+        try:
+            text = self.render([{"role": "user", "content": _PROBE}], {})
+        except RequestError:
+            return  # The template is for other messages than these.
+        if (unknown := self._first_unknown(self._encode(text))) is not None:
+            raise ModelError(
+                f"The tokenizer in {self.folder} does not fit the model: a plain chat has token "
+                f"{unknown} ({self.token_name(unknown)!r}), and config.json says vocab_size "
+                f"{self.vocab_size}. Fetch the model again."
+            )
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
@@ -109,7 +147,7 @@ class Tokenizer:
         text = self.decode([*self._text_before, id], skip_special_tokens=False)
         return text.removeprefix(before) if text.startswith(before) else self.decode([id], False)
 
-    def token_bytes(self, id: int) -> list[int]:
+    def _token_bytes(self, id: int) -> list[int]:
         """Of its text in UTF-8; also of tokens that are a part of a character."""
         text = self.token_text(id)
         if _REPLACEMENT in text:
@@ -219,7 +257,7 @@ class TextStream:
 
 def _load(folder: Path) -> Any:
     if not folder.is_dir():
-        raise ModelError(f"--model {folder} is no folder: give the path of a downloaded model.")
+        raise ModelError(not_a_folder(folder))
     # It advises to install PyTorch, which nothing here needs.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     # Imported here: it takes two seconds, in which the engine can start already.
@@ -228,7 +266,10 @@ def _load(folder: Path) -> Any:
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         loaded = transformers.AutoTokenizer.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
+            str(folder),
+            config=config_for_tokenizer(folder),
+            local_files_only=True,
+            trust_remote_code=False,
         )
     # tokenizers raises a bare Exception for a file that it cannot read.
     except Exception as error:
@@ -246,15 +287,19 @@ def _load(folder: Path) -> Any:
     return loaded
 
 
-def _vocab_size(folder: Path, backend: Any) -> int:
-    """Ids below it have a token, and a row in the model's matrices."""
-    size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+def _num_ids(backend: Any) -> int:
+    return max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+
+def _model_vocab_size(folder: Path, default: int) -> int:
+    """How many rows the model's matrices have."""
+    sizes = [default]
     if (folder / "config.json").exists():
         config = read_json(folder / "config.json")
         for part in (config, config.get("text_config")):
             if isinstance(part, dict) and isinstance(part.get("vocab_size"), int):
-                size = min(size, part["vocab_size"])
-    return size
+                sizes.append(part["vocab_size"])
+    return min(sizes)
 
 
 def _argument_names(apply_chat_template: Callable[..., Any]) -> frozenset[str]:

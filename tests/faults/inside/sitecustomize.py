@@ -1,10 +1,12 @@
 """Python runs this first where PYTHONPATH has its folder: it breaks engines from inside.
 
-BROKEN_SEED is a seed with which drawing a token raises; STEP_SECONDS is how much longer
+BROKEN_SEED is a seed with which drawing a token raises, FATAL_SEED one with which it ends the
+engine as a stack overflow would; STEP_SECONDS is how much longer
 each step takes.
 """
 
 import os
+import signal
 import sys
 import time
 
@@ -15,6 +17,8 @@ if "serve.rank.worker" in sys.orig_argv:
     _key, _call = sampling._key, Stage.__call__
 
     def _breaking_key(seed, position):
+        if str(seed) == os.environ.get("FATAL_SEED"):
+            os.kill(os.getpid(), signal.SIGSEGV)
         if str(seed) == os.environ.get("BROKEN_SEED"):
             raise ValueError(f"seed {seed}\nFORGED line of /a/path")
         return _key(seed, position)

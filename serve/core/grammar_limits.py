@@ -1,0 +1,22 @@
+"""What a client's grammar may cost: for the process that checks it and the engine that follows it.
+
+llguidance recurses with the depth of a grammar, and a stack overflow ends the process. So the check
+has a much smaller stack than the engine: what passes it cannot overflow there.
+"""
+
+from typing import Any
+
+MAX_GRAMMAR_CHARACTERS = 256 << 10
+# A chain of so many takes 9 to 12 MB of stack in llguidance 1.7 on x86-64. More end the check,
+# which is refused as well, but some systems report each crash to their user.
+MAX_RULES = 4000
+MAX_REFERENCES = 1000
+CHECK_STACK_BYTES = 16 << 20
+FOLLOW_STACK_BYTES = 128 << 20
+
+CHECK_SECONDS = 1.0  # of a core
+CHECK_MEMORY_BYTES = 96 << 20
+
+# Arguments of llguidance.LLParserLimits, the same on both sides. A state of the lexer takes up to
+# 2 kB, and each sequence that is being answered has its own.
+PARSER_LIMITS: dict[str, Any] = {"max_lexer_states": 50_000}

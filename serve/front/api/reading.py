@@ -1,0 +1,174 @@
+"""Bodies of requests read: from bytes to what is generated or told. Knows no HTTP and no cluster.
+
+Long bodies are read in a process of their own (`serve.front.api.reading_process`), so what is read
+can be pickled. Which models there are only the server knows, and checks it afterwards.
+"""
+
+import io
+import json
+import pickle
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from serve.core.errors import RequestError
+from serve.front.api import chat, completions, tokenize
+from serve.front.api.anthropic import CountBody, MessagesBody
+from serve.front.api.openai import ChatBody, CompletionBody, parse
+from serve.front.api.prompt import Prompt
+from serve.front.api.responses import ResponsesBody, own_names
+from serve.front.http import replies
+from serve.front.http.body import json_object
+from serve.front.http.replies import Json
+from serve.front.output.answer import Job
+from serve.front.text.tokens import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ReadResponse:
+    """messages are those that lead to the answer but for instructions, as JSON."""
+
+    body: ResponsesBody
+    messages: bytes
+    job: Job
+
+
+@dataclass(frozen=True, slots=True)
+class NeedsEarlier:
+    """A response goes on from this one, whose messages have to be given."""
+
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A reply that needs no answer of the model. model is the one that was named, if any, and
+    ignored_fields are the fields of the body that nobody knows."""
+
+    model: str | None
+    reply: bytes
+    ignored_fields: tuple[str, ...] = ()
+
+
+class Reader:
+    """Each method takes a body and raises RequestError. They take their time, and may be called
+    from several threads at once."""
+
+    def __init__(self, tokenizer: Tokenizer, max_context: int, max_answers: int) -> None:
+        self.tokenizer = tokenizer
+        self.max_context = max_context
+        self.max_answers = max_answers
+
+    def chat(self, data: bytes) -> Job:
+        return self._prepare(parse(ChatBody, self._object(data)))
+
+    def completion(self, data: bytes) -> Job:
+        body = parse(CompletionBody, json_object(data))
+        body.check_num_answers(len(body.prompt), self.max_answers)
+        job = completions.prepare(body, self.tokenizer, self.max_context)
+        return Job(body.model_copy(update={"prompt": ()}), job.prompts, job.shape)
+
+    def message(self, data: bytes) -> Job:
+        return self._prepare(parse(MessagesBody, self._object(data)).as_chat())
+
+    def response(self, data: bytes, earlier: bytes | None = None) -> ReadResponse | NeedsEarlier:
+        """earlier are the messages of the response that it goes on from, as JSON."""
+        body = parse(ResponsesBody, self._object(data, "input"))
+        if body.previous_response_id is not None and earlier is None:
+            return NeedsEarlier(body.previous_response_id)
+        messages = [*json.loads(earlier or b"[]"), *body.messages()]
+        with own_names():
+            job = self._prepare(body.as_chat(messages))
+        return ReadResponse(body.model_copy(update={"input": []}), replies.encode(messages), job)
+
+    def count(self, data: bytes) -> Told:
+        """How many tokens the prompt of Anthropic's messages has."""
+        body = parse(CountBody, self._object(data)).as_chat()
+        num_tokens = tokenize.count(body, self.tokenizer, self.max_context)
+        return Told(body.model, replies.encode({"input_tokens": num_tokens}))
+
+    def tokenize(self, data: bytes) -> Told:
+        fields = self._object(data)
+        body, reply = tokenize.tokenize(fields, self.tokenizer, self.max_context)
+        return Told(body.model, replies.encode(reply), body.ignored_fields)
+
+    def detokenize(self, data: bytes) -> Told:
+        body, reply = tokenize.detokenize(json_object(data), self.tokenizer, self.max_context)
+        return Told(body.model, replies.encode(reply), body.ignored_fields)
+
+    def _prepare(self, body: ChatBody) -> Job:
+        body.check_num_answers(1, self.max_answers)
+        job = chat.prepare(body, self.tokenizer, self.max_context)
+        # Nobody needs them any more: the prompt is made of them.
+        return Job(body.model_copy(update={"messages": []}), job.prompts, job.shape)
+
+    def _object(self, data: bytes, param: str = "messages") -> Json:
+        """Of a body whose messages each make at least one token."""
+        body = json_object(data)
+        given = body.get(param)
+        if isinstance(given, list) and len(given) > self.max_context:
+            raise RequestError(
+                f"{param}: has {len(given)} entries, and this model's maximum context length is "
+                f"{self.max_context} tokens: send fewer.",
+                param=param,
+                code="context_length_exceeded",
+            )
+        return body
+
+
+# --- between processes
+
+
+class _Pickler(pickle.Pickler):
+    """The tokenizer and its format stay where they are."""
+
+    def __init__(self, file: io.BytesIO, tokenizer: Tokenizer) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._tokenizer = tokenizer
+
+    def persistent_id(self, value: Any) -> str | None:
+        if value is self._tokenizer:
+            return "tokenizer"
+        if value is not None and value is self._tokenizer.format.tools:
+            return "tools"
+        return None
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not Prompt:
+            return NotImplemented
+        given = [getattr(value, field.name) for field in fields(value)[1:]]
+        return _prompt, (array("q", value.ids), *given)
+
+
+def _prompt(ids: "array[int]", *given: Any) -> Prompt:
+    """An array is read in no time, a list of ints while Python's lock is held."""
+    return Prompt(ids.tolist(), *given)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tokenizer: Tokenizer) -> None:
+        super().__init__(file)
+        self._tokenizer = tokenizer
+
+    def persistent_load(self, name: Any) -> Any:
+        return self._tokenizer if name == "tokenizer" else self._tokenizer.format.tools
+
+
+def dump(value: Any, tokenizer: Tokenizer) -> bytes:
+    """For `load` in another process with the same tokenizer."""
+    file = io.BytesIO()
+    _Pickler(file, tokenizer).dump(value)
+    return file.getvalue()
+
+
+def load(data: bytes, tokenizer: Tokenizer) -> Any:
+    return _Unpickler(io.BytesIO(data), tokenizer).load()
+
+
+def answered(work: Callable[[], Any]) -> Any:
+    """What it gives, or the RequestError that it raises."""
+    try:
+        return work()
+    except RequestError as error:
+        return error

@@ -1,0 +1,141 @@
+"""Where a request comes from: which Host it names, and whether a process on this host sent it.
+
+Without keys, these checks are all that keeps out web pages that point their own name at this
+server (DNS rebinding) and clients behind a proxy. They cannot recognise a plain TCP forwarder.
+"""
+
+import ipaddress
+import json
+import re
+import socket
+from collections.abc import Iterable
+
+from serve.front.http.guard import Scope
+from serve.front.http.replies import StatusError
+
+_AUTHORITY = re.compile(r"(?P<host>\[[0-9a-f:.]+(%[\w.]+)?\]|[\w.-]+)(:\d{0,5})?", re.ASCII)
+_MAX_SHOWN_CHARACTERS = 100
+_SAME_PAGE = {b"same-origin", b"none"}
+# Headers that proxies, load balancers and tunnels add, and how others of them begin.
+_FORWARDING = frozenset(
+    (
+        *("forwarded", "via", "cdn-loop", "client-ip"),
+        *("x-client-ip", "x-cluster-client-ip", "true-client-ip", "fastly-client-ip"),
+        *("fastly-ff", "remote-addr", "x-remote-addr", "x-remote-ip"),
+        *("x-proxyuser-ip", "x-host", "x-real-ip", "x-forwarded"),
+        *("x-rewrite-url", "x-scheme", "x-cloud-trace-context", "x-varnish"),
+    )
+)
+_FORWARDING_PREFIXES = (
+    *("x-forwarded-", "x-original-", "x-proxy-", "x-envoy-"),
+    *("x-amzn-", "x-amz-cf-", "x-azure-", "x-arr-"),
+    *("x-appengine-", "x-vercel-", "x-nf-", "x-akamai-"),
+    *("akamai-", "cf-", "fly-", "tailscale-"),
+    *("ngrok-", "x-ngrok-", "x-traefik-", "x-haproxy-"),
+)
+
+
+class Hosts:
+    """The values of Host under which this server may be called without a key.
+
+    DNS rebinding needs a name, so a server that listens beyond loopback accepts every IP
+    address. One on loopback accepts loopback addresses and localhost only.
+    """
+
+    def __init__(self, bound: str, allowed: Iterable[str]) -> None:
+        names = [host_of(name) or name.lower() for name in (bound, *allowed)]
+        self._allows_all = "*" in names
+        self._allows_addresses = not is_loopback_name(names[0])
+        self._names = {"localhost", *names}
+        if self._allows_addresses:
+            self._names.update(own_names(socket.gethostname()))
+
+    def check(self, scope: Scope) -> None:
+        """Raises StatusError 403. Without a Host, which no browser leaves out, there was no name
+        to be misled by."""
+        named = _values(scope, b"host")
+        if self._allows_all or not named:
+            return
+        host = host_of(named[0].decode("latin-1"))
+        if len(named) == 1 and host is not None and self._is_ours(host):
+            return
+        shown = json.dumps(named[0].decode("latin-1")[:_MAX_SHOWN_CHARACTERS])
+        raise StatusError(
+            403,
+            f"{shown} in Host is not a name of this server: call it by its address, such as "
+            "http://127.0.0.1, or start it with --allowed-host NAME.",
+            code="host_not_allowed",
+        )
+
+    def _is_ours(self, host: str) -> bool:
+        if host in self._names or is_loopback_name(host):
+            return True
+        return self._allows_addresses and _address(host) is not None
+
+
+def own_names(host_name: str) -> set[str]:
+    """A host's name as it says it, without its domain, and as multicast DNS says it."""
+    short = host_name.lower().partition(".")[0]
+    return {host_name.lower(), short, f"{short}.local"} if short else set()
+
+
+def check_local(scope: Scope) -> None:
+    """Raises StatusError 403 unless a process on this host sent the request directly: over
+    loopback, to a loopback name, with no trace of a proxy or of another web page."""
+    client = scope.get("client")
+    is_here = client is not None and _is_loopback(client[0])
+    if not (is_here and _names_loopback(scope) and not _was_forwarded(scope)):
+        raise StatusError(
+            403,
+            "Without a key, admin calls are answered to programs on this host only, directly "
+            "under http://127.0.0.1 or http://localhost: start the server with --admin-key-file "
+            "for others.",
+        )
+
+
+def host_of(authority: str) -> str | None:
+    """The host in `localhost:8080`, in lower case and without a last dot; None if it is malformed.
+    IPv6 addresses lose their brackets."""
+    match = _AUTHORITY.fullmatch(authority.lower())
+    return match["host"].strip("[]").removesuffix(".") if match else None
+
+
+def is_loopback_name(host: str) -> bool:
+    return host == "localhost" or _is_loopback(host)
+
+
+def _names_loopback(scope: Scope) -> bool:
+    """Whether the one Host is a loopback name, and the page that asks, if any, is of this very
+    server."""
+    hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
+    if len(hosts) != 1 or len(origins) > 1:
+        return False
+    host = host_of(hosts[0].decode("latin-1"))
+    if host is None or not is_loopback_name(host):
+        return False
+    return not origins or origins[0].lower() == b"http://" + hosts[0].lower()
+
+
+def _was_forwarded(scope: Scope) -> bool:
+    """Also on behalf of another site's page."""
+    names = {name.decode("latin-1").lower().replace("_", "-") for name, _ in scope["headers"]}
+    if any(name in _FORWARDING or name.startswith(_FORWARDING_PREFIXES) for name in names):
+        return True
+    return not set(_values(scope, b"sec-fetch-site")) <= _SAME_PAGE
+
+
+def _values(scope: Scope, wanted: bytes) -> list[bytes]:
+    return [value for name, value in scope["headers"] if name == wanted]
+
+
+def _is_loopback(host: str) -> bool:
+    address = _address(host)
+    return address is not None and address.is_loopback
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address

@@ -1,0 +1,142 @@
+"""A radix tree of lists of tokens: who has the longest common prefix with another list. Pure.
+
+Looking up or adding a list compares its tokens once, as slices, however many lists there are.
+"""
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as ReadableList
+from dataclasses import dataclass, field
+
+_NUM_FIRST = 16  # Most lists differ from others in their first tokens, if at all.
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """tokens lead here from the parent; ids are the lists that end here. No two children begin
+    with the same token."""
+
+    tokens: list[int]
+    num_before: int
+    parent: "_Node | None" = None
+    children: "dict[int, _Node]" = field(default_factory=dict)
+    ids: set[int] = field(default_factory=set)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_before + len(self.tokens)
+
+
+class PrefixTree:
+    """Every node but the root is the end of a list, or has at least two children."""
+
+    def __init__(self) -> None:
+        self._root = _Node([], 0)
+        self._ends: dict[int, _Node] = {}
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def add(self, id: int, tokens: ReadableList[int]) -> None:
+        *_, (node, num_common) = self._path(tokens)
+        if num_common < node.num_tokens:
+            node = _split(node, num_common - node.num_before)
+        if num_common < len(tokens):
+            rest = list(tokens[num_common:])
+            node.children[rest[0]] = node = _Node(rest, num_common, node)
+        node.ids.add(id)
+        self._ends[id] = node
+
+    def remove(self, id: int) -> int:
+        """Returns how many tokens it had."""
+        node = self._ends.pop(id)
+        num_tokens = node.num_tokens
+        node.ids.remove(id)
+        parent = node.parent
+        if parent and not node.ids and not node.children:
+            del parent.children[node.tokens[0]]
+            node = parent
+        if node.parent and not node.ids and len(node.children) == 1:
+            _join(node)
+        return num_tokens
+
+    def prefixes(self, tokens: ReadableList[int]) -> dict[int, int]:
+        """The lists that tokens begin with, all of them, and their lengths."""
+        found: dict[int, int] = {}
+        for node, num_common in self._path(tokens):
+            if num_common == node.num_tokens:
+                found |= dict.fromkeys(node.ids, num_common)
+        return found
+
+    def longest(
+        self,
+        tokens: ReadableList[int],
+        order: Callable[[int], int],
+        may_be: Callable[[int], bool] | None = None,
+    ) -> tuple[int, int] | None:
+        """Of the lists that may be, the first in order of those with the longest common prefix
+        with tokens, and the length of that."""
+        came_from: _Node | None = None
+        for node, num_common in reversed(list(self._path(tokens))):
+            found = [id for id in _ids_below(node, came_from) if not may_be or may_be(id)]
+            if found:
+                return min(found, key=order), num_common
+            came_from = node
+        return None
+
+    def _path(self, tokens: ReadableList[int]) -> Iterator[tuple[_Node, int]]:
+        """From the root down, how many tokens are the same up to a node's end or within it."""
+        node, num_common = self._root, 0
+        yield node, num_common
+        while num_common < len(tokens) and (child := node.children.get(tokens[num_common])):
+            rest = tokens[num_common : num_common + len(child.tokens)]
+            num_same = common_length(child.tokens, rest)
+            node, num_common = child, num_common + num_same
+            yield node, num_common
+            if num_same < len(child.tokens):
+                return
+
+
+def _ids_below(node: _Node, known: _Node | None) -> Iterator[int]:
+    """Those of all lists through this node but not through known."""
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        yield from node.ids
+        waiting += [child for child in node.children.values() if child is not known]
+
+
+def _split(node: _Node, num_tokens: int) -> _Node:
+    """A new node after so many of a node's tokens."""
+    assert node.parent
+    upper = _Node(node.tokens[:num_tokens], node.num_before, node.parent)
+    node.parent.children[node.tokens[0]] = upper
+    node.tokens, node.parent = node.tokens[num_tokens:], upper
+    node.num_before += num_tokens
+    upper.children[node.tokens[0]] = node
+    return upper
+
+
+def _join(node: _Node) -> None:
+    """A node that no list ends at becomes a part of its only child."""
+    assert node.parent
+    (child,) = node.children.values()
+    child.tokens, child.parent = node.tokens + child.tokens, node.parent
+    child.num_before = node.num_before
+    node.parent.children[child.tokens[0]] = child
+
+
+def common_length(a: ReadableList[int], b: ReadableList[int]) -> int:
+    """How many first elements are the same: a binary search, because comparing slices is
+    a hundred times faster than comparing elements."""
+    low, high = 0, min(len(a), len(b))
+    if a[:_NUM_FIRST] != b[:_NUM_FIRST]:
+        high = min(high, _NUM_FIRST)
+    elif a[:high] == b[:high]:
+        return high
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,133 @@
+"""A few steps before clients come, so that every rank makes its graphs and kernels beforehand.
+
+The steps are ordinary ones of a scheduler that goes away with all that it knows. Their sequences
+are nobody's, and are dropped on all ranks in the end.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as ReadableList
+
+from serve.core.config import ServeConfig
+from serve.core.errors import ClusterError
+from serve.core.messages import Result
+from serve.core.types import FIRST_WARM_UP_STEP, NUM_SEQUENCE_IDS, Sampling, Sequence, Step
+from serve.front.pipeline.scheduler import Scheduler
+from serve.front.text.grammars import of_schema
+
+_SHORT_PROMPT = 24  # tokens
+_NUM_TOKENS = 3  # of an answer; its second step has the shapes of all later ones
+_NUM_ROWS = 4  # of a group
+_SAMPLED = Sampling(
+    temperature=0.7,
+    top_p=0.9,
+    top_k=20,
+    min_p=0.05,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    logprobs=2,
+)
+# No answer of a few tokens completes it. Rank 0 reads its tokenizer for it.
+_GRAMMAR = of_schema({"type": "array", "items": {"type": "integer"}, "minItems": 100})
+_GREEDY = Sampling(temperature=0)
+
+_logger = logging.getLogger(__name__)
+
+
+class WarmUp:
+    """send gets each step, and the sequences that begin with it before that. adapters are
+    versions that are loaded; room is of how many tokens the stages hold keys and values."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        num_stages: int,
+        room: int,
+        adapters: ReadableList[int],
+        send: Callable[[Step, list[Sequence]], None],
+    ) -> None:
+        self._config, self._send, self._adapters = config, send, adapters
+        self._most_tokens = min(room, config.max_context or room)
+        self._num_groups = config.num_groups or num_stages
+        self._scheduler = Scheduler(
+            num_stages,
+            max_num_sequences=config.max_num_sequences,
+            max_queue=config.max_queue,
+            prefill_chunk=config.prefill_chunk,
+            num_groups=config.num_groups,
+        )
+        self._scheduler.settle(num_stages, room)
+        self._scheduler.num_steps = FIRST_WARM_UP_STEP
+        self._ids = itertools.count(NUM_SEQUENCE_IDS)
+        self._live: dict[int, Sequence] = {}
+        self._num_steps = 0
+        self._is_stopped = False
+        self._progressed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Raises ClusterError if a step does not come back."""
+        started = time.monotonic()
+        for sequences in self._rounds():
+            if self._is_stopped:
+                break
+            self._scheduler.add(*sequences)
+            self._live = {sequence.id: sequence for sequence in sequences}
+            await self._until_idle()
+        seconds = time.monotonic() - started
+        _logger.info("event=warmed_up num_steps=%d seconds=%.2f", self._num_steps, seconds)
+
+    def stop(self) -> None:
+        """Ends as soon as the steps under way are back: somebody waits."""
+        self._is_stopped = True
+        for sequence_id in list(self._live):
+            self._scheduler.drop(sequence_id)
+        self._live.clear()
+        self._pump()
+
+    def on_result(self, result: Result) -> None:
+        for event in self._scheduler.update(result.number, result.tokens):
+            if event.finish_reason:
+                self._live.pop(event.sequence, None)
+        self._pump()
+        self._progressed.set()
+
+    def _rounds(self) -> Iterator[list[Sequence]]:
+        """One row alone, by each way to choose a token; a whole chunk of a prompt; rows of each
+        group together; and the same with adapters, beside rows that have none."""
+        num_rows = min(_NUM_ROWS * self._num_groups, self._config.max_num_sequences)
+        yield [self._sequence(_SHORT_PROMPT, _GREEDY)]
+        yield [self._sequence(_SHORT_PROMPT, _SAMPLED)]
+        yield [self._sequence(_SHORT_PROMPT, Sampling(temperature=0, grammar=_GRAMMAR))]
+        yield [self._sequence(self._config.prefill_chunk + 1, _GREEDY)]
+        yield [self._sequence(_SHORT_PROMPT, _GREEDY) for _ in range(num_rows)]
+        for version in self._adapters[:1]:
+            yield [self._sequence(_SHORT_PROMPT, _GREEDY, version)]
+        if self._adapters:
+            versions = itertools.cycle([0, *self._adapters])
+            yield [self._sequence(_SHORT_PROMPT, _GREEDY, next(versions)) for _ in range(num_rows)]
+
+    def _sequence(self, num_tokens: int, sampling: Sampling, adapter: int = 0) -> Sequence:
+        """Every vocabulary has a token 0."""
+        prompt = [0] * max(1, min(num_tokens, self._most_tokens - _NUM_TOKENS))
+        max_tokens = min(_NUM_TOKENS, self._most_tokens - len(prompt))
+        return Sequence(next(self._ids), prompt, max_tokens, sampling, frozenset(), adapter)
+
+    async def _until_idle(self) -> None:
+        self._pump()
+        while self._live or self._scheduler.num_in_flight:
+            self._progressed.clear()
+            try:
+                await asyncio.wait_for(self._progressed.wait(), self._config.load_timeout)
+            except TimeoutError as error:
+                raise ClusterError(
+                    f"No step of the warm-up came back for {self._config.load_timeout:g} s "
+                    "(--load-timeout, --no-warm-up)."
+                ) from error
+
+    def _pump(self) -> None:
+        while step := self._scheduler.schedule():
+            self._num_steps += 1
+            self._send(step, [self._live[id] for id in step.begun if id in self._live])

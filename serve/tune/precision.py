@@ -1,0 +1,58 @@
+"""What training in half precision needs: float32 master weights, and a scale for the loss.
+
+Owns the decisions, not the arrays: the trainer holds those, and evaluates them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from serve.tune.backward import Arrays
+
+HALF = (mx.float16, mx.bfloat16)
+MAX_SCALE = 2.0**24
+_START_SCALE = 2.0**16
+_LOWER = 4  # Powers of two, so that scaling and its undoing only move the exponent.
+_RAISE = 2
+_RAISE_AFTER = 500  # updates in a row without an overflow
+
+
+def master_weights(parameters: Mapping[str, mx.array]) -> Arrays:
+    """float32 copies of the parameters that a model holds in half precision, by their names.
+
+    An update of 1e-5 is lost when it is added to a bfloat16 weight of 1, and the state of Adam
+    underflows in float16. So the optimizer updates these copies, and the model gets them rounded.
+    """
+    return {
+        name: array.astype(mx.float32) for name, array in parameters.items() if array.dtype in HALF
+    }
+
+
+@dataclass(slots=True)
+class LossScale:
+    """The factor of the loss in the backward pass, which keeps small float16 gradients from
+    becoming 0. It is lowered when gradients overflow, and raised after a long time without."""
+
+    value: float = 1.0
+    num_finite: int = 0
+    max_value: float = 1.0
+
+    @classmethod
+    def of_model(cls, *, is_float16: bool) -> "LossScale":
+        """Only float16 needs a scale: bfloat16 has the exponents of float32."""
+        return cls(_START_SCALE, 0, MAX_SCALE) if is_float16 else cls()
+
+    def lower(self) -> bool:
+        """Whether there was a lower value to try."""
+        if self.value <= 1:
+            return False
+        self.value = max(1.0, self.value / _LOWER)
+        self.num_finite = 0
+        return True
+
+    def note_finite(self) -> None:
+        """Counts an update whose gradients were finite."""
+        self.num_finite += 1
+        if self.num_finite >= _RAISE_AFTER:
+            self.value = min(self.max_value, self.value * _RAISE)
+            self.num_finite = 0

@@ -1,0 +1,41 @@
+"""The names of what a run leaves in its folder, and whether a folder is free for a new run. Needs
+no MLX, so that a taken folder is named before it is loaded."""
+
+from pathlib import Path
+
+from serve.core.errors import UsageError
+from serve.lora.files import CONFIG_FILE, MLX_FILE, PEFT_FILE
+
+ADAPTERS, CONFIG = MLX_FILE, CONFIG_FILE
+CARD = "README.md"
+METRICS = "metrics.jsonl"
+BEST, PEFT = "best", "peft"
+CHECKPOINTS = "checkpoints"
+
+
+def folder_of(folder: Path, iteration: int) -> Path:
+    """Where a run's checkpoint after so many batches is."""
+    return folder / CHECKPOINTS / f"{iteration:07d}"
+
+
+def whole_checkpoints(folder: Path) -> list[Path]:
+    """A run's checkpoints, the oldest first, without those that are half written."""
+    return sorted(path for path in (folder / CHECKPOINTS).glob("*") if path.name.isdecimal())
+
+
+def check_free(folder: Path) -> None:
+    """Raises UsageError if another run, adapter or README.md is there; a run that ended before
+    its first checkpoint does not count."""
+    if whole_checkpoints(folder):
+        raise UsageError(
+            f"--adapter-path {folder} holds a run: give another folder, or --resume to go on."
+        )
+    for name in (ADAPTERS, PEFT_FILE, CARD):
+        if (folder / name).exists():
+            raise UsageError(f"--adapter-path {folder} holds {name}, no run: give another folder.")
+
+
+def check_resumable(folder: Path) -> None:
+    """Raises UsageError if there is no checkpoint to go on from."""
+    if not whole_checkpoints(folder):
+        raise UsageError(f"--resume: {folder} has no checkpoint: start without it.")

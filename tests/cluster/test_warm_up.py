@@ -1,0 +1,59 @@
+"""A server that has just become ready: its first answers find everything made, and no figure
+tells of what was done for that."""
+
+import re
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from launcher.process import free_ports
+from tests.cluster.servers import ROOT, TINY_CHAT, Server, brigade_launch, running, started
+
+ADAPTER = ROOT / "examples" / "adapters" / "pirate"
+
+
+@pytest.fixture(scope="module")
+def fresh() -> Iterator[Server]:
+    port = free_ports(1)[0]
+    flags = ["--model", str(TINY_CHAT), "--port", str(port), "--lora", f"guest={ADAPTER}"]
+    with started(brigade_launch(2, flags), port) as server:
+        server.wait_until_ready()
+        yield server
+
+
+def test_a_warm_up_leaves_no_trace(fresh: Server) -> None:
+    pipeline = fresh.get("/admin/pipeline")
+    assert (pipeline["kv_tokens"], pipeline["num_running"], pipeline["num_waiting"]) == (0, 0, 0)
+    assert set(pipeline["adapters"]["num_requests"].values()) <= {0}
+    for stage in pipeline["stages"]:
+        assert stage["kv_bytes"] == stage["num_hops"] == stage["busy_seconds"] == 0
+        assert stage["decode_seconds"] is None
+    events = fresh.get("/admin/trace?seconds=60")["traceEvents"]
+    assert [event for event in events if event["ph"] == "X"] == []
+    metrics = httpx.get(f"{fresh.url}/metrics").text
+    counted = re.findall(r"^brigade_\w*tokens\w*_total\S* (\S+)$", metrics, re.MULTILINE)
+    assert counted
+    assert set(map(float, counted)) == {0}
+
+
+def test_a_warm_up_is_one_line_of_the_log(fresh: Server) -> None:
+    (line,) = re.findall(r"event=warmed_up num_steps=(\d+) seconds=\d", fresh.text)
+    assert int(line) > 20
+    assert fresh.text.index("event=warmed_up") < fresh.text.index("event=ready")
+
+
+def test_the_first_answer_after_a_warm_up_is_that_of_a_server_without_one(fresh: Server) -> None:
+    def answer(server: Server) -> str | None:
+        reply = server.client().chat.completions.create(
+            model=server.get("/v1/models")["data"][0]["id"],
+            messages=[{"role": "user", "content": "What is the capital of France?"}],
+            max_tokens=20,
+            temperature=1.0,
+            seed=7,
+        )
+        return reply.choices[0].message.content
+
+    with running(2) as cold:
+        assert "event=warmed_up" not in cold.text
+        assert answer(fresh) == answer(cold)

@@ -1,0 +1,238 @@
+"""Bodies are read where large ones hold up nobody, with the same result everywhere."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import pytest
+
+from serve.core.errors import OverloadedError, RequestError
+from serve.front.api import lanes as lanes_module
+from serve.front.api.lanes import MAX_BYTES_HERE, MAX_SMALL_BYTES, MAX_WAITING, Kind, Lanes
+from serve.front.api.reading import Reader, ReadResponse, Told, answered, dump, load
+from serve.front.output.answer import Job
+from serve.front.text.tokens import Tokenizer
+from tests.front.fakes import MAX_CONTEXT, FakeEngine, Running, byte_level, save
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(save(byte_level(), tmp_path_factory.mktemp("model")), "json_tools")
+
+
+@pytest.fixture(scope="module")
+def reader(tokenizer: Tokenizer) -> Reader:
+    return Reader(tokenizer, MAX_CONTEXT, 64)
+
+
+@pytest.fixture
+async def lanes(reader: Reader) -> AsyncIterator[Lanes]:
+    made = Lanes(reader)
+    yield made
+    made.close()
+
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+BODIES: list[tuple[Kind, dict[str, Any]]] = [
+    ("chat", {"model": "m", "messages": MESSAGES, "tools": TOOLS, "n": 2, "stop": ["x"]}),
+    ("chat", {"model": "m", "messages": []}),
+    ("completion", {"model": "m", "prompt": ["hello", "world"], "echo": True, "logprobs": 2}),
+    ("completion", {"model": "m", "prompt": "a " * 9000}),
+    ("message", {"model": "m", "messages": MESSAGES, "max_tokens": 5, "stop_sequences": ["y"]}),
+    ("response", {"model": "m", "input": "hello", "instructions": "Be short."}),
+    ("response", {"model": "m", "input": "hello", "previous_response_id": "r"}),
+    ("count", {"model": "m", "messages": MESSAGES}),
+    ("tokenize", {"prompt": "hello", "return_token_strs": True}),
+    ("detokenize", {"tokens": [5, 6, 7]}),
+]
+
+
+def described(read: Any) -> Any:
+    """What can be compared: seeds and ids are drawn anew each time."""
+    if isinstance(read, ReadResponse):
+        return read.body, read.messages, described(read.job)
+    if isinstance(read, Job):
+        prompts = [(p.ids, p.max_tokens, p.end_ids, p.text, p.has_marks) for p in read.prompts]
+        return read.body, prompts, type(read.shape), sorted(vars(read.shape))
+    if isinstance(read, RequestError):
+        return type(read), str(read), read.param, read.code
+    return read
+
+
+@pytest.mark.parametrize(("kind", "body"), BODIES)
+def test_what_was_read_is_the_same_in_another_process(
+    reader: Reader, kind: Kind, body: dict[str, Any]
+) -> None:
+    data = json.dumps(body).encode()
+    read = answered(lambda: getattr(reader, kind)(data))
+    again = load(dump(read, reader.tokenizer), reader.tokenizer)
+    assert described(again) == described(read)
+    if isinstance(again, Job):
+        assert vars(again.shape)["_tokenizer"] is reader.tokenizer
+
+
+async def until_ready(lanes: Lanes) -> None:
+    deadline = time.monotonic() + 60
+    while not lanes._process.is_ready():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+
+
+async def test_large_bodies_are_read_in_a_process_of_their_own(
+    lanes: Lanes, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await until_ready(lanes)
+    padding = {"metadata": {"x": "y" * MAX_SMALL_BYTES}}
+
+    def never(*_: object) -> None:
+        raise AssertionError("it was read here")
+
+    expected = {}
+    for kind, body in BODIES[:1] + BODIES[2:3]:
+        data = json.dumps({**body, **padding}).encode()
+        expected[kind] = described(getattr(reader, kind)(data))
+        with monkeypatch.context() as patched:
+            patched.setattr(Reader, kind, never)
+            assert described(await lanes.read(kind, [data])) == expected[kind]
+    with pytest.raises(RequestError, match="messages: has 40000 entries") as told:
+        await lanes.read("chat", [b'{"model": "m", "messages": [' + b"{}," * 39999 + b"{}]}"])
+    assert told.value.code == "context_length_exceeded"
+
+
+async def test_very_large_bodies_wait_until_the_process_has_started(
+    lanes: Lanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("it was read here")
+
+    monkeypatch.setattr(lanes, "_read_here", never)
+    data = json.dumps({"prompt": "hello", "user": "x" * MAX_BYTES_HERE}).encode()
+    assert isinstance(await asyncio.wait_for(lanes.read("tokenize", [data]), 60), Told)
+
+
+async def test_what_is_too_long_to_be_a_prompt_is_not_encoded(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("it was encoded")
+
+    monkeypatch.setattr(reader.tokenizer, "encode", never)
+    text = "hello world " * 100_000
+    for kind, body in (
+        ("tokenize", {"prompt": text}),
+        ("tokenize", {"messages": [{"role": "user", "content": text}]}),
+        ("count", {"model": "m", "messages": [{"role": "user", "content": text}]}),
+        ("detokenize", {"tokens": [1] * (1 << 21)}),
+    ):
+        with pytest.raises(RequestError) as told:
+            getattr(reader, kind)(json.dumps(body).encode())
+        assert told.value.code == "context_length_exceeded"
+
+
+class Slow:
+    """In the place of the process: notes what it reads and waits until it may go on."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.may_go_on = threading.Event()
+
+    def __call__(self, kind: Kind, held: list[Any]) -> str:
+        self.sizes.append(len(held[0]) - MAX_SMALL_BYTES)
+        held.clear()
+        assert self.may_go_on.wait(10)
+        return kind
+
+
+async def test_the_smallest_large_body_is_next_and_those_that_are_answered_come_first(
+    lanes: Lanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Slow()
+    monkeypatch.setattr(lanes, "_read_large", slow)
+
+    def read(kind: Kind, size: int) -> "asyncio.Task[Any]":
+        return asyncio.ensure_future(lanes.read(kind, [bytes(MAX_SMALL_BYTES + size)]))
+
+    first = read("tokenize", 9000)
+    await asyncio.sleep(0.1)
+    asked = [("count", 10), ("chat", 5000), ("chat", 20), ("message", 300), ("tokenize", 1)]
+    tasks = [first, *(read(*each) for each in asked)]  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    tasks[3].cancel()  # Its client leaves while it waits.
+    small = await lanes.read("tokenize", [b'{"prompt": "hello"}'])
+    assert isinstance(small, Told), "it waits for none of them"
+    slow.may_go_on.set()
+    await asyncio.wait(tasks, timeout=10)
+    assert slow.sizes == [9000, 300, 5000, 1, 10]
+    assert [task.cancelled() for task in tasks] == [False, False, False, True, False, False]
+
+
+async def test_only_so_many_large_bodies_wait(
+    lanes: Lanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Slow()
+    monkeypatch.setattr(lanes, "_read_large", slow)
+    data = bytes(MAX_SMALL_BYTES + 1)
+    tasks = [asyncio.ensure_future(lanes.read("chat", [data])) for _ in range(MAX_WAITING + 1)]
+    await asyncio.sleep(0.05)
+    with pytest.raises(OverloadedError):
+        await lanes.read("chat", [data])
+    for task in tasks[1:]:
+        task.cancel()
+    with suppress(asyncio.CancelledError):
+        await asyncio.gather(*tasks[1:])
+    slow.may_go_on.set()
+    assert await tasks[0] == "chat"
+    assert await lanes.read("chat", [data]) == "chat", "the queue is free again"
+
+
+async def test_a_client_that_leaves_while_its_body_is_read_holds_up_nobody(
+    lanes: Lanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Slow()
+    monkeypatch.setattr(lanes, "_read_large", slow)
+    data = bytes(MAX_SMALL_BYTES + 1)
+    left = asyncio.ensure_future(lanes.read("chat", [data]))
+    await asyncio.sleep(0.05)
+    left.cancel()
+    other = asyncio.ensure_future(lanes.read("chat", [data]))
+    await asyncio.sleep(0.05)
+    assert not other.done()
+    slow.may_go_on.set()
+    assert await asyncio.wait_for(other, 10) == "chat"
+
+
+async def test_a_process_that_ended_is_the_fault_of_one_request(lanes: Lanes) -> None:
+    await until_ready(lanes)
+    lanes._process._running[0].kill()
+    data = json.dumps({"prompt": "hello", "user": "x" * MAX_SMALL_BYTES}).encode()
+    with suppress(lanes_module.BrigadeError):
+        await lanes.read("tokenize", [data])
+    assert isinstance(await lanes.read("tokenize", [data]), Told)
+
+
+def test_responses_go_on_from_large_ones(tokenizer: Tokenizer) -> None:
+    """Their messages are kept as JSON, and read where the body is."""
+    engine = FakeEngine(tokenizer)
+    with Running(engine) as server, ThreadPoolExecutor(1):
+        url = f"{server.url}/v1/responses"
+        body = {"model": "tiny", "input": "hello", "metadata": {}, "max_output_tokens": 3}
+        first = httpx.post(url, json=body, timeout=30).json()
+        body |= {"previous_response_id": first["id"], "input": "more"}
+        second = httpx.post(url, json=body, timeout=30)
+        assert second.status_code == 200
+        text = tokenizer.decode(engine.prompts[-1], skip_special_tokens=False)
+        said = first["output"][0]["content"][0]["text"]
+        assert text == f"<|user|>hello<|assistant|>{said}<|user|>more<|assistant|>"
+        kept = httpx.get(f"{url}/{second.json()['id']}").json()
+        assert kept == second.json()
+        missing = httpx.post(url, json={**body, "previous_response_id": "no"}, timeout=30)
+        assert missing.json()["error"]["code"] == "previous_response_not_found"

@@ -1,0 +1,128 @@
+"""Steps before clients come: on stages without machines, and without a trace."""
+
+import asyncio
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve.core.config import ServeConfig
+from serve.core.errors import ClusterError
+from serve.core.messages import Result
+from serve.core.types import FIRST_WARM_UP_STEP, Sequence, Step
+from serve.front.pipeline.scheduler import Scheduler
+from serve.front.pipeline.warm_up import WarmUp
+from tests.front.simulation import StageModel, make_sequence, next_token
+
+pytestmark = pytest.mark.anyio
+
+
+class Stages:
+    """Run each step that they are sent, in order."""
+
+    def __init__(self, num_stages: int = 2, room: int = 100_000, **flags: Any) -> None:
+        config = ServeConfig(model=Path("."), **flags)
+        adapters = flags.pop("lora", ())
+        versions = list(range(1, 1 + len(adapters)))
+        self.model = StageModel()
+        self.steps: list[Step] = []
+        self.admitted: set[int] = set()
+        self.todo: deque[Step] = deque()
+        self.warm_up = WarmUp(config, num_stages, room, versions, self._send)
+
+    def _send(self, step: Step, begun: list[Sequence]) -> None:
+        assert {sequence.id for sequence in begun} == set(step.begun)
+        self.admitted.update(step.begun)
+        self.steps.append(step)
+        self.todo.append(step)
+
+    def run_step(self) -> None:
+        step = self.todo.popleft()
+        self.model.run(step)
+        ends = [(row.sequence, row.position + row.num_tokens) for row in step.rows]
+        tokens = tuple(next_token(*end) for end in ends) if step.sample else ()
+        self.warm_up.on_result(Result(step.number, tokens))
+
+    async def run(self, stop_after: int = -1) -> None:
+        running = asyncio.create_task(self.warm_up.run())
+        num_run = 0
+        while not running.done():
+            await asyncio.sleep(0)
+            if num_run == stop_after:
+                self.warm_up.stop()
+            if self.todo:
+                self.run_step()
+                num_run += 1
+        await running
+
+    @property
+    def shapes(self) -> set[tuple[int, int]]:
+        """Rows, and tokens of each."""
+        return {(len(step.rows), row.num_tokens) for step in self.steps for row in step.rows}
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+async def test_warm_up_runs_a_chunk_and_rows_alone_and_together(num_stages: int) -> None:
+    stages = Stages(num_stages)
+    await stages.run()
+    assert {(1, 1), (4, 1)} <= stages.shapes
+    chunks = {num_tokens for num_rows, num_tokens in stages.shapes if num_rows == 1}
+    assert max(chunks) >= (512 if num_stages == 1 else 64)
+    assert min(step.number for step in stages.steps) > FIRST_WARM_UP_STEP
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"room": 256},
+        {"max_context": 2},
+        {"max_num_sequences": 1},
+        {"max_queue": 0, "max_num_sequences": 2},
+        {"num_groups": 1},
+        {"prefill_chunk": 1, "max_context": 40},
+        {"lora": ("a=x", "b=y")},
+    ],
+)
+async def test_warm_up_leaves_nothing_on_the_stages(flags: dict[str, Any]) -> None:
+    stages = Stages(**flags)
+    await stages.run()
+    assert stages.admitted
+    assert stages.model.held == {}
+    most = flags.get("max_context", flags.get("room", 1000))
+    assert all(row.position + row.num_tokens <= most for s in stages.steps for row in s.rows)
+
+
+async def test_warm_up_with_adapters_mixes_them_in_a_step() -> None:
+    stages = Stages(lora=("a=x", "b=y"))
+    await stages.run()
+    mixes = [{row.adapter for row in step.rows} for step in stages.steps if step.sample]
+    assert {1} in mixes
+    assert {0, 1, 2} in mixes
+
+
+@pytest.mark.parametrize("stop_after", range(0, 30, 3))
+async def test_a_warm_up_that_is_stopped_leaves_nothing_either(stop_after: int) -> None:
+    stages = Stages()
+    await stages.run(stop_after)
+    assert stages.model.held == {}
+    assert len(stages.steps) <= stop_after + 12  # those under way, and what is dropped
+
+
+async def test_a_warm_up_whose_steps_do_not_come_back_is_a_fault() -> None:
+    stages = Stages(load_timeout=1.0)
+    with pytest.raises(ClusterError, match="--no-warm-up"):
+        await stages.warm_up.run()
+
+
+def test_numbers_of_steps_begin_again_before_those_of_a_warm_up() -> None:
+    scheduler = Scheduler(1, max_num_sequences=8, max_queue=8, prefill_chunk=8)
+    scheduler.num_steps = FIRST_WARM_UP_STEP - 2
+    scheduler.add(make_sequence(1, 9, 3))
+    numbers = []
+    for _ in range(2):
+        step = scheduler.schedule()
+        assert step is not None
+        numbers.append(step.number)
+    assert numbers == [FIRST_WARM_UP_STEP - 1, 1]

@@ -1,0 +1,122 @@
+"""What rank 0 makes of logits: rows that are not finite, and scores in slices."""
+
+import math
+from collections.abc import Iterable
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from serve.core.types import OVERFLOWED_TOKEN, Row, Sampling, Step
+from serve.core.wire import Result, Scores
+from serve.rank.cache import Part
+from serve.rank.chooser import Chooser, scoring_bytes
+from serve.rank.sampling import score
+
+VOCABULARY = 50
+
+
+def run(chooser: Chooser, step: Step, logits: mx.array) -> Result:
+    """As the step loop does."""
+    outputs: list[mx.array] = []
+    parts = [Part(tuple(range(len(step.rows))), [])]
+    for arrays in chooser.choose(step, parts, [logits]):
+        mx.eval(arrays)
+        outputs += arrays
+    return chooser.result(step, outputs)
+
+
+def decode(samplings: Iterable[Sampling], logits: mx.array) -> Result:
+    chooser = Chooser()
+    for sequence, sampling in enumerate(samplings):
+        chooser.admit(sequence, sampling, 4, [1, 2, 3, 4])
+    rows = tuple(Row(sequence, 3, 1) for sequence in range(logits.shape[0]))
+    return run(chooser, Step(1, 0, rows, (4,) * len(rows), True), logits[:, None])
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0),
+        Sampling(temperature=0, logprobs=2),
+        Sampling(temperature=1, top_p=0.5, top_k=3, min_p=0.1),
+        Sampling(temperature=0, repetition_penalty=1.5, bad_words=((1,),)),
+        Sampling(temperature=1, allowed_ids=(3, 4)),
+    ],
+)
+def test_choose_fails_rows_that_are_not_finite_and_no_other(
+    sampling: Sampling, dtype: mx.Dtype
+) -> None:
+    logits = mx.random.normal((7, VOCABULARY), key=mx.random.key(1)).astype(dtype)
+    alone = decode([sampling] * 7, logits)
+    logits[0] = mx.nan
+    logits[2, VOCABULARY - 1] = mx.nan
+    logits[3, 5] = mx.inf
+    logits[5] = -mx.inf
+    logits[6, 5:] = -mx.inf  # as of tokens that do not exist
+    logits[6, 3] = 40
+    got = decode([sampling] * 7, logits)
+    assert {n for n, token in enumerate(got.tokens) if token == OVERFLOWED_TOKEN} == {0, 2, 3, 5}
+    assert [got.tokens[n] for n in (1, 4)] == [alone.tokens[n] for n in (1, 4)]
+    assert got.tokens[6] == 3
+    bad = {told.sequence for told in got.scores if not told.is_finite}
+    assert bad == ({0, 2, 3, 5} if sampling.logprobs else set())
+
+
+def test_choose_fails_the_same_rows_where_argmax_passes_over_a_nan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU, where the maximum is looked at."""
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    logits = mx.zeros((3, VOCABULARY))
+    logits[1, 7] = mx.nan
+    logits[2, 7] = -mx.inf
+    tokens = decode([Sampling(temperature=0)] * 3, logits).tokens
+    assert [token == OVERFLOWED_TOKEN for token in tokens] == [False, True, False]
+
+
+@pytest.mark.parametrize("length", [2, 64, 65, 66, 200])
+def test_choose_scores_a_prompt_in_slices(length: int) -> None:
+    chooser, prompt = Chooser(), [n % VOCABULARY for n in range(length)]
+    chooser.admit(3, Sampling(prompt_logprobs=4), length, prompt)
+    logits = mx.random.normal((1, length - 1, VOCABULARY), key=mx.random.key(2))
+    step = Step(1, 9, (Row(3, 0, length - 1),), tuple(prompt[:-1]), False)
+    scores = run(chooser, step, logits).scores
+    assert max(len(told.scores) for told in scores) <= 64
+    assert [told.position for told in scores] == list(range(1, length, 64))
+    every = [score for told in scores for score in told.scores]
+    assert [score.token for score in every] == prompt[1:]
+    own, ids, values = score(logits[0], mx.array(prompt[1:]), 4)
+    assert np.allclose([score.logprob for score in every], own)
+    assert [[id for id, _ in score.top] for score in every] == ids.tolist()
+    assert np.allclose([[value for _, value in score.top] for score in every], values)
+
+
+def test_scores_of_a_prompt_that_overflows_say_so() -> None:
+    chooser, prompt = Chooser(), list(range(40))
+    for sequence in (1, 2):
+        chooser.admit(sequence, Sampling(prompt_logprobs=0), 40, prompt)
+    logits = mx.random.normal((2, 39, VOCABULARY), key=mx.random.key(2))
+    logits[0, :, 3] = -mx.inf
+    logits[1, 20:, 7] = mx.inf
+    rows = (Row(1, 0, 39), Row(2, 0, 39))
+    scores = run(chooser, Step(1, 9, rows, tuple(prompt[:-1]) * 2, False), logits).scores
+    assert {told.sequence: told.is_finite for told in scores} == {1: True, 2: False}
+    assert scores[0].scores[2].logprob == -math.inf
+
+
+@pytest.mark.parametrize("num_top", [0, 20])
+def test_choose_takes_no_more_memory_than_is_planned(num_top: int) -> None:
+    vocabulary, length = 20_000, 513
+    chooser, prompt = Chooser(), list(range(length))
+    chooser.admit(3, Sampling(prompt_logprobs=num_top), length, prompt)
+    logits = mx.zeros((1, length - 1, vocabulary), mx.bfloat16)
+    mx.eval(logits)
+    held = mx.get_active_memory()
+    mx.reset_peak_memory()
+    step = Step(1, 9, (Row(3, 0, length - 1),), tuple(prompt[:-1]), False)
+    scores: tuple[Scores, ...] = run(chooser, step, logits).scores
+    assert sum(len(told.scores) for told in scores) == length - 1
+    small = 2**20
+    assert mx.get_peak_memory() - held <= scoring_bytes(logits.shape) + small

@@ -1,0 +1,107 @@
+"""Pipelines in one process in which some sequences overflow: of an architecture each, quantised,
+or through an adapter. No other sequence says anything else than alone."""
+
+import itertools
+import random
+from functools import partial
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from serve.core.types import Event, Sampling, Sequence
+from serve.front.pipeline.scheduler import Scheduler
+from tests import adapters
+from tests.models import build
+from tests.rank.test_adapter_pipeline import AdapterPipeline
+from tests.rank.test_pipeline import GREEDY, LocalPipeline, Make, pipeline, whole_model
+
+BAD = 95
+NUM_TOKENS = 8
+AT_ONCE = 40
+PROMPTS = [[random.Random(n).randrange(1, 90) for _ in range(1 + n * n % 40)] for n in range(12)]
+
+
+def model(name: str, **config: int) -> nn.Module:
+    made = build(name, **config)
+    made.model.embed_tokens.weight[BAD] = mx.nan
+    made.lm_head.weight[BAD] = 0  # so that no answer has it
+    return made
+
+
+class Watched(Scheduler):
+    """Remembers how sequences end."""
+
+    def __init__(self) -> None:
+        super().__init__(2, max_num_sequences=12, max_queue=64, prefill_chunk=24)
+        self.reuse = "any"
+        self.ends: dict[int, str] = {}
+
+    def update(self, number: int, tokens: tuple[int, ...]) -> list[Event]:
+        events = super().update(number, tokens)
+        self.ends |= {e.sequence: e.finish_reason for e in events if e.finish_reason}
+        return events
+
+
+def alone(make: Make, kv_bits: int | None = None) -> list[list[int]]:
+    return [whole_model(prompt, NUM_TOKENS, make, kv_bits) for prompt in PROMPTS]
+
+
+def num_changed(local: LocalPipeline, expected: list[list[int]], num: int, adapter: int = 0) -> int:
+    """Of so many answers, among them twice as many sequences as overflow: by a token, or through
+    an adapter."""
+    local.scheduler = scheduler = Watched()
+    ids, wrong = itertools.count(), 0
+    chance = random.Random(7)
+    for _ in range(0, num, AT_ONCE):
+        numbers = [chance.randrange(len(PROMPTS)) for _ in range(AT_ONCE)]
+        asked = [Sequence(next(ids), PROMPTS[n], NUM_TOKENS, GREEDY, frozenset()) for n in numbers]
+        bad = []
+        for n in range(AT_ONCE // 2):
+            prompt = [3] * chance.randrange(50) + [7 if adapter else BAD, 9]
+            sampling = Sampling(temperature=n % 2, prompt_logprobs=2 if n % 3 == 0 else None)
+            bad.append(Sequence(next(ids), prompt, NUM_TOKENS, sampling, frozenset(), adapter))
+        mixed = asked + bad
+        chance.shuffle(mixed)
+        local.answer(mixed)
+        answers = [sequence.output for sequence in asked]
+        wrong += sum(got != expected[n] for n, got in zip(numbers, answers, strict=True))
+        assert all(scheduler.ends[s.id] == "overflowed" and not s.output for s in bad)
+        assert not {s.id for s in bad}.intersection(scheduler.kept)
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_bits"), [("llama", None), ("qwen3", 8), ("deepseek_v3", None)]
+)
+def test_overflow_of_a_token_changes_no_other_answer(name: str, kv_bits: int | None) -> None:
+    make = partial(model, name, **({"head_dim": 32} if kv_bits else {}))
+    expected = alone(make, kv_bits)
+    with pipeline(2, make, kv_bits) as local:
+        assert num_changed(local, expected, 80) == 0
+
+
+@pytest.mark.slow
+def test_overflow_changes_none_of_a_thousand_answers() -> None:
+    make = partial(model, "llama")
+    expected = alone(make)
+    with pipeline(2, make) as local:
+        assert num_changed(local, expected, 1000) == 0
+
+
+def test_overflow_through_an_adapter_changes_no_other_answer(tmp_path: Path) -> None:
+    """Also after it is unloaded."""
+    make = partial(build, "llama")
+    folder = adapters.save_adapter(tmp_path / "huge", make(), size=3e19)
+    expected = alone(make)
+    with AdapterPipeline(2, make, {1: folder}) as local:
+        assert num_changed(local, expected, 80, adapter=1) == 0
+        local.scheduler.retire(1)
+        again = [
+            Sequence(900 + n, prompt, NUM_TOKENS, GREEDY, frozenset())
+            for n, prompt in enumerate(PROMPTS)
+        ]
+        local.answer(again)
+        assert not any(loop.adapters._slots for loop in local.loops)
+    assert [sequence.output for sequence in again] == expected

@@ -1,0 +1,57 @@
+"""What scripts/test and .ci/run start, with stand-ins for what they call; who may publish."""
+
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from serve import __version__
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize(
+    ("command", "called"),
+    [
+        ("scripts/test", ["lint", "python -m pytest -n 2 -m not slow and not long"]),
+        ("scripts/test -k a", ["install", "python -m pytest -n 2 -m not slow and not long -k a"]),
+        (
+            ".ci/run",
+            ["lint", "install", "python -m pytest -n 2 -m not slow and not long -m not slow"],
+        ),
+    ],
+)
+def test_scripts_lint_in_full_runs_and_not_before_chosen_tests(
+    tmp_path: Path, command: str, called: list[str]
+) -> None:
+    for name in ("scripts/test", ".ci/run"):
+        (tmp_path / name).parent.mkdir()
+        shutil.copy(ROOT / name, tmp_path / name)
+    log = tmp_path / "log"
+    for name in ("scripts/lint", "scripts/install", ".venv/bin/python"):
+        standin = tmp_path / name
+        standin.parent.mkdir(parents=True, exist_ok=True)
+        standin.write_text(f'#!/bin/sh\necho $(basename $0) "$@" >>{log}\n')
+        standin.chmod(0o755)
+    subprocess.run(command.split(), cwd=tmp_path, check=True, timeout=20)
+    assert log.read_text().splitlines() == called
+
+
+def test_release_publishes_what_was_tested_for_tags_and_without_a_token() -> None:
+    text = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    jobs = yaml.safe_load(text)["jobs"]
+    publish = jobs["publish"]
+    assert publish["if"] == "github.ref_type == 'tag'"
+    assert publish["permissions"] == {"id-token": "write"}
+    assert publish["environment"] == "pypi"
+    assert (publish["needs"], jobs["test"]["needs"]) == ("test", "build")
+    assert not [step for step in jobs["test"]["steps"] if "checkout" in step.get("uses", "")]
+    assert "secrets." not in text
+
+
+def test_version_is_the_same_in_the_program_and_in_its_distribution() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == __version__

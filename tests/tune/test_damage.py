@@ -1,0 +1,330 @@
+"""What a run must never replace: good weights on disk, by ones that are not finite, by half a file,
+or because one rank of several is broken."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from serve.core.config import Cluster
+from serve.core.errors import EngineError, UsageError
+from serve.tune import checkpoint, run_folder
+from serve.tune import run as tune_run
+from serve.tune.backward import Arrays
+from serve.tune.config import FineTuneConfig
+from serve.tune.data import MicroBatch
+from serve.tune.events import Event, Finished, Saved
+from serve.tune.loop import Trainer, Update
+from serve.tune.run import Run, run
+from serve.tune.transport import LocalLinks
+from tests.cluster.servers import TINY_CHAT
+from tests.tune.ranks import BUILDING, run_ranks
+from tests.tune.runs import arrays_of, config_of, losses_of, ran, same
+
+pytestmark = pytest.mark.long
+
+FULL: dict[str, Any] = {"fine_tune_type": "full", "num_layers": -1, "learning_rate": 1e-4}
+Change = Callable[[Trainer, int, Update], Update]
+
+
+def changed_updates(monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
+    """Each update of a trainer is followed by a change, which gets its number from 1 on."""
+    update = Trainer.update
+
+    def then(self: Trainer, number: int, batches: list[MicroBatch], schedule: Any) -> Update:
+        return change(self, number + 1, update(self, number, batches, schedule))
+
+    monkeypatch.setattr(Trainer, "update", then)
+
+
+def spoil(trainer: Trainer) -> None:
+    """One number of one array."""
+    parameters = trainer.parameters()
+    name = min(parameters)
+    flat = parameters[name].flatten()
+    flat[0] = math.nan
+    trainer.set_parameters(parameters | {name: flat.reshape(parameters[name].shape)})
+
+
+def finite(arrays: Arrays) -> bool:
+    return all(mx.isfinite(array).all().item() for array in arrays.values())
+
+
+def test_weights_that_are_not_finite_replace_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The update itself was finite, so only looking at the weights shows it."""
+    out = tmp_path / "out"
+
+    def change(trainer: Trainer, number: int, update: Update) -> Update:
+        if number == 8:
+            spoil(trainer)
+        return update
+
+    changed_updates(monkeypatch, change)
+    with pytest.raises(EngineError, match=r"on rank 0 are finite after batch 8.*of batch 4\."):
+        ran(folder, out)
+    names = [path.name for path in (out / "checkpoints").iterdir()]
+    assert names == ["0000004"]
+    for place in (out, out / "checkpoints" / "0000004", out / run_folder.BEST):
+        assert not place.exists() or finite(arrays_of(place))
+
+
+def test_one_ranks_broken_weights_stop_all_ranks(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+
+    def change(trainer: Trainer, number: int, update: Update) -> Update:
+        if number == 8 and trainer.links.rank == 1:
+            spoil(trainer)
+        return update
+
+    changed_updates(monkeypatch, change)
+
+    def load(*words: Any, real: Any = tune_run.load_stage) -> Any:
+        with BUILDING:
+            return real(*words)
+
+    monkeypatch.setattr(tune_run, "load_stage", load)
+    config = config_of(folder, out, val_batches=0, micro_batches=2, split="even")
+    said: list[str] = []
+
+    def rank(links: LocalLinks) -> None:
+        with pytest.raises(EngineError) as error:
+            Run(config, links, lambda _: None, "").run()
+        said.append(str(error.value))
+
+    run_ranks(2, rank)
+    assert said[0] == said[1]
+    assert "on rank 1 are finite after batch 8" in said[0]
+    assert finite(arrays_of(out))
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["0000004"]
+
+
+def test_nothing_is_saved_while_updates_are_skipped(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save that is due then waits for the next good update."""
+
+    def change(_: Trainer, number: int, update: Update) -> Update:
+        return replace(update, is_skipped=number in (4, 5), loss=math.nan)
+
+    changed_updates(monkeypatch, change)
+    events = ran(folder, tmp_path / "out", val_batches=0)
+    assert [event.iteration for event in events if isinstance(event, Saved)] == [6, 8]
+
+
+def test_a_run_that_ends_broken_keeps_its_last_checkpoint(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights can be finite, and the loss not."""
+    out = tmp_path / "out"
+
+    def change(_: Trainer, number: int, update: Update) -> Update:
+        return replace(update, is_skipped=number > 6, loss=math.nan if number > 6 else 1.0)
+
+    changed_updates(monkeypatch, change)
+    with pytest.raises(EngineError, match="2 updates in a row .* are those of batch 4"):
+        ran(folder, out, val_batches=0)
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["0000004"]
+
+
+def test_a_checkpoint_stays_until_the_one_after_it_has_proved_good(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights may be finite and still give no finite loss: then there is the one before."""
+    out = tmp_path / "out"
+
+    def change(_: Trainer, number: int, update: Update) -> Update:
+        return replace(update, is_skipped=number > 8, loss=math.nan if number > 8 else update.loss)
+
+    changed_updates(monkeypatch, change)
+    with pytest.raises(EngineError) as error:
+        ran(folder, out, iters=40, val_batches=0)
+    last = out / "checkpoints" / "0000008"
+    assert f"remove {last}" in str(error.value)
+    assert "10 updates in a row" in str(error.value)
+    assert {path.name for path in last.parent.iterdir()} == {"0000004", "0000008"}
+    monkeypatch.undo()
+    shutil.rmtree(last)
+    ran(folder, out, resume=True, val_batches=0)
+    ran(folder, tmp_path / "whole", val_batches=0)
+    assert same(arrays_of(out), arrays_of(tmp_path / "whole"))
+    assert losses_of(out) == losses_of(tmp_path / "whole")
+
+
+def test_a_broken_adapter_to_begin_with_is_named_before_training(
+    folder: Path, tmp_path: Path
+) -> None:
+    ran(folder, tmp_path / "first", iters=4)
+    weights = {name: array * math.nan for name, array in arrays_of(tmp_path / "first").items()}
+    file = tmp_path / run_folder.ADAPTERS
+    mx.save_safetensors(str(file), weights)
+    with pytest.raises(EngineError, match="finite before training.*No checkpoint was written"):
+        ran(folder, tmp_path / "out", resume_adapter_file=file)
+    assert not (tmp_path / "out" / run_folder.ADAPTERS).exists()
+
+
+@pytest.mark.parametrize("losses", [[math.nan, 2.0, math.nan], [3.0, math.nan, math.nan]])
+def test_a_validation_that_is_not_a_number_is_never_the_best(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, losses: list[float]
+) -> None:
+    given = iter(losses)
+    monkeypatch.setattr(Trainer, "loss_of", lambda *_: next(given))
+    events = ran(folder, tmp_path / "out", steps_per_eval=4)
+    (finished,) = (event for event in events if isinstance(event, Finished))
+    assert finished.best is not None
+    assert math.isfinite(finished.best[1])
+    best = tmp_path / "out" / run_folder.BEST / run_folder.ADAPTERS
+    assert best.exists() == (finished.best[0] == 4)
+
+
+def test_going_back_to_a_checkpoint_publishes_its_adapter(folder: Path, tmp_path: Path) -> None:
+    """Though files of the later one are there under all names."""
+    out = tmp_path / "out"
+    ran(folder, out, val_batches=0)
+    first = arrays_of(out / "checkpoints" / "0000004")
+    mx.eval(first)
+    assert not same(arrays_of(out), first)
+    shutil.rmtree(out / "checkpoints" / "0000008")
+    ran(folder, out, resume=True, iters=4, val_batches=0)
+    assert same(arrays_of(out), first)
+
+
+def test_a_half_precision_adapter_to_begin_with_is_trained_in_float32(
+    folder: Path, tmp_path: Path
+) -> None:
+    ran(folder, tmp_path / "first", iters=4)
+    weights = {n: a.astype(mx.bfloat16) for n, a in arrays_of(tmp_path / "first").items()}
+    file = tmp_path / run_folder.ADAPTERS
+    mx.save_safetensors(str(file), weights)
+    ran(folder, tmp_path / "out", iters=4, resume_adapter_file=file)
+    assert {array.dtype for array in arrays_of(tmp_path / "out").values()} == {mx.float32}
+
+
+# --- full tuning in half precision, as a whole run
+
+
+@pytest.fixture(scope="module", params=["float16", "bfloat16"])
+def half(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model in half precision."""
+    model = tmp_path_factory.mktemp(request.param) / "tiny"
+    shutil.copytree(TINY_CHAT, model)
+    weights = mx.load(str(TINY_CHAT / "model.safetensors"))
+    assert isinstance(weights, dict)
+    dtype = getattr(mx, request.param)
+    cast = {name: array.astype(dtype) for name, array in weights.items()}
+    mx.save_safetensors(str(model / "model.safetensors"), cast, metadata={"format": "mlx"})
+    return model
+
+
+def config(folder: Path, out: Path, model: Path, **changes: Any) -> FineTuneConfig:
+    return config_of(folder, out, model=model, val_batches=0, **{**FULL, **changes})
+
+
+def test_full_tuning_in_half_precision_learns_and_resumes_bit_for_bit(
+    folder: Path, tmp_path: Path, half: Path
+) -> None:
+    def train(name: str, **changes: Any) -> list[Event]:
+        events: list[Event] = []
+        run(config(folder, tmp_path / name, half, **changes), Cluster(), events.append)
+        return events
+
+    train("whole")
+    train("out", iters=4)
+    train("out", resume=True)
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert same(arrays_of(out), arrays_of(whole))
+    assert losses_of(out) == losses_of(whole)
+    assert losses_of(whole)[8] < losses_of(whole)[1] - 1
+    dtypes = {array.dtype for array in arrays_of(whole).values()}
+    assert len(dtypes) == 1
+    assert dtypes <= {mx.float16, mx.bfloat16}
+    weights = mx.load(str(whole / "model" / "model.safetensors"))
+    assert isinstance(weights, dict)
+    assert {array.dtype for array in weights.values()} == dtypes
+    for place in (whole, out):
+        state = checkpoint.load_last(place, {})
+        masters = {n: a for n, a in state.optimizer.items() if n.endswith(".master")}
+        assert {array.dtype for array in state.optimizer.values()} == {mx.float32}
+        assert {n.removesuffix(".master") for n in masters} == state.adapter.keys()
+        assert finite(state.optimizer)
+
+
+def test_half_precision_learns_nearly_as_float32(folder: Path, tmp_path: Path, half: Path) -> None:
+    """Without master weights nearly nothing is learned at this learning rate."""
+    losses = {}
+    for name, model in (("half", half), ("whole", TINY_CHAT)):
+        changes = {"learning_rate": 1e-5, "iters": 20, "save_every": 20}
+        run(config(folder, tmp_path / name, model, **changes), Cluster(), lambda _: None)
+        found = losses_of(tmp_path / name)
+        losses[name] = sum(found[n] for n in range(1, 6)) - sum(found[n] for n in range(16, 21))
+    assert losses["half"] > 0.8 * losses["whole"] > 0
+
+
+def test_the_forecast_counts_master_weights(folder: Path, tmp_path: Path, half: Path) -> None:
+    events: list[Event] = []
+    changes = {"micro_batches": 4, "max_grad_norm": 1.0}
+    run(config(folder, tmp_path / "out", half, **changes), Cluster(), events.append)
+    (finished,) = (event for event in events if isinstance(event, Finished))
+    assert finished.peak_bytes == pytest.approx(finished.forecast.peak_bytes, rel=0.15)
+
+
+def test_packed_rows_train_in_half_precision(folder: Path, tmp_path: Path, half: Path) -> None:
+    changes = {"packing": True, "max_seq_length": 128, "batch_size": 2, "iters": 4}
+    run(config(folder, tmp_path / "out", half, **changes), Cluster(), lambda _: None)
+    assert finite(arrays_of(tmp_path / "out"))
+    assert losses_of(tmp_path / "out")[4] < losses_of(tmp_path / "out")[1]
+
+
+# --- disks
+
+
+def test_a_full_disk_between_the_files_of_a_save_leaves_the_checkpoint_before(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each write in turn, of the arrays, the state, and what is published."""
+    out = tmp_path / "out"
+    ran(folder, out, iters=4, val_batches=0)
+    before = arrays_of(out)
+    mx.eval(before)
+    move, copy = Path.replace, shutil.copyfile
+    for moment in range(3):
+        calls = iter(range(100))
+
+        def refuse(*words: Any, real: Any, moment: int = moment, calls: Any = calls) -> Any:
+            if next(calls) == moment:
+                raise OSError(28, "No space left on device")
+            return real(*words)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", lambda *w: refuse(*w, real=move))  # noqa: B023
+            patch.setattr(shutil, "copyfile", lambda *w: refuse(*w, real=copy))  # noqa: B023
+            state = checkpoint.load_last(out, {})
+            later = checkpoint.Checkpoint(8, 8, {}, state.adapter, state.optimizer, [])
+            with pytest.raises(UsageError, match="No space left"):
+                checkpoint.save(out, later)
+        assert same(arrays_of(out), before)
+        assert checkpoint.load_last(out, {}).iteration in (4, 8)
+        assert same(checkpoint.load_last(out, {}).adapter, before)
+        shutil.rmtree(out / "checkpoints" / "0000008", ignore_errors=True)
+    ran(folder, out, resume=True, val_batches=0)
+    assert max(losses_of(out)) == 8
+
+
+def test_a_checkpoint_that_cannot_be_read_names_the_one_before(
+    folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    ran(folder, out, val_batches=0)
+    (out / "checkpoints" / "0000008" / "state.json").write_text(json.dumps({})[:1])
+    before = out / "checkpoints" / "0000004"
+    with pytest.raises(UsageError, match=f"cannot be read: .*goes on from {before}"):
+        ran(folder, out, resume=True, iters=12, val_batches=0)
