@@ -101,7 +101,7 @@ class StepLoop:
         cache_dir: Path | None = None,
         copies: Path | None = None,
         *,
-        batchable: bool = True,
+        batchable: bool,
     ) -> None:
         self.stage = stage
         self.transport = transport
