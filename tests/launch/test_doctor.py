@@ -140,7 +140,7 @@ def test_a_model_that_is_not_there_and_a_variable_that_does_harm(
     failed = [finding["what"] for finding in findings if finding["status"] == "fail"]
     assert len(failed) == 2
     assert findings[-1]["what"] == "not tried"
-    assert any("none is no folder" in what for what in failed)
+    assert any("none is not a folder" in what for what in failed)
 
 
 def test_a_port_that_is_taken_names_who_has_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,7 +201,7 @@ def test_digests_differ_when_a_model_does(tmp_path: Path) -> None:
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
     assert model_facts(one)["config.json"] != model_facts(other)["config.json"]
-    assert "no folder" in model_facts(tmp_path / "none")["error"]
+    assert "is not a folder" in model_facts(tmp_path / "none")["error"]
 
 
 def test_the_interface_of_an_address() -> None:

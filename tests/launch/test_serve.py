@@ -109,7 +109,7 @@ def test_a_wrong_flag_is_said_once_and_no_host_is_asked(over_ssh: Launch) -> Non
 def test_a_model_that_no_host_has_is_said_by_rank_0(over_ssh: Launch) -> None:
     server = run_to_its_end(over_ssh(2, ["--model", "/nowhere"]))
     assert server.process.returncode == 3
-    assert "/nowhere is no folder" in error_lines(server)[0]
+    assert "/nowhere is not a folder" in error_lines(server)[0]
 
 
 # --- what should not be there
@@ -128,6 +128,7 @@ def test_a_foreign_program_on_the_control_port_is_refused(greeting: bytes) -> No
         f"cannot listen on 127.0.0.1:{port}",
         "does not speak Brigade's protocol",
         "is not rank 0 of this launch",
+        "Does another program use that port?",
     )
     assert any(words in line for words in said for line in error_lines(server)), server.text
     assert "Traceback" not in server.text
