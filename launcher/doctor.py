@@ -155,7 +155,8 @@ def show(findings: Sequence[Finding], as_json: bool) -> None:
         with console.capture() as shown:
             show_tables(console, findings)
         # A table pads its lines with blanks.
-        print("\n".join(line.rstrip() for line in shown.get().splitlines()))
+        plain = "\n".join(line.rstrip() for line in shown.get().splitlines())
+        console.print(plain, markup=False, soft_wrap=True)
 
 
 def show_tables(console: Console, findings: Sequence[Finding]) -> None:
