@@ -40,6 +40,7 @@ from serve.front.routes.stream import Stream, json_response
 from serve.front.text.grammar_queue import GrammarQueue
 from serve.front.text.tokens import Tokenizer
 
+WARM_UP_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 _MOST_SECONDS = 3600.0
 _BROKEN_DRAIN_SECONDS = 0.5
 
@@ -146,9 +147,8 @@ class Front:
     def warm_up(self) -> None:
         """Reads requests of nobody, so that the first one of a client finds validators, template
         and checker of grammars made."""
-        schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
         chat = {"model": self._model, "messages": [{"role": "user", "content": "Hello!"}]}
-        formats = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+        formats = {"type": "json_schema", "json_schema": {"name": "a", "schema": WARM_UP_SCHEMA}}
         for body in (chat, {**chat, "stream": True, "response_format": formats}):
             try:
                 job = self._reader.chat(json.dumps(body).encode())
@@ -235,9 +235,9 @@ class Front:
     async def begin(self, request: Request, job: Job) -> tuple[Answer, dict[str, str]]:
         """The answer, which whoever gets it closes, and headers that go with it."""
         record: Record = request.scope[guard.RECORD]
+        self._adapters.check(job.body.model)
         if job.body.model != self._model:
             record.adapter = job.body.model
-        self._adapters.check(job.body.model)
         grammar = job.prompts[0].samplings[0].grammar
         if grammar is not None:
             await guard.unless_gone(request.receive, self._check_grammar(request, job, grammar))

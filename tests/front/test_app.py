@@ -27,10 +27,11 @@ from serve.core.errors import (
 )
 from serve.front.api import anthropic_events, chat, responses_events
 from serve.front.api.chat import ChatShape
-from serve.front.app import Front, bind
+from serve.front.app import WARM_UP_SCHEMA, Front, bind
 from serve.front.http import guard
 from serve.front.http.replies import StatusError
 from serve.front.text.formats import Format, ToolFormat
+from serve.front.text.grammars import of_schema
 from serve.front.text.tokens import Tokenizer
 from tests.front.fakes import CONFIG, MAX_CONTEXT, TEMPLATE, FakeEngine, Running, byte_level, save
 
@@ -682,4 +683,4 @@ def test_a_server_that_warms_up_asks_its_engine_nothing(
         assert engine.prompts == []
         assert "brigade_requests_total{" not in metrics
     if template == TEMPLATE:
-        assert engine.tokenizer.grammars.objection.cache_info().currsize == 1
+        assert engine.tokenizer.grammars.is_known(of_schema(WARM_UP_SCHEMA))
