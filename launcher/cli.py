@@ -234,7 +234,7 @@ def add_num_ranks(parser: Any, default: int | None = None) -> None:
         type=int,
         default=default,
         metavar="N",
-        help=f"ranks on this machine{text}",
+        help=f"number of ranks to start on this machine{text}",
     )
 
 
@@ -242,56 +242,92 @@ def add_host_flags(parser: Any) -> None:
     parser.add_argument(
         "--python",
         default=sys.executable,
-        help="Python with mlx-brigade on the hosts (default: where this one is)",
+        help="path of the Python with mlx-brigade on the hosts (default: the path of this Python)",
     )
     parser.add_argument(
         "--cwd",
         type=Path,
-        help="folder to work in on the hosts (default: this one, if it is there)",
+        help="working folder on the hosts (default: the current folder, if it exists there)",
     )
-    parser.add_argument("--ssh", help="ssh with flags, such as 'ssh -F FILE'")
+    parser.add_argument("--ssh", help="ssh command, such as 'ssh -F FILE' (default: ssh)")
 
 
 def add_launch_flags(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     add_num_ranks(what)
-    what.add_argument("--hostfile", type=Path, metavar="F", help="hosts, one rank on each")
-    what.add_argument("--status", action="store_true", help="show the launches that run")
     what.add_argument(
-        "--stop", nargs="?", type=int, const=0, metavar="PID", help="end a launch, and wait for it"
+        "--hostfile",
+        type=Path,
+        metavar="F",
+        help="JSON file with the hosts; starts one rank on each",
+    )
+    what.add_argument("--status", action="store_true", help="list the running launches")
+    what.add_argument(
+        "--stop",
+        nargs="?",
+        type=int,
+        const=0,
+        metavar="PID",
+        help="end a launch and wait until it has ended",
     )
     parser.add_argument(
-        "--env", action="append", default=[], metavar="NAME=VALUE", help="for all ranks; repeatable"
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="environment variable for all ranks (may be repeated)",
     )
     add_host_flags(parser)
 
 
 def add_doctor_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--hostfile", type=Path, metavar="F", help="hosts (default: this one)")
-    parser.add_argument("--model", type=Path, help="folder of a model that all hosts should have")
-    parser.add_argument("--port", type=int, default=8080, help="port of the server on rank 0")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--hostfile",
+        type=Path,
+        metavar="F",
+        help="JSON file with the hosts (default: only this host)",
+    )
+    parser.add_argument(
+        "--model", type=Path, help="folder of a model whose copies on all hosts are compared"
+    )
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=8080,
+        help="port of the server on rank 0, checked to be free (default: 8080)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
     add_host_flags(parser)
 
 
 def add_demo_flags(parser: argparse.ArgumentParser) -> None:
     add_num_ranks(parser, 2)
-    parser.add_argument("--once", action="store_true", help="end after the answers")
     parser.add_argument(
-        "--port", type=int, help="server's port (default: 8080, or a free one if that is taken)"
+        "--once", action="store_true", help="exit after the answers instead of serving on"
     )
     parser.add_argument(
-        "--model", type=Path, default=DEFAULT_MODEL, help="model folder (default: the embedded one)"
+        "--port",
+        type=int,
+        help="port of the server (default: 8080, or a free port if 8080 is taken)",
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=DEFAULT_MODEL,
+        help="folder of the model (default: the embedded model)",
     )
 
 
 # What serve.cli does, with the words after the subcommand as they are.
 HANDED_OVER: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
-    "serve": ("run one rank", serve),
-    "fine-tune": ("train an adapter, or layers, as one rank", fine_tune),
-    "plan": ("who would get which layers", plan),
-    "bench": ("put load on servers, and measure", bench),
-    "convert-adapter": ("mlx-lm's format of a LoRA adapter to PEFT's and back", convert_adapter),
+    "serve": ("serve a model as one rank", serve),
+    "fine-tune": ("train an adapter, or all weights, as one rank", fine_tune),
+    "plan": ("show which rank would get which layers, and the memory needed", plan),
+    "bench": ("put load on one or two servers and measure them", bench),
+    "convert-adapter": (
+        "convert a LoRA adapter from mlx-lm's format to PEFT's, or back",
+        convert_adapter,
+    ),
 }
 
 SUBCOMMANDS = {
@@ -303,13 +339,13 @@ SUBCOMMANDS = {
         run=launch,
     ),
     "doctor": Subcommand(
-        purpose="check hosts, and say how to mend what is wrong",
+        purpose="check hosts and links, and say how to fix problems",
         usage="brigade doctor [--hostfile F] [--model M] [--port P] [--json]",
         add_flags=add_doctor_flags,
         run=doctor,
     ),
     "demo": Subcommand(
-        purpose="two ranks, the embedded model, one answer",
+        purpose="serve the embedded model on two ranks and show a few answers",
         usage="brigade demo [--once] [--model M] [-n N] [--port P]",
         add_flags=add_demo_flags,
         run=demo,

@@ -23,7 +23,7 @@ NO_ADAPTER_NAME = (
 )
 DEFAULT_NUM_SEQUENCES = 32
 _MEMORY_HELP = (
-    "for weights, and what they leave for keys and values: 24GB, or 24GB,48GB for each rank"
+    "memory for weights first, then for keys and values: 24GB, or 24GB,48GB for each rank"
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
@@ -40,92 +40,123 @@ def flag(help: str, default: Any = ..., **checks: Any) -> Any:
 class ServeConfig:
     model: Path = flag("folder of the model, or org/name of one on the Hugging Face hub")
     revision: str | None = flag("branch, tag or commit of a model on the hub", None)
-    cache_dir: Path | None = flag("where parts of hub models are kept (HF_HOME/brigade)", None)
-    host: str = flag("address the HTTP server listens on (rank 0)", "127.0.0.1")
-    port: int = flag("port of the HTTP server; 0 takes a free one", 8080, least=0, most=65535)
-    served_model_name: str | None = flag("name that clients use (default: the folder's)", None)
-    split: str = flag("auto, even, or layers of each rank such as 20,12", "auto")
-    memory: str | None = flag(_MEMORY_HELP, None)
-    max_num_sequences: int = flag(
-        "sequences that run at the same time", DEFAULT_NUM_SEQUENCES, least=1
+    cache_dir: Path | None = flag(
+        "folder for downloaded parts of hub models (default: HF_HOME/brigade)", None
     )
-    max_queue: int = flag("requests that may wait; more get 429", 256, least=0)
-    max_context: int | None = flag("longest prompt and answer, in tokens", None, least=2)
+    host: str = flag("address that the HTTP server on rank 0 listens on", "127.0.0.1")
+    port: int = flag("port of the HTTP server; 0 picks a free one", 8080, least=0, most=65535)
+    served_model_name: str | None = flag(
+        "name of the model for clients (default: org/name, or the folder's name)", None
+    )
+    split: str = flag(
+        "layers for each rank: auto, even, or numbers such as 20,12 from rank 0 on", "auto"
+    )
+    memory: str | None = flag(f"{_MEMORY_HELP} (default: what is free)", None)
+    max_num_sequences: int = flag(
+        "maximum number of sequences that run at the same time", DEFAULT_NUM_SEQUENCES, least=1
+    )
+    max_queue: int = flag("maximum number of waiting requests; more get 429", 256, least=0)
+    max_context: int | None = flag(
+        "maximum length of prompt and answer together, in tokens (default: the model's context)",
+        None,
+        least=2,
+    )
     kv_memory: str | None = flag(
-        "at most so much for keys and values: 8GB, or 8GB,16GB for each rank (default: what is "
-        "left of --memory, else what is free)",
+        "maximum memory for keys and values: 8GB, or 8GB,16GB for each rank (default: --memory "
+        "minus the weights, or what is free)",
         None,
     )
-    kv_bits: int | None = flag("quantise keys and values to 8 or 4 bits", None, among=(4, 8))
+    kv_bits: int | None = flag(
+        "quantise keys and values to 8 or 4 bits (default: no quantisation)", None, among=(4, 8)
+    )
     tool_parser: str | None = flag(
         f"format of the model's tool calls: {', '.join(tool_parsers())} (default: detected)",
         None,
         among=tool_parsers(),
     )
-    no_prefix_cache: bool = flag("compute every prompt from its first token", False)
+    no_prefix_cache: bool = flag("do not reuse common prefixes of prompts", False)
     prefix_cache_scope: str = flag(
-        "who shares the keys and values of prompts that begin alike: all clients, or those with "
-        "the same API key",
+        "who shares the keys and values of common prefixes: all (all clients) or key (clients with "
+        "the same API key)",
         "all",
         among=("all", "key"),
     )
-    lora: tuple[str, ...] = flag("NAME=PATH of a LoRA adapter to start with", ())
-    adapter_root: Path | None = flag("folder below which adapters may be loaded by HTTP", None)
-    allow_hub_adapters: bool = flag("an adapter may be org/name of one on the hub", False)
-    adapter_memory: str | None = flag("for adapters: 1GB, or 1GB,2GB for each rank", None)
-    max_lora_rank: int = flag("highest rank of an adapter", 64, least=1)
+    lora: tuple[str, ...] = flag("LoRA adapter to load at the start, as NAME=PATH", ())
+    adapter_root: Path | None = flag(
+        "folder below which adapters may be loaded over HTTP (default: none)", None
+    )
+    allow_hub_adapters: bool = flag(
+        "allow org/name of an adapter on the hub as the path of an adapter", False
+    )
+    adapter_memory: str | None = flag(
+        "maximum memory for adapters: 1GB, or 1GB,2GB for each rank (default: no limit)", None
+    )
+    max_lora_rank: int = flag("maximum LoRA rank of an adapter", 64, least=1)
     no_warm_up: bool = flag(
-        "be ready sooner; the first requests then wait while graphs and kernels are made", False
+        "skip the warm-up: the start is shorter, the first requests are slower", False
     )
-    prefill_chunk: int = flag("prompt tokens that one step takes at most", 512, least=1)
+    prefill_chunk: int = flag("maximum number of prompt tokens in one step", 512, least=1)
     num_groups: int | None = flag(
-        "groups that decode in turn (default: one for each rank; 1 is lockstep)", None, least=1
+        "number of groups of sequences that decode in turn (default: number of ranks)",
+        None,
+        least=1,
     )
-    join_timeout: float = flag(
-        "seconds to wait for all ranks at the start", 60.0, least=1, most=10**6
-    )
+    join_timeout: float = flag("seconds to wait for a rank to connect", 60.0, least=1, most=10**6)
     return_timeout: float = flag(
-        "seconds to wait for a rank that was lost", 600.0, least=1, most=10**6
+        "seconds to wait for a lost rank to return", 600.0, least=1, most=10**6
     )
     replan: bool = flag(
-        "share the layers out anew when a lost rank stays away for --join-timeout", False
+        "redistribute layers if a lost rank does not return within --join-timeout", False
     )
     load_timeout: float = flag(
-        "seconds a rank may load without progress", 300.0, least=1, most=10**6
+        "seconds that loading may make no progress", 300.0, least=1, most=10**6
     )
     stall_timeout: float = flag(
-        "seconds that steps may be under way without any coming back", 30.0, least=1, most=10**6
+        "seconds without a finished step, while steps are in flight, until engines restart",
+        30.0,
+        least=1,
+        most=10**6,
     )
-    max_restarts: int = flag("how often engines start anew in --restart-window", 5, least=0)
+    max_restarts: int = flag(
+        "maximum number of engine restarts within --restart-window", 5, least=0
+    )
     restart_window: float = flag(
-        "seconds in which --max-restarts counts", 300.0, least=1, most=10**6
+        "seconds over which restarts are counted", 300.0, least=1, most=10**6
     )
     api_key: tuple[str, ...] = flag(
-        "a key that clients must send; also BRIGADE_API_KEY. Others see it in the list of "
-        "processes: a file does not show it",
+        "API key that clients must send; also read from BRIGADE_API_KEY. Other users of this host "
+        "can see it in the list of processes: prefer --api-key-file",
         (),
         secret=True,
     )
-    api_key_file: Path | None = flag("file with API keys, one a line", None)
+    api_key_file: Path | None = flag("file with API keys, one per line", None)
     admin_key: tuple[str, ...] = flag(
-        "a key for admin calls; also BRIGADE_ADMIN_KEY. Without one they need an API key, and "
-        "without any key they are open to this host",
+        "key for admin calls; also read from BRIGADE_ADMIN_KEY. Without admin keys, admin calls "
+        "need an API key; without any keys, only this host may make them",
         (),
         secret=True,
     )
-    admin_key_file: Path | None = flag("file with admin keys, one a line", None)
+    admin_key_file: Path | None = flag("file with admin keys, one per line", None)
     allowed_host: tuple[str, ...] = flag(
-        "name under which clients without a key may call this server, beside its own; * for any", ()
+        "additional name accepted in the Host header when there are no API keys; * for any", ()
     )
-    cors_origin: tuple[str, ...] = flag("web page that may call, such as https://a.example", ())
-    max_connections: int = flag("connections at once; more get 503", 1024, least=1)
-    max_header_bytes: int = flag("of a request", 64 << 10, least=1024)
-    max_body_bytes: int = flag("of a request", 8 << 20, least=1024)
-    header_timeout: float = flag("seconds for a request's header", 10.0, least=0.05, most=10**6)
-    body_timeout: float = flag("seconds for a request's body", 30.0, least=0.05, most=10**6)
-    max_prompt_tokens: int | None = flag("longest prompt (default: the context)", None, least=1)
+    cors_origin: tuple[str, ...] = flag(
+        "origin whose web pages may call the server, such as https://a.example; * for any", ()
+    )
+    max_connections: int = flag("maximum number of open connections; more get 503", 1024, least=1)
+    max_header_bytes: int = flag(
+        "maximum size of a request's header, in bytes", 64 << 10, least=1024
+    )
+    max_body_bytes: int = flag("maximum size of a request's body, in bytes", 8 << 20, least=1024)
+    header_timeout: float = flag(
+        "seconds to receive a request's header", 10.0, least=0.05, most=10**6
+    )
+    body_timeout: float = flag("seconds to receive a request's body", 30.0, least=0.05, most=10**6)
+    max_prompt_tokens: int | None = flag(
+        "maximum length of a prompt, in tokens (default: the context)", None, least=1
+    )
     drain_timeout: float = flag(
-        "seconds that running answers get while draining", 5.0, least=0.05, most=10**6
+        "seconds that requests get to finish when the server ends", 5.0, least=0.05, most=10**6
     )
 
     def __post_init__(self) -> None:
@@ -169,19 +200,32 @@ class ServeConfig:
 class PlanConfig:
     model: Path = flag("folder of the model, or org/name of one on the Hugging Face hub")
     revision: str | None = flag("branch, tag or commit of a model on the hub", None)
-    cache_dir: Path | None = flag("where parts of hub models are kept (HF_HOME/brigade)", None)
-    num_ranks: int = flag("ranks to plan for", short=("-n",), least=1)
-    context: int | None = flag(
-        "tokens of a sequence (default: the model's context)", None, least=1, most=10**9
+    cache_dir: Path | None = flag(
+        "folder for downloaded parts of hub models (default: HF_HOME/brigade)", None
     )
-    concurrency: int | None = flag("sequences at the same time", None, least=1)
+    num_ranks: int = flag("number of ranks", short=("-n",), least=1)
+    context: int | None = flag(
+        "tokens of each sequence, prompt and answer (default: the model's context)",
+        None,
+        least=1,
+        most=10**9,
+    )
+    concurrency: int | None = flag(
+        "number of sequences that must fit at the same time (default with --context: 1)",
+        None,
+        least=1,
+    )
     memory: str | None = flag(_MEMORY_HELP, None)
     kv_memory: str | None = flag(
-        "at most so much for keys and values: 8GB, or 8GB,16GB for each rank", None
+        "maximum memory for keys and values: 8GB, or 8GB,16GB for each rank", None
     )
-    split: str = flag("auto, even, or layers of each rank such as 20,12", "auto")
-    kv_bits: int | None = flag("quantise keys and values to 8 or 4 bits", None, among=(4, 8))
-    json: bool = flag("print JSON", False)
+    split: str = flag(
+        "layers for each rank: auto, even, or numbers such as 20,12 from rank 0 on", "auto"
+    )
+    kv_bits: int | None = flag(
+        "quantise keys and values to 8 or 4 bits (default: no quantisation)", None, among=(4, 8)
+    )
+    json: bool = flag("print the plan as JSON", False)
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -200,8 +244,8 @@ class PlanConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertConfig:
-    adapter: Path = flag("folder of the adapter")
-    output: Path = flag("new folder for the same in the other format")
+    adapter: Path = flag("folder of the adapter to convert")
+    output: Path = flag("new folder for the converted adapter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,24 +262,37 @@ class Level:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchConfig:
-    url: tuple[str, ...] = flag("server, such as http://127.0.0.1:8080; twice: both in turn")
-    model: str | None = flag("name of the model (default: the first that the server has)", None)
-    concurrency: str | None = flag("closed loop: clients, in turn (default: 1,8,16,32)", None)
-    rate: str | None = flag("open loop: requests a second, in turn, such as 0.5,2", None)
+    url: tuple[str, ...] = flag(
+        "server to measure, such as http://127.0.0.1:8080; given twice, two servers take turns"
+    )
+    model: str | None = flag(
+        "name of the model (default: the first one that the server lists)", None
+    )
+    concurrency: str | None = flag(
+        "closed loop: numbers of clients, one level each (default: 1,8,16,32)", None
+    )
+    rate: str | None = flag("open loop: requests per second, one level each, such as 0.5,2", None)
     requests: int | None = flag(
-        "requests of each level and round (default: 4 for each client, or 32 at a rate)",
+        "requests per level and round (default: 4 for each client, or 32 with --rate)",
         None,
         least=1,
     )
-    rounds: int = flag("how often each server gets each level", 2, least=1)
-    prompt_tokens: int = flag("length of the prompts, which are random words", 66, least=1)
-    prompts: Path | None = flag("ask the questions of this ShareGPT file instead", None)
-    max_tokens: int = flag("longest answer", 48, least=1)
+    rounds: int = flag("number of rounds of all levels", 2, least=1)
+    prompt_tokens: int = flag("length of the prompts of random words, in tokens", 66, least=1)
+    prompts: Path | None = flag(
+        "ShareGPT file whose first questions are the prompts, instead of random words", None
+    )
+    max_tokens: int = flag("maximum length of an answer, in tokens", 48, least=1)
     temperature: float = flag("sampling temperature", 0.0, least=0, most=2)
-    seed: int = flag("seed for prompts and arrivals", 0)
-    timeout: float = flag("seconds that a server may be silent", 300.0, least=1, most=10**6)
-    output: Path | None = flag("write the results to this JSON file", None)
-    plot: Path | None = flag("draw the results into this file, .png or .svg", None)
+    seed: int = flag("random seed for prompts and arrivals", 0)
+    timeout: float = flag(
+        "seconds without data from a server until a request counts as failed",
+        300.0,
+        least=1,
+        most=10**6,
+    )
+    output: Path | None = flag("JSON file for the results", None)
+    plot: Path | None = flag("picture of the results, a .png or .svg file", None)
 
     def __post_init__(self) -> None:
         check_ranges(self)

@@ -29,12 +29,14 @@ def _from_file(help: str) -> Any:
 class FineTuneConfig:
     model: Path = flag("folder of the model, or org/name of one on the Hugging Face hub")
     revision: str | None = flag("branch, tag or commit of a model on the hub", None)
-    cache_dir: Path | None = flag("where parts of hub models are kept (HF_HOME/brigade)", None)
+    cache_dir: Path | None = flag(
+        "folder for downloaded parts of hub models (default: HF_HOME/brigade)", None
+    )
     data: Path = flag("folder with train.jsonl, valid.jsonl and test.jsonl")
     config: Path | None = flag(
         "YAML file with these settings; flags override it", None, short=("-c",)
     )
-    adapter_path: Path = flag("folder to write", Path("adapters"))
+    adapter_path: Path = flag("folder for the adapter, checkpoints and reports", Path("adapters"))
     train: bool = flag("train (the default without --test)", False)
     test: bool = flag("compute the loss on test.jsonl, after training if --train is given", False)
     fine_tune_type: str = flag(
@@ -45,24 +47,31 @@ class FineTuneConfig:
     )
     lora_rank: int | None = flag("rank of the adapter's matrices (default: 8)", None, least=1)
     lora_scale: float | None = flag(
-        "factor of what the adapter adds (default: 20)", None, least=0, most=10**6
+        "factor that the adapter's product is multiplied by (default: 20)",
+        None,
+        least=0,
+        most=10**6,
     )
     lora_alpha: float | None = flag(
-        "the scale as PEFT counts it, which is scale times rank", None, least=0, most=10**6
+        "the scale in PEFT's terms: scale times rank", None, least=0, most=10**6
     )
     lora_dropout: float | None = flag(
-        "share of an adapter's inputs that are dropped in training (default: 0)", None, least=0
+        "dropout rate of an adapter's inputs in training (default: 0)", None, least=0
     )
     lora_parameters: dict[str, Any] | None = _from_file("rank, scale, dropout, keys")
-    batch_size: int = flag("examples in a batch", 4, least=1)
+    batch_size: int = flag(
+        "number of examples in a batch; with --packing, number of rows", 4, least=1
+    )
     micro_batches: int | None = flag(
-        "parts that a batch is cut into (default: its size; 1 on one rank)", None, least=1
+        "number of micro-batches that a batch is cut into (default: --batch-size; 1 on one rank)",
+        None,
+        least=1,
     )
     grad_accumulation_steps: int = flag(
-        "batches that one update of the weights adds up", 1, least=1
+        "number of batches whose gradients are accumulated for one update", 1, least=1
     )
-    iters: int = flag("batches to train on", 1000, least=1)
-    epochs: int | None = flag("passes over the data; replaces --iters", None, least=1)
+    iters: int = flag("number of batches to train on", 1000, least=1)
+    epochs: int | None = flag("number of passes over the data; replaces --iters", None, least=1)
     early_stop: int | None = flag(
         "stop after this many validations in a row without a lower loss", None, least=1
     )
@@ -73,55 +82,59 @@ class FineTuneConfig:
     learning_rate: float = flag("learning rate of the optimizer", 1e-5, least=0, most=100)
     lr_schedule: dict[str, Any] | None = _from_file("name, arguments, warmup, warmup_init")
     max_grad_norm: float | None = flag(
-        "scale gradients down when their norm, over all ranks, is higher than this", None, least=0
+        "maximum norm of the gradient over all ranks; scaled down if larger (default: no limit)",
+        None,
+        least=0,
     )
-    prompt_feature: str = flag("key of the prompt in each line of the data", "prompt")
-    completion_feature: str = flag("key of the completion that follows the prompt", "completion")
-    text_feature: str = flag("key of the text, in data of plain texts", "text")
-    chat_feature: str = flag("key of the messages, in data of chats", "messages")
-    mask_prompt: bool = flag("learn only the assistant's turns, all of them", False)
-    max_seq_length: int = flag("longest example in tokens", 2048, least=2)
+    prompt_feature: str = flag("JSON key of the prompt in the data", "prompt")
+    completion_feature: str = flag("JSON key of the completion in the data", "completion")
+    text_feature: str = flag("JSON key of the text in the data", "text")
+    chat_feature: str = flag("JSON key of a chat's messages in the data", "messages")
+    mask_prompt: bool = flag("compute the loss only on the assistant's turns", False)
+    max_seq_length: int = flag("maximum length of an example, in tokens", 2048, least=2)
     long_examples: str = flag(
-        "what to do with longer examples: cut or drop", "cut", among=("cut", "drop")
+        "what to do with longer examples: cut or drop them", "cut", among=("cut", "drop")
     )
     packing: bool = flag(
         "pack several examples into each row, up to --max-seq-length tokens", False
     )
     seed: int = flag(
-        "random seed of the data's order, the initial adapter and dropout",
+        "random seed for the order of the data, the initial adapter and dropout",
         0,
         least=0,
         most=2**32 - 1,
     )
-    val_batches: int = flag("batches in a validation, -1 for all", 25, least=-1)
-    test_batches: int = flag("batches in the test, -1 for all", 500, least=-1)
-    steps_per_report: int = flag("batches between reports", 10, least=1)
-    steps_per_eval: int = flag("batches between validations", 200, least=1)
-    save_every: int = flag("batches between checkpoints", 100, least=1)
+    val_batches: int = flag("number of batches in a validation; -1 for all", 25, least=-1)
+    test_batches: int = flag("number of batches in the test; -1 for all", 500, least=-1)
+    steps_per_report: int = flag("number of batches between reports", 10, least=1)
+    steps_per_eval: int = flag("number of batches between validations", 200, least=1)
+    save_every: int = flag("number of batches between checkpoints", 100, least=1)
     resume: bool = flag("continue from the last checkpoint in --adapter-path", False)
     resume_adapter_file: Path | None = flag("start from the weights in this adapter file", None)
     grad_checkpoint: bool = flag("recompute activations in the backward pass to save memory", False)
     clear_cache_threshold: str = flag(
-        "empty MLX's memory cache between updates when it is larger, such as 2GB", "0"
+        "empty MLX's memory cache between updates if it is larger than this, such as 2GB", "0"
     )
     schedule: str = flag("pipeline schedule: " + ", ".join(SCHEDULES), "1f1b", among=SCHEDULES)
     stages_per_rank: int | None = flag(
-        "slices of layers on each rank, for --schedule interleaved (default: 2)",
+        "number of slices of layers on each rank, only with --schedule interleaved (default: 2)",
         None,
         least=1,
         most=64,
     )
     split: str = flag("layers of each stage: auto, even, or numbers such as 20,12", "auto")
     stall_timeout: float = flag(
-        "seconds without a word from a rank until it counts as lost", 600.0, least=1
+        "seconds without a message from a rank until it counts as lost", 600.0, least=1
     )
-    peft: bool = flag("also write each adapter in PEFT's format, into a folder peft", False)
+    peft: bool = flag("also write each adapter in PEFT's format, to a subfolder peft", False)
     load_into: str | None = flag("URL of a running server that loads the adapter at the end", None)
-    trust_remote_code: bool = flag("refused: Brigade runs no code of a repository", False)
+    trust_remote_code: bool = flag(
+        "refused: Brigade does not run code from model repositories", False
+    )
     report_to: str | None = flag(
         "also log to tensorboard, wandb or both (separated by a comma)", None
     )
-    project_name: str | None = flag("name of the project, for --report-to wandb", None)
+    project_name: str | None = flag("name of the project in W&B, with --report-to wandb", None)
 
     def __post_init__(self) -> None:
         check_ranges(self)
