@@ -17,7 +17,7 @@ from rich.progress import (
 from serve.cli.output import Output
 from serve.cli.plan import plan_table, print_table
 from serve.core.plan import StagePlan, format_bytes
-from serve.front.pipeline.stages import StageStatus
+from serve.front.pipeline.status import StageStatus
 
 _LINE_SECONDS = 5.0
 _LINE_COLUMNS = 100

@@ -28,16 +28,12 @@ from serve.core.messages import AdapterRead, AdapterRefused, Admit, LoadAdapter,
 from serve.core.types import NUM_SEQUENCE_IDS, Sequence, Step
 from serve.front.api.prompt import Prompt
 from serve.front.pipeline.adapters import Adapters
-from serve.front.pipeline.blame import Blame, Suspects
+from serve.front.pipeline.capacity import better_split, chunk_beside_decoding, room_under_limits
+from serve.front.pipeline.fault_blame import Blame, FaultBlame
 from serve.front.pipeline.generation import Generation
 from serve.front.pipeline.lives import Lives, View
 from serve.front.pipeline.scheduler import Reuse, Scheduler
-from serve.front.pipeline.stages import (
-    better_split,
-    chrome_trace,
-    chunk_beside_decoding,
-    room_under_limits,
-)
+from serve.front.pipeline.timeline import chrome_trace
 from serve.front.pipeline.warm_up import WarmUp
 
 _logger = logging.getLogger(__name__)
@@ -61,7 +57,7 @@ class Engine:
         )
         self.adapters = Adapters(config, self)
         self._generations: dict[int, Generation] = {}
-        self._suspects = Suspects(config.max_restarts)
+        self._fault_blame = FaultBlame(config.max_restarts)
         # Not by cycle, which keeps all that it has given.
         self._sequence_ids = (number % NUM_SEQUENCE_IDS for number in itertools.count())
         self._has_worked = False
@@ -175,12 +171,12 @@ class Engine:
     def interrupt(self) -> int:
         self._loaded.clear()
         sequences = [self._scheduler.sequence(id) for id in self._generations]
-        blame = self._suspects.after_fault(s.id for s in sequences if s.is_held)
+        blame = self._fault_blame.after_fault(s.id for s in sequences if s.is_held)
         self._scheduler.restart()
         self.adapters.interrupt()
         if blame:
             self._give_up(blame)
-        self._scheduler.run_alone(self._suspects.alone)
+        self._scheduler.run_alone(self._fault_blame.alone)
         return blame.num_explained if blame else 0
 
     def _give_up(self, blame: Blame) -> None:
@@ -216,11 +212,11 @@ class Engine:
                 generation.put(self._overflowed(generation, event.sequence))
             elif generation:
                 generation.put(event)
-            self._suspects.clear(event.sequence)
+            self._fault_blame.clear(event.sequence)
             if event.finish_reason:
                 self._generations.pop(event.sequence, None)
-                self._suspects.forget(event.sequence)
-            self._scheduler.run_alone(self._suspects.alone)
+                self._fault_blame.forget(event.sequence)
+            self._scheduler.run_alone(self._fault_blame.alone)
         self._pump()
 
     def _note_scores(self, scores: Scores) -> None:
@@ -290,7 +286,7 @@ class Engine:
     def _leave(self, sequence_id: int) -> None:
         """Its client has gone. One that may be what ended the engines stays until its next token:
         else nobody would know, and its like could come until no restarts are left."""
-        if sequence_id not in self._generations or self._suspects.is_clear(sequence_id):
+        if sequence_id not in self._generations or self._fault_blame.is_clear(sequence_id):
             self.drop(sequence_id)
             return
         sequence = self._scheduler.sequence(sequence_id)
@@ -300,8 +296,8 @@ class Engine:
     def drop(self, sequence_id: int) -> None:
         if self._generations.pop(sequence_id, None):
             self._scheduler.drop(sequence_id)
-            self._suspects.forget(sequence_id)
-            self._scheduler.run_alone(self._suspects.alone)
+            self._fault_blame.forget(sequence_id)
+            self._scheduler.run_alone(self._fault_blame.alone)
             self._pump()
 
     def _pump(self) -> None:

@@ -38,7 +38,8 @@ from serve.core.plan import StagePlan
 from serve.core.types import Step
 from serve.front.pipeline.orders import order
 from serve.front.pipeline.plans import Plans
-from serve.front.pipeline.stages import StageStatus, is_silent, suspicion
+from serve.front.pipeline.stall import is_silent, stall_cause
+from serve.front.pipeline.status import StageStatus
 from serve.parent.control import Gone, Heard, Hub, Identity, Joined, engine_ended
 from serve.parent.engine import EngineProcess
 from serve.parent.restarts import Restarts, may_pass
@@ -228,12 +229,12 @@ class Lives:
                 await asyncio.sleep(_WATCH_SECONDS)
         self._stalled = True
         now = time.monotonic()
-        suspected = suspicion(self.stages, now)
+        cause = stall_cause(self.stages, now)
         for stage in self.stages:
             if is_silent(stage, now):
                 await self._let_go(stage.rank, even_if_it_answers=False)
         raise ClusterError(
-            f"No step came back for {most:g} s: {suspected}, look at its log (--stall-timeout)."
+            f"No step came back for {most:g} s: {cause}, look at its log (--stall-timeout)."
         )
 
     async def _until_all(self, states: set[str], timeout_seconds: float, what: str) -> None:
