@@ -24,10 +24,10 @@ from serve.core.errors import (
     RequestError,
     UnavailableError,
 )
-from serve.core.messages import AdapterRead, AdapterRefused, Admit, LoadAdapter, Result, Scores
+from serve.core.messages import AdapterRead, AdapterRefused, Admit, Result, Scores
 from serve.core.types import NUM_SEQUENCE_IDS, Sequence, Step
 from serve.front.api.prompt import Prompt
-from serve.front.pipeline.adapters import Adapters
+from serve.front.pipeline.adapter_loader import AdapterLoader, Ranks
 from serve.front.pipeline.capacity import better_split, chunk_beside_decoding, room_under_limits
 from serve.front.pipeline.fault_blame import Blame, FaultBlame
 from serve.front.pipeline.generation import Generation
@@ -55,7 +55,15 @@ class Engine:
             prefill_chunk=config.prefill_chunk,
             num_groups=config.num_groups,
         )
-        self.adapters = Adapters(config, self)
+        ranks = Ranks(
+            ring=lambda: self._lives.ring,
+            loaded=self._until_loaded,
+            tell=self._lives.tell_all,
+            retire=self._retire_adapter,
+            end_requests=self._end_with_adapter,
+            num_sequences=self._scheduler.num_with_adapter,
+        )
+        self.adapters = AdapterLoader(config, ranks)
         self._generations: dict[int, Generation] = {}
         self._fault_blame = FaultBlame(config.max_restarts)
         # Not by cycle, which keeps all that it has given.
@@ -111,7 +119,7 @@ class Engine:
     # --- what the engines tell
 
     async def prepare(self) -> None:
-        if self.ring != self._settled:
+        if self._lives.ring != self._settled:
             self._settle()
         await self.adapters.restore()
         self._loaded.set()
@@ -124,8 +132,8 @@ class Engine:
         """Not where requests wait for new engines: theirs are steps as good."""
         room = self._scheduler.max_held_tokens
         assert room is not None
-        versions = self.adapters.loaded_versions()
-        self._warm_up = WarmUp(self._config, len(self.ring), room, versions, self._send_step)
+        versions = self.adapters.registry.loaded_versions()
+        self._warm_up = WarmUp(self._config, len(self._lives.ring), room, versions, self._send_step)
         try:
             await self._warm_up.run()
         finally:
@@ -145,7 +153,7 @@ class Engine:
             self._lives.refuse_ring(error, self._settled)
             raise
         most = room.num_tokens
-        self._settled = self.ring
+        self._settled = self._lives.ring
         self._scheduler.settle(len(stages), most, room.num_sequences)
         if not self._config.no_prefix_cache:
             self._scheduler.reuse = cast(Reuse, stages[0].reuse)
@@ -158,11 +166,7 @@ class Engine:
         for sequence_id, generation in list(self._generations.items()):
             if not self._scheduler.sequence(sequence_id).fit(most):
                 generation.put(UnavailableError(reason))
-                self.drop(sequence_id)
-
-    @property
-    def ring(self) -> tuple[int, ...]:
-        return self._lives.ring
+                self._drop(sequence_id)
 
     def go(self) -> None:
         self._has_worked = True
@@ -191,7 +195,7 @@ class Engine:
             )
         )
         for id in [id for id, of in self._generations.items() if of is generation]:
-            self.drop(id)
+            self._drop(id)
 
     def waiting_seconds(self) -> float:
         return time.monotonic() - self._progress_at if self._scheduler.num_in_flight else 0.0
@@ -225,14 +229,14 @@ class Engine:
             generation.put_scores(scores)
         elif generation:
             generation.put(self._overflowed(generation, scores.sequence))
-            self.drop(scores.sequence)
+            self._drop(scores.sequence)
 
     def on_adapter(self, rank: int, answer: AdapterRead | AdapterRefused) -> None:
         self.adapters.on_answer(rank, answer)
 
     def _overflowed(self, generation: Generation, sequence_id: int) -> OverflowedError:
         version = generation.adapter
-        name = self.adapters.name_of(version)
+        name = self.adapters.registry.name_of(version)
         _logger.error(
             "event=numbers_overflowed sequence=%d adapter=%s version=%d",
             *(sequence_id, json.dumps(name), version),
@@ -287,13 +291,13 @@ class Engine:
         """Its client has gone. One that may be what ended the engines stays until its next token:
         else nobody would know, and its like could come until no restarts are left."""
         if sequence_id not in self._generations or self._fault_blame.is_clear(sequence_id):
-            self.drop(sequence_id)
+            self._drop(sequence_id)
             return
         sequence = self._scheduler.sequence(sequence_id)
         num_tokens = len(sequence.output) + sequence.num_pending + 1
         sequence.max_tokens = min(sequence.max_tokens, num_tokens)
 
-    def drop(self, sequence_id: int) -> None:
+    def _drop(self, sequence_id: int) -> None:
         if self._generations.pop(sequence_id, None):
             self._scheduler.drop(sequence_id)
             self._fault_blame.forget(sequence_id)
@@ -324,26 +328,20 @@ class Engine:
 
     # --- adapters
 
-    async def loaded(self) -> None:
+    async def _until_loaded(self) -> None:
         if not self._has_worked and (late := self._lives.late()):
             raise UnavailableError(f"The cluster is not ready ({late}): try again later.")
         await self._loaded.wait()
 
-    def tell_engines(self, message: LoadAdapter) -> None:
-        self._lives.tell_all(message)
-
-    def retire_adapter(self, version: int) -> None:
+    def _retire_adapter(self, version: int) -> None:
         self._scheduler.retire(version)
         self._pump()
 
-    def num_with_adapter(self, version: int) -> int:
-        return self._scheduler.num_with_adapter(version)
-
-    def end_with_adapter(self, version: int, error: BrigadeError) -> None:
+    def _end_with_adapter(self, version: int, error: BrigadeError) -> None:
         for id, generation in list(self._generations.items()):
             if id in self._generations and self._scheduler.sequence(id).adapter == version:
                 generation.put(error)
-                self.drop(id)
+                self._drop(id)
 
     # --- what is seen from outside
 
@@ -368,14 +366,14 @@ class Engine:
     def pipeline(self) -> dict[str, Any]:
         return {
             "model": self._config.model_name,
-            "num_ranks": len(self.ring),
+            "num_ranks": len(self._lives.ring),
             "stages": [stage.to_json() for stage in self._lives.stages],
             "num_running": self._scheduler.num_running,
             "num_waiting": self._scheduler.num_waiting,
             "kv_tokens": self._scheduler.num_held_tokens,
             "max_kv_tokens": self._scheduler.max_held_tokens,
             "better_split": better_split(self._lives.stages),
-            "adapters": self.adapters.statistics(),
+            "adapters": self.adapters.registry.statistics.to_json(),
             "num_restarts": self._lives.number,
             "recovery_seconds": round(self._lives.recovery_seconds, 3),
         }
