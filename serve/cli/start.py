@@ -23,7 +23,7 @@ _LINE_SECONDS = 5.0
 _LINE_COLUMNS = 100
 
 
-class StartView:
+class TerminalView:
     """The plan and the end of the start on stdout, and on stderr a bar for each rank that fetches
     or loads: live on a terminal, else a line for each now and then, without a bar."""
 

@@ -238,10 +238,10 @@ class FakeEngine:
         self.adapters = self.ranks.adapters
 
     def submit(
-        self, prompts: Sequence[Prompt], adapter: int = 0, cache_scope: str = ""
+        self, prompts: Sequence[Prompt], adapter_version: int = 0, cache_scope: str = ""
     ) -> FakeGeneration:
         self.cache_scopes.append(cache_scope)
-        self.ranks.submitted.append(adapter)
+        self.ranks.submitted.append(adapter_version)
         if self.refuses_with is not None:
             raise self.refuses_with
         answers: list[Events] = []

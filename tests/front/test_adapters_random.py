@@ -83,7 +83,7 @@ class RandomRanks:
     def end_with_adapter(self, version: int, error: BrigadeError) -> None:
         assert version in self.lost, "it could have been read again"
         for id, sequence in self.pipeline.added.items():
-            if sequence.adapter == version:
+            if sequence.adapter_version == version:
                 self.ended.add(id)
                 self.pipeline.scheduler.drop(id)
 
@@ -197,7 +197,7 @@ class Life:
         id = len(self.wanted)
         prompt = [self.chance.randint(0, 1)] * self.chance.choice([20, 30])
         sequence = make_sequence(id, prompt, self.chance.randint(1, 9))
-        sequence.adapter = version
+        sequence.adapter_version = version
         self.wanted[id] = expected(id, len(prompt), sequence.max_tokens)
         self.pipeline.add(sequence)
 

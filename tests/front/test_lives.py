@@ -231,7 +231,7 @@ async def test_a_broken_connection_between_parents_is_made_again() -> None:
         await ready(engine)
         answer = asyncio.create_task(collect(engine, prompt(10, 300)))
         await asyncio.sleep(0.1)
-        engine._lives.hub.forget(1)
+        engine._lives.control.forget(1)
         await asyncio.wait_for(answer, 15)
         assert engine.pipeline()["num_restarts"] == 1
         await ready(engine)
@@ -350,7 +350,7 @@ async def test_a_rank_that_comes_again_with_other_versions_stays_out(
         await ready(engine)
         monkeypatch.setitem(globals(), "FACTS", {"mlx": "2"})
         start(1)
-        await until(lambda: 1 in engine._lives.hub.joined)
+        await until(lambda: 1 in engine._lives.control.joined)
         await collect(engine, prompt(10, 500))
         assert [rank for rank, _ in layers(engine)] == [0, 2]
 
@@ -446,11 +446,11 @@ async def test_a_parent_that_stands_still_is_a_fault_though_its_engine_works(
     async with ranks(stall_timeout=1.0) as (engine, members, start):
         await ready(engine)
         answer = asyncio.create_task(collect(engine, prompt(10, 1500)))
-        hub = engine._lives.hub
+        control = engine._lives.control
         with monkeypatch.context() as deaf:
             deaf.setattr(engine._lives, "_update_stage", lambda *_: None)
             await until(lambda: engine.pipeline()["num_restarts"] == 1)
-        await until(lambda: {1, 2} <= hub.joined)
+        await until(lambda: {1, 2} <= control.joined)
         await asyncio.wait_for(answer, 30)
 
 
@@ -462,7 +462,7 @@ async def test_a_rank_that_comes_again_does_not_take_the_last_restart() -> None:
         await until(lambda: len(layers(engine)) == 2)
         await ready(engine)
         start(1)
-        await until(lambda: 1 in engine._lives.hub.joined)
+        await until(lambda: 1 in engine._lives.control.joined)
         await collect(engine, prompt(10, 500))
         assert not engine.ready_reason()
 

@@ -73,7 +73,7 @@ class Engine(Protocol):
         """Whether no rank is missing."""
 
     def submit(
-        self, prompts: Sequence[Prompt], adapter: int = 0, cache_scope: str = ""
+        self, prompts: Sequence[Prompt], adapter_version: int = 0, cache_scope: str = ""
     ) -> Generation:
         """adapter is a version; prefixes are shared within cache_scope. Raises OverloadedError,
         UnavailableError or RequestError."""

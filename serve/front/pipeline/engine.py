@@ -31,7 +31,7 @@ from serve.front.pipeline.adapter_loader import AdapterLoader, Ranks
 from serve.front.pipeline.capacity import better_split, chunk_beside_decoding, room_under_limits
 from serve.front.pipeline.fault_blame import Blame, FaultBlame
 from serve.front.pipeline.generation import Generation
-from serve.front.pipeline.lives import Lives, View
+from serve.front.pipeline.lives import Lives, StartView
 from serve.front.pipeline.scheduler import Reuse, Scheduler
 from serve.front.pipeline.timeline import chrome_trace
 from serve.front.pipeline.warm_up import WarmUp
@@ -43,7 +43,12 @@ class Engine:
     """As Lives. Requests that come while engines start anew wait for them."""
 
     def __init__(
-        self, config: ServeConfig, cluster: Cluster, folder: Path, facts: dict[str, str], view: View
+        self,
+        config: ServeConfig,
+        cluster: Cluster,
+        folder: Path,
+        facts: dict[str, str],
+        view: StartView,
     ) -> None:
         self._config, self._cluster = config, cluster
         self._view = view
@@ -81,7 +86,7 @@ class Engine:
     async def listen(self) -> None:
         """Opens the door for the other ranks. Raises AddressError."""
         if self._cluster.control:
-            await self._lives.hub.listen(self._cluster.control)
+            await self._lives.control.listen(self._cluster.control)
 
     def start(self) -> None:
         """Starts the ranks in the background; ready_reason tells how far they are."""
@@ -235,7 +240,7 @@ class Engine:
         self.adapters.on_answer(rank, answer)
 
     def _overflowed(self, generation: Generation, sequence_id: int) -> OverflowedError:
-        version = generation.adapter
+        version = generation.adapter_version
         name = self.adapters.registry.name_of(version)
         _logger.error(
             "event=numbers_overflowed sequence=%d adapter=%s version=%d",
@@ -246,10 +251,10 @@ class Engine:
     # --- requests
 
     def submit(
-        self, prompts: ReadableList[Prompt], adapter: int = 0, cache_scope: str = ""
+        self, prompts: ReadableList[Prompt], adapter_version: int = 0, cache_scope: str = ""
     ) -> Generation:
-        """adapter is a version; prefixes are shared within cache_scope. Raises UnavailableError,
-        OverloadedError or RequestError."""
+        """adapter_version is 0 for the model alone; prefixes are shared within cache_scope. Raises
+        UnavailableError, OverloadedError or RequestError."""
         reason = self._not_ready()
         if reason and (self._failure.done() or not self._has_worked):
             raise UnavailableError(f"The cluster is not ready ({reason}): try again later.")
@@ -257,7 +262,7 @@ class Engine:
         sequences = [
             sequence
             for prompt in prompts
-            for sequence in self._sequences(prompt, adapter, cache_scope)
+            for sequence in self._sequences(prompt, adapter_version, cache_scope)
         ]
         self._scheduler.add(*sequences)
         generation = Generation(sequences, self._leave)
@@ -275,13 +280,15 @@ class Engine:
                 code="context_length_exceeded",
             )
 
-    def _sequences(self, prompt: Prompt, adapter: int, cache_scope: str) -> list[Sequence]:
+    def _sequences(self, prompt: Prompt, adapter_version: int, cache_scope: str) -> list[Sequence]:
         """One for each answer. The first one's prompt is computed, the others copy it."""
         sequences: list[Sequence] = []
         max_tokens = max(1, prompt.max_tokens)  # For an echo alone a token is computed, too.
         for sampling in prompt.samplings:
             new_id = next(self._sequence_ids)
-            sequence = Sequence(new_id, prompt.ids, max_tokens, sampling, prompt.end_ids, adapter)
+            sequence = Sequence(
+                new_id, prompt.ids, max_tokens, sampling, prompt.end_ids, adapter_version
+            )
             sequence.original = sequences[0] if sequences else None
             sequence.cache_scope = cache_scope
             sequences.append(sequence)
@@ -339,7 +346,7 @@ class Engine:
 
     def _end_with_adapter(self, version: int, error: BrigadeError) -> None:
         for id, generation in list(self._generations.items()):
-            if id in self._generations and self._scheduler.sequence(id).adapter == version:
+            if id in self._generations and self._scheduler.sequence(id).adapter_version == version:
                 generation.put(error)
                 self._drop(id)
 
