@@ -8,14 +8,14 @@ import pytest
 
 from serve.cli import start
 from serve.core.messages import Status
-from serve.front.pipeline.stages import StageStatus
+from serve.front.pipeline.status import StageStatus
 
 URL = "http://127.0.0.1:8080"
 
 
 def stage(rank: int, state: str, done: int = 0, total: int = 0) -> StageStatus:
     status = StageStatus(rank, "127.0.0.1")
-    status.update(Status(state, done, total), ring=(0, 1), now=0.0)
+    status.update(Status(state, done, total), ring=[0, 1], now=0.0)
     return status
 
 
@@ -29,7 +29,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_each_rank_has_a_line_with_bytes_and_the_time_left(
     capsys: pytest.CaptureFixture[str], clock: list[float]
 ) -> None:
-    view = start.StartView(URL, "tiny")
+    view = start.TerminalView(URL, "tiny")
     view.progressed(stage(1, "fetching", 0, 20_000_000_000))
     view.progressed(stage(0, "loading", 0, 300_000_000))
     for second in range(1, 11):
@@ -46,7 +46,7 @@ def test_each_rank_has_a_line_with_bytes_and_the_time_left(
 def test_a_rank_that_is_done_has_none(
     capsys: pytest.CaptureFixture[str], clock: list[float]
 ) -> None:
-    view = start.StartView(URL, "tiny")
+    view = start.TerminalView(URL, "tiny")
     view.progressed(stage(1, "fetching", 1, 2))
     view.progressed(stage(1, "loading", 1, 2))
     view.progressed(stage(0, "loading", 1, 2))
@@ -63,7 +63,7 @@ def test_a_rank_that_is_done_has_none(
 def test_lines_that_are_not_a_terminals_have_no_bar(
     capsys: pytest.CaptureFixture[str], clock: list[float]
 ) -> None:
-    view = start.StartView(URL, "tiny")
+    view = start.TerminalView(URL, "tiny")
     clock[0] += 60  # of imports
     for done in range(10):
         clock[0] += 0.2
@@ -80,7 +80,7 @@ def test_lines_that_are_not_a_terminals_have_no_bar(
 def test_the_last_line_of_a_start_says_where_to_ask_for_what(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    view = start.StartView(URL, "org/tiny [chat]")
+    view = start.TerminalView(URL, "org/tiny [chat]")
     status = stage(0, "ready")
     status.bytes_owned, status.bytes_fetched = 3_000_000, 1_000_000
     view.loaded([status, status], 203_640)
@@ -95,8 +95,8 @@ def test_the_last_line_of_a_start_says_where_to_ask_for_what(
 def test_a_table_that_nobody_reads_ends_nothing(target: str) -> None:
     """As in `brigade serve | true`, or where the disk of the log is full."""
     program = (
-        "from serve.cli.start import StartView\n"
-        "for _ in range(2): StartView('http://h:1', 'm').ready()\n"
+        "from serve.cli.start import TerminalView\n"
+        "for _ in range(2): TerminalView('http://h:1', 'm').ready()\n"
         "print('it went on')\n"
         "import sys; sys.exit(5)"
     )

@@ -126,7 +126,7 @@ async def _run_front(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)
     # Imported here, because ranks above 0 need neither HTTP nor tokenizers.
-    from serve.cli.start import StartView
+    from serve.cli.start import TerminalView
     from serve.front import app
     from serve.front.pipeline.engine import Engine
     from serve.front.text.tokens import Tokenizer
@@ -135,7 +135,7 @@ async def _run_front(
     max_context = min(filter(None, [config.max_context, checkpoint.max_context]), default=4096)
     port = listening.getsockname()[1]
     config = dataclasses.replace(config, max_context=max_context, port=port)
-    view = StartView(config.url, config.model_name)
+    view = TerminalView(config.url, config.model_name)
     engine = Engine(config, cluster, checkpoint.folder, facts, view)
     try:
         await engine.listen()

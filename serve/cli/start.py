@@ -17,13 +17,13 @@ from rich.progress import (
 from serve.cli.output import Output
 from serve.cli.plan import plan_table, print_table
 from serve.core.plan import StagePlan, format_bytes
-from serve.front.pipeline.stages import StageStatus
+from serve.front.pipeline.status import StageStatus
 
 _LINE_SECONDS = 5.0
 _LINE_COLUMNS = 100
 
 
-class StartView:
+class TerminalView:
     """The plan and the end of the start on stdout, and on stderr a bar for each rank that fetches
     or loads: live on a terminal, else a line for each now and then, without a bar."""
 

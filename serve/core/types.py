@@ -99,7 +99,7 @@ class Sequence:
     max_tokens: int
     sampling: Sampling
     end_ids: frozenset[int]
-    adapter: int = 0
+    adapter_version: int = 0
     output: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_pending: int = 0
@@ -157,7 +157,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     sequence: int
     position: int
     num_tokens: int
-    adapter: int = 0
+    adapter_version: int = 0
 
 
 class Take(msgspec.Struct, frozen=True, array_like=True):

@@ -235,7 +235,7 @@ class Front:
     async def begin(self, request: Request, job: Job) -> tuple[Answer, dict[str, str]]:
         """The answer, which whoever gets it closes, and headers that go with it."""
         record: Record = request.scope[guard.RECORD]
-        self._adapters.check(job.body.model)
+        self._adapters.registry.check(job.body.model)
         if job.body.model != self._model:
             record.adapter = job.body.model
         grammar = job.prompts[0].samplings[0].grammar
@@ -275,7 +275,7 @@ class Front:
         """A reply that needs nothing but the body."""
         read: Told = await self.read(request, kind)
         if read.model is not None:
-            self._adapters.check(read.model)
+            self._adapters.registry.check(read.model)
         headers = replies.ignored_fields(read.ignored_fields)
         return Response(read.reply, headers=headers, media_type="application/json")
 
@@ -292,14 +292,14 @@ class Front:
     @told(reply=schemas.ModelList)
     async def models(self, _: Request) -> Response:
         """The model and its adapters."""
-        described = [self._described(name) for name in self._adapters.names]
+        described = [self._described(name) for name in self._adapters.registry.names]
         return json_response({"object": "list", "data": described})
 
     @told(404, reply=schemas.Model)
     async def model(self, request: Request) -> Response:
         """The model or an adapter by its name."""
         name = request.path_params["name"]
-        self._adapters.check(name)
+        self._adapters.registry.check(name)
         return json_response(self._described(name))
 
     def _described(self, name: str) -> schemas.Model:

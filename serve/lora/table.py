@@ -204,7 +204,7 @@ class Adapters:
     def apply(self, step: Step) -> list[mx.array]:
         """Frees and makes ready what a step says. Returns the arrays to evaluate before its
         forward: until then they keep tables from being written in place."""
-        new = {row.adapter for row in step.rows}.difference(self._slots, {0})
+        new = {row.adapter_version for row in step.rows}.difference(self._slots, {0})
         for version in step.unload:
             self._unload(version)
         for version in sorted(new):
@@ -243,7 +243,7 @@ class Adapters:
         """The next forward has these rows of a step; None is one that only fills the batch up."""
         if not self._slots:
             return  # Then every module is the plain one, whatever was selected before.
-        versions = [None if n is None else step.rows[n].adapter for n in rows]
+        versions = [None if n is None else step.rows[n].adapter_version for n in rows]
         slots = [self._slots[v] if v else 0 for v in versions]
         own = {slot for slot, v in zip(slots, versions, strict=True) if v is not None}
         self._rows.alone = min(own) if len(own) == 1 else None

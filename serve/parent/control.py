@@ -81,7 +81,7 @@ class Identity:
         return cls(cluster.rank, cluster.num_ranks, cluster.secret, facts, pid)
 
 
-class Hub:
+class ControlServer:
     """Rank 0's end. on_message gets (rank, message) of every rank that has joined: first
     Joined, then its reports, and Gone when it is lost."""
 

@@ -51,16 +51,16 @@ async def run_member(config: ServeConfig, cluster: Cluster, facts: dict[str, str
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, _note, signalled, number)
     mine = Identity.of(cluster, facts, os.getpid())
-    hub = await _until(signalled, join(cluster.control, mine, config.join_timeout))
+    control = await _until(signalled, join(cluster.control, mine, config.join_timeout))
     grace_seconds = config.drain_timeout + _STOP_SECONDS
     with own_folder() as copies:
-        while hub is not None:
-            member = _Member(config, cluster, hub, copies)
+        while control is not None:
+            member = _Member(config, cluster, control, copies)
             if await _until(signalled, member.run(), grace_seconds):
                 return
             # A broken connection, or the end of rank 0. A launcher should see that end first.
             await asyncio.sleep(_LAST_WORD_SECONDS)
-            hub = await _until(signalled, _join_again(cluster.control, mine, config))
+            control = await _until(signalled, _join_again(cluster.control, mine, config))
     signal.signal(signalled.result(), signal.SIG_DFL)
     signal.raise_signal(signalled.result())
 
@@ -101,9 +101,9 @@ class _Member:
     engines start anew together."""
 
     def __init__(
-        self, config: ServeConfig, cluster: Cluster, hub: Link[ToRank], copies: str
+        self, config: ServeConfig, cluster: Cluster, control: Link[ToRank], copies: str
     ) -> None:
-        self._config, self._rank, self._hub = config, cluster.rank, hub
+        self._config, self._rank, self._control = config, cluster.rank, control
         self._addresses, self._copies = cluster.addresses, copies
         self._life = 0
         self._engine: EngineProcess | None = None
@@ -114,14 +114,14 @@ class _Member:
         """Until rank 0 says stop; False if it went without a word."""
         try:
             await self._start_engine()
-            while message := await self._hub.receive():
+            while message := await self._control.receive():
                 if isinstance(message, Stop):
                     return True
                 await self._obey(message)
             return False
         finally:
             await self._stop_engine()
-            await self._hub.close()
+            await self._control.close()
 
     async def _obey(self, message: ToRank) -> None:
         assert self._engine is not None
@@ -129,7 +129,7 @@ class _Member:
             case Renew():
                 await self._renew(message)
             case Ping():
-                self._hub.send(Pong())
+                self._control.send(Pong())
             case Start(order):
                 self._is_fresh = False
                 self._engine.link.send(self._localised(order))
@@ -188,4 +188,4 @@ class _Member:
             self._tell(engine_ended(self._rank, await engine.wait()))
 
     def _tell(self, message: FromEngine) -> None:
-        self._hub.send(Report(self._life, message))
+        self._control.send(Report(self._life, message))

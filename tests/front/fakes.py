@@ -23,7 +23,7 @@ from serve.core.messages import AdapterRead, AdapterRefused, LoadAdapter
 from serve.core.types import Event, FinishReason, Sampling, Score
 from serve.front.api.prompt import Prompt
 from serve.front.app import bind, serve
-from serve.front.pipeline.adapters import Adapters
+from serve.front.pipeline.adapter_loader import AdapterLoader, Ranks
 from serve.front.text.tokens import Tokenizer
 
 CONFIG = ServeConfig(model=Path("."), served_model_name="tiny", no_warm_up=True)
@@ -153,7 +153,15 @@ class FakeRanks:
     def __init__(self, **flags: Any) -> None:
         config = dataclasses.replace(CONFIG, **{"adapter_root": Path("/adapters"), **flags})
         self.ring = (0, 1)
-        self.adapters = Adapters(config, self)
+        ranks = Ranks(
+            ring=lambda: self.ring,
+            loaded=self.loaded,
+            tell=self.tell_engines,
+            retire=self.retire_adapter,
+            end_requests=self.end_with_adapter,
+            num_sequences=self.num_with_adapter,
+        )
+        self.adapters = AdapterLoader(config, ranks)
         self.held: set[int] = set()
         self.running: Counter[int] = Counter()
         self.submitted: list[int] = []
@@ -230,10 +238,10 @@ class FakeEngine:
         self.adapters = self.ranks.adapters
 
     def submit(
-        self, prompts: Sequence[Prompt], adapter: int = 0, cache_scope: str = ""
+        self, prompts: Sequence[Prompt], adapter_version: int = 0, cache_scope: str = ""
     ) -> FakeGeneration:
         self.cache_scopes.append(cache_scope)
-        self.ranks.submitted.append(adapter)
+        self.ranks.submitted.append(adapter_version)
         if self.refuses_with is not None:
             raise self.refuses_with
         answers: list[Events] = []
@@ -271,7 +279,11 @@ class FakeEngine:
         return self.reason
 
     def pipeline(self) -> dict[str, Any]:
-        counts = {"num_running": 2, "num_waiting": 3, "adapters": self.adapters.statistics()}
+        counts = {
+            "num_running": 2,
+            "num_waiting": 3,
+            "adapters": self.adapters.registry.statistics.to_json(),
+        }
         recovery = {"num_restarts": 4, "recovery_seconds": 9.5}
         return {"model": "m", "num_ranks": 1, "stages": [], **counts, **recovery}
 

@@ -39,18 +39,18 @@ async def test_a_name_stands_for_its_newest_version() -> None:
         await adapters.version("x")
     with pytest.raises(NotFoundError, match="'x' cannot be found"):
         await adapters.unload("x")
-    assert adapters.statistics()["num_requests"] == {"x": 2}
-    assert adapters.statistics()["num_swapped"] == 1
+    assert adapters.registry.statistics.to_json()["num_requests"] == {"x": 2}
+    assert adapters.registry.statistics.to_json()["num_swapped"] == 1
 
 
 async def refused(
     ranks: FakeRanks, kind: type[BrigadeError], message: str, status: int | None = None
 ) -> None:
-    before = ranks.adapters.described(), await ranks.adapters.version("x"), set(ranks.held)
+    before = ranks.adapters.registry.described(), await ranks.adapters.version("x"), set(ranks.held)
     with pytest.raises(kind, match=message) as raised:
         await ranks.adapters.load("x", "b", in_place=True)
     assert status is None or raised.value.http_status == status
-    after = ranks.adapters.described(), await ranks.adapters.version("x"), set(ranks.held)
+    after = ranks.adapters.registry.described(), await ranks.adapters.version("x"), set(ranks.held)
     assert after[0] == before[0]
     assert after[1:] == before[1:]
 
@@ -104,7 +104,7 @@ async def test_without_a_root_nothing_is_loaded_by_http() -> None:
 async def test_adapters_of_the_start_may_be_anywhere() -> None:
     ranks = FakeRanks(adapter_root=None, lora=("x=/any/where", "y=/else=where"))
     await ranks.adapters.load_at_start()
-    assert ranks.adapters.names == ["tiny", "x", "y"]
+    assert ranks.adapters.registry.names == ["tiny", "x", "y"]
     assert ranks.paths == ["/any/where", "/else=where"]
 
 
@@ -121,7 +121,7 @@ async def test_the_least_recently_used_goes_and_comes_back() -> None:
     assert await adapters.version("a") == 4
     assert ranks.held == {2, 4}, "c was used least recently"
     ranks.running[0] = 5
-    listed = [(a["version"], a["num_running"]) for a in adapters.described()]
+    listed = [(a["version"], a["num_running"]) for a in adapters.registry.described()]
     assert listed == [(4, 0), (2, 0), (None, 0)]
 
 
@@ -195,9 +195,9 @@ async def test_the_default_is_listed_first() -> None:
     ranks = FakeRanks()
     await ranks.adapters.load("x", "a", in_place=False)
     await ranks.adapters.change("x", pin=None, default=True, preload=False)
-    assert ranks.adapters.names == ["x", CONFIG.model_name]
+    assert ranks.adapters.registry.names == ["x", CONFIG.model_name]
     await ranks.adapters.unload("x")
-    assert ranks.adapters.names == [CONFIG.model_name]
+    assert ranks.adapters.registry.names == [CONFIG.model_name]
 
 
 # --- engines that start anew
@@ -296,7 +296,7 @@ async def test_a_load_that_ends_the_engines_is_not_asked_for_without_end() -> No
     with pytest.raises(AdapterError, match="ended 2 times while they read it") as caught:
         await loading
     assert caught.value.http_status == 503
-    assert ranks.adapters.names == [CONFIG.model_name]
+    assert ranks.adapters.registry.names == [CONFIG.model_name]
 
 
 async def test_a_fault_right_after_the_last_answer_is_a_fault_all_the_same() -> None:

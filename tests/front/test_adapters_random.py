@@ -23,7 +23,7 @@ from serve.core.errors import (
     UnavailableError,
 )
 from serve.core.messages import AdapterRead, AdapterRefused, LoadAdapter
-from serve.front.pipeline.adapters import Adapters
+from serve.front.pipeline.adapter_loader import AdapterLoader, Ranks
 from serve.front.pipeline.lives import _cancelled
 from tests.front.fakes import CONFIG
 from tests.front.simulation import make_sequence
@@ -34,7 +34,7 @@ NUM_BYTES, MEMORY, MOST_HELD = 100_000, "250KB", 2
 NAMES = "wxyz"
 
 
-class Ranks:
+class RandomRanks:
     """Stages that read what they are told to, each when chance lets it answer. A file's content
     is how often it was written over. copies are what each rank's parent keeps for the next engine,
     by version."""
@@ -45,7 +45,15 @@ class Ranks:
         self.pipeline.scheduler.reuse = "any"
         flags: dict[str, Any] = {"adapter_root": Path("/adapters"), "adapter_memory": MEMORY}
         self.ring = tuple(range(num_stages))
-        self.adapters = Adapters(dataclasses.replace(CONFIG, **flags), self)
+        ranks = Ranks(
+            ring=lambda: self.ring,
+            loaded=self.loaded,
+            tell=self.tell_engines,
+            retire=self.retire_adapter,
+            end_requests=self.end_with_adapter,
+            num_sequences=self.num_with_adapter,
+        )
+        self.adapters = AdapterLoader(dataclasses.replace(CONFIG, **flags), ranks)
         self.asked: list[tuple[int, LoadAdapter, bool]] = []
         self.path_of = {0: "base"}
         self.content: Counter[str] = Counter()
@@ -75,7 +83,7 @@ class Ranks:
     def end_with_adapter(self, version: int, error: BrigadeError) -> None:
         assert version in self.lost, "it could have been read again"
         for id, sequence in self.pipeline.added.items():
-            if sequence.adapter == version:
+            if sequence.adapter_version == version:
                 self.ended.add(id)
                 self.pipeline.scheduler.drop(id)
 
@@ -139,7 +147,7 @@ class Life:
     def __init__(self, seed: int, num_stages: int, fault_share: float) -> None:
         self.fault_share = fault_share
         self.chance = random.Random(seed)
-        self.ranks = Ranks(self.chance, num_stages)
+        self.ranks = RandomRanks(self.chance, num_stages)
         self.adapters, self.pipeline = self.ranks.adapters, self.ranks.pipeline
         self.paths = {CONFIG.model_name: "base"}
         self.wanted: dict[int, list[int]] = {}
@@ -189,7 +197,7 @@ class Life:
         id = len(self.wanted)
         prompt = [self.chance.randint(0, 1)] * self.chance.choice([20, 30])
         sequence = make_sequence(id, prompt, self.chance.randint(1, 9))
-        sequence.adapter = version
+        sequence.adapter_version = version
         self.wanted[id] = expected(id, len(prompt), sequence.max_tokens)
         self.pipeline.add(sequence)
 
@@ -247,7 +255,7 @@ class Life:
             has_ended = id in self.dropped | self.ranks.ended
             assert output == (whole[: len(output)] if has_ended else whole)
         check_all_ended(self.pipeline)
-        described = {a["name"]: a["version"] for a in self.adapters.described()}
+        described = {a["name"]: a["version"] for a in self.adapters.registry.described()}
         assert described.keys() == self.paths.keys() - {CONFIG.model_name}
         there = {version for version in described.values() if version}
         assert len(there) <= MOST_HELD

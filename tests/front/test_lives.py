@@ -231,7 +231,7 @@ async def test_a_broken_connection_between_parents_is_made_again() -> None:
         await ready(engine)
         answer = asyncio.create_task(collect(engine, prompt(10, 300)))
         await asyncio.sleep(0.1)
-        engine._lives.hub.forget(1)
+        engine._lives.control.forget(1)
         await asyncio.wait_for(answer, 15)
         assert engine.pipeline()["num_restarts"] == 1
         await ready(engine)
@@ -289,7 +289,7 @@ async def test_the_ranks_that_are_left_share_the_layers_until_others_are_there_a
         await ready(engine)
         await asyncio.wait_for(asyncio.gather(*answers), 60)
         await collect(engine, prompt(20, 30))
-        described = engine.adapters.described()
+        described = engine.adapters.registry.described()
         assert {a["name"]: a["version"] for a in described} == {"poet": 1, "pirate": 2}
         assert [len(a["bytes"]) for a in described] == [3, 3]
 
@@ -350,7 +350,7 @@ async def test_a_rank_that_comes_again_with_other_versions_stays_out(
         await ready(engine)
         monkeypatch.setitem(globals(), "FACTS", {"mlx": "2"})
         start(1)
-        await until(lambda: 1 in engine._lives.hub.joined)
+        await until(lambda: 1 in engine._lives.control.joined)
         await collect(engine, prompt(10, 500))
         assert [rank for rank, _ in layers(engine)] == [0, 2]
 
@@ -446,11 +446,11 @@ async def test_a_parent_that_stands_still_is_a_fault_though_its_engine_works(
     async with ranks(stall_timeout=1.0) as (engine, members, start):
         await ready(engine)
         answer = asyncio.create_task(collect(engine, prompt(10, 1500)))
-        hub = engine._lives.hub
+        control = engine._lives.control
         with monkeypatch.context() as deaf:
             deaf.setattr(engine._lives, "_update_stage", lambda *_: None)
             await until(lambda: engine.pipeline()["num_restarts"] == 1)
-        await until(lambda: {1, 2} <= hub.joined)
+        await until(lambda: {1, 2} <= control.joined)
         await asyncio.wait_for(answer, 30)
 
 
@@ -462,7 +462,7 @@ async def test_a_rank_that_comes_again_does_not_take_the_last_restart() -> None:
         await until(lambda: len(layers(engine)) == 2)
         await ready(engine)
         start(1)
-        await until(lambda: 1 in engine._lives.hub.joined)
+        await until(lambda: 1 in engine._lives.control.joined)
         await collect(engine, prompt(10, 500))
         assert not engine.ready_reason()
 
@@ -482,7 +482,7 @@ async def test_an_answer_from_before_a_fault_retires_no_version(
         monkeypatch.setattr(engine, "retire_adapter", retired.append)
         await ready(engine)
         await collect(engine, prompt(10, 20))
-        assert [a["version"] for a in engine.adapters.described()] == [1]
+        assert [a["version"] for a in engine.adapters.registry.described()] == [1]
         assert retired == []
 
 
@@ -640,7 +640,7 @@ async def test_adapters_are_there_again_in_the_same_versions(tmp_path: Path) -> 
     async with cluster(lora=("poet=/p",), adapter_root=tmp_path) as engine:
         await ready(engine)
         await engine.adapters.load("pirate", "pirate", False)
-        versions = {a["name"]: a["version"] for a in engine.adapters.described()}
+        versions = {a["name"]: a["version"] for a in engine.adapters.registry.described()}
         assert versions == {"poet": 1, "pirate": 2}
         await engine.adapters.unload("poet")
         loading = None
@@ -653,7 +653,7 @@ async def test_adapters_are_there_again_in_the_same_versions(tmp_path: Path) -> 
             await ready(engine)
         assert loading
         await loading
-        again = {a["name"]: a["version"] for a in engine.adapters.described()}
+        again = {a["name"]: a["version"] for a in engine.adapters.registry.described()}
         assert again == {"pirate": 2, "late": 3}
 
 
@@ -673,7 +673,7 @@ async def test_a_fault_while_adapters_are_read_again_is_one_fault_more(
                 await asyncio.sleep(0.001)
         await ready(engine)
         assert engine.pipeline()["num_restarts"] == 2
-        assert [a["version"] for a in engine.adapters.described()] == [1]
+        assert [a["version"] for a in engine.adapters.registry.described()] == [1]
 
 
 @pytest.fixture

@@ -25,16 +25,16 @@ class AdapterStage(StageModel):
     def run(self, step: Step) -> None:
         for take in step.take:
             # Of the source it is known what it was fed with.
-            assert self.version[take.source] == self.sequences[take.sequence].adapter
+            assert self.version[take.source] == self.sequences[take.sequence].adapter_version
             self.version[take.sequence] = self.version[take.source]
         super().run(step)
         for version in step.unload:
             self.loaded.discard(version)  # A rank that refused it never had it.
             assert not any(self.version[s] == version for s in self.held), "it is still held"
         for row in step.rows:
-            assert row.adapter in self.loaded, f"version {row.adapter} is not there"
-            assert self.version.setdefault(row.sequence, row.adapter) == row.adapter
-            assert row.adapter == self.sequences[row.sequence].adapter
+            assert row.adapter_version in self.loaded, f"version {row.adapter_version} is not there"
+            assert self.version.setdefault(row.sequence, row.adapter_version) == row.adapter_version
+            assert row.adapter_version == self.sequences[row.sequence].adapter_version
 
 
 class AdapterPipeline(Pipeline):
@@ -102,7 +102,7 @@ def test_random_loads_unloads_requests_and_aborts(
         # Some end early, with a step under way that is computed for nothing.
         end = next_token(id, len(prompt) + chance.randint(1, 12))
         sequence = make_sequence(id, prompt, chance.randint(1, 9), frozenset({end}))
-        sequence.adapter = pipeline.current[chance.choice(list(pipeline.current))]
+        sequence.adapter_version = pipeline.current[chance.choice(list(pipeline.current))]
         wanted[id] = expected(id, len(prompt), sequence.max_tokens)
         if end in wanted[id]:
             wanted[id] = wanted[id][: wanted[id].index(end) + 1]
@@ -125,22 +125,24 @@ def test_a_running_sequence_keeps_its_version_and_frees_it() -> None:
     pipeline = AdapterPipeline(2)
     pipeline.load("x")
     old = make_sequence(0, 20, 30)
-    old.adapter = pipeline.current["x"]
+    old.adapter_version = pipeline.current["x"]
     pipeline.add(old)
     for _ in range(10):
         pipeline.tick()
     pipeline.load("x")
     new = make_sequence(1, 20, 3)
-    new.adapter = pipeline.current["x"]
+    new.adapter_version = pipeline.current["x"]
     pipeline.add(new)
     while not pipeline.output(1):
         pipeline.tick()
     assert len(pipeline.output(0)) < 30
-    assert all(old.adapter in stage.loaded for stage in pipeline.stages)
+    assert all(old.adapter_version in stage.loaded for stage in pipeline.stages)
     pipeline.run()
-    assert [step.unload for step in pipeline.steps if step.unload] == [(old.adapter,)]
-    versions = {row.adapter for step in pipeline.steps for row in step.rows if row.sequence == 0}
-    assert versions == {old.adapter}
+    assert [step.unload for step in pipeline.steps if step.unload] == [(old.adapter_version,)]
+    versions = {
+        row.adapter_version for step in pipeline.steps for row in step.rows if row.sequence == 0
+    }
+    assert versions == {old.adapter_version}
 
 
 def test_what_a_retired_version_has_kept_goes_at_once() -> None:
@@ -149,7 +151,7 @@ def test_what_a_retired_version_has_kept_goes_at_once() -> None:
     pipeline.load("x")
     for id, version in enumerate((pipeline.current["x"], 0)):
         sequence = make_sequence(id, [7] * 20, 2)
-        sequence.adapter = version
+        sequence.adapter_version = version
         pipeline.add(sequence)
         pipeline.run()
     assert set(pipeline.scheduler.kept) == {0, 1}, "versions share a prefix"
@@ -162,10 +164,10 @@ def test_what_a_retired_version_has_kept_goes_at_once() -> None:
 
 def test_only_the_same_version_begins_alike() -> None:
     index = PrefixIndex()
-    index.keep(1, [5] * 30, adapter=1)
-    assert index.keep(2, [5] * 40, adapter=2) == []
-    assert index.longest([5] * 40, whole=False, adapter=1) == (1, 30)
-    assert index.longest([5] * 40, whole=False, adapter=2) == (2, 40)
+    index.keep(1, [5] * 30, adapter_version=1)
+    assert index.keep(2, [5] * 40, adapter_version=2) == []
+    assert index.longest([5] * 40, whole=False, adapter_version=1) == (1, 30)
+    assert index.longest([5] * 40, whole=False, adapter_version=2) == (2, 40)
     assert index.longest([5] * 40, whole=False) is None
-    assert index.keep(3, [5] * 35, adapter=1) == [1]
+    assert index.keep(3, [5] * 35, adapter_version=1) == [1]
     assert set(index.with_adapter(1)) == {3}

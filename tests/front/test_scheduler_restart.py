@@ -93,7 +93,9 @@ def test_one_that_is_dropped_while_there_are_no_engines_is_not_run() -> None:
 
 def test_adapters_that_nobody_uses_any_more_are_not_unloaded_where_they_are_not() -> None:
     pipeline = Pipeline(2)
-    pipeline.add(Sequence(0, [1] * 10, 5, make_sequence(0, 1, 1).sampling, frozenset(), adapter=3))
+    pipeline.add(
+        Sequence(0, [1] * 10, 5, make_sequence(0, 1, 1).sampling, frozenset(), adapter_version=3)
+    )
     for _ in range(8):
         pipeline.tick()
     pipeline.scheduler.retire(3)

@@ -10,14 +10,10 @@ from serve.core.config import ServeConfig
 from serve.core.errors import PlanError
 from serve.core.messages import Activity, Span, Status
 from serve.core.plan import KvRoom, StagePlan
-from serve.front.pipeline.stages import (
-    StageStatus,
-    better_split,
-    chrome_trace,
-    chunk_beside_decoding,
-    room_under_limits,
-    suspicion,
-)
+from serve.front.pipeline.capacity import better_split, chunk_beside_decoding, room_under_limits
+from serve.front.pipeline.stall import stall_cause
+from serve.front.pipeline.status import StageStatus
+from serve.front.pipeline.timeline import chrome_trace
 
 
 def make_stage(
@@ -119,7 +115,7 @@ def stalled(**changes: dict[int, object]) -> str:
     for name, of_ranks in changes.items():
         for rank, value in of_ranks.items():
             setattr(stages[rank], name, value)
-    return suspicion(stages, 100.2)
+    return stall_cause(stages, 100.2)
 
 
 @pytest.mark.parametrize(

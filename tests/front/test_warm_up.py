@@ -97,7 +97,7 @@ async def test_warm_up_leaves_nothing_on_the_stages(flags: dict[str, Any]) -> No
 async def test_warm_up_with_adapters_mixes_them_in_a_step() -> None:
     stages = Stages(lora=("a=x", "b=y"))
     await stages.run()
-    mixes = [{row.adapter for row in step.rows} for step in stages.steps if step.sample]
+    mixes = [{row.adapter_version for row in step.rows} for step in stages.steps if step.sample]
     assert {1} in mixes
     assert {0, 1, 2} in mixes
 

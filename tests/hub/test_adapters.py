@@ -128,7 +128,7 @@ async def test_all_ranks_are_told_one_commit(hub: FakeHub, home: Path, tmp_path:
     flags: dict[str, Any] = {"allow_hub_adapters": True, "cache_dir": home / "cache"}
     ranks = FakeRanks(adapter_root=None, adapter_memory="100KB", **flags)
     await ranks.adapters.load("x", REPO, in_place=False)
-    (described,) = ranks.adapters.described()
+    (described,) = ranks.adapters.registry.described()
     assert described["source"] == f"{REPO}@{COMMIT}"
     hub.revisions["main"] = "f" * 40
     await ranks.adapters.load("y", REPO, in_place=False)
@@ -171,7 +171,7 @@ async def test_a_hub_that_says_no_has_its_status(
         await ranks.adapters.load("x", path, in_place=False)
     assert raised.value.http_status == status
     assert not ranks.paths
-    assert ranks.adapters.described() == []
+    assert ranks.adapters.registry.described() == []
 
 
 # --- a cluster

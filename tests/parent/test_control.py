@@ -28,7 +28,7 @@ from serve.core.messages import (
 )
 from serve.core.wire import frame
 from serve.parent import control
-from serve.parent.control import Gone, Heard, Hub, Identity, Joined, join
+from serve.parent.control import ControlServer, Gone, Heard, Identity, Joined, join
 from serve.parent.link import Link
 
 RENEW = Renew(1, dump=False)
@@ -44,12 +44,12 @@ pytestmark = pytest.mark.anyio
 
 
 @asynccontextmanager
-async def hub(
+async def control_server(
     mine: Identity = MINE, port: int = 0
-) -> AsyncIterator[tuple[Hub, Address, list[tuple[int, dict[str, Any]]]]]:
+) -> AsyncIterator[tuple[ControlServer, Address, list[tuple[int, dict[str, Any]]]]]:
     heard: list[tuple[int, Heard]] = []
     address = Address("127.0.0.1", port or free_ports(1)[0])
-    centre = Hub(mine, lambda rank, message: heard.append((rank, message)))
+    centre = ControlServer(mine, lambda rank, message: heard.append((rank, message)))
     await centre.listen(address)
     try:
         yield centre, address, heard
@@ -66,7 +66,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def test_all_ranks_join_in_any_order() -> None:
-    async with hub() as (centre, address, heard):
+    async with control_server() as (centre, address, heard):
         waiting = asyncio.create_task(centre.wait_for((1, 2), 5))
         links = [await join(address, replace(MINE, rank=rank, pid=rank), 5) for rank in (2, 1)]
         await waiting
@@ -83,7 +83,7 @@ async def test_all_ranks_join_in_any_order() -> None:
 
 
 async def test_ranks_that_differ_are_told_apart() -> None:
-    async with hub() as (centre, address, _):
+    async with control_server() as (centre, address, _):
         others = {1: {"mlx": "1"}, 2: {"mlx": "2", "config.json": "x"}}
         hellos = [replace(MINE, rank=rank, facts=own) for rank, own in others.items()]
         links = [await join(address, hello, 5) for hello in hellos]
@@ -98,7 +98,7 @@ async def test_ranks_that_differ_are_told_apart() -> None:
 
 
 async def test_a_missing_rank_is_named() -> None:
-    async with hub() as (centre, address, _):
+    async with control_server() as (centre, address, _):
         link = await join(address, replace(MINE, rank=1), 5)
         with pytest.raises(ClusterError, match=r"Ranks \[2\] did not join within 0\.3 s"):
             await centre.wait_for((1, 2), 0.3)
@@ -119,7 +119,7 @@ async def test_a_missing_rank_is_named() -> None:
     ],
 )
 async def test_a_wrong_rank_is_told_why(change: dict[str, Any], reason: str) -> None:
-    async with hub() as (centre, address, _):
+    async with control_server() as (centre, address, _):
         with pytest.raises(ClusterError, match=f"Rank 0 refused this rank: .*{reason}"):
             await join(address, replace(MINE, **{"rank": 1, **change}), 5)
         assert centre.joined == set()
@@ -148,7 +148,7 @@ async def test_the_secret_is_never_sent_and_a_greeting_serves_once() -> None:
     hello = await greeting_of(Address("127.0.0.1", free_ports(1)[0]))
     assert MINE.secret not in str(hello)
     assert MINE.secret not in repr(MINE)
-    async with hub() as (centre, address, _):
+    async with control_server() as (centre, address, _):
         reader, writer = await asyncio.open_connection(address.host, address.port)
         link: Link[ToRank] = Link(reader, writer, ToRank)
         assert isinstance(await link.receive(), Challenge)
@@ -178,7 +178,7 @@ async def test_an_impostor_of_rank_0_is_found_out(answer: ToRank) -> None:
 
 
 async def test_one_that_has_gone_may_come_again() -> None:
-    async with hub() as (centre, address, heard):
+    async with control_server() as (centre, address, heard):
         link = await join(address, replace(MINE, rank=1), 5)
         await link.close()
         await until(lambda: len(heard) == 2)
@@ -195,7 +195,7 @@ async def test_a_rank_cannot_come_twice() -> None:
             assert message == Ping()
             link.send(Pong())
 
-    async with hub() as (centre, address, heard):
+    async with control_server() as (centre, address, heard):
         first = await join(address, replace(MINE, rank=1), 5)
         living = asyncio.create_task(live(first))
         again = [join(address, replace(MINE, rank=1), 5) for _ in range(3)]
@@ -212,7 +212,7 @@ async def test_one_that_comes_again_takes_the_place_of_its_silent_connection(
 ) -> None:
     """A host that lost its power says no goodbye."""
     monkeypatch.setattr(control, "_PONG_SECONDS", 0.1)
-    async with hub() as (centre, address, heard):
+    async with control_server() as (centre, address, heard):
         silent = await join(address, replace(MINE, rank=1, pid=1), 5)
         fresh = await join(address, replace(MINE, rank=1, pid=2), 5)
         await until(lambda: len(heard) == 3)
@@ -230,7 +230,7 @@ async def test_without_a_secret_nobody_takes_anothers_place(
 ) -> None:
     monkeypatch.setattr(control, "_PONG_SECONDS", 0.1)
     strangers = replace(MINE, secret="")
-    async with hub(strangers) as (_, address, _heard):
+    async with control_server(strangers) as (_, address, _heard):
         silent = await join(address, replace(strangers, rank=1), 5)
         with pytest.raises(ClusterError, match="there is a rank 1 already"):
             await join(address, replace(strangers, rank=1), 5)
@@ -253,7 +253,7 @@ async def nothing(writer: asyncio.StreamWriter) -> None:
 async def test_a_stranger_disturbs_nobody(
     say: Callable[[asyncio.StreamWriter], Awaitable[None]],
 ) -> None:
-    async with hub() as (centre, address, heard):
+    async with control_server() as (centre, address, heard):
         _, writer = await asyncio.open_connection(address.host, address.port)
         await say(writer)
         await writer.drain() if not writer.is_closing() else None
@@ -267,7 +267,7 @@ async def test_a_stranger_disturbs_nobody(
 
 @pytest.mark.parametrize("last_words", [b"", b"nonsense", frame(Stop())])
 async def test_a_rank_that_goes_is_told(last_words: bytes) -> None:
-    async with hub() as (centre, address, heard):
+    async with control_server() as (centre, address, heard):
         link = await join(address, replace(MINE, rank=1), 5)
         await until(lambda: centre.joined == {1})
         link._writer.write(last_words)
@@ -280,7 +280,7 @@ async def test_a_rank_that_goes_is_told(last_words: bytes) -> None:
 
 
 async def test_closing_says_stop() -> None:
-    async with hub() as (centre, address, heard):
+    async with control_server() as (centre, address, heard):
         link = await join(address, replace(MINE, rank=1), 5)
         await until(lambda: centre.joined == {1})
         await centre.close()
@@ -291,9 +291,9 @@ async def test_closing_says_stop() -> None:
 
 
 async def test_a_port_in_use_is_one_clear_error() -> None:
-    async with hub() as (_, address, _heard):
+    async with control_server() as (_, address, _heard):
         with pytest.raises(AddressError, match="is another cluster running there"):
-            await Hub(MINE, lambda *_: None).listen(address)
+            await ControlServer(MINE, lambda *_: None).listen(address)
 
 
 async def test_nobody_there() -> None:
@@ -332,7 +332,7 @@ async def test_a_rank_0_that_stands_still_is_asked_again(silent: socket.socket) 
     joining = asyncio.create_task(join(address, replace(MINE, rank=1), 10))
     await asyncio.wait({joining}, timeout=0.6)
     silent.close()
-    async with hub(port=address.port) as (centre, _, _heard):
+    async with control_server(port=address.port) as (centre, _, _heard):
         link = await joining
         await until(lambda: centre.joined == {1})
         await link.close()

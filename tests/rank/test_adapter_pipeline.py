@@ -83,16 +83,19 @@ def test_each_sequence_says_what_its_adapter_says(tmp_path: Path, case: str) -> 
     for id in range(19):  # Not a number of rows that needs no filling up.
         prompt = [chance.randrange(1, 90) for _ in range(chance.randint(1, 14))]
         num_tokens = chance.randint(1, NUM_TOKENS)
-        sequences.append(Sequence(id, prompt, num_tokens, GREEDY, frozenset(), adapter=id % 4))
+        sequences.append(
+            Sequence(id, prompt, num_tokens, GREEDY, frozenset(), adapter_version=id % 4)
+        )
     with AdapterPipeline(num_ranks, make, folders) as local:
         together = local.answer(sequences)
         local.scheduler.retire(1)
         local.scheduler.retire(3)
-        local.answer([Sequence(50, [7, 7], 3, GREEDY, frozenset(), adapter=2)])
+        local.answer([Sequence(50, [7, 7], 3, GREEDY, frozenset(), adapter_version=2)])
         left = [set(loop.adapters._slots) for loop in local.loops]
     models = {version: adapted(make, folders.get(version)) for version in range(4)}
     alone = {
-        s.id: whole_model(s.prompt, s.max_tokens, lambda m=models[s.adapter]: m) for s in sequences
+        s.id: whole_model(s.prompt, s.max_tokens, lambda m=models[s.adapter_version]: m)
+        for s in sequences
     }
     assert together == alone
     assert left == [{2}] * num_ranks

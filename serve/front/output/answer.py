@@ -32,7 +32,7 @@ from serve.front.http.replies import (
 from serve.front.http.schemas import Usage
 from serve.front.output import call_parser
 from serve.front.output.choice import Choice, Piece
-from serve.front.pipeline.adapters import Adapters
+from serve.front.pipeline.adapter_loader import AdapterLoader
 from serve.front.text.tokens import Tokenizer
 
 LONG_TOKENS = 1024
@@ -66,14 +66,14 @@ class Engine(Protocol):
     """What the front needs of the cluster."""
 
     @property
-    def adapters(self) -> Adapters: ...
+    def adapters(self) -> AdapterLoader: ...
 
     @property
     def is_complete(self) -> bool:
         """Whether no rank is missing."""
 
     def submit(
-        self, prompts: Sequence[Prompt], adapter: int = 0, cache_scope: str = ""
+        self, prompts: Sequence[Prompt], adapter_version: int = 0, cache_scope: str = ""
     ) -> Generation:
         """adapter is a version; prefixes are shared within cache_scope. Raises OverloadedError,
         UnavailableError or RequestError."""

@@ -20,7 +20,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LoadedVersion:
     """A version that ranks may hold: where it was read, and what of it each rank has."""
 
     source: Source
@@ -28,7 +28,8 @@ class Held:
 
     @property
     def num_bytes(self) -> list[int]:
-        return num_bytes(self.answers)
+        """The bytes that each rank holds, by rank."""
+        return [answer.num_bytes for _, answer in sorted(self.answers.items())]
 
     def is_same(self, answers: dict[int, AdapterRead]) -> bool:
         """Whether what was read again is what was read before. Ranks that have other layers than
@@ -54,10 +55,14 @@ class Adapter:
     used_at: float = 0.0
     is_pinned: bool = False
 
-
-def num_bytes(answers: dict[int, AdapterRead]) -> list[int]:
-    """The bytes that each rank holds of an adapter, by rank."""
-    return [answer.num_bytes for _, answer in sorted(answers.items())]
+    def take(self, version: int, loaded: LoadedVersion) -> None:
+        """The ranks hold the adapter as this version."""
+        first = loaded.answers[0]
+        self.version = version
+        self.num_bytes = loaded.num_bytes
+        self.rank = first.lora_rank
+        self.scale = first.scale
+        self.targets = first.kinds
 
 
 def checked(answers: dict[int, AdapterRead | AdapterRefused]) -> dict[int, AdapterRead]:

@@ -24,20 +24,16 @@ from serve.core.errors import (
     RequestError,
     UnavailableError,
 )
-from serve.core.messages import AdapterRead, AdapterRefused, Admit, LoadAdapter, Result, Scores
+from serve.core.messages import AdapterRead, AdapterRefused, Admit, Result, Scores
 from serve.core.types import NUM_SEQUENCE_IDS, Sequence, Step
 from serve.front.api.prompt import Prompt
-from serve.front.pipeline.adapters import Adapters
-from serve.front.pipeline.blame import Blame, Suspects
+from serve.front.pipeline.adapter_loader import AdapterLoader, Ranks
+from serve.front.pipeline.capacity import better_split, chunk_beside_decoding, room_under_limits
+from serve.front.pipeline.fault_blame import Blame, FaultBlame
 from serve.front.pipeline.generation import Generation
-from serve.front.pipeline.lives import Lives, View
+from serve.front.pipeline.lives import Lives, StartView
 from serve.front.pipeline.scheduler import Reuse, Scheduler
-from serve.front.pipeline.stages import (
-    better_split,
-    chrome_trace,
-    chunk_beside_decoding,
-    room_under_limits,
-)
+from serve.front.pipeline.timeline import chrome_trace
 from serve.front.pipeline.warm_up import WarmUp
 
 _logger = logging.getLogger(__name__)
@@ -47,7 +43,12 @@ class Engine:
     """As Lives. Requests that come while engines start anew wait for them."""
 
     def __init__(
-        self, config: ServeConfig, cluster: Cluster, folder: Path, facts: dict[str, str], view: View
+        self,
+        config: ServeConfig,
+        cluster: Cluster,
+        folder: Path,
+        facts: dict[str, str],
+        view: StartView,
     ) -> None:
         self._config, self._cluster = config, cluster
         self._view = view
@@ -59,9 +60,17 @@ class Engine:
             prefill_chunk=config.prefill_chunk,
             num_groups=config.num_groups,
         )
-        self.adapters = Adapters(config, self)
+        ranks = Ranks(
+            ring=lambda: self._lives.ring,
+            loaded=self._until_loaded,
+            tell=self._lives.tell_all,
+            retire=self._retire_adapter,
+            end_requests=self._end_with_adapter,
+            num_sequences=self._scheduler.num_with_adapter,
+        )
+        self.adapters = AdapterLoader(config, ranks)
         self._generations: dict[int, Generation] = {}
-        self._suspects = Suspects(config.max_restarts)
+        self._fault_blame = FaultBlame(config.max_restarts)
         # Not by cycle, which keeps all that it has given.
         self._sequence_ids = (number % NUM_SEQUENCE_IDS for number in itertools.count())
         self._has_worked = False
@@ -77,7 +86,7 @@ class Engine:
     async def listen(self) -> None:
         """Opens the door for the other ranks. Raises AddressError."""
         if self._cluster.control:
-            await self._lives.hub.listen(self._cluster.control)
+            await self._lives.control.listen(self._cluster.control)
 
     def start(self) -> None:
         """Starts the ranks in the background; ready_reason tells how far they are."""
@@ -115,7 +124,7 @@ class Engine:
     # --- what the engines tell
 
     async def prepare(self) -> None:
-        if self.ring != self._settled:
+        if self._lives.ring != self._settled:
             self._settle()
         await self.adapters.restore()
         self._loaded.set()
@@ -128,8 +137,8 @@ class Engine:
         """Not where requests wait for new engines: theirs are steps as good."""
         room = self._scheduler.max_held_tokens
         assert room is not None
-        versions = self.adapters.loaded_versions()
-        self._warm_up = WarmUp(self._config, len(self.ring), room, versions, self._send_step)
+        versions = self.adapters.registry.loaded_versions()
+        self._warm_up = WarmUp(self._config, len(self._lives.ring), room, versions, self._send_step)
         try:
             await self._warm_up.run()
         finally:
@@ -149,7 +158,7 @@ class Engine:
             self._lives.refuse_ring(error, self._settled)
             raise
         most = room.num_tokens
-        self._settled = self.ring
+        self._settled = self._lives.ring
         self._scheduler.settle(len(stages), most, room.num_sequences)
         if not self._config.no_prefix_cache:
             self._scheduler.reuse = cast(Reuse, stages[0].reuse)
@@ -162,11 +171,7 @@ class Engine:
         for sequence_id, generation in list(self._generations.items()):
             if not self._scheduler.sequence(sequence_id).fit(most):
                 generation.put(UnavailableError(reason))
-                self.drop(sequence_id)
-
-    @property
-    def ring(self) -> tuple[int, ...]:
-        return self._lives.ring
+                self._drop(sequence_id)
 
     def go(self) -> None:
         self._has_worked = True
@@ -175,12 +180,12 @@ class Engine:
     def interrupt(self) -> int:
         self._loaded.clear()
         sequences = [self._scheduler.sequence(id) for id in self._generations]
-        blame = self._suspects.after_fault(s.id for s in sequences if s.is_held)
+        blame = self._fault_blame.after_fault(s.id for s in sequences if s.is_held)
         self._scheduler.restart()
         self.adapters.interrupt()
         if blame:
             self._give_up(blame)
-        self._scheduler.run_alone(self._suspects.alone)
+        self._scheduler.run_alone(self._fault_blame.alone)
         return blame.num_explained if blame else 0
 
     def _give_up(self, blame: Blame) -> None:
@@ -195,7 +200,7 @@ class Engine:
             )
         )
         for id in [id for id, of in self._generations.items() if of is generation]:
-            self.drop(id)
+            self._drop(id)
 
     def waiting_seconds(self) -> float:
         return time.monotonic() - self._progress_at if self._scheduler.num_in_flight else 0.0
@@ -216,11 +221,11 @@ class Engine:
                 generation.put(self._overflowed(generation, event.sequence))
             elif generation:
                 generation.put(event)
-            self._suspects.clear(event.sequence)
+            self._fault_blame.clear(event.sequence)
             if event.finish_reason:
                 self._generations.pop(event.sequence, None)
-                self._suspects.forget(event.sequence)
-            self._scheduler.run_alone(self._suspects.alone)
+                self._fault_blame.forget(event.sequence)
+            self._scheduler.run_alone(self._fault_blame.alone)
         self._pump()
 
     def _note_scores(self, scores: Scores) -> None:
@@ -229,14 +234,14 @@ class Engine:
             generation.put_scores(scores)
         elif generation:
             generation.put(self._overflowed(generation, scores.sequence))
-            self.drop(scores.sequence)
+            self._drop(scores.sequence)
 
     def on_adapter(self, rank: int, answer: AdapterRead | AdapterRefused) -> None:
         self.adapters.on_answer(rank, answer)
 
     def _overflowed(self, generation: Generation, sequence_id: int) -> OverflowedError:
-        version = generation.adapter
-        name = self.adapters.name_of(version)
+        version = generation.adapter_version
+        name = self.adapters.registry.name_of(version)
         _logger.error(
             "event=numbers_overflowed sequence=%d adapter=%s version=%d",
             *(sequence_id, json.dumps(name), version),
@@ -246,10 +251,10 @@ class Engine:
     # --- requests
 
     def submit(
-        self, prompts: ReadableList[Prompt], adapter: int = 0, cache_scope: str = ""
+        self, prompts: ReadableList[Prompt], adapter_version: int = 0, cache_scope: str = ""
     ) -> Generation:
-        """adapter is a version; prefixes are shared within cache_scope. Raises UnavailableError,
-        OverloadedError or RequestError."""
+        """adapter_version is 0 for the model alone; prefixes are shared within cache_scope. Raises
+        UnavailableError, OverloadedError or RequestError."""
         reason = self._not_ready()
         if reason and (self._failure.done() or not self._has_worked):
             raise UnavailableError(f"The cluster is not ready ({reason}): try again later.")
@@ -257,7 +262,7 @@ class Engine:
         sequences = [
             sequence
             for prompt in prompts
-            for sequence in self._sequences(prompt, adapter, cache_scope)
+            for sequence in self._sequences(prompt, adapter_version, cache_scope)
         ]
         self._scheduler.add(*sequences)
         generation = Generation(sequences, self._leave)
@@ -275,13 +280,15 @@ class Engine:
                 code="context_length_exceeded",
             )
 
-    def _sequences(self, prompt: Prompt, adapter: int, cache_scope: str) -> list[Sequence]:
+    def _sequences(self, prompt: Prompt, adapter_version: int, cache_scope: str) -> list[Sequence]:
         """One for each answer. The first one's prompt is computed, the others copy it."""
         sequences: list[Sequence] = []
         max_tokens = max(1, prompt.max_tokens)  # For an echo alone a token is computed, too.
         for sampling in prompt.samplings:
             new_id = next(self._sequence_ids)
-            sequence = Sequence(new_id, prompt.ids, max_tokens, sampling, prompt.end_ids, adapter)
+            sequence = Sequence(
+                new_id, prompt.ids, max_tokens, sampling, prompt.end_ids, adapter_version
+            )
             sequence.original = sequences[0] if sequences else None
             sequence.cache_scope = cache_scope
             sequences.append(sequence)
@@ -290,18 +297,18 @@ class Engine:
     def _leave(self, sequence_id: int) -> None:
         """Its client has gone. One that may be what ended the engines stays until its next token:
         else nobody would know, and its like could come until no restarts are left."""
-        if sequence_id not in self._generations or self._suspects.is_clear(sequence_id):
-            self.drop(sequence_id)
+        if sequence_id not in self._generations or self._fault_blame.is_clear(sequence_id):
+            self._drop(sequence_id)
             return
         sequence = self._scheduler.sequence(sequence_id)
         num_tokens = len(sequence.output) + sequence.num_pending + 1
         sequence.max_tokens = min(sequence.max_tokens, num_tokens)
 
-    def drop(self, sequence_id: int) -> None:
+    def _drop(self, sequence_id: int) -> None:
         if self._generations.pop(sequence_id, None):
             self._scheduler.drop(sequence_id)
-            self._suspects.forget(sequence_id)
-            self._scheduler.run_alone(self._suspects.alone)
+            self._fault_blame.forget(sequence_id)
+            self._scheduler.run_alone(self._fault_blame.alone)
             self._pump()
 
     def _pump(self) -> None:
@@ -328,26 +335,20 @@ class Engine:
 
     # --- adapters
 
-    async def loaded(self) -> None:
+    async def _until_loaded(self) -> None:
         if not self._has_worked and (late := self._lives.late()):
             raise UnavailableError(f"The cluster is not ready ({late}): try again later.")
         await self._loaded.wait()
 
-    def tell_engines(self, message: LoadAdapter) -> None:
-        self._lives.tell_all(message)
-
-    def retire_adapter(self, version: int) -> None:
+    def _retire_adapter(self, version: int) -> None:
         self._scheduler.retire(version)
         self._pump()
 
-    def num_with_adapter(self, version: int) -> int:
-        return self._scheduler.num_with_adapter(version)
-
-    def end_with_adapter(self, version: int, error: BrigadeError) -> None:
+    def _end_with_adapter(self, version: int, error: BrigadeError) -> None:
         for id, generation in list(self._generations.items()):
-            if id in self._generations and self._scheduler.sequence(id).adapter == version:
+            if id in self._generations and self._scheduler.sequence(id).adapter_version == version:
                 generation.put(error)
-                self.drop(id)
+                self._drop(id)
 
     # --- what is seen from outside
 
@@ -372,14 +373,14 @@ class Engine:
     def pipeline(self) -> dict[str, Any]:
         return {
             "model": self._config.model_name,
-            "num_ranks": len(self.ring),
+            "num_ranks": len(self._lives.ring),
             "stages": [stage.to_json() for stage in self._lives.stages],
             "num_running": self._scheduler.num_running,
             "num_waiting": self._scheduler.num_waiting,
             "kv_tokens": self._scheduler.num_held_tokens,
             "max_kv_tokens": self._scheduler.max_held_tokens,
             "better_split": better_split(self._lives.stages),
-            "adapters": self.adapters.statistics(),
+            "adapters": self.adapters.registry.statistics.to_json(),
             "num_restarts": self._lives.number,
             "recovery_seconds": round(self._lives.recovery_seconds, 3),
         }

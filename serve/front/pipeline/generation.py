@@ -54,9 +54,9 @@ class Generation:
         return [scores[position] for position in range(1, len(original.prompt))]
 
     @property
-    def adapter(self) -> int:
+    def adapter_version(self) -> int:
         """The version that all its sequences have."""
-        return self._sequences[0].adapter
+        return self._sequences[0].adapter_version
 
     @property
     def num_cached(self) -> int:

@@ -38,8 +38,9 @@ from serve.core.plan import StagePlan
 from serve.core.types import Step
 from serve.front.pipeline.orders import order
 from serve.front.pipeline.plans import Plans
-from serve.front.pipeline.stages import StageStatus, is_silent, suspicion
-from serve.parent.control import Gone, Heard, Hub, Identity, Joined, engine_ended
+from serve.front.pipeline.stall import is_silent, stall_cause
+from serve.front.pipeline.status import StageStatus
+from serve.parent.control import ControlServer, Gone, Heard, Identity, Joined, engine_ended
 from serve.parent.engine import EngineProcess
 from serve.parent.restarts import Restarts, may_pass
 
@@ -51,7 +52,7 @@ _RENEW_SECONDS = 10.0  # for a parent to hear that it is to start an engine
 _logger = logging.getLogger(__name__)
 
 
-class View(Protocol):
+class StartView(Protocol):
     """Who shows people how the start goes on."""
 
     def planned(self, stages: list[StagePlan]) -> None: ...
@@ -99,7 +100,7 @@ class Lives:
         cluster: Cluster,
         folder: Path,
         facts: dict[str, str],
-        view: View,
+        view: StartView,
         work: Work,
     ) -> None:
         self._config, self._cluster = config, cluster
@@ -107,7 +108,7 @@ class Lives:
         self._ranks = [StageStatus(rank, host) for rank, host in enumerate(cluster.hosts)]
         self.stages = list(self._ranks)  # those that take part
         self._plans = Plans(config, folder)
-        self.hub = Hub(Identity.of(cluster, facts, os.getpid()), self._on_message)
+        self.control = ControlServer(Identity.of(cluster, facts, os.getpid()), self._on_message)
         self._restarts = Restarts(config.max_restarts, config.restart_window)
         self._copies = own_folder()
         self._process: EngineProcess | None = None
@@ -125,7 +126,7 @@ class Lives:
         """Raises why the cluster cannot go on."""
         self._process = await EngineProcess.start()
         plan = await self._plans.first(self.ring, self._process)
-        await self.hub.wait_for(self.ring[1:], self._config.join_timeout)
+        await self.control.wait_for(self.ring[1:], self._config.join_timeout)
         self._take_part(plan)
         wait_seconds = 0.0
         while True:
@@ -133,7 +134,7 @@ class Lives:
             await self._renew()
 
     async def close(self) -> None:
-        await self.hub.close()
+        await self.control.close()
         if self._process:
             await self._process.stop()
         self._copies.cleanup()
@@ -186,8 +187,8 @@ class Lives:
                 self._config, self._cluster, self.ring, stage.plan, nonce, self._copies.name
             )
             if stage.rank:
-                stage.pid = self.hub.pid(stage.rank)
-                self.hub.send(stage.rank, Start(told))
+                stage.pid = self.control.pid(stage.rank)
+                self.control.send(stage.rank, Start(told))
             else:
                 stage.pid = os.getpid()
                 self._process.link.send(told)
@@ -228,12 +229,12 @@ class Lives:
                 await asyncio.sleep(_WATCH_SECONDS)
         self._stalled = True
         now = time.monotonic()
-        suspected = suspicion(self.stages, now)
+        cause = stall_cause(self.stages, now)
         for stage in self.stages:
             if is_silent(stage, now):
                 await self._let_go(stage.rank, even_if_it_answers=False)
         raise ClusterError(
-            f"No step came back for {most:g} s: {suspected}, look at its log (--stall-timeout)."
+            f"No step came back for {most:g} s: {cause}, look at its log (--stall-timeout)."
         )
 
     async def _until_all(self, states: set[str], timeout_seconds: float, what: str) -> None:
@@ -253,11 +254,11 @@ class Lives:
     async def _let_go(self, rank: int, even_if_it_answers: bool = True) -> None:
         """Ends the connection of a silent rank. If it is the parent that does not answer, a line
         of the log says so: `brigade launch` reads it, and replaces that process."""
-        answers = rank not in self.hub.joined or await self.hub.answers(rank)
+        answers = rank not in self.control.joined or await self.control.answers(rank)
         if not answers:
-            _logger.warning("event=rank_silent rank=%d pid=%d", rank, self.hub.pid(rank))
+            _logger.warning("event=rank_silent rank=%d pid=%d", rank, self.control.pid(rank))
         if even_if_it_answers or not answers:
-            self.hub.forget(rank)
+            self.control.forget(rank)
 
     # --- from one life to the next
 
@@ -302,13 +303,13 @@ class Lives:
         if self.missing:
             ranks = ",".join(map(str, self.missing))
             _logger.warning("event=waiting ranks=%s timeout=%g", ranks, seconds)
-        await self.hub.wait_for(others, seconds, "--return-timeout")
+        await self.control.wait_for(others, seconds, "--return-timeout")
 
     async def _gather_some(self) -> None:
         """Those that took part are waited for, but not for long: then all that are there
         share the layers, if they have the memory."""
         try:
-            await self.hub.wait_for(self.ring[1:], self._config.join_timeout)
+            await self.control.wait_for(self.ring[1:], self._config.join_timeout)
         except ClusterError as error:
             _logger.warning("event=going_on reason=%s", json.dumps(str(error)))
         deadline = time.monotonic() + self._config.return_timeout
@@ -323,13 +324,13 @@ class Lives:
                 _logger.warning("event=waiting reason=%s", json.dumps(str(error)))
             await self._process.stop()
             self._process = await EngineProcess.start()
-            await self.hub.wait_for_more((there, self._unfit), deadline - time.monotonic())
+            await self.control.wait_for_more((there, self._unfit), deadline - time.monotonic())
         if there != self.ring:
             self._take_part(plan)
 
     def _renew_member(self, stage: StageStatus) -> None:
         stage.renew()
-        self.hub.send(stage.rank, Renew(self.number, self._stalled))
+        self.control.send(stage.rank, Renew(self.number, self._stalled))
 
     def _take_part(self, plan: list[StagePlan]) -> None:
         self.stages = [self._ranks[planned.rank] for planned in plan]
@@ -411,11 +412,11 @@ class Lives:
     @property
     def _fit(self) -> set[int]:
         """The other ranks that are there and may take part."""
-        return self.hub.alike - self._unfit
+        return self.control.alike - self._unfit
 
     @property
     def missing(self) -> list[int]:
-        return [rank for rank in self.ring[1:] if rank not in self.hub.joined]
+        return [rank for rank in self.ring[1:] if rank not in self.control.joined]
 
     def refuse_ring(self, error: PlanError, before: tuple[int, ...]) -> None:
         """Raises ClusterError, after which the ranks that worked before go on without those that
@@ -441,7 +442,7 @@ class Lives:
         assert self._process is not None
         self._process.link.send(message)
         for rank in self.ring[1:]:
-            self.hub.send(rank, message)
+            self.control.send(rank, message)
 
     def send(self, message: Admit | Step) -> None:
         """To rank 0's engine."""

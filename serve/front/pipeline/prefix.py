@@ -20,7 +20,7 @@ class PrefixKey(NamedTuple):
     """Sequences share prefixes only with those of the same key. Keys and values depend on the
     version of the adapter; the scope keeps clients apart who must not learn of each other."""
 
-    adapter: int = 0
+    adapter_version: int = 0
     scope: str = ""
 
 
@@ -33,7 +33,7 @@ def scope_of(salt: str | None, api_key: str) -> str:
 
 
 def key_of(sequence: Sequence) -> PrefixKey:
-    return PrefixKey(sequence.adapter, sequence.cache_scope)
+    return PrefixKey(sequence.adapter_version, sequence.cache_scope)
 
 
 class PrefixIndex:
@@ -53,10 +53,10 @@ class PrefixIndex:
         return iter(self._kept)
 
     def keep(
-        self, sequence_id: int, tokens: list[int], adapter: int = 0, scope: str = ""
+        self, sequence_id: int, tokens: list[int], adapter_version: int = 0, scope: str = ""
     ) -> list[int]:
         """Returns those that go for it: they are how this one begins, or were not used longest."""
-        key = PrefixKey(adapter, scope)
+        key = PrefixKey(adapter_version, scope)
         tree = self._trees.setdefault(key, PrefixTree())
         gone = sorted(tree.prefixes(tokens), key=self._num_uses.__getitem__)
         if not gone and len(self._kept) == MAX_KEPT:
@@ -78,8 +78,8 @@ class PrefixIndex:
     def oldest(self) -> int | None:
         return next(iter(self._kept), None)
 
-    def with_adapter(self, adapter: int) -> list[int]:
-        return [id for id, key in self._kept.items() if key.adapter == adapter]
+    def with_adapter(self, adapter_version: int) -> list[int]:
+        return [id for id, key in self._kept.items() if key.adapter_version == adapter_version]
 
     def decoding(self, sequence: Sequence) -> None:
         """From here on prompts may begin as a copy of this one's prompt."""
@@ -97,13 +97,13 @@ class PrefixIndex:
         self,
         tokens: ReadableList[int],
         whole: bool,
-        adapter: int = 0,
+        adapter_version: int = 0,
         scope: str = "",
     ) -> tuple[int, int] | None:
         """The sequence with the longest common prefix with tokens, and its length. Of several a
         kept one, of those the one that was not used longest. If whole, only a kept one that
         tokens begin with as a whole."""
-        key = PrefixKey(adapter, scope)
+        key = PrefixKey(adapter_version, scope)
         best: tuple[int, int] | None = None
         if tree := self._trees.get(key):
             oldest_first = self._num_uses.__getitem__

@@ -138,15 +138,15 @@ class Scheduler:
         self.groups = [Group(id) for id in range(self._num_groups or num_stages)]
         self._num_stages, self.max_held_tokens = num_stages, max_held_tokens
 
-    def retire(self, adapter: int) -> None:
+    def retire(self, adapter_version: int) -> None:
         """Nothing new comes with this adapter version: it goes with its last sequence."""
-        self._retired.add(adapter)
-        for id in self.kept.with_adapter(adapter):
+        self._retired.add(adapter_version)
+        for id in self.kept.with_adapter(adapter_version):
             self.kept.forget(id)
             self._to_drop.append(id)
 
-    def num_with_adapter(self, adapter: int) -> int:
-        return sum(sequence.adapter == adapter for sequence in self._live.values())
+    def num_with_adapter(self, adapter_version: int) -> int:
+        return sum(sequence.adapter_version == adapter_version for sequence in self._live.values())
 
     def drop(self, sequence_id: int) -> None:
         """Ends a sequence wherever it is; unknown and ended ones are fine."""
@@ -206,7 +206,7 @@ class Scheduler:
             sequence.begin_anew()
         running = [s for id, s in self._live.items() if id not in idle]
         self.waiting.extendleft(reversed(running))
-        self._retired.intersection_update([s.adapter for s in self._live.values()])
+        self._retired.intersection_update([s.adapter_version for s in self._live.values()])
 
     # --- the kinds of steps
 
@@ -263,7 +263,7 @@ class Scheduler:
             return ()
         under_way = (s for step in self._in_flight.values() for s in step.sequences)
         sequences = itertools.chain(self._live.values(), under_way)
-        unused = self._retired.difference([sequence.adapter for sequence in sequences])
+        unused = self._retired.difference([sequence.adapter_version for sequence in sequences])
         self._retired -= unused
         return tuple(unused)
 
@@ -282,7 +282,7 @@ class Scheduler:
             self.num_steps = 1
         rows, tokens, sample = [], [], group is not None
         for sequence, count in zip(fed, num_tokens, strict=True):
-            rows.append(Row(sequence.id, sequence.num_computed, count, sequence.adapter))
+            rows.append(Row(sequence.id, sequence.num_computed, count, sequence.adapter_version))
             tokens += sequence.next_tokens(count)
             sequence.num_computed += count
             sequence.num_pending += sample
@@ -354,7 +354,7 @@ class Scheduler:
             self._take_out(sequence.id)
             # With two more steps under way it is not known what the last one feeds.
             is_known = sequence.num_computed <= sequence.num_tokens
-            if self.reuse != "none" and is_known and sequence.adapter not in self._retired:
+            if self.reuse != "none" and is_known and sequence.adapter_version not in self._retired:
                 held = sequence.tokens[: sequence.num_computed]
                 self._to_drop += self.kept.keep(sequence.id, held, *key_of(sequence))
             else:

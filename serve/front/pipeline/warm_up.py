@@ -109,11 +109,11 @@ class WarmUp:
             versions = itertools.cycle([0, *self._adapters])
             yield [self._sequence(_SHORT_PROMPT, _GREEDY, next(versions)) for _ in range(num_rows)]
 
-    def _sequence(self, num_tokens: int, sampling: Sampling, adapter: int = 0) -> Sequence:
+    def _sequence(self, num_tokens: int, sampling: Sampling, adapter_version: int = 0) -> Sequence:
         """Every vocabulary has a token 0."""
         prompt = [0] * max(1, min(num_tokens, self._most_tokens - _NUM_TOKENS))
         max_tokens = min(_NUM_TOKENS, self._most_tokens - len(prompt))
-        return Sequence(next(self._ids), prompt, max_tokens, sampling, frozenset(), adapter)
+        return Sequence(next(self._ids), prompt, max_tokens, sampling, frozenset(), adapter_version)
 
     async def _until_idle(self) -> None:
         self._pump()

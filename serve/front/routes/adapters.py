@@ -13,7 +13,7 @@ from serve.front.api.openai import parse
 from serve.front.http import guard, replies
 from serve.front.http.body import json_object
 from serve.front.http.openapi import told
-from serve.front.pipeline.adapters import Adapters
+from serve.front.pipeline.adapter_loader import AdapterLoader
 from serve.front.routes.stream import json_response
 
 Name = Annotated[str, Field(min_length=1, max_length=300)]
@@ -47,7 +47,7 @@ class ChangeBody(Body):
 
 
 class AdapterCalls:
-    def __init__(self, adapters: Adapters, model: str) -> None:
+    def __init__(self, adapters: AdapterLoader, model: str) -> None:
         self._adapters, self._model = adapters, model
 
     def routes(self) -> list[Route]:
@@ -78,7 +78,7 @@ class AdapterCalls:
     @told(403, reply=replies.Json)
     async def list(self, _: Request) -> Response:
         """The adapters that are loaded."""
-        listed = {"object": "list", "data": self._adapters.described()}
+        listed = {"object": "list", "data": self._adapters.registry.described()}
         return json_response(listed)
 
     @told(403, 404, 409, body=ChangeBody, reply=replies.Json)

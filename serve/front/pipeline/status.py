@@ -1,31 +1,20 @@
-"""What rank 0 knows of the stages: state, bytes, busy share, and their timeline.
+"""The status of each stage, as its engine last reported it: state, bytes, busy share and speed.
 
-Fed with the engines' status messages. Times are wall clock seconds of each host, so
-that bars of different hosts are as true to each other as their clocks.
+Fed with the engines' status messages. Times of steps are wall clock seconds of each host.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from serve.core.config import ServeConfig
 from serve.core.messages import Activity, Loaded, Span, Status
-from serve.core.plan import KvRoom, StagePlan, kv_budgets, kv_room, memory_of
-from serve.front.pipeline.chunks import LONGEST_CHUNK
+from serve.core.plan import StagePlan
 
 _WINDOW_SECONDS = 10.0
 _NUM_SPANS = 20_000
-_SILENT_SECONDS = 1.5
 _NEW_SHARE = 0.1  # of the latest step in a running mean
 _NEW_CHUNK_SHARE = 0.4
-# A chunk of a long prompt may take so many times what a decode step does. With it a round of
-# two stages and two groups, for which a stream waits, is 2.2 times as long.
-_CHUNK_BY_DECODE = 2.4
-_CHUNK_BY_DECODE_ALONE = 1.6  # on one stage there is one chunk for each decode step
-_LEAST_CHUNK, _UNKNOWN_CHUNK = 8, 32
-_WARM_STEPS = 200
-_WORTHWHILE = 0.95
 
 
 @dataclass(slots=True)
@@ -141,12 +130,6 @@ class StageStatus:
         """What it had for weights, keys and values when it was loaded; 0 before that."""
         return self.free_bytes and self.free_bytes + self.bytes_owned
 
-    def free_beside_scoring(self, prefill_chunk: int) -> int:
-        """What is free while a prompt is scored, in chunks of so many tokens. Only then is there
-        more than one row of logits for a sequence."""
-        num_tokens = int(LONGEST_CHUNK * prefill_chunk)
-        return self.free_bytes - num_tokens * self.logits_bytes_per_token - self.scoring_bytes
-
     @property
     def busy_share(self) -> float:
         """The share of the last ten seconds that the stage was computing."""
@@ -189,102 +172,3 @@ class StageStatus:
             "num_hops": self.num_hops,
             "hop_seconds": round(self.hop_seconds, 5),
         }
-
-
-def is_silent(stage: StageStatus, now: float) -> bool:
-    """Engines report four times a second, whatever they compute."""
-    return stage.state == "ready" and now - stage.heard_at > _SILENT_SECONDS
-
-
-def suspicion(stages: list[StageStatus], now: float) -> str:
-    """Which rank or hop holds the others up when no step comes back: one that is silent, else
-    a hop whose tensors do not come, else who computes, else who has done the fewest steps."""
-    for stage in stages:
-        if (silent_seconds := now - stage.heard_at) > _SILENT_SECONDS:
-            return f"rank {stage.rank} on {stage.host} is silent since {silent_seconds:.1f} s"
-    for stage in stages:
-        if stage.waits_on:
-            source, target = stage.waits_on
-            return f"the hop from rank {source} to rank {target} is stuck"
-    behind = min(stages, key=lambda stage: (stage.step is None, stage.num_steps, -stage.rank))
-    doing = "is behind" if behind.step is None else f"does not finish step {behind.step}"
-    return f"rank {behind.rank} on {behind.host} {doing}"
-
-
-def chunk_beside_decoding(stages: list[StageStatus], most: int) -> int:
-    """How many tokens a prefill step may have for streams to keep their pace."""
-    known = [
-        stage.pace.decode_seconds / stage.pace.prefill_seconds_per_token
-        for stage in stages
-        if stage.pace.decode_seconds and stage.pace.prefill_seconds_per_token
-    ]
-    by_decode = _CHUNK_BY_DECODE if len(stages) > 1 else _CHUNK_BY_DECODE_ALONE
-    chunk = int((by_decode - 1) * min(known)) if known else _UNKNOWN_CHUNK
-    return max(1, min(most, max(_LEAST_CHUNK, chunk)))
-
-
-def room_under_limits(stages: list[StageStatus], config: ServeConfig) -> KvRoom:
-    """The room of all stages under the flags, as a plan has it; without a limit, what is free
-    counts. Scoring a prompt needs memory too, which is left free unless --kv-memory decides.
-    Raises PlanError if that is less than has to be."""
-    ranks = [stage.rank for stage in stages]
-    plans = [stage.plan for stage in stages if stage.plan]
-    adapters = (
-        memory_of(config.adapter_memory, ranks) if config.adapter_memory else [0] * len(ranks)
-    )
-    memory = memory_of(config.memory, ranks) if config.memory else None
-    kv_memory = memory_of(config.kv_memory, ranks) if config.kv_memory else None
-    if memory:
-        memory = [amount - kept for amount, kept in zip(memory, adapters, strict=True)]
-    beside = [stage.free_beside_scoring(config.prefill_chunk) for stage in stages]
-    free = [amount - kept for amount, kept in zip(beside, adapters, strict=True)]
-    budgets = kv_budgets(plans, memory, kv_memory) or free
-    if memory and not kv_memory:
-        budgets = [min(pair) for pair in zip(budgets, free, strict=True)]
-    return kv_room(plans, budgets, config.max_num_sequences)
-
-
-def better_split(stages: list[StageStatus]) -> list[int] | None:
-    """Layers of each rank that would make the slowest stage faster, from what decode steps
-    really took; None as long as nothing is known, or nothing to gain."""
-    if len(stages) < 2 or any(
-        s.plan is None or s.pace.num_decode_steps < _WARM_STEPS for s in stages
-    ):
-        return None
-    counts = [s.plan.layers[1] - s.plan.layers[0] for s in stages if s.plan]
-    seconds = [stage.pace.decode_seconds or 0.0 for stage in stages]
-    per_layer = [t / n for t, n in zip(seconds, counts, strict=True)]
-    # Rank 0 has the head as well. Its layers take about as long as those of others.
-    per_layer[0] = min(per_layer[0], sum(per_layer[1:]) / (len(stages) - 1))
-    head = [seconds[0] - counts[0] * per_layer[0]] + [0.0] * (len(stages) - 1)
-    best = [1] * len(stages)
-    for _ in range(sum(counts) - len(stages)):
-        rank = min(range(len(stages)), key=lambda r: head[r] + (best[r] + 1) * per_layer[r])
-        best[rank] += 1
-    slowest = max(h + n * t for h, n, t in zip(head, best, per_layer, strict=True))
-    return best if slowest < _WORTHWHILE * max(seconds) else None
-
-
-def chrome_trace(stages: list[StageStatus], since: float) -> dict[str, Any]:
-    """The steps since a time in the format of chrome://tracing and Perfetto: one row a
-    stage, times in microseconds."""
-    return {"traceEvents": [event for stage in stages for event in _events(stage, since)]}
-
-
-def _events(stage: StageStatus, since: float) -> Iterator[dict[str, Any]]:
-    if stage.plan is None:
-        return
-    start, end = stage.plan.layers
-    label = f"rank {stage.rank}, layers {start} to {end - 1}"
-    yield {"name": "process_name", "ph": "M", "pid": stage.rank, "args": {"name": label}}
-    for span in stage.spans:
-        if span.end >= since:
-            yield {
-                "name": span.name,
-                "ph": "X",
-                "pid": stage.rank,
-                "tid": 0,
-                "ts": span.start * 1e6,
-                "dur": (span.end - span.start) * 1e6,
-                "args": {"step": span.step, "rows": span.num_rows, "tokens": span.num_tokens},
-            }

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from serve.core.errors import EngineError
 from serve.core.types import Step
-from serve.front.pipeline.blame import MAX_FAULTS_ALONE, MAX_SHARED_FAULTS, Blame, Suspects
+from serve.front.pipeline.fault_blame import MAX_FAULTS_ALONE, MAX_SHARED_FAULTS, Blame, FaultBlame
 from serve.parent.restarts import Restarts
 from tests.front.simulation import Pipeline, StageModel, make_sequence
 from tests.front.test_scheduler import check_all_ended, copies, expected
@@ -19,61 +19,63 @@ NUM_FAULTS = MAX_SHARED_FAULTS + MAX_FAULTS_ALONE
 FAULT = EngineError("The engine of rank 0 ended by signal 11.")
 
 
-def test_suspects_run_alone_after_two_faults_the_youngest_first() -> None:
-    suspects = Suspects(MAX_RESTARTS)
-    assert suspects.after_fault([1, 2]) is None
-    assert suspects.alone is None
-    assert suspects.after_fault([1, 2, 3]) is None
-    assert suspects.alone == 2, "3 has seen one fault only"
-    suspects.clear(2)
-    assert suspects.alone == 1
-    suspects.clear(1)
-    assert suspects.alone is None
+def test_fault_blame_runs_suspects_alone_the_youngest_first() -> None:
+    fault_blame = FaultBlame(MAX_RESTARTS)
+    assert fault_blame.after_fault([1, 2]) is None
+    assert fault_blame.alone is None
+    assert fault_blame.after_fault([1, 2, 3]) is None
+    assert fault_blame.alone == 2, "3 has seen one fault only"
+    fault_blame.clear(2)
+    assert fault_blame.alone == 1
+    fault_blame.clear(1)
+    assert fault_blame.alone is None
 
 
-def test_suspects_blame_the_one_that_ran_alone() -> None:
-    suspects = Suspects(MAX_RESTARTS)
+def test_fault_blame_names_the_one_that_ran_alone() -> None:
+    fault_blame = FaultBlame(MAX_RESTARTS)
     for _ in range(MAX_SHARED_FAULTS):
-        suspects.after_fault([1, 2])
-    assert suspects.after_fault([2]) is None, "it may have been a kill"
-    assert suspects.after_fault([2]) == Blame(2, num_faults=4, num_explained=4)
-    suspects.forget(2)
-    assert suspects.alone == 1
-    assert suspects.after_fault([1]) is None
-    assert suspects.after_fault([1]) == Blame(1, num_faults=4, num_explained=2)
+        fault_blame.after_fault([1, 2])
+    assert fault_blame.after_fault([2]) is None, "it may have been a kill"
+    assert fault_blame.after_fault([2]) == Blame(2, num_faults=4, num_explained=4)
+    fault_blame.forget(2)
+    assert fault_blame.alone == 1
+    assert fault_blame.after_fault([1]) is None
+    assert fault_blame.after_fault([1]) == Blame(1, num_faults=4, num_explained=2)
 
 
 @pytest.mark.parametrize(("max_restarts", "num_faults"), [(1, 2), (2, 3), (3, 4), (9, 4)])
-def test_suspects_blame_before_the_restarts_are_used_up(max_restarts: int, num_faults: int) -> None:
-    suspects = Suspects(max_restarts)
-    blamed = [suspects.after_fault([1]) for _ in range(num_faults)]
+def test_fault_blame_is_sure_before_the_restarts_are_used_up(
+    max_restarts: int, num_faults: int
+) -> None:
+    fault_blame = FaultBlame(max_restarts)
+    blamed = [fault_blame.after_fault([1]) for _ in range(num_faults)]
     assert blamed == [None] * (num_faults - 1) + [Blame(1, num_faults, num_faults)]
 
 
-def test_suspects_blame_nobody_while_others_hold_something() -> None:
-    suspects = Suspects(MAX_RESTARTS)
+def test_fault_blame_names_nobody_while_others_hold_something() -> None:
+    fault_blame = FaultBlame(MAX_RESTARTS)
     for _ in range(MAX_SHARED_FAULTS):
-        suspects.after_fault([1, 2])
-    assert suspects.after_fault([1, 2]) is None
-    assert suspects.after_fault([]) is None
+        fault_blame.after_fault([1, 2])
+    assert fault_blame.after_fault([1, 2]) is None
+    assert fault_blame.after_fault([]) is None
 
 
-def test_suspects_forget_faults_with_a_token() -> None:
-    suspects = Suspects(MAX_RESTARTS)
+def test_fault_blame_forgets_faults_with_a_token() -> None:
+    fault_blame = FaultBlame(MAX_RESTARTS)
     for _ in range(10):
-        assert suspects.after_fault([1, 2]) is None
-        assert suspects.alone is None
-        suspects.clear(1)
-        suspects.clear(2)
+        assert fault_blame.after_fault([1, 2]) is None
+        assert fault_blame.alone is None
+        fault_blame.clear(1)
+        fault_blame.clear(2)
 
 
-def test_suspects_keep_nothing_of_those_that_ended() -> None:
-    suspects = Suspects(MAX_RESTARTS)
+def test_fault_blame_keeps_nothing_of_those_that_ended() -> None:
+    fault_blame = FaultBlame(MAX_RESTARTS)
     for number in range(0, 900, 3):
         for _ in range(NUM_FAULTS):
-            suspects.after_fault([number])
-        suspects.forget(number)
-    assert [suspects._faults, suspects._explained, suspects._queue] == [{}, set(), []]
+            fault_blame.after_fault([number])
+        fault_blame.forget(number)
+    assert [fault_blame._faults, fault_blame._explained, fault_blame._queue] == [{}, set(), []]
 
 
 class DiedError(Exception):
@@ -100,7 +102,7 @@ class Fragile(Pipeline):
 
     def __init__(self, num_stages: int, fatal: dict[int, int], **options: Any) -> None:
         self.fatal = fatal
-        self.suspects = Suspects(MAX_RESTARTS)
+        self.fault_blame = FaultBlame(MAX_RESTARTS)
         self.restarts = Restarts(MAX_RESTARTS, 300)
         self.given_up: dict[int, int] = {}
         self.left: set[int] = set()  # whose clients have gone
@@ -112,23 +114,23 @@ class Fragile(Pipeline):
     def _send(self, step: Step) -> None:
         super()._send(step)
         rows = {row.sequence for queue in self.queues for step in queue for row in step.rows}
-        if self.suspects.alone in rows:
-            assert rows == {self.suspects.alone}, "a suspect is not alone"
+        if self.fault_blame.alone in rows:
+            assert rows == {self.fault_blame.alone}, "a suspect is not alone"
 
     def _finish(self, step: Step) -> None:
         num_before = len(self.events)
         super()._finish(step)
         for event in self.events[num_before:]:
-            self.suspects.clear(event.sequence)
+            self.fault_blame.clear(event.sequence)
             if event.finish_reason:
-                self.suspects.forget(event.sequence)
-            self.scheduler.run_alone(self.suspects.alone)
+                self.fault_blame.forget(event.sequence)
+            self.scheduler.run_alone(self.fault_blame.alone)
 
     def leave(self, sequence: int) -> None:
         self.left.add(sequence)
         self.scheduler.drop(sequence)
-        self.suspects.forget(sequence)
-        self.scheduler.run_alone(self.suspects.alone)
+        self.fault_blame.forget(sequence)
+        self.scheduler.run_alone(self.fault_blame.alone)
 
     def tick(self) -> None:
         try:
@@ -138,15 +140,15 @@ class Fragile(Pipeline):
 
     def fail(self) -> None:
         held = [s.id for s in self.scheduler._live.values() if s.is_held]
-        blame = self.suspects.after_fault(sorted(held))
+        blame = self.fault_blame.after_fault(sorted(held))
         self.kill()
         num_explained = blame.num_explained if blame else 0
         self.restarts.wait_seconds(FAULT, True, 0, num_explained)
         if blame:
             self.given_up[blame.sequence] = blame.num_faults
             self.scheduler.drop(blame.sequence)
-            self.suspects.forget(blame.sequence)
-        self.scheduler.run_alone(self.suspects.alone)
+            self.fault_blame.forget(blame.sequence)
+        self.scheduler.run_alone(self.fault_blame.alone)
         self.pump()
 
     def check(self) -> None:
@@ -163,7 +165,7 @@ class Fragile(Pipeline):
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 @pytest.mark.parametrize("fatal_at", [0, 7, 11, 12, 13, 16])
-def test_suspects_find_a_fatal_request_wherever_it_comes(num_stages: int, fatal_at: int) -> None:
+def test_fault_blame_finds_a_request_wherever_it_comes(num_stages: int, fatal_at: int) -> None:
     for comes_at in range(0, 30, 3):
         pipeline = Fragile(num_stages, {9: fatal_at}, max_num_sequences=4)
         for id in range(5):
@@ -178,7 +180,7 @@ def test_suspects_find_a_fatal_request_wherever_it_comes(num_stages: int, fatal_
         pipeline.check()
 
 
-def test_suspects_with_a_token_wait_for_the_next_suspect() -> None:
+def test_fault_blame_lets_those_with_a_token_wait() -> None:
     pipeline = Fragile(2, {0: 14})
     for id in range(3):
         pipeline.add(make_sequence(id, 12, 500))
@@ -190,7 +192,7 @@ def test_suspects_with_a_token_wait_for_the_next_suspect() -> None:
     pipeline.check()
 
 
-def test_suspects_of_many_fatal_requests_end_no_cluster() -> None:
+def test_fault_blame_of_many_requests_ends_no_cluster() -> None:
     """Far more than --max-restarts, at once and one after the other, beside others."""
     pipeline = Fragile(2, {id: 5 + id % 20 for id in range(100, 130)}, max_num_sequences=8)
     for id in range(6):
@@ -204,7 +206,7 @@ def test_suspects_of_many_fatal_requests_end_no_cluster() -> None:
     pipeline.check()
 
 
-def test_suspects_that_copy_a_prompt_are_found() -> None:
+def test_fault_blame_finds_copies_of_a_prompt() -> None:
     for fatal in range(4):
         pipeline = Fragile(2, {fatal: 41})
         copies(pipeline, 0, 40, 4)
@@ -225,7 +227,7 @@ CASES = st.tuples(
 
 @settings(max_examples=100, deadline=None)
 @given(CASES)
-def test_suspects_find_random_fatal_requests(case: tuple[Any, ...]) -> None:
+def test_fault_blame_finds_random_fatal_requests(case: tuple[Any, ...]) -> None:
     num_stages, most, held, reuse, seed = case
     chance = random.Random(seed)
     fatal = {id: chance.randint(0, 60) for id in range(25) if chance.random() < 0.3}
@@ -236,7 +238,7 @@ def test_suspects_find_random_fatal_requests(case: tuple[Any, ...]) -> None:
         for _ in range(chance.randint(0, 5)):
             pipeline.tick()
     for id in range(25):
-        is_clear = pipeline.suspects.is_clear(id)  # Others stay for a token, as in Engine.
+        is_clear = pipeline.fault_blame.is_clear(id)  # Others stay for a token, as in Engine.
         if chance.random() < 0.2 and is_clear and id in pipeline.scheduler._live:
             pipeline.leave(id)
     pipeline.run()

@@ -1,9 +1,10 @@
-"""Which request may be what ends the engines. Pure.
+"""Decides which request may be what ends the engines. Pure.
 
-A request that ends an engine would end the next one too, and the cluster after some. Those under
-which engines ended twice without a token for them are suspects: each runs alone until it gets a
-token. One under which the engines end twice more then is given up. Once may be another's doing,
-such as a kill or a broken link.
+A request that ends an engine would end the next one too, and the cluster after some restarts.
+Requests under which engines ended twice without a token for them are suspects: each runs alone
+until it gets a token. A suspect under which the engines end twice more is given up. One fault may
+have another cause, such as a kill or a broken link. What holds up a step that does not come back
+is another question: `serve.front.pipeline.stall`.
 """
 
 from collections import Counter
@@ -24,8 +25,9 @@ class Blame:
     num_explained: int
 
 
-class Suspects:
-    """With fewer restarts than faults that are needed, fewer are."""
+class FaultBlame:
+    """The suspects, and the faults that each sequence saw. With fewer restarts than the faults that
+    it takes to be sure, fewer faults suffice."""
 
     def __init__(self, max_restarts: int) -> None:
         self._max_shared_faults = max(1, min(MAX_SHARED_FAULTS, max_restarts))

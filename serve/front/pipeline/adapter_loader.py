@@ -1,0 +1,312 @@
+"""Loads LoRA adapters: asks all ranks, waits for their answers, and restores after faults.
+
+All ranks read and check the files first. When all are satisfied, the name gets the new version:
+sequences that begin from then on have it, and running ones keep theirs until they end. Which name
+stands for which version is in `serve.front.pipeline.adapter_registry`.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from serve.core.config import ServeConfig, hub_id
+from serve.core.errors import (
+    AdapterError,
+    BrigadeError,
+    ClusterError,
+    ModelError,
+    OverloadedError,
+    RequestError,
+    UnavailableError,
+    UsageError,
+)
+from serve.core.messages import AdapterRead, AdapterRefused, LoadAdapter
+from serve.front.pipeline.adapter import Adapter, LoadedVersion, Source, checked
+from serve.front.pipeline.adapter_registry import AdapterRegistry
+from serve.hub.access import FAILURES, is_refusal
+from serve.hub.partial import pin
+from serve.hub.repo import ADAPTER
+
+_logger = logging.getLogger(__name__)
+
+# An adapter that ends the engines would end the next ones, too.
+_MAX_TRIES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """What the loader needs of the engines: functions that it calls."""
+
+    ring: Callable[[], tuple[int, ...]]  # the ranks that take part
+    # Returns when the engines can be told something, which may be some seconds after a fault.
+    # Raises UnavailableError before they ever could.
+    loaded: Callable[[], Awaitable[None]]
+    tell: Callable[[LoadAdapter], None]
+    # No new sequence has the version; the stages free it after the last one.
+    retire: Callable[[int], None]
+    # Ends the requests that run or wait with the version.
+    end_requests: Callable[[int, BrigadeError], None]
+    # How many sequences run or wait with the version.
+    num_sequences: Callable[[int], int]
+
+
+class _Late(AdapterError):
+    """A rank says nothing."""
+
+
+class _Interrupted(Exception):
+    """The engines that were asked are gone."""
+
+
+class AdapterLoader:
+    """Changes the registry when the ranks have done what it takes."""
+
+    def __init__(self, config: ServeConfig, ranks: Ranks) -> None:
+        self._config, self._ranks = config, ranks
+        self.registry = AdapterRegistry(config, ranks.num_sequences)
+        self._answers: dict[int, dict[int, AdapterRead | AdapterRefused]] = {}
+        self._answered = asyncio.Event()
+        self._broken: BrigadeError | None = None
+        self._num_interrupted = 0
+        self._lock = asyncio.Lock()
+
+    # --- for requests
+
+    async def version(self, name: str) -> int:
+        """What a sequence of this model begins with; 0 for none. Submit it before anything
+        else is awaited, because the next version may come. Raises RequestError."""
+        self.registry.check(name)
+        if name == self._config.model_name:
+            return 0
+        try:
+            adapter = await self._loaded(name)
+        except AdapterError as error:
+            _logger.error("event=adapter_lost name=%s reason=%s", name, error)
+            raise UnavailableError(f"The adapter {name!r} cannot be read again.") from error
+        adapter.used_at = time.monotonic()
+        self.registry.statistics.num_requests[name] += 1
+        return adapter.version
+
+    async def _loaded(self, name: str) -> Adapter:
+        """The adapter, read again if it was evicted. Raises NotFoundError, also if the name is
+        taken away meanwhile."""
+        while True:
+            self.registry.check(name)
+            adapter = self.registry.by_name[name]
+            if adapter.version:
+                return adapter
+            async with self._lock:
+                if adapter is self.registry.by_name.get(name) and not adapter.version:
+                    await self._load(adapter)
+
+    # --- for administrators
+
+    async def load_at_start(self) -> None:
+        for word in self._config.lora:
+            name, _, path = word.partition("=")
+            if name not in self.registry.by_name:  # as it is after a fault
+                try:
+                    source = Source(path, commit=await self._commit(path, Path()))
+                    await self._add(Adapter(name, source), in_place=False)
+                except AdapterError as error:
+                    raise UsageError(f"--lora {name}: {error}") from error
+
+    async def load(self, name: str, path: str, in_place: bool) -> None:
+        """Raises AdapterError, and then everything is as it was."""
+        root = self._config.adapter_root
+        commit = await self._commit(path, root)
+        if root is None and commit is None:
+            raise AdapterError(
+                "Adapters are loaded from below --adapter-root, or from the hub with "
+                "--allow-hub-adapters: start with one of them.",
+                403,
+            )
+        source = Source(path, None if commit else str(root), commit)
+        await self._add(Adapter(name, source), in_place)
+
+    async def _commit(self, path: str, root: Path | None) -> str | None:
+        """What all ranks are to read of `org/name` on the hub, which stays the same when it is
+        read again; None for a folder. Raises AdapterError."""
+        repo = hub_id(Path(path), root or Path())
+        if repo is None or not self._config.allow_hub_adapters:
+            return None
+        try:
+            pinned = await asyncio.to_thread(pin, repo, None, self._config.cache_dir, ADAPTER)
+        except ModelError as error:
+            cause = error.__cause__
+            status = 404 if is_refusal(cause) else 503 if isinstance(cause, FAILURES) else 400
+            raise AdapterError(str(error), status) from error
+        return pinned.snapshot.commit
+
+    async def _add(self, adapter: Adapter, in_place: bool) -> None:
+        async with self._lock:
+            old = self.registry.check_new(adapter.name, in_place)
+            await self._load(adapter, old)
+            self.registry.put(adapter)
+            if old:
+                self.registry.statistics.num_swapped += 1
+                self._retire(old)
+
+    async def unload(self, name: str) -> None:
+        async with self._lock:
+            adapter = self.registry.remove(name)
+        self._retire(adapter)
+        if self.registry.default == name:
+            self.registry.default = self._config.model_name
+
+    async def change(
+        self, name: str, pin: bool | None, default: bool | None, preload: bool
+    ) -> dict[str, Any]:
+        registry = self.registry
+        registry.check(name, "lora_name")
+        if name == self._config.model_name and (preload or pin is not None):
+            raise RequestError(f"{name!r} is the model itself: it stays.", param="lora_name")
+        if preload or pin:
+            await self._loaded(name)
+        if pin is not None and (adapter := registry.by_name.get(name)):
+            adapter.is_pinned = pin
+        if default is not None:
+            registry.default = name if default else self._config.model_name
+        return {"default": registry.default, "data": registry.described()}
+
+    # --- loading
+
+    async def _load(self, adapter: Adapter, instead_of: Adapter | None = None) -> None:
+        """Gives the adapter a version that all ranks hold. Raises AdapterError."""
+        started, version = time.monotonic(), self.registry.new_version()
+        try:
+            answers = await self._ask_until_answered(version, adapter)
+            loaded = LoadedVersion(adapter.source, answers)
+            self._make_room(loaded.num_bytes, instead_of)
+        except BaseException as error:
+            self._ranks.retire(version)
+            # Its number is not used again: a rank that is late may still hold it.
+            reason = json.dumps(str(error) or type(error).__name__)
+            refused = (adapter.name, version, reason)
+            _logger.warning("event=adapter_refused name=%s version=%d reason=%s", *refused)
+            raise
+        seconds = time.monotonic() - started
+        adapter.take(version, loaded)
+        adapter.loaded_at, adapter.used_at = time.time(), time.monotonic()
+        self.registry.hold(version, loaded)
+        self.registry.statistics.num_loaded += 1
+        self.registry.statistics.load_seconds += seconds
+        _logger.info(
+            "event=adapter_loaded name=%s version=%d bytes=%d seconds=%.3f",
+            *(adapter.name, version, sum(loaded.num_bytes), seconds),
+        )
+
+    async def _ask_until_answered(self, version: int, adapter: Adapter) -> dict[int, AdapterRead]:
+        for _ in range(_MAX_TRIES):
+            await self._ranks.loaded()
+            try:
+                return await self._ask(version, adapter.source)
+            except _Interrupted:
+                continue
+        raise AdapterError(f"The engines ended {_MAX_TRIES} times while they read it.", 503)
+
+    async def _ask(self, version: int, source: Source) -> dict[int, AdapterRead]:
+        """What every rank says after it has read and checked the files."""
+        answers: dict[int, AdapterRead | AdapterRefused] = {}
+        self._answers[version] = answers
+        message = LoadAdapter(
+            version=version,
+            path=source.path,
+            root=source.root,
+            commit=source.commit,
+            max_rank=self._config.max_lora_rank,
+            held=list(self.registry.versions),
+        )
+        num_interrupted = self._num_interrupted
+        deadline = time.monotonic() + self._config.load_timeout
+        try:
+            self._ranks.tell(message)
+            while len(answers) < len(self._ranks.ring()):
+                if self._broken:
+                    raise self._broken
+                self._answered.clear()
+                await asyncio.wait_for(self._answered.wait(), deadline - time.monotonic())
+                # Also if all have answered: new engines hold what is registered by then.
+                if self._num_interrupted != num_interrupted:
+                    raise _Interrupted
+        except TimeoutError as error:
+            late = [rank for rank in self._ranks.ring() if rank not in answers]
+            raise _Late(f"Rank {late[0]} does not answer (--load-timeout).", 503) from error
+        finally:
+            del self._answers[version]
+        return checked(answers)
+
+    def on_answer(self, rank: int, answer: AdapterRead | AdapterRefused) -> None:
+        if answer.version in self._answers:
+            self._answers[answer.version][rank] = answer
+            self._answered.set()
+        elif answer.version not in self.registry.versions:  # else it is from before a fault
+            self._ranks.retire(answer.version)  # It took too long.
+
+    # --- engines that start anew
+
+    def interrupt(self) -> None:
+        """The engines are gone, and what they held and were asked."""
+        self._num_interrupted += 1
+        self._answered.set()
+
+    async def restore(self) -> None:
+        """Every rank reads again what it is to hold, under the same versions."""
+        for version, loaded in list(self.registry.versions.items()):
+            if not self.registry.is_wanted(version):
+                self.registry.versions.pop(version, None)
+                continue
+            try:
+                answers = await self._ask(version, loaded.source)
+                if not loaded.is_same(answers):
+                    raise AdapterError(f"The files in {loaded.source} are others than before.")
+                self.registry.hold(version, LoadedVersion(loaded.source, answers))
+            except _Late as error:
+                raise ClusterError(str(error)) from error  # New engines may answer.
+            except AdapterError as error:
+                self._lose(version, error)
+            if not self.registry.is_wanted(version):  # It was unloaded meanwhile.
+                self._ranks.retire(version)
+        # On fewer ranks each has more layers.
+        if not self._evict([0] * len(self._ranks.ring()), None):
+            _logger.warning("event=over_adapter_memory reason='all are pinned or in use'")
+
+    def _lose(self, version: int, error: AdapterError) -> None:
+        _logger.error("event=adapter_lost version=%d reason=%s", version, error)
+        self.registry.lose(version)
+        lost = UnavailableError("The adapter of this request cannot be read again.")
+        self._ranks.end_requests(version, lost)
+        self._ranks.retire(version)
+
+    def fail(self, error: BrigadeError) -> None:
+        """Nobody answers any more."""
+        self._broken = error
+        self._answered.set()
+
+    # --- memory
+
+    def _retire(self, adapter: Adapter) -> None:
+        if version := self.registry.release(adapter):
+            self._ranks.retire(version)
+
+    def _make_room(self, num_bytes: list[int], old: Adapter | None) -> None:
+        """Evicts idle adapters until there is room for one more in the place of the old one.
+        Raises OverloadedError if there is none."""
+        if not self._evict(num_bytes, old):
+            raise OverloadedError(
+                "All adapters in --adapter-memory are pinned or in use: try later, or unpin or "
+                "unload one."
+            )
+
+    def _evict(self, num_bytes: list[int], old: Adapter | None) -> bool:
+        """Whether there is room for so many bytes more on each rank, with what is idle gone."""
+        eviction = self.registry.evictions(num_bytes, old, self._ranks.ring())
+        for adapter in eviction.adapters:
+            _logger.info("event=adapter_evicted name=%s version=%d", adapter.name, adapter.version)
+            self._retire(adapter)
+        return eviction.is_enough
