@@ -31,7 +31,8 @@ from serve.front.http.metrics import Metrics
 from serve.front.http.openapi import document, summaries, told
 from serve.front.http.record import Record
 from serve.front.http.server import BACKLOG, Server
-from serve.front.output.answer import Answer, Engine, Job
+from serve.front.output.answer import Answer, Job
+from serve.front.pipeline.interface import Engine
 from serve.front.pipeline.prefix import scope_of
 from serve.front.routes.adapters import AdapterCalls
 from serve.front.routes.anthropic import MessageCalls
@@ -152,7 +153,7 @@ class Front:
         for body in (chat, {**chat, "stream": True, "response_format": formats}):
             try:
                 job = self._reader.chat(json.dumps(body).encode())
-                job.body.check_grammar(self._tokenizer)
+                job.check_grammar(self._tokenizer)
             except RequestError as error:  # A model may have no template, or one for others.
                 _logger.info("event=warm_up_refused reason=%s", json.dumps(str(error)))
 
@@ -222,8 +223,8 @@ class Front:
     async def _generate(self, request: Request, kind: Kind) -> Response:
         job: Job = await self.read(request, kind)
         answer, headers = await self.begin(request, job)
-        if job.body.stream:
-            return Stream(answer, answer.server_sent_events(job.body.include_usage), headers)
+        if job.is_stream:
+            return Stream(answer, answer.server_sent_events(job.include_usage), headers)
         reply = replies.fold(answer.chunks(include_usage=True))
         try:
             whole = await guard.unless_gone(request.receive, reply)
@@ -235,27 +236,27 @@ class Front:
     async def begin(self, request: Request, job: Job) -> tuple[Answer, dict[str, str]]:
         """The answer, which whoever gets it closes, and headers that go with it."""
         record: Record = request.scope[guard.RECORD]
-        if job.body.model != self._model:
-            record.adapter = job.body.model
-        self._adapters.check(job.body.model)
-        grammar = job.prompts[0].samplings[0].grammar
+        if job.model != self._model:
+            record.adapter = job.model
+        self._adapters.check(job.model)
+        grammar = job.grammar
         if grammar is not None:
             await guard.unless_gone(request.receive, self._check_grammar(request, job, grammar))
-        adapter = await self._adapters.version(job.body.model)
-        headers = replies.ignored_fields(job.body.ignored_fields)
+        adapter = await self._adapters.version(job.model)
+        headers = replies.ignored_fields(job.ignored_fields)
         if adapter:
             record.adapter_version = adapter
             headers["x-adapter-version"] = str(adapter)
         api_key = self.door.key_digest(request.scope) if self._keeps_keys_apart else ""
-        cache_scope = scope_of(job.body.cache_salt, api_key)
+        cache_scope = scope_of(job.cache_salt, api_key)
         generation = self._engine.submit(job.prompts, adapter, cache_scope)
-        answer = Answer(job.body.model, job, generation, self._tokenizer, record, self._metrics)
+        answer = Answer(job.model, job, generation, self._tokenizer, record, self._metrics)
         self._answers.add(answer)
         return answer, headers
 
     async def _check_grammar(self, request: Request, job: Job, grammar: str) -> None:
         def check() -> None:
-            job.body.check_grammar(self._tokenizer)
+            job.check_grammar(self._tokenizer)
 
         if self._tokenizer.grammars.is_known(grammar):
             await self._grammars.run_known(check)

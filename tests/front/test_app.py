@@ -30,8 +30,9 @@ from serve.front.api.chat import ChatShape
 from serve.front.app import Front, bind
 from serve.front.http import guard
 from serve.front.http.replies import StatusError
-from serve.front.text.formats import Format, ToolFormat
+from serve.front.text.formats import Format
 from serve.front.text.tokens import Tokenizer
+from serve.front.text.tool_formats import ToolFormat
 from tests.front.fakes import CONFIG, MAX_CONTEXT, TEMPLATE, FakeEngine, Running, byte_level, save
 
 HELLO: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}

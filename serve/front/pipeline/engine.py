@@ -26,10 +26,10 @@ from serve.core.errors import (
 )
 from serve.core.messages import AdapterRead, AdapterRefused, Admit, LoadAdapter, Result, Scores
 from serve.core.types import NUM_SEQUENCE_IDS, Sequence, Step
-from serve.front.api.prompt import Prompt
 from serve.front.pipeline.adapters import Adapters
 from serve.front.pipeline.blame import Blame, Suspects
 from serve.front.pipeline.generation import Generation
+from serve.front.pipeline.interface import Prompt
 from serve.front.pipeline.lives import Lives, View
 from serve.front.pipeline.scheduler import Reuse, Scheduler
 from serve.front.pipeline.stages import (

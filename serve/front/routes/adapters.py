@@ -8,10 +8,9 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from serve.core.errors import RequestError
-from serve.front.api.messages import Body
 from serve.front.api.openai import parse
 from serve.front.http import guard, replies
-from serve.front.http.body import json_object
+from serve.front.http.body import Body, json_object
 from serve.front.http.openapi import told
 from serve.front.pipeline.adapters import Adapters
 from serve.front.routes.stream import json_response

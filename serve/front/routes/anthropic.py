@@ -41,7 +41,7 @@ class MessageCalls:
         """Answers a chat in Anthropic's words."""
         job: Job = await self._front.read(request, "message")
         answer, headers = await self._front.begin(request, job)
-        telling = Telling(job.body.model, answer.usage)
+        telling = Telling(job.model, answer.usage)
         events = _events(telling, answer.chunks(include_usage=True))
         failed = partial(guard.error_reply, request.scope)
         return await in_events(request, answer, events, failed, telling.message, headers, _PING)
