@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from serve.cli import start
+from serve.core.messages import Status
 from serve.front.pipeline.stages import StageStatus
 
 URL = "http://127.0.0.1:8080"
@@ -14,7 +15,7 @@ URL = "http://127.0.0.1:8080"
 
 def stage(rank: int, state: str, done: int = 0, total: int = 0) -> StageStatus:
     status = StageStatus(rank, "127.0.0.1")
-    status.update({"state": state, "done": done, "total": total}, now=0.0)
+    status.update(Status(state, done, total), ring=(0, 1), now=0.0)
     return status
 
 

@@ -96,11 +96,12 @@ class StepLoop:
         self,
         stage: Stage,
         transport: Transport,
-        batchable: bool = True,
         kv_bits: int | None = None,
         folder: Path | None = None,
         cache_dir: Path | None = None,
         copies: Path | None = None,
+        *,
+        batchable: bool,
     ) -> None:
         self.stage = stage
         self.transport = transport
@@ -245,8 +246,15 @@ class Worker:
 
         loaded = load_stage(model, *order.layers, self._loading, try_batches)
         cache_dir = Path(order.cache_dir) if order.cache_dir else None
-        places = folder, cache_dir, Path(order.copies)
-        self.loop = StepLoop(loaded.stage, self.transport, batchable, order.kv_bits, *places)
+        self.loop = StepLoop(
+            loaded.stage,
+            self.transport,
+            order.kv_bits,
+            folder,
+            cache_dir,
+            Path(order.copies),
+            batchable=batchable,
+        )
         self.status = Status("ready", loaded=self._what_is_loaded(loaded, self.loop))
         return self.loop
 

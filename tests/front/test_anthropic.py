@@ -501,7 +501,11 @@ def test_either_header_is_a_key(engine: FakeEngine) -> None:
 
 
 def test_a_server_that_drains_says_so(server: Running, engine: FakeEngine) -> None:
-    assert httpx.post(server.url + "/admin/drain?seconds=5").status_code == 202
-    reply = httpx.post(server.url + MESSAGES, json=HELLO)
+    engine.delay = 0.2  # The server ends as soon as nothing runs any more.
+    body = {**HELLO, "max_tokens": 5, "stream": True}
+    with httpx.stream("POST", server.url + MESSAGES, json=body) as running:
+        assert httpx.post(server.url + "/admin/drain?seconds=5").status_code == 202
+        reply = httpx.post(server.url + MESSAGES, json=HELLO)
+        running.read()
     assert (reply.status_code, reply.headers["retry-after"]) == (503, "2")
     assert reply.json()["error"]["type"] == "overloaded_error"

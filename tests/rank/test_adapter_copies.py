@@ -9,7 +9,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from serve.rank.worker import Order, Parent, Worker
+from serve.core.messages import LoadAdapter, Order
+from serve.rank.worker import Parent, Worker
 from tests import adapters
 from tests.rank.test_adapters import ALL, LLAMA, Pipeline
 
@@ -32,10 +33,9 @@ def parents(tmp_path: Path) -> list[Path]:
 
 def ask(
     pipeline: Pipeline, parents: list[Path], version: int, folder: Path, held: tuple[int, ...] = ()
-) -> list[dict[str, Any]]:
+) -> list[Any]:
     """The answers of all ranks."""
-    message = {"version": version, "path": str(folder), "root": None, "max_rank": 64}
-    message |= {"commit": None, "held": list(held)}
+    message = LoadAdapter(version, str(folder), None, None, max_rank=64, held=list(held))
     for own, parent in zip(pipeline.adapters, parents, strict=True):
         own._copies = parent
     answers = [own.answer(message) for own in pipeline.adapters]
@@ -62,7 +62,7 @@ def test_a_new_engine_has_the_same_whatever_became_of_the_files(
         adapters.save_adapter(folder, LLAMA(), seed=1, **KINDS[kind])
     after = Pipeline(LLAMA, CUTS)
     assert ask(after, parents, 7, folder, held=(7,)) == answers
-    assert [own.num_bytes for own in after.adapters] == [a["num_bytes"] for a in answers]
+    assert [own.num_bytes for own in after.adapters] == [a.num_bytes for a in answers]
     for old, new in zip(before.logits([7, 0, 7]), after.logits([7, 0, 7]), strict=True):
         assert mx.array_equal(old, new), "to the last bit"
     base = after.logits([0])[0]
@@ -85,7 +85,7 @@ def test_a_number_of_another_rank_0_is_not_that_version(
     folders = [adapters.save_adapter(tmp_path / name, LLAMA(), i) for i, name in enumerate("ab")]
     old = ask(Pipeline(LLAMA, CUTS), parents, 1, folders[0])
     new = ask(Pipeline(LLAMA, CUTS), parents, 1, folders[1])
-    assert [a["checksum"] for a in new] != [a["checksum"] for a in old]
+    assert [a.checksum for a in new] != [a.checksum for a in old]
     assert ask(Pipeline(LLAMA, CUTS), parents, 1, folders[0], held=(1,)) == new
 
 
@@ -103,7 +103,7 @@ def test_copies_of_what_nobody_needs_go_with_the_next_one(
 
 def test_what_is_refused_leaves_no_copy(tmp_path: Path, parents: list[Path]) -> None:
     answers = ask(Pipeline(LLAMA, CUTS), parents, 1, tmp_path / "nowhere")
-    assert [answer["error"]["status"] for answer in answers] == [404] * 3
+    assert [answer.status for answer in answers] == [404] * 3
     assert there(parents) == [[]] * 3
 
 
@@ -129,7 +129,7 @@ def test_an_engine_whose_parent_was_killed_leaves_nothing(tmp_path: Path) -> Non
     with here:
         worker = Worker(
             Parent(here),
-            Order(0, (0,), ("a",), [], 0, Path(), None, None, copies, (0, 2), None, 1.0),
+            Order(0, (0,), ("a",), [], 0, ".", None, None, str(copies), (0, 2), None, 1.0),
         )
         worker._run_engine = worker._watch = lambda: None  # type: ignore[method-assign]
         worker.run()
@@ -143,7 +143,7 @@ def test_an_engine_with_other_layers_reads_the_files(tmp_path: Path, parents: li
         num_ranks = len(cuts) + 1
         pipeline = Pipeline(LLAMA, cuts)
         answers = ask(pipeline, parents[:num_ranks], 1, folder, held=(1,))
-        assert sorted(name for answer in answers for name in answer["own"]) == whole[0]["own"]
+        assert sorted(name for answer in answers for name in answer.own) == whole[0].own
         expected = Pipeline(LLAMA, cuts)
         for own in expected.adapters:
             own.read(1, str(folder), None, 64)

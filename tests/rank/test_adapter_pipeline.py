@@ -12,6 +12,7 @@ from mlx_lm.tuner.utils import load_adapters
 
 from serve.core.types import Sequence
 from serve.model.stage import Stage
+from serve.rank.batching import can_batch
 from serve.rank.worker import StepLoop
 from tests import adapters
 from tests.models import build
@@ -30,7 +31,9 @@ class AdapterPipeline(LocalPipeline):
 
     def _run(self, rank: int, layers: tuple[int, int]) -> None:
         with BUILDING:
-            loop = StepLoop(Stage(self.make(), *layers), self.ring[rank])
+            model = self.make()
+            batchable = can_batch(model)
+            loop = StepLoop(Stage(model, *layers), self.ring[rank], batchable=batchable)
             for version, folder in self.folders.items():
                 loop.adapters.read(version, str(folder), None, 64)
         if rank == 0:

@@ -14,7 +14,6 @@ from serve.core.errors import PlanError
 from serve.core.messages import TensorSpec
 from serve.core.types import Row, Step
 from serve.model import stage as stage_module
-from serve.model import trial
 from serve.model.stage import Stage
 from serve.rank.batching import can_batch
 from serve.ring import transport
@@ -129,11 +128,10 @@ def test_ragged_batches_in_which_rows_overflow(name: str, model: nn.Module) -> N
     if name in REFUSED:
         pytest.skip("refused")
     feeds, bad = comparison.overflowing(model)
-    with trial.without_weights(model):
-        can_batch = trial.can_batch(model)
-    expected = list(ragged([whole(model)], can_batch))
+    batchable = can_batch(model)
+    expected = list(ragged([whole(model)], batchable))
     num_bad = 0
-    for number, got in enumerate(ragged([whole(model)], can_batch, feeds)):
+    for number, got in enumerate(ragged([whole(model)], batchable, feeds)):
         for n, sequence in enumerate(feeds[number][1]):
             own, others = got[n], expected[number][n]
             known = mx.arange(own.shape[-1]) != comparison.OVERFLOWS  # A tied head has it, too.

@@ -60,13 +60,12 @@ def test_one_survivor_gets_all_layers_if_it_has_room_for_a_conversation(
     whole = make_plan(folder, PlanRequest(num_ranks=1)).stages[0]
     needed = whole.weight_bytes + with_slack(512 * whole.cache_bytes_per_token * 8)
     for known, fits in ((needed + 1000, True), (needed - 1000, False)):
-        message = replan_request(config, [0], [known], str(folder))
-        fields = {key: value for key, value in message.items() if key not in ("type", "model")}
+        request = replan_request(config, [0], [known])
         if fits:
-            assert make_plan(folder, PlanRequest(**fields)).stages[0].layers == (0, 4)
+            assert make_plan(folder, request).stages[0].layers == (0, 4)
         else:
             with pytest.raises(PlanError, match="at least 4,096 tokens"):
-                make_plan(folder, PlanRequest(**fields))
+                make_plan(folder, request)
 
 
 def test_memory_without_a_promise_is_for_the_weights_and_some_room(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from serve.core.types import Sampling, Score, Sequence
 from serve.front.pipeline.scheduler import Scheduler
 from serve.model.caches import quantized
 from serve.model.stage import Stage
+from serve.rank.batching import can_batch
 from serve.rank.chooser import Chooser
 from serve.rank.outbox import Outbox
 from serve.rank.worker import StepLoop
@@ -56,9 +57,11 @@ class LocalPipeline:
         # One after another, and no step before, as in processes: the seed and what a trial puts
         # in the place of mlx's functions are global.
         with BUILDING:
-            stage = Stage(self.make(), *layers)
+            model = self.make()
+            batchable = can_batch(model)
+            stage = Stage(model, *layers)
         self.built.wait(60)
-        loop = StepLoop(stage, self.ring[rank], self.kv_bits)
+        loop = StepLoop(stage, self.ring[rank], self.kv_bits, batchable=batchable)
         if rank == 0:  # Others forget what is dropped before rank 0 has done with it.
             loop.outbox, loop.chooser = self.outbox, self.chooser
         for result in loop.run():

@@ -22,7 +22,7 @@ def test_caches_are_looked_at_after_steps_alone() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         worker = Worker(Parent(theirs), ORDER)
-        worker.loop = loop = StepLoop(Stage(build("llama"), 0, 4), LocalTransport())
+        worker.loop = loop = StepLoop(Stage(build("llama"), 0, 4), LocalTransport(), batchable=True)
 
         def told() -> Activity:
             worker._report()

@@ -1,7 +1,8 @@
 """Scores as OpenAI tells them, in chat and in completions."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+
+import msgspec
 
 from serve.core.types import Score
 from serve.front.http.replies import Json
@@ -62,7 +63,7 @@ def prompt_logprobs(
 
 def with_top(scores: Sequence[Score], num_top: int) -> list[Score]:
     """Scores that tell no more than so many of the likeliest tokens."""
-    return [replace(score, top=score.top[:num_top]) for score in scores]
+    return [msgspec.structs.replace(score, top=score.top[:num_top]) for score in scores]
 
 
 def _top(score: Score, tokenizer: Tokenizer, as_ids: bool) -> dict[str, float]:
