@@ -26,15 +26,17 @@ from serve.front.api.lanes import Kind, Lanes
 from serve.front.api.openai import ChatBody, CompletionBody, DetokenizeBody, Tokenizable
 from serve.front.api.reading import Reader, Told
 from serve.front.http import guard, replies, schemas
+from serve.front.http.access import Access, Policies, Policy
 from serve.front.http.door import Door, log_access
 from serve.front.http.metrics import Metrics
-from serve.front.http.openapi import document, summaries, told
+from serve.front.http.openapi import document, endpoint, summaries
 from serve.front.http.record import Record
 from serve.front.http.server import BACKLOG, Server
 from serve.front.output.answer import Answer, Job
 from serve.front.pipeline.interface import Engine
 from serve.front.pipeline.prefix import scope_of
-from serve.front.routes.adapters import AdapterCalls
+from serve.front.routes import anthropic
+from serve.front.routes.adapters import ADMIN, AdapterCalls
 from serve.front.routes.anthropic import MessageCalls
 from serve.front.routes.responses import ResponseCalls
 from serve.front.routes.stream import Stream, json_response
@@ -43,6 +45,10 @@ from serve.front.text.tokens import Tokenizer
 
 _MOST_SECONDS = 3600.0
 _BROKEN_DRAIN_SECONDS = 0.5
+_PROBE = Policy(access=Access.OPEN, ignores_load=True)
+_READY = Policy(access=Access.OPEN)
+# Unknown paths below these are treated as the calls there.
+_FOLDERS = {"/admin/": ADMIN, **anthropic.FOLDERS}
 
 _logger = logging.getLogger(__name__)
 
@@ -142,7 +148,9 @@ class Front:
         paths = [route.path for route in routes]
         self._calls = summaries(routes)
         self._document = document(routes, __version__)
-        self.app = guard.Guard(_with_cors(self.door, config), self._metrics, config, paths)
+        policies = Policies(routes, _FOLDERS)
+        inner = _with_cors(self.door, config)
+        self.app = guard.Guard(inner, self._metrics, config, paths, policies)
 
     def warm_up(self) -> None:
         """Reads requests of nobody, so that the first one of a client finds validators, template
@@ -205,12 +213,12 @@ class Front:
             *AdapterCalls(self._adapters, self._model).routes(),
         ]
 
-    @told(404, 429, 500, body=ChatBody, reply=schemas.ChatReply, chunk=schemas.ChatChunk)
+    @endpoint(404, 429, 500, body=ChatBody, reply=schemas.ChatReply, chunk=schemas.ChatChunk)
     async def chat(self, request: Request) -> Response:
         """Answers a chat."""
         return await self._generate(request, "chat")
 
-    @told(
+    @endpoint(
         *(404, 429, 500),
         body=CompletionBody,
         reply=schemas.CompletionReply,
@@ -280,23 +288,23 @@ class Front:
         headers = replies.ignored_fields(read.ignored_fields)
         return Response(read.reply, headers=headers, media_type="application/json")
 
-    @told(404, body=Tokenizable, reply=schemas.Tokenized)
+    @endpoint(404, body=Tokenizable, reply=schemas.Tokenized)
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or of messages."""
         return await self.tell(request, "tokenize")
 
-    @told(404, body=DetokenizeBody, reply=schemas.Detokenized)
+    @endpoint(404, body=DetokenizeBody, reply=schemas.Detokenized)
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
         return await self.tell(request, "detokenize")
 
-    @told(reply=schemas.ModelList)
+    @endpoint(reply=schemas.ModelList)
     async def models(self, _: Request) -> Response:
         """The model and its adapters."""
         described = [self._described(name) for name in self._adapters.names]
         return json_response({"object": "list", "data": described})
 
-    @told(404, reply=schemas.Model)
+    @endpoint(404, reply=schemas.Model)
     async def model(self, request: Request) -> Response:
         """The model or an adapter by its name."""
         name = request.path_params["name"]
@@ -313,12 +321,12 @@ class Front:
             "max_model_len": self._max_context,
         }
 
-    @told(reply=schemas.Status)
+    @endpoint(reply=schemas.Status, policy=_PROBE)
     async def health(self, _: Request) -> Response:
         """Answers while the process is alive."""
         return json_response({"status": "alive"})
 
-    @told(reply=schemas.Status)
+    @endpoint(reply=schemas.Status, policy=_READY)
     async def ready(self, _: Request) -> Response:
         """Whether requests can be answered; 503 says what the server waits for."""
         reason = self._engine.ready_reason()
@@ -326,13 +334,13 @@ class Front:
             raise UnavailableError(reason)
         return json_response({"status": "ready"})
 
-    @told()
+    @endpoint(policy=_PROBE)
     async def metrics(self, request: Request) -> Response:
         """Numbers for Prometheus."""
         body, content_type = self._metrics.render(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
-    @told(reply=schemas.Index)
+    @endpoint(reply=schemas.Index)
     async def index(self, _: Request) -> Response:
         """What this server is, and its calls."""
         return json_response(
@@ -344,27 +352,34 @@ class Front:
             }
         )
 
-    @told(reply=schemas.Version)
+    @endpoint(reply=schemas.Version)
     async def version(self, _: Request) -> Response:
         """The version of Brigade."""
         return json_response({"version": __version__})
 
-    @told(reply=replies.Json)
+    @endpoint(reply=replies.Json)
     async def openapi(self, _: Request) -> Response:
         """Every call, its parameters and replies, for programs."""
         return json_response(self._document)
 
-    @told(403, reply=replies.Json)
+    @endpoint(403, reply=replies.Json, policy=ADMIN)
     async def pipeline(self, _: Request) -> Response:
         """Each stage: its layers, bytes, times and state."""
         return json_response(self._engine.pipeline())
 
-    @told(400, 403, reply=replies.Json, query={"seconds": {"type": "number"}})
+    @endpoint(400, 403, reply=replies.Json, query={"seconds": {"type": "number"}}, policy=ADMIN)
     async def trace(self, request: Request) -> Response:
         """What each stage did when, as a Chrome trace."""
         return json_response(self._engine.timeline(_seconds(request, 10.0)))
 
-    @told(400, 403, status=202, reply=schemas.Status, query={"seconds": {"type": "number"}})
+    @endpoint(
+        400,
+        403,
+        status=202,
+        reply=schemas.Status,
+        query={"seconds": {"type": "number"}},
+        policy=ADMIN,
+    )
     async def drain(self, request: Request) -> Response:
         """The process ends with code 0 when the last answer is finished."""
         self.begin_drain(_seconds(request, self._drain_seconds))

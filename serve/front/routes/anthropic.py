@@ -11,13 +11,18 @@ from starlette.routing import Route
 from serve.front.api.anthropic import CountBody, MessagesBody
 from serve.front.api.anthropic_events import Telling
 from serve.front.http import guard, schemas
-from serve.front.http.openapi import told
+from serve.front.http.access import Dialect, Policy
+from serve.front.http.openapi import endpoint
 from serve.front.http.replies import Json
 from serve.front.output.answer import Job
 from serve.front.routes.responses import Front
 from serve.front.routes.stream import in_events
 
 _PING = ServerSentEvent('{"type":"ping"}', event="ping", sep="\n")
+
+_POLICY = Policy(dialect=Dialect.ANTHROPIC)
+# Errors of unknown paths below are in Anthropic's words, too.
+FOLDERS = {"/v1/messages/": _POLICY}
 
 
 class MessageCalls:
@@ -30,12 +35,12 @@ class MessageCalls:
             Route("/v1/messages/count_tokens", self.count, methods=["POST"]),
         ]
 
-    @told(
+    @endpoint(
         *(404, 429, 500),
         body=MessagesBody,
         reply=schemas.MessageReply,
         chunk=Json,
-        error=schemas.AnthropicErrorReply,
+        policy=_POLICY,
     )
     async def create(self, request: Request) -> Response:
         """Answers a chat in Anthropic's words."""
@@ -46,9 +51,7 @@ class MessageCalls:
         failed = partial(guard.error_reply, request.scope)
         return await in_events(request, answer, events, failed, telling.message, headers, _PING)
 
-    @told(
-        *(404, 500), body=CountBody, reply=schemas.MessageTokens, error=schemas.AnthropicErrorReply
-    )
+    @endpoint(*(404, 500), body=CountBody, reply=schemas.MessageTokens, policy=_POLICY)
     async def count(self, request: Request) -> Response:
         """How many tokens a prompt has, of a chat in Anthropic's words."""
         return await self._front.tell(request, "count")

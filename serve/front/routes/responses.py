@@ -13,7 +13,7 @@ from serve.front.api.reading import NeedsEarlier, ReadResponse
 from serve.front.api.responses import ResponsesBody, Store, as_messages, joined, own_names, response
 from serve.front.api.responses_events import Telling
 from serve.front.http.guard import read_body
-from serve.front.http.openapi import told
+from serve.front.http.openapi import endpoint
 from serve.front.http.replies import Json
 from serve.front.output.answer import Answer, Job
 from serve.front.routes.stream import in_events, json_response
@@ -41,7 +41,7 @@ class ResponseCalls:
             Route("/v1/responses/{id}", self.kept, methods=["GET", "DELETE"]),
         ]
 
-    @told(404, 429, 500, body=ResponsesBody, reply=Json, chunk=Json)
+    @endpoint(404, 429, 500, body=ResponsesBody, reply=Json, chunk=Json)
     async def respond(self, request: Request) -> Response:
         """Answers with items: text, thoughts, calls of functions."""
         read = await self._read(request)
@@ -76,7 +76,7 @@ class ResponseCalls:
         for event in last:
             yield event
 
-    @told(400, 404, reply=Json)
+    @endpoint(400, 404, reply=Json)
     async def kept(self, request: Request) -> Response:
         """A response that is kept; DELETE forgets it."""
         id = request.path_params["id"]
