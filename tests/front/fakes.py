@@ -21,7 +21,8 @@ from serve.core.config import ServeConfig
 from serve.core.errors import BrigadeError
 from serve.core.messages import AdapterRead, AdapterRefused, LoadAdapter
 from serve.core.types import Event, FinishReason, Sampling, Score
-from serve.front.app import bind, serve
+from serve.front.app import serve
+from serve.front.http.listening import bind
 from serve.front.pipeline.adapters import Adapters
 from serve.front.pipeline.interface import Prompt
 from serve.front.text.tokens import Tokenizer

@@ -17,10 +17,10 @@ import openai
 import pytest
 
 from serve.core.errors import AddressError
-from serve.front.app import bind
 from serve.front.http import guard
 from serve.front.http.access import Policy
 from serve.front.http.door import Door
+from serve.front.http.listening import bind
 from serve.front.http.record import Record
 from serve.front.text.tokens import Tokenizer
 from tests.front.fakes import CONFIG, FakeEngine, Running

@@ -20,6 +20,24 @@ _CONNECTIONS = "connections"  # in the state that a server gives: all that are o
 _logger = logging.getLogger(__name__)
 
 
+class Keys:
+    """The API keys of the server, for telling clients apart."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._api_keys = [_digest(key.encode()) for key in config.api_key]
+
+    def digest(self, scope: Scope) -> str:
+        """The digest of the valid API key in a request; empty if it has none."""
+        valid = (token for token in _tokens(scope) if _is_one_of(token, self._api_keys))
+        return next((_digest(token).hex() for token in valid), "")
+
+    def client_of(self, scope: Scope) -> str:
+        """A name of the client that it cannot forge: its API key's digest, or else its address,
+        which all clients of a proxy share."""
+        address = scope.get("client") or ("",)
+        return self.digest(scope) or str(address[0])
+
+
 class Door:
     """Checks each request by the policy of its path, which the Guard puts into the scope.
 
@@ -64,17 +82,6 @@ class Door:
     async def drained(self) -> None:
         """Returns when all requests from before `drain` are answered, or after `give_up`."""
         await self._drained.wait()
-
-    def key_digest(self, scope: Scope) -> str:
-        """The digest of the valid API key in a request; empty if it has none."""
-        valid = (token for token in _tokens(scope) if _is_one_of(token, self._api_keys))
-        return next((_digest(token).hex() for token in valid), "")
-
-    def client_of(self, scope: Scope) -> str:
-        """A name of the client that it cannot forge: its API key's digest, or else its address,
-        which all clients of a proxy share."""
-        address = scope.get("client") or ("",)
-        return self.key_digest(scope) or str(address[0])
 
     def _tell_if_drained(self) -> None:
         if self._draining and not self._num_inside:
