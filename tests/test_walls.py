@@ -89,6 +89,11 @@ EVALUATING_FILES = {"worker", "transport", "weights", "table", "loop"}
 EVALUATIONS = {"mlx.core.eval", "mlx.core.async_eval"}
 
 
+# The rooms of the front, bottom up: each imports itself and those before it. app.py is the top.
+ROOMS = ["http", "text", "pipeline", "output", "api", "routes", "app"]
+FRONT = "serve.front."
+
+
 def under(name: str, prefix: str) -> bool:
     return name == prefix or name.startswith(prefix + ".")
 
@@ -155,6 +160,21 @@ def references(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield line, name
 
 
+def room_of(module: str) -> str | None:
+    """The room of the front that a module is in, or None outside of the front."""
+    return module.removeprefix(FRONT).partition(".")[0] if module.startswith(FRONT) else None
+
+
+def room_broken(module: str, target: str) -> str | None:
+    own, other = room_of(module), room_of(target)
+    if own is None or other is None:
+        return None
+    if own not in ROOMS:
+        return f"{own} is not in ROOMS"
+    allowed = ROOMS[: ROOMS.index(own) + 1]
+    return None if other in allowed else f"{own} may import {', '.join(allowed)} only, not {other}"
+
+
 def wall_broken(module: str, target: str) -> str | None:
     if target == "serve.__version__":
         return None
@@ -163,7 +183,7 @@ def wall_broken(module: str, target: str) -> str | None:
         return "no wall knows this module"
     allowed = WALLS[max(sides, key=len)]
     if any(under(target, name) for name in allowed):
-        return None
+        return room_broken(module, target)
     return f"may import {', '.join(allowed)} only, not {target}"
 
 
@@ -246,6 +266,12 @@ def test_walls_hold() -> None:
         ("serve/front/api/chat.py", "from transformers import AutoTokenizer"),
         ("serve/front/app.py", "import prometheus_client"),
         ("serve/front/a.py", "import numpy"),
+        ("serve/front/http/a.py", "from serve.front.text.tokens import Tokenizer"),
+        ("serve/front/text/a.py", "from serve.front import pipeline"),
+        ("serve/front/pipeline/a.py", "def f():\n    import serve.front.output.answer"),
+        ("serve/front/output/a.py", "from serve.front.api.openai import ChatBody"),
+        ("serve/front/api/a.py", "if TYPE_CHECKING:\n    from serve.front.routes import chat"),
+        ("serve/front/routes/a.py", "from serve.front.app import Front"),
         ("serve/front/a.py", "import pickle"),
         ("serve/bench/a.py", "import serve.front.app"),
         ("serve/bench/a.py", "import mlx.core as mx"),
@@ -292,6 +318,9 @@ def test_a_broken_wall_is_seen(path: str, source: str) -> None:
         ("serve/core/a.py", "import json\nfrom serve.core.errors import UsageError"),
         ("serve/parent/a.py", "import asyncio\nfrom serve.core import wire"),
         ("serve/front/app.py", "from starlette.applications import Starlette"),
+        ("serve/front/app.py", "from serve.front.routes import chat"),
+        ("serve/front/routes/a.py", "from serve.front.routes.stream import Stream"),
+        ("serve/front/pipeline/a.py", "from serve.front.http.metrics import Metrics"),
         ("serve/front/http/server.py", "import uvicorn\nfrom serve import __version__"),
         ("serve/ring/transport.py", "import mlx.core as mx\nmx.distributed.init()\nmx.eval()"),
         ("serve/rank/model.py", "import mlx.core as mx\nmx.zeros((1,))\nmodel.eval()"),

@@ -128,10 +128,11 @@ async def _run_front(
     # Imported here, because ranks above 0 need neither HTTP nor tokenizers.
     from serve.cli.start import TerminalView
     from serve.front import app
+    from serve.front.http.listening import bind
     from serve.front.pipeline.engine import Engine
     from serve.front.text.tokens import Tokenizer
 
-    listening = app.bind(config.host, config.port)
+    listening = bind(config.host, config.port)
     max_context = min(filter(None, [config.max_context, checkpoint.max_context]), default=4096)
     port = listening.getsockname()[1]
     config = dataclasses.replace(config, max_context=max_context, port=port)

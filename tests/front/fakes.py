@@ -21,9 +21,10 @@ from serve.core.config import ServeConfig
 from serve.core.errors import BrigadeError
 from serve.core.messages import AdapterRead, AdapterRefused, LoadAdapter
 from serve.core.types import Event, FinishReason, Sampling, Score
-from serve.front.api.prompt import Prompt
-from serve.front.app import bind, serve
+from serve.front.app import serve
+from serve.front.http.listening import bind
 from serve.front.pipeline.adapter_loader import AdapterLoader, Ranks
+from serve.front.pipeline.interface import Prompt
 from serve.front.text.tokens import Tokenizer
 
 CONFIG = ServeConfig(model=Path("."), served_model_name="tiny", no_warm_up=True)

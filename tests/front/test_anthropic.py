@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from serve.core.errors import BrigadeError, EngineError, OverloadedError, RequestError
 from serve.front.api.anthropic import CountBody, MessagesBody
-from serve.front.api.anthropic_events import Telling
+from serve.front.api.anthropic_events import MessagesWriter
 from serve.front.api.openai import ChatBody, parse
 from serve.front.http.replies import named_event, usage
 from serve.front.http.schemas import AnthropicErrorReply, MessageReply
@@ -278,7 +278,7 @@ def call(name: str | None, arguments: str) -> dict[str, Any]:
     return {"tool_calls": [{"index": 0, **named, "function": function}]}
 
 
-def told(telling: Telling, *chunks: dict[str, Any]) -> Iterator[Any]:
+def told(telling: MessagesWriter, *chunks: dict[str, Any]) -> Iterator[Any]:
     """Each event as it is at that moment, checked by Anthropic's own types."""
 
     def events() -> Iterator[Any]:
@@ -293,8 +293,8 @@ def told(telling: Telling, *chunks: dict[str, Any]) -> Iterator[Any]:
         yield EVENT.validate_python(sent)
 
 
-def telling() -> Telling:
-    return Telling("tiny", lambda: usage(7, 5, 3))
+def telling() -> MessagesWriter:
+    return MessagesWriter("tiny", lambda: usage(7, 5, 3))
 
 
 def test_the_order_of_events() -> None:

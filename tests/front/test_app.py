@@ -25,14 +25,20 @@ from serve.core.errors import (
     OverloadedError,
     UnavailableError,
 )
-from serve.front.api import anthropic_events, chat, responses_events
+from serve.front.api import chat
+from serve.front.api.anthropic_events import MessagesWriter
 from serve.front.api.chat import ChatShape
-from serve.front.app import WARM_UP_SCHEMA, Front, bind
+from serve.front.api.responses_events import ResponsesWriter
+from serve.front.app import Front
 from serve.front.http import guard
+from serve.front.http.listening import bind
 from serve.front.http.replies import StatusError
-from serve.front.text.formats import Format, ToolFormat
+from serve.front.routes.answering import WARM_UP_SCHEMA
+from serve.front.routes.server import ServerCalls
+from serve.front.text.formats import Format
 from serve.front.text.grammars import of_schema
 from serve.front.text.tokens import Tokenizer
+from serve.front.text.tool_formats import ToolFormat
 from tests.front.fakes import CONFIG, MAX_CONTEXT, TEMPLATE, FakeEngine, Running, byte_level, save
 
 HELLO: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
@@ -211,7 +217,7 @@ def test_what_is_no_call_has_an_error_object(
 def test_an_exception_of_ours_is_told_to_the_log_alone(
     server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(Front, "_described", lambda self, name: {}["/secret/path"])
+    monkeypatch.setattr(ServerCalls, "_described", lambda self, name: {}["/secret/path"])
     reply = get(server, "/v1/models")
     assert reply.status_code == 500
     assert reply.json()["error"]["type"] == "server_error"
@@ -543,14 +549,14 @@ def test_events_that_cannot_be_told_end_their_stream_alone(
     server: Running, monkeypatch: pytest.MonkeyPatch, path: str, event: Any
 ) -> None:
     """With an error in the words of its call, and not with a connection that is cut."""
-    of = {"/v1/responses": responses_events, "/v1/messages": anthropic_events}[path]
+    writers = {"/v1/responses": ResponsesWriter, "/v1/messages": MessagesWriter}
     body = {"model": "tiny", **ASKED[path]}
 
     def feed(*_: Any) -> Any:
         yield {}["raises"] if event is None else event
 
     with monkeypatch.context() as patch:
-        patch.setattr(of.Telling, "feed", feed)
+        patch.setattr(writers[path], "feed", feed)
         streamed = httpx.post(server.url + path, json={**body, "stream": True}, timeout=10)
         last = json.loads(streamed.text.split("\n\n")[-2].partition("data: ")[2])
         assert last["type"] in ("response.failed", "error")
@@ -651,7 +657,7 @@ async def test_bodies_of_clients_that_left_do_not_wait_for_a_thread(
     front = Front(CONFIG, engine, engine.tokenizer, MAX_CONTEXT)
     bodies, free = [], threading.Event()
     for _ in range(8):
-        front._lanes._threads.submit(free.wait)
+        front.answering._lanes._threads.submit(free.wait)
 
     async def read_body(*_: object) -> Any:
         bodies.append(weakref.ref(body := Body()))
@@ -664,12 +670,12 @@ async def test_bodies_of_clients_that_left_do_not_wait_for_a_thread(
     request = Request({"type": "http"}, leave)
     try:
         with pytest.raises(StatusError):
-            await front.read(request, "chat")
+            await front.answering.read(request, "chat")
         gc.collect()
         assert [body() for body in bodies] == [None]
     finally:
         free.set()
-        front.close()
+        front.answering.close()
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, None, "{{ raise_exception('tools only') }}"])

@@ -21,8 +21,9 @@ import httpx
 import pytest
 
 from serve.core.errors import BrigadeError, UnavailableError
-from serve.front.app import bind, serve
+from serve.front.app import serve
 from serve.front.http import server as http_server
+from serve.front.http.listening import bind
 from serve.front.routes import stream as streaming
 from tests.front.fakes import CONFIG, MAX_CONTEXT, FakeEngine, Running
 from tests.front.test_app import CHAT, HELLO, post, wait_until
@@ -472,7 +473,8 @@ def test_many_at_once(server: Running, engine: FakeEngine) -> None:
 PROGRAM = """
 import asyncio, sys
 from pathlib import Path
-from serve.front.app import bind, serve
+from serve.front.app import serve
+from serve.front.http.listening import bind
 from serve.front.text.tokens import Tokenizer
 from tests.front.fakes import CONFIG, MAX_CONTEXT, FakeEngine
 

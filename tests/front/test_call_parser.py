@@ -4,8 +4,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from serve.front.output.call_parser import MAX_CHARACTERS, CallParser
-from serve.front.text.formats import tool_format
+from serve.front.text.call_parser import MAX_CHARACTERS, CallParser
+from serve.front.text.tool_formats import tool_format
 
 CALL = '{"name": "weather", "arguments": {"city": "Köln"}}'
 # Each time that the parser of gemma4 sees "call:" it reads on to the end.

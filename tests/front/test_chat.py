@@ -10,9 +10,9 @@ from serve.core.tool_parsers import tool_parsers
 from serve.core.types import Sampling
 from serve.front.api.chat import prepare
 from serve.front.api.openai import ChatBody, parse
-from serve.front.api.prompt import Prompt
 from serve.front.output.answer import Job
 from serve.front.output.choice import Piece
+from serve.front.pipeline.interface import Prompt
 from serve.front.text.formats import Format
 from serve.front.text.tokens import Tokenizer
 

@@ -10,7 +10,7 @@ from serve.core.errors import RequestError
 from serve.core.types import Score
 from serve.front.api.completions import prepare
 from serve.front.api.logprobs import chat_logprobs, completion_logprobs
-from serve.front.api.openai import MOST_PROMPTS, CompletionBody, parse
+from serve.front.api.openai import MAX_PROMPTS, CompletionBody, parse
 from serve.front.http import replies
 from serve.front.http.metrics import Metrics
 from serve.front.http.record import Record
@@ -80,7 +80,7 @@ async def test_prompts_as_text_and_as_ids(
         [-1],
         [[-1]],
         [2**31],
-        ["a"] * (MOST_PROMPTS + 1),
+        ["a"] * (MAX_PROMPTS + 1),
         [10**30],
         [[[1]]],
     ],

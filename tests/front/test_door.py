@@ -17,9 +17,10 @@ import openai
 import pytest
 
 from serve.core.errors import AddressError
-from serve.front.app import bind
 from serve.front.http import guard
+from serve.front.http.access import Policy
 from serve.front.http.door import Door
+from serve.front.http.listening import bind
 from serve.front.http.record import Record
 from serve.front.text.tokens import Tokenizer
 from tests.front.fakes import CONFIG, FakeEngine, Running
@@ -420,6 +421,7 @@ async def test_what_clients_have_left_takes_room_while_it_is_under_way() -> None
     door = Door(inner, dataclasses.replace(CONFIG, max_connections=2))
     asked = {"path": CHAT, "http_version": "1.1", "headers": [], "state": {}, "method": "POST"}
     asked[guard.RECORD] = Record("id", "POST", CHAT)
+    asked[guard.POLICY] = Policy()
     inside = [asyncio.ensure_future(door(asked, inner, send)) for _ in range(2)]
     await asyncio.sleep(0)
     await door(asked, inner, send)

@@ -62,7 +62,8 @@ def described(read: Any) -> Any:
         return read.body, read.messages, described(read.job)
     if isinstance(read, Job):
         prompts = [(p.ids, p.max_tokens, p.end_ids, p.text, p.has_marks) for p in read.prompts]
-        return read.body, prompts, type(read.shape), sorted(vars(read.shape))
+        told = (read.model, read.stop, read.is_stream, read.cache_salt, read.ignored_fields)
+        return told, prompts, type(read.shape), sorted(vars(read.shape))
     if isinstance(read, RequestError):
         return type(read), str(read), read.param, read.code
     return read

@@ -27,8 +27,8 @@ from serve.core.errors import (
 )
 from serve.core.plan import KvRoom
 from serve.core.types import Event, Sampling
-from serve.front.api.prompt import Prompt
 from serve.front.pipeline.engine import Engine
+from serve.front.pipeline.interface import Prompt
 from serve.parent.engine import EngineProcess
 from serve.parent.member import run_member
 from tests.front.simulation import next_token

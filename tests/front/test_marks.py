@@ -15,12 +15,14 @@ from transformers import AutoTokenizer
 from serve.core.errors import RequestError, UsageError
 from serve.core.tool_parsers import tool_parsers
 from serve.front.api.anthropic import MessagesBody
+from serve.front.api.chat import parsers_of
 from serve.front.api.openai import ChatBody, parse
 from serve.front.api.responses import ResponsesBody
 from serve.front.api.tools import NamedTool, Tool, grammar_of_call
-from serve.front.output.marks import ListedCalls, Marked, NamedCall, Piece, Plain, parser_of
-from serve.front.text.formats import Format, ToolFormat, format_of, tool_format
+from serve.front.output.marks import ListedCalls, Marked, NamedCall, Piece, Plain
+from serve.front.text.formats import Format, format_of
 from serve.front.text.grammars import Grammars
+from serve.front.text.tool_formats import ToolFormat, tool_format
 from tests.front.test_structured import MODEL, accepts, tokenizer
 
 __all__ = ["tokenizer"]
@@ -179,8 +181,8 @@ def test_the_format_is_found_by_the_model_and_can_be_chosen() -> None:
 def test_mlx_stays_out_of_this_process() -> None:
     """mlx_lm's package would bring it."""
     code = (
-        "import sys; from serve.front.text.formats import tool_format, _module; "
-        "_module('tokenizer_utils'); tool_format('laguna'); "
+        "import sys; from serve.front.text.tool_formats import tool_format, mlx_lm_module; "
+        "mlx_lm_module('tokenizer_utils'); tool_format('laguna'); "
         "assert not {'mlx', 'mlx.core', 'mlx_lm'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -343,7 +345,7 @@ def asked(**fields: Any) -> ChatBody:
 @pytest.mark.parametrize("name", WRITTEN)
 def test_arguments_have_the_types_of_their_schema(name: str) -> None:
     """Where a model writes them without quotes, only the schema tells 12 from "12"."""
-    parser = parser_of(asked(), Format(tool_format(name)), is_thinking=False)
+    (parser,) = parsers_of(asked(), Format(tool_format(name)), is_thinking=False)
     ((kind, called, arguments),) = taken_apart(parser, list(WRITTEN[name]))
     assert (kind, called) == ("call", "forecast")
     assert json.loads(arguments) == {"days": 3, "warm": True, "code": "12"}
@@ -357,7 +359,8 @@ def test_every_parser_of_mlx_lm_takes_the_tools(name: str) -> None:
 def test_tools_whose_schemas_are_odd_do_no_harm() -> None:
     odd = [{"type": "function", "function": {"name": "forecast", "parameters": {"properties": 5}}}]
     format = Format(tool_format("qwen3_coder"))
-    (piece,) = taken_apart(parser_of(asked(tools=odd), format, False), [WRITTEN["qwen3_coder"]])
+    (parser,) = parsers_of(asked(tools=odd), format, False)
+    (piece,) = taken_apart(parser, [WRITTEN["qwen3_coder"]])
     assert piece == ("content", None, WRITTEN["qwen3_coder"])
 
 
@@ -368,7 +371,7 @@ def test_the_id_that_a_model_wrote_is_kept() -> None:
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.bare:0"
         "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"
     )
-    parser = parser_of(asked(), format, False)
+    (parser,) = parsers_of(asked(), format, False)
     (piece,) = [*parser.feed(text), *parser.finish()]
     assert piece == Piece("call", "{}", "bare", "functions.bare:0")
     (other,) = Marked(JSON_TOOLS, False, Plain()).feed(CALL.replace("{", '{"id": 5, ', 1))

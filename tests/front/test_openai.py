@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from serve.core.errors import RequestError
 from serve.front.api.anthropic import MessagesBody
-from serve.front.api.messages import Body, template_message
+from serve.front.api.messages import template_message
 from serve.front.api.openai import (
     _NEUTRAL,
     ChatBody,
@@ -22,8 +22,8 @@ from serve.front.api.openai import (
     parse,
 )
 from serve.front.api.responses import ResponsesBody
-from serve.front.api.sampling import MOST_STOPS, SamplingBody
-from serve.front.http.body import MOST_FIELDS, json_object
+from serve.front.api.sampling import MAX_STOPS, SamplingBody
+from serve.front.http.body import MAX_FIELDS, Body, json_object
 
 USER = {"role": "user", "content": "hi"}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
@@ -90,7 +90,7 @@ def test_null_is_absent() -> None:
         ("stop", [1, 2]),
         ("stop", 5),
         ("stop", {"a": 1}),
-        ("stop", ["a"] * (MOST_STOPS + 1)),
+        ("stop", ["a"] * (MAX_STOPS + 1)),
         ("stop", "x" * 2000),
         ("stream", 1),
         ("stream", "true"),
@@ -358,7 +358,7 @@ def test_many_wrong_items_are_one_error(body: Any, name: str) -> None:
 
 
 def test_an_object_of_very_many_fields_is_refused() -> None:
-    fields = {f"f{n}": n for n in range(MOST_FIELDS + 1)}
+    fields = {f"f{n}": n for n in range(MAX_FIELDS + 1)}
     for content in (fields, {"model": "m", "messages": [{**USER, **fields}]}):
         with pytest.raises(RequestError, match="fields, 4096 are allowed"):
             json_object(json.dumps(content).encode())

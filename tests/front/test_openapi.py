@@ -37,7 +37,7 @@ def references(value: Any) -> Iterator[str]:
 
 
 def test_every_route_is_told_and_no_other(engine: FakeEngine, document: Any) -> None:
-    routes = Front(CONFIG, engine, engine.tokenizer, 512)._routes()
+    routes = Front(CONFIG, engine, engine.tokenizer, 512).routes
     wanted = {
         (re.sub(r":\w+}", "}", route.path), method.lower())
         for route in routes

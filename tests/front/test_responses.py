@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from serve.core.errors import EngineError, NotFoundError, RequestError
 from serve.front.api.openai import parse
 from serve.front.api.responses import ResponsesBody, Store, as_messages, response
-from serve.front.api.responses_events import Telling
+from serve.front.api.responses_events import ResponsesWriter
 from serve.front.http.replies import named_event
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -143,7 +143,7 @@ USAGE = {
 }
 
 
-def told(telling: Telling, *chunks: dict[str, Any]) -> Iterator[Any]:
+def told(telling: ResponsesWriter, *chunks: dict[str, Any]) -> Iterator[Any]:
     """Each event as it is at that moment, checked by OpenAI's own types."""
 
     def events() -> Iterator[Any]:
@@ -158,7 +158,7 @@ def told(telling: Telling, *chunks: dict[str, Any]) -> Iterator[Any]:
 
 
 def test_the_order_of_events() -> None:
-    telling = Telling(response(body()))
+    telling = ResponsesWriter(response(body()))
     chunks = [
         chunk(reasoning_content="Hm"),
         chunk(content="a"),
@@ -200,7 +200,7 @@ def test_the_order_of_events() -> None:
 
 
 def test_an_answer_that_was_cut() -> None:
-    telling = Telling(response(body()))
+    telling = ResponsesWriter(response(body()))
     *_, last = told(telling, chunk(content="a"), chunk(finish_reason="length"))
     assert last.type == "response.incomplete"
     assert last.response.incomplete_details.reason == "max_output_tokens"
@@ -212,7 +212,7 @@ def test_an_answer_that_was_cut() -> None:
     [(RequestError("Too complex."), "invalid_prompt"), (EngineError("/a/path"), "server_error")],
 )
 def test_an_error_is_a_failed_response(error: Any, code: str) -> None:
-    failed = EVENT.validate_python(Telling(response(body())).failed(error))
+    failed = EVENT.validate_python(ResponsesWriter(response(body())).failed(error))
     assert failed.type == "response.failed"
     assert failed.response.error.code == code
     assert "/a/path" not in failed.response.error.message

@@ -19,8 +19,9 @@ from pydantic import ValidationError
 
 from serve.core.errors import BrigadeError, RequestError
 from serve.core.grammar_limits import MAX_REFERENCES, MAX_RULES
+from serve.front.api.structured import ResponseFormat, StructuredOutputs
 from serve.front.text import grammars as grammars_module
-from serve.front.text.grammars import Grammars, ResponseFormat, StructuredOutputs, of_schema
+from serve.front.text.grammars import Grammars, of_schema
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny-chat"
 PERSON = {

@@ -12,11 +12,12 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from serve.core.errors import RequestError
-from serve.front.api.messages import Body, Empty, refuse
+from serve.front.api.messages import Empty
 from serve.front.api.openai import ChatBody, parse
 from serve.front.api.responses import as_messages, as_parts
 from serve.front.api.sampling import StopList, Temperature, TopK, TopP
-from serve.front.api.tools import MOST_TOOLS, ToolName
+from serve.front.api.tools import MAX_TOOLS, ToolName
+from serve.front.http.body import Body, refuse
 from serve.front.http.replies import Json
 
 # Fields that chat calls the same.
@@ -182,7 +183,7 @@ class CountBody(_Cacheable):
     model: str
     messages: Annotated[list[Turn], Field(min_length=1, fail_fast=True)]
     system: Texts | None = None
-    tools: Annotated[list[CustomTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[CustomTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

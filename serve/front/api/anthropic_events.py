@@ -1,4 +1,4 @@
-"""A chat's chunks told as Anthropic's message: its blocks, and the events of a stream. Pure."""
+"""Writes a chat's chunks as Anthropic's message: its blocks, and the events of a stream. Pure."""
 
 import json
 import secrets
@@ -12,8 +12,8 @@ from serve.front.http.schemas import Usage
 _REASONS = {"length": "max_tokens", "stop": "end_turn", "tool_calls": "tool_use"}
 
 
-class Telling:
-    """message is what is told of it so far; feed and finish give the events."""
+class MessagesWriter:
+    """message is what was sent so far; feed and finish return the events."""
 
     def __init__(self, model: str, usage: Callable[[], Usage]) -> None:
         """usage is the answer's, so far."""

@@ -1,21 +1,13 @@
 """The messages of a chat request, and what a chat template gets of them."""
 
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError, from_json
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import from_json
 
 from serve.core.errors import RequestError
+from serve.front.http.body import Body, refuse
 from serve.front.http.schemas import MessageText
-
-
-class Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-
-def refuse(message: str, param: str | None = None) -> NoReturn:
-    """In a validator. param is the field that is wrong, where pydantic cannot tell."""
-    raise PydanticCustomError("refused", "{message}", {"message": message, "param": param})
 
 
 def _join_parts(content: Any) -> Any:

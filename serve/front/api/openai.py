@@ -18,14 +18,17 @@ from pydantic import (
 )
 
 from serve.core.errors import RequestError
-from serve.front.api.messages import Body, Message, refuse, template_message
-from serve.front.api.sampling import MOST_LOGPROBS, SamplingBody, TokenIds
+from serve.front.api.messages import Message, template_message
+from serve.front.api.sampling import MAX_LOGPROBS, SamplingBody, TokenIds
 from serve.front.api.tools import ToolChoice, Tools, grammar_of_call
 from serve.front.api.wording import MAX_PATH_CHARACTERS, request_error
+from serve.front.http.body import Body, refuse
+from serve.front.output.answer import Job, Shape
+from serve.front.pipeline.interface import Prompt
 from serve.front.text.tokens import Tokenizer
 
-MOST_PROMPTS = 1024
-_MOST_NAMES_LOGGED = 8
+MAX_PROMPTS = 1024
+_MAX_NAMES_LOGGED = 8
 
 # Fields of OpenAI and vLLM that are not supported, by the values that change nothing. null is
 # always among them. A body that has such a field of its own is asked first.
@@ -98,7 +101,7 @@ class GenerationBody(SamplingBody, Lenient):
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
@@ -118,6 +121,20 @@ class GenerationBody(SamplingBody, Lenient):
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    def job(self, prompts: list[Prompt], shape: Shape, tokenizer: Tokenizer) -> Job:
+        return Job(
+            model=self.model,
+            prompts=prompts,
+            shape=shape,
+            stop=self.stop_rules(tokenizer),
+            skips_special_tokens=self.skip_special_tokens is not False,
+            is_stream=bool(self.stream),
+            include_usage=self.include_usage,
+            cache_salt=self.cache_salt,
+            grammar_param=self.grammar_param,
+            ignored_fields=self.ignored_fields,
+        )
 
     def check_num_answers(self, num_prompts: int, most: int) -> None:
         if (asked := num_prompts * self.num_choices) > most:
@@ -159,7 +176,7 @@ class Templated(Body):
 class ChatBody(Templated, GenerationBody):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
@@ -194,8 +211,8 @@ def _list_prompts(prompt: Any) -> Any:
         prompt = [prompt]
     if not isinstance(prompt, list) or not prompt:
         refuse("must be a string, a list of strings, of token ids, or of lists of token ids")
-    if len(prompt) > MOST_PROMPTS:
-        refuse(f"has {len(prompt)} prompts, {MOST_PROMPTS} are allowed")
+    if len(prompt) > MAX_PROMPTS:
+        refuse(f"has {len(prompt)} prompts, {MAX_PROMPTS} are allowed")
     for one in prompt:
         if not one or not (isinstance(one, str) or (isinstance(one, list) and _are_ids(one))):
             refuse("has an empty prompt, or one that is neither text nor a list of token ids")
@@ -214,7 +231,7 @@ class CompletionBody(GenerationBody):
         ),
     ]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     best_of: int | None = None
 
@@ -265,7 +282,7 @@ def parse(kind: type[Parsed], body: dict[str, Any]) -> Parsed:
         return _validated(kind, body)
     unknown = sorted(body.keys() - kind.model_fields.keys() - _NEUTRAL.keys())
     if unknown:
-        names = [name[:MAX_PATH_CHARACTERS] for name in unknown[:_MOST_NAMES_LOGGED]]
+        names = [name[:MAX_PATH_CHARACTERS] for name in unknown[:_MAX_NAMES_LOGGED]]
         _logger.warning("event=ignored_fields num=%d names=%s", len(unknown), json.dumps(names))
     supported = {name: body[name] for name in body if name in kind.model_fields}
     for name in body.keys() - supported.keys() - set(unknown):

@@ -16,12 +16,12 @@ from serve.core.errors import RequestError
 from serve.front.api import chat, completions, tokenize
 from serve.front.api.anthropic import CountBody, MessagesBody
 from serve.front.api.openai import ChatBody, CompletionBody, parse
-from serve.front.api.prompt import Prompt
 from serve.front.api.responses import ResponsesBody, own_names
 from serve.front.http import replies
 from serve.front.http.body import json_object
 from serve.front.http.replies import Json
 from serve.front.output.answer import Job
+from serve.front.pipeline.interface import Prompt
 from serve.front.text.tokens import Tokenizer
 
 
@@ -66,8 +66,7 @@ class Reader:
     def completion(self, data: bytes) -> Job:
         body = parse(CompletionBody, json_object(data))
         body.check_num_answers(len(body.prompt), self.max_answers)
-        job = completions.prepare(body, self.tokenizer, self.max_context)
-        return Job(body.model_copy(update={"prompt": ()}), job.prompts, job.shape)
+        return completions.prepare(body, self.tokenizer, self.max_context)
 
     def message(self, data: bytes) -> Job:
         return self._prepare(parse(MessagesBody, self._object(data)).as_chat())
@@ -99,9 +98,7 @@ class Reader:
 
     def _prepare(self, body: ChatBody) -> Job:
         body.check_num_answers(1, self.max_answers)
-        job = chat.prepare(body, self.tokenizer, self.max_context)
-        # Nobody needs them any more: the prompt is made of them.
-        return Job(body.model_copy(update={"messages": []}), job.prompts, job.shape)
+        return chat.prepare(body, self.tokenizer, self.max_context)
 
     def _object(self, data: bytes, param: str = "messages") -> Json:
         """Of a body whose messages each make at least one token."""

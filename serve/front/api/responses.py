@@ -15,10 +15,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from serve.core.errors import NotFoundError, RequestError
-from serve.front.api.messages import Body, Empty, refuse
+from serve.front.api.messages import Empty
 from serve.front.api.openai import CacheSalt, ChatBody, parse
 from serve.front.api.sampling import Temperature, TopP
-from serve.front.api.tools import MOST_TOOLS, Function, FunctionName
+from serve.front.api.tools import MAX_TOOLS, Function, FunctionName
+from serve.front.http.body import Body, refuse
 from serve.front.http.replies import Json, encode
 
 MOST_KEPT = 1024
@@ -169,7 +170,7 @@ class ResponsesBody(Body):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     metadata: Metadata | None = None

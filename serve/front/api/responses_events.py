@@ -1,4 +1,4 @@
-"""A chat's chunks told as a response: its items, and the events of a stream. Pure."""
+"""Writes a chat's chunks as a response: its items, and the events of a stream. Pure."""
 
 import secrets
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ _TEXT = {"message": "output_text", "reasoning": "reasoning_text"}
 _PREFIX = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
-class Telling:
-    """response is what is told of it so far; begin, feed and finish, or failed, give the events."""
+class ResponsesWriter:
+    """response is what was sent so far; begin, feed and finish, or failed, return the events."""
 
     def __init__(self, response: Json) -> None:
         self.response = response

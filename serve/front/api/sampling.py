@@ -1,4 +1,4 @@
-"""What chat and completions have in common: how tokens are chosen, and where answers end."""
+"""The fields that chat and completions share: how tokens are chosen, and where answers end."""
 
 import secrets
 from dataclasses import replace
@@ -8,22 +8,23 @@ from pydantic import BeforeValidator, Field
 
 from serve.core.errors import RequestError
 from serve.core.types import Sampling
-from serve.front.api.messages import Body, refuse
-from serve.front.text.grammars import ResponseFormat, StructuredOutputs
+from serve.front.api.structured import ResponseFormat, StructuredOutputs
+from serve.front.http.body import Body, refuse
+from serve.front.output.choice import StopRules
 from serve.front.text.tokens import Tokenizer
 
-MOST_STOPS = 16
-MOST_STOP_CHARACTERS = 1024
-MOST_CHOICES = 128
-MOST_BIASES = 1024
-MOST_BIAS = 100
-MOST_BAD_WORDS = 128
-MOST_LOGPROBS = 20
-_MOST_INT = 2**31 - 1
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 1024
+MAX_CHOICES = 128
+MAX_BIASES = 1024
+MAX_BIAS = 100
+MAX_BAD_WORDS = 128
+MAX_LOGPROBS = 20
+_MAX_INT = 2**31 - 1
 
 
 def _one_or_more(stop: Any) -> Any:
-    return _strings([stop] if isinstance(stop, str) else stop, MOST_STOPS)
+    return _strings([stop] if isinstance(stop, str) else stop, MAX_STOPS)
 
 
 def _listed(most: int) -> BeforeValidator:
@@ -37,8 +38,8 @@ def _strings(texts: Any, most: int) -> tuple[str, ...]:
         refuse("must be a string or a list of strings")
     if len(texts) > most:
         refuse(f"has {len(texts)} strings, {most} are allowed")
-    if not all(0 < len(text) <= MOST_STOP_CHARACTERS for text in texts):
-        refuse(f"needs strings of 1 to {MOST_STOP_CHARACTERS} characters")
+    if not all(0 < len(text) <= MAX_STOP_CHARACTERS for text in texts):
+        refuse(f"needs strings of 1 to {MAX_STOP_CHARACTERS} characters")
     return tuple(texts)
 
 
@@ -46,13 +47,13 @@ def _read_biases(biases: Any) -> Any:
     """As JSON has it, ids are strings."""
     if biases is None:
         return {}
-    if not isinstance(biases, dict) or len(biases) > MOST_BIASES:
-        refuse(f"must be an object of up to {MOST_BIASES} token ids and numbers")
+    if not isinstance(biases, dict) or len(biases) > MAX_BIASES:
+        refuse(f"must be an object of up to {MAX_BIASES} token ids and numbers")
     for id, bias in biases.items():
         if not (id.isascii() and id.isdigit() and len(id) < 10):
             refuse(f"has the key {id[:40]!r}, which is not a token id")
-        if not isinstance(bias, int | float) or isinstance(bias, bool) or abs(bias) > MOST_BIAS:
-            refuse(f"needs numbers from {-MOST_BIAS} to {MOST_BIAS}")
+        if not isinstance(bias, int | float) or isinstance(bias, bool) or abs(bias) > MAX_BIAS:
+            refuse(f"needs numbers from {-MAX_BIAS} to {MAX_BIAS}")
     return {int(id): float(bias) for id, bias in biases.items()}
 
 
@@ -60,10 +61,10 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 Penalty = Annotated[Number, Field(ge=-2, le=2)]
 Temperature = Annotated[Number, Field(ge=0, le=2)]
 TopP = Annotated[Number, Field(gt=0, le=1)]
-TopK = Annotated[int, Field(ge=-1, le=_MOST_INT)]
-StopList = Annotated[tuple[str, ...], _listed(MOST_STOPS)]
+TopK = Annotated[int, Field(ge=-1, le=_MAX_INT)]
+StopList = Annotated[tuple[str, ...], _listed(MAX_STOPS)]
 Stops = Annotated[tuple[str, ...], BeforeValidator(_one_or_more, str | list[str] | None)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=_MOST_INT)]], Field(fail_fast=True)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=_MAX_INT)]], Field(fail_fast=True)]
 
 
 class SamplingBody(Body):
@@ -81,10 +82,10 @@ class SamplingBody(Body):
         BeforeValidator(_read_biases, json_schema_input_type=dict[str, float] | None),
     ] = {}
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
-    bad_words: Annotated[tuple[str, ...], _listed(MOST_BAD_WORDS)] = ()
+    bad_words: Annotated[tuple[str, ...], _listed(MAX_BAD_WORDS)] = ()
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=_MOST_INT)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=_MAX_INT)] | None = None
     stop: Stops = ()
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
@@ -105,15 +106,27 @@ class SamplingBody(Body):
                 param="min_tokens",
             )
 
+    def stop_rules(self, tokenizer: Tokenizer) -> StopRules:
+        """What ends an answer before its length does, beside `end_ids`."""
+        return StopRules(
+            strings=self.stop,
+            token_ids=frozenset(self.stop_token_ids or ()) - self._eos_ids(tokenizer),
+            min_tokens=self.min_tokens or 0,
+            keeps_stop=bool(self.include_stop_str_in_output),
+        )
+
     def end_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
-        eos_ids = frozenset() if self.ignore_eos else tokenizer.eos_ids
-        return eos_ids.union(self.stop_token_ids or ())
+        """The tokens at which the engine ends an answer."""
+        return self._eos_ids(tokenizer).union(self.stop_token_ids or ())
+
+    def _eos_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
+        return frozenset() if self.ignore_eos else tokenizer.eos_ids
 
     def samplings(
         self, tokenizer: Tokenizer, logprobs: int | None, prompt_logprobs: int | None = None
     ) -> tuple[Sampling, ...]:
         """One for each choice, with a seed of its own. Raises RequestError for what only the
-        tokenizer can tell. Whether a grammar can be followed is left to check_grammar."""
+        tokenizer can tell. Whether a grammar can be followed is left to Job.check_grammar."""
         self._check_ids(tokenizer.vocab_size)
         first = Sampling(
             temperature=_given(self.temperature, 1.0),
@@ -139,7 +152,8 @@ class SamplingBody(Body):
         return first, *(replace(first, seed=first.seed + i, prompt_logprobs=None) for i in others)
 
     def grammars(self) -> dict[str, str]:
-        """What an answer must follow, by the field that says so. Raises RequestError."""
+        """The grammars that an answer must follow, by the field that demands each. Raises
+        RequestError."""
         fields = {
             "response_format": self.response_format,
             "structured_outputs": self.structured_outputs,
@@ -147,10 +161,10 @@ class SamplingBody(Body):
         found = {name: field.grammar() for name, field in fields.items() if field}
         return {name: grammar for name, grammar in found.items() if grammar}
 
-    def check_grammar(self, tokenizer: Tokenizer) -> None:
-        """Takes up to a second of a core. Raises RequestError if it cannot be followed."""
-        for param, grammar in self.grammars().items():
-            tokenizer.grammars.check(grammar, param)
+    @property
+    def grammar_param(self) -> str | None:
+        """The field that demands a grammar, if one does."""
+        return next(iter(self.grammars()), None)
 
     def _grammar(self) -> str | None:
         grammars = self.grammars()

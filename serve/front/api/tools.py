@@ -4,17 +4,16 @@ A call that must come (tool_choice required, or a name) is written as JSON by an
 because a grammar leaves it no choice, as vLLM does it.
 """
 
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from serve.core.errors import RequestError
-from serve.front.api.messages import Body
+from serve.front.http.body import Body
 from serve.front.text.grammars import of_schema
 
-MOST_TOOLS = 128
+MAX_TOOLS = 128
 
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -41,7 +40,7 @@ class NamedTool(Body):
     function: FunctionName
 
 
-Tools = Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
@@ -82,22 +81,3 @@ def _call_schema(number: int, tool: Tool) -> dict[str, Any]:
 
 def _parameters(tool: Tool) -> dict[str, Any]:
     return tool.function.parameters or {"type": "object", "properties": {}}
-
-
-def called(parsed: Any) -> list[tuple[str, str, str | None]]:
-    """Names, arguments as JSON text and ids that the model wrote, of what a parser of mlx-lm
-    gives. Raises ValueError if it is no call, or one that no JSON can tell."""
-    calls = parsed if isinstance(parsed, list) and parsed else [parsed]
-    return [_parts_of(call) for call in calls]
-
-
-def _parts_of(call: Any) -> tuple[str, str, str | None]:
-    name = call.get("name") if isinstance(call, dict) else None
-    if not isinstance(name, str):
-        raise ValueError("a call without a name")
-    arguments = call.get("arguments", call.get("parameters", {}))
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    id = call["id"] if isinstance(call.get("id"), str) else None
-    (name + arguments + (id or "")).encode()  # A lone surrogate is a ValueError.
-    return name, arguments, id

@@ -1,15 +1,29 @@
-"""The JSON object of a request's body, read so that no two readers can differ about it."""
+"""The JSON object of a request's body, parsed so strictly that no two parsers can disagree on it,
+and the base class of the models that validate it."""
 
 import json
 import math
-from typing import Any
+from typing import Any, NoReturn
 
-from pydantic_core import from_json
+from pydantic import BaseModel, ConfigDict
+from pydantic_core import PydanticCustomError, from_json
 
 from serve.core.errors import RequestError
 
-# Of one object. What checks a body finds fault with each that it does not know, and tells of one.
-MOST_FIELDS = 4096
+# Of one object. Validation collects an error for each unknown field, though only one is reported.
+MAX_FIELDS = 4096
+
+
+class Body(BaseModel):
+    """The base of everything that a request's body may contain."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+def refuse(message: str, param: str | None = None) -> NoReturn:
+    """Fails validation, when called in a validator. param is the field at fault, where pydantic
+    cannot know it."""
+    raise PydanticCustomError("refused", "{message}", {"message": message, "param": param})
 
 
 def json_object(data: bytes) -> dict[str, Any]:
@@ -27,8 +41,8 @@ def json_object(data: bytes) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> None:
-    if len(pairs) > MOST_FIELDS:
-        raise ValueError(f"an object has {len(pairs)} fields, {MOST_FIELDS} are allowed")
+    if len(pairs) > MAX_FIELDS:
+        raise ValueError(f"an object has {len(pairs)} fields, {MAX_FIELDS} are allowed")
     names = set()
     for name, _ in pairs:
         if name in names:

@@ -1,5 +1,5 @@
-"""Who and what is let in: keys, the names of this server, nobody new while draining, no
-request that ends in two places. Plain ASGI."""
+"""Which requests are let in: it checks keys, the server's names, the load and the framing of the
+body, and takes nothing new while the server drains. Plain ASGI."""
 
 import asyncio
 import hashlib
@@ -10,24 +10,40 @@ from collections.abc import Collection
 
 from serve.core.config import ServeConfig
 from serve.core.errors import BrigadeError, UnavailableError
-from serve.front.http.guard import Application, Receive, Scope, Send, answer
+from serve.front.http.access import Access, Policy
+from serve.front.http.guard import POLICY, Application, Receive, Scope, Send, answer
 from serve.front.http.origin import Hosts, check_local, host_of, is_loopback_name
 from serve.front.http.replies import StatusError
 
 _CONNECTIONS = "connections"  # in the state that a server gives: all that are open
-# vLLM's calls about what the server has, and where from.
-_ADMIN_FOLDER = "/admin/"
-_ADMIN = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/lora_adapters"}
-_OPEN = {"/health", "/ready", "/metrics"}
-_ALWAYS = {"/health", "/metrics"}
 
 _logger = logging.getLogger(__name__)
 
 
+class Keys:
+    """The API keys of the server, for telling clients apart."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._api_keys = [_digest(key.encode()) for key in config.api_key]
+
+    def digest(self, scope: Scope) -> str:
+        """The digest of the valid API key in a request; empty if it has none."""
+        valid = (token for token in _tokens(scope) if _is_one_of(token, self._api_keys))
+        return next((_digest(token).hex() for token in valid), "")
+
+    def client_of(self, scope: Scope) -> str:
+        """A name of the client that it cannot forge: its API key's digest, or else its address,
+        which all clients of a proxy share."""
+        address = scope.get("client") or ("",)
+        return self.digest(scope) or str(address[0])
+
+
 class Door:
-    """Once there are API keys, everything but probes and metrics needs one. Admin calls need an
-    admin key, or an API key if there are no admin keys; without any key they must come from
-    this host. Calls that need no key must name this server in Host."""
+    """Checks each request by the policy of its path, which the Guard puts into the scope.
+
+    Once there are API keys, each call that is not open needs one. Admin calls need an admin key,
+    or an API key if there are no admin keys; if the server has no keys, they must come from this
+    host. Calls that need no key must name this server in Host."""
 
     def __init__(self, inner: Application, config: ServeConfig) -> None:
         self._inner = inner
@@ -55,28 +71,17 @@ class Door:
             self._tell_if_drained()
 
     def drain(self) -> None:
-        """From here on nothing new is taken."""
+        """Refuses every new request from here on."""
         self._draining = True
         self._tell_if_drained()
 
     def give_up(self) -> None:
-        """As if what is still under way were answered."""
+        """Makes `drained` return, although requests are still under way."""
         self._drained.set()
 
     async def drained(self) -> None:
-        """Returns when everything that was taken before `drain` is answered, or given up."""
+        """Returns when all requests from before `drain` are answered, or after `give_up`."""
         await self._drained.wait()
-
-    def key_digest(self, scope: Scope) -> str:
-        """Of the API key that a request carries; empty if it carries none of those."""
-        valid = (token for token in _tokens(scope) if _is_one_of(token, self._api_keys))
-        return next((_digest(token).hex() for token in valid), "")
-
-    def client_of(self, scope: Scope) -> str:
-        """The client, as far as nobody can make it up: the API key that let the request in, or
-        else the address, which all clients of a proxy share."""
-        address = scope.get("client") or ("",)
-        return self.key_digest(scope) or str(address[0])
 
     def _tell_if_drained(self) -> None:
         if self._draining and not self._num_inside:
@@ -84,10 +89,10 @@ class Door:
 
     def _check_key(self, scope: Scope) -> None:
         """Raises StatusError 401 or 403."""
-        path = scope["path"]
-        if path in _OPEN:
+        policy: Policy = scope[POLICY]
+        if policy.access is Access.OPEN:
             return
-        is_admin = _is_admin(path)
+        is_admin = policy.access is Access.ADMIN
         keys = self._api_keys
         if is_admin and self._admin_keys:
             keys = self._admin_keys
@@ -99,21 +104,21 @@ class Door:
             self._hosts.check(scope)
 
     def _check_room(self, scope: Scope) -> None:
-        """Raises UnavailableError. Probes are answered all the same: whoever kills a server
-        that is busy loses its answers."""
-        path = scope["path"]
-        if path in _ALWAYS or path.startswith(_ADMIN_FOLDER):
+        """Raises UnavailableError. Probes are answered all the same: a supervisor that kills a busy
+        server loses its answers."""
+        policy: Policy = scope[POLICY]
+        if policy.ignores_load:
             return
         if self._draining:
             raise UnavailableError("The server is draining: ask another one.")
-        # What clients have left may still be under way.
+        # Requests whose clients have left may still be under way.
         num_open = max(len(scope["state"].get(_CONNECTIONS, ())), self._num_inside + 1)
         if num_open > self._max_connections:
             raise UnavailableError("The server has too many connections: try again later.")
 
 
 def log_access(config: ServeConfig) -> None:
-    """One line that says who may call this server: what is open without a key is told at once."""
+    """Logs one line that says who may call this server; a warning if others can without a key."""
     calls = admin = "with an API key"
     if not config.api_key:
         calls = "open without a key to whoever can connect"
@@ -128,13 +133,9 @@ def log_access(config: ServeConfig) -> None:
     _logger.log(level, "event=access calls=%s admin=%s", json.dumps(calls), json.dumps(admin))
 
 
-def _is_admin(path: str) -> bool:
-    return path.startswith(_ADMIN_FOLDER) or path in _ADMIN
-
-
 def _check_tokens(scope: Scope, keys: Collection[bytes], kind: str) -> None:
     """Raises StatusError 401 unless the request carries one of the keys."""
-    # A list: all are compared, so that the time tells nothing.
+    # A list, so that all are compared and the time reveals nothing.
     if any([_is_one_of(token, keys) for token in _tokens(scope)]):
         return
     raise StatusError(
@@ -147,8 +148,8 @@ def _check_tokens(scope: Scope, keys: Collection[bytes], kind: str) -> None:
 
 
 def _check_framing(scope: Scope) -> None:
-    """Raises StatusError for another protocol, and for a body whose end is told in two ways: a
-    proxy before this server may have taken the other one."""
+    """Raises StatusError for another protocol, and for a body whose length is given in two ways: a
+    proxy in front of this server may have used the other one."""
     if scope["http_version"] not in ("1.0", "1.1"):
         raise StatusError(505, "This server speaks HTTP/1.1.", {"connection": "close"})
     names = {name for name, _ in scope["headers"]}
@@ -161,18 +162,18 @@ def _check_framing(scope: Scope) -> None:
 
 
 def _digest(key: bytes) -> bytes:
-    """Of one length, so that comparing tells nothing about a key, not even its length."""
+    """The hash of a key. All have one length, so comparing reveals nothing, not even the length."""
     return hashlib.sha256(key).digest()
 
 
 def _is_one_of(token: bytes, keys: Collection[bytes]) -> bool:
-    """All are compared, in constant time."""
+    """Whether token is one of the keys. All are compared, in constant time."""
     digest = _digest(token)
     return any([hmac.compare_digest(digest, key) for key in keys])
 
 
 def _tokens(scope: Scope) -> list[bytes]:
-    """OpenAI's bearer token and Anthropic's key: each counts if its header is there once."""
+    """OpenAI's bearer token and Anthropic's key. A header that is given twice does not count."""
     given = [
         [value for name, value in scope["headers"] if name == wanted]
         for wanted in (b"authorization", b"x-api-key")

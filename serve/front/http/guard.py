@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from serve.core.config import ServeConfig
 from serve.core.errors import BrigadeError
 from serve.front.http import replies
+from serve.front.http.access import Access, Dialect, Policies, Policy
 from serve.front.http.metrics import Metrics
 from serve.front.http.record import Record, request_id
 from serve.front.http.replies import StatusError
@@ -23,8 +24,8 @@ Result = TypeVar("Result")
 
 RECORD = "brigade.record"
 LIMITS = "brigade.limits"
+POLICY = "brigade.policy"
 CLIENT_LEFT = 499
-_PROBES = {"/health", "/ready", "/metrics"}
 
 _logger = logging.getLogger(__name__)
 
@@ -34,12 +35,18 @@ class Guard:
     those that are counted by name."""
 
     def __init__(
-        self, inner: Application, metrics: Metrics, limits: ServeConfig, paths: Collection[str]
+        self,
+        inner: Application,
+        metrics: Metrics,
+        limits: ServeConfig,
+        paths: Collection[str],
+        policies: Policies,
     ) -> None:
         self._inner = inner
         self._metrics = metrics
         self._limits = limits
         self._paths = frozenset(paths)
+        self._policies = policies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         client = scope.get("client")
@@ -51,13 +58,16 @@ class Guard:
         )
         if record.method == "POST":  # All that asks the model does.
             record.model = self._limits.model_name
-        scope[RECORD], scope[LIMITS] = record, self._limits
+        policy = self._policies.of(record.path)
+        scope[RECORD] = record
+        scope[LIMITS] = self._limits
+        scope[POLICY] = policy
 
         async def watched(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = record.status or message["status"]
                 names = [b"x-request-id"]
-                if replies.speaks_anthropic(record.path):
+                if policy.dialect is Dialect.ANTHROPIC:
                     names.append(b"request-id")
                 named = [(name, record.request.encode("ascii")) for name in names]
                 message = {**message, "headers": [*message["headers"], *named]}
@@ -71,29 +81,30 @@ class Guard:
             trace = json.dumps(traceback.format_exc())
             _logger.error("request=%s event=bug trace=%s", record.request, trace)
         finally:
-            self._end(record)
+            self._end(record, policy)
 
-    def _end(self, record: Record) -> None:
+    def _end(self, record: Record, policy: Policy) -> None:
         if record.finish_reason == "abort" or record.status is None:
             record.status = CLIENT_LEFT
         endpoint = record.path if record.path in self._paths else "other"
         self._metrics.request(endpoint, record.status)
-        # Whoever polls while the cluster starts must not fill the log.
-        quiet = record.path in _PROBES and record.status in (200, 503)
+        # Polling a cluster that starts must not fill the log.
+        quiet = policy.access is Access.OPEN and record.status in (200, 503)
         _logger.log(logging.DEBUG if quiet else logging.INFO, "%s", record.line())
 
 
 def error_reply(scope: Scope, error: BrigadeError) -> Mapping[str, Any]:
-    """In the words of the API whose call it is."""
+    """The error object of the call's dialect."""
     record: Record = scope[RECORD]
+    policy: Policy = scope[POLICY]
     record.fail(error)
-    if replies.speaks_anthropic(record.path):
+    if policy.dialect is Dialect.ANTHROPIC:
         return replies.anthropic_error(error, record.request)
     return replies.error_object(error)
 
 
 async def answer(scope: Scope, send: Send, error: BrigadeError) -> None:
-    """Where no framework does."""
+    """Sends an error outside of Starlette."""
     body = replies.encode(error_reply(scope, error))
     headers = {
         "content-type": "application/json",
@@ -106,8 +117,8 @@ async def answer(scope: Scope, send: Send, error: BrigadeError) -> None:
 
 
 async def read_body(scope: Scope, receive: Receive) -> bytes:
-    """Raises StatusError: 415 for what is no JSON and 413 for an announced size, both
-    before reading, and 408 for a slow body."""
+    """The body. Raises StatusError: before reading, 415 for another type than JSON and 413 for
+    an announced size over the limit; later 408 for a slow body."""
     limits: ServeConfig = scope[LIMITS]
     headers = dict(scope["headers"])
     _check_type(headers)
@@ -126,7 +137,7 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
 
 
 def _check_type(headers: dict[bytes, bytes]) -> None:
-    """Another type is what a web page may send to any server without asking it first."""
+    """Raises StatusError. A web page may send other types to any server without asking it first."""
     if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
         raise StatusError(415, "The body must be JSON: send Content-Type: application/json.")
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":

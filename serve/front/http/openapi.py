@@ -1,16 +1,17 @@
-"""/openapi.json: made of the routes that serve, the models that check bodies, and the types of
-replies. What a call says of itself stands at the function that answers it."""
+"""/openapi.json: made of the routes, the models that validate bodies, and the types of replies.
+Each endpoint declares its own call with the decorator `endpoint`."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 from pydantic.json_schema import JsonSchemaValue
 
+from serve.front.http.access import Dialect, Policy, Route
 from serve.front.http.replies import Json
-from serve.front.http.schemas import ErrorReply
+from serve.front.http.schemas import AnthropicErrorReply, ErrorReply
 
 _REASONS = {
     400: "The request is wrong: param names the field.",
@@ -31,32 +32,31 @@ _WITH_BODY = {400, 408, 413, 415}
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
 
-class Route(Protocol):
-    path: str
-    methods: set[str] | None
-    endpoint: Callable[..., Any]
-
-
 @dataclass(frozen=True, slots=True)
 class Call:
-    """body, reply and error are types; None is no body, and a reply that is text. chunk is the type
-    of a stream's events. errors are statuses beside those that follow from the rest."""
+    """body and reply are types; None means no body, or a reply that is text. chunk is the type of a
+    stream's events. errors are statuses beside those that follow from the rest."""
 
     body: Any = None
     reply: Any = None
     chunk: Any = None
-    error: Any = ErrorReply
+    policy: Policy = Policy()
     errors: frozenset[int] = frozenset()
     status: int = 200
     query: Mapping[str, Json] | None = None
 
+    @property
+    def error(self) -> Any:
+        is_anthropic = self.policy.dialect is Dialect.ANTHROPIC
+        return AnthropicErrorReply if is_anthropic else ErrorReply
 
-def told(*errors: int, **fields: Any) -> Callable[[Endpoint], Endpoint]:
-    """Says what a function that answers a call takes and gives, as the fields of Call."""
 
-    def mark(endpoint: Endpoint) -> Endpoint:
-        endpoint.call = Call(errors=frozenset(errors), **fields)  # type: ignore[attr-defined]
-        return endpoint
+def endpoint(*errors: int, **fields: Any) -> Callable[[Endpoint], Endpoint]:
+    """Declares what the function that answers a call takes and returns, as the fields of Call."""
+
+    def mark(function: Endpoint) -> Endpoint:
+        function.call = Call(errors=frozenset(errors), **fields)  # type: ignore[attr-defined]
+        return function
 
     return mark
 
@@ -104,8 +104,8 @@ def document(routes: Iterable[Route], version: str) -> Json:
 
 
 def _schemas(types: list[Any]) -> tuple[dict[Any, JsonSchemaValue], Json]:
-    """The schema of each type, and those that they refer to. What does not say that it is open
-    is closed."""
+    """The schema of each type, and the schemas that these refer to. An object allows no other
+    fields unless its schema says so."""
     found, whole = TypeAdapter.json_schemas(
         [(kind, "validation", TypeAdapter(kind)) for kind in types],
         ref_template="#/components/schemas/{model}",
@@ -151,8 +151,11 @@ def _reply(call: Call, schemas: dict[Any, JsonSchemaValue]) -> Json:
     if call.chunk is not None:
         data = {"contentMediaType": "application/json", "contentSchema": schemas[call.chunk]}
         events = "Data of events: chunks, perhaps an error, then [DONE]."
-        schema, told = {"type": "string", "description": events}, [data, {"const": "[DONE]"}]
+        schema, data_of_event = (
+            {"type": "string", "description": events},
+            [data, {"const": "[DONE]"}],
+        )
         if call.chunk is Json:  # Events with types of their own, of which one is the last.
-            schema["description"], told = "Data of events.", [data]
-        content["text/event-stream"] = {"schema": schema, "x-event": {"anyOf": told}}
+            schema["description"], data_of_event = "Data of events.", [data]
+        content["text/event-stream"] = {"schema": schema, "x-event": {"anyOf": data_of_event}}
     return {"description": "The answer.", "content": content}

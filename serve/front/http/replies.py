@@ -1,4 +1,4 @@
-"""The bodies that go out: events, error objects, and replies folded out of chunks. Pure."""
+"""The bodies of replies: events, error objects, and full replies made of chunks. Pure."""
 
 import json
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -35,8 +35,8 @@ def encode(body: Mapping[str, Any] | Sequence[Any]) -> bytes:
 
 
 def encode_in_slices(body: Mapping[str, Any]) -> bytes:
-    """The same for long lists, for a thread beside the event loop: json keeps Python's lock until
-    it is done, so it gets a part at a time."""
+    """As `encode`, for a long reply in a thread. json holds Python's lock until it is done, so it
+    encodes a part at a time."""
     return "".join(_slices(body)).encode()
 
 
@@ -71,7 +71,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def named_event(event: Mapping[str, Any]) -> bytes:
-    """As Responses and Anthropic send them: named by their type."""
+    """An event as Responses and Anthropic send it: named by its type."""
     return f"event: {event['type']}\n".encode() + server_sent(event)
 
 
@@ -79,7 +79,7 @@ def named_event(event: Mapping[str, Any]) -> bytes:
 
 
 class StatusError(RequestError):
-    """A fault that is HTTP's own, such as 405 or 413. 499 is a client that left."""
+    """An error of HTTP itself, such as 405 or 413. 499 means that the client left."""
 
     def __init__(
         self, status: int, message: str, headers: Mapping[str, str] = {}, code: str | None = None
@@ -99,15 +99,10 @@ def error_object(error: BrigadeError) -> ErrorReply:
     }
 
 
-def speaks_anthropic(path: str) -> bool:
-    """Whether the call at this path has Anthropic's errors, whatever goes wrong with it."""
-    return path == "/v1/messages" or path.startswith("/v1/messages/")
-
-
 def anthropic_error(error: BrigadeError, request_id: str) -> AnthropicErrorReply:
     kind = _ANTHROPIC_TYPES.get(error.http_status, "invalid_request_error")
-    told: AnthropicError = {"type": kind, "message": _public_message(error)}
-    return {"type": "error", "error": told, "request_id": request_id}
+    described: AnthropicError = {"type": kind, "message": _public_message(error)}
+    return {"type": "error", "error": described, "request_id": request_id}
 
 
 def error_headers(error: BrigadeError) -> dict[str, str]:
@@ -120,7 +115,7 @@ def error_headers(error: BrigadeError) -> dict[str, str]:
 
 
 def _public_message(error: BrigadeError) -> str:
-    """Only messages that are written for clients: others may name paths and addresses."""
+    """The error's message if it is written for clients: others may contain paths and addresses."""
     if isinstance(error, RequestError | UnavailableError | GivenUpError):
         return str(error)
     if error.http_status == UnavailableError.http_status:
@@ -135,18 +130,18 @@ _MAX_NAME_CHARACTERS = 64
 
 
 def ignored_fields(names: Sequence[str]) -> dict[str, str]:
-    """The header that names them, in percent-encoding, which no name can break out of. `...`
-    stands for those that are too many."""
-    told: list[str] = []
+    """The header that lists the ignored fields, percent-encoded so that no name escapes it.
+    `...` stands for those that do not fit."""
+    shown: list[str] = []
     left = MAX_IGNORED_CHARACTERS
     for name in names:
         encoded = quote(name[:_MAX_NAME_CHARACTERS], safe="", errors="replace")
         left -= len(encoded) + 2
         if left < 0:
-            told.append("...")
+            shown.append("...")
             break
-        told.append(encoded)
-    return {"x-ignored-fields": ", ".join(told)} if told else {}
+        shown.append(encoded)
+    return {"x-ignored-fields": ", ".join(shown)} if shown else {}
 
 
 # --- answers
@@ -170,12 +165,12 @@ async def fold(chunks: AsyncIterator[Json]) -> Json:
         for part in chunk["choices"]:
             _add(choices.setdefault(part["index"], {}), part)
     reply["object"] = reply["object"].removesuffix(".chunk")
-    return {**reply, "choices": [_whole(_told(choices[index])) for index in sorted(choices)]}
+    return {**reply, "choices": [_whole(_plain(choices[index])) for index in sorted(choices)]}
 
 
 def _add(total: Json, part: Json) -> None:
-    """Texts and lists are put together, objects by their fields; else the last one counts. In
-    place, because copies of what is there would take quadratic time."""
+    """Joins texts and lists, and objects field by field; of other values the last one counts. It
+    works in place, because copies would take quadratic time."""
     for name, value in part.items():
         if name == "tool_calls":  # whose arguments may come in pieces
             value = {call["index"]: call for call in value}
@@ -192,9 +187,9 @@ def _add(total: Json, part: Json) -> None:
             total[name] = value
 
 
-def _told(total: Any) -> Any:
+def _plain(total: Any) -> Any:
     if isinstance(total, dict):
-        return {name: _told(value) for name, value in total.items()}
+        return {name: _plain(value) for name, value in total.items()}
     return total.getvalue() if isinstance(total, StringIO) else total
 
 

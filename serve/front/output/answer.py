@@ -1,6 +1,6 @@
-"""A request's answers on their way to its client: one stream of chunks. Knows no HTTP.
+"""A request's answers on their way to its client: one stream of chunks. It knows no HTTP.
 
-The full reply and the stream are the same chunks; replies.fold adds them up.
+The full reply is made of the chunks of the stream: replies.fold adds them up.
 """
 
 import asyncio
@@ -9,15 +9,13 @@ import logging
 import secrets
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from serve.core.errors import BrigadeError, EngineError
 from serve.core.types import Event, Score
-from serve.front.api.openai import GenerationBody
-from serve.front.api.prompt import Prompt
 from serve.front.http import replies
 from serve.front.http.metrics import Metrics
 from serve.front.http.record import Record
@@ -30,76 +28,28 @@ from serve.front.http.replies import (
     usage,
 )
 from serve.front.http.schemas import Usage
-from serve.front.output import call_parser
-from serve.front.output.choice import Choice, Piece
-from serve.front.pipeline.adapter_loader import AdapterLoader
+from serve.front.output.choice import Choice, Piece, StopRules
+from serve.front.pipeline.interface import Generation, Prompt
+from serve.front.text import call_parser
 from serve.front.text.tokens import Tokenizer
 
 LONG_TOKENS = 1024
-_long_threads = ThreadPoolExecutor(2, "long")  # for what is told of that many tokens
+_long_threads = ThreadPoolExecutor(2, "long")  # for replies that list that many tokens
 
 _logger = logging.getLogger(__name__)
 
 
-class Generation(Protocol):
-    """The events of a request's sequences with their numbers, the last of each with a
-    finish reason. Sequences are in the order of prompts and, within, of samplings.
-
-    Iteration raises BrigadeError when the engine broke, or one that was put, after the events
-    before it. close drops one sequence or all on all ranks if they still run, and may be called
-    more than once. num_cached counts the tokens of prompts that were not computed anew.
-    """
-
-    @property
-    def num_cached(self) -> int: ...
-
-    def __aiter__(self) -> AsyncIterator[tuple[int, Event]]: ...
-
-    def prompt_scores(self, number: int) -> list[Score]: ...
-
-    def put(self, event: BrigadeError) -> None: ...
-
-    def close(self, number: int | None = None) -> None: ...
-
-
-class Engine(Protocol):
-    """What the front needs of the cluster."""
-
-    @property
-    def adapters(self) -> AdapterLoader: ...
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether no rank is missing."""
-
-    def submit(
-        self, prompts: Sequence[Prompt], adapter_version: int = 0, cache_scope: str = ""
-    ) -> Generation:
-        """adapter is a version; prefixes are shared within cache_scope. Raises OverloadedError,
-        UnavailableError or RequestError."""
-
-    def ready_reason(self) -> str | None:
-        """None when ready, else one line for clients that says what is under way."""
-
-    def pipeline(self) -> dict[str, Any]: ...
-
-    def timeline(self, seconds: float) -> dict[str, Any]: ...
-
-    async def failed(self) -> BrigadeError:
-        """Returns when the cluster broke for good."""
-
-
 class Shape(Protocol):
-    """How chunks look: chat's, or completions'. continues says whether an answer's text goes
-    on from the prompt's."""
+    """The form of chunks: chat's or completions'. continues says whether an answer's text continues
+    the prompt's."""
 
     id_prefix: str
     object: str
     continues: bool
 
     def chunks(self, number: int, piece: Piece, prompt_scores: list[Score]) -> Iterator[Json]:
-        """Of a piece of an answer, without what is the same in all chunks. prompt_scores
-        come with the first piece."""
+        """The chunks for a piece of an answer, without the fields that all chunks share.
+        prompt_scores come with the first piece."""
 
     def is_calling(self, number: int) -> bool:
         """Whether the answer is in the middle of a call that has to be parsed."""
@@ -107,15 +57,34 @@ class Shape(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request that has been read: what to generate, and how to tell it."""
+    """A request that was parsed: what to generate, and what the reply looks like. It can be sent to
+    another process. grammar_param is the field that demands a grammar, if there is one."""
 
-    body: GenerationBody
+    model: str
     prompts: list[Prompt]
     shape: Shape
+    stop: StopRules
+    skips_special_tokens: bool
+    is_stream: bool
+    include_usage: bool
+    cache_salt: str | None
+    grammar_param: str | None
+    ignored_fields: tuple[str, ...]
+
+    @property
+    def grammar(self) -> str | None:
+        """The grammar that all answers must follow."""
+        return self.prompts[0].samplings[0].grammar
+
+    def check_grammar(self, tokenizer: Tokenizer) -> None:
+        """Raises RequestError if the grammar cannot be followed. This takes up to a second of a
+        core: call it in a thread."""
+        if self.grammar is not None and self.grammar_param is not None:
+            tokenizer.grammars.check(self.grammar, self.grammar_param)
 
 
 class Answer:
-    """A generation on its way to a client. Ends it when it is closed, whatever happened."""
+    """A generation on its way to a client. Closing the answer ends the generation."""
 
     def __init__(
         self,
@@ -129,11 +98,17 @@ class Answer:
         self._generation = generation
         self._shape = shape = job.shape
         self._choices = [
-            Choice(job.body, prompt, tokenizer, prompt.ids if shape.continues else [])
+            Choice(
+                prompt,
+                job.stop,
+                tokenizer,
+                prompt.ids if shape.continues else [],
+                job.skips_special_tokens,
+            )
             for prompt in job.prompts
             for _ in prompt.samplings
         ]
-        self.is_stream = bool(job.body.stream)
+        self.is_stream = job.is_stream
         self._begun: set[int] = set()
         self._num_open = len(self._choices)
         self._record = record
@@ -162,7 +137,7 @@ class Answer:
                     loop = asyncio.get_running_loop()
                     chunks = iter(await loop.run_in_executor(call_parser.threads, list, chunks))
                 elif self.is_long and number not in self._begun:
-                    # What is told of a long prompt: scores of each of its tokens.
+                    # The first chunk may list the scores of each token of a long prompt.
                     loop = asyncio.get_running_loop()
                     chunks = iter(await loop.run_in_executor(_long_threads, list, chunks))
                 self._begun.add(number)
@@ -180,19 +155,19 @@ class Answer:
             self.close()
 
     async def server_sent_events(self, include_usage: bool) -> AsyncIterator[bytes]:
-        """The chunks as an event stream. [DONE] ends it also after an error, as vLLM's."""
+        """The chunks as an event stream. As in vLLM, [DONE] ends it also after an error."""
         events = (await self._sent(chunk) async for chunk in self.chunks(include_usage))
         async for event in self.guarded(events, lambda error: server_sent(error_object(error))):
             yield event
         yield DONE
 
     async def _sent(self, chunk: Json) -> bytes:
-        if self.is_long and any(_tells_many(choice) for choice in chunk["choices"]):
+        if self.is_long and any(_lists_many(choice) for choice in chunk["choices"]):
             return b"data: " + await self.encode(chunk) + b"\n\n"
         return server_sent(chunk)
 
     async def encode(self, reply: Json) -> bytes:
-        """As JSON; a long one in a thread."""
+        """A reply as JSON. A long one is encoded in a thread."""
         if not self.is_long:
             return replies.encode(reply)
         loop = asyncio.get_running_loop()
@@ -200,13 +175,13 @@ class Answer:
 
     @property
     def is_long(self) -> bool:
-        """Whether a reply that tells of each token takes long to write."""
+        """Whether a reply that lists each token takes long to encode."""
         return self._num_tokens + (self._record.prompt_tokens or 0) > LONG_TOKENS
 
     async def guarded(
         self, events: AsyncIterator[bytes], failed: Callable[[BrigadeError], bytes]
     ) -> AsyncIterator[bytes]:
-        """What is made of the chunks. Whatever goes wrong with it, an event says so in the end."""
+        """Events made of the chunks. If anything fails, the last event says so."""
         try:
             async for event in events:
                 yield event
@@ -219,11 +194,11 @@ class Answer:
 
     @property
     def is_open(self) -> bool:
-        """Whether a part of it is still to come."""
+        """Whether a part of the answer is still to come."""
         return self._record.finish_reason is None
 
     def interrupt(self, error: BrigadeError) -> None:
-        """Ends the answer with error after what has come, also while it waits for the engine."""
+        """Ends the answer with error after earlier events, also while it waits for the engine."""
         self._generation.put(error)
 
     def close(self) -> None:
@@ -265,7 +240,7 @@ class Answer:
             self._metrics.prefix_cache(num_prompt, self._generation.num_cached)
 
     def _note_reason(self, chunk: Json) -> None:
-        """As the client sees it: a call ends by another reason than the engine's."""
+        """Records the reason that the client sees, which for a tool call is not the engine's."""
         for choice in chunk["choices"]:
             if choice.get("finish_reason") and not self._num_open:
                 self._record.finish_reason = choice["finish_reason"]
@@ -278,11 +253,11 @@ class Answer:
         return error
 
     def usage(self) -> Usage:
-        """So far. What was cached is known with the first chunk."""
+        """The tokens so far. How many were cached is known with the first chunk."""
         num_prompt, num_cached = self._record.prompt_tokens or 0, self._generation.num_cached
         return usage(num_prompt, self._num_tokens, num_cached)
 
 
-def _tells_many(choice: Json) -> bool:
+def _lists_many(choice: Json) -> bool:
     lists = [choice.get("prompt_token_ids"), (choice.get("logprobs") or {}).get("tokens")]
     return any(each and len(each) > LONG_TOKENS for each in lists)

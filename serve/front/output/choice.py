@@ -1,19 +1,30 @@
-"""One answer on its way: tokens in, pieces of text out. Knows no HTTP and no engine."""
+"""One answer while it is generated: tokens in, pieces of text out. It knows no HTTP or engine."""
 
 from dataclasses import dataclass
 
 from serve.core.errors import BrigadeError, EngineError, RequestError
 from serve.core.types import Event, Score
-from serve.front.api.prompt import Prompt
-from serve.front.api.sampling import SamplingBody
 from serve.front.output.stop_strings import StopMatcher
+from serve.front.pipeline.interface import Prompt
 from serve.front.text.tokens import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
+class StopRules:
+    """What ends an answer beside its length and the model's end tokens. token_ids are the stop
+    tokens that are no end tokens. Before min_tokens no stop string is looked for. keeps_stop leaves
+    the stop string or token in the text."""
+
+    strings: tuple[str, ...] = ()
+    token_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0
+    keeps_stop: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
-    """What an event adds to an answer. text may be held back, tokens and scores are not.
-    stop_reason is the stop string or the stop token that ended it; None for an end token."""
+    """What an event adds to an answer. Text may be held back; tokens and scores never are.
+    stop_reason is the stop string or stop token that ended the answer; None for an end token."""
 
     text: str
     tokens: tuple[int, ...]
@@ -24,25 +35,26 @@ class Piece:
 
 
 class Choice:
-    """after are the tokens that its text goes on from."""
+    """One answer to prompt. continued are the tokens whose text it continues."""
 
     def __init__(
-        self, body: SamplingBody, prompt: Prompt, tokenizer: Tokenizer, after: list[int]
+        self,
+        prompt: Prompt,
+        rules: StopRules,
+        tokenizer: Tokenizer,
+        continued: list[int],
+        skips_special_tokens: bool,
     ) -> None:
         self.prompt = prompt
+        self._rules = rules
         self.num_tokens = 0
         self.finish_reason: str | None = None
         self._is_new = True
-        self._min_tokens = body.min_tokens or 0
-        ends = frozenset() if body.ignore_eos else tokenizer.eos_ids
-        self._stop_ids = frozenset(body.stop_token_ids or ()) - ends
-        self._keeps_stop = bool(body.include_stop_str_in_output)
-        skip = body.skip_special_tokens is not False
-        self._text = tokenizer.stream(skip, after, prompt.has_marks)
-        self._stop = StopMatcher(body.stop, self._keeps_stop)
+        self._text = tokenizer.stream(skips_special_tokens, continued, prompt.has_marks)
+        self._stop = StopMatcher(rules.strings, rules.keeps_stop)
 
     def take(self, event: Event) -> Piece:
-        """Ends at a stop string, which may be before the engine does."""
+        """The piece that an event adds. A stop string may end the answer before the engine does."""
         if event.finish_reason == "error":
             raise BrigadeError("No token could be drawn: rank 0's log says why.")
         if event.finish_reason == "refused":
@@ -64,7 +76,7 @@ class Choice:
         return Piece(text, tokens, scores, self.finish_reason, is_first, self._stop_reason(event))
 
     def _stop_reason(self, event: Event) -> str | int | None:
-        by_token = event.finish_reason == "stop" and event.token in self._stop_ids
+        by_token = event.finish_reason == "stop" and event.token in self._rules.token_ids
         return self._stop.matched or (event.token if by_token else None)
 
     def _text_of(self, event: Event) -> str:
@@ -72,11 +84,11 @@ class Choice:
         if event.token is not None:
             self.num_tokens += 1
             # The token that ends an answer is no text, even where it is not a special one.
-            if event.finish_reason != "stop" or self._keeps_stop:
+            if event.finish_reason != "stop" or self._rules.keeps_stop:
                 delta = self._text.push(event.token)
         if event.finish_reason is not None:
             delta += self._text.finish()
-        text = delta if self.num_tokens <= self._min_tokens else self._stop.feed(delta)
+        text = delta if self.num_tokens <= self._rules.min_tokens else self._stop.feed(delta)
         if self._stop.matched:
             self.finish_reason = "stop"
         elif event.finish_reason is not None:

@@ -1,7 +1,6 @@
-"""An answer's text taken apart while it comes: thoughts, content and calls of tools.
+"""Splits an answer's text into thoughts, content and tool calls while it is generated.
 
-Pure: what comes out does not depend on how the text was cut into deltas, but for how it
-is cut into pieces itself.
+It is pure. How the text was cut into deltas changes only how the pieces are cut.
 """
 
 import json
@@ -9,10 +8,8 @@ import logging
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from serve.front.api.openai import ChatBody
-from serve.front.api.tools import NamedTool, Tool, called
 from serve.front.output.stop_strings import overlap
 from serve.front.text.formats import Format
 
@@ -27,8 +24,8 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text of a kind. Of a call, name is given once, with the id if the model wrote one, and
-    text adds up to its arguments."""
+    """Text of a kind. The first piece of a call has its name, and its id if the model wrote one.
+    The texts of a call's pieces add up to its arguments."""
 
     kind: Kind
     text: str
@@ -37,7 +34,7 @@ class Piece:
 
 
 class Plain:
-    """An answer without marks. finish gives what was held back."""
+    """Parses an answer without marks. finish returns what was held back."""
 
     kind: Kind = "content"  # of what comes next
 
@@ -50,7 +47,7 @@ class Plain:
 
 
 class NamedCall(Plain):
-    """All of the answer is the arguments of one call, as a grammar has seen to."""
+    """The whole answer is the arguments of one call, which a grammar enforces."""
 
     def __init__(self, name: str) -> None:
         self._name: str | None = name
@@ -62,8 +59,8 @@ class NamedCall(Plain):
 
 
 class ListedCalls(Plain):
-    """The answer is a JSON list of {"name", "parameters"}, as a grammar has seen to. A call that
-    is nested more deeply than MAX_DEPTH is content, and so is what comes after it."""
+    """The answer is a JSON list of {"name", "parameters"}, which a grammar enforces. A call that is
+    nested more deeply than MAX_DEPTH is content, and so is everything after it."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -84,7 +81,7 @@ class ListedCalls(Plain):
             yield Piece("content", text)
 
     def _end_of_call(self) -> int | None:
-        """Looks at each character once, so that a long call takes linear time."""
+        """Where the first call ends. Each character is read once: a long call takes linear time."""
         for found in _JSON_MARKS.finditer(self._text, self._num_scanned):
             mark = found[0]
             if mark == "\\":  # What it escapes has not come.
@@ -111,23 +108,27 @@ class ListedCalls(Plain):
 def _listed_call(text: str) -> Piece:
     try:
         ((name, arguments, _),) = called(json.loads(text))
-    # Such as a number that is no float. It stays what it is.
+    # For example a number that no float can hold: the text stays content.
     except (ValueError, RecursionError):
         return Piece("content", text)
     return Piece("call", arguments, name)
 
 
 class Marked(Plain):
-    """Text with the marks of a model's format, and what content there is for inner. A call
-    that its parser does not understand stays content. Blanks between calls count for nothing.
-    declared are the request's tools, whose schemas tell a parser what is a number.
+    """Parses text with the marks of a model's format; its content goes to inner. A call that the
+    format's parser cannot read stays content. Blanks between calls are dropped. declared are
+    the request's tools as JSON, whose schemas tell a parser which arguments are numbers.
     """
 
     def __init__(
-        self, format: Format, is_thinking: bool, inner: Plain, declared: Sequence[Tool] = ()
+        self,
+        format: Format,
+        is_thinking: bool,
+        inner: Plain,
+        declared: Sequence[dict[str, Any]] = (),
     ) -> None:
         self._tools, self._thoughts, self._inner = format.tools, format.thoughts, inner
-        self._declared = declared
+        self._declared = list(declared)
         self.kind = "reasoning" if is_thinking else "content"
         self._text = ""
         self._num_searched = 0
@@ -150,14 +151,14 @@ class Marked(Plain):
             yield from self._give(given)
 
     def finish(self) -> Iterator[Piece]:
-        """A call without its end may be whole all the same."""
+        """What was held back. A call may be complete without its end mark."""
         text, self._text = self._text, ""
         yield from self._give(text)
         if not self._has_called:
             yield from self._inner.feed(self._blanks)
 
     def _marks(self) -> Iterator[tuple[str, Kind]]:
-        """Those that may come here, and the kind of what follows."""
+        """The marks that may come next, each with the kind of the text after it."""
         if self.kind == "content":
             if self._tools:
                 yield self._tools.start, "call"
@@ -169,7 +170,7 @@ class Marked(Plain):
             yield self._tools.end, "content"
 
     def _first_mark(self) -> tuple[int, str, Kind] | None:
-        """Looks at what came since the last time, because a call may become long."""
+        """The first mark in the text. Only new text is searched, because a call may become long."""
         found = []
         for mark, kind in self._marks():
             begin = max(0, self._num_searched - len(mark) + 1)
@@ -178,7 +179,7 @@ class Marked(Plain):
         return min((each for each in found if each[0] >= 0), default=None)
 
     def _give(self, text: str, mark: str = "") -> Iterator[Piece]:
-        """mark is the one that ends it."""
+        """The pieces of text that mark ended."""
         if self.kind == "call":
             yield from self._calls(text, mark)
         elif self.kind == "reasoning":
@@ -196,9 +197,8 @@ class Marked(Plain):
     def _calls(self, text: str, mark: str) -> Iterator[Piece]:
         assert self._tools is not None
         try:
-            declared = [tool.model_dump() for tool in self._declared]
-            calls = called(self._tools.parse(text, declared))
-        # A parser of mlx-lm reads what a model has written: it may raise anything.
+            calls = called(self._tools.parse(text, self._declared))
+        # A parser of mlx-lm may raise anything, since it reads what a model wrote.
         except Exception as error:
             _logger.info("event=tool_call_not_understood error=%r", f"{error!r:.200}")
             yield from self._content(self._tools.start + text + mark)
@@ -208,15 +208,20 @@ class Marked(Plain):
             yield Piece("call", arguments, name, id)
 
 
-def parser_of(body: ChatBody, format: Format, is_thinking: bool) -> Plain:
-    """For one answer to a request."""
-    choice = body.tool_choice or "auto"
-    inner = Plain()
-    if isinstance(choice, NamedTool):
-        inner = NamedCall(choice.function.name)
-    elif choice == "required":
-        inner = ListedCalls()
-    tools = format.tools if body.tools and choice == "auto" else None
-    if not tools and not format.thoughts:
-        return inner
-    return Marked(Format(tools, format.thoughts), is_thinking, inner, body.tools or ())
+def called(parsed: Any) -> list[tuple[str, str, str | None]]:
+    """The name, the arguments as JSON text, and the id if the model wrote one, for each call that a
+    parser of mlx-lm returned. Raises ValueError if it is not a call or has no JSON form."""
+    calls = parsed if isinstance(parsed, list) and parsed else [parsed]
+    return [_parts_of(call) for call in calls]
+
+
+def _parts_of(call: Any) -> tuple[str, str, str | None]:
+    name = call.get("name") if isinstance(call, dict) else None
+    if not isinstance(name, str):
+        raise ValueError("a call without a name")
+    arguments = call.get("arguments", call.get("parameters", {}))
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    id = call["id"] if isinstance(call.get("id"), str) else None
+    (name + arguments + (id or "")).encode()  # A lone surrogate is a ValueError.
+    return name, arguments, id

@@ -26,11 +26,11 @@ from serve.core.errors import (
 )
 from serve.core.messages import AdapterRead, AdapterRefused, Admit, Result, Scores
 from serve.core.types import NUM_SEQUENCE_IDS, Sequence, Step
-from serve.front.api.prompt import Prompt
 from serve.front.pipeline.adapter_loader import AdapterLoader, Ranks
 from serve.front.pipeline.capacity import better_split, chunk_beside_decoding, room_under_limits
 from serve.front.pipeline.fault_blame import Blame, FaultBlame
 from serve.front.pipeline.generation import Generation
+from serve.front.pipeline.interface import Prompt
 from serve.front.pipeline.lives import Lives, StartView
 from serve.front.pipeline.scheduler import Reuse, Scheduler
 from serve.front.pipeline.timeline import chrome_trace

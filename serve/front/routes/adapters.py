@@ -8,13 +8,17 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from serve.core.errors import RequestError
-from serve.front.api.messages import Body
 from serve.front.api.openai import parse
 from serve.front.http import guard, replies
-from serve.front.http.body import json_object
-from serve.front.http.openapi import told
+from serve.front.http.access import Access, Policy
+from serve.front.http.body import Body, json_object
+from serve.front.http.openapi import endpoint
 from serve.front.pipeline.adapter_loader import AdapterLoader
 from serve.front.routes.stream import json_response
+
+# vLLM's calls, which are not answered while the server drains.
+_ADMIN = Policy(access=Access.ADMIN)
+ADMIN = Policy(access=Access.ADMIN, ignores_load=True)
 
 Name = Annotated[str, Field(min_length=1, max_length=300)]
 Path = Annotated[str, Field(min_length=1, max_length=4096)]
@@ -58,7 +62,7 @@ class AdapterCalls:
             Route("/admin/adapters", self.change, methods=["POST"]),
         ]
 
-    @told(403, 404, 409, body=LoadBody)
+    @endpoint(403, 404, 409, body=LoadBody, policy=_ADMIN)
     async def load(self, request: Request) -> Response:
         """Loads an adapter on every rank, or replaces it."""
         body = await _read(request, LoadBody, "Both 'lora_name' and 'lora_path' must be provided.")
@@ -67,7 +71,7 @@ class AdapterCalls:
         await self._adapters.load(body.lora_name, body.lora_path, body.load_inplace)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
-    @told(403, 404, 409, body=UnloadBody)
+    @endpoint(403, 404, 409, body=UnloadBody, policy=_ADMIN)
     async def unload(self, request: Request) -> Response:
         """Takes an adapter's name away; its requests end with it."""
         missing = "'lora_name' needs to be provided to unload a LoRA adapter."
@@ -75,13 +79,13 @@ class AdapterCalls:
         await self._adapters.unload(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
-    @told(403, reply=replies.Json)
+    @endpoint(403, reply=replies.Json, policy=_ADMIN)
     async def list(self, _: Request) -> Response:
         """The adapters that are loaded."""
         listed = {"object": "list", "data": self._adapters.registry.described()}
         return json_response(listed)
 
-    @told(403, 404, 409, body=ChangeBody, reply=replies.Json)
+    @endpoint(403, 404, 409, body=ChangeBody, reply=replies.Json, policy=ADMIN)
     async def change(self, request: Request) -> Response:
         """Pins an adapter, preloads it, or makes it the default."""
         body = await _read(request, ChangeBody, "'lora_name' needs to be provided.")

@@ -1,37 +1,25 @@
-"""The HTTP calls about responses: made of chats, kept for those that go on from them."""
+"""The HTTP calls of OpenAI's Responses: made of chats, and kept for those that continue them."""
 
 from collections.abc import AsyncIterator
-from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from serve.core.errors import RequestError
-from serve.front.api.lanes import Kind
 from serve.front.api.reading import NeedsEarlier, ReadResponse
 from serve.front.api.responses import ResponsesBody, Store, as_messages, joined, own_names, response
-from serve.front.api.responses_events import Telling
+from serve.front.api.responses_events import ResponsesWriter
 from serve.front.http.guard import read_body
-from serve.front.http.openapi import told
+from serve.front.http.openapi import endpoint
 from serve.front.http.replies import Json
-from serve.front.output.answer import Answer, Job
+from serve.front.routes.answering import Answering
 from serve.front.routes.stream import in_events, json_response
 
 
-class Front(Protocol):
-    """What it needs of the server that chats need, too."""
-
-    async def read(self, request: Request, kind: Kind, *given: bytes) -> Any: ...
-
-    async def tell(self, request: Request, kind: Kind) -> Response: ...
-
-    async def begin(self, request: Request, job: Job) -> tuple[Answer, dict[str, str]]: ...
-
-
 class ResponseCalls:
-    def __init__(self, front: Front) -> None:
-        self._front = front
+    def __init__(self, answering: Answering) -> None:
+        self._answering = answering
         self._store = Store()
 
     def routes(self) -> list[Route]:
@@ -41,42 +29,42 @@ class ResponseCalls:
             Route("/v1/responses/{id}", self.kept, methods=["GET", "DELETE"]),
         ]
 
-    @told(404, 429, 500, body=ResponsesBody, reply=Json, chunk=Json)
+    @endpoint(404, 429, 500, body=ResponsesBody, reply=Json, chunk=Json)
     async def respond(self, request: Request) -> Response:
         """Answers with items: text, thoughts, calls of functions."""
         read = await self._read(request)
         with own_names():
-            answer, headers = await self._front.begin(request, read.job)
-        telling = Telling(response(read.body))
-        events = self._events(answer.chunks(include_usage=True), telling, read.messages)
-        return await in_events(request, answer, events, telling.failed, telling.response, headers)
+            answer, headers = await self._answering.begin(request, read.job)
+        writer = ResponsesWriter(response(read.body))
+        events = self._events(answer.chunks(include_usage=True), writer, read.messages)
+        return await in_events(request, answer, events, writer.failed, writer.response, headers)
 
     async def _read(self, request: Request) -> ReadResponse:
         data = await read_body(request.scope, request.receive)
-        read = await self._front.read(request, "response", data)
+        read = await self._answering.read(request, "response", data)
         if isinstance(read, NeedsEarlier):
             earlier = self._store.before(read.id)
-            read = await self._front.read(request, "response", data, earlier)
+            read = await self._answering.read(request, "response", data, earlier)
         assert isinstance(read, ReadResponse)
         return read
 
     async def _events(
-        self, chunks: AsyncIterator[Json], telling: Telling, messages: bytes
+        self, chunks: AsyncIterator[Json], writer: ResponsesWriter, messages: bytes
     ) -> AsyncIterator[Json]:
-        for event in telling.begin():
+        for event in writer.begin():
             yield event
         async for chunk in chunks:
-            for event in telling.feed(chunk):
+            for event in writer.feed(chunk):
                 yield event
-        last = list(telling.finish())
-        # Before its client knows of the end, so that it can go on at once.
-        if telling.response["store"]:
-            own = as_messages(telling.response["output"])
-            self._store.put(telling.response, joined(messages, own))
+        last = list(writer.finish())
+        # Before its client learns of the end, so that it can be continued at once.
+        if writer.response["store"]:
+            own = as_messages(writer.response["output"])
+            self._store.put(writer.response, joined(messages, own))
         for event in last:
             yield event
 
-    @told(400, 404, reply=Json)
+    @endpoint(400, 404, reply=Json)
     async def kept(self, request: Request) -> Response:
         """A response that is kept; DELETE forgets it."""
         id = request.path_params["id"]

@@ -1,7 +1,6 @@
-"""The grammar that an answer must follow: response_format and structured_outputs.
+"""Grammars that an answer must follow, and the check whether one can be followed at all.
 
-Grammars are llguidance's, so is the check whether one can be followed at all; rank 0's
-engine follows it.
+Both are llguidance's. Rank 0's engine applies the grammar.
 """
 
 import hashlib
@@ -13,21 +12,20 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from llguidance import LLMatcher
-from pydantic import Field, model_validator
 
 from serve.core.errors import BrigadeError, RequestError
 from serve.core.grammar_limits import CHECK_SECONDS, MAX_GRAMMAR_CHARACTERS
-from serve.front.api.messages import Body, refuse
 from serve.front.text import grammar_check
 
-# Some 150 bytes each: more than a client can check in the time in which others use theirs.
+# About 150 bytes each. A client cannot check this many before others reuse theirs.
 _MAX_KNOWN = 4096
-# How the process that checks a grammar may end by what the grammar asks of it.
+# How a grammar can end the process that checks it.
 _REASONS = {
     -signal.SIGPROF: f"it takes more than {CHECK_SECONDS:g} s to prepare",
     -signal.SIGKILL: "it takes too much memory to prepare",
@@ -37,60 +35,13 @@ _REASONS = {
     -signal.SIGILL: "it cannot be prepared",
     -signal.SIGTRAP: "it cannot be prepared",
 }
-# Else a model may write nothing but blanks.
+# Without a limit a model may write blanks for ever.
 _BLANKS = r"[ \n\t]{0,32}"
 
 
-class JsonSchema(Body):
-    name: str
-    description: str | None = None
-    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
-    strict: bool | None = None
-
-
-class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @model_validator(mode="after")
-    def _has_its_schema(self) -> "ResponseFormat":
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            refuse("json_schema belongs to type json_schema, which needs it, and to no other")
-        return self
-
-    def grammar(self) -> str | None:
-        if self.type == "text":
-            return None
-        return of_schema(self.json_schema.schema_ if self.json_schema else {"type": "object"})
-
-
-class StructuredOutputs(Body):
-    """vLLM's; exactly one of them."""
-
-    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
-    regex: str | None = None
-    choice: Annotated[list[str], Field(min_length=1, fail_fast=True)] | None = None
-    grammar_: str | None = Field(default=None, alias="grammar")
-    json_object: Literal[True] | None = None
-
-    @model_validator(mode="after")
-    def _is_one(self) -> "StructuredOutputs":
-        if len(self.model_fields_set - {n for n, v in self if v is None}) != 1:
-            refuse("give exactly one of json, regex, choice, grammar and json_object")
-        return self
-
-    def grammar(self) -> str:
-        if self.regex is not None:
-            return LLMatcher.grammar_from_regex(self.regex)
-        if self.choice is not None:
-            return LLMatcher.grammar_from_regex("|".join(map(re.escape, self.choice)))
-        if self.grammar_ is not None:
-            return LLMatcher.grammar_from_lark(self.grammar_)
-        return of_schema({"type": "object"} if self.json_ is None else self.json_)
-
-
 def of_schema(schema: dict[str, Any] | str) -> str:
-    """Raises RequestError if the schema is text that is no JSON object."""
+    """The grammar of JSON by a schema. Raises RequestError if the schema is a text that is not a
+    JSON object."""
     text = schema if isinstance(schema, str) else json.dumps(schema)
     try:
         return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _BLANKS})
@@ -100,10 +51,25 @@ def of_schema(schema: dict[str, Any] | str) -> str:
         ) from error
 
 
-class Grammars:
-    """What other processes said of the last grammars, with the model's tokenizer.
+def of_regex(pattern: str) -> str:
+    """The grammar of texts that match the pattern as a whole."""
+    return LLMatcher.grammar_from_regex(pattern)
 
-    Thread-safe: there is a process for each thread that asks at the same time.
+
+def of_choice(texts: Sequence[str]) -> str:
+    """The grammar that allows exactly these texts."""
+    return of_regex("|".join(map(re.escape, texts)))
+
+
+def of_lark(text: str) -> str:
+    """The grammar of a text in llguidance's variant of Lark."""
+    return LLMatcher.grammar_from_lark(text)
+
+
+class Grammars:
+    """Checks grammars for the model's tokenizer in other processes, and remembers the results.
+
+    It is thread-safe: each thread that checks at the same time uses a process of its own.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -114,11 +80,12 @@ class Grammars:
         self._lock = threading.Lock()
 
     def is_known(self, grammar: str) -> bool:
-        """Whether to check it takes no time."""
+        """Whether `check` returns without asking a process."""
         return len(grammar) > MAX_GRAMMAR_CHARACTERS or _key(grammar) in self._objections
 
     def check(self, grammar: str, param: str) -> None:
-        """Raises RequestError if no answer can follow it, or it is too large, slow or wrong."""
+        """Raises RequestError if no answer can follow the grammar, if it is invalid, or if it takes
+        too much memory or time."""
         if len(grammar) > MAX_GRAMMAR_CHARACTERS:
             most = f"{MAX_GRAMMAR_CHARACTERS} are allowed"
             raise RequestError(f"The grammar has {len(grammar)} characters, {most}.", param=param)
@@ -149,7 +116,7 @@ class Grammars:
         raise BrigadeError(f"The check of grammars ended with {code}.")
 
     def _checker(self) -> "subprocess.Popen[str]":
-        """One that waits for work. What ends one while it has none is no grammar's doing."""
+        """An idle process. One that ended while it was idle was not ended by a grammar."""
         while self._idle:
             with suppress(IndexError):  # Another thread may take the last one.
                 checker = self._idle.pop()
@@ -170,7 +137,7 @@ def _key(grammar: str) -> bytes:
 
 
 def _ask(checker: "subprocess.Popen[str]", grammar: str) -> str:
-    """Empty if it is gone."""
+    """The answer as a line of JSON; empty if the process has ended."""
     assert checker.stdin
     assert checker.stdout
     with suppress(BrokenPipeError):

@@ -1,52 +1,39 @@
-"""A prompt in the engine's terms, and whether it fits."""
+"""The model's context window: whether a prompt and its answer fit."""
 
 from dataclasses import dataclass
 
 from serve.core.errors import RequestError
-from serve.core.types import Sampling
 from serve.front.text.tokens import Tokenizer
 
 _WHOSE = {"messages": "Your messages have", "prompt": "Your prompt has"}
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """As many answers are wanted as there are samplings. text is what an echo gives back;
-    has_marks is whether calls and thoughts are looked for in the answers."""
-
-    ids: list[int]
-    max_tokens: int
-    samplings: tuple[Sampling, ...]
-    end_ids: frozenset[int]
-    text: str = ""
-    has_marks: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Of max_context tokens, how many a prompt may take. param is the field it comes in;
-    keep how many of its last tokens are enough, None for all."""
+class ContextWindow:
+    """The max_context tokens that a prompt and its answer share. param is the field that holds the
+    prompt. keep is how many of the prompt's last tokens are used; None for all of them."""
 
     max_context: int
     param: str
     keep: int | None = None
 
     def encode(self, text: str, tokenizer: Tokenizer, add_special_tokens: bool) -> list[int]:
-        """Takes its time: call it in a thread. Raises RequestError, of a text that is far
-        too long without encoding it."""
+        """The tokens of a text. This is slow: call it in a thread. Raises RequestError for a text
+        that is certainly too long, without encoding it."""
         least = tokenizer.least_tokens(text)
         if least >= self.max_context and self.keep is None:
             raise self._too_long(f"{_WHOSE[self.param]} at least {least} tokens")
         return tokenizer.encode(text, add_special_tokens)
 
     def cut(self, ids: list[int], asked: int) -> list[int]:
-        """The last tokens, as many as are to be kept; -1 is as many as fit with the answer."""
+        """The tokens that are kept. A keep of -1 keeps as many as fit beside the answer."""
         if self.keep is None:
             return ids
         return ids[-max(1, self.max_context - asked if self.keep < 0 else self.keep) :]
 
     def max_tokens(self, ids: list[int], asked: int | None, default: int | None, name: str) -> int:
-        """How long the answer may be. asked comes in the field `name`."""
+        """How many tokens the answer may have. asked comes from the field `name`. Raises
+        RequestError if the prompt is empty or does not fit."""
         num_left = self.max_context - len(ids)
         if not ids:
             raise RequestError(f"{self.param}: makes an empty prompt.", param=self.param)

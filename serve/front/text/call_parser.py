@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from serve.front.text.isolated import IsolatedProcess, ProcessEnded, answer_questions
+from serve.front.text.tool_formats import tool_format
 
 MAX_CHARACTERS = 256 << 10
 MAX_SECONDS = 0.5  # of a core
@@ -52,8 +53,6 @@ class CallParser:
 
 def main(name: str) -> None:
     """Ends with its stdin, or by SIGPROF."""
-    from serve.front.text.formats import tool_format
-
     parse = tool_format(name).parse
 
     def answer(question: bytes) -> bytes:

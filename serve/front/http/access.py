@@ -1,0 +1,66 @@
+"""Who may make a call, and which API's errors it returns. Each route declares its own policy."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+
+class Access(Enum):
+    """OPEN needs no key, CLIENT an API key if there are any, ADMIN an admin key."""
+
+    OPEN = "open"
+    CLIENT = "client"
+    ADMIN = "admin"
+
+
+class Dialect(Enum):
+    """The API whose error objects a call returns."""
+
+    OPENAI = "openai"
+    ANTHROPIC = "anthropic"
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """ignores_load says whether the call is answered also by a server that is draining or has too
+    many connections."""
+
+    access: Access = Access.CLIENT
+    dialect: Dialect = Dialect.OPENAI
+    ignores_load: bool = False
+
+
+class Route(Protocol):
+    path: str
+    path_regex: re.Pattern[str]
+    methods: set[str] | None
+    endpoint: Callable[..., Any]
+
+
+class Policies:
+    """The policy of each path, whether it exists or not. folders are prefixes that end with a
+    slash; their policies apply to unknown paths below them."""
+
+    def __init__(self, routes: Iterable[Route], folders: Mapping[str, Policy]) -> None:
+        self._of_paths: dict[str, Policy] = {}
+        self._of_patterns: list[tuple[re.Pattern[str], Policy]] = []
+        self._folders = folders
+        for route in routes:
+            policy: Policy = route.endpoint.call.policy  # type: ignore[attr-defined]
+            if "{" in route.path:
+                self._of_patterns.append((route.path_regex, policy))
+            else:
+                self._of_paths[route.path] = policy
+
+    def of(self, path: str) -> Policy:
+        if path in self._of_paths:
+            return self._of_paths[path]
+        for pattern, policy in self._of_patterns:
+            if pattern.match(path):
+                return policy
+        for folder, policy in self._folders.items():
+            if path.startswith(folder):
+                return policy
+        return Policy()

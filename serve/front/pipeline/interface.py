@@ -1,0 +1,71 @@
+"""What the rooms above need of the pipeline: prompts go in, events of their answers come out."""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from serve.core.errors import BrigadeError
+from serve.core.types import Event, Sampling, Score
+from serve.front.pipeline.adapter_loader import AdapterLoader
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt in tokens. One answer is generated for each sampling. text is what an echo returns;
+    has_marks says whether the answers are searched for tool calls and thoughts."""
+
+    ids: list[int]
+    max_tokens: int
+    samplings: tuple[Sampling, ...]
+    end_ids: frozenset[int]
+    text: str = ""
+    has_marks: bool = False
+
+
+class Generation(Protocol):
+    """The events of a request's sequences, each with the number of its sequence. The last event of
+    a sequence has a finish reason. Sequences are numbered in the order of prompts and, within a
+    prompt, of samplings.
+
+    Iteration raises the BrigadeError that broke the engine or that was put, after the events
+    before it. num_cached counts the prompt tokens that were taken from the prefix cache.
+    """
+
+    @property
+    def num_cached(self) -> int: ...
+
+    def __aiter__(self) -> AsyncIterator[tuple[int, Event]]: ...
+
+    def prompt_scores(self, number: int) -> list[Score]: ...
+
+    def put(self, event: BrigadeError) -> None: ...
+
+    def close(self, number: int | None = None) -> None:
+        """Ends one sequence, or all of them, on all ranks. It may be called more than once."""
+
+
+class Engine(Protocol):
+    """What the HTTP server needs of the cluster. Tests implement it without one."""
+
+    @property
+    def adapters(self) -> AdapterLoader: ...
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no rank is missing."""
+
+    def submit(
+        self, prompts: Sequence[Prompt], adapter_version: int = 0, cache_scope: str = ""
+    ) -> Generation:
+        """Prefixes are shared within cache_scope. Raises OverloadedError,
+        UnavailableError or RequestError."""
+
+    def ready_reason(self) -> str | None:
+        """None when ready, else one line for clients that says what is under way."""
+
+    def pipeline(self) -> dict[str, Any]: ...
+
+    def timeline(self, seconds: float) -> dict[str, Any]: ...
+
+    async def failed(self) -> BrigadeError:
+        """Returns when the cluster broke for good."""

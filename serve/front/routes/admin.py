@@ -1,0 +1,75 @@
+"""The HTTP calls about the running pipeline, for whoever operates the server."""
+
+import math
+from collections.abc import Callable
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from serve.core.errors import RequestError
+from serve.front.http import replies, schemas
+from serve.front.http.openapi import endpoint
+from serve.front.pipeline.interface import Engine
+from serve.front.routes.adapters import ADMIN
+from serve.front.routes.stream import json_response
+
+# Unknown paths below are treated as admin calls, too.
+FOLDERS = {"/admin/": ADMIN}
+_MAX_SECONDS = 3600.0
+
+
+class AdminCalls:
+    """begin_drain takes the seconds that running answers get."""
+
+    def __init__(
+        self, engine: Engine, drain_seconds: float, begin_drain: Callable[[float], None]
+    ) -> None:
+        self._engine = engine
+        self._drain_seconds = drain_seconds
+        self._begin_drain = begin_drain
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/admin/pipeline", self.pipeline),
+            Route("/admin/trace", self.trace),
+            Route("/admin/drain", self.drain, methods=["POST"]),
+        ]
+
+    @endpoint(403, reply=replies.Json, policy=ADMIN)
+    async def pipeline(self, _: Request) -> Response:
+        """Each stage: its layers, bytes, times and state."""
+        return json_response(self._engine.pipeline())
+
+    @endpoint(*(400, 403), reply=replies.Json, query={"seconds": {"type": "number"}}, policy=ADMIN)
+    async def trace(self, request: Request) -> Response:
+        """What each stage did when, as a Chrome trace."""
+        return json_response(self._engine.timeline(_seconds(request, 10.0)))
+
+    @endpoint(
+        *(400, 403),
+        status=202,
+        reply=schemas.Status,
+        query={"seconds": {"type": "number"}},
+        policy=ADMIN,
+    )
+    async def drain(self, request: Request) -> Response:
+        """The process ends with code 0 when the last answer is finished."""
+        self._begin_drain(_seconds(request, self._drain_seconds))
+        return json_response({"status": "draining"}, 202)
+
+
+def _seconds(request: Request, default: float) -> float:
+    if set(request.query_params) - {"seconds"}:
+        raise RequestError("The only parameter here is `seconds`.", param="query")
+    if not request.query_params:
+        return default
+    try:
+        seconds = float(request.query_params["seconds"])
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= _MAX_SECONDS:
+        raise RequestError(
+            f"seconds must be a number above 0 and up to {_MAX_SECONDS:g}.", param="seconds"
+        )
+    return seconds

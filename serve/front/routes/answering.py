@@ -1,0 +1,123 @@
+"""What every call that asks the model needs: reads its body, and begins and tracks its answer."""
+
+import json
+import logging
+import weakref
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from serve.core.config import ServeConfig
+from serve.core.errors import BrigadeError, RequestError
+from serve.front.api.lanes import Kind, Lanes
+from serve.front.api.reading import Reader, Told
+from serve.front.http import guard, replies
+from serve.front.http.door import Keys
+from serve.front.http.metrics import Metrics
+from serve.front.http.record import Record
+from serve.front.output.answer import Answer, Job
+from serve.front.pipeline.interface import Engine
+from serve.front.pipeline.prefix import scope_of
+from serve.front.text.grammar_queue import GrammarQueue
+from serve.front.text.tokens import Tokenizer
+
+WARM_UP_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+_logger = logging.getLogger(__name__)
+
+
+class Answering:
+    """Reads requests, begins their answers, and knows the answers that are under way."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        max_context: int,
+        metrics: Metrics,
+    ) -> None:
+        self._model = config.model_name
+        self._keeps_keys_apart = config.prefix_cache_scope == "key"
+        self._keys = Keys(config)
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        max_answers = config.max_queue + config.max_num_sequences
+        self._reader = Reader(tokenizer, max_context, max_answers)
+        self._lanes = Lanes(self._reader)
+        self._grammars = GrammarQueue()
+        self._answers: weakref.WeakSet[Answer] = weakref.WeakSet()
+
+    def warm_up(self) -> None:
+        """Reads two requests that no client sent, so that validators, the template and the checker
+        of grammars are ready for the first real one."""
+        chat = {"model": self._model, "messages": [{"role": "user", "content": "Hello!"}]}
+        formats = {"type": "json_schema", "json_schema": {"name": "a", "schema": WARM_UP_SCHEMA}}
+        for body in (chat, {**chat, "stream": True, "response_format": formats}):
+            try:
+                job = self._reader.chat(json.dumps(body).encode())
+                job.check_grammar(self._tokenizer)
+            except RequestError as error:  # The model may have no template that takes this.
+                _logger.info("event=warm_up_refused reason=%s", json.dumps(str(error)))
+
+    def open_answers(self) -> list[Answer]:
+        return [answer for answer in self._answers if answer.is_open]
+
+    def interrupt(self, error: BrigadeError) -> None:
+        """Ends all answers with error."""
+        for answer in list(self._answers):
+            answer.interrupt(error)
+
+    def close(self) -> None:
+        self._lanes.close()
+        self._grammars.close()
+
+    async def read(self, request: Request, kind: Kind, *given: bytes) -> Any:
+        """The parsed body of a request. The body, and more that its reader takes, may be given."""
+        held = list(given) or [await guard.read_body(request.scope, request.receive)]
+        try:
+            return await guard.unless_gone(request.receive, self._lanes.read(kind, held))
+        finally:
+            held.clear()  # A request that waits for a thread must not keep its body alive.
+
+    async def begin(self, request: Request, job: Job) -> tuple[Answer, dict[str, str]]:
+        """The answer, which the caller must close, and the headers that go with it."""
+        record: Record = request.scope[guard.RECORD]
+        adapters = self._engine.adapters
+        adapters.registry.check(job.model)
+        if job.model != self._model:
+            record.adapter = job.model
+        if job.grammar is not None:
+            checking = self._check_grammar(request, job, job.grammar)
+            await guard.unless_gone(request.receive, checking)
+        adapter = await adapters.version(job.model)
+        headers = replies.ignored_fields(job.ignored_fields)
+        if adapter:
+            record.adapter_version = adapter
+            headers["x-adapter-version"] = str(adapter)
+        api_key = self._keys.digest(request.scope) if self._keeps_keys_apart else ""
+        cache_scope = scope_of(job.cache_salt, api_key)
+        generation = self._engine.submit(job.prompts, adapter, cache_scope)
+        answer = Answer(job.model, job, generation, self._tokenizer, record, self._metrics)
+        self._answers.add(answer)
+        return answer, headers
+
+    async def _check_grammar(self, request: Request, job: Job, grammar: str) -> None:
+        def check() -> None:
+            job.check_grammar(self._tokenizer)
+
+        if self._tokenizer.grammars.is_known(grammar):
+            await self._grammars.run_known(check)
+        else:
+            client = self._keys.client_of(request.scope)
+            await self._grammars.run(client, len(grammar), check)
+
+    async def reply(self, request: Request, kind: Kind) -> Response:
+        """The reply to a call that needs the tokenizer only."""
+        read: Told = await self.read(request, kind)
+        if read.model is not None:
+            self._engine.adapters.check(read.model)
+        headers = replies.ignored_fields(read.ignored_fields)
+        return Response(read.reply, headers=headers, media_type="application/json")

@@ -1,0 +1,64 @@
+"""The HTTP calls of OpenAI's chat and completions, and vLLM's about tokens."""
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from serve.front.api.lanes import Kind
+from serve.front.api.openai import ChatBody, CompletionBody, DetokenizeBody, Tokenizable
+from serve.front.http import guard, replies, schemas
+from serve.front.http.openapi import endpoint
+from serve.front.output.answer import Job
+from serve.front.routes.answering import Answering
+from serve.front.routes.stream import Stream
+
+
+class ChatCalls:
+    def __init__(self, answering: Answering) -> None:
+        self._answering = answering
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+        ]
+
+    @endpoint(404, 429, 500, body=ChatBody, reply=schemas.ChatReply, chunk=schemas.ChatChunk)
+    async def chat(self, request: Request) -> Response:
+        """Answers a chat."""
+        return await self._generate(request, "chat")
+
+    @endpoint(
+        *(404, 429, 500),
+        body=CompletionBody,
+        reply=schemas.CompletionReply,
+        chunk=schemas.CompletionReply,
+    )
+    async def completions(self, request: Request) -> Response:
+        """Continues prompts."""
+        return await self._generate(request, "completion")
+
+    async def _generate(self, request: Request, kind: Kind) -> Response:
+        job: Job = await self._answering.read(request, kind)
+        answer, headers = await self._answering.begin(request, job)
+        if job.is_stream:
+            return Stream(answer, answer.server_sent_events(job.include_usage), headers)
+        reply = replies.fold(answer.chunks(include_usage=True))
+        try:
+            whole = await guard.unless_gone(request.receive, reply)
+            data = await answer.encode(whole)
+            return Response(data, headers=headers, media_type="application/json")
+        finally:
+            answer.close()
+
+    @endpoint(404, body=Tokenizable, reply=schemas.Tokenized)
+    async def tokenize(self, request: Request) -> Response:
+        """Token ids of a text or of messages."""
+        return await self._answering.reply(request, "tokenize")
+
+    @endpoint(404, body=DetokenizeBody, reply=schemas.Detokenized)
+    async def detokenize(self, request: Request) -> Response:
+        """The text of token ids."""
+        return await self._answering.reply(request, "detokenize")

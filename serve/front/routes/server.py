@@ -1,0 +1,113 @@
+"""The HTTP calls about the server: its models, state and documentation."""
+
+import time
+from collections.abc import Iterable
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from serve import __version__
+from serve.core.errors import UnavailableError
+from serve.front.http import replies, schemas
+from serve.front.http.access import Access, Policy
+from serve.front.http.metrics import Metrics
+from serve.front.http.openapi import document, endpoint, summaries
+from serve.front.pipeline.interface import Engine
+from serve.front.routes.stream import json_response
+
+_PROBE = Policy(access=Access.OPEN, ignores_load=True)
+_READY = Policy(access=Access.OPEN)
+
+
+class ServerCalls:
+    """`describe` must be called with all routes before these calls are made."""
+
+    def __init__(self, model: str, engine: Engine, metrics: Metrics, max_context: int) -> None:
+        self._model = model
+        self._engine = engine
+        self._metrics = metrics
+        self._max_context = max_context
+        self._created = int(time.time())
+        self._calls: dict[str, str] = {}
+        self._document: replies.Json = {}
+
+    def describe(self, routes: Iterable[Route]) -> None:
+        routes = list(routes)
+        self._calls = summaries(routes)
+        self._document = document(routes, __version__)
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
+            Route("/health", self.health),
+            Route("/ready", self.ready),
+            Route("/metrics", self.metrics),
+            Route("/version", self.version),
+            Route("/openapi.json", self.openapi),
+        ]
+
+    @endpoint(reply=schemas.ModelList)
+    async def models(self, _: Request) -> Response:
+        """The model and its adapters."""
+        described = [self._described(name) for name in self._engine.adapters.names]
+        return json_response({"object": "list", "data": described})
+
+    @endpoint(404, reply=schemas.Model)
+    async def model(self, request: Request) -> Response:
+        """The model or an adapter by its name."""
+        name = request.path_params["name"]
+        self._engine.adapters.check(name)
+        return json_response(self._described(name))
+
+    def _described(self, name: str) -> schemas.Model:
+        return {
+            "id": name,
+            "parent": None if name == self._model else self._model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "brigade",
+            "max_model_len": self._max_context,
+        }
+
+    @endpoint(reply=schemas.Status, policy=_PROBE)
+    async def health(self, _: Request) -> Response:
+        """Answers while the process is alive."""
+        return json_response({"status": "alive"})
+
+    @endpoint(reply=schemas.Status, policy=_READY)
+    async def ready(self, _: Request) -> Response:
+        """Whether requests can be answered; 503 says what the server waits for."""
+        reason = self._engine.ready_reason()
+        if reason is not None:
+            raise UnavailableError(reason)
+        return json_response({"status": "ready"})
+
+    @endpoint(policy=_PROBE)
+    async def metrics(self, request: Request) -> Response:
+        """Numbers for Prometheus."""
+        body, content_type = self._metrics.render(request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": content_type})
+
+    @endpoint(reply=schemas.Index)
+    async def index(self, _: Request) -> Response:
+        """What this server is, and its calls."""
+        return json_response(
+            {
+                "name": "Brigade",
+                "version": __version__,
+                "model": self._model,
+                "calls": self._calls,
+            }
+        )
+
+    @endpoint(reply=schemas.Version)
+    async def version(self, _: Request) -> Response:
+        """The version of Brigade."""
+        return json_response({"version": __version__})
+
+    @endpoint(reply=replies.Json)
+    async def openapi(self, _: Request) -> Response:
+        """Every call, its parameters and replies, for programs."""
+        return json_response(self._document)

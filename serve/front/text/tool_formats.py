@@ -1,0 +1,56 @@
+"""mlx-lm's parsers of tool calls, loaded file by file.
+
+Importing the package would bring MLX into this process. These files need none of it.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+from serve.core.errors import UsageError
+from serve.core.tool_parsers import mlx_lm_folder, tool_parsers
+
+_PRIVATE = "brigade_mlx_lm_"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """A call stands between start and end; an empty end is the end of the answer. parse takes the
+    call and the declared tools as OpenAI's JSON. It returns {"name", "arguments"} or a list of
+    them, and may raise anything."""
+
+    start: str
+    end: str
+    parse: Callable[..., Any]
+
+
+def tool_format(name: str) -> ToolFormat:
+    """The format of this name, whose parser runs in this process. Raises UsageError."""
+    if name not in tool_parsers():
+        known = ", ".join(tool_parsers())
+        raise UsageError(f"--tool-parser {name} is not known: give one of {known}.")
+    mlx_lm_module("tool_parsers")  # Some take parts of others from their package.
+    parser = mlx_lm_module(f"tool_parsers.{name}")
+    return ToolFormat(parser.tool_call_start, parser.tool_call_end, parser.parse_tool_call)
+
+
+@cache
+def mlx_lm_module(name: str) -> ModuleType:
+    """A file or folder of mlx-lm, loaded under a private name."""
+    root = mlx_lm_folder()
+    assert root is not None
+    path = root.joinpath(*name.split("."))
+    folder = [str(path)] if path.is_dir() else None
+    file = path / "__init__.py" if folder else path.with_suffix(".py")
+    spec = importlib.util.spec_from_file_location(
+        _PRIVATE + name, file, submodule_search_locations=folder
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
