@@ -118,6 +118,6 @@ class Answering:
         """The reply to a call that needs the tokenizer only."""
         read: Told = await self.read(request, kind)
         if read.model is not None:
-            self._engine.adapters.check(read.model)
+            self._engine.adapters.registry.check(read.model)
         headers = replies.ignored_fields(read.ignored_fields)
         return Response(read.reply, headers=headers, media_type="application/json")

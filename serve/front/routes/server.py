@@ -51,14 +51,14 @@ class ServerCalls:
     @endpoint(reply=schemas.ModelList)
     async def models(self, _: Request) -> Response:
         """The model and its adapters."""
-        described = [self._described(name) for name in self._engine.adapters.names]
+        described = [self._described(name) for name in self._engine.adapters.registry.names]
         return json_response({"object": "list", "data": described})
 
     @endpoint(404, reply=schemas.Model)
     async def model(self, request: Request) -> Response:
         """The model or an adapter by its name."""
         name = request.path_params["name"]
-        self._engine.adapters.check(name)
+        self._engine.adapters.registry.check(name)
         return json_response(self._described(name))
 
     def _described(self, name: str) -> schemas.Model:
