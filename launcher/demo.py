@@ -1,17 +1,15 @@
 """`brigade demo`: starts ranks, shows who holds which layers, and asks one question.
 
-The ranks are the supervisor's, in the main thread; the conversation is one more thread. HTTP by the
-standard library: this is a client like any other.
+The ranks are the supervisor's, in the main thread; the conversation is one more thread. It is
+an HTTP client like any other.
 """
 
-import http.client
 import json
 import shlex
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -23,6 +21,7 @@ from rich.text import Text
 from launcher.command import HOST, exit_code, rank_command
 from launcher.process import free_ports, local_ranks
 from launcher.supervisor import Supervisor, write_line
+from serve.client import Client
 from serve.core.errors import BrigadeError, ClusterError, EngineError, UsageError
 
 # In a clone these are links into examples/, in a wheel they are files.
@@ -38,27 +37,16 @@ ANSWER_SECONDS = 30.0  # between two pieces of an answer
 ASKED_TO_END = exit_code(-15)
 
 
-@dataclass(frozen=True, slots=True)
 class Server:
     """A server of this machine; each call has a connection of its own."""
 
-    port: int
-
-    @contextmanager
-    def open(
-        self, path: str, body: dict[str, Any] | None = None
-    ) -> Iterator[http.client.HTTPResponse]:
-        method, text = ("GET", None) if body is None else ("POST", json.dumps(body))
-        timeout = CALL_SECONDS if body is None else ANSWER_SECONDS
-        with closing(http.client.HTTPConnection(HOST, self.port, timeout=timeout)) as connection:
-            connection.request(method, path, text, {"Content-Type": "application/json"})
-            with connection.getresponse() as response:
-                yield response
+    def __init__(self, port: int) -> None:
+        self._client = Client(f"http://{HOST}:{port}", uses_proxy=False)
 
     def call(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
         """Status and body."""
-        with self.open(path, body) as response:
-            return response.status, response.read().decode("utf-8", "replace")
+        timeout_seconds = CALL_SECONDS if body is None else ANSWER_SECONDS
+        return self._client.call(path, body, timeout_seconds)
 
     def get(self, path: str) -> dict[str, Any]:
         answer = json.loads(self._right(path))
@@ -79,17 +67,17 @@ class Server:
     def chat(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The chunks of one streamed answer."""
         path = "/v1/chat/completions"
-        with self.open(path, body) as response:
-            if response.status != 200:
-                text = response.read(300).decode("utf-8", "replace")
-                raise EngineError(f"POST {path} answered {response.status}: {text}")
-            yield from server_sent(response)
+        with self._client.open(path, body, ANSWER_SECONDS) as response:
+            if response.status_code != 200:
+                text = response.read().decode("utf-8", "replace")[:300]
+                raise EngineError(f"POST {path} answered {response.status_code}: {text}")
+            yield from server_sent(response.iter_lines())
 
 
-def server_sent(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+def server_sent(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     """The data of server-sent events, up to `[DONE]`; a stream that just stops is an error."""
     for line in lines:
-        field, _, value = line.decode("utf-8").strip().partition(":")
+        field, _, value = line.strip().partition(":")
         if field != "data":
             continue
         if value.strip() == "[DONE]":

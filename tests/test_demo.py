@@ -267,12 +267,12 @@ def exists(pid: int) -> bool:
 
 def test_server_sent_events_end_with_done_and_skip_comments() -> None:
     lines = [
-        b": hi\n",
-        b"\n",
-        b'data: {"a": 1}\n',
-        b"event: x\n",
-        b'data:{"a": 2}\n',
-        b"data: [DONE]",
+        ": hi\n",
+        "\n",
+        'data: {"a": 1}\n',
+        "event: x\n",
+        'data:{"a": 2}\n',
+        "data: [DONE]",
     ]
     assert list(server_sent(iter(lines))) == [{"a": 1}, {"a": 2}]
 

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -68,14 +68,16 @@ def adapters(settings: Settings) -> Row:
 class Adapted:
     """A running server and questions to its adapters, in their order in the folder."""
 
-    def __init__(self, asked: Asked, http: httpx.AsyncClient, adapted: dict[str, Asked]) -> None:
+    def __init__(self, asked: Asked, http: httpx2.AsyncClient, adapted: dict[str, Asked]) -> None:
         self.base, self._http, self.adapted = asked, http, adapted
 
     @classmethod
     @asynccontextmanager
     async def of(cls, asked: Asked, url: str) -> Any:
         async with AsyncExitStack() as stack:
-            http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=TIMEOUT))
+            http = await stack.enter_async_context(
+                httpx2.AsyncClient(base_url=url, timeout=TIMEOUT)
+            )
             adapted = {
                 name: asked.of(await stack.enter_async_context(connected(url, name, None, TIMEOUT)))
                 for name in [*names(), "big"]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import httpx
+import httpx2
 
 from scripts.measure import servers
 from scripts.measure.settings import TIMEOUT, Asked, Row, Settings, ask_server, in_turn
@@ -129,7 +129,7 @@ def decode(settings: Settings) -> Row:
 
 async def timeline(url: str) -> list[dict[str, Any]]:
     await asyncio.sleep(0.6)  # the stages report four times a second
-    async with httpx.AsyncClient(timeout=30) as http:
+    async with httpx2.AsyncClient(timeout=30) as http:
         answer = await http.get(f"{url}/admin/trace", params={"seconds": 300})
         return list(answer.raise_for_status().json()["traceEvents"])
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import httpx
+import httpx2
 
 from scripts.measure import servers
 from scripts.measure.settings import Row, Settings
@@ -60,7 +60,7 @@ def _beside(url: str, model: str, kind: str | None) -> dict[str, float]:
     health: list[float] = []
     first: list[float] = []
     chat = {"model": model, "max_tokens": 1, "temperature": 0.0}
-    with _attacking(url, model, kind), httpx.Client(base_url=url, timeout=TIMEOUT) as client:
+    with _attacking(url, model, kind), httpx2.Client(base_url=url, timeout=TIMEOUT) as client:
         end = time.monotonic() + SECONDS
         while time.monotonic() < end:
             health.append(_seconds(lambda: client.get("/health")))
@@ -78,7 +78,7 @@ def _beside(url: str, model: str, kind: str | None) -> dict[str, float]:
     }
 
 
-def _seconds(call: Callable[[], httpx.Response]) -> float:
+def _seconds(call: Callable[[], httpx2.Response]) -> float:
     start = time.perf_counter()
     call().raise_for_status()
     return time.perf_counter() - start
@@ -166,11 +166,11 @@ async def _attack(url: str, model: str, kind: str) -> None:
     headers = {"content-type": "application/json"}
     num_clients = 1 if kind in ("answers", "stop strings") else NUM_CLIENTS
 
-    async def repeat(client: httpx.AsyncClient) -> None:
+    async def repeat(client: httpx2.AsyncClient) -> None:
         while True:
             await client.post(path, content=data, headers=headers)
 
-    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT) as client:
+    async with httpx2.AsyncClient(base_url=url, timeout=TIMEOUT) as client:
         await asyncio.gather(*(repeat(client) for _ in range(num_clients)))
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-import httpx
+import httpx2
 
 from launcher.process import free_ports
 from serve.core.blas import with_openblas
@@ -111,10 +111,10 @@ def until_it_answers(
     deadline = time.monotonic() + READY_SECONDS
     while time.monotonic() < deadline and all(each.poll() is None for each in processes):
         try:
-            answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=READY_SECONDS)
+            answer = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=READY_SECONDS)
             if answer.status_code == 200:
                 return
-        except httpx.TransportError:
+        except httpx2.TransportError:
             pass
         time.sleep(0.2)
     raise StartError(f"the server did not start:\n{log.read_text()[-3000:]}")
@@ -127,9 +127,9 @@ def until_ready(
     deadline = time.monotonic() + READY_SECONDS
     while time.monotonic() < deadline and all(each.poll() is None for each in processes):
         try:
-            if httpx.get(f"{url}/ready", timeout=5).status_code == 200:
+            if httpx2.get(f"{url}/ready", timeout=5).status_code == 200:
                 return
-        except httpx.TransportError:
+        except httpx2.TransportError:
             time.sleep(0.05)
         time.sleep(0.05)
     raise StartError(f"{model} did not become ready:\n{log.read_text()[-3000:]}")

@@ -8,12 +8,16 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-import httpx
-
 from serve.bench.records import Record
+from serve.client import (
+    AsyncClient,
+    HTTPStatusError,
+    TimeoutException,
+    TransportError,
+    connections,
+)
 from serve.core.errors import AddressError, UnavailableError, UsageError
 
-_CONNECT_SECONDS = 10.0
 _RECONNECT_SECONDS = 0.05
 _MAX_REASON_CHARACTERS = 160
 _CUT_OFF = "refused or reset before the answer began"
@@ -51,7 +55,7 @@ class _Answer:
 class Server:
     """A server that offers a model. `ask` never raises for what the server or the network does."""
 
-    def __init__(self, http: httpx.AsyncClient, model: str) -> None:
+    def __init__(self, http: AsyncClient, model: str) -> None:
         self._http = http
         self.model = model
 
@@ -90,9 +94,9 @@ class Server:
         """Fills answer. Returns None, or the reason of a failure."""
         try:
             failure = await self._read_stream(body, answer)
-        except httpx.TimeoutException as error:
+        except TimeoutException as error:
             return f"{type(error).__name__}: no answer in time"
-        except httpx.TransportError as error:
+        except TransportError as error:
             return f"{type(error).__name__}: {error}" if answer.has_begun else _CUT_OFF
         except (ValueError, AttributeError, TypeError) as error:
             return f"unreadable stream: {_short(str(error))}"
@@ -128,22 +132,16 @@ async def connected(
     base = url.rstrip("/")
     if not base.endswith("/v1"):
         base = f"{base}/v1"
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    async with httpx.AsyncClient(
-        base_url=base,
-        headers=headers,
-        timeout=httpx.Timeout(timeout, connect=_CONNECT_SECONDS),
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-    ) as http:
+    async with connections(base, key, timeout) as http:
         name = await _model_name(http, url, model)
         yield Server(http, name)
 
 
-async def _model_name(http: httpx.AsyncClient, url: str, wanted: str | None) -> str:
+async def _model_name(http: AsyncClient, url: str, wanted: str | None) -> str:
     """The wanted model's name or, if none is wanted, that of the server's first model."""
     try:
         response = await http.get("models")
-    except httpx.TransportError as error:
+    except TransportError as error:
         reason = str(error) or type(error).__name__
         raise AddressError(f"{url} does not answer ({reason}): is a server there?") from error
     if wanted is not None:
@@ -153,7 +151,7 @@ async def _model_name(http: httpx.AsyncClient, url: str, wanted: str | None) -> 
     try:
         models = response.raise_for_status().json()["data"]
         return str(models[0]["id"])
-    except (httpx.HTTPStatusError, ValueError, LookupError, TypeError) as error:
+    except (HTTPStatusError, ValueError, LookupError, TypeError) as error:
         raise UsageError(
             f"{url} names no model at /v1/models (status {response.status_code}): give --model."
         ) from error

@@ -4,10 +4,9 @@ import json
 import os
 import re
 import shlex
-import urllib.error
-import urllib.request
 from pathlib import Path
 
+from serve.client import Client, NoAnswerError
 from serve.core.errors import BrigadeError, ClusterError, UsageError
 
 _PATH = "/v1/load_lora_adapter"
@@ -34,13 +33,13 @@ def check_server(url: str, folder: Path, name: str) -> None:
     _call(url, "/v1/lora_adapters", None, UsageError)
     # The server looks at the name and at where the path lies before it looks for what is there.
     absent = _body(folder / _ABSENT, name)
-    _call(url, _PATH, json.dumps(absent).encode(), UsageError, expected=404)
+    _call(url, _PATH, absent, UsageError, expected=404)
 
 
 def load_into(url: str, folder: Path, name: str) -> str:
     """What the server said. Raises ClusterError: what was trained is on disk all the same."""
     try:
-        return _call(url, _PATH, json.dumps(_body(folder, name)).encode(), ClusterError)
+        return _call(url, _PATH, _body(folder, name), ClusterError)
     except ClusterError as error:
         again = curl_line(url, folder, name)
         raise ClusterError(f"{error} The adapter is in {folder}; to try again:\n{again}") from error
@@ -61,27 +60,24 @@ def _body(folder: Path, name: str) -> dict[str, object]:
 
 
 def _call(
-    url: str, path: str, data: bytes | None, kind: type[BrigadeError], expected: int | None = None
+    url: str,
+    path: str,
+    body: dict[str, object] | None,
+    kind: type[BrigadeError],
+    expected: int | None = None,
 ) -> str:
     """What the server answers. Raises an error of that kind for any other error status than the
     expected one."""
-    headers = {"Content-Type": "application/json"}
-    if key := _key():
-        headers["Authorization"] = f"Bearer {os.environ[key]}"
-    request = urllib.request.Request(url.rstrip("/") + path, data, headers)
+    variable = _key()
+    client = Client(url, os.environ[variable] if variable else None)
     try:
-        with urllib.request.urlopen(request, timeout=_SECONDS) as reply:
-            return str(reply.read().decode())
-    except urllib.error.HTTPError as error:
-        said = error.read().decode(errors="replace")
-        if error.code == expected:
-            return said
-        raise kind(f"--load-into {url} answers {error.code}: {_message(said)}") from error
-    except (OSError, ValueError) as error:
-        cause = getattr(error, "reason", error)  # of a URLError
-        reason = getattr(cause, "strerror", None) or cause
+        status, said = client.call(path, body, _SECONDS)
+    except NoAnswerError as error:
         mend = "start `brigade serve` there, or give its URL"
-        raise kind(f"--load-into {url} does not answer ({reason}): {mend}.") from error
+        raise kind(f"--load-into {url} does not answer ({error}): {mend}.") from error
+    if status >= 300 and status != expected:
+        raise kind(f"--load-into {url} answers {status}: {_message(said)}")
+    return said
 
 
 def _message(said: str) -> str:

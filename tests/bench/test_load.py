@@ -105,9 +105,9 @@ class Resetting:
                     return
 
     async def ask(self) -> Record:
-        import httpx
+        import httpx2
 
-        async with httpx.AsyncClient(base_url=f"{self.url}/v1") as http:
+        async with httpx2.AsyncClient(base_url=f"{self.url}/v1") as http:
             return await Server(http, "m").ask(CHAT, 1)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import psutil
 
@@ -73,7 +73,7 @@ class Server:
         return made
 
     def get(self, path: str) -> Any:
-        return httpx.get(self.url + path, timeout=10).raise_for_status().json()
+        return httpx2.get(self.url + path, timeout=10).raise_for_status().json()
 
     def family(self) -> list[psutil.Process]:
         """The launcher, the ranks' parents and their engines."""
@@ -94,9 +94,9 @@ class Server:
         while time.monotonic() < deadline:
             assert self.process.poll() is None, f"ended with {self.process.poll()}:\n{self.text}"
             try:
-                if httpx.get(self.url + "/ready", timeout=5).status_code == 200:
+                if httpx2.get(self.url + "/ready", timeout=5).status_code == 200:
                     return
-            except httpx.TransportError:
+            except httpx2.TransportError:
                 time.sleep(0.05)
             time.sleep(0.05)
         raise AssertionError(f"not ready after {READY_SECONDS} s:\n{self.text}")

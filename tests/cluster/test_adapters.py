@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import mlx.core as mx
 import mlx_lm
 import pytest
@@ -105,11 +105,11 @@ def running(folders: list[Path], num_ranks: int, *more: str) -> Iterator[Server]
         yield server
 
 
-def post(server: Server, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(server.url + path, json=body, timeout=60)
+def post(server: Server, path: str, **body: Any) -> httpx2.Response:
+    return httpx2.post(server.url + path, json=body, timeout=60)
 
 
-def load(server: Server, name: str, path: str, **more: Any) -> httpx.Response:
+def load(server: Server, name: str, path: str, **more: Any) -> httpx2.Response:
     body = {"lora_name": name, "lora_path": path, **more}
     return post(server, "/v1/load_lora_adapter", **body)
 
@@ -129,7 +129,7 @@ def stream(server: Server, model: str, question: str) -> tuple[str, int]:
     messages = [{"role": "user", "content": question}]
     body = {"model": model, "messages": messages, "temperature": 0, "max_tokens": NUM_TOKENS}
     url, text = server.url + "/v1/chat/completions", ""
-    with httpx.stream("POST", url, json={**body, "stream": True}, timeout=60) as reply:
+    with httpx2.stream("POST", url, json={**body, "stream": True}, timeout=60) as reply:
         assert reply.status_code == 200, reply.read()
         lines = [line[6:] for line in reply.iter_lines() if line.startswith("data: ")]
     assert lines.pop() == "[DONE]"
@@ -199,7 +199,8 @@ def check_mixed(server: Server, answer: Whole) -> None:
     assert min(listed["a"]["bytes"]) > 0
     assert [model["id"] for model in server.get("/v1/models")["data"]] == models
     assert (
-        'brigade_adapter_requests_total{adapter="a"} 4.0' in httpx.get(server.url + "/metrics").text
+        'brigade_adapter_requests_total{adapter="a"} 4.0'
+        in httpx2.get(server.url + "/metrics").text
     )
 
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from tests.cluster.servers import Server, gone, running
@@ -33,13 +33,13 @@ def test_keys_of_a_file_and_of_the_environment(
     keys.write_text("sk-file\n")
     monkeypatch.setenv("BRIGADE_ADMIN_KEY", "root")
     with running(2, "--api-key-file", str(keys)) as server:
-        assert httpx.get(server.url + "/v1/models").status_code == 401
-        assert httpx.get(server.url + "/admin/pipeline").status_code == 401
+        assert httpx2.get(server.url + "/v1/models").status_code == 401
+        assert httpx2.get(server.url + "/admin/pipeline").status_code == 401
         client = server.client().with_options(api_key="sk-file")
         assert client.chat.completions.create(**CHAT, messages=user("Hi"), max_tokens=2).choices
         admin = {"Authorization": "Bearer root"}
-        assert httpx.get(server.url + "/admin/pipeline", headers=admin).status_code == 200
-        assert httpx.post(server.url + "/admin/drain", headers=admin).status_code == 202
+        assert httpx2.get(server.url + "/admin/pipeline", headers=admin).status_code == 200
+        assert httpx2.post(server.url + "/admin/drain", headers=admin).status_code == 202
         assert server.process.wait(10) == 0
     assert "sk-file" not in server.text
     assert "root" not in server.text.replace("/root", "")
@@ -50,11 +50,11 @@ def test_a_drained_cluster_finishes_its_stream_and_ends_with_code_0() -> None:
         family = server.family()
         body = {**CHAT, "messages": user("Say the alphabet."), "max_tokens": 100, "stream": True}
         url = f"{server.url}/v1/chat/completions"
-        with httpx.stream("POST", url, json=body, timeout=10) as reply:
+        with httpx2.stream("POST", url, json=body, timeout=10) as reply:
             lines = reply.iter_lines()
             next(lines)
-            assert httpx.post(server.url + "/admin/drain").status_code == 202
-            refused = httpx.post(url, json=body)
+            assert httpx2.post(server.url + "/admin/drain").status_code == 202
+            refused = httpx2.post(url, json=body)
             assert refused.status_code == 503
             assert int(refused.headers["retry-after"]) > 0
             assert "data: [DONE]" in list(lines)
@@ -67,7 +67,7 @@ def test_answers_get_the_time_that_was_asked_for_after_a_signal() -> None:
     with running(2, "--drain-timeout", "0.3") as server:
         body = {**CHAT, "messages": user("Say the alphabet."), "stream": True}
         url = f"{server.url}/v1/chat/completions"
-        with httpx.stream("POST", url, json=body, timeout=10) as reply:
+        with httpx2.stream("POST", url, json=body, timeout=10) as reply:
             lines = reply.iter_lines()
             next(lines)
             os.kill(server.engines()[1].pid, signal.SIGSTOP)

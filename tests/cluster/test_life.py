@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import psutil
 import pytest
 
@@ -194,12 +194,12 @@ class stream_in_background(threading.Thread):  # noqa: N801
         }
         try:
             while b'"error"' not in self.body:
-                with httpx.stream(
+                with httpx2.stream(
                     "POST", f"{self.url}/v1/chat/completions", json=body, timeout=8
                 ) as reply:
                     for data in reply.iter_bytes():
                         self.body += data
-        except httpx.TransportError:
+        except httpx2.TransportError:
             self.refused = True
 
 
@@ -224,7 +224,7 @@ def test_running_streams_finish_before_the_end() -> None:
             "stream": True,
         }
         url = f"{server.url}/v1/chat/completions"
-        with httpx.stream("POST", url, json=body, timeout=10) as reply:
+        with httpx2.stream("POST", url, json=body, timeout=10) as reply:
             lines = reply.iter_lines()
             first = next(lines)
             server.process.send_signal(signal.SIGTERM)
@@ -345,7 +345,9 @@ def test_a_stopped_rank_is_named_within_the_stall_timeout(rank: int) -> None:
         family = server.family()
         os.kill(server.engines()[rank].pid, signal.SIGSTOP)
         time.sleep(2)
-        assert httpx.get(server.url + "/ready").json()["error"]["message"] == f"rank {rank}: silent"
+        assert (
+            httpx2.get(server.url + "/ready").json()["error"]["message"] == f"rank {rank}: silent"
+        )
         events = stream_in_background(server)
         events.join(10)
         assert not events.is_alive(), "a client waits without end"

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import mlx.core as mx
 import mlx_lm
 import pytest
@@ -67,30 +67,30 @@ def running(model: Path, *more: str) -> Iterator[Server]:
         yield server
 
 
-def post(server: Server, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(server.url + path, json=body, timeout=120)
+def post(server: Server, path: str, **body: Any) -> httpx2.Response:
+    return httpx2.post(server.url + path, json=body, timeout=120)
 
 
-def ask(server: Server, model: str, prompt: list[int], **more: Any) -> httpx.Response:
+def ask(server: Server, model: str, prompt: list[int], **more: Any) -> httpx2.Response:
     body = {"model": model, "prompt": prompt, "temperature": 0, "max_tokens": NUM_TOKENS}
     body |= {"return_token_ids": True, "ignore_eos": True}
     return post(server, "/v1/completions", **{**body, **more})
 
 
-def tokens(reply: httpx.Response) -> list[int]:
+def tokens(reply: httpx2.Response) -> list[int]:
     assert reply.status_code == 200, reply.text
     ids: list[int] = reply.json()["choices"][0]["token_ids"]
     return ids
 
 
-def changed(server: Server, model: str, bad: Callable[[], httpx.Response], num: int) -> int:
+def changed(server: Server, model: str, bad: Callable[[], httpx2.Response], num: int) -> int:
     """How many of so many answers change beside requests that overflow all the time, and one
     that was there before."""
     asked = prompts(NUM_PROMPTS)
     expected = [tokens(ask(server, model, prompt)) for prompt in asked]
     assert len({tuple(answer) for answer in expected}) > NUM_PROMPTS // 2
     over = threading.Event()
-    failures: list[httpx.Response] = []
+    failures: list[httpx2.Response] = []
 
     def overflow() -> None:
         while not over.is_set():

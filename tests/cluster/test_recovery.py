@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import httpx
+import httpx2
 import psutil
 import pytest
 
@@ -68,7 +68,7 @@ class Stream(threading.Thread):
 
     def run(self) -> None:
         url = f"{self.server.url}/v1/chat/completions"
-        with httpx.stream("POST", url, json=self.body(), timeout=60) as reply:
+        with httpx2.stream("POST", url, json=self.body(), timeout=60) as reply:
             for line in filter(None, reply.iter_lines()):
                 self.end = line
                 if line.startswith("data: {"):
@@ -203,14 +203,14 @@ def test_a_killed_engine_costs_a_pause(server: Server, expected: list[Stream], r
         time.sleep(0.5)
         server.engines()[rank].kill()
         began = time.monotonic()
-        while httpx.get(server.url + "/ready").status_code == 200:
+        while httpx2.get(server.url + "/ready").status_code == 200:
             assert time.monotonic() - began < 2, "it says that it is ready, and is not"
-        assert httpx.get(server.url + "/health").status_code == 200
+        assert httpx2.get(server.url + "/health").status_code == 200
 
     check_same(run_streams(server, kill), expected)
     assert f"The engine of rank {rank} ended by signal 9" in server.text
     assert server.get("/admin/pipeline")["num_restarts"] == before + 1
-    metrics = httpx.get(server.url + "/metrics").text
+    metrics = httpx2.get(server.url + "/metrics").text
     assert f"brigade_restarts_total {before + 1:.1f}" in metrics
     assert float(metrics.split("\nbrigade_recovery_seconds_total ")[1].split()[0]) > 0
 
@@ -227,7 +227,9 @@ def test_a_rank_that_stops_for_five_seconds_is_no_fault(
         victim = server.engines()[rank].pid
         os.kill(victim, signal.SIGSTOP)
         time.sleep(2)
-        assert httpx.get(server.url + "/ready").json()["error"]["message"] == f"rank {rank}: silent"
+        assert (
+            httpx2.get(server.url + "/ready").json()["error"]["message"] == f"rank {rank}: silent"
+        )
         time.sleep(3)
         os.kill(victim, signal.SIGCONT)
 
@@ -309,7 +311,7 @@ def test_restarts_that_are_used_up_end_the_cluster_with_the_reason() -> None:
         broken: list[str] = []
 
         def ask() -> None:
-            with httpx.stream(
+            with httpx2.stream(
                 "POST", f"{server.url}/v1/chat/completions", json=stream.body(), timeout=60
             ) as reply:
                 broken.extend(filter(None, reply.iter_lines()))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 
@@ -70,7 +70,7 @@ def test_a_second_turn_goes_on_where_the_first_ended(
     cached = second.usage.prompt_tokens_details.cached_tokens or 0
     assert cached >= first.usage.total_tokens - 2
     assert second.choices[0].message.content == mlx_lm_answer(messages)
-    metrics = httpx.get(f"{server.url}/metrics").text
+    metrics = httpx2.get(f"{server.url}/metrics").text
     assert float(re.findall(r"^brigade_prefix_cache_hits_total (\S+)", metrics, re.M)[0]) >= cached
 
 
@@ -176,7 +176,7 @@ def wait_until_idle(server: Server) -> None:
 def test_a_client_that_leaves_is_dropped_on_all_ranks(server: Server) -> None:
     wait_until_idle(server)
     long = {**CHAT, "temperature": 2, "messages": user("Tell me a story."), "stream": True}
-    with httpx.stream(
+    with httpx2.stream(
         "POST", f"{server.url}/v1/chat/completions", json={**long, "seed": 5}, timeout=10
     ) as stream:
         next(stream.iter_lines())
@@ -186,15 +186,15 @@ def test_a_client_that_leaves_is_dropped_on_all_ranks(server: Server) -> None:
 def test_clients_that_leave_do_not_harm_others(
     server: Server, mlx_lm_answer: Callable[[str], str]
 ) -> None:
-    async def leave(client: httpx.AsyncClient, seconds: float) -> None:
+    async def leave(client: httpx2.AsyncClient, seconds: float) -> None:
         body = {"model": "tiny-chat", "messages": user("Say the alphabet."), "temperature": 1}
         try:
             await client.post(f"{server.url}/v1/chat/completions", json=body, timeout=seconds)
-        except httpx.TimeoutException:
+        except httpx2.TimeoutException:
             return
 
     async def all_leave() -> None:
-        async with httpx.AsyncClient() as client:
+        async with httpx2.AsyncClient() as client:
             await asyncio.gather(*(leave(client, 0.02 + 0.01 * n) for n in range(20)))
 
     leaving = threading.Thread(target=asyncio.run, args=(all_leave(),))
@@ -234,7 +234,7 @@ def test_an_unknown_model_is_404(server: Server) -> None:
 
 def test_models_and_metrics(server: Server) -> None:
     assert [model.id for model in server.client().models.list()] == ["tiny-chat"]
-    text = httpx.get(f"{server.url}/metrics").text
+    text = httpx2.get(f"{server.url}/metrics").text
     assert 'brigade_requests_total{endpoint="/v1/models",status="200"}' in text
     assert "brigade_num_requests_running" in text
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from tests.cluster.servers import TINY_CHAT, Server, running
@@ -82,5 +82,5 @@ def test_the_other_calls_tell_them_in_their_own_words(thinker: Server) -> None:
     assert (items[0].type, items[0].content[0].text) == ("reasoning", thought)
     said = {"messages": [{"role": "user", "content": ASKED}], "max_tokens": 200, "temperature": 0}
     url = f"{thinker.url}/v1/messages"
-    blocks = httpx.post(url, json={"model": "thinker", **said}, timeout=60).json()["content"]
+    blocks = httpx2.post(url, json={"model": "thinker", **said}, timeout=60).json()["content"]
     assert (blocks[0]["type"], blocks[0]["thinking"]) == ("thinking", thought)

@@ -4,7 +4,7 @@ tells of what was done for that."""
 import re
 from collections.abc import Iterator
 
-import httpx
+import httpx2
 import pytest
 
 from launcher.process import free_ports
@@ -31,7 +31,7 @@ def test_a_warm_up_leaves_no_trace(fresh: Server) -> None:
         assert stage["decode_seconds"] is None
     events = fresh.get("/admin/trace?seconds=60")["traceEvents"]
     assert [event for event in events if event["ph"] == "X"] == []
-    metrics = httpx.get(f"{fresh.url}/metrics").text
+    metrics = httpx2.get(f"{fresh.url}/metrics").text
     counted = re.findall(r"^brigade_\w*tokens\w*_total\S* (\S+)$", metrics, re.MULTILINE)
     assert counted
     assert set(map(float, counted)) == {0}

@@ -3,7 +3,7 @@ takes prompts that are shorter than its context."""
 
 from collections.abc import Callable, Iterator
 
-import httpx
+import httpx2
 import pytest
 
 from tests.cluster.conftest import mlx_lm_answer  # noqa: F401
@@ -21,11 +21,11 @@ def cluster() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def http(cluster: Server) -> Iterator[httpx.Client]:
+def http(cluster: Server) -> Iterator[httpx2.Client]:
     """A connection for each request: the server soon closes one that is kept. Made once,
     because to load certificates takes longer than to answer."""
-    no_keeping = httpx.Limits(max_keepalive_connections=0)
-    with httpx.Client(base_url=cluster.url, limits=no_keeping, timeout=20) as client:
+    no_keeping = httpx2.Limits(max_keepalive_connections=0)
+    with httpx2.Client(base_url=cluster.url, limits=no_keeping, timeout=20) as client:
         yield client
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 
-import httpx
+import httpx2
 import psutil
 import pytest
 
@@ -37,7 +37,7 @@ _SECRETS = re.compile(rb'Traceback|File "|\.py\b|0x[0-9a-f]{6}|/(home|root|work|
 
 
 @pytest.fixture(autouse=True)
-def _alive(http: httpx.Client, right_answer: str) -> Iterator[None]:
+def _alive(http: httpx2.Client, right_answer: str) -> Iterator[None]:
     """The probe: a small request of its own is answered right, soon, and leaves nothing."""
     yield
     began = time.monotonic()
@@ -74,7 +74,7 @@ def test_there_are_many_cases() -> None:
 
 @pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", BODIES, ids=names(BODIES))
-def test_a_body(http: httpx.Client, case: Case, stream: bool) -> None:
+def test_a_body(http: httpx2.Client, case: Case, stream: bool) -> None:
     sent = case.sent
     if stream:
         if not sent.endswith(b"}") or b'"stream' in sent:
@@ -85,7 +85,7 @@ def test_a_body(http: httpx.Client, case: Case, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("case", ANTHROPIC_BODIES, ids=names(ANTHROPIC_BODIES))
-def test_a_body_in_anthropics_words(http: httpx.Client, case: Case) -> None:
+def test_a_body_in_anthropics_words(http: httpx2.Client, case: Case) -> None:
     reply = http.post(ANTHROPIC, content=case.sent, headers=JSON)
     assert reply.status_code in case.status, reply.text[:500]
     if reply.status_code >= 400:
@@ -97,7 +97,7 @@ def test_a_body_in_anthropics_words(http: httpx.Client, case: Case) -> None:
 
 
 def test_a_prompt_that_is_too_long_names_both_lengths_and_no_rank_works(
-    cluster: Server, http: httpx.Client
+    cluster: Server, http: httpx2.Client
 ) -> None:
     hops = num_hops(cluster)
     for case in MESSAGES[-4:]:
@@ -113,7 +113,7 @@ def num_hops(server: Server) -> list[int]:
 
 
 @pytest.mark.parametrize("case", REQUESTS, ids=names(REQUESTS))
-def test_a_request(http: httpx.Client, case: Case) -> None:
+def test_a_request(http: httpx2.Client, case: Case) -> None:
     method, path, headers = case.sent
     raw = {name: value.encode("latin-1") for name, value in headers.items()}
     content = good_body() if method == "POST" else None
@@ -209,7 +209,7 @@ def wait_until_empty(server: Server) -> None:
         time.sleep(0.02)
 
 
-def test_silent_connections_hold_nobody_up(cluster: Server, http: httpx.Client) -> None:
+def test_silent_connections_hold_nobody_up(cluster: Server, http: httpx2.Client) -> None:
     silent = [connect(cluster) for _ in range(300)]
     reply = http.post(CHAT, json=GOOD, timeout=5)
     for connection in silent:
@@ -290,7 +290,7 @@ FORGED = "FORGED status=200"
 
 
 def test_nothing_that_a_client_sends_begins_a_line_of_the_log(
-    cluster: Server, http: httpx.Client
+    cluster: Server, http: httpx2.Client
 ) -> None:
     start = len(cluster.log)
     for ending in ("%0d%0a", "%0a", "%0d", "%85", "%e2%80%a8", "%1b[2K%1b[1G", "%00", "%08" * 40):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -191,13 +191,13 @@ def resident_bytes(server: Server) -> int:
 def run(server: Server, num_bodies: int) -> None:
     counted: Counter[int] = Counter()
     sizes = []
-    no_keeping = httpx.Limits(max_keepalive_connections=0)
+    no_keeping = httpx2.Limits(max_keepalive_connections=0)
     with (
-        httpx.Client(base_url=server.url, timeout=20, limits=no_keeping) as client,
+        httpx2.Client(base_url=server.url, timeout=20, limits=no_keeping) as client,
         ThreadPoolExecutor(BODIES_AT_ONCE) as threads,
     ):
 
-        def ask(request: tuple[str, bytes]) -> httpx.Response:
+        def ask(request: tuple[str, bytes]) -> httpx2.Response:
             path, body = request
             return client.post(path, content=body, headers=JSON)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from tests.cluster.servers import Server, brigade_launch, running
@@ -40,7 +40,7 @@ def send(server: Server, seed: int) -> tuple[int, str, float]:
     """The seed, what became of its request, and its seconds."""
     path, body = request(seed)
     began = time.monotonic()
-    reply = httpx.post(server.url + path, json=body, timeout=100)
+    reply = httpx2.post(server.url + path, json=body, timeout=100)
     seconds = time.monotonic() - began
     if reply.status_code != 400:
         return seed, str(reply.status_code), seconds
@@ -92,7 +92,7 @@ def test_chains_around_the_end_of_a_stack_end_no_engine(cluster: Server) -> None
         for length in each:
             body = {"model": "tiny-chat", "prompt": "hi", "max_tokens": 3}
             body["structured_outputs"] = chain(length)
-            reply = httpx.post(cluster.url + COMPLETIONS, json=body, timeout=60)
+            reply = httpx2.post(cluster.url + COMPLETIONS, json=body, timeout=60)
             statuses.append(reply.status_code)
     assert statuses == [200, 200, 200, 400] * 2
     assert cluster.engines() == engines
@@ -102,7 +102,7 @@ def test_grammar_and_stop_tokens_or_allowed_tokens(cluster: Server) -> None:
     """A stop token that the grammar allows ends the answer; what leaves nothing is named."""
 
     def id_of(text: str) -> int:
-        told = httpx.post(cluster.url + "/tokenize", json={"model": "tiny-chat", "prompt": text})
+        told = httpx2.post(cluster.url + "/tokenize", json={"model": "tiny-chat", "prompt": text})
         return int(told.json()["tokens"][0])
 
     body: Json = {
@@ -113,13 +113,13 @@ def test_grammar_and_stop_tokens_or_allowed_tokens(cluster: Server) -> None:
     }
     a, b, c = map(id_of, "abc")
     only = {"allowed_token_ids": [a, b]}
-    stopped = httpx.post(
+    stopped = httpx2.post(
         cluster.url + COMPLETIONS, json={**body, **only, "stop_token_ids": [a, b]}, timeout=60
     ).json()
     assert stopped["choices"][0]["finish_reason"] == "stop"
     assert stopped["choices"][0]["stop_reason"] in (a, b)
     assert stopped["usage"]["completion_tokens"] == 1
-    refused = httpx.post(
+    refused = httpx2.post(
         cluster.url + COMPLETIONS, json={**body, "allowed_token_ids": [c]}, timeout=60
     )
     assert refused.status_code == 400

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from tests.cluster.conftest import mlx_lm_answer  # noqa: F401
@@ -28,8 +28,8 @@ STEP_SECONDS = 0.05
 MOST_STEPS = 2  # of a sequence, after its client has gone
 
 
-def ask(server: Server, **changes: Any) -> httpx.Response:
-    return httpx.post(server.url + CHAT, content=good_body(**changes), headers=JSON, timeout=60)
+def ask(server: Server, **changes: Any) -> httpx2.Response:
+    return httpx2.post(server.url + CHAT, content=good_body(**changes), headers=JSON, timeout=60)
 
 
 # --- one row's sampling
@@ -48,7 +48,7 @@ def test_a_row_that_cannot_be_drawn_ends_alone(
     broken: Server,
     mlx_lm_answer: Callable[..., str],  # noqa: F811
 ) -> None:
-    def answer(n: int) -> httpx.Response:
+    def answer(n: int) -> httpx2.Response:
         if n % 3 == 1:
             return ask(broken, temperature=1, seed=BROKEN_SEED, stream=n % 2 == 0)
         return ask(broken, max_tokens=30)

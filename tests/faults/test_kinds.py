@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import httpx
+import httpx2
 import psutil
 import pytest
 
@@ -28,7 +28,7 @@ class Client(Stream):
     """It may lose its connection where the cluster ends."""
 
     def run(self) -> None:
-        with suppress(httpx.HTTPError, AssertionError):
+        with suppress(httpx2.HTTPError, AssertionError):
             super().run()
 
 
@@ -73,7 +73,7 @@ def stopped_rank(server: Server, _: Path) -> None:
 def then_drained(fault: Fault) -> Fault:
     def both(server: Server, model: Path) -> None:
         fault(server, model)
-        assert httpx.post(f"{server.url}/admin/drain?seconds=1").status_code == 202
+        assert httpx2.post(f"{server.url}/admin/drain?seconds=1").status_code == 202
 
     return both
 

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
+import httpx2
 import psutil
 import pytest
 
@@ -38,14 +38,14 @@ class Soak:
 
     def client(self, seed: int) -> None:
         chance = random.Random(seed)
-        with httpx.Client(base_url=self.server.url, timeout=60) as http:
+        with httpx2.Client(base_url=self.server.url, timeout=60) as http:
             while time.monotonic() < self.until:
                 try:
                     self.ask(http, chance)
-                except (httpx.HTTPError, AssertionError) as error:
+                except (httpx2.HTTPError, AssertionError) as error:
                     self.lost.append(repr(error))
 
-    def ask(self, http: httpx.Client, chance: random.Random) -> None:
+    def ask(self, http: httpx2.Client, chance: random.Random) -> None:
         words = " ".join(["word"] * int(chance.lognormvariate(3, 1)))
         body: dict[str, Any] = {
             "model": chance.choice(["tiny-chat", "swapped"]),
@@ -68,7 +68,7 @@ class Soak:
 
     def swap(self, path: str) -> None:
         body = {"lora_name": "swapped", "lora_path": path, "load_inplace": True}
-        reply = httpx.post(f"{self.server.url}/v1/load_lora_adapter", json=body, timeout=60)
+        reply = httpx2.post(f"{self.server.url}/v1/load_lora_adapter", json=body, timeout=60)
         assert reply.status_code == 200, reply.text
         self.ends["swapped"] += 1
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import anthropic
-import httpx
+import httpx2
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from hypothesis import HealthCheck, given, settings
@@ -409,8 +409,8 @@ def test_a_client_that_leaves_frees_its_rows(
     server: Running, engine: FakeEngine, stream: bool
 ) -> None:
     engine.delay = 1.0
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(server.url + MESSAGES, json={**HELLO, "stream": stream}, timeout=0.5)
+    with pytest.raises(httpx2.ReadTimeout):
+        httpx2.post(server.url + MESSAGES, json={**HELLO, "stream": stream}, timeout=0.5)
     wait_until(lambda: bool(engine.generations) and engine.generations[0].closed.is_set())
 
 
@@ -420,7 +420,7 @@ def test_a_long_prefill_is_pinged_in_its_own_words(
     monkeypatch.setattr(streaming, "KEEP_ALIVE_SECONDS", 0.05)
     engine.delay = 0.2
     body = {**HELLO, "max_tokens": 1, "stream": True}
-    reply = httpx.post(server.url + MESSAGES, json=body, timeout=10).text
+    reply = httpx2.post(server.url + MESSAGES, json=body, timeout=10).text
     assert reply.startswith('event: ping\ndata: {"type":"ping"}\n\n')
     assert "event: message_start\n" in reply
     with client(server) as ai, ai.messages.stream(**HELLO) as stream:
@@ -484,7 +484,7 @@ def test_what_is_no_good_request(
     shared: Running, method: str, path: str, body: bytes, headers: Any, status: int, type: str
 ) -> None:
     headers = {"content-type": "application/json", **headers}
-    reply = httpx.request(method, shared.url + path, content=body, headers=headers, timeout=10)
+    reply = httpx2.request(method, shared.url + path, content=body, headers=headers, timeout=10)
     assert reply.status_code == status
     error = TypeAdapter(AnthropicErrorReply).validate_json(reply.content, strict=True)
     assert error["error"]["type"] == type
@@ -503,9 +503,9 @@ def test_either_header_is_a_key(engine: FakeEngine) -> None:
 def test_a_server_that_drains_says_so(server: Running, engine: FakeEngine) -> None:
     engine.delay = 0.2  # The server ends as soon as nothing runs any more.
     body = {**HELLO, "max_tokens": 5, "stream": True}
-    with httpx.stream("POST", server.url + MESSAGES, json=body) as running:
-        assert httpx.post(server.url + "/admin/drain?seconds=5").status_code == 202
-        reply = httpx.post(server.url + MESSAGES, json=HELLO)
+    with httpx2.stream("POST", server.url + MESSAGES, json=body) as running:
+        assert httpx2.post(server.url + "/admin/drain?seconds=5").status_code == 202
+        reply = httpx2.post(server.url + MESSAGES, json=HELLO)
         running.read()
     assert (reply.status_code, reply.headers["retry-after"]) == (503, "2")
     assert reply.json()["error"]["type"] == "overloaded_error"

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 from starlette.requests import Request
@@ -49,12 +49,12 @@ def client(server: Running) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=10)
 
 
-def post(server: Running, **fields: Any) -> httpx.Response:
-    return httpx.post(server.url + CHAT, json={**HELLO, **fields}, timeout=10)
+def post(server: Running, **fields: Any) -> httpx2.Response:
+    return httpx2.post(server.url + CHAT, json={**HELLO, **fields}, timeout=10)
 
 
-def get(server: Running, path: str, **headers: str) -> httpx.Response:
-    return httpx.get(server.url + path, headers=headers, timeout=10)
+def get(server: Running, path: str, **headers: str) -> httpx2.Response:
+    return httpx2.get(server.url + path, headers=headers, timeout=10)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 5) -> None:
@@ -188,7 +188,7 @@ def test_a_prompt_that_is_too_long(shared: Running) -> None:
 @pytest.mark.parametrize("content", [b"{", b"\xff", b"[1]", b"[" * 99_999, b'{"a": NaN}'])
 def test_a_bad_body_ends_no_server(shared: Running, content: bytes) -> None:
     headers = {"Content-Type": "application/json"}
-    reply = httpx.post(shared.url + CHAT, content=content, headers=headers)
+    reply = httpx2.post(shared.url + CHAT, content=content, headers=headers)
     assert reply.status_code == 400
     assert reply.json()["error"]["type"] == "invalid_request_error"
     assert post(shared).status_code == 200
@@ -208,7 +208,7 @@ def test_a_bad_body_ends_no_server(shared: Running, content: bytes) -> None:
 def test_what_is_no_call_has_an_error_object(
     shared: Running, method: str, path: str, status: int
 ) -> None:
-    reply = httpx.request(method, shared.url + path)
+    reply = httpx2.request(method, shared.url + path)
     assert reply.status_code == status
     assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
     assert ("allow" in reply.headers) == (status == 405)
@@ -261,7 +261,7 @@ def test_the_root_says_what_can_be_called(shared: Running) -> None:
     calls = {f"{method.upper()} {path}" for path in document for method in document[path]}
     assert set(told["calls"]) == calls
     assert all(told["calls"].values())
-    assert httpx.head(shared.url + "/").status_code == 200
+    assert httpx2.head(shared.url + "/").status_code == 200
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "1e9", "x", ""])
@@ -300,9 +300,9 @@ def test_each_request_is_one_line(
     server: Running, caplog: pytest.LogCaptureFixture, engine: FakeEngine
 ) -> None:
     caplog.set_level(logging.INFO)
-    reply = httpx.post(server.url + CHAT, json=HELLO, headers={"X-Request-Id": "mine-1"})
+    reply = httpx2.post(server.url + CHAT, json=HELLO, headers={"X-Request-Id": "mine-1"})
     assert reply.headers["x-request-id"] == "mine-1"
-    httpx.get(server.url + "/x%0astatus=200")
+    httpx2.get(server.url + "/x%0astatus=200")
     get(server, "/health")
     wait_until(lambda: len(log_lines(caplog)) == 2)
     first, second = log_lines(caplog)
@@ -328,7 +328,7 @@ def test_the_line_of_an_adapter_names_it(
 ) -> None:
     caplog.set_level(logging.INFO)
     body = {"lora_name": "pirate", "lora_path": "p"}
-    assert httpx.post(server.url + "/v1/load_lora_adapter", json=body).status_code == 200
+    assert httpx2.post(server.url + "/v1/load_lora_adapter", json=body).status_code == 200
     post(server, model="pirate")
     wait_until(lambda: len(log_lines(caplog)) == 2)
     assert " model=tiny adapter=pirate adapter_version=1 " in log_lines(caplog)[1]
@@ -417,7 +417,7 @@ def test_fields_that_nobody_knows_are_named_in_a_header(shared: Running, stream:
         (CHAT, HELLO),
         ("/v1/completions", {"model": "tiny", "prompt": "a"}),
     ):
-        reply = httpx.post(shared.url + path, json={**body, **ODD, "stream": stream}, timeout=10)
+        reply = httpx2.post(shared.url + path, json={**body, **ODD, "stream": stream}, timeout=10)
         assert reply.status_code == 200
         assert sorted(reply.headers["x-ignored-fields"].split(", ")) == named
         assert "evil" not in reply.headers
@@ -430,7 +430,7 @@ def test_fields_that_nobody_knows_are_named_where_nothing_is_generated(shared: R
         ("/tokenize", {"messages": HELLO["messages"]}),
         ("/detokenize", {"tokens": [1]}),
     ):
-        reply = httpx.post(shared.url + path, json={**body, "temprature": 1})
+        reply = httpx2.post(shared.url + path, json={**body, "temprature": 1})
         assert reply.headers["x-ignored-fields"] == "temprature"
 
 
@@ -438,7 +438,7 @@ def test_fields_that_nobody_knows_are_named_where_nothing_is_generated(shared: R
 def test_fields_that_nobody_knows_are_refused_elsewhere(shared: Running, path: str) -> None:
     """So there is none to name."""
     asked = {"input": "hi"} if path == "/v1/responses" else {**HELLO, "max_tokens": 5}
-    reply = httpx.post(shared.url + path, json={"model": "tiny", **asked, "temprature": 1})
+    reply = httpx2.post(shared.url + path, json={"model": "tiny", **asked, "temprature": 1})
     assert reply.status_code == 400
     assert "temprature" in reply.text
 
@@ -489,7 +489,7 @@ def test_too_many_answers_are_refused_before_prompts_are_encoded(
     with Running(engine, max_queue=4, max_num_sequences=2) as server:
         body = {"model": "tiny", "prompt": ["a b"] * 4, "n": 2}
         replies = [
-            httpx.post(server.url + "/v1/completions", json=body, timeout=10),
+            httpx2.post(server.url + "/v1/completions", json=body, timeout=10),
             post(server, n=8),
         ]
     for reply in replies:
@@ -510,7 +510,7 @@ def test_a_grammar_that_is_wrong_is_told_in_the_words_of_its_call(shared: Runnin
         CHAT: {**said, "structured_outputs": {"json": schema}},
     }
     for path, body in asked.items():
-        reply = httpx.post(shared.url + path, json={"model": "tiny", **body}, timeout=20)
+        reply = httpx2.post(shared.url + path, json={"model": "tiny", **body}, timeout=20)
         error = reply.json()["error"]
         assert reply.status_code == 400
         assert "nil" in error["message"]
@@ -557,13 +557,13 @@ def test_events_that_cannot_be_told_end_their_stream_alone(
 
     with monkeypatch.context() as patch:
         patch.setattr(writers[path], "feed", feed)
-        streamed = httpx.post(server.url + path, json={**body, "stream": True}, timeout=10)
+        streamed = httpx2.post(server.url + path, json={**body, "stream": True}, timeout=10)
         last = json.loads(streamed.text.split("\n\n")[-2].partition("data: ")[2])
         assert last["type"] in ("response.failed", "error")
         assert "server made a mistake" in json.dumps(last)
     counted = f'brigade_requests_total{{endpoint="{path}",status="500"}} 1.0'
     wait_until(lambda: counted in get(server, "/metrics").text)
-    assert httpx.post(server.url + path, json=body, timeout=10).status_code == 200
+    assert httpx2.post(server.url + path, json=body, timeout=10).status_code == 200
 
 
 # --- threads
@@ -605,8 +605,8 @@ def test_nothing_is_begun_for_a_client_that_has_left(
     with ThreadPoolExecutor(3) as clients:
         busy = [clients.submit(post, server, user="busy") for _ in range(2)]
         wait_until(lambda: len(prepared) == 2)
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(server.url + CHAT, json={**HELLO, "user": "left"}, timeout=0.2)
+        with pytest.raises(httpx2.ReadTimeout):
+            httpx2.post(server.url + CHAT, json={**HELLO, "user": "left"}, timeout=0.2)
         counted = f'brigade_requests_total{{endpoint="{CHAT}",status="499"}} 1.0'
         wait_until(lambda: counted in get(server, "/metrics").text)
         last = clients.submit(post, server, user="last")
@@ -685,7 +685,7 @@ def test_a_server_that_warms_up_asks_its_engine_nothing(
     """Also if its model cannot chat."""
     engine = FakeEngine(Tokenizer(save(byte_level(), tmp_path, template)))
     with Running(engine, no_warm_up=False) as server:
-        metrics = httpx.get(f"{server.url}/metrics").text
+        metrics = httpx2.get(f"{server.url}/metrics").text
         assert engine.prompts == []
         assert "brigade_requests_total{" not in metrics
     if template == TEMPLATE:

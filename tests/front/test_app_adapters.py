@@ -2,18 +2,18 @@
 
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from tests.front.fakes import FakeEngine, Running
 from tests.front.test_app import post
 
 
-def call(server: Running, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(server.url + path, json=body, timeout=10)
+def call(server: Running, path: str, **body: Any) -> httpx2.Response:
+    return httpx2.post(server.url + path, json=body, timeout=10)
 
 
-def load(server: Running, name: str, **more: Any) -> httpx.Response:
+def load(server: Running, name: str, **more: Any) -> httpx2.Response:
     return call(server, "/v1/load_lora_adapter", lora_name=name, lora_path=f"p/{name}", **more)
 
 
@@ -31,7 +31,7 @@ def test_load_use_replace_unload(server: Running, engine: FakeEngine) -> None:
         "set 'load_inplace' to True."
     )
     assert load(server, "x", load_inplace=True).status_code == 200
-    with httpx.stream(
+    with httpx2.stream(
         "POST",
         server.url + "/v1/chat/completions",
         json={"model": "x", "messages": [{"role": "user", "content": "hi"}], "stream": True},
@@ -49,10 +49,10 @@ def test_load_use_replace_unload(server: Running, engine: FakeEngine) -> None:
 
 def test_adapters_are_models_with_a_parent(server: Running) -> None:
     load(server, "x")
-    models = httpx.get(f"{server.url}/v1/models").json()["data"]
+    models = httpx2.get(f"{server.url}/v1/models").json()["data"]
     assert [(model["id"], model["parent"]) for model in models] == [("tiny", None), ("x", "tiny")]
-    assert httpx.get(f"{server.url}/v1/models/x").json()["parent"] == "tiny"
-    (adapter,) = httpx.get(f"{server.url}/v1/lora_adapters").json()["data"]
+    assert httpx2.get(f"{server.url}/v1/models/x").json()["parent"] == "tiny"
+    (adapter,) = httpx2.get(f"{server.url}/v1/lora_adapters").json()["data"]
     assert (
         adapter.items()
         >= {
@@ -70,7 +70,7 @@ def test_adapters_are_models_with_a_parent(server: Running) -> None:
     reply = call(server, "/admin/adapters", lora_name="x", pin=True, default=True, preload=True)
     assert reply.json()["default"] == "x"
     assert reply.json()["data"][0]["pinned"]
-    assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"] == "x"
+    assert httpx2.get(f"{server.url}/v1/models").json()["data"][0]["id"] == "x"
 
 
 JSON = {"content-type": "application/json"}
@@ -101,18 +101,18 @@ def test_what_is_refused(
     assert reply.status_code == status
     assert message in reply.json()["error"]["message"]
     assert reply.json()["error"]["param"] in body.keys() | {"lora_name", "lora_path"}
-    assert httpx.get(f"{shared.url}/v1/lora_adapters").json()["data"] == []
+    assert httpx2.get(f"{shared.url}/v1/lora_adapters").json()["data"] == []
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b"[" * 99_999])
 def test_a_body_that_is_no_object(shared: Running, content: bytes) -> None:
-    assert httpx.post(shared.url + LOAD, content=content, headers=JSON).status_code == 400
+    assert httpx2.post(shared.url + LOAD, content=content, headers=JSON).status_code == 400
 
 
 @pytest.mark.parametrize("path", [LOAD, UNLOAD, CHANGE, "/v1/lora_adapters"])
 def test_others_may_not(shared: Running, path: str) -> None:
     method = "GET" if path.endswith("lora_adapters") else "POST"
-    reply = httpx.request(method, shared.url + path, headers={"X-Forwarded-For": "127.0.0.1"})
+    reply = httpx2.request(method, shared.url + path, headers={"X-Forwarded-For": "127.0.0.1"})
     assert reply.status_code == 403
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from serve.core.errors import BrigadeError, UnavailableError
@@ -119,7 +119,7 @@ def test_a_long_answer_meets_no_deadline(hasty: Running, engine: FakeEngine) -> 
 
 
 def test_a_kept_connection_serves_again_after_an_answer(hasty: Running) -> None:
-    with httpx.Client(base_url=hasty.url) as client:
+    with httpx2.Client(base_url=hasty.url) as client:
         for _ in range(3):
             assert client.post(CHAT, json=HELLO).status_code == 200
 
@@ -153,7 +153,7 @@ def test_a_large_body_is_refused_and_the_answer_arrives(hasty: Running) -> None:
 def test_the_official_way_of_sending_too_much(shared: Running) -> None:
     body = b" " * (CONFIG.max_body_bytes + 1)
     headers = {"Content-Type": "application/json"}
-    reply = httpx.post(shared.url + CHAT, content=body, headers=headers, timeout=20)
+    reply = httpx2.post(shared.url + CHAT, content=body, headers=headers, timeout=20)
     assert reply.status_code == 413
 
 
@@ -264,7 +264,7 @@ def test_garbage_after_an_early_answer_ends_the_connection_alone(
 
 def test_a_websocket_is_no_call(shared: Running) -> None:
     headers = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
-    assert httpx.get(shared.url + CHAT, headers=headers).status_code == 405
+    assert httpx2.get(shared.url + CHAT, headers=headers).status_code == 405
 
 
 # --- clients that leave
@@ -280,7 +280,7 @@ def test_a_client_that_leaves_ends_its_generation(
         wait_until(lambda: bool(engine.generations))
         assert not engine.generations[0].closed.is_set()
     assert engine.generations[0].closed.wait(2)
-    wait_until(lambda: 'completions",status="499"} 1.0' in httpx.get(server.url + "/metrics").text)
+    wait_until(lambda: 'completions",status="499"} 1.0' in httpx2.get(server.url + "/metrics").text)
 
 
 def test_a_client_that_leaves_in_the_middle_of_a_stream(
@@ -511,7 +511,7 @@ def test_a_signal_lets_answers_finish(model_folder: Path) -> None:
     with process(model_folder, 0.1) as (server, port):
         url = f"http://127.0.0.1:{port}{CHAT}"
         body = {**HELLO, "stream": True}
-        with httpx.Client() as late, httpx.stream("POST", url, json=body, timeout=10) as reply:
+        with httpx2.Client() as late, httpx2.stream("POST", url, json=body, timeout=10) as reply:
             lines = reply.iter_lines()
             assert next(lines).startswith("data: ")
             server.send_signal(signal.SIGTERM)
@@ -532,7 +532,7 @@ def test_half_a_body_does_not_hold_up_the_end(model_folder: Path) -> None:
         socket.create_connection(("127.0.0.1", port)) as half,
     ):
         half.sendall(f"{head}Content-Length: 99\r\n\r\n{{".encode())
-        httpx.get(f"http://127.0.0.1:{port}/health")  # It has come, and signals are handled.
+        httpx2.get(f"http://127.0.0.1:{port}/health")  # It has come, and signals are handled.
         server.send_signal(signal.SIGTERM)
         began = time.monotonic()
         assert server.communicate(timeout=20)[0] == "returned True\n"
@@ -541,7 +541,7 @@ def test_half_a_body_does_not_hold_up_the_end(model_folder: Path) -> None:
 
 async def reply_after_a_signal(
     engine: FakeEngine, number: signal.Signals, stream: bool
-) -> httpx.Response:
+) -> httpx2.Response:
     """Of a server in this very process, whose main thread gets the signal."""
     engine.delay = 60
     listening = bind("127.0.0.1", 0)
@@ -549,7 +549,7 @@ async def reply_after_a_signal(
     config = dataclasses.replace(CONFIG, drain_timeout=0.2)
     serving = serve(config, engine, engine.tokenizer, listening, MAX_CONTEXT)
     serving_task = asyncio.ensure_future(serving)
-    async with httpx.AsyncClient() as client:
+    async with httpx2.AsyncClient() as client:
         body = {**HELLO, "stream": stream}
         answering = asyncio.ensure_future(client.post(url, json=body, timeout=10))
         while not engine.generations:

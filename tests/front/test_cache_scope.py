@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from serve.core.config import ServeConfig, with_keys
@@ -37,7 +37,7 @@ def server(tokenizer: Tokenizer) -> Iterator[Running]:
 
 
 def scope(server: Running, path: str, body: dict[str, Any], **headers: str) -> str:
-    reply = httpx.post(server.url + path, json=body, headers=headers)
+    reply = httpx2.post(server.url + path, json=body, headers=headers)
     assert reply.status_code == 200, reply.text
     return server.engine.cache_scopes[-1]
 
@@ -55,13 +55,13 @@ def test_cache_salt_decides_who_shares(server: Running, path: str, body: dict[st
 def test_cache_salt_is_a_string_that_is_not_empty(
     server: Running, path: str, body: dict[str, Any], salt: Any
 ) -> None:
-    reply = httpx.post(server.url + path, json={**body, "cache_salt": salt})
+    reply = httpx2.post(server.url + path, json={**body, "cache_salt": salt})
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == "cache_salt"
 
 
 def test_a_response_does_not_tell_its_salt(server: Running) -> None:
-    reply = httpx.post(f"{server.url}/v1/responses", json={**RESPONSE, "cache_salt": "secret"})
+    reply = httpx2.post(f"{server.url}/v1/responses", json={**RESPONSE, "cache_salt": "secret"})
     assert "secret" not in reply.text
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 
@@ -56,7 +56,7 @@ def test_without_a_right_key_nobody_gets_in(engine: FakeEngine, headers: dict[st
     raw = {name: value.encode() for name, value in headers.items()}
     with Running(engine, **KEYS) as server:
         for path in (CHAT, "/v1/models", "/version", "/nothing"):
-            reply = httpx.post(server.url + path, json=HELLO, headers=raw)
+            reply = httpx2.post(server.url + path, json=HELLO, headers=raw)
             assert reply.status_code == 401
             assert reply.json()["error"]["code"] == "invalid_api_key"
             assert reply.headers["www-authenticate"] == "Bearer"
@@ -68,7 +68,7 @@ def test_two_keys_at_once_are_none(engine: FakeEngine) -> None:
     with Running(engine, **KEYS) as server:
         for name, before in (("Authorization", "Bearer "), ("X-Api-Key", "")):
             twice = [(name, before + "wrong"), (name, before + "sk-a")]
-            assert httpx.get(server.url + "/v1/models", headers=twice).status_code == 401
+            assert httpx2.get(server.url + "/v1/models", headers=twice).status_code == 401
 
 
 @pytest.mark.parametrize("key", ["sk-a", "sk-b"])
@@ -81,7 +81,7 @@ def test_each_key_gets_in(engine: FakeEngine, key: str) -> None:
             {"X-Api-Key": key},
             {"X-Api-Key": key, "Authorization": "Bearer of another server"},
         ):
-            assert httpx.get(server.url + "/v1/models", headers=headers).status_code == 200
+            assert httpx2.get(server.url + "/v1/models", headers=headers).status_code == 200
 
 
 def test_the_official_client_sees_its_own_error(engine: FakeEngine) -> None:
@@ -102,28 +102,28 @@ def test_probes_need_no_key(engine: FakeEngine, path: str) -> None:
 def test_admin_calls_need_the_admin_key(engine: FakeEngine) -> None:
     with Running(engine, **KEYS) as server:
         url = server.url + "/admin/pipeline"
-        assert httpx.get(url).status_code == 401
-        assert httpx.get(url, headers=bearer("sk-a")).status_code == 401
-        assert httpx.get(url, headers=bearer("root")).status_code == 200
+        assert httpx2.get(url).status_code == 401
+        assert httpx2.get(url, headers=bearer("sk-a")).status_code == 401
+        assert httpx2.get(url, headers=bearer("root")).status_code == 200
         elsewhere = {**bearer("root"), "X-Forwarded-For": "10.0.0.1", "Host": "a.example"}
-        assert httpx.get(url, headers=elsewhere).status_code == 200
+        assert httpx2.get(url, headers=elsewhere).status_code == 200
 
 
 def test_admin_calls_need_an_api_key_where_there_is_no_admin_key(engine: FakeEngine) -> None:
     with Running(engine, api_key=("sk-a",)) as server:
         for path in ("/admin/pipeline", "/v1/lora_adapters"):
             assert get(server, path).status_code == 401
-            assert httpx.get(server.url + path, headers=bearer("sk-b")).status_code == 401
-            assert httpx.get(server.url + path, headers=bearer("sk-a")).status_code == 200
+            assert httpx2.get(server.url + path, headers=bearer("sk-b")).status_code == 401
+            assert httpx2.get(server.url + path, headers=bearer("sk-a")).status_code == 200
         for path in ("/admin/drain", "/v1/load_lora_adapter", "/admin/adapters"):
-            assert httpx.post(server.url + path, json={}).status_code == 401
+            assert httpx2.post(server.url + path, json={}).status_code == 401
         assert get(server, "/ready").status_code == 200
 
 
 def test_every_call_but_probes_needs_a_key(engine: FakeEngine) -> None:
     """Also by methods and spellings that nobody uses."""
     with Running(engine, api_key=("sk-a",)) as server:
-        document = httpx.get(server.url + "/openapi.json", headers=bearer("sk-a")).json()
+        document = httpx2.get(server.url + "/openapi.json", headers=bearer("sk-a")).json()
         paths = {path.replace("{id}", "a").replace("{name}", "a") for path in document["paths"]}
         assert len(paths) > 15
         for path in paths - {"/health", "/ready", "/metrics"}:
@@ -205,9 +205,9 @@ def test_this_host_may_ask_over_ipv6(engine: FakeEngine, address: str) -> None:
     with Running(engine, address, host=address) as server:
         url = f"http://[::1]:{server.port}"
         for path in ("/admin/pipeline", "/v1/models"):
-            assert httpx.get(url + path).status_code == 200
-            assert httpx.get(url + path, headers={"Host": "LocalHost.:5"}).status_code == 200
-            assert httpx.get(url + path, headers={"Host": "evil.example"}).status_code == 403
+            assert httpx2.get(url + path).status_code == 200
+            assert httpx2.get(url + path, headers={"Host": "LocalHost.:5"}).status_code == 200
+            assert httpx2.get(url + path, headers={"Host": "evil.example"}).status_code == 403
         if address == "::":
             assert get(server, "/admin/pipeline").status_code == 200, "as ::ffff:127.0.0.1"
             assert get(server, "/admin/pipeline", Host="10.0.0.1").status_code == 403
@@ -259,13 +259,13 @@ def forwarder(server: Running) -> Iterator[str]:
 def test_a_forwarder_opens_no_admin_call_of_a_server_with_keys(engine: FakeEngine) -> None:
     """Whatever the client writes into Host."""
     with Running(engine, api_key=("sk-a",)) as server, forwarder(server) as url:
-        assert httpx.get(url + "/health").status_code == 200
+        assert httpx2.get(url + "/health").status_code == 200
         for host in ("localhost", f"127.0.0.1:{server.port}", "evil.example"):
             headers = {"Host": host}
-            assert httpx.get(url + "/admin/pipeline", headers=headers).status_code == 401
-            assert httpx.post(url + "/admin/drain", headers=headers).status_code == 401
+            assert httpx2.get(url + "/admin/pipeline", headers=headers).status_code == 401
+            assert httpx2.post(url + "/admin/drain", headers=headers).status_code == 401
             body = {"lora_name": "x", "lora_path": "x"}
-            load = httpx.post(url + "/v1/load_lora_adapter", json=body, headers=headers)
+            load = httpx2.post(url + "/v1/load_lora_adapter", json=body, headers=headers)
             assert load.status_code == 401
         assert get(server, "/ready").status_code == 200
 
@@ -274,13 +274,13 @@ def test_a_forwarder_under_its_own_name_is_not_this_host(shared: Running) -> Non
     """Without keys, 127.0.0.2 stands for any address here: it is the forwarder's Host."""
     with forwarder(shared) as url:
         for host in ("203.0.113.7", "proxy.example", ""):
-            assert httpx.get(url + "/admin/pipeline", headers={"Host": host}).status_code == 403
+            assert httpx2.get(url + "/admin/pipeline", headers={"Host": host}).status_code == 403
 
 
 def test_a_page_cannot_post_blindly(shared: Running) -> None:
     local_page = f"http://127.0.0.1:{shared.port + 1}"
     for page in ("https://evil.example", "http://localhost", local_page, "null"):
-        reply = httpx.post(shared.url + "/admin/drain", headers={"Origin": page})
+        reply = httpx2.post(shared.url + "/admin/drain", headers={"Origin": page})
         assert reply.status_code == 403
     assert get(shared, "/ready").status_code == 200
 
@@ -292,7 +292,7 @@ def test_a_rebound_name_reaches_nothing_but_probes(shared: Running) -> None:
     rebound = {"Host": f"evil.example:{shared.port}"}
     for path in ("/v1/models", "/openapi.json", "/version", "/v1/lora_adapters", "/nothing"):
         assert get(shared, path, **rebound).status_code == 403
-    chat = httpx.post(shared.url + CHAT, json=HELLO, headers=rebound)
+    chat = httpx2.post(shared.url + CHAT, json=HELLO, headers=rebound)
     assert chat.status_code == 403
     assert chat.json()["error"]["code"] == "host_not_allowed"
     assert "--allowed-host" in chat.json()["error"]["message"]
@@ -301,7 +301,7 @@ def test_a_rebound_name_reaches_nothing_but_probes(shared: Running) -> None:
 
 
 def test_a_rebound_name_is_refused_in_the_words_of_its_call(shared: Running) -> None:
-    reply = httpx.post(shared.url + "/v1/messages", json={}, headers={"Host": "evil.example"})
+    reply = httpx2.post(shared.url + "/v1/messages", json={}, headers={"Host": "evil.example"})
     assert (reply.status_code, reply.json()["type"]) == (403, "error")
 
 
@@ -316,7 +316,7 @@ def test_an_allowed_name_may_call_but_is_not_this_host(engine: FakeEngine) -> No
 def test_with_a_key_any_name_will_do(engine: FakeEngine) -> None:
     with Running(engine, **KEYS) as server:
         elsewhere = {**bearer("sk-a"), "Host": "a.example"}
-        assert httpx.get(server.url + "/v1/models", headers=elsewhere).status_code == 200
+        assert httpx2.get(server.url + "/v1/models", headers=elsewhere).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -359,18 +359,18 @@ PREFLIGHT = {
 }
 
 
-def allowed(reply: httpx.Response) -> dict[str, str]:
+def allowed(reply: httpx2.Response) -> dict[str, str]:
     return {k: v for k, v in reply.headers.items() if k.startswith("access-control-allow")}
 
 
 def test_no_page_may_call_unless_asked(shared: Running) -> None:
-    assert not allowed(httpx.options(shared.url + CHAT, headers=PREFLIGHT))
+    assert not allowed(httpx2.options(shared.url + CHAT, headers=PREFLIGHT))
     assert not allowed(get(shared, "/v1/models", **PAGE))
 
 
 def test_a_page_that_is_named_may_call(engine: FakeEngine) -> None:
     with Running(engine, **KEYS, cors_origin=("https://a.example",)) as server:
-        preflight = httpx.options(server.url + CHAT, headers=PREFLIGHT)
+        preflight = httpx2.options(server.url + CHAT, headers=PREFLIGHT)
         assert preflight.status_code == 200, "a browser sends no key with it"
         assert preflight.headers["access-control-allow-origin"] == "https://a.example"
         assert "authorization" in preflight.headers["access-control-allow-headers"]
@@ -378,14 +378,14 @@ def test_a_page_that_is_named_may_call(engine: FakeEngine) -> None:
         assert refused.status_code == 401
         assert refused.headers["access-control-allow-origin"] == "https://a.example"
         assert not allowed(get(server, "/v1/models", Origin="https://b.example"))
-        assert httpx.options(server.url + CHAT).status_code == 401
+        assert httpx2.options(server.url + CHAT).status_code == 401
 
 
 @pytest.mark.parametrize("origin", ["*", "https://a.example"])
 def test_never_with_credentials(engine: FakeEngine, origin: str) -> None:
     with Running(engine, cors_origin=(origin,)) as server:
         replies = [
-            httpx.options(server.url + CHAT, headers=PREFLIGHT),
+            httpx2.options(server.url + CHAT, headers=PREFLIGHT),
             get(server, "/v1/models", Cookie="a=b", **PAGE),
         ]
         for reply in replies:
@@ -447,11 +447,11 @@ def test_a_crowd_is_turned_away(engine: FakeEngine) -> None:
 @pytest.mark.long
 def test_draining_finishes_what_runs_and_then_ends(server: Running, engine: FakeEngine) -> None:
     engine.delay, engine.answer = 0.4, "hello world how are you"
-    stream = httpx.stream("POST", server.url + CHAT, json={**HELLO, "stream": True}, timeout=10)
+    stream = httpx2.stream("POST", server.url + CHAT, json={**HELLO, "stream": True}, timeout=10)
     with stream as reply:
         lines = reply.iter_lines()
         assert next(lines).startswith("data: ")
-        drain = httpx.post(server.url + "/admin/drain")
+        drain = httpx2.post(server.url + "/admin/drain")
         assert (drain.status_code, drain.json()) == (202, {"status": "draining"})
         for refused in (post(server), get(server, "/ready"), get(server, "/v1/models")):
             assert refused.status_code == 503
@@ -473,11 +473,13 @@ def test_a_drain_waits_for_so_long_and_then_ends_answers(
     engine = FakeEngine(tokenizer)
     engine.delay, engine.is_complete = 60, is_complete
     with Running(engine, drain_timeout=10 if query or not is_complete else 0.2) as server:
-        stream = httpx.stream("POST", server.url + CHAT, json={**HELLO, "stream": True}, timeout=10)
+        stream = httpx2.stream(
+            "POST", server.url + CHAT, json={**HELLO, "stream": True}, timeout=10
+        )
         began = time.monotonic()
         with stream as reply:
             wait_until(lambda: bool(engine.generations))
-            assert httpx.post(server.url + "/admin/drain" + query).status_code == 202
+            assert httpx2.post(server.url + "/admin/drain" + query).status_code == 202
             lines = list(filter(None, reply.iter_lines()))
         assert "The server is stopping." in lines[-2]
         assert lines[-1] == "data: [DONE]"
@@ -487,14 +489,14 @@ def test_a_drain_waits_for_so_long_and_then_ends_answers(
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "x", "1e9", "nan"])
 def test_a_drain_for_no_time_is_refused_and_none_begins(shared: Running, seconds: str) -> None:
-    refused = httpx.post(shared.url + "/admin/drain?seconds=" + seconds)
+    refused = httpx2.post(shared.url + "/admin/drain?seconds=" + seconds)
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "seconds"
     assert get(shared, "/ready").status_code == 200
 
 
 def test_a_misspelt_drain_is_refused_and_none_begins(shared: Running) -> None:
-    assert httpx.post(shared.url + "/admin/drain?second=5").status_code == 400
+    assert httpx2.post(shared.url + "/admin/drain?second=5").status_code == 400
     assert get(shared, "/ready").status_code == 200
 
 
@@ -510,10 +512,12 @@ def test_a_drain_says_when_it_begins_and_what_it_ended(
     engine = FakeEngine(tokenizer)
     engine.delay = 60
     with Running(engine) as server:
-        stream = httpx.stream("POST", server.url + CHAT, json={**HELLO, "stream": True}, timeout=10)
+        stream = httpx2.stream(
+            "POST", server.url + CHAT, json={**HELLO, "stream": True}, timeout=10
+        )
         with stream as reply:
             wait_until(lambda: bool(engine.generations))
-            assert httpx.post(server.url + "/admin/drain?seconds=0.2").status_code == 202
+            assert httpx2.post(server.url + "/admin/drain?seconds=0.2").status_code == 202
             assert "stopping" in reply.read().decode()
         assert server.join(5)
     begun, ended = drain_lines(caplog)
@@ -524,7 +528,7 @@ def test_a_drain_says_when_it_begins_and_what_it_ended(
 def test_an_idle_server_drains_at_once(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     began = time.monotonic()
-    assert httpx.post(server.url + "/admin/drain").status_code == 202
+    assert httpx2.post(server.url + "/admin/drain").status_code == 202
     assert server.join(5)
     assert drain_lines(caplog)[-1] == "event=drained answers_ended=0"
     assert server.ended_with is None

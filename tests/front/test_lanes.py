@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from serve.core.errors import OverloadedError, RequestError
@@ -244,14 +244,14 @@ def test_responses_go_on_from_large_ones(tokenizer: Tokenizer) -> None:
     with Running(engine) as server, ThreadPoolExecutor(1):
         url = f"{server.url}/v1/responses"
         body = {"model": "tiny", "input": "hello", "metadata": {}, "max_output_tokens": 3}
-        first = httpx.post(url, json=body, timeout=30).json()
+        first = httpx2.post(url, json=body, timeout=30).json()
         body |= {"previous_response_id": first["id"], "input": "more"}
-        second = httpx.post(url, json=body, timeout=30)
+        second = httpx2.post(url, json=body, timeout=30)
         assert second.status_code == 200
         text = tokenizer.decode(engine.prompts[-1], skip_special_tokens=False)
         said = first["output"][0]["content"][0]["text"]
         assert text == f"<|user|>hello<|assistant|>{said}<|user|>more<|assistant|>"
-        kept = httpx.get(f"{url}/{second.json()['id']}").json()
+        kept = httpx2.get(f"{url}/{second.json()['id']}").json()
         assert kept == second.json()
-        missing = httpx.post(url, json={**body, "previous_response_id": "no"}, timeout=30)
+        missing = httpx2.post(url, json={**body, "previous_response_id": "no"}, timeout=30)
         assert missing.json()["error"]["code"] == "previous_response_not_found"

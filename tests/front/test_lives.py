@@ -479,7 +479,7 @@ async def test_an_answer_from_before_a_fault_retires_no_version(
             engines()[0].kill()
             await until(lambda: engine.ready_reason() == "loading adapters")
         retired: list[int] = []
-        monkeypatch.setattr(engine, "retire_adapter", retired.append)
+        monkeypatch.setattr(engine._scheduler, "retire", retired.append)
         await ready(engine)
         await collect(engine, prompt(10, 20))
         assert [a["version"] for a in engine.adapters.registry.described()] == [1]

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from pydantic import TypeAdapter
 
@@ -23,7 +23,7 @@ SCORED = {"return_token_ids": True, "prompt_logprobs": 2}
 
 @pytest.fixture
 def document(server: Running) -> Any:
-    return httpx.get(server.url + "/openapi.json").raise_for_status().json()
+    return httpx2.get(server.url + "/openapi.json").raise_for_status().json()
 
 
 def references(value: Any) -> Iterator[str]:
@@ -102,7 +102,7 @@ def test_what_clients_may_write_is_told_and_not_what_becomes_of_it(document: Any
 )
 def test_replies_have_their_types(server: Running, path: str, body: Any, kind: Any) -> None:
     method = "GET" if body is None else "POST"
-    reply = httpx.request(method, server.url + path, json=body, timeout=10)
+    reply = httpx2.request(method, server.url + path, json=body, timeout=10)
     TypeAdapter(kind).validate_json(reply.content, strict=True, extra="forbid")
 
 
@@ -120,7 +120,7 @@ def test_chunks_have_their_types(
     options = {"stream": True, "stream_options": {"include_usage": usage}, "logprobs": 1}
     if path.endswith("chat/completions"):
         options |= {"logprobs": True, "return_token_ids": True}
-    reply = httpx.post(server.url + path, json={**body, **options}, timeout=10)
+    reply = httpx2.post(server.url + path, json={**body, **options}, timeout=10)
     *chunks, done = [line[6:] for line in reply.text.splitlines() if line.startswith("data: ")]
     assert done == "[DONE]"
     assert len(chunks) > 3
@@ -142,5 +142,5 @@ def test_how_a_stream_ends_is_told(
 ) -> None:
     content = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]
     assert ("[DONE]" in json.dumps(content)) == is_done
-    text = httpx.post(server.url + path, json={**body, "stream": True}, timeout=10).text
+    text = httpx2.post(server.url + path, json={**body, "stream": True}, timeout=10).text
     assert text.endswith("data: [DONE]\n\n") == is_done

@@ -3,15 +3,15 @@
 import threading
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from serve.front.http import replies
 from tests.front.fakes import MAX_CONTEXT, Running
 
 
-def post(server: Running, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(server.url + path, json=body, timeout=10)
+def post(server: Running, path: str, **body: Any) -> httpx2.Response:
+    return httpx2.post(server.url + path, json=body, timeout=10)
 
 
 def test_a_prompt_there_and_back(shared: Running) -> None:

@@ -13,7 +13,7 @@ from configparser import ConfigParser
 from contextlib import ExitStack
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from launcher import cli
@@ -89,9 +89,9 @@ class Terminal:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and process.poll() is None:
             try:
-                if httpx.get(f"http://127.0.0.2:{self.port}/ready").status_code == 200:
+                if httpx2.get(f"http://127.0.0.2:{self.port}/ready").status_code == 200:
                     return process
-            except httpx.TransportError:
+            except httpx2.TransportError:
                 time.sleep(0.1)
         process.kill()
         raise AssertionError((self.folder / "launch.log").read_text("utf-8"))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import mlx.core as mx
 import mlx_lm
 import numpy as np
@@ -74,7 +74,7 @@ def server(adapter: Path) -> Iterator[Server]:
 def test_in_this_server(adapter: Path, server: Server) -> None:
     def scores(model: str) -> list[float]:
         body = {"model": model, "prompt": TOKENS, "max_tokens": 0, "echo": True, "logprobs": 0}
-        reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        reply = httpx2.post(f"{server.url}/v1/completions", json=body, timeout=60)
         assert reply.status_code == 200, reply.text
         found: list[float] = json.loads(reply.text)["choices"][0]["logprobs"]["token_logprobs"]
         return found[1:]

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
+import httpx2
 import mlx.core as mx
 import mlx_lm
 import numpy as np
@@ -108,7 +108,7 @@ def test_a_folder_that_was_still_owed_is_made_by_resume(
 
 def test_this_server_says_the_same(trained: tuple[Path, str], server: Server) -> None:
     body = {"model": "model", "prompt": TOKENS, "max_tokens": 0, "echo": True, "logprobs": 0}
-    reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    reply = httpx2.post(f"{server.url}/v1/completions", json=body, timeout=60)
     assert reply.status_code == 200, reply.text
     found = reply.json()["choices"][0]["logprobs"]["token_logprobs"][1:]
 
