@@ -149,13 +149,8 @@ def show(findings: Sequence[Finding], as_json: bool) -> None:
     console = Console(highlight=False)
     if as_json:
         console.print_json(json.dumps([asdict(finding) for finding in findings]))
-    elif console.is_terminal:
-        show_tables(console, findings)
     else:
-        with console.capture() as shown:
-            show_tables(console, findings)
-        # A table pads its lines with blanks.
-        print("\n".join(line.rstrip() for line in shown.get().splitlines()))
+        show_tables(console, findings)
 
 
 def show_tables(console: Console, findings: Sequence[Finding]) -> None:
@@ -169,6 +164,7 @@ def show_tables(console: Console, findings: Sequence[Finding]) -> None:
             table.add_row(Text(finding.status, _COLOURS[finding.status]), what)
         with console.capture() as captured:
             console.print(table)
+        # A table pads its lines with blanks.
         for line in captured.get().splitlines():
             console.out(line.rstrip(), highlight=False)
     counts = {status: sum(f.status == status for f in findings) for status in _COLOURS}

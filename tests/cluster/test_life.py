@@ -35,7 +35,7 @@ from tests.cluster.servers import (
 pytestmark = pytest.mark.long
 
 
-def run_to_its_end(command: list[str], seconds: float = 20.0) -> Server:
+def run_to_its_end(command: list[str], seconds: float = 60.0) -> Server:
     with started(command) as server:
         server.process.wait(seconds)
     return server
@@ -78,6 +78,8 @@ def test_a_wrong_start_is_one_line_and_its_own_code(
             if name in flags:
                 names[name] = str(damage(tmp_path / name))
         flags = [names.get(flag, flag) for flag in flags]
+        if "--port" not in flags:
+            flags += ["--port", "0"]  # The default one may be taken here.
         command = alone(flags) if num_ranks == 1 else brigade_launch(num_ranks, flags)
         server = run_to_its_end(command)
     assert server.process.returncode == code, server.text

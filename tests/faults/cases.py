@@ -203,6 +203,7 @@ REQUESTS = [
       for method in ("GET", "HEAD", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "BREW")),
     *(Case(f"{method} {path}", (method, path, {}), (405,))
       for method in ("POST", "DELETE") for path in ("/health", "/v1/models", "/metrics")),
+    Case("GET /", ("GET", "/", {}), (200,)),
     Case("GET /admin/drain", ("GET", "/admin/drain", {}), (405,)),
     *(Case(f"type {kind!r}", ("POST", CHAT, {"Content-Type": kind}), (415,), "application/json")
       for kind in ("", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data",
@@ -210,7 +211,7 @@ REQUESTS = [
     *(Case(f"encoding {name}", ("POST", CHAT, {**JSON, "Content-Encoding": name}), (415,))
       for name in ("gzip", "deflate", "br", "nonsense")),
     *(Case(f"GET {path[:24]}", ("GET", path, {}), (404,))
-      for path in ("/", "//", "/v1", "/v1/chat/completions/", "/../../etc/passwd", "/%00",
+      for path in ("//", "/v1", "/v1/chat/completions/", "/../../etc/passwd", "/%00",
                    "/%2e%2e/%2e%2e/etc/passwd", "/v1/models/nope", "/%0d%0aSet-Cookie:%20a=b",
                    "/%ff%fe", "/%1b[31mred", "/" + "x" * 20_000)),
     Case("admin through a proxy", ("GET", "/admin/pipeline", {"X-Forwarded-For": "::1"}), (403,)),

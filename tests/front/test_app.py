@@ -33,8 +33,10 @@ from serve.front.app import Front
 from serve.front.http import guard
 from serve.front.http.listening import bind
 from serve.front.http.replies import StatusError
+from serve.front.routes.answering import WARM_UP_SCHEMA
 from serve.front.routes.server import ServerCalls
 from serve.front.text.formats import Format
+from serve.front.text.grammars import of_schema
 from serve.front.text.tokens import Tokenizer
 from serve.front.text.tool_formats import ToolFormat
 from tests.front.fakes import CONFIG, MAX_CONTEXT, TEMPLATE, FakeEngine, Running, byte_level, save
@@ -687,4 +689,4 @@ def test_a_server_that_warms_up_asks_its_engine_nothing(
         assert engine.prompts == []
         assert "brigade_requests_total{" not in metrics
     if template == TEMPLATE:
-        assert engine.tokenizer.grammars.objection.cache_info().currsize == 1
+        assert engine.tokenizer.grammars.is_known(of_schema(WARM_UP_SCHEMA))

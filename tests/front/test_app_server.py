@@ -188,6 +188,65 @@ def test_what_is_no_http_gets_an_error_object(shared: Running, data: bytes, stat
     assert post(shared).status_code == 200
 
 
+def test_very_many_headers_are_refused_before_they_are_parsed(shared: Running) -> None:
+    with shared.connect() as connection:
+        lines = b"".join(b"a%d: b\r\n" % n for n in range(http_server.MAX_HEADERS))
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + lines + b"\r\n")
+        response = read_all(connection)
+    assert response.startswith(b"HTTP/1.1 431 ")
+    assert "headers" in body_of(response)["error"]["message"]
+
+
+CHUNKED = (
+    f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    "Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+).encode()
+
+
+def chunks(body: bytes, size: int) -> bytes:
+    parts = (body[start : start + size] for start in range(0, len(body), size))
+    return b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+
+
+def test_a_body_of_very_many_tiny_chunks_is_refused(shared: Running) -> None:
+    """Each costs as much time of the event loop as kilobytes do."""
+    padded = json.dumps(HELLO).encode() + b" " * 2 * http_server.MAX_FREE_CHUNKS
+    with shared.connect() as connection:
+        connection.sendall(CHUNKED + chunks(padded, 1))
+        response = read_all(connection)
+    assert response.startswith(b"HTTP/1.1 400 ")
+    assert "chunks" in body_of(response)["error"]["message"]
+
+
+@pytest.mark.parametrize(("num_blanks", "size"), [(100, 1), (200_000, http_server.MIN_CHUNK_BYTES)])
+def test_a_chunked_body_is_read(shared: Running, num_blanks: int, size: int) -> None:
+    """Of a few tiny chunks, or of many small ones."""
+    padded = json.dumps(HELLO).encode() + b" " * num_blanks
+    with shared.connect() as connection:
+        connection.sendall(CHUNKED + chunks(padded, size))
+        assert read_all(connection).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_connection_parses_a_bounded_part_at_once(
+    shared: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others are served between the parts."""
+    sizes = []
+    received = http_server.Protocol.data_received
+
+    def noted(self: http_server.Protocol, data: bytes) -> None:
+        sizes.append(len(data))
+        received(self, data)
+
+    monkeypatch.setattr(http_server.Protocol, "data_received", noted)
+    body = json.dumps(HELLO).encode() + b" " * 500_000
+    with shared.connect() as connection:
+        connection.sendall(head(len(body)) + body)
+        assert read_response(connection).startswith(b"HTTP/1.1 200 ")
+    assert sum(sizes) >= len(body)
+    assert max(sizes) <= http_server.MAX_READ_BYTES
+
+
 def test_garbage_after_an_early_answer_ends_the_connection_alone(
     shared: Running, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -195,6 +195,24 @@ async def test_only_so_many_large_bodies_wait(
     assert await lanes.read("chat", [data]) == "chat", "the queue is free again"
 
 
+async def test_a_full_queue_of_large_bodies_keeps_no_smaller_one_out(
+    lanes: Lanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor one that is answered; the last one in the queue goes for it."""
+    slow = Slow()
+    monkeypatch.setattr(lanes, "_read_large", slow)
+    large = bytes(2 * MAX_SMALL_BYTES)
+    kinds: list[Kind] = ["tokenize"] * (MAX_WAITING + 1)
+    tasks = [asyncio.ensure_future(lanes.read(kind, [large])) for kind in kinds]
+    await asyncio.sleep(0.05)
+    chat = asyncio.ensure_future(lanes.read("chat", [bytes(MAX_SMALL_BYTES + 1)]))
+    with pytest.raises(OverloadedError):
+        await tasks[-1]
+    slow.may_go_on.set()
+    assert await chat == "chat"
+    assert await asyncio.gather(*tasks[:-1]) == ["tokenize"] * MAX_WAITING
+
+
 async def test_a_client_that_leaves_while_its_body_is_read_holds_up_nobody(
     lanes: Lanes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -201,7 +201,7 @@ def test_digests_differ_when_a_model_does(tmp_path: Path) -> None:
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
     assert model_facts(one)["config.json"] != model_facts(other)["config.json"]
-    assert "not a folder" in model_facts(tmp_path / "none")["error"]
+    assert "is not a folder" in model_facts(tmp_path / "none")["error"]
 
 
 def test_the_interface_of_an_address() -> None:

@@ -128,6 +128,7 @@ def test_a_foreign_program_on_the_control_port_is_refused(greeting: bytes) -> No
         f"cannot listen on 127.0.0.1:{port}",
         "does not speak Brigade's protocol",
         "is not rank 0 of this launch",
+        "Does another program use that port?",
     )
     assert any(words in line for words in said for line in error_lines(server)), server.text
     assert "Traceback" not in server.text

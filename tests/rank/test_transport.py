@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import mlx.core as mx
+import psutil
 import pytest
 
 from serve.core.errors import ClusterError
@@ -82,6 +83,13 @@ def test_a_waiting_rank_costs_no_cpu(tmp_path: Path) -> None:
     assert float(second) < 0.2
 
 
+def wait_until_listening(process: psutil.Process) -> None:
+    deadline = time.monotonic() + 60
+    while not any(each.status == psutil.CONN_LISTEN for each in process.net_connections("tcp")):
+        assert time.monotonic() < deadline, "it does not listen"
+        time.sleep(0.1)
+
+
 @pytest.mark.long
 def test_an_engine_whose_parent_was_killed_ends_also_in_the_middle_of_joining(
     tmp_path: Path,
@@ -111,7 +119,7 @@ def test_an_engine_whose_parent_was_killed_ends_also_in_the_middle_of_joining(
             stderr=subprocess.PIPE,
         )
         ours.sendall(frame(order))
-        time.sleep(3)
+        wait_until_listening(psutil.Process(engine.pid))
     try:
         _, said = engine.communicate(timeout=30)
     finally:

@@ -89,23 +89,34 @@ class Lanes:
         if not self._is_busy:
             self._is_busy = True
             return
-        if len(self._waiting) >= MAX_WAITING:
-            raise OverloadedError(
-                f"{MAX_WAITING} requests with large bodies wait already: try again later.",
-                code="queue_full",
-            )
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiting = _Waiting(kind not in _ANSWERED, num_bytes, next(self._numbers), turn)
         heapq.heappush(self._waiting, waiting)
+        self._refuse_last()
         try:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self._next()  # It was its turn at the same moment.
+                if turn.exception() is None:
+                    self._next()  # It was its turn at the same moment.
             elif waiting in self._waiting:
                 self._waiting.remove(waiting)
                 heapq.heapify(self._waiting)
             raise
+
+    def _refuse_last(self) -> None:
+        """If too many wait: whoever fills the queue with large bodies keeps no smaller ones out."""
+        if len(self._waiting) <= MAX_WAITING:
+            return
+        last = max(self._waiting)
+        self._waiting.remove(last)
+        heapq.heapify(self._waiting)
+        if not last.turn.done():
+            error = OverloadedError(
+                f"{MAX_WAITING} requests with large bodies wait already: try again later.",
+                code="queue_full",
+            )
+            last.turn.set_exception(error)
 
     def _next(self) -> None:
         while self._waiting:

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import h11
 import uvicorn
@@ -24,6 +25,12 @@ SEND_SECONDS = 60.0
 HALF_CLOSED = "half_closed"  # in a request's state: an event
 _PROBE_SECONDS = 0.1
 _MAX_PROBE_SECONDS = 5.0
+# A read of so many bytes is parsed at once, while nobody else is served.
+MAX_READ_BYTES = 16 << 10
+MAX_HEADERS = 256
+# Each chunk of a body costs as much as kilobytes of it do.
+MAX_FREE_CHUNKS = 1024
+MIN_CHUNK_BYTES = 64  # on average, of those after them
 # In these seconds a client has to take so much of what waits for it, and so large a share.
 MIN_SENT_BYTES = 4096
 MIN_SENT_SHARE = 0.1
@@ -57,6 +64,40 @@ class Config(uvicorn.Config):
         self.limits = limits
 
 
+class TooManyError(h11.RemoteProtocolError):
+    """Of what costs time and is bounded. Its text is for the client."""
+
+
+class Connection(h11.Connection):
+    """h11's, with bounds on what costs time for each header line and for each chunk of a body."""
+
+    _num_chunks = 0
+    _num_bytes = 0
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        if self.their_state is h11.IDLE:
+            self._check_headers(self.trailing_data[0])
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._num_chunks = self._num_bytes = 0
+        elif isinstance(event, h11.Data):
+            self._check_chunks(event)
+        return event
+
+    def _check_headers(self, received: bytes) -> None:
+        """Before they are parsed."""
+        if received.partition(b"\r\n\r\n")[0].count(b"\n") > MAX_HEADERS:
+            raise TooManyError(
+                f"The request has more than {MAX_HEADERS} headers.", error_status_hint=431
+            )
+
+    def _check_chunks(self, data: h11.Data) -> None:
+        self._num_chunks += data.chunk_start
+        self._num_bytes += len(data.data)
+        if self._num_chunks > MAX_FREE_CHUNKS + self._num_bytes // MIN_CHUNK_BYTES:
+            raise TooManyError("The chunks of the body are too small: send larger ones.")
+
+
 class Protocol(H11Protocol):
     """One connection. A deadline runs while its client owes a header or, after an early
     answer, the rest of a body that nobody reads any more. Another one runs while it has not
@@ -69,11 +110,18 @@ class Protocol(H11Protocol):
     config: Config
     _probing: asyncio.TimerHandle | None = None
     _deadline: asyncio.TimerHandle | None = None
+    _is_refused = False  # What still comes is not read.
     _owed: object = None  # of their states in h11, the one with the deadline
     _sending: asyncio.TimerHandle | None = None
 
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.conn = Connection(h11.SERVER, self.config.limits.max_header_bytes)
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # asyncio's selector transports read so much at once.
+        transport.max_size = MAX_READ_BYTES  # type: ignore[attr-defined]
         # Of whatever is not taken at once, pause_writing tells.
         transport.set_write_buffer_limits(0)
         self._half_closed = asyncio.Event()
@@ -83,6 +131,8 @@ class Protocol(H11Protocol):
         self._watch()
 
     def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
         super().data_received(data)
         self._watch()
 
@@ -94,7 +144,7 @@ class Protocol(H11Protocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Whether the connection stays open, for the answer to a request that is complete."""
-        if not self._owes_answer():
+        if self._is_refused or not self._owes_answer():
             return False
         if not self._half_closed.is_set():
             self._half_closed.set()
@@ -156,9 +206,12 @@ class Protocol(H11Protocol):
             self._sending.cancel()
 
     def send_400_response(self, msg: str) -> None:
-        """For what is no HTTP at all. h11 says which status fits."""
-        hint = getattr(sys.exc_info()[1], "error_status_hint", 400)
-        self._refuse(replies.StatusError(hint, msg))
+        """For what is no HTTP at all, or has too many parts. h11 says which status fits."""
+        error = sys.exc_info()[1]
+        hint = getattr(error, "error_status_hint", 400)
+        self._refuse(
+            replies.StatusError(hint, str(error) if isinstance(error, TooManyError) else msg)
+        )
 
     def _watch(self) -> None:
         if self.conn.their_state is not self._owed:
@@ -182,7 +235,8 @@ class Protocol(H11Protocol):
 
     def _expire(self) -> None:
         self._deadline = None
-        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+        is_slow = self.conn.their_state is h11.IDLE and not self._is_refused
+        if is_slow and self.conn.trailing_data[0]:
             self._refuse(replies.StatusError(408, "The request's header took too long."))
         self.transport.close()
 
@@ -203,7 +257,19 @@ class Protocol(H11Protocol):
             response = h11.Response(status_code=error.http_status, headers=headers)
             for event in (response, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Closed at once, with something unread, the connection would be reset, and the client
+        might not get what was written."""
+        self._is_refused = True
+        self._clear()
+        self._arm(LINGER_SECONDS)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.write_eof()
+        self.flow.resume_reading()
 
 
 def probe_intervals() -> Iterator[float]:

@@ -22,6 +22,8 @@ from serve.front.pipeline.prefix import scope_of
 from serve.front.text.grammar_queue import GrammarQueue
 from serve.front.text.tokens import Tokenizer
 
+WARM_UP_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
 _logger = logging.getLogger(__name__)
 
 
@@ -51,9 +53,8 @@ class Answering:
     def warm_up(self) -> None:
         """Reads two requests that no client sent, so that validators, the template and the checker
         of grammars are ready for the first real one."""
-        schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
         chat = {"model": self._model, "messages": [{"role": "user", "content": "Hello!"}]}
-        formats = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+        formats = {"type": "json_schema", "json_schema": {"name": "a", "schema": WARM_UP_SCHEMA}}
         for body in (chat, {**chat, "stream": True, "response_format": formats}):
             try:
                 job = self._reader.chat(json.dumps(body).encode())
@@ -84,10 +85,10 @@ class Answering:
     async def begin(self, request: Request, job: Job) -> tuple[Answer, dict[str, str]]:
         """The answer, which the caller must close, and the headers that go with it."""
         record: Record = request.scope[guard.RECORD]
-        if job.model != self._model:
-            record.adapter = job.model
         adapters = self._engine.adapters
         adapters.check(job.model)
+        if job.model != self._model:
+            record.adapter = job.model
         if job.grammar is not None:
             checking = self._check_grammar(request, job, job.grammar)
             await guard.unless_gone(request.receive, checking)
