@@ -30,7 +30,7 @@ def check_server(url: str, folder: Path, name: str) -> None:
     """Raises UsageError if no server is there that would take an adapter of this name from below
     this folder."""
     if not _SERVER.fullmatch(url):
-        raise UsageError(f"--load-into {url!r} is no http://HOST:PORT.")
+        raise UsageError(f"--load-into {url!r} is not http://HOST:PORT.")
     _call(url, "/v1/lora_adapters", None, UsageError)
     # The server looks at the name and at where the path lies before it looks for what is there.
     absent = _body(folder / _ABSENT, name)
@@ -38,7 +38,8 @@ def check_server(url: str, folder: Path, name: str) -> None:
 
 
 def load_into(url: str, folder: Path, name: str) -> str:
-    """What the server said. Raises ClusterError: what was trained is on disk all the same."""
+    """Has a server load the adapter, and returns its answer. Raises ClusterError; the trained
+    adapter is on disk in any case."""
     try:
         return _call(url, _PATH, json.dumps(_body(folder, name)).encode(), ClusterError)
     except ClusterError as error:
@@ -47,7 +48,7 @@ def load_into(url: str, folder: Path, name: str) -> str:
 
 
 def adapter_name(folder: Path) -> str:
-    """Of the run's folder, as a server takes it."""
+    """Derives an adapter name that a server accepts from the name of the run's folder."""
     return re.sub(r"[^\w.:@-]|^\W", "-", folder.resolve().name, flags=re.ASCII).lstrip("-_") or "a"
 
 
@@ -63,10 +64,11 @@ def _body(folder: Path, name: str) -> dict[str, object]:
 def _call(
     url: str, path: str, data: bytes | None, kind: type[BrigadeError], expected: int | None = None
 ) -> str:
-    """What the server answers. Raises an error of that kind for any other error status than the
-    expected one."""
+    """Sends a request and returns the server's answer. Raises an error of the given kind for any
+    error status other than the expected one."""
     headers = {"Content-Type": "application/json"}
-    if key := _key():
+    key = _key()
+    if key:
         headers["Authorization"] = f"Bearer {os.environ[key]}"
     request = urllib.request.Request(url.rstrip("/") + path, data, headers)
     try:

@@ -26,10 +26,14 @@ def convert(source: Path, target: Path) -> str:
     files = read_adapter(str(source))
     if files.is_peft:
         config = _mlx_config(files)
-        file_name, file_format, format_name = MLX_FILE, "mlx", "mlx-lm"
+        file_name = MLX_FILE
+        file_format = "mlx"
+        format_name = "mlx-lm"
     else:
         config = _peft_config(files)
-        file_name, file_format, format_name = PEFT_FILE, "pt", "PEFT"
+        file_name = PEFT_FILE
+        file_format = "pt"
+        format_name = "PEFT"
     try:
         tensors = mx.load(str(files.file))
         assert isinstance(tensors, dict)
@@ -53,7 +57,10 @@ def _converted(files: AdapterFiles, tensors: dict[str, mx.array]) -> dict[str, m
                 raise AdapterError(f"{name} is for experts, which PEFT's format does not know.")
             is_matrix = part in ("a", "b")
             name_in_target = _new_name(files, module, part)
-            converted[name_in_target] = mx.contiguous(array.T) if is_matrix else array
+            if is_matrix:
+                converted[name_in_target] = mx.contiguous(array.T)
+            else:
+                converted[name_in_target] = array
     return converted
 
 
@@ -130,5 +137,7 @@ def _dividend(divisor: float, quotient: float) -> float | None:
     below = math.nextafter(product, -math.inf)
     for number in (product, above, below):
         if number / divisor == quotient:
-            return int(number) if number.is_integer() else number
+            if number.is_integer():
+                return int(number)
+            return number
     return None

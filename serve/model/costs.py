@@ -86,7 +86,10 @@ def _num_bytes(arrays: Iterable[mx.array]) -> int:
 
 
 def _outside_bytes(model: nn.Module, layers: list[nn.Module]) -> dict[str, int]:
-    in_layers = {id(array) for layer in layers for _, array in named_arrays(layer)}
+    in_layers = set()
+    for layer in layers:
+        for _, array in named_arrays(layer):
+            in_layers.add(id(array))
     return {n: a.nbytes for n, a in named_arrays(model) if id(a) not in in_layers}
 
 
@@ -94,7 +97,7 @@ def _outside_bytes(model: nn.Module, layers: list[nn.Module]) -> dict[str, int]:
 
 
 class _Run:
-    """What one forward showed: each layer's outputs and the caches that it was given."""
+    """The result of one forward: each layer's outputs and the caches that it was given."""
 
     def __init__(self, num_layers: int) -> None:
         self.outputs: list[list[mx.array]] = [[] for _ in range(num_layers)]
@@ -149,8 +152,8 @@ def _who_needs(
 
 
 def growing_values(model: nn.Module, layers: list[nn.Module]) -> set[Crossing]:
-    """What layers give to others that grows with the context, such as the keys and
-    values that later layers share: in the second of two equal steps it is larger."""
+    """Finds the values that layers give to others and that grow with the context, such as keys and
+    values that later layers share: in the second of two equal steps they are larger."""
     caches = make_prompt_cache(model)
     shapes: list[dict[Crossing, tuple[int, ...]]] = []
     for _ in range(2):
@@ -194,11 +197,14 @@ def _cache_cost(caches: list[Any]) -> dict[str, Any]:
 
 def _parts(cache: Any) -> list[Any]:
     inner = getattr(cache, "caches", None)
-    return [cache] if inner is None else [part for each in inner for part in _parts(each)]
+    if inner is None:
+        return [cache]
+    return [part for each in inner for part in _parts(each)]
 
 
 def _expert_cost(layer: nn.Module, arguments: Any) -> dict[str, Any]:
-    """Of experts, a token reads few: mlx-lm keeps all of a layer in its switch layers."""
+    """Returns the cost of a layer's experts, of which a token reads few: mlx-lm keeps all experts
+    of a layer in its switch layers."""
     kinds = (SwitchLinear, QuantizedSwitchLinear)
     switches = [module for _, module in layer.named_modules() if isinstance(module, kinds)]
     top = next((getattr(arguments, n) for n in _EXPERTS_OF_A_TOKEN if hasattr(arguments, n)), None)

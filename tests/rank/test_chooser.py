@@ -7,8 +7,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from serve.core.messages import Result, Scores
 from serve.core.types import OVERFLOWED_TOKEN, Row, Sampling, Step
-from serve.core.wire import Result, Scores
 from serve.rank.cache import Part
 from serve.rank.chooser import Chooser, scoring_bytes
 from serve.rank.sampling import score
