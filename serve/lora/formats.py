@@ -85,14 +85,16 @@ def _mlx_config(files: AdapterFiles) -> dict[str, Any]:
             raise AdapterError(
                 f"{name} has another rank or scale than {first_name}: mlx-lm's format has one."
             )
+    base_model = files.config.get("base_model_name_or_path")
+    dropout = files.config.get("lora_dropout", 0.0)
     return {
         "fine_tune_type": "dora" if files.is_dora else "lora",
-        "model": files.config.get("base_model_name_or_path"),
+        "model": base_model,
         "num_layers": -1,
         "lora_parameters": {
             "rank": first.rank,
             "scale": first.scale,
-            "dropout": files.config.get("lora_dropout", 0.0),
+            "dropout": dropout,
             "keys": sorted(files.targets),
         },
     }
@@ -101,13 +103,15 @@ def _mlx_config(files: AdapterFiles) -> dict[str, Any]:
 def _peft_config(files: AdapterFiles) -> dict[str, Any]:
     target = next(iter(files.targets.values()))
     alpha, is_rank_stabilised = _alpha(target.rank, target.scale)
+    dropout = files.config["lora_parameters"].get("dropout", 0.0)
+    base_model = files.config.get("model")
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": files.config.get("model"),
+        "base_model_name_or_path": base_model,
         "r": target.rank,
         "lora_alpha": alpha,
-        "lora_dropout": files.config["lora_parameters"].get("dropout", 0.0),
+        "lora_dropout": dropout,
         "use_dora": files.is_dora,
         "use_rslora": is_rank_stabilised,
         "bias": "none",

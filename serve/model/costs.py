@@ -57,7 +57,8 @@ def measure(model: nn.Module, checkpoint: Checkpoint, kv_bits: int | None = None
         LayerCost(sum(outside[name] for name in names), sum(held.outside[n] for n in names))
         for names in (*needs, needs[0] & needs[1])
     )
-    hop = sum(array.nbytes for array in run.outputs[0]) // _NUM_TOKENS
+    hop_bytes = sum(array.nbytes for array in run.outputs[0])
+    hop = hop_bytes // _NUM_TOKENS
     return ModelCost(costs, first, last, shared, tied, hop)
 
 
@@ -112,7 +113,8 @@ def _run(model: nn.Module, layers: list[nn.Module], caches: list[Any]) -> _Run:
     def seam(i: int) -> trace.Seam:
         def record(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             given = (*args, *kwargs.values())
-            run.caches[i] = [cache for cache in caches if any(cache is a for a in given)]
+            used = [cache for cache in caches if any(cache is a for a in given)]
+            run.caches[i] = used
             run.values[i] = call(*args, **kwargs)
             run.outputs[i] = trace.arrays_in(run.values[i])
             return run.values[i]
@@ -168,7 +170,8 @@ def _shape_seam(caches: list[Any], seen: dict[Crossing, tuple[int, ...]], i: int
     def record(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         output = call(*args, **kwargs)
         given = trace.places_in((output, writable(args, kwargs, caches)))
-        seen.update({(i, place): tuple(array.shape) for place, array in given.items()})
+        found = {(i, place): tuple(array.shape) for place, array in given.items()}
+        seen.update(found)
         return output
 
     return record
@@ -184,13 +187,15 @@ def _cache_cost(caches: list[Any]) -> dict[str, Any]:
     growing = [part for part in parts if getattr(part, "keys", None) is not None]
     fixed = [part for part in parts if part not in growing]
     limits = [int(getattr(part, "max_size", None) or 0) for part in growing]
+    fixed_bytes = sum(_num_bytes(trace.arrays_in(part.state)) for part in fixed)
+    bytes_per_token = sum(
+        array.nbytes // array.shape[-2]
+        for part in growing
+        for array in trace.arrays_in([part.keys, part.values])
+    )
     return {
-        "cache_bytes_per_token": sum(
-            array.nbytes // array.shape[-2]
-            for part in growing
-            for array in trace.arrays_in([part.keys, part.values])
-        ),
-        "cache_bytes": sum(_num_bytes(trace.arrays_in(part.state)) for part in fixed),
+        "cache_bytes_per_token": bytes_per_token,
+        "cache_bytes": fixed_bytes,
         "max_cached_tokens": max(limits) if limits and all(limits) else None,
     }
 
@@ -207,10 +212,13 @@ def _expert_cost(layer: nn.Module, arguments: Any) -> dict[str, Any]:
     of a layer in its switch layers."""
     kinds = (SwitchLinear, QuantizedSwitchLinear)
     switches = [module for _, module in layer.named_modules() if isinstance(module, kinds)]
-    top = next((getattr(arguments, n) for n in _EXPERTS_OF_A_TOKEN if hasattr(arguments, n)), None)
+    counts = (getattr(arguments, n) for n in _EXPERTS_OF_A_TOKEN if hasattr(arguments, n))
+    top = next(counts, None)
     if not switches or not isinstance(top, int):
         return {}
+    expert_bytes = sum(_num_bytes(a for _, a in named_arrays(s)) for s in switches)
+    share = top / max(1, switches[0].num_experts)
     return {
-        "expert_bytes": sum(_num_bytes(a for _, a in named_arrays(s)) for s in switches),
-        "expert_share": min(1.0, top / max(1, switches[0].num_experts)),
+        "expert_bytes": expert_bytes,
+        "expert_share": min(1.0, share),
     }

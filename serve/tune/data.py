@@ -109,7 +109,8 @@ def read_split(path: Path, tokenizer: Any, config: FineTuneConfig) -> Split:
     """Raises UsageError that names the file and the line of what is wrong."""
     lines = read_lines(path, config)
     try:
-        dataset = create_dataset([item for _, item in lines], tokenizer, config)
+        items = [item for _, item in lines]
+        dataset = create_dataset(items, tokenizer, config)
     except ValueError as error:  # --mask-prompt, which texts have not
         raise UsageError(f"{path}:{lines[0][0]}: {error}") from error
     examples = []
@@ -132,7 +133,8 @@ def read_split(path: Path, tokenizer: Any, config: FineTuneConfig) -> Split:
                 num_cut += 1
             else:
                 example = Example((), ())
-        digest.update(json.dumps([example.tokens, example.labels]).encode())
+        described = json.dumps([example.tokens, example.labels])
+        digest.update(described.encode())
         if example.num_labels:
             examples.append(example)
         else:
@@ -181,7 +183,8 @@ def _turns(
             if n:
                 before = render(n, True)
             else:
-                before = _opening(after, render(1, True))
+                first_prompt = render(1, True)
+                before = _opening(after, first_prompt)
             if tokens[: len(after)] != after or after[: len(before)] != before:
                 is_last = messages[-1]["role"] == "assistant"
                 if is_last:
@@ -216,7 +219,8 @@ def batch_at(split: Split, number: int, batch_size: int, seed: int) -> list[int]
             f"{count} or less."
         )
     epoch, at = divmod(number, count // batch_size)
-    return [int(n) for n in _epoch(split, epoch, batch_size, seed)[at]]
+    batches = _epoch(split, epoch, batch_size, seed)
+    return [int(n) for n in batches[at]]
 
 
 @lru_cache(maxsize=1)
@@ -225,14 +229,16 @@ def _epoch(split: Split, epoch: int, batch_size: int, seed: int) -> Any:
     random = np.random.default_rng([seed, epoch])
     count = len(split.examples)
     kept = random.permutation(count)[: count - count % batch_size]
-    order = kept[np.argsort(split.lengths[kept], kind="stable")].reshape(-1, batch_size)
+    by_length = np.argsort(split.lengths[kept], kind="stable")
+    order = kept[by_length].reshape(-1, batch_size)
     return order[random.permutation(len(order))]
 
 
 def some_examples(split: Split, most: int | None, seed: int) -> list[int]:
     """The same examples at each call, shortest first; all of them if most is None."""
     order = np.random.default_rng(seed).permutation(len(split.examples))[:most]
-    return [int(n) for n in order[np.argsort(split.lengths[order], kind="stable")]]
+    by_length = np.argsort(split.lengths[order], kind="stable")
+    return [int(n) for n in order[by_length]]
 
 
 def micro_batches(split: Split, chosen: Sequence[int], num_rows: int) -> list[MicroBatch]:
@@ -256,7 +262,8 @@ def pad(examples: Sequence[Example]) -> MicroBatch:
         tokens[row, : len(example.tokens)] = example.tokens
         for start, end in example.labels:
             learned[row, start:end] = 1
-        segments[row] = np.searchsorted(example.starts, np.arange(length - 1), side="right")
+        positions = np.arange(length - 1)
+        segments[row] = np.searchsorted(example.starts, positions, side="right")
     inputs = mx.array(tokens[:, :-1])
     targets = mx.array(tokens[:, 1:])
     mask = mx.array(learned[:, 1:])

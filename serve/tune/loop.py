@@ -139,7 +139,8 @@ class Pipeline:
         starts = {"F": op.stage == 0, "B": op.stage == shape.num_stages - 1, "W": True}
         if starts[op.kind]:
             return []
-        return self.links.receive(_tag(op))[1]
+        message = self.links.receive(_tag(op))
+        return message[1]
 
     def _send(self, op: Op, shape: Shape, arrays: list[mx.array]) -> None:
         stage = op.stage + (1 if op.kind == "F" else -1)
@@ -187,14 +188,16 @@ class Trainer:
         self.links = links
         self._draw = draw
         self.pipeline = Pipeline(stages, links, draw)
-        named: list[Any] = exchange(links, [[n, stage.names] for n, stage in stages.items()])
+        own_names = [[n, stage.names] for n, stage in stages.items()]
+        named: list[Any] = exchange(links, own_names)
         holders: dict[str, list[int]] = {}
         for number, names in (pair for rank in named for pair in rank):
             for name in names:
                 holders.setdefault(name, []).append(number)
         if not holders:
             raise UsageError("Nothing is trained: see num_layers, and keys of lora_parameters.")
-        self.shape = Shape(links.num_ranks, 1, len(stages), min(map(min, holders.values())))
+        first_trained = min(map(min, holders.values()))
+        self.shape = Shape(links.num_ranks, 1, len(stages), first_trained)
         ranks = {name: {self.shape.rank(n) for n in held} for name, held in holders.items()}
         self.shared = {name for name, on in ranks.items() if len(on) > 1}
         self.owned = {n for n, held in holders.items() if self.shape.rank(min(held)) == links.rank}
@@ -321,12 +324,13 @@ class Trainer:
             ran.gradients.clear()
 
     def _note(self, ran: ScheduleRun) -> dict[str, Any]:
+        peak = max(self._update_peak, *(record.peak for record in ran.records))
         return {
             "loss": ran.loss,
             "squares": self._squares(ran.gradients),
             "busy": ran.busy_seconds,
             "seconds": ran.seconds,
-            "peak": max(self._update_peak, *(record.peak for record in ran.records)),
+            "peak": peak,
         }
 
     def loss_of(self, batches: Sequence[MicroBatch]) -> float:
@@ -336,7 +340,8 @@ class Trainer:
         size = _FORWARD_ROUND * self.shape.num_ranks
         for at in range(0, len(batches), size):
             part = batches[at : at + size]
-            ran = self.pipeline.run(self.schedule(len(part), "forward"), part, 1.0)
+            schedule = self.schedule(len(part), "forward")
+            ran = self.pipeline.run(schedule, part, 1.0)
             # After each round all wait for all: else the first rank would run ahead.
             total += sum(exchange(self.links, ran.loss))
         self._set_training(True)
@@ -349,7 +354,8 @@ class Trainer:
         for stage in stages:
             for array in stage.stage.weights().values():
                 mine.add(array.dtype)
-        named: list[list[str]] = exchange(self.links, [str(dtype) for dtype in mine])
+        own_names = [str(dtype) for dtype in mine]
+        named: list[list[str]] = exchange(self.links, own_names)
         known = {str(dtype): dtype for dtype in (*HALF, mx.float32)}
         return {known[name] for names in named for name in names if name in known}
 
