@@ -136,7 +136,9 @@ class Agent:
         while True:
             while b"\n" not in self._unread:
                 heard = select.select([0], [], [], SILENCE_SECONDS)[0]
-                data = os.read(0, 1 << 16) if heard else b""
+                data = b""
+                if heard:
+                    data = os.read(0, 1 << 16)
                 if not data:
                     return None
                 self._unread += data

@@ -55,7 +55,8 @@ def check_blas(facts: Facts) -> Finding | None:
 
 
 def check_memory(facts: Facts) -> Finding:
-    total, free = facts["memory_bytes"], facts["free_memory_bytes"]
+    total = facts["memory_bytes"]
+    free = facts["free_memory_bytes"]
     what = f"{format_bytes(free)} of {format_bytes(total)} memory are free"
     wired = int(facts.get("wired_limit") or 0) * 10**6
     if wired > total - max(8 * GB, 0.35 * total):
@@ -82,7 +83,10 @@ def check_files(facts: Facts) -> Finding:
         if facts["system"] == "Darwin":
             fix = "sudo launchctl limit maxfiles 65536 200000"
         return Finding("warn", facts["host"], f"a process may open {most} files", fix)
-    text = "any number of" if most < 0 else f"{most:,}"
+    if most < 0:
+        text = "any number of"
+    else:
+        text = f"{most:,}"
     return Finding("ok", facts["host"], f"a process may open {text} files")
 
 
@@ -108,7 +112,9 @@ def check_addresses(facts: Facts) -> Finding | None:
             fix += "; Thunderbolt links lose theirs at a reboot: mlx.distributed_config again"
         return Finding("fail", facts["host"], f"{ip} is not of this host: {reason}", fix)
     places = [f"{ip} on {name or 'loopback'}" for ip, name in facts["interfaces"].items()]
-    return Finding("ok", facts["host"], ", ".join(places)) if places else None
+    if places:
+        return Finding("ok", facts["host"], ", ".join(places))
+    return None
 
 
 def check_sleep(facts: Facts) -> Finding | None:
@@ -139,7 +145,7 @@ def check_links(facts: Facts) -> Finding | None:
 
 
 def check_rdma(facts: Facts) -> Finding | None:
-    """For whoever looks for it: ranks speak TCP, over Thunderbolt too."""
+    """Reports RDMA devices, which ranks do not use: they speak TCP, over Thunderbolt too."""
     if "rdma" not in facts:
         return None
     devices = ", ".join(facts["rdma"]) or "none (`rdma_ctl enable` in Recovery makes them)"
@@ -177,7 +183,8 @@ def check_hosts(facts: Sequence[Facts]) -> Iterator[Finding]:
     for each in facts:
         yield from filter(None, (check(each) for check in HOST_CHECKS))
     if len(facts) > 1:
-        install, copy = "install the same on all hosts", "copy the model from one to the others"
+        install = "install the same on all hosts"
+        copy = "copy the model from one to the others"
         hosts = [each["host"] for each in facts]
         python = [{"Python": each["python"].rpartition(".")[0]} for each in facts]
         versions = [{**p, **each["versions"]} for p, each in zip(python, facts, strict=True)]
@@ -221,7 +228,8 @@ def check_hop(where: str, measured: Facts) -> Finding:
         if "No route to host" in measured["error"]:  # another number on each system
             fix = "macOS: allow the terminal under Privacy & Security, Local Network"
         return Finding("fail", where, f"no connection: {measured['error']}", fix)
-    round_trip, rate = measured["round_trip_seconds"], measured["bytes_per_second"]
+    round_trip = measured["round_trip_seconds"]
+    rate = measured["bytes_per_second"]
     what = f"round trip {round_trip * 1000:.2f} ms, {rate / 1e6:,.0f} MB/s"
     if rate < _SLOW_BYTES_PER_SECOND or round_trip > _SLOW_ROUND_TRIP_SECONDS:
         return Finding("warn", where, what, "take a cable: this is as slow as Wi-Fi")

@@ -33,7 +33,7 @@ from launcher.facts import host_facts
 from launcher.hostfile import Host, read_hostfile
 from launcher.process import Start, local_ranks
 from launcher.record import launches, recorded, stop
-from launcher.remote import Way, connected, on_each, remote_ranks
+from launcher.remote import SshAccess, connected, on_each, remote_ranks
 from launcher.supervisor import DRAIN_SECONDS, END_SECONDS, MAX_RESTARTS, Supervisor, write_line
 from serve import __version__
 from serve.core.config import check_range
@@ -102,7 +102,9 @@ def convert_adapter(words: Sequence[str]) -> int:
 def launch(flags: argparse.Namespace) -> int:
     if flags.status or flags.stop is not None:
         check_alone(flags)
-        return show_launches() if flags.status else stop_launch(flags.stop)
+        if flags.status:
+            return show_launches()
+        return stop_launch(flags.stop)
     environment = dict(check_variable(word, "--env") for word in flags.env)
     command = rank_command(flags.command, flags.python)
     if flags.hostfile is None:
@@ -117,10 +119,13 @@ def launch(flags: argparse.Namespace) -> int:
     hostfile = read_hostfile(flags.hostfile)
     # The model is where the ranks are, which is not always here.
     here = next((rank for rank, host in enumerate(hostfile.hosts) if host.is_local), None)
-    num_here = None if here is None else len(hostfile.hosts)
+    if here is None:
+        num_here = None
+    else:
+        num_here = len(hostfile.hosts)
     times = check_words(flags.command, num_here, here or 0)
     serves = flags.command[0] == "serve"
-    with connected(hostfile.hosts, way(flags), write_line, serves=serves) as connections:
+    with connected(hostfile.hosts, ssh_access(flags), write_line, serves=serves) as connections:
         environment = {**forwarded(os.environ), **hostfile.environment, **environment}
         check_before(on_each(connections, ask), environment)
         ranks = remote_ranks(connections, command, environment, times.drain_seconds)
@@ -137,7 +142,8 @@ def check_alone(flags: argparse.Namespace) -> None:
         "--ssh": flags.ssh is not None,
         "--python": flags.python != sys.executable,
     }
-    if ignored := [name for name, is_given in given.items() if is_given]:
+    ignored = [name for name, is_given in given.items() if is_given]
+    if ignored:
         raise UsageError(f"--status and --stop do not take {ignored[0]}: leave it away.")
 
 
@@ -167,7 +173,10 @@ def check_words(words: Sequence[str], num_ranks: int | None, rank: int = 0) -> T
     else:
         config, _ = check(words[1:], num_ranks)
     # Ranks above 0 wait as long as rank 0 may take to fetch what is small of a hub model.
-    join_seconds = config.load_timeout if config.hub_id else config.join_timeout
+    if config.hub_id:
+        join_seconds = config.load_timeout
+    else:
+        join_seconds = config.join_timeout
     return Times(config.drain_timeout + END_SECONDS, join_seconds)
 
 
@@ -192,8 +201,8 @@ def keep(
         return supervisor.run()
 
 
-def way(flags: argparse.Namespace) -> Way:
-    return Way(tuple(shlex.split(flags.ssh or "ssh")), flags.python, flags.cwd)
+def ssh_access(flags: argparse.Namespace) -> SshAccess:
+    return SshAccess(tuple(shlex.split(flags.ssh or "ssh")), flags.python, flags.cwd)
 
 
 def show_launches() -> int:
@@ -202,7 +211,9 @@ def show_launches() -> int:
         print("No launch of yours runs on this machine.")
     for launch in running:
         minutes = int(time.time() - launch.since) // 60
-        place = f", {launch.url}" if launch.url else ""
+        place = ""
+        if launch.url:
+            place = f", {launch.url}"
         print(f"launch {launch.pid}: {launch.state}, started {minutes} min ago{place}")
         print(f"  {shlex.join(launch.words)}")
         for rank, host in enumerate(launch.hosts):
@@ -216,8 +227,11 @@ def stop_launch(pid: int) -> int:
 
 
 def doctor(flags: argparse.Namespace) -> int:
-    hosts = read_hostfile(flags.hostfile).hosts if flags.hostfile else (Host(0, HOST, ()),)
-    return diagnose(hosts, way(flags), flags.model, flags.port, as_json=flags.json)
+    if flags.hostfile:
+        hosts = read_hostfile(flags.hostfile).hosts
+    else:
+        hosts = (Host(0, HOST, ()),)
+    return diagnose(hosts, ssh_access(flags), flags.model, flags.port, as_json=flags.json)
 
 
 def demo(flags: argparse.Namespace) -> int:
@@ -381,12 +395,16 @@ def split_at_dashes(words: Sequence[str]) -> tuple[list[str], list[str]]:
     if "--" in words:
         at = words.index("--")
         return words[:at], words[at + 1 :]
-    at = program_at(words) if words[:1] == ["launch"] else len(words)
+    if words[:1] == ["launch"]:
+        at = program_at(words)
+    else:
+        at = len(words)
     return words[:at], words[at:]
 
 
 def program_at(words: Sequence[str]) -> int:
-    """Where a program's name stands that is not what a flag is given; the end if nowhere."""
+    """Returns the index of the program's name among the words of a command line, or their number
+    if there is none. A word that is the value of a flag is not a name."""
     for at, word in enumerate(words):
         if word in PROGRAMS and words[at - 1] not in LAUNCH_FLAGS_WITH_WORD:
             return at
@@ -440,9 +458,11 @@ def run(words: Sequence[str]) -> int:
 
 
 def program_name(words: Sequence[str]) -> str:
-    """What stands before an error, such as `brigade launch`."""
+    """Returns the name of the program to print before an error, such as `brigade launch`."""
     is_known = bool(words) and words[0] in (*HANDED_OVER, *SUBCOMMANDS)
-    return f"brigade {words[0]}" if is_known else "brigade"
+    if is_known:
+        return f"brigade {words[0]}"
+    return "brigade"
 
 
 def answer(words: Sequence[str]) -> int:

@@ -41,10 +41,10 @@ FORWARDED_PREFIXES = ("BRIGADE_", "LC_", "MLX_", "OMP_", "OPENBLAS_")
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """What the ranks of one launch share.
+    """The settings that the ranks of one launch share.
 
-    control is where rank 0's parent listens, secret tells this launch from every other, and
-    leash is the descriptor of a pipe that ends with the launcher.
+    control is where rank 0's parent listens, secret tells this launch from every other, and leash
+    is the descriptor of a pipe that ends with the launcher.
     """
 
     hostfile: str
@@ -80,7 +80,8 @@ def rank_environment(
 
 
 def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
-    """What of an environment means the same on another host; the rest is paths and habits."""
+    """Returns the environment variables that mean the same on another host. The others are paths
+    and habits of this one."""
     return {
         name: text
         for name, text in environment.items()
@@ -92,7 +93,7 @@ def check_variable(word: str, where: str) -> tuple[str, str]:
     """NAME=VALUE taken apart. Raises UsageError."""
     name, equals, text = word.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or "\0" in text:
-        raise UsageError(f"{where}: {word!r} is no variable: write NAME=VALUE.")
+        raise UsageError(f"{where}: {word!r} is not a variable: write NAME=VALUE.")
     if name in RANK_VARIABLES:
         raise UsageError(f"{where}: {name} is set for each rank by the launcher: leave it away.")
     return name, text
@@ -105,7 +106,9 @@ def hostfile_text(addresses: Sequence[Sequence[str]]) -> str:
 
 def exit_code(returncode: int) -> int:
     """Python's negative code of a process that a signal ended, as a shell says it."""
-    return 128 - returncode if returncode < 0 else returncode
+    if returncode < 0:
+        return 128 - returncode
+    return returncode
 
 
 def check_num_ranks(num_ranks: int) -> int:

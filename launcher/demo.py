@@ -26,9 +26,11 @@ from serve.core.errors import BrigadeError, ClusterError, EngineError, UsageErro
 
 # In a clone these are links into examples/, in a wheel they are files.
 _PACKAGE = Path(__file__).resolve().parent
-DEFAULT_MODEL, ADAPTERS = _PACKAGE / "tiny-chat", _PACKAGE / "tiny-chat-adapters"
+DEFAULT_MODEL = _PACKAGE / "tiny-chat"
+ADAPTERS = _PACKAGE / "tiny-chat-adapters"
 QUESTION = "What is the capital of France?"
-ADAPTER_NAME, SWAPPED = "guest", ("pirate", "poet")
+ADAPTER_NAME = "guest"
+SWAPPED = ("pirate", "poet")
 DEFAULT_PORT = 8080  # that of `serve`
 READY_SECONDS = 60.0
 POLL_SECONDS = 0.2
@@ -44,7 +46,7 @@ class Server:
         self._client = Client(f"http://{HOST}:{port}", uses_proxy=False)
 
     def call(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
-        """Status and body."""
+        """Sends a request and returns the status and the body."""
         timeout_seconds = CALL_SECONDS if body is None else ANSWER_SECONDS
         return self._client.call(path, body, timeout_seconds)
 
@@ -54,7 +56,7 @@ class Server:
         return answer
 
     def load_adapter(self, name: str, path: str) -> None:
-        """In the place of what has the name."""
+        """Loads an adapter under this name, replacing the one that has it."""
         body = {"lora_name": name, "lora_path": path, "load_inplace": True}
         self._right("/v1/load_lora_adapter", body)
 
@@ -99,7 +101,9 @@ def pieces(chunks: Iterator[dict[str, Any]]) -> Iterator[tuple[str, int | None]]
 
 
 def ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
+    if count == 1:
+        return "1 rank"
+    return f"{count} ranks"
 
 
 def stage_table(pipeline: dict[str, Any]) -> Table:
@@ -212,7 +216,10 @@ class Demo:
     ) -> None:
         if model == DEFAULT_MODEL and not model.is_dir():
             raise UsageError(f"no model at {model}: give the folder of one with --model.")
-        self._port = chosen_port() if port is None else port or free_ports(1)[0]
+        if port is None:
+            self._port = chosen_port()
+        else:
+            self._port = port or free_ports(1)[0]
         self._is_moved = port is None and self._port != DEFAULT_PORT
         self._server = Server(self._port)
         self._num_ranks = num_ranks
@@ -260,7 +267,8 @@ class Demo:
             for path in SWAPPED if self._swaps else ():
                 self._swap(path)
             if not self._once:
-                curl, lines = curl_line(self._port, model), python_lines(self._port, model)
+                curl = curl_line(self._port, model)
+                lines = python_lines(self._port, model)
                 self._console.print(f"\nTry it:\n\n{curl}\n", markup=False)
                 self._console.print(f"Or in Python:\n\n{lines}\n", markup=False)
                 self._console.print(f"Serving on http://{HOST}:{self._port}; Ctrl-C ends.")
@@ -308,7 +316,9 @@ class Demo:
             "stream_options": {"include_usage": True},
         }
         self._console.print(f"\nuser       {QUESTION}\nassistant  ", end="", markup=False)
-        answer, num_tokens, first = "", 0, 0.0
+        answer = ""
+        num_tokens = 0
+        first = 0.0
         begin = last = monotonic()
         for text, counted in pieces(self._server.chat(body)):
             if text:

@@ -24,7 +24,15 @@ from launcher.checks import (
 )
 from launcher.command import RING_CHECK
 from launcher.hostfile import Host
-from launcher.remote import Connection, HostError, HostsError, Way, connected, on_each, remote_ranks
+from launcher.remote import (
+    Connection,
+    HostError,
+    HostsError,
+    SshAccess,
+    connected,
+    on_each,
+    remote_ranks,
+)
 from launcher.supervisor import Supervisor, event_line, write_line
 from serve.core.errors import ClusterError
 
@@ -35,11 +43,11 @@ Tell = Callable[[str], None]
 
 
 def diagnose(
-    hosts: Sequence[Host], way: Way, model: Path | None, port: int, *, as_json: bool
+    hosts: Sequence[Host], access: SshAccess, model: Path | None, port: int, *, as_json: bool
 ) -> int:
     """Shows what was found. The exit code: 0 all is well, 1 warnings, 2 failures."""
     with Console(stderr=True, highlight=False).status("") as status:
-        findings = list(examine(hosts, way, model, port, status.update))
+        findings = list(examine(hosts, access, model, port, status.update))
     show(findings, as_json)
     return exit_code(findings)
 
@@ -53,7 +61,8 @@ def check_before(facts: Sequence[Facts], environment: Mapping[str, str]) -> None
         if finding.status == "warn":
             what = f"what={finding.what!r} fix={finding.fix!r}"
             write_line(event_line(f"event=warning host={finding.where} {what}", "WARNING"))
-    if failed := [f for f in findings if f.status == "fail"]:
+    failed = [f for f in findings if f.status == "fail"]
+    if failed:
         raise ClusterError("; ".join(f"{f.where}: {f.what}: {f.fix}" for f in failed) + ".")
 
 
@@ -67,12 +76,12 @@ def ask(connection: Connection, model: Path | None = None) -> Facts:
 
 
 def examine(
-    hosts: Sequence[Host], way: Way, model: Path | None, port: int, tell: Tell
+    hosts: Sequence[Host], access: SshAccess, model: Path | None, port: int, tell: Tell
 ) -> Iterator[Finding]:
     """Findings as they are made. A host that cannot be reached is one, and ends the examination:
     all that would follow is about the others only."""
     try:
-        with connected(hosts, way, tell) as connections:
+        with connected(hosts, access, tell) as connections:
             answers = on_each(connections, lambda each: ask(each, model))
             labels = labels_of(hosts)
             facts = [{**a, "host": label} for a, label in zip(answers, labels, strict=True)]
@@ -89,7 +98,7 @@ def examine(
             if any(each.status == "fail" for each in findings):
                 yield Finding("warn", "ring", "not tried", "mend first what fails above")
             elif len(hosts) > 1:
-                yield examine_ring(connections, way.python, tell)
+                yield examine_ring(connections, access.python, tell)
     except HostsError as error:
         yield from (Finding("fail", each.where, each.what, each.fix) for each in error.errors)
     except HostError as error:
@@ -140,7 +149,10 @@ def examine_ring(connections: list[Connection], python: str, tell: Tell) -> Find
         sys.exit(128 + supervisor.interrupted)
     said = [line for line in lines if not line.startswith("[launch]")]
     if code:
-        last = said[-1] if said else f"no word within {RING_SECONDS:g} s"
+        if said:
+            last = said[-1]
+        else:
+            last = f"no word within {RING_SECONDS:g} s"
         return Finding("fail", "ring", last, "mend what fails above; else try again")
     return Finding("ok", "ring", next(line for line in said if "sum" in line).partition("] ")[2])
 

@@ -108,7 +108,9 @@ def holder(port: int) -> str | None:
             if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
                 return _name(connection.pid)
     with socket.socket() as probe:
-        return "another program" if probe.connect_ex(("127.0.0.1", port)) == 0 else None
+        if probe.connect_ex(("127.0.0.1", port)) == 0:
+            return "another program"
+        return None
 
 
 def _name(pid: int | None) -> str:
@@ -127,8 +129,9 @@ def _unusable(ip: str) -> str | None:
 
 
 def mac_facts() -> dict[str, Any]:
-    """Of a Mac: the limit of wired memory in MB (0 is the system's own), minutes to sleep (0 is
-    never), RDMA devices, and what kind of port each interface is. Not run on macOS yet."""
+    """Returns facts about a Mac: the limit of wired memory in MB (0 is the system's own), minutes
+    to sleep (0 is never), RDMA devices, and what kind of port each interface is. Not run on macOS
+    yet."""
     sleep = [line.split() for line in _tool("pmset", "-g").splitlines()]
     return {
         "wired_limit": _tool("sysctl", "-n", "iogpu.wired_limit_mb"),
@@ -139,7 +142,7 @@ def mac_facts() -> dict[str, Any]:
 
 
 def _tool(*command: str) -> str:
-    """What a tool of the system prints; nothing where it is missing or fails."""
+    """Returns what a tool of the system prints, or nothing if it is missing or fails."""
     with suppress(OSError, subprocess.SubprocessError):
         run = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_SECONDS)
         return run.stdout.strip()

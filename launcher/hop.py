@@ -14,7 +14,7 @@ from typing import Any
 from launcher.process import bound
 
 _LENGTH = struct.Struct("!Q")
-_MOST_BYTES = 8 << 20
+_MAX_BYTES = 8 << 20
 _NUM_PINGS = 20
 _SECONDS = 0.5  # of sending
 _TIMEOUT_SECONDS = 5.0
@@ -47,9 +47,10 @@ def measure_hop(ip: str, port: int) -> dict[str, Any]:
     with socket.create_connection((ip, port), _TIMEOUT_SECONDS) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         round_trip = median(_send(connection, 0) for _ in range(_NUM_PINGS))
-        num_bytes, started = 0, time.perf_counter()
+        num_bytes = 0
+        started = time.perf_counter()
         while (seconds := time.perf_counter() - started) < _SECONDS:
-            size = min(_MOST_BYTES, max(1 << 16, num_bytes))
+            size = min(_MAX_BYTES, max(1 << 16, num_bytes))
             _send(connection, size)
             num_bytes += size
     return {"round_trip_seconds": round_trip, "bytes_per_second": num_bytes / seconds}

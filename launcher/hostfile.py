@@ -32,12 +32,15 @@ class Host:
 
     @property
     def is_local(self) -> bool:
-        """As in mlx.launch: only what is written so is this machine without ssh."""
+        """Whether this host is started without ssh. As in mlx.launch, only a loopback name in the
+        file is."""
         return self.ssh == HOST
 
     def __str__(self) -> str:
         name = "this machine" if self.is_local else self.ssh
-        return f"rank {self.rank} on {name}" if self.is_shared else name
+        if self.is_shared:
+            return f"rank {self.rank} on {name}"
+        return name
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +50,11 @@ class Hostfile:
 
 
 def read_hostfile(path: Path) -> Hostfile:
-    """Raises UsageError."""
+    """Reads the hosts of a hostfile. Raises UsageError if it is wrong."""
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise UsageError(f"--hostfile {path} cannot be read: {reason}.") from error
     return parse_hostfile(text, str(path))
 
@@ -60,15 +63,15 @@ def parse_hostfile(text: str, path: str) -> Hostfile:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        _wrong(path, "the file", f"is no JSON ({error})", 'write [{"ssh": …, "ips": […]}, …]')
+        _wrong(path, "the file", f"is not JSON ({error})", 'write [{"ssh": …, "ips": […]}, …]')
     if isinstance(content, list):
         content = {"hosts": content}
     if not isinstance(content, dict):
-        _wrong(path, "the file", "is no list", 'write [{"ssh": …, "ips": […]}, …]')
+        _wrong(path, "the file", "is not a list", 'write [{"ssh": …, "ips": […]}, …]')
     _check_names(path, "the file", content, {"hosts", "backend", "envs"})
     entries = content.get("hosts")
     if not isinstance(entries, list) or not entries:
-        _wrong(path, "hosts", "is no list of hosts", 'write [{"ssh": …, "ips": […]}, …]')
+        _wrong(path, "hosts", "is not a list of hosts", 'write [{"ssh": …, "ips": […]}, …]')
     if content.get("backend", "ring") not in ("", "ring"):
         fix = 'write "backend": "ring", or leave it away'
         _wrong(path, "backend", f"is {content['backend']!r}, and ranks meet in a ring", fix)
@@ -82,8 +85,10 @@ def parse_hostfile(text: str, path: str) -> Hostfile:
 def _host(path: str, rank: int, entry: Any) -> Host:
     where = f"host {rank}"
     if not isinstance(entry, dict):
-        _wrong(path, where, "is no object", 'write {"ssh": "name", "ips": ["10.0.0.1"]}')
-    ssh, ips, rdma = entry.get("ssh"), entry.get("ips"), entry.get("rdma", [])
+        _wrong(path, where, "is not an object", 'write {"ssh": "name", "ips": ["10.0.0.1"]}')
+    ssh = entry.get("ssh")
+    ips = entry.get("ips")
+    rdma = entry.get("rdma", [])
     if not isinstance(ssh, str) or not _SSH.fullmatch(ssh):
         _wrong(path, where, f"has ssh {ssh!r}", "write the name that `ssh NAME` takes")
     where = f"host {rank} ({ssh})"
@@ -91,7 +96,8 @@ def _host(path: str, rank: int, entry: Any) -> Host:
     if not isinstance(ips, list) or not ips:
         _wrong(path, where, f"has ips {ips!r}", 'write a list of addresses: "ips": ["10.0.0.1"]')
     for ip in ips:
-        if reason := _not_an_address(ip):
+        reason = _not_an_address(ip)
+        if reason:
             _wrong(path, where, f"has {ip!r} among its ips, {reason}", "write it as 10.0.0.1")
     if not isinstance(rdma, list):
         _wrong(path, where, f"has rdma {rdma!r}", 'write a list, or leave "rdma" away')
@@ -100,13 +106,16 @@ def _host(path: str, rank: int, entry: Any) -> Host:
 
 def _not_an_address(ip: Any) -> str | None:
     try:
-        address = ipaddress.IPv4Address(ip) if isinstance(ip, str) else None
+        if isinstance(ip, str):
+            address = ipaddress.IPv4Address(ip)
+        else:
+            address = None
     except ValueError:
         address = None
     if address is None:
-        return "which is no IPv4 address"
+        return "which is not an IPv4 address"
     if address.is_unspecified or address.is_multicast or ip == "255.255.255.255":
-        return "which is no address of one host"
+        return "which is not the address of one host"
     return None
 
 
@@ -131,12 +140,13 @@ def _is_loopback(ip: str) -> bool:
 
 def _environment(path: str, words: Any) -> dict[str, str]:
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        _wrong(path, "envs", "is no list of texts", 'write "envs": ["NAME=VALUE", …]')
+        _wrong(path, "envs", "is not a list of texts", 'write "envs": ["NAME=VALUE", …]')
     return dict(check_variable(word, f"{path}: envs") for word in words)
 
 
 def _check_names(path: str, where: str, entry: Mapping[str, Any], known: set[str]) -> None:
-    if unknown := sorted(entry.keys() - known):
+    unknown = sorted(entry.keys() - known)
+    if unknown:
         fix = "the names are " + ", ".join(sorted(known))
         _wrong(path, where, f"has {unknown[0]!r}, which means nothing here", fix)
 

@@ -30,7 +30,7 @@ class Process(Protocol):
         """After its end: whether something else than itself ended it."""
 
     def lines(self) -> Iterator[str]:
-        """What it writes; ends some time after it has."""
+        """Yields the lines that the process writes. They end some time after the process has."""
 
     def signal(self, signum: int) -> None: ...
 
@@ -117,7 +117,7 @@ def local_ranks(
 
 @contextmanager
 def shared_ring(addresses: Sequence[Sequence[str]], control: str, secret: str) -> Iterator[Ring]:
-    """What ranks read on this machine, for as long as they run."""
+    """Writes the files that ranks on this machine read, and removes them at the end."""
     leash, our_end = os.pipe()
     try:
         with own_folder() as folder:
@@ -153,7 +153,7 @@ def bound(address: str) -> socket.socket:
 
 
 def shown(text: str) -> str:
-    """What a terminal would show of a line: a progress bar's last state."""
+    """Returns what a terminal would show of a line: only the last state of a progress bar."""
     return text.rstrip("\r\n").rpartition("\r")[2]
 
 

@@ -50,7 +50,8 @@ class Record(Observer):
     """Keeps the file of this launch up to date."""
 
     def __init__(self, launch: Launch, descriptor: int) -> None:
-        self._launch, self._descriptor = launch, descriptor
+        self._launch = launch
+        self._descriptor = descriptor
         self._lock = threading.Lock()  # Ranks are read in threads of their own.
         self._save()
 
@@ -95,7 +96,7 @@ def recorded(words: Sequence[str], hosts: Sequence[str], end_seconds: float) -> 
 
 
 def launches() -> list[Launch]:
-    """Those that run, the oldest first. Removes what dead launchers left."""
+    """Lists the running launches, the oldest first, and removes the records of dead launchers."""
     found = [launch for file in _folder().glob("*.launch") if (launch := _read(file))]
     return sorted(found, key=lambda launch: launch.since)
 
@@ -144,7 +145,8 @@ def _read(file: Path) -> Launch | None:
 
 
 def _folder() -> Path:
-    """Of this user and host: a home may be on several. Raises ClusterError."""
+    """Returns the folder of this user's launches on this host: several hosts may share a home
+    folder. Raises ClusterError."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     folder = Path(base) / "brigade" / socket.gethostname()
     try:

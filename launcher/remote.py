@@ -34,12 +34,14 @@ Result = TypeVar("Result")
 
 class HostError(ClusterError):
     def __init__(self, where: str, what: str, fix: str = "") -> None:
-        self.where, self.what, self.fix = where, what, fix
+        self.where = where
+        self.what = what
+        self.fix = fix
         super().__init__(": ".join(filter(None, (where, what, fix))) + ".")
 
 
 class HostsError(ClusterError):
-    """Every host's own."""
+    """Several hosts failed, each with an error of its own."""
 
     def __init__(self, errors: Sequence[HostError]) -> None:
         self.errors = errors
@@ -47,7 +49,7 @@ class HostsError(ClusterError):
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class SshAccess:
     """How a launcher gets to its hosts: ssh with flags, the Python there, and the folder to work
     in. A folder that was not asked for may be missing there."""
 
@@ -59,12 +61,13 @@ class Way:
 class Connection:
     """The launcher's end of one agent. Raises HostError."""
 
-    def __init__(self, host: Host, way: Way) -> None:
-        self.host, self._way = host, way
+    def __init__(self, host: Host, access: SshAccess) -> None:
+        self.host = host
+        self._access = access
         self._token = secrets.token_hex(8)
-        command = [way.python, "-m", "launcher.agent", self._token]
+        command = [access.python, "-m", "launcher.agent", self._token]
         if not host.is_local:
-            command = ssh_command(way.ssh, host.ssh, command)
+            command = ssh_command(access.ssh, host.ssh, command)
         self.name = f"host {host.rank} ({host.ssh})"
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._write_lock = threading.Lock()
@@ -79,13 +82,15 @@ class Connection:
             )
         except OSError as error:
             what = f"{command[0]} cannot be run ({error})"
-            python, ssh = "name another Python with --python", "install ssh, or name it with --ssh"
+            python = "name another Python with --python"
+            ssh = "install ssh, or name it with --ssh"
             raise HostError(self.name, what, python if host.is_local else ssh) from error
         threading.Thread(target=self._read, daemon=True).start()
 
     def greet(self) -> None:
         self._answer(GREETING_SECONDS)
-        folder, must_exist = self._way.folder, self._way.folder is not None
+        folder = self._access.folder
+        must_exist = self._access.folder is not None
         self.ask("enter", folder=str(folder or os.getcwd()), must_exist=must_exist)
 
     def ask(self, ask: str, **fields: Any) -> dict[str, Any]:
@@ -94,7 +99,9 @@ class Connection:
 
     def tell(self, message: Mapping[str, Any] | None) -> None:
         """None says that the launcher lives."""
-        line = json.dumps(message) + "\n" if message else "\n"
+        line = "\n"
+        if message:
+            line = json.dumps(message) + "\n"
         assert self.process.stdin is not None
         # One that is gone is found out where its answer is missing.
         with self._write_lock, suppress(OSError, ValueError):
@@ -117,7 +124,7 @@ class Connection:
     def again(self) -> "Connection":
         """A new one in its place, yet to be greeted: an agent keeps one rank and ends with it."""
         self.close()
-        return Connection(self.host, self._way)
+        return Connection(self.host, self._access)
 
     def close(self) -> None:
         """The end of its input ends an agent, and its rank with it."""
@@ -141,7 +148,7 @@ class Connection:
                 raise HostError(self.name, what, fix) from None
             if line is None:
                 said = "\n".join(self.noise)
-                raise HostError(self.name, *meaning(said, self.host.ssh, self._way.python))
+                raise HostError(self.name, *meaning(said, self.host.ssh, self._access.python))
             if isinstance(line, str):
                 self.noise += filter(None, [line])  # of a shell profile, or ssh's own words
             elif "error" in line:
@@ -197,12 +204,14 @@ class RemoteProcess:
 
     def wait(self) -> int:
         self._read_all.wait()
-        return ClusterError.exit_code if self._returncode is None else self._returncode
+        if self._returncode is None:
+            return ClusterError.exit_code
+        return self._returncode
 
 
 @contextmanager
 def connected(
-    hosts: Sequence[Host], way: Way, tell: Callable[[str], object], *, serves: bool = False
+    hosts: Sequence[Host], access: SshAccess, tell: Callable[[str], object], *, serves: bool = False
 ) -> Iterator[list[Connection]]:
     """An agent on each host, which has answered. All go with the context, and so do their ranks.
     A signal ends this process. Only to what serves is SIGTERM a good end."""
@@ -227,7 +236,7 @@ def connected(
     tell(event_line(f"event=connecting hosts={names} timeout={GREETING_SECONDS:g}"))
     try:
         for host in hosts:
-            connections.append(Connection(host, way))
+            connections.append(Connection(host, access))
             if signals:  # Before this one was there.
                 end(signals[0])
         on_each(connections, Connection.greet)

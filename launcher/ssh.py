@@ -69,10 +69,13 @@ def ssh_command(ssh: Sequence[str], host: str, command: Sequence[str]) -> list[s
 
 
 def meaning(said: str, host: str, python: str) -> tuple[str, str]:
-    """What it means that a host said this and ended, and what to do."""
+    """Explains what a host printed before its command ended: the reason, and how to fix it."""
     # A missing interpreter is the shell's word, not ssh's, though both say that no file is there.
-    meanings = _MEANINGS[-1:] if re.search(re.escape(python) + ".*(denied|No such)", said) else ()
-    for pattern, reason, fix in (*meanings, *_MEANINGS):
+    if re.search(re.escape(python) + ".*(denied|No such)", said):
+        meanings = [_MEANINGS[-1], *_MEANINGS]
+    else:
+        meanings = list(_MEANINGS)
+    for pattern, reason, fix in meanings:
         if re.search(pattern, said, re.IGNORECASE):
             return reason.format(python=python), fix.format(host=host)
     last = said.strip().rpartition("\n")[2][:200]

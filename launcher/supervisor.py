@@ -171,10 +171,12 @@ class Supervisor:
         return self._code
 
     def _log_failure(self) -> None:
-        """As the last line: a reason is easily lost above what ends the other ranks."""
+        """Repeats the reason of the failure as the last line, below those of other ranks."""
         if self._first_failed:
             rank, code = self._first_failed
-            reason = f" reason={json.dumps(self._errors[rank])}" if rank in self._errors else ""
+            reason = ""
+            if rank in self._errors:
+                reason = f" reason={json.dumps(self._errors[rank])}"
             self._log(f"event=failed rank={rank} code={code}{reason}", "ERROR")
 
     def stop(self) -> None:
@@ -185,7 +187,10 @@ class Supervisor:
 
     def _next_event(self) -> Ended | Returned | Silent | Asked | None:
         """None when the deadline has passed first."""
-        timeout = None if self._deadline is None else max(0.0, self._deadline - monotonic())
+        if self._deadline is None:
+            timeout = None
+        else:
+            timeout = max(0.0, self._deadline - monotonic())
         try:
             return self._events.get(timeout=timeout)
         except queue.Empty:
@@ -213,7 +218,8 @@ class Supervisor:
                 self._deadline_passed()
 
     def _rank_ended(self, event: Ended) -> None:
-        rank, returncode = event.rank, event.returncode
+        rank = event.rank
+        returncode = event.returncode
         self._alive.discard(rank)
         self._returning.discard(rank)
         code = exit_code(returncode)
@@ -223,7 +229,10 @@ class Supervisor:
         # One that was brought back may find that its host is not ready: a disk, an interface.
         back_seconds = monotonic() - self._came_back_at.get(rank, -math.inf)
         is_early = code != 0 and back_seconds < self._early_seconds and self._is_kept(rank)
-        comes_back = self._may_restart(rank) if event.lost else is_early
+        if event.lost:
+            comes_back = self._may_restart(rank)
+        else:
+            comes_back = is_early
         self._observer.ended(rank, code, comes_back)
         if comes_back:
             self._returning.add(rank)
@@ -266,7 +275,10 @@ class Supervisor:
         name = signal.Signals(signum).name
         if self._state in ("running", "waiting"):
             # Only a terminal that goes away sends SIGHUP; to a rank that is a plain end.
-            forwarded = signal.SIGTERM if signum == signal.SIGHUP else signal.Signals(signum)
+            if signum == signal.SIGHUP:
+                forwarded = signal.SIGTERM
+            else:
+                forwarded = signal.Signals(signum)
             self._forwarded = int(forwarded)
             self._end_all(forwarded, name, self._drain_seconds)
         else:
@@ -292,7 +304,7 @@ class Supervisor:
             self._processes[rank].signal(signum)
 
     def _give_up_waiting(self) -> None:
-        """For ranks that are away. One that comes all the same is unwanted."""
+        """Stops waiting for ranks that are away. One that comes back after this is turned away."""
         self._ending.set()
         self._returning.clear()
 
@@ -359,7 +371,7 @@ class Supervisor:
         return rank > 0 and 0 in self._alive and self._state == "running"
 
     def _bring_back(self, rank: int, is_early: bool) -> None:
-        """In a thread: another host may take its time, or not be there."""
+        """Starts a rank again, in a thread: another host may take its time, or not be there."""
         losses = len(self._lost_at.get(rank, ()))
         self._ending.wait(max(RESTART_SECONDS * (losses - 1), RETRY_SECONDS if is_early else 0.0))
         said = ""
@@ -385,14 +397,17 @@ class Supervisor:
         for line in process.lines():
             self._say(prefix + line)
             self._observer.said(rank, line)
-            if told := _ERROR.fullmatch(line):
+            told = _ERROR.fullmatch(line)
+            if told:
                 self._errors[rank] = told[1]
             if rank == 0 and (told := _SILENT.fullmatch(line)):
                 self._events.put(Silent(int(told[1]), int(told[2])))
 
     def _prefix(self, rank: int) -> str:
         text = f"[{self._processes[rank].name}]"
-        return f"\x1b[{COLOURS[rank % len(COLOURS)]}m{text}\x1b[0m " if self._colour else text + " "
+        if self._colour:
+            return f"\x1b[{COLOURS[rank % len(COLOURS)]}m{text}\x1b[0m "
+        return text + " "
 
     def _say(self, line: str) -> None:
         with self._write_lock:

@@ -33,7 +33,7 @@ def test_an_adapter_root_that_is_no_folder(tmp_path: Path, root: str) -> None:
     (tmp_path / "file").touch()
     model = Path(__file__).parents[1] / "examples" / "tiny-chat"
     words = ["--model", str(model), "--adapter-root"]
-    with pytest.raises(UsageError, match="--adapter-root .* is no folder: make it on each host"):
+    with pytest.raises(UsageError, match="--adapter-root .* is not a folder: make it on each host"):
         check([*words, str(tmp_path / root)], 2)
     assert check([*words, str(tmp_path)], 2)[0].adapter_root == tmp_path
 
@@ -41,7 +41,7 @@ def test_an_adapter_root_that_is_no_folder(tmp_path: Path, root: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--kv-memory", "lots"], "^--kv-memory 'lots' is no amount"),
+        (["--kv-memory", "lots"], "^--kv-memory 'lots' is not an amount"),
         (["--adapter-memory", "1GB,1GB,1GB"], "^--adapter-memory .* has 3 amounts for 2 ranks"),
         (["--max-prompt-tokens", "99999"], "^--max-prompt-tokens 99999 is more than the model's"),
         (["--split", "4,x"], "^--split 4,x is not a split: .*20,12"),

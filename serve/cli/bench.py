@@ -32,7 +32,7 @@ def run(argv: Sequence[str]) -> int:
         check_plot(config.plot)
     for path in filter(None, (config.output, config.plot)):
         if not path.parent.is_dir():
-            raise UsageError(f"{path.parent} is no folder: {path} cannot be written there.")
+            raise UsageError(f"{path.parent} is not a folder: {path} cannot be written there.")
     runs: Runs = {}
     try:
         asyncio.run(measure(config, runs))

@@ -64,7 +64,10 @@ _SERVER = "http://127.0.0.1:8080"  # where `brigade serve` listens unless told
 def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     _heed_signals()
-    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv is None:
+        argv = sys.argv[1:]
+    else:
+        argv = list(argv)
     try:
         cluster = read_cluster(os.environ)
         config = check(argv, cluster.num_ranks, cluster.rank)
@@ -73,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Imported here: a wrong flag should not wait for MLX.
         from serve.tune.run import run
 
-        view, reports = TrainingView(), Reports(config)
+        view = TrainingView()
+        reports = Reports(config)
 
         def show(event: Event) -> None:
             view(event)
@@ -125,7 +129,7 @@ def _heed_signals() -> None:
 
 
 def check(argv: Sequence[str], num_ranks: int, rank: int = 0) -> FineTuneConfig:
-    """What can be known to be wrong before anything starts."""
+    """Reads the command line and finds mistakes that can be found before anything starts."""
     config = _parse(argv)
     if not config.hub_id:
         checkpoint = read_checkpoint(config.model)
@@ -133,7 +137,7 @@ def check(argv: Sequence[str], num_ranks: int, rank: int = 0) -> FineTuneConfig:
         config.num_trained_layers(checkpoint.num_layers)
     if not config.data.is_dir():
         raise UsageError(
-            f"--data {config.data} is no folder: give one with train.jsonl and perhaps valid.jsonl."
+            f"--data {config.data} is not a folder: it needs train.jsonl and perhaps valid.jsonl."
         )
     num_micro_batches = config.grad_accumulation_steps * config.num_micro_batches(num_ranks)
     make_schedule(config.schedule, Shape(num_ranks, num_micro_batches, config.num_chunks()))
@@ -146,7 +150,7 @@ def check(argv: Sequence[str], num_ranks: int, rank: int = 0) -> FineTuneConfig:
 
 
 def _check_files(config: FineTuneConfig) -> None:
-    """What reading the run's folder and the data tells without MLX and without a tokenizer."""
+    """Checks the run's folder and the data as far as that takes neither MLX nor a tokenizer."""
     if config.resume:
         check_resumable(config.adapter_path)
     elif config.trains:
@@ -165,7 +169,10 @@ def _parse(argv: Sequence[str]) -> FineTuneConfig:
         name, _, value = word.partition("=")
         if name in ("-c", "--config"):
             file = value or next(iter(argv[at + 1 :]), None)
-    given = read_yaml(Path(file)) if file else {}
+    if file:
+        given = read_yaml(Path(file))
+    else:
+        given = {}
     return parse(FineTuneConfig, argv, "brigade fine-tune", __doc__ or "", given)
 
 
@@ -194,14 +201,18 @@ def _hand_over(config: FineTuneConfig, adapter: Path) -> None:
 
 
 def _command(argv: Sequence[str], num_ranks: int) -> str:
-    """As it can be typed again, however the ranks were started."""
-    launch = ["launch", "-n", str(num_ranks), "--"] if num_ranks > 1 else []
+    """Returns the command line as a user can type it again, however the ranks were started."""
+    if num_ranks > 1:
+        launch = ["launch", "-n", str(num_ranks), "--"]
+    else:
+        launch = []
     return shlex.join(["brigade", *launch, "fine-tune", *argv])
 
 
 def _with_fast_blas(argv: Sequence[str]) -> None:
     """Starts this program again where it takes OpenBLAS being loaded before MLX's own BLAS."""
-    if (environment := with_openblas(os.environ)) != dict(os.environ):
+    environment = with_openblas(os.environ)
+    if environment != dict(os.environ):
         os.execve(sys.executable, [sys.executable, "-m", "serve.cli.fine_tune", *argv], environment)
 
 

@@ -23,7 +23,8 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """A flag that nobody knows comes first: argparse would name required ones that are missing,
         which one that is misspelt may stand for."""
-        if unknown := unknown_flags(args or (), self):
+        unknown = unknown_flags(args or (), self)
+        if unknown:
             hint = did_you_mean(unknown[0], self._option_string_actions)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return super().parse_known_args(args, namespace)
@@ -36,8 +37,10 @@ def unknown_flags(words: Sequence[str], parser: argparse.ArgumentParser) -> list
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
     """The end of a sentence about a word that nobody knows; empty when no name is like it."""
-    alike = difflib.get_close_matches(word, list(names), n=1, cutoff=0.7)
-    return f" (did you mean {alike[0]}?)" if alike else ""
+    similar = difflib.get_close_matches(word, list(names), n=1, cutoff=0.7)
+    if similar:
+        return f" (did you mean {similar[0]}?)"
+    return ""
 
 
 def parse(
@@ -86,7 +89,10 @@ def _add_flag(
             help=field.metadata["help"] + " (may be repeated)",
         )
         return
-    shown = "" if required or field.default is None else f" (default: {field.default})"
+    if required or field.default is None:
+        shown = ""
+    else:
+        shown = f" (default: {field.default})"
     parser.add_argument(
         *names,
         type=kind,

@@ -29,7 +29,7 @@ def check_server(url: str, folder: Path, name: str) -> None:
     """Raises UsageError if no server is there that would take an adapter of this name from below
     this folder."""
     if not _SERVER.fullmatch(url):
-        raise UsageError(f"--load-into {url!r} is no http://HOST:PORT.")
+        raise UsageError(f"--load-into {url!r} is not http://HOST:PORT.")
     _call(url, "/v1/lora_adapters", None, UsageError)
     # The server looks at the name and at where the path lies before it looks for what is there.
     absent = _body(folder / _ABSENT, name)
@@ -37,7 +37,8 @@ def check_server(url: str, folder: Path, name: str) -> None:
 
 
 def load_into(url: str, folder: Path, name: str) -> str:
-    """What the server said. Raises ClusterError: what was trained is on disk all the same."""
+    """Has a server load the adapter, and returns its answer. Raises ClusterError; the trained
+    adapter is on disk in any case."""
     try:
         return _call(url, _PATH, _body(folder, name), ClusterError)
     except ClusterError as error:
@@ -46,7 +47,7 @@ def load_into(url: str, folder: Path, name: str) -> str:
 
 
 def adapter_name(folder: Path) -> str:
-    """Of the run's folder, as a server takes it."""
+    """Derives an adapter name that a server accepts from the name of the run's folder."""
     return re.sub(r"[^\w.:@-]|^\W", "-", folder.resolve().name, flags=re.ASCII).lstrip("-_") or "a"
 
 
@@ -66,8 +67,8 @@ def _call(
     kind: type[BrigadeError],
     expected: int | None = None,
 ) -> str:
-    """What the server answers. Raises an error of that kind for any other error status than the
-    expected one."""
+    """Sends a request and returns the server's answer. Raises an error of the given kind for any
+    error status other than the expected one."""
     variable = _key()
     client = Client(url, os.environ[variable] if variable else None)
     try:

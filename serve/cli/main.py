@@ -49,12 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint]:
-    """What can be known to be wrong before anything starts. The config of a model of
-    the hub comes back with the commit that its revision stands for."""
+    """Reads the command line and finds mistakes that can be found before anything starts. For a
+    model of the hub, the returned config names the commit that its revision stands for."""
     config = parse(ServeConfig, argv, "brigade serve", __doc__)
     if config.adapter_root and not is_folder(config.adapter_root):
         raise UsageError(
-            f"--adapter-root {config.adapter_root} is no folder: make it on each host."
+            f"--adapter-root {config.adapter_root} is not a folder: make it on each host."
         )
     for name, _, path in (word.partition("=") for word in config.lora):
         of_hub = hub_id(Path(path))
@@ -74,7 +74,8 @@ def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint]
     checkpoint = read_checkpoint(folder)
     check_num_ranks(checkpoint.num_layers, num_ranks)
     for flag in ("max_context", "max_prompt_tokens"):
-        asked, most = getattr(config, flag), checkpoint.max_context
+        asked = getattr(config, flag)
+        most = checkpoint.max_context
         if asked and most and asked > most:
             raise UsageError(
                 f"--{flag.replace('_', '-')} {asked} is more than the model's context of {most}."
@@ -82,14 +83,15 @@ def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint]
     if config.split not in ("auto", "even"):
         parse_split(config.split, checkpoint.num_layers, num_ranks)
     for name in ("memory", "kv_memory", "adapter_memory"):
-        if amounts := getattr(config, name):
+        amounts = getattr(config, name)
+        if amounts:
             parse_memory(amounts, num_ranks, f"--{name.replace('_', '-')}")
     return config, checkpoint
 
 
 def _check_first(argv: Sequence[str], cluster: Cluster) -> Callable[[], Coroutine[Any, Any, None]]:
-    """What this rank is to run. Most mistakes are the same on all ranks: then rank 0 says
-    it, and the launcher ends the others before they repeat it."""
+    """Checks the command line on this rank before it joins the others. Most mistakes are the same
+    on all ranks: then rank 0 reports it, and the launcher ends the others before they repeat it."""
     try:
         asked = parse(ServeConfig, argv, "brigade serve", __doc__)
         if asked.hub_id and cluster.rank:
@@ -109,8 +111,8 @@ def _check_first(argv: Sequence[str], cluster: Cluster) -> Callable[[], Coroutin
 
 
 def _facts(asked: ServeConfig, checkpoint: Checkpoint | None) -> dict[str, str]:
-    """What ranks compare. Of a hub model only rank 0 has files at that time; the commit
-    that it tells the others is as good as digests."""
+    """Collects the facts that ranks compare. At that time only rank 0 has the files of a hub
+    model; the commit that it tells the others is as good as digests."""
     if asked.hub_id or checkpoint is None:
         return {**versions(), "model": f"{asked.hub_id}@{asked.revision or 'main'}"}
     return {**versions(), **files(checkpoint.folder, checkpoint.digest)}
@@ -119,7 +121,8 @@ def _facts(asked: ServeConfig, checkpoint: Checkpoint | None) -> dict[str, str]:
 async def _run_front(
     config: ServeConfig, cluster: Cluster, checkpoint: Checkpoint, facts: dict[str, str]
 ) -> None:
-    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    task = asyncio.current_task()
+    loop = asyncio.get_running_loop()
     assert task is not None
     # Until the HTTP server has its own. Before the imports, which nothing raised by a signal
     # should break.

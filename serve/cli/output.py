@@ -9,7 +9,8 @@ from rich.console import Console
 
 
 class Output(Console):
-    """Where nobody reads it any more, or its disk is full, whoever prints goes on without it."""
+    """Standard output that ignores failed writes: printing goes on without effect when nobody
+    reads it any more, or when its disk is full."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         try:

@@ -14,7 +14,8 @@ _LIBRARIES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
 def services(config: FineTuneConfig) -> list[str]:
-    """Of --report-to, each once. Raises UsageError if one is unknown or not installed."""
+    """Returns the services of --report-to, each once. Raises UsageError if one is unknown or not
+    installed."""
     names = (name.strip().lower() for name in (config.report_to or "").split(","))
     found = list(dict.fromkeys(name for name in names if name))
     for name in found:
@@ -43,7 +44,10 @@ class Reports:
                 for service in self._services:
                     service.add(event.iteration, _figures(event))
             case Validated():
-                name = "val_loss" if event.name == "valid" else f"{event.name}_loss"
+                if event.name == "valid":
+                    name = "val_loss"
+                else:
+                    name = f"{event.name}_loss"
                 for service in self._services:
                     service.add(event.iteration, {name: event.loss})
 

@@ -28,11 +28,15 @@ class TerminalView:
     or loads: live on a terminal, else a line for each now and then, without a bar."""
 
     def __init__(self, url: str, model: str) -> None:
-        self._url, self._model = url, model
+        self._url = url
+        self._model = model
         console = Console(stderr=True, highlight=False)
         if not console.is_terminal:
             console = Console(stderr=True, highlight=False, width=_LINE_COLUMNS)
-        bar = [BarColumn(bar_width=24)] if console.is_terminal else []
+        if console.is_terminal:
+            bar = [BarColumn(bar_width=24)]
+        else:
+            bar = []
         self._bars = Progress(
             TextColumn("{task.description}"),
             *bar,
@@ -54,7 +58,9 @@ class TerminalView:
     def loaded(self, stages: Sequence[StageStatus], room: int) -> None:
         owned = format_bytes(sum(stage.bytes_owned for stage in stages))
         fetched = sum(stage.bytes_fetched for stage in stages)
-        more = f", {format_bytes(fetched)} of them fetched" if fetched else ""
+        more = ""
+        if fetched:
+            more = f", {format_bytes(fetched)} of them fetched"
         line = f"Loaded {owned}{more}. There is room for keys and values of {room:,} tokens."
         Output(highlight=False, soft_wrap=True).print(line)
 

@@ -26,7 +26,9 @@ _OUT = Output(highlight=False)  # What is shown is not what a run is for.
 class TrainingView:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._began, self._first, self._total = 0.0, 0, 0
+        self._began = 0.0
+        self._first = 0
+        self._total = 0
         columns = MofNCompleteColumn(), TextColumn("batches,"), TimeRemainingColumn()
         self._bar = Progress(BarColumn(), *columns, TextColumn("left"), console=_OUT)
         self._task = self._bar.add_task("")
@@ -36,7 +38,8 @@ class TrainingView:
             case Started():
                 _show_start(event)
                 self._began = self._clock()
-                self._first, self._total = event.iteration, event.num_iterations
+                self._first = event.iteration
+                self._total = event.num_iterations
                 self._bar.update(self._task, total=event.num_iterations)
                 self._move(event.iteration)
             case Reported():
@@ -58,8 +61,8 @@ class TrainingView:
                     _say(without=event.without)
 
     def _progress(self, iteration: int) -> dict[str, str]:
-        """Which part is done, and how long the rest takes at the pace so far, with validations and
-        checkpoints."""
+        """Describes which part is done, and how long the rest takes at the pace so far, with
+        validations and checkpoints."""
         if not self._total:
             return {}
         done = f"{iteration / self._total:.0%}"
@@ -68,7 +71,7 @@ class TrainingView:
         return {"done": done, "left": format_seconds(left)}
 
     def _move(self, iteration: int) -> None:
-        """Where nobody looks at a terminal, the lines say it all."""
+        """Moves the progress bar. Without a terminal there is none, and the lines say it all."""
         self._bar.update(self._task, completed=iteration)
         if _OUT.is_terminal:
             self._bar.start()
@@ -84,7 +87,9 @@ def format_seconds(seconds: float) -> str:
     hours, minutes = divmod(minutes, 60)
     if hours:
         return f"{hours}h{minutes:02}m"
-    return f"{minutes}m{rest:02}s" if minutes else f"{rest}s"
+    if minutes:
+        return f"{minutes}m{rest:02}s"
+    return f"{rest}s"
 
 
 def _show_report(event: Reported, progress: dict[str, str]) -> None:
@@ -119,7 +124,8 @@ def _show_start(event: Started) -> None:
         )
     if event.iteration:
         _tell(f"Continues after {event.iteration} batches.")
-    schedule, shape = event.schedule, event.schedule.shape
+    schedule = event.schedule
+    shape = event.schedule.shape
     parts = f"{shape.num_micro_batches} micro-batch{'es' * (shape.num_micro_batches > 1)}"
     table = Table("rank", "layers", "micro-batches in memory", "peak memory (forecast)")
     table.title = f"Schedule {schedule.kind}: {parts} an update"

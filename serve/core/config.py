@@ -165,7 +165,7 @@ class ServeConfig:
         for origin in self.cors_origin:
             if not _ORIGIN.fullmatch(origin):
                 raise UsageError(
-                    f"--cors-origin {origin!r} is no origin: write https://HOST[:PORT], or *."
+                    f"--cors-origin {origin!r} is not an origin: write https://HOST[:PORT], or *."
                 )
         for name in self.allowed_host:
             if not _HOST_NAME.fullmatch(name):
@@ -177,9 +177,11 @@ class ServeConfig:
             if "=" not in word.strip("="):
                 raise UsageError(f"--lora {word!r} is wrong: write NAME=PATH.")
         names = [word.partition("=")[0] for word in self.lora]
-        if wrong := [name for name in names if not may_name_adapter(name, self.model_name)]:
+        wrong = [name for name in names if not may_name_adapter(name, self.model_name)]
+        if wrong:
             raise UsageError(f"--lora {wrong[0]!r} {NO_ADAPTER_NAME}")
-        if twice := [name for name in names if names.count(name) > 1]:
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
             raise UsageError(f"--lora has the name {twice[0]!r} twice: give each its own.")
 
     @property
@@ -188,7 +190,10 @@ class ServeConfig:
 
     @property
     def url(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
+        if ":" in self.host:
+            host = f"[{self.host}]"
+        else:
+            host = self.host
         return f"http://{host}:{self.port}"
 
     @property
@@ -312,11 +317,15 @@ class BenchConfig:
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        pattern, name, text = r"\d+", "--concurrency", self.concurrency
+        pattern = r"\d+"
+        name = "--concurrency"
+        text = self.concurrency
         if text is None:
             text = "1,8,16,32"
         if self.rate is not None:
-            pattern, name, text = r"\d+(\.\d+)?", "--rate", self.rate
+            pattern = r"\d+(\.\d+)?"
+            name = "--rate"
+            text = self.rate
         words = text.split(",")
         if not all(re.fullmatch(pattern, word) and float(word) > 0 for word in words):
             raise UsageError(f"{name} {text!r} is wrong: give numbers above 0 such as 1,8.")
@@ -329,7 +338,9 @@ def may_name_adapter(name: str, model_name: str) -> bool:
 
 def hub_id(path: Path, root: Path = Path()) -> str | None:
     """`org/name` of what is on the hub; None for a folder below root, which comes first."""
-    return str(path) if _HUB_ID.fullmatch(str(path)) and not (root / path).exists() else None
+    if _HUB_ID.fullmatch(str(path)) and not (root / path).exists():
+        return str(path)
+    return None
 
 
 def check_revision(model: Path, revision: str | None) -> None:
@@ -345,13 +356,18 @@ def check_ranges(config: Any) -> None:
 
 def check_range(name: str, value: Any, checks: Mapping[str, Any]) -> None:
     flag_name = "--" + name.replace("_", "-")
-    least, most, among = checks.get("least"), checks.get("most"), checks.get("among")
+    least = checks.get("least")
+    most = checks.get("most")
+    among = checks.get("among")
     if value is not None and among and value not in among:
         raise UsageError(f"{flag_name} {value} is not one of {', '.join(map(str, among))}.")
     if value is None or (least is None and most is None):
         return
     if not (least is None or value >= least) or not (most is None or value <= most):
-        bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+        if most is None:
+            bounds = f"at least {least}"
+        else:
+            bounds = f"from {least} to {most}"
         raise UsageError(f"{flag_name} {value} is out of range: give a number {bounds}.")
 
 
@@ -375,7 +391,10 @@ def _keys(
     kind: str, given: tuple[str, ...], file: Path | None, environment: Mapping[str, str]
 ) -> tuple[str, ...]:
     variable = f"BRIGADE_{kind.upper()}_KEY"
-    sources = {f"--{kind}-key": given} if given else {}
+    if given:
+        sources = {f"--{kind}-key": given}
+    else:
+        sources = {}
     if variable in environment:
         sources[variable] = (environment[variable],)
     if file is not None:
@@ -391,7 +410,7 @@ def _read_lines(file: Path, flag_name: str) -> tuple[str, ...]:
     try:
         lines = [line.strip() for line in file.read_text("utf-8").splitlines()]
     except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise UsageError(f"{flag_name} {file} cannot be read: {reason}.") from error
     return tuple(filter(None, lines))
 
@@ -428,10 +447,14 @@ def read_cluster(environment: Mapping[str, str]) -> Cluster:
 
     mlx.launch -n 1 gives an empty hostfile: that is a cluster of one rank.
     """
-    leash = _number(environment, "BRIGADE_LEASH") if environment.get("BRIGADE_LEASH") else None
+    if environment.get("BRIGADE_LEASH"):
+        leash = _number(environment, "BRIGADE_LEASH")
+    else:
+        leash = None
     if "MLX_RANK" not in environment and "MLX_HOSTFILE" not in environment:
         return Cluster(leash=leash)
-    rank, hostfile = _number(environment, "MLX_RANK"), environment.get("MLX_HOSTFILE")
+    rank = _number(environment, "MLX_RANK")
+    hostfile = environment.get("MLX_HOSTFILE")
     if hostfile is None:
         raise UsageError(
             "MLX_RANK is set but MLX_HOSTFILE is not: start the ranks with `brigade launch` "
@@ -473,7 +496,10 @@ def _read_hostfile(path: Path) -> tuple[list[Address], tuple[tuple[str, ...], ..
     """The first address of each rank in MLX's JSON list of lists of "ip:port", and all."""
     try:
         text = path.read_text().strip()
-        entries = json.loads(text) if text else []
+        if text:
+            entries = json.loads(text)
+        else:
+            entries = []
         if not isinstance(entries, list) or not all(isinstance(e, list) for e in entries):
             raise ValueError("something else stands there")
         first = [parse_address(addresses[0], str(path)) for addresses in entries]

@@ -38,18 +38,21 @@ class LayerCost:
 
     def caches(self, demand: "Demand") -> int:
         """Bytes for the demand, without slack."""
-        growing = 0 if self.max_cached_tokens else demand.tokens * self.cache_bytes_per_token
+        if self.max_cached_tokens:
+            growing = 0
+        else:
+            growing = demand.tokens * self.cache_bytes_per_token
         return demand.concurrency * self.fixed_caches(demand.context) + growing
 
     def fixed_caches(self, context: int) -> int:
-        """What a sequence holds at most besides the keys and values of every token: a state,
-        or the keys and values of a window."""
+        """Returns the largest size of a sequence's caches that do not grow with every token: a
+        state, or the keys and values of a window."""
         window = min(context, self.max_cached_tokens or 0)
         return self.cache_bytes + window * self.cache_bytes_per_token
 
     def step_bytes(self, num_rows: int) -> float:
-        """What a decode step of so many rows reads of the weights, which is what its
-        time is made of while there are few rows."""
+        """Returns how many bytes of weights a decode step of so many rows reads. While there are
+        few rows, this decides how long the step takes."""
         used = min(1.0, self.expert_share * num_rows)
         return self.weight_bytes - self.expert_bytes * (1 - used)
 
@@ -98,11 +101,11 @@ class Demand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What `brigade plan` and `serve` are asked for.
+    """The settings of a plan, which `brigade plan` and `serve` take as flags.
 
-    split is auto, even, or the number of layers of each rank. memory, kv_memory and
-    adapter_memory are an amount, or one for each rank. Room for context * concurrency tokens is a
-    promise, unless min_tokens says with how much less the ranks may start.
+    split is auto, even, or the number of layers of each rank. memory, kv_memory and adapter_memory
+    are an amount, or one for each rank. Room for context * concurrency tokens is a promise, unless
+    min_tokens says with how much less the ranks may start.
     """
 
     num_ranks: int
@@ -118,7 +121,9 @@ class PlanRequest:
     def amounts(self, name: str) -> list[int] | None:
         """The bytes of each rank that one of the fields of memory gives. Raises UsageError."""
         text = getattr(self, name)
-        return parse_memory(text, self.num_ranks, f"--{name.replace('_', '-')}") if text else None
+        if text:
+            return parse_memory(text, self.num_ranks, f"--{name.replace('_', '-')}")
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +230,8 @@ class _Sums:
     def __init__(self, cost: ModelCost, demand: Demand, num_ranks: int) -> None:
         # A group has its part of the rows: as many groups run at once as there are ranks.
         num_rows = max(1, demand.concurrency // num_ranks)
-        self._cost, self._demand = cost, demand
+        self._cost = cost
+        self._demand = demand
         self._num_layers = len(cost.layers)
         self._weights = list(accumulate((c.weight_bytes for c in cost.layers), initial=0))
         self._caches = list(accumulate((c.caches(demand) for c in cost.layers), initial=0))
@@ -233,7 +239,7 @@ class _Sums:
         self._head_time = cost.last.weight_bytes
 
     def memory(self, start: int, end: int) -> int:
-        """What stage_plan says of these layers as total_bytes, in constant time."""
+        """Returns total_bytes of the stage_plan of these layers, in constant time."""
         outside = _outside_layers(self._cost, (start, end))
         weights = self._weights[end] - self._weights[start] - outside.twice.weight_bytes
         weights += sum(part.weight_bytes for part in outside.parts)
@@ -243,7 +249,9 @@ class _Sums:
 
     def time(self, start: int, end: int) -> float:
         """The embedding is looked up, not read, so it costs memory and no time."""
-        head = self._head_time if end == self._num_layers else 0
+        head = 0
+        if end == self._num_layers:
+            head = self._head_time
         return self._time[end] - self._time[start] + head
 
 
@@ -293,7 +301,8 @@ def stage_plan(
 
 @dataclass(frozen=True, slots=True)
 class _Outside:
-    """What a stage holds outside of layers. twice is part of two of the parts, and held once."""
+    """The memory that a stage needs outside of its layers. twice is part of two of the parts, but
+    held once."""
 
     parts: tuple[LayerCost, ...]
     twice: LayerCost
@@ -303,7 +312,8 @@ _NOTHING = LayerCost(0, 0)
 
 
 def _outside_layers(cost: ModelCost, layers: LayerRange) -> _Outside:
-    has_first, has_last = layers[0] == 0, layers[1] == len(cost.layers)
+    has_first = layers[0] == 0
+    has_last = layers[1] == len(cost.layers)
     parts = (cost.shared,) + (cost.first,) * has_first + (cost.last,) * has_last
     return _Outside(parts, cost.tied if has_first and has_last else _NOTHING)
 
@@ -324,12 +334,15 @@ def kv_budgets(
     if memory is None:
         return list(kv_memory) if kv_memory else None
     left = [m - stage.weight_bytes for m, stage in zip(memory, stages, strict=True)]
-    return list(map(min, left, kv_memory)) if kv_memory else left
+    if kv_memory:
+        return list(map(min, left, kv_memory))
+    return left
 
 
 def room_for_tokens(stages: Sequence[StagePlan], kv_bytes: Sequence[int], concurrency: int) -> int:
-    """Of how many tokens all stages can hold keys and values, each in its kv_bytes, beside what
-    so many sequences hold whatever their length. Below 0 if not even that has room."""
+    """Returns how many tokens' keys and values all stages can hold, each in its kv_bytes, beside
+    the fixed caches of so many sequences. The number is negative if there is no room even for
+    those."""
     most = MAX_KV_TOKENS
     for stage, num_bytes in zip(stages, kv_bytes, strict=True):
         room = num_bytes * _SLACK[1] // _SLACK[0] - concurrency * stage.cache_bytes_per_sequence
@@ -339,15 +352,15 @@ def room_for_tokens(stages: Sequence[StagePlan], kv_bytes: Sequence[int], concur
 
 @dataclass(frozen=True, slots=True)
 class KvRoom:
-    """Of how many tokens all stages can hold keys and values, of up to so many sequences."""
+    """How many tokens' keys and values all stages can hold, of up to so many sequences."""
 
     num_tokens: int
     num_sequences: int
 
 
 def kv_room(stages: Sequence[StagePlan], kv_bytes: Sequence[int], max_sequences: int) -> KvRoom:
-    """For fewer than max_sequences where what each holds whatever its length leaves too little
-    room. Raises PlanError if there is less than there has to be even for one."""
+    """Computes the room for keys and values, with fewer than max_sequences if their fixed caches
+    would leave too little. Raises PlanError if there is not enough even for one sequence."""
     num_sequences = max_sequences
     tokens = room_for_tokens(stages, kv_bytes, num_sequences)
     while num_sequences > 1 and tokens < num_sequences * MIN_KV_TOKENS:
@@ -380,14 +393,17 @@ def _does_not_fit(
     stages: Sequence[StagePlan] | None = None,
 ) -> PlanError:
     whole = stage_plan(cost, 0, (0, len(cost.layers)), demand, None)
-    room = format_bytes(sum(memory[:num_ranks])) if memory else "no limit"
+    room = "no limit"
+    if memory:
+        room = format_bytes(sum(memory[:num_ranks]))
     late = next((stage for stage in stages or () if not _fits(stage)), None)
-    where = (
-        f" Rank {late.rank} would need {format_bytes(late.total_bytes)} for layers "
-        f"{late.layers[0]} to {late.layers[1] - 1}, it has {format_bytes(late.memory_bytes or 0)}."
-        if late
-        else ""
-    )
+    where = ""
+    if late:
+        available = format_bytes(late.memory_bytes or 0)
+        where = (
+            f" Rank {late.rank} would need {format_bytes(late.total_bytes)} for layers "
+            f"{late.layers[0]} to {late.layers[1] - 1}, it has {available}."
+        )
     return PlanError(
         f"The model does not fit: {format_bytes(whole.weight_bytes)} of weights, and "
         f"{format_bytes(with_slack(whole.cache_bytes))} for keys and values of "
@@ -420,7 +436,9 @@ def parse_memory(text: str, num_ranks: int, flag: str = "--memory") -> list[int]
         raise UsageError(
             f"{flag} {text} has {len(amounts)} amounts for {num_ranks} ranks: give one for each."
         )
-    return amounts * num_ranks if len(amounts) == 1 else amounts
+    if len(amounts) == 1:
+        return amounts * num_ranks
+    return amounts
 
 
 def memory_of(text: str, ranks: Iterable[int]) -> list[int]:
@@ -439,7 +457,9 @@ def _parse_bytes(text: str, flag: str) -> int:
     try:
         amount = float(number) * _UNITS[amount_text[len(number) :]]
     except (ValueError, KeyError):
-        raise UsageError(f"{flag} {text!r} is no amount: write such as 24GB or 16GiB.") from None
+        raise UsageError(
+            f"{flag} {text!r} is not an amount: write one such as 24GB or 16GiB."
+        ) from None
     if not 0 < amount < 2**60:
         raise UsageError(f"{flag} {text!r} is out of range: write such as 24GB.")
     return int(amount)
@@ -448,7 +468,9 @@ def _parse_bytes(text: str, flag: str) -> int:
 def format_bytes(count: float) -> str:
     for unit in ("B", "KB", "MB", "GB"):
         if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+            if unit == "B":
+                return f"{count:.0f} {unit}"
+            return f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
 

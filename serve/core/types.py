@@ -128,12 +128,14 @@ class Sequence:
 
     def begin_anew(self) -> None:
         """The stages hold nothing of it any more; what it has answered stays."""
-        self.num_computed, self.num_pending, self.is_held = 0, 0, False
+        self.num_computed = 0
+        self.num_pending = 0
+        self.is_held = False
         if not self.output:
             self.num_cached = 0
 
     def next_tokens(self, count: int) -> list[int]:
-        """Those that are fed next; LAST_TOKEN for one that is not known yet."""
+        """Returns the next tokens to feed, with LAST_TOKEN for one that is not known yet."""
         start = self.num_computed - len(self.prompt)
         if start >= 0:  # Not through `tokens`, which copies the prompt.
             return self.output[start : start + count] or [LAST_TOKEN]
@@ -151,8 +153,8 @@ class Group:
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
-    """What one sequence feeds in a step: num_tokens tokens from position on, to the model
-    with this version of an adapter, 0 for none."""
+    """The part of a step that belongs to one sequence: num_tokens tokens from position on, for the
+    model with this version of an adapter, 0 for none."""
 
     sequence: int
     position: int
@@ -207,7 +209,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What became of a sequence: a token, its end, or both. score if it was asked for."""
+    """An event of a sequence: a token, its end, or both. It has a score if one was asked for."""
 
     sequence: int
     token: int | None = None

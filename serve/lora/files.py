@@ -19,7 +19,8 @@ from serve.core.checkpoint import TensorRange, read_header, read_json, refuse_pi
 from serve.core.errors import AdapterError, ModelError
 
 CONFIG_FILE = "adapter_config.json"
-MLX_FILE, PEFT_FILE = "adapters.safetensors", "adapter_model.safetensors"
+MLX_FILE = "adapters.safetensors"
+PEFT_FILE = "adapter_model.safetensors"
 _MLX_NAME = re.compile(r"(?P<module>.+)\.(?P<part>lora_a|lora_b|m)")
 _PEFT_NAME = re.compile(
     r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>A|B|embedding_A|embedding_B|"
@@ -29,10 +30,11 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d{1,6})(?=\.)")
 _PARTS = {"lora_a": "a", "A": "a", "embedding_A": "a", "lora_b": "b", "B": "b"}
 _PARTS |= {"embedding_B": "b", "m": "m", "magnitude_vector": "m"}
 _DTYPES = ("F32", "F16", "BF16")
-_MOST_RANK = 1 << 16
-_MOST_NUMBER = 1e9
+_MAX_RANK = 1 << 16
+_MAX_NUMBER = 1e9
 _MATCH_SECONDS = 0.1
-_NUM_SAMPLES, _SAMPLE_BYTES = 64, 256
+_NUM_SAMPLES = 64
+_SAMPLE_BYTES = 256
 # Fields of PEFT's LoraConfig that are read below.
 _PEFT_READ = {
     "peft_type",
@@ -92,10 +94,10 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """In PEFT's format a is (rank, in) and b (out, rank), in mlx-lm's (in, rank) and
-    (rank, out). digest is equal on two hosts if the config and the file are, as far as samples
-    tell: after another training all numbers are others. stamp tells whether the file has
-    changed since."""
+    """The checked config and tensors of an adapter on disk. In PEFT's format a is (rank, in) and b
+    (out, rank), in mlx-lm's (in, rank) and (rank, out). digest is equal on two hosts if the config
+    and the samples of the file are: after another training all numbers differ. stamp tells whether
+    the file has changed since."""
 
     folder: Path
     file: Path
@@ -129,15 +131,22 @@ def read_adapter(path: str, root: str | None = None, *, is_whole: bool = True) -
         file = folder / (PEFT_FILE if is_peft else MLX_FILE)
         if not file.exists():
             refuse_pickles(path, (entry.name for entry in folder.iterdir()))
-        stamp = file_stamp(_file(file, path, root)) if is_whole else None
+        if is_whole:
+            stamp = file_stamp(_file(file, path, root))
+        else:
+            stamp = None
         tensors = read_header(file)
         samples = _samples(file) if is_whole else b""
     except (ModelError, OSError) as error:
         raise AdapterError(str(error)) from error
-    settings = _peft(config) if is_peft else _mlx(config)
+    if is_peft:
+        settings = _peft(config)
+    else:
+        settings = _mlx(config)
     targets = _targets(tensors, _PEFT_NAME if is_peft else _MLX_NAME, settings)
     header = sorted((n, *t[1:]) for n, t in tensors.items())
     described = repr((sorted(config.items()), header, samples))
+    digest = hashlib.sha256(described.encode()).hexdigest()[:16]
     return AdapterFiles(
         folder=folder,
         file=file,
@@ -147,7 +156,7 @@ def read_adapter(path: str, root: str | None = None, *, is_whole: bool = True) -
         targets=targets,
         tensors=tensors,
         expects=settings.expects,
-        digest=hashlib.sha256(described.encode()).hexdigest()[:16],
+        digest=digest,
         stamp=stamp,
     )
 
@@ -173,7 +182,7 @@ def _file(path: Path, given: str, root: str | None) -> Path:
     """Nothing that could keep its reader waiting, as a pipe does."""
     resolved = _resolve(path, given, root)
     if not resolved.is_file():
-        raise AdapterError(f"{path.name} of {given} is no file.")
+        raise AdapterError(f"{path.name} of {given} is not a file.")
     return resolved
 
 
@@ -183,7 +192,7 @@ def _resolve(path: Path, given: str, root: str | None) -> Path:
         inside = root is None or resolved.is_relative_to(Path(root).resolve())
         exists = resolved.exists()
     except (OSError, ValueError, RuntimeError) as error:  # too long, a null byte, a loop of links
-        raise AdapterError(f"{given!r} is no path: {error}.") from error
+        raise AdapterError(f"{given!r} is not a path: {error}.") from error
     if not inside:
         raise AdapterError(f"{given} is not below --adapter-root.", 403)
     if not exists:
@@ -209,9 +218,11 @@ def _targets(
     parts: dict[str, dict[str, str]] = {}
     for name, tensor in tensors.items():
         match = pattern.fullmatch(name)
-        part = _PARTS[match["part"]] if match else ""
+        part = ""
+        if match:
+            part = _PARTS[match["part"]]
         if not match or (part == "m" and not settings.is_dora):
-            raise AdapterError(f"{name} is no tensor of such an adapter.")
+            raise AdapterError(f"{name} is not a tensor of such an adapter.")
         if tensor.dtype not in _DTYPES:
             raise AdapterError(f"{name} is {tensor.dtype}, not one of {', '.join(_DTYPES)}.")
         if part in parts.setdefault(match["module"], {}):
@@ -219,9 +230,13 @@ def _targets(
         parts[match["module"]][part] = name
     if not parts:
         raise AdapterError("The adapter has no tensors.")
-    wanted = {"a", "b", "m"} if settings.is_dora else {"a", "b"}
+    if settings.is_dora:
+        wanted = {"a", "b", "m"}
+    else:
+        wanted = {"a", "b"}
     for module, found in parts.items():
-        if missing := wanted - found.keys():
+        missing = wanted - found.keys()
+        if missing:
             raise AdapterError(f"{module} has no matrix {min(missing)!r}: the file is not whole.")
     return {name: Target(*settings.rank_and_scale(name), found) for name, found in parts.items()}
 
@@ -237,7 +252,8 @@ def _mlx(config: dict[str, Any]) -> _Settings:
     if not isinstance(parameters, dict):
         raise AdapterError(f"{CONFIG_FILE} has no lora_parameters.")
     _check_known(parameters, _MLX_LORA_FIELDS, f"lora_parameters in {CONFIG_FILE}")
-    rank, scale = _rank(parameters.get("rank")), _number("scale", parameters.get("scale"))
+    rank = _rank(parameters.get("rank"))
+    scale = _number("scale", parameters.get("scale"))
     keys = parameters.get("keys")
     if keys is not None and not _is_all(keys, str):
         raise AdapterError(f"keys in {CONFIG_FILE} must be a list of names.")
@@ -268,18 +284,24 @@ def _peft(config: dict[str, Any]) -> _Settings:
             f"init_lora_weights is {_short(start)} in {CONFIG_FILE}: such an adapter may belong to "
             "changed weights of the model: save it with path_initial_model_for_weight_conversion."
         )
-    rank, alpha = config.get("r"), config.get("lora_alpha")
+    rank = config.get("r")
+    alpha = config.get("lora_alpha")
     ranks, alphas = (_pattern(config, name) for name in ("rank_pattern", "alpha_pattern"))
     is_stabilised = bool(config.get("use_rslora"))
 
     def rank_and_scale(name: str) -> tuple[int, float]:
         own = _rank(_by_pattern(ranks, name, rank))
-        divisor = math.sqrt(own) if is_stabilised else own
+        if is_stabilised:
+            divisor = math.sqrt(own)
+        else:
+            divisor = own
         return own, _number("lora_alpha", _by_pattern(alphas, name, alpha)) / divisor
 
-    wanted, left_out = config.get("target_modules"), config.get("exclude_modules")
+    wanted = config.get("target_modules")
+    left_out = config.get("exclude_modules")
     layers = config.get("layers_to_transform")
-    layers = [layers] if type(layers) is int else layers
+    if type(layers) is int:
+        layers = [layers]
     if layers is not None and not _is_all(layers, int):
         raise AdapterError(f"layers_to_transform in {CONFIG_FILE} must be a list of numbers.")
 
@@ -301,7 +323,8 @@ def _check_known(config: dict[str, Any], known: set[str], place: str) -> None:
 
 
 def _is_named(name: str, wanted: Any) -> bool:
-    """As PEFT reads target_modules: the ends of names, or one regular expression."""
+    """Whether target_modules, read as PEFT reads it, names a module: a list has ends of names, a
+    text is one regular expression."""
     if isinstance(wanted, str):
         return wanted != "all-linear" and _matches(wanted, name)
     return _is_all(wanted, str) and any(name == w or name.endswith(f".{w}") for w in wanted)
@@ -320,13 +343,13 @@ def _by_pattern(patterns: dict[str, Any], name: str, otherwise: Any) -> Any:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """By a library with a deadline: some expressions would take for ever, and all requests with
-    them."""
+    """Matches a regular expression with a deadline: some expressions would run for ever, and block
+    all requests."""
     try:
         return regex.fullmatch(pattern, name, timeout=_MATCH_SECONDS) is not None
     except (regex.error, OverflowError, RecursionError, TimeoutError) as error:
         raise AdapterError(
-            f"{pattern[:100]!r} in {CONFIG_FILE} is no regular expression that could be matched."
+            f"{pattern[:100]!r} in {CONFIG_FILE} is not a regular expression that could be matched."
         ) from error
 
 
@@ -335,20 +358,22 @@ def _is_all(value: Any, kind: type) -> bool:
 
 
 def _rank(value: Any) -> int:
-    if type(value) is not int or not 0 < value <= _MOST_RANK:
+    if type(value) is not int or not 0 < value <= _MAX_RANK:
         raise AdapterError(
-            f"The rank in {CONFIG_FILE} is {_short(value)}, not a number from 1 to {_MOST_RANK}."
+            f"The rank in {CONFIG_FILE} is {_short(value)}, not a number from 1 to {_MAX_RANK}."
         )
     return value
 
 
 def _number(name: str, value: Any) -> float:
     # Not by isfinite: there are integers for which it has no answer.
-    if type(value) not in (int, float) or not abs(value) < _MOST_NUMBER:
+    if type(value) not in (int, float) or not abs(value) < _MAX_NUMBER:
         raise AdapterError(f"{name} in {CONFIG_FILE} is {_short(value)}, not a usable number.")
     return float(value)
 
 
 def _short(value: Any) -> str:
-    is_long = type(value) is int and abs(value) > _MOST_NUMBER  # too long to be written out
-    return "too large" if is_long else repr(value)[:100]
+    is_long = type(value) is int and abs(value) > _MAX_NUMBER  # too long to be written out
+    if is_long:
+        return "too large"
+    return repr(value)[:100]

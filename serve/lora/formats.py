@@ -26,10 +26,14 @@ def convert(source: Path, target: Path) -> str:
     files = read_adapter(str(source))
     if files.is_peft:
         config = _mlx_config(files)
-        file_name, file_format, format_name = MLX_FILE, "mlx", "mlx-lm"
+        file_name = MLX_FILE
+        file_format = "mlx"
+        format_name = "mlx-lm"
     else:
         config = _peft_config(files)
-        file_name, file_format, format_name = PEFT_FILE, "pt", "PEFT"
+        file_name = PEFT_FILE
+        file_format = "pt"
+        format_name = "PEFT"
     try:
         tensors = mx.load(str(files.file))
         assert isinstance(tensors, dict)
@@ -53,7 +57,10 @@ def _converted(files: AdapterFiles, tensors: dict[str, mx.array]) -> dict[str, m
                 raise AdapterError(f"{name} is for experts, which PEFT's format does not know.")
             is_matrix = part in ("a", "b")
             name_in_target = _new_name(files, module, part)
-            converted[name_in_target] = mx.contiguous(array.T) if is_matrix else array
+            if is_matrix:
+                converted[name_in_target] = mx.contiguous(array.T)
+            else:
+                converted[name_in_target] = array
     return converted
 
 
@@ -78,14 +85,16 @@ def _mlx_config(files: AdapterFiles) -> dict[str, Any]:
             raise AdapterError(
                 f"{name} has another rank or scale than {first_name}: mlx-lm's format has one."
             )
+    base_model = files.config.get("base_model_name_or_path")
+    dropout = files.config.get("lora_dropout", 0.0)
     return {
         "fine_tune_type": "dora" if files.is_dora else "lora",
-        "model": files.config.get("base_model_name_or_path"),
+        "model": base_model,
         "num_layers": -1,
         "lora_parameters": {
             "rank": first.rank,
             "scale": first.scale,
-            "dropout": files.config.get("lora_dropout", 0.0),
+            "dropout": dropout,
             "keys": sorted(files.targets),
         },
     }
@@ -94,13 +103,15 @@ def _mlx_config(files: AdapterFiles) -> dict[str, Any]:
 def _peft_config(files: AdapterFiles) -> dict[str, Any]:
     target = next(iter(files.targets.values()))
     alpha, is_rank_stabilised = _alpha(target.rank, target.scale)
+    dropout = files.config["lora_parameters"].get("dropout", 0.0)
+    base_model = files.config.get("model")
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": files.config.get("model"),
+        "base_model_name_or_path": base_model,
         "r": target.rank,
         "lora_alpha": alpha,
-        "lora_dropout": files.config["lora_parameters"].get("dropout", 0.0),
+        "lora_dropout": dropout,
         "use_dora": files.is_dora,
         "use_rslora": is_rank_stabilised,
         "bias": "none",
@@ -130,5 +141,7 @@ def _dividend(divisor: float, quotient: float) -> float | None:
     below = math.nextafter(product, -math.inf)
     for number in (product, above, below):
         if number / divisor == quotient:
-            return int(number) if number.is_integer() else number
+            if number.is_integer():
+                return int(number)
+            return number
     return None

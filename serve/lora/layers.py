@@ -70,7 +70,9 @@ class Rows:
         return slots.reshape(self.routed.shape)
 
     def pick(self, table: mx.array) -> mx.array:
-        return table[self.alone] if self.index is None else table[self.index]
+        if self.index is None:
+            return table[self.alone]
+        return table[self.index]
 
     def times(self, x: mx.array, table: mx.array) -> mx.array:
         """Multiplies each row (L, in) with its own matrix in table (slots, in, out)."""
@@ -90,7 +92,10 @@ class Adapted:
     def __init__(self, name: str, module: nn.Module, rows: Rows) -> None:
         self._name = name
         self._rows = rows
-        self._bias = module["bias"] if "bias" in module else mx.array(0.0)
+        if "bias" in module:
+            self._bias = module["bias"]
+        else:
+            self._bias = mx.array(0.0)
         self._empty()
         if isinstance(module, EMBEDDINGS):
             trace.open_seam(module, self._embed)

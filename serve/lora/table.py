@@ -35,7 +35,7 @@ from serve.model import trace
 from serve.model.stage import Stage
 
 _ADAPTABLE = (nn.Linear, nn.QuantizedLinear, *EMBEDDINGS, *EXPERTS)
-_LEAST_SLOTS = 4
+_MIN_SLOTS = 4
 _SUSPICIOUS = 100.0  # the size of what an adapter adds ÷ that of the module's weight
 _TINY = 1e-30
 _SAMPLED_ROWS = 64  # of a weight, to estimate its size
@@ -46,7 +46,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ReadAdapter:
-    """What a stage has read of an adapter: all that belongs to its own modules."""
+    """The tensors that a stage has read of an adapter: those of its own modules."""
 
     files: AdapterFiles
     matrices: dict[str, Matrices]
@@ -80,7 +80,8 @@ class Adapters:
     def __init__(
         self, stage: Stage, cache_dir: Path | None = None, copies: Path | None = None
     ) -> None:
-        self._cache_dir, self._copies = cache_dir, copies
+        self._cache_dir = cache_dir
+        self._copies = copies
         self._places = dict(_places(stage))
         self._num_layers = len(stage.layers)
         self._read: dict[int, dict[str, Matrices]] = {}
@@ -100,8 +101,14 @@ class Adapters:
     ) -> ReadAdapter:
         """Checks the whole adapter and reads what belongs to this stage. With a commit path is
         `org/name` of the hub. Raises AdapterError, and then nothing has changed."""
-        partial = self._open(path, commit) if commit else None
-        folder = str(partial.folder) if partial else path
+        if commit:
+            partial = self._open(path, commit)
+        else:
+            partial = None
+        if partial:
+            folder = str(partial.folder)
+        else:
+            folder = path
         files = read_adapter(folder, root, is_whole=partial is None)
         if files.rank > max_rank:
             raise AdapterError(f"The adapter has rank {files.rank}: --max-lora-rank is {max_rank}.")
@@ -159,7 +166,8 @@ class Adapters:
         """Reads an adapter, and returns what rank 0 is to know of it. What the engine before this
         one has read comes from its copy."""
         version = asked.version
-        if copy := self._copies and self._copy_of(version, asked.held):
+        copy = self._copies and self._copy_of(version, asked.held)
+        if copy:
             matrices, answer = copy
             mx.eval([(own.a, own.b, own.gain) for own in matrices.values()])
             self._read[version] = matrices
@@ -170,15 +178,17 @@ class Adapters:
             return AdapterRefused(version, str(error), error.http_status)
         targets = read.files.targets
         scales = {target.scale for target in targets.values()}
+        kinds = sorted({name.rpartition(".")[2] for name in targets})
+        scale = scales.pop() if len(scales) == 1 else None
         answer = AdapterRead(
             version=version,
             digest=read.files.digest,
             checksum=read.checksum(),
             targets=sorted(targets),
             own=sorted(read.matrices),
-            kinds=sorted({name.rpartition(".")[2] for name in targets}),
+            kinds=kinds,
             lora_rank=read.files.rank,
-            scale=scales.pop() if len(scales) == 1 else None,
+            scale=scale,
             num_bytes=_num_bytes(read.matrices),
         )
         self._uncopied = version, read.matrices, answer
@@ -194,7 +204,8 @@ class Adapters:
         return copy if is_ours else None
 
     def copy(self) -> None:
-        """What was read last, once rank 0 has heard of it: nobody has to wait for a disk."""
+        """Keeps a copy of the adapter that was read last, once rank 0 knows the result of reading
+        it: no request has to wait for the disk."""
         if self._copies and self._uncopied:
             copies.write(self._copies, *self._uncopied)
         self._uncopied = None
@@ -209,7 +220,9 @@ class Adapters:
             self._unload(version)
         for version in sorted(new):
             self._install(version)
-        return self._arrays() if new or step.unload else []
+        if new or step.unload:
+            return self._arrays()
+        return []
 
     def _install(self, version: int) -> None:
         modules = self._read.pop(version, None)
@@ -234,7 +247,7 @@ class Adapters:
             return
         for adapted in self._adapted.values():
             adapted.clear(slot)
-        if 4 * (len(self._slots) + 1) <= self._num_slots > _LEAST_SLOTS:
+        if 4 * (len(self._slots) + 1) <= self._num_slots > _MIN_SLOTS:
             moved = {old: new for new, old in enumerate(self._slots.values(), start=1)}
             self._slots = {version: moved[slot] for version, slot in self._slots.items()}
             self._move(moved, self._num_slots // 2)
@@ -246,13 +259,19 @@ class Adapters:
         versions = [None if n is None else step.rows[n].adapter_version for n in rows]
         slots = [self._slots[v] if v else 0 for v in versions]
         own = {slot for slot, v in zip(slots, versions, strict=True) if v is not None}
-        self._rows.alone = min(own) if len(own) == 1 else None
-        self._rows.index = mx.array(slots) if len(own) > 1 else None
+        if len(own) == 1:
+            self._rows.alone = min(own)
+        else:
+            self._rows.alone = None
+        if len(own) > 1:
+            self._rows.index = mx.array(slots)
+        else:
+            self._rows.index = None
         self._rows.used = own - {0}
 
     def _move(self, moved: Mapping[int, int], num_slots: int) -> None:
         """Puts old slots in the places of new ones. What is free becomes zero."""
-        self._num_slots = max(_LEAST_SLOTS, num_slots)
+        self._num_slots = max(_MIN_SLOTS, num_slots)
         sources = {new: old for old, new in moved.items()}
         for adapted in self._adapted.values():
             adapted.move([sources.get(slot, 0) for slot in range(self._num_slots)])
@@ -298,7 +317,12 @@ def _check(name: str, place: _Place, files: AdapterFiles, target: Target) -> Non
     *experts, rows, columns = module["weight"].shape
     if "scales" in module:
         columns = columns * 32 // module.bits
-    num_in, num_out = (rows, columns) if isinstance(module, EMBEDDINGS) else (columns, rows)
+    if isinstance(module, EMBEDDINGS):
+        num_in = rows
+        num_out = columns
+    else:
+        num_in = columns
+        num_out = rows
     # None stands for the adapter's rank, all else follows from the model.
     shapes = {"a": (num_in, None), "b": (None, num_out), "m": (num_out,)}
     for part, tensor in target.parts.items():
@@ -328,7 +352,10 @@ def _check_shape(
 
 
 def _fetch(partial: PartialModel, targets: Mapping[str, Target]) -> None:
-    names = [tensor for target in targets.values() for tensor in target.parts.values()]
+    names = []
+    for target in targets.values():
+        for tensor in target.parts.values():
+            names.append(tensor)
     try:
         partial.fetch(names, lambda *_: None)
     except ModelError as error:
@@ -361,7 +388,8 @@ def _matrices(
     whole = {part: array.astype(mx.float32) for part, array in parts.items()}
     is_turned = files.is_peft or isinstance(module, EXPERTS)
     a, b = (whole[part].swapaxes(-1, -2) if is_turned else whole[part] for part in "ab")
-    a, b = mx.contiguous(a), mx.contiguous(target.scale * b)
+    a = mx.contiguous(a)
+    b = mx.contiguous(target.scale * b)
     gain = None
     if files.is_dora:
         norm = mx.linalg.norm(_weight(module) + (a @ b).T, axis=1)
@@ -382,12 +410,14 @@ def _relative_size(matrices: Matrices, module: nn.Module) -> float:
     if matrices.gain is not None:
         return _number(mx.abs(matrices.gain).max())
     first_expert = (0,) * (matrices.a.ndim - 2)
-    a, b = matrices.a[first_expert], matrices.b[first_expert]
+    a = matrices.a[first_expert]
+    b = matrices.b[first_expert]
     largest = [_number(mx.abs(array).max()) for array in (a, b)]
     if not all(largest):
         return 0.0
     # Scaled down, so that the squares of huge numbers do not overflow.
-    a, b = a / largest[0], b / largest[1]
+    a = a / largest[0]
+    b = b / largest[1]
     squares = _number(((a.T @ a) * (b @ b.T)).sum())  # of all elements of a @ b
     added = math.sqrt(max(0.0, squares) / (a.shape[0] * b.shape[1]))
     weight = _weight(module, _SAMPLED_ROWS).astype(mx.float32)

@@ -57,7 +57,8 @@ def measure(model: nn.Module, checkpoint: Checkpoint, kv_bits: int | None = None
         LayerCost(sum(outside[name] for name in names), sum(held.outside[n] for n in names))
         for names in (*needs, needs[0] & needs[1])
     )
-    hop = sum(array.nbytes for array in run.outputs[0]) // _NUM_TOKENS
+    hop_bytes = sum(array.nbytes for array in run.outputs[0])
+    hop = hop_bytes // _NUM_TOKENS
     return ModelCost(costs, first, last, shared, tied, hop)
 
 
@@ -86,7 +87,10 @@ def _num_bytes(arrays: Iterable[mx.array]) -> int:
 
 
 def _outside_bytes(model: nn.Module, layers: list[nn.Module]) -> dict[str, int]:
-    in_layers = {id(array) for layer in layers for _, array in named_arrays(layer)}
+    in_layers = set()
+    for layer in layers:
+        for _, array in named_arrays(layer):
+            in_layers.add(id(array))
     return {n: a.nbytes for n, a in named_arrays(model) if id(a) not in in_layers}
 
 
@@ -94,7 +98,7 @@ def _outside_bytes(model: nn.Module, layers: list[nn.Module]) -> dict[str, int]:
 
 
 class _Run:
-    """What one forward showed: each layer's outputs and the caches that it was given."""
+    """The result of one forward: each layer's outputs and the caches that it was given."""
 
     def __init__(self, num_layers: int) -> None:
         self.outputs: list[list[mx.array]] = [[] for _ in range(num_layers)]
@@ -109,7 +113,8 @@ def _run(model: nn.Module, layers: list[nn.Module], caches: list[Any]) -> _Run:
     def seam(i: int) -> trace.Seam:
         def record(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             given = (*args, *kwargs.values())
-            run.caches[i] = [cache for cache in caches if any(cache is a for a in given)]
+            used = [cache for cache in caches if any(cache is a for a in given)]
+            run.caches[i] = used
             run.values[i] = call(*args, **kwargs)
             run.outputs[i] = trace.arrays_in(run.values[i])
             return run.values[i]
@@ -149,8 +154,8 @@ def _who_needs(
 
 
 def growing_values(model: nn.Module, layers: list[nn.Module]) -> set[Crossing]:
-    """What layers give to others that grows with the context, such as the keys and
-    values that later layers share: in the second of two equal steps it is larger."""
+    """Finds the values that layers give to others and that grow with the context, such as keys and
+    values that later layers share: in the second of two equal steps they are larger."""
     caches = make_prompt_cache(model)
     shapes: list[dict[Crossing, tuple[int, ...]]] = []
     for _ in range(2):
@@ -165,7 +170,8 @@ def _shape_seam(caches: list[Any], seen: dict[Crossing, tuple[int, ...]], i: int
     def record(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         output = call(*args, **kwargs)
         given = trace.places_in((output, writable(args, kwargs, caches)))
-        seen.update({(i, place): tuple(array.shape) for place, array in given.items()})
+        found = {(i, place): tuple(array.shape) for place, array in given.items()}
+        seen.update(found)
         return output
 
     return record
@@ -181,30 +187,38 @@ def _cache_cost(caches: list[Any]) -> dict[str, Any]:
     growing = [part for part in parts if getattr(part, "keys", None) is not None]
     fixed = [part for part in parts if part not in growing]
     limits = [int(getattr(part, "max_size", None) or 0) for part in growing]
+    fixed_bytes = sum(_num_bytes(trace.arrays_in(part.state)) for part in fixed)
+    bytes_per_token = sum(
+        array.nbytes // array.shape[-2]
+        for part in growing
+        for array in trace.arrays_in([part.keys, part.values])
+    )
     return {
-        "cache_bytes_per_token": sum(
-            array.nbytes // array.shape[-2]
-            for part in growing
-            for array in trace.arrays_in([part.keys, part.values])
-        ),
-        "cache_bytes": sum(_num_bytes(trace.arrays_in(part.state)) for part in fixed),
+        "cache_bytes_per_token": bytes_per_token,
+        "cache_bytes": fixed_bytes,
         "max_cached_tokens": max(limits) if limits and all(limits) else None,
     }
 
 
 def _parts(cache: Any) -> list[Any]:
     inner = getattr(cache, "caches", None)
-    return [cache] if inner is None else [part for each in inner for part in _parts(each)]
+    if inner is None:
+        return [cache]
+    return [part for each in inner for part in _parts(each)]
 
 
 def _expert_cost(layer: nn.Module, arguments: Any) -> dict[str, Any]:
-    """Of experts, a token reads few: mlx-lm keeps all of a layer in its switch layers."""
+    """Returns the cost of a layer's experts, of which a token reads few: mlx-lm keeps all experts
+    of a layer in its switch layers."""
     kinds = (SwitchLinear, QuantizedSwitchLinear)
     switches = [module for _, module in layer.named_modules() if isinstance(module, kinds)]
-    top = next((getattr(arguments, n) for n in _EXPERTS_OF_A_TOKEN if hasattr(arguments, n)), None)
+    counts = (getattr(arguments, n) for n in _EXPERTS_OF_A_TOKEN if hasattr(arguments, n))
+    top = next(counts, None)
     if not switches or not isinstance(top, int):
         return {}
+    expert_bytes = sum(_num_bytes(a for _, a in named_arrays(s)) for s in switches)
+    share = top / max(1, switches[0].num_experts)
     return {
-        "expert_bytes": sum(_num_bytes(a for _, a in named_arrays(s)) for s in switches),
-        "expert_share": min(1.0, top / max(1, switches[0].num_experts)),
+        "expert_bytes": expert_bytes,
+        "expert_share": min(1.0, share),
     }

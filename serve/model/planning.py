@@ -45,7 +45,9 @@ class Plan:
 
     @property
     def kv_tokens(self) -> int | None:
-        return self.room.num_tokens if self.room else None
+        if self.room:
+            return self.room.num_tokens
+        return None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -78,11 +80,10 @@ def make_plan(folder: Path, request: PlanRequest) -> Plan:
     if request.split == "auto":
         ranges = balance(model, cost, request.num_ranks, demands, memory)
     else:
-        ranges = (
-            even_split(len(cost.layers), request.num_ranks)
-            if request.split == "even"
-            else parse_split(request.split, len(cost.layers), request.num_ranks)
-        )
+        if request.split == "even":
+            ranges = even_split(len(cost.layers), request.num_ranks)
+        else:
+            ranges = parse_split(request.split, len(cost.layers), request.num_ranks)
         trials = [Trial(model, list(model.layers), cached=True)]
         for start, _ in ranges:
             crossings(trials, start)  # Raises PlanError, which names possible cuts.
@@ -101,7 +102,8 @@ def make_plan(folder: Path, request: PlanRequest) -> Plan:
 
 
 def _memory_for_model(request: PlanRequest) -> list[int] | None:
-    memory, kept = request.amounts("memory"), request.amounts("adapter_memory")
+    memory = request.amounts("memory")
+    kept = request.amounts("adapter_memory")
     if memory and kept:
         return [amount - adapters for amount, adapters in zip(memory, kept, strict=True)]
     return memory
@@ -132,7 +134,8 @@ def balance(
     """The best split for the first of the demands that fits, without impossible cuts and, if
     there is one, without cuts that would send the whole context's keys and values in each step."""
     layers = list(model.layers)
-    trial, growing = Trial(model, layers, cached=True), growing_values(model, layers)
+    trial = Trial(model, layers, cached=True)
+    growing = growing_values(model, layers)
 
     def search(accept: Callable[[tuple[Crossing, ...]], bool], demand: Demand) -> list[LayerRange]:
         forbidden: frozenset[int] = frozenset()

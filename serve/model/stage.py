@@ -109,7 +109,10 @@ class Stage:
         cut = self.cuts[caches is not None]
         arrays: dict[Crossing, mx.array | None] = {}
         for key, array in zip(cut.receives, received, strict=True):
-            arrays[key] = None if array.shape == _NOTHING else array
+            if array.shape == _NOTHING:
+                arrays[key] = None
+            else:
+                arrays[key] = array
         self._caches = caches or ()
         self._given = {}
         for i in range(self.start):
@@ -190,7 +193,10 @@ class _Caching:
         index = {j: n for n, j in enumerate(self._kept)}
         self._slots: list[int] = []
         for j, kind in enumerate(kinds):
-            kept = j if j in index else representative[kind]
+            if j in index:
+                kept = j
+            else:
+                kept = representative[kind]
             self._slots.append(index[kept])
         self._ghosts = [index[j] for j in self._kept if j not in own]
 

@@ -54,7 +54,9 @@ class Trial:
             self._run()
 
     def new_caches(self) -> list[Any] | None:
-        return make_prompt_cache(self.model) if self.cached else None
+        if self.cached:
+            return make_prompt_cache(self.model)
+        return None
 
     def crossing(self, at: int) -> tuple[Crossing, ...]:
         """The arrays that layers before `at` give and the rest of the model uses. Raises PlanError
@@ -88,7 +90,10 @@ class Trial:
         self.given: dict[int, Any] = {}
         self.users: dict[int, set[int]] = defaultdict(set)
         self.caches = self.new_caches() or []
-        caches = list(self.caches) if self.cached else None
+        if self.cached:
+            caches = list(self.caches)
+        else:
+            caches = None
         seams = trace.seams(self.layers, lambda i: functools.partial(self._record, i))
         try:
             with trace.uncompiled(), seams:

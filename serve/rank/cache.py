@@ -171,7 +171,9 @@ class GroupCaches:
             return []
         lengths = {step.rows[n].num_tokens for n in new}
         can_begin_together = self._in_slots or (self._can_batch and len(lengths) == 1)
-        return [new] if can_begin_together else [[n] for n in new]
+        if can_begin_together:
+            return [new]
+        return [[n] for n in new]
 
     def _begin(self, step: Step, rows: list[int]) -> int:
         """Makes a batch of new rows, and returns its key."""
@@ -298,7 +300,9 @@ class GroupCaches:
             del self._batches[key]
 
     def _new_batch(self) -> "MergedBatch | SlotBatch":
-        return SlotBatch() if self._in_slots else MergedBatch()
+        if self._in_slots:
+            return SlotBatch()
+        return MergedBatch()
 
     def _check(self, step: Step) -> None:
         """Raises EngineError if a step does not fit what this stage holds."""
@@ -354,7 +358,10 @@ class MergedBatch:
             for cache, added in zip(self.caches, _merge(joining), strict=True):
                 cache.extend(added)
         else:
-            parts = [self.caches, *joining] if self.sequences else joining
+            if self.sequences:
+                parts = [self.caches, *joining]
+            else:
+                parts = joining
             self.caches = _merge(parts)
             self._batched = True
         added_sequences = [sequence for sequence, _, _ in rows]

@@ -65,7 +65,7 @@ class Chooser:
             self._num_begun[sequence] += 1
 
     def forget(self, sequences: tuple[int, ...]) -> list[int]:
-        """Those of which nothing is left."""
+        """Counts these sequences as ended, and returns those of which nothing is left."""
         gone = []
         with self._lock:
             for sequence in sequences:
@@ -85,9 +85,15 @@ class Chooser:
         Prompts are scored in slices, to be evaluated one after the other, because scoring takes
         several times the memory of the logits themselves.
         """
-        outputs = [self._sample(step, parts, logits)] if step.sample else []
+        if step.sample:
+            outputs = [self._sample(step, parts, logits)]
+        else:
+            outputs = []
         self._scorings = list(self._wanted_scores(step))
-        rows = _logits_of_rows(step, parts, logits) if self._scorings else {}
+        if self._scorings:
+            rows = _logits_of_rows(step, parts, logits)
+        else:
+            rows = {}
         for scoring in self._scorings:
             own = rows[scoring.row]
             if scoring.tokens is None:
@@ -124,7 +130,9 @@ class Chooser:
             [part.own_rows(output[:, -1]) for part, output in zip(parts, logits, strict=True)]
         )
         tokens = _sample_each(last, samplers, positions)
-        return tokens if rows == sorted(rows) else tokens[mx.argsort(mx.array(rows))]
+        if rows == sorted(rows):
+            return tokens
+        return tokens[mx.argsort(mx.array(rows))]
 
     def _wanted_scores(self, step: Step) -> Iterator[_Scoring]:
         for n, row in enumerate(step.rows):
@@ -144,7 +152,7 @@ class Chooser:
 
 
 def scoring_bytes(logits_shape: tuple[int, ...]) -> int:
-    """What scoring takes at most beside the logits (..., vocabulary) themselves."""
+    """Returns the most memory that scoring takes beside the logits (..., vocabulary) themselves."""
     return _SCORING_ARRAYS * 4 * _SCORED_AT_ONCE * logits_shape[-1]
 
 
@@ -165,11 +173,13 @@ def _sample_each(logits: mx.array, samplers: list[Sampler], positions: list[int]
 def _failure(error: Exception) -> int:
     if not isinstance(error, RequestError):
         return FAILED_TOKEN
-    return CONFLICT_TOKEN if error.code == CONFLICT else REFUSED_TOKEN
+    if error.code == CONFLICT:
+        return CONFLICT_TOKEN
+    return REFUSED_TOKEN
 
 
 def _logits_of_rows(step: Step, parts: list[Part], logits: list[mx.array]) -> dict[int, mx.array]:
-    """Those (num_tokens, vocabulary) of each row, without what fills up batch and length."""
+    """Splits the logits into those of each row (num_tokens, vocabulary), without padding."""
     return {
         n: output[i, -step.rows[n].num_tokens :]
         for part, output in zip(parts, logits, strict=True)
@@ -179,8 +189,8 @@ def _logits_of_rows(step: Step, parts: list[Part], logits: list[mx.array]) -> di
 
 
 def _followers(row: Row, sampler: Sampler) -> list[int]:
-    """What comes after each token that is fed, as far as it is of the prompt: an answer that
-    is computed anew has been scored."""
+    """Returns the token that follows each fed token, as far as it is part of the prompt: an answer
+    that is computed anew has been scored already."""
     first = row.position + 1
     return sampler.tokens[first : min(first + row.num_tokens, sampler.num_prompt)]
 

@@ -20,10 +20,10 @@ from serve.core.grammar_limits import FOLLOW_STACK_BYTES, PARSER_LIMITS
 from serve.core.types import Sampling
 
 _NUM_THREADS = 2
-_MOST_COMPILED = 16
+_MAX_COMPILED = 16
 # What following a grammar may cost, and what it may be late: everybody waits for a late mask.
 _SECONDS_PER_TOKEN = 0.02
-_MOST_LATE_SECONDS = 2.0
+_MAX_LATE_SECONDS = 2.0
 
 CONFLICT = "grammar_conflict"
 
@@ -35,7 +35,7 @@ class Grammars:
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "tokenizer.json"
-        self._compiled = lru_cache(_MOST_COMPILED)(self._compile)
+        self._compiled = lru_cache(_MAX_COMPILED)(self._compile)
 
     @cached_property
     def threads(self) -> ThreadPoolExecutor:
@@ -74,7 +74,8 @@ class Constraint:
     end before it. Where it is complete the end_ids may come."""
 
     def __init__(self, grammars: Grammars, sampling: Sampling, output: list[int]) -> None:
-        self._grammars, self._sampling = grammars, sampling
+        self._grammars = grammars
+        self._sampling = sampling
         self._is_free = sampling.free_until is not None
         self._matcher: LLMatcher | None = None
         self._late_seconds = 0.0
@@ -92,7 +93,8 @@ class Constraint:
         return only
 
     def _without_ends(self, logits: mx.array) -> mx.array:
-        """Where the answer would end its thoughts end: what is demanded is still to come."""
+        """Ends the model's thoughts where it would end the answer: what the grammar demands is
+        still to come."""
         mark = self._sampling.free_until
         ends = [id for id in self._sampling.end_ids if id < logits.size and id != mark]
         if ends:
@@ -125,10 +127,13 @@ class Constraint:
                 self._is_free = token != self._sampling.free_until
             elif token not in self._sampling.end_ids:
                 self._matcher.consume_token(token)
-        mask = None if self._is_free else self._look(self._matcher)
+        if self._is_free:
+            mask = None
+        else:
+            mask = self._look(self._matcher)
         seconds = time.thread_time() - began - _SECONDS_PER_TOKEN * len(tokens)
         self._late_seconds = max(0.0, self._late_seconds + seconds)
-        if self._late_seconds > _MOST_LATE_SECONDS:
+        if self._late_seconds > _MAX_LATE_SECONDS:
             raise RequestError("The grammar of this request takes too long to follow.")
         return mask
 

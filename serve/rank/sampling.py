@@ -21,7 +21,7 @@ _GREEDY_BELOW = 1e-5  # as in vLLM: dividing by less overflows
 # Above -inf, which is what is not allowed at all: if all that is allowed is banned, or
 # unknown to the model, it comes all the same.
 _BANNED = -1e30
-_LEAST_TOP_P = 1e-30  # 0 in float32 would leave no token
+_MIN_TOP_P = 1e-30  # 0 in float32 would leave no token
 
 
 class Sampler:
@@ -57,7 +57,10 @@ class Sampler:
     def choose(self, logits: mx.array, position: int) -> mx.array:
         """The token at a position, lazily, from logits (vocabulary,)."""
         num_generated = position - self.num_prompt
-        ends = self.sampling.end_ids if num_generated < self.sampling.min_tokens else ()
+        if num_generated < self.sampling.min_tokens:
+            ends = self.sampling.end_ids
+        else:
+            ends = ()
         if self._adjusts or ends:
             logits = self._adjusted(logits.astype(mx.float32), ends)
         if self._constraint:
@@ -67,7 +70,7 @@ class Sampler:
         return _draw(logits, self.sampling, position)
 
     def note(self, token: int) -> None:
-        """What has been chosen."""
+        """Notes the token that was chosen."""
         if self.sampling.reads_tokens:
             self.tokens.append(token)
         if self._counts is not None:
@@ -76,9 +79,10 @@ class Sampler:
             self._constraint.accept(token)
 
     def _adjusted(self, logits: mx.array, ends: tuple[int, ...]) -> mx.array:
-        """In vLLM's order: what may not come, biases, penalties."""
+        """Adjusts the logits in vLLM's order: tokens that must not come, biases, penalties."""
         sampling = self.sampling
-        if banned := [*ends, *self._ends_of_bad_words()]:
+        banned = [*ends, *self._ends_of_bad_words()]
+        if banned:
             logits[mx.array(banned)] = _BANNED
         if sampling.allowed_ids:
             allowed = self._allowed
@@ -87,7 +91,9 @@ class Sampler:
             logits = only
         if sampling.bias_ids:
             logits = logits.at[mx.array(sampling.bias_ids)].add(mx.array(sampling.biases))
-        return self._penalised(logits) if sampling.has_penalties else logits
+        if sampling.has_penalties:
+            return self._penalised(logits)
+        return logits
 
     @cached_property
     def _allowed(self) -> mx.array:
@@ -96,7 +102,10 @@ class Sampler:
 
     def _ends_of_bad_words(self) -> list[int]:
         """Last tokens of those words of which the answer ends with all before."""
-        answer = self.tokens[self.num_prompt :] if self.sampling.bad_words else []
+        if self.sampling.bad_words:
+            answer = self.tokens[self.num_prompt :]
+        else:
+            answer = []
         return [
             last
             for *start, last in self.sampling.bad_words
@@ -105,8 +114,10 @@ class Sampler:
 
     def _penalised(self, logits: mx.array) -> mx.array:
         counts, prompted = self._history(logits.size)
-        sampling, came = self.sampling, counts > 0
-        if (penalty := sampling.repetition_penalty) != 1:
+        sampling = self.sampling
+        came = counts > 0
+        penalty = sampling.repetition_penalty
+        if penalty != 1:
             weakened = mx.where(logits > 0, logits / penalty, logits * penalty)
             logits = mx.where(came | prompted, weakened, logits)
         return logits - sampling.frequency_penalty * counts - sampling.presence_penalty * came
@@ -146,7 +157,7 @@ def _largest(logits: mx.array, likeliest: mx.array) -> mx.array:
 
 
 def _draw(logits: mx.array, sampling: Sampling, position: int) -> mx.array:
-    """In vLLM's order: temperature, min_p, top_k, top_p.
+    """Draws a token. Filters apply in vLLM's order: temperature, min_p, top_k, top_p.
 
     mlx_lm's apply_min_p and apply_top_k would be compiled anew for each number.
     """
@@ -157,7 +168,7 @@ def _draw(logits: mx.array, sampling: Sampling, position: int) -> mx.array:
         scaled = mx.where(scaled < mx.topk(scaled, sampling.top_k).min(), -math.inf, scaled)
     if sampling.top_p < 1:
         # An array, because apply_top_p is compiled: a number would be compiled in, each anew.
-        top_p = cast(float, mx.array(max(sampling.top_p, _LEAST_TOP_P)))
+        top_p = cast(float, mx.array(max(sampling.top_p, _MIN_TOP_P)))
         scaled = apply_top_p(scaled - mx.logsumexp(scaled), top_p)
     return mx.random.categorical(scaled, key=_key(sampling.seed, position)).astype(mx.uint32)
 

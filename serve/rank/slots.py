@@ -23,7 +23,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
 _ROUND_TOKENS = 256
 _GROWTH = 1.25
 _SMALL_TOKENS = 512
-_MOST_WASTE = 1.5
+_MAX_WASTE = 1.5
 _CLASSES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 _ALL = slice(None)
 
@@ -39,9 +39,11 @@ def _cut(held: Held, rows: slice, columns: slice) -> Held:
 
 
 def _put(held: Held, rows: slice, columns: slice, new: Held) -> None:
-    pairs = zip(held, new, strict=True) if isinstance(held, tuple) else ((held, new),)
-    for array, values in pairs:
-        array[rows, :, columns] = values
+    if isinstance(held, tuple):
+        for array, values in zip(held, new, strict=True):
+            array[rows, :, columns] = values
+    else:
+        held[rows, :, columns] = new
 
 
 def _clear(held: Held, rows: slice, columns: slice) -> None:
@@ -63,9 +65,12 @@ def num_slots(num_rows: int) -> int:
 
 
 def _num_rows(sequences: list[int], num_tokens: int) -> int:
-    """Of a forward: filled up where that costs less than an odd number of rows does."""
+    """Returns the number of rows of a forward. It is rounded up where padding costs less than an
+    odd number of rows."""
     num_rows = len(sequences)
-    return num_rows if num_rows <= 2 or num_tokens > 1 else -(-num_rows // 4) * 4
+    if num_rows <= 2 or num_tokens > 1:
+        return num_rows
+    return -(-num_rows // 4) * 4
 
 
 class SlotCache(BatchKVCache):
@@ -84,7 +89,7 @@ class SlotCache(BatchKVCache):
 
     @staticmethod
     def like(plain: Any, rows: int) -> "SlotCache":
-        """For rows with such caches."""
+        """Makes empty caches with so many rows, of the same kind as a plain one."""
         if isinstance(plain, QuantizedKVCache):
             return QuantizedSlotCache(rows, plain.group_size, plain.bits)
         return SlotCache(rows)
@@ -99,7 +104,8 @@ class SlotCache(BatchKVCache):
         self._write(slice(num_rows), fed, self._kept(keys), self._kept(values))
         self.offset = self.offset + length
         self._idx = end
-        rows, columns = slice(num_rows), slice(end)
+        rows = slice(num_rows)
+        columns = slice(end)
         return _cut(self.keys, rows, columns), _cut(self.values, rows, columns)
 
     def lone(self) -> Any:
@@ -122,7 +128,9 @@ class SlotCache(BatchKVCache):
             return
         rows = max(num_slots(rows), held_rows)
         if columns > held:
-            spare = int(held * (_GROWTH - 1)) if held else 0
+            spare = 0
+            if held:
+                spare = int(held * (_GROWTH - 1))
             columns = -(-(columns + max(spare, 1)) // _ROUND_TOKENS) * _ROUND_TOKENS
         self._move_to(rows, max(columns, held), 0, keys, values)
 
@@ -134,7 +142,8 @@ class SlotCache(BatchKVCache):
         """Gives slots back when most of them are free."""
         if _size(self.keys)[0] > 2 * num_slots(rows):
             kept = slice(num_slots(rows))
-            self.keys, self.values = _cut(self.keys, kept, _ALL), _cut(self.values, kept, _ALL)
+            self.keys = _cut(self.keys, kept, _ALL)
+            self.values = _cut(self.values, kept, _ALL)
 
     def shift(self, by: int) -> None:
         """Moves all columns to the right, or left."""
@@ -145,25 +154,30 @@ class SlotCache(BatchKVCache):
 
     def write(self, slot: int, start: int, keys: Held, values: Held) -> None:
         """A row of keys and values (1, heads, length, D) with nothing before it."""
-        rows, columns = slice(slot, slot + 1), slice(start, start + _size(keys)[1])
+        rows = slice(slot, slot + 1)
+        columns = slice(start, start + _size(keys)[1])
         self._write(rows, columns, keys, values)
         if start:
             _clear(self.keys, rows, slice(start))
             _clear(self.values, rows, slice(start))
 
     def read(self, slot: int, start: int, end: int) -> tuple[Held, Held]:
-        rows, columns = slice(slot, slot + 1), slice(start, end)
+        rows = slice(slot, slot + 1)
+        columns = slice(start, end)
         return _cut(self.keys, rows, columns), _cut(self.values, rows, columns)
 
     def _move_to(self, rows: int, columns: int, by: int, keys: Held, values: Held) -> None:
-        held, end = (self.keys, self.values), self._idx
+        held = (self.keys, self.values)
+        end = self._idx
 
         def empty(like: mx.array) -> mx.array:
             return mx.zeros((rows, like.shape[1], columns, like.shape[3]), like.dtype)
 
-        self.keys, self.values = tree_map(empty, keys), tree_map(empty, values)
+        self.keys = tree_map(empty, keys)
+        self.values = tree_map(empty, values)
         if held[0] is not None:
-            source, target = slice(max(0, -by), end), slice(max(0, by), end + by)
+            source = slice(max(0, -by), end)
+            target = slice(max(0, by), end + by)
             for new, old in zip((self.keys, self.values), held, strict=True):
                 _put(new, slice(_size(old)[0]), target, _cut(old, _ALL, source))
 
@@ -173,7 +187,8 @@ class QuantizedSlotCache(SlotCache):
 
     def __init__(self, rows: int, group_size: int, bits: int) -> None:
         super().__init__(rows)
-        self.group_size, self.bits = group_size, bits
+        self.group_size = group_size
+        self.bits = bits
 
     @property
     def nbytes(self) -> int:
@@ -217,8 +232,8 @@ class SlotBatch:
         return list(self._starts)
 
     def stay(self, sequences: Collection[int]) -> list[int]:
-        """Which of them were in the last forward, and so end where the batch does. The other
-        rows only keep their slots from here on."""
+        """Selects the sequences that were in the last forward, which therefore end where the batch
+        does. The other rows only keep their slots from here on."""
         self._fed = [s for s in self._fed if s in sequences]
         return self._fed
 
@@ -237,7 +252,7 @@ class SlotBatch:
         lengths = [self._end - self._starts[s] for s in self._fed]
         end = max([length, *lengths])
         needed = sum(lengths) + length
-        return end <= _SMALL_TOKENS or end * (len(lengths) + 1) <= _MOST_WASTE * needed
+        return end <= _SMALL_TOKENS or end * (len(lengths) + 1) <= _MAX_WASTE * needed
 
     def add(self, rows: list[tuple[int, list[Any], int]]) -> None:
         """Sequences that join, their plain caches and how many tokens these hold."""
@@ -247,13 +262,18 @@ class SlotBatch:
     def _add(self, sequence: int, caches: list[Any], length: int) -> None:
         self._fed.append(sequence)
         if not self._slots:
-            self.caches, self._slots = caches, [sequence]
-            self._starts, self._end = {sequence: 0}, length
+            self.caches = caches
+            self._slots = [sequence]
+            self._starts = {sequence: 0}
+            self._end = length
             return
         if not isinstance(self.caches[0], SlotCache):
             self._make_slots()
         self._justify(max([length, *(self._end - self._starts[s] for s in self._fed[:-1])]))
-        slot = self._slots.index(None) if None in self._slots else len(self._slots)
+        if None in self._slots:
+            slot = self._slots.index(None)
+        else:
+            slot = len(self._slots)
         self._slots[slot : slot + 1] = [sequence]
         self._starts[sequence] = start = self._end - length
         for cache, joining in zip(self.caches, caches, strict=True):
@@ -267,7 +287,8 @@ class SlotBatch:
 
     def extract(self, sequence: int, length: int) -> list[Any]:
         """Plain caches with the first tokens of a row, not evaluated."""
-        slot, start = self._slots.index(sequence), self._starts[sequence]
+        slot = self._slots.index(sequence)
+        start = self._starts[sequence]
         plain = []
         for cache in self.caches:
             if isinstance(cache, SlotCache):
@@ -309,7 +330,8 @@ class SlotBatch:
         padding = mx.array(starts)
         feeds_padding = any(start > self._end for start in starts)
         for cache in self.caches:
-            cache.offset, cache.left_padding = offset, padding
+            cache.offset = offset
+            cache.left_padding = padding
             cache.feeds_padding = feeds_padding
         self._end += num_tokens
         return order
@@ -320,7 +342,8 @@ class SlotBatch:
             sequence = self._slots[source]
             if sequence is None or sequence not in self._fed:
                 continue
-            slot, start = self._slots.index(None), self._starts[sequence]
+            slot = self._slots.index(None)
+            start = self._starts[sequence]
             for cache in self.caches:
                 cache.write(slot, start, *cache.read(source, start, self._end))
             self._slots[slot], self._slots[source] = sequence, None
@@ -330,7 +353,8 @@ class SlotBatch:
             cache.shrink(max(num_rows, len(self._slots)))
 
     def _make_slots(self) -> None:
-        plain, self.caches = self.caches, [SlotCache.like(cache, 1) for cache in self.caches]
+        plain = self.caches
+        self.caches = [SlotCache.like(cache, 1) for cache in self.caches]
         for cache, lone in zip(self.caches, plain, strict=True):
             cache.write(0, 0, *_first(lone, self._end))
             cache._idx = self._end

@@ -118,7 +118,8 @@ class StepLoop:
         """Yields the result of each step on the last stage."""
         while (message := self.transport.receive()) is not None:
             step, received = message
-            started, self.step = time.time(), step.number
+            started = time.time()
+            self.step = step.number
             outputs = self.forward(step, received)
             if self.stage.is_last:
                 result = self.chooser.result(step, outputs)
@@ -132,10 +133,11 @@ class StepLoop:
                 self.transport.send(step, outputs)
 
     def forward(self, step: Step, received: list[mx.array]) -> list[mx.array]:
-        """What goes on to the next stage; on the last one the tokens (B,) and their scores.
+        """Runs a step and returns the arrays for the next stage, or on the last stage the tokens
+        (B,) and their scores.
 
-        Stages divide the rows into the same parts, so the arrays of one part follow
-        those of the other.
+        Stages divide the rows into the same parts, so the arrays of one part follow those of the
+        other.
         """
         parts = self.caches.apply(step)
         mx.eval(self.caches.moved(), self.adapters.apply(step))
@@ -163,12 +165,14 @@ class StepLoop:
         return chosen
 
     def _note(self, step: Step, started: float) -> None:
-        ended, self.step = time.time(), None
+        ended = time.time()
+        self.step = None
         if step.number >= FIRST_WARM_UP_STEP:
             return  # It tells nothing of what later ones take.
         self.busy_seconds += ended - started
         self.num_steps += 1
-        num_rows, num_tokens = len(step.rows), len(step.tokens)
+        num_rows = len(step.rows)
+        num_tokens = len(step.tokens)
         self.spans.append(Span(step.number, step.group, num_rows, num_tokens, started, ended))
 
 
@@ -176,7 +180,8 @@ class Worker:
     """Owns the threads of the process and what the parent is told."""
 
     def __init__(self, parent: Parent, order: Order) -> None:
-        self.parent, self.order = parent, order
+        self.parent = parent
+        self.order = order
         self.transport: Transport | None = None
         self.loop: StepLoop | None = None
         self.status = Status("joining")
@@ -237,7 +242,10 @@ class Worker:
         self.transport = self._join()
         self.status = Status("loading")
         model = self._model()
-        folder = model if isinstance(model, Path) else model.folder
+        if isinstance(model, Path):
+            folder = model
+        else:
+            folder = model.folder
         batchable = True
 
         def try_batches(whole: nn.Module) -> None:
@@ -280,7 +288,10 @@ class Worker:
         order = self.order
         if order.commit is None:
             return Path(order.model)
-        cache_dir = Path(order.cache_dir) if order.cache_dir else None
+        if order.cache_dir:
+            cache_dir = Path(order.cache_dir)
+        else:
+            cache_dir = None
         return open_partial(order.model, order.commit, cache_dir)
 
     def _join(self) -> Transport:
@@ -319,6 +330,7 @@ class Worker:
 
 def _activity(loop: StepLoop) -> Activity:
     spans = [loop.spans.popleft() for _ in range(len(loop.spans))]
+    kv_bytes = loop.caches.num_bytes if spans else None
     return Activity(
         busy_seconds=loop.busy_seconds,
         num_steps=loop.num_steps,
@@ -328,7 +340,7 @@ def _activity(loop: StepLoop) -> Activity:
         waits_on=loop.transport.waits_on,
         step=loop.step,
         # Without steps it is what it was, and there may be many caches to look at.
-        kv_bytes=loop.caches.num_bytes if spans else None,
+        kv_bytes=kv_bytes,
         spans=spans,
     )
 
@@ -351,7 +363,8 @@ def main(argv: list[str]) -> None:
 
 
 def _wait_for_order(parent: Parent) -> Order | None:
-    """What to load, or None if the parent goes first. Rank 0's asks for a plan before."""
+    """Waits for the order to load a model. Returns None if the parent ends first. Rank 0's engine
+    asks for a plan before."""
     while message := parent.receive():
         match message:
             case Order():
@@ -367,7 +380,8 @@ def _wait_for_order(parent: Parent) -> Order | None:
 def fail(parent: Parent, error: BaseException, name: str = "The engine") -> NoReturn:
     """Says why and ends the process without waiting for any thread."""
     if isinstance(error, BrigadeError):
-        exit_code, message = error.exit_code, str(error)
+        exit_code = error.exit_code
+        message = str(error)
     else:
         sys.excepthook(type(error), error, error.__traceback__)
         exit_code = EngineError.exit_code

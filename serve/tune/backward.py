@@ -44,7 +44,8 @@ class TrainedStage:
     """A stage and what is trained of it, by full-model names."""
 
     def __init__(self, stage: Stage, grad_checkpoint: bool) -> None:
-        self.stage, self.grad_checkpoint = stage, grad_checkpoint
+        self.stage = stage
+        self.grad_checkpoint = grad_checkpoint
         self.names = list(dict(tree_flatten(stage.model.trainable_parameters())))
         self._shapes: dict[tuple[int | bool, ...], list[tuple[tuple[int, ...], mx.Dtype]]] = {}
         if grad_checkpoint:
@@ -60,14 +61,15 @@ class TrainedStage:
         self.stage.model.update(tree_unflatten(own), strict=False)
 
     def forward(self, batch: MicroBatch, received: Sequence[mx.array], scale: float) -> Pass:
-        """Without gradients."""
+        """Runs the stage forward, without gradients."""
         return Pass(self._outputs(batch, received, scale), [], {}, [])
 
     def forward_backward(
         self, batch: MicroBatch, received: Sequence[mx.array], scale: float, needs_dx: bool
     ) -> Pass:
         parameters = self.parameters()
-        received, num_parameters = list(received), len(parameters)
+        received = list(received)
+        num_parameters = len(parameters)
         moving = [n for n, array in enumerate(received) if needs_dx and _is_floating(array)]
 
         def run(*primals: mx.array) -> list[mx.array]:
@@ -93,16 +95,22 @@ class TrainedStage:
         self, batch: MicroBatch, received: Sequence[mx.array], scale: float
     ) -> list[mx.array]:
         segments = batch.segments
-        caches = None if segments is None else packing.caches(self.stage, segments)
+        if segments is None:
+            caches = None
+        else:
+            caches = packing.caches(self.stage, segments)
         if self._head and self._head.is_exact and batch.num_labels:
             learned = batch.learned
             logits = self._head(learned, batch.inputs, caches, received)
             return [loss_sum(logits, batch, learned) * scale]
         outputs = self.stage(batch.inputs, caches, received)
-        return [loss_sum(outputs[0], batch) * scale] if self._head else outputs
+        if self._head:
+            return [loss_sum(outputs[0], batch) * scale]
+        return outputs
 
     def _placeholders(self, batch: MicroBatch, received: Sequence[mx.array]) -> "list[_Slot]":
-        """For the gradients of the outputs, whose shapes a forward tells that nobody runs."""
+        """Makes placeholders for the gradients of the outputs. A forward that is never evaluated
+        tells their shapes."""
         if self.stage.is_last:
             return []
         # A model with caches may give its next stage other arrays than one without.
@@ -117,7 +125,8 @@ class TrainedStage:
 def loss_sum(logits: mx.array, batch: MicroBatch, learned: mx.array | None = None) -> mx.array:
     """The sum of the cross-entropies of what is learned. logits are (B, L, vocabulary), or
     (1, N, vocabulary) of the N positions that are learned."""
-    targets, mask = batch.targets, batch.mask
+    targets = batch.targets
+    mask = batch.mask
     if learned is not None:
         targets, mask = (array.reshape(1, -1)[:, learned] for array in (targets, mask))
     return (nn.losses.cross_entropy(logits.astype(mx.float32), targets) * mask).sum()
@@ -137,7 +146,8 @@ class _Slot:
         nan = np.full(shape, {2: 0x7FFF, 4: 0x7FFFFFFF}[dtype.size])
         self._buffer = mx.array(nan.astype(f"u{dtype.size}"))
         self.array = self._buffer.view(dtype)
-        self._shape, self._dtype = shape, dtype
+        self._shape = shape
+        self._dtype = dtype
 
     def fill(self, value: mx.array) -> None:
         if (tuple(value.shape), value.dtype) != (self._shape, self._dtype):
@@ -152,6 +162,8 @@ def _checkpoint(layer: nn.Module) -> None:
 
     def seam(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         again = checkpoint(layer, call)
-        return outer(again, args, kwargs) if outer else again(*args, **kwargs)
+        if outer:
+            return outer(again, args, kwargs)
+        return again(*args, **kwargs)
 
     trace.open_seam(layer, seam)

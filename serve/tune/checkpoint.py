@@ -113,7 +113,8 @@ def save_adapter(folder: Path, config: dict[str, Any], adapter: Arrays, *, peft:
 
 
 def export_peft(folder: Path) -> None:
-    new, final = folder / f"{PEFT}.new", folder / PEFT
+    new = folder / f"{PEFT}.new"
+    final = folder / PEFT
     with writing(folder):
         shutil.rmtree(new, ignore_errors=True)
         convert(folder, new)
@@ -132,10 +133,13 @@ def load_last(folder: Path, settings: dict[str, Any]) -> Checkpoint:
         state = json.loads((whole[-1] / "state.json").read_text())
         arrays = [load_arrays(whole[-1] / name) for name in (ADAPTERS, "optimizer.safetensors")]
     except (OSError, ValueError, RuntimeError) as error:
-        mend = f" Without that folder, --resume goes on from {whole[-2]}." if whole[1:] else ""
+        mend = ""
+        if whole[1:]:
+            mend = f" Without that folder, --resume goes on from {whole[-2]}."
         raise UsageError(f"--resume: {whole[-1]} cannot be read: {error}.{mend}") from error
     now = json.loads(json.dumps(settings))
-    if changed := [name for name in now if now[name] != state["settings"].get(name)]:
+    changed = [name for name in now if now[name] != state["settings"].get(name)]
+    if changed:
         before = ", ".join(f"{name} was {state['settings'].get(name)}" for name in changed)
         raise UsageError(f"--resume: {folder} is of a run with other settings: {before}.")
     return Checkpoint(adapter=arrays[0], optimizer=arrays[1], **state)
@@ -153,7 +157,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def forget_metrics_after(folder: Path, iteration: int) -> None:
-    """What a run that was killed has reported after its last checkpoint comes again."""
+    """Removes metrics from after the last checkpoint, which a resumed run reports again."""
     path = folder / METRICS
     if path.exists():
         kept = [each for each in read_metrics(folder) if each["iteration"] <= iteration]

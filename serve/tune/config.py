@@ -152,7 +152,8 @@ class FineTuneConfig:
                 f"--iters {self.iters} and --save-every {self.save_every} count batches: give "
                 f"multiples of --grad-accumulation-steps {self.grad_accumulation_steps}."
             )
-        size, parts = self.batch_size, self.micro_batches
+        size = self.batch_size
+        parts = self.micro_batches
         if parts and size % parts:
             raise UsageError(f"--micro-batches {parts} does not divide --batch-size {size}.")
         if self.stages_per_rank and self.schedule != "interleaved":
@@ -208,7 +209,7 @@ class FineTuneConfig:
 
     @property
     def whole_path(self) -> Path:
-        """Where full tuning leaves a model folder."""
+        """The model folder that full tuning writes."""
         return self.adapter_path / "model"
 
     @property
@@ -228,9 +229,9 @@ class FineTuneConfig:
     @property
     def clear_cache_bytes(self) -> int:
         text = self.clear_cache_threshold
-        return (
-            int(text) if text.isdecimal() else parse_memory(text, 1, "--clear-cache-threshold")[0]
-        )
+        if text.isdecimal():
+            return int(text)
+        return parse_memory(text, 1, "--clear-cache-threshold")[0]
 
     def num_trained_layers(self, num_layers: int) -> int:
         """Raises UsageError if there are not so many."""
@@ -239,10 +240,13 @@ class FineTuneConfig:
             return min(16, num_layers)
         if asked > num_layers and self.trains:
             raise UsageError(f"--num-layers {asked} is more than the model's {num_layers}.")
-        return min(asked, num_layers) if asked > 0 else num_layers
+        if asked > 0:
+            return min(asked, num_layers)
+        return num_layers
 
     def for_examples(self, count: int) -> "FineTuneConfig":
-        """With the iters of its epochs over so many examples. Raises UsageError."""
+        """Returns the config with iters computed from its epochs over so many examples. Raises
+        UsageError."""
         if self.epochs is None:
             return self
         batches = self.epochs * (count // self.batch_size)
@@ -255,7 +259,9 @@ class FineTuneConfig:
         return replace(self, iters=iters)
 
     def num_chunks(self) -> int:
-        return (self.stages_per_rank or 2) if self.schedule == "interleaved" else 1
+        if self.schedule == "interleaved":
+            return self.stages_per_rank or 2
+        return 1
 
     def num_micro_batches(self, num_ranks: int) -> int:
         return self.micro_batches or (self.batch_size if num_ranks > 1 else 1)
@@ -281,9 +287,13 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UsageError(f"--config {path} is not a list of `name: value` lines.")
     known = {each.name: each for each in fields(FineTuneConfig) if each.name != "config"}
-    if unknown := [str(name) for name in values if name not in known]:
+    unknown = [str(name) for name in values if name not in known]
+    if unknown:
         meant = difflib.get_close_matches(unknown[0], known, 1)
-        hint = f"did you mean {meant[0]}?" if meant else f"known are {', '.join(known)}."
+        if meant:
+            hint = f"did you mean {meant[0]}?"
+        else:
+            hint = f"known are {', '.join(known)}."
         raise UsageError(f"--config {path}: unknown {', '.join(unknown)}: {hint}")
     given = {name: value for name, value in values.items() if value is not None}
     for name, value in given.items():
@@ -293,7 +303,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def _check_kind(path: Path, name: str, value: Any, metadata: Mapping[str, Any], kind: Any) -> None:
     is_number = kind in (int, float, int | None, float | None)
-    plain: Any = bool if kind is bool else str | int | float
+    plain: Any
+    if kind is bool:
+        plain = bool
+    else:
+        plain = str | int | float
     wanted = dict if metadata.get("file_only") else plain
     wrong = isinstance(value, bool) != (wanted is bool) or not isinstance(value, wanted)
     if wrong or (isinstance(value, float) and not math.isfinite(value)):

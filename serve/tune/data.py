@@ -93,7 +93,7 @@ class Split:
 
 
 def read_tokenizer(folder: Path) -> Any:
-    """mlx_lm's. Raises ModelError."""
+    """Loads the tokenizer with mlx_lm. Raises ModelError."""
     # It warns of a text longer than the model's window, which is cut here.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
@@ -109,10 +109,14 @@ def read_split(path: Path, tokenizer: Any, config: FineTuneConfig) -> Split:
     """Raises UsageError that names the file and the line of what is wrong."""
     lines = read_lines(path, config)
     try:
-        dataset = create_dataset([item for _, item in lines], tokenizer, config)
+        items = [item for _, item in lines]
+        dataset = create_dataset(items, tokenizer, config)
     except ValueError as error:  # --mask-prompt, which texts have not
         raise UsageError(f"{path}:{lines[0][0]}: {error}") from error
-    examples, num_cut, num_dropped, shortest = [], 0, 0, sys.maxsize
+    examples = []
+    num_cut = 0
+    num_dropped = 0
+    shortest = sys.maxsize
     digest = hashlib.sha256()
     for number, item in lines:
         try:
@@ -129,7 +133,8 @@ def read_split(path: Path, tokenizer: Any, config: FineTuneConfig) -> Split:
                 num_cut += 1
             else:
                 example = Example((), ())
-        digest.update(json.dumps([example.tokens, example.labels]).encode())
+        described = json.dumps([example.tokens, example.labels])
+        digest.update(described.encode())
         if example.num_labels:
             examples.append(example)
         else:
@@ -156,7 +161,8 @@ def _example(dataset: Any, item: dict[str, Any], mask_prompt: bool) -> Example:
         messages = [{"role": role, "content": item[key]} for role, key in keys.items()]
 
     def render(num_messages: int, prompt: bool) -> tuple[int, ...]:
-        shown, tools = messages[:num_messages], item.get("tools")
+        shown = messages[:num_messages]
+        tools = item.get("tools")
         template = dataset.tokenizer.apply_chat_template
         return tuple(template(shown, tools=tools, add_generation_prompt=prompt, return_dict=False))
 
@@ -174,17 +180,23 @@ def _turns(
     for n, message in enumerate(messages):
         if message["role"] == "assistant":
             after = render(n + 1, False)
-            before = render(n, True) if n else _opening(after, render(1, True))
+            if n:
+                before = render(n, True)
+            else:
+                first_prompt = render(1, True)
+                before = _opening(after, first_prompt)
             if tokens[: len(after)] != after or after[: len(before)] != before:
                 is_last = messages[-1]["role"] == "assistant"
-                return ((len(render(len(messages) - 1, True)), len(tokens)),) if is_last else ()
+                if is_last:
+                    return ((len(render(len(messages) - 1, True)), len(tokens)),)
+                return ()
             labels.append((len(before), len(after)))
     return tuple(labels)
 
 
 def _opening(turn: tuple[int, ...], prompted: tuple[int, ...]) -> tuple[int, ...]:
-    """What stands before the assistant's words in a chat that it opens: no template is sure to
-    render no messages, but what prompts for its second turn stands before the first too."""
+    """Returns the tokens before the assistant's words in a chat that it opens. Templates may
+    refuse to render no messages, but the prompt for a second turn also stands before the first."""
     prompt = prompted[len(turn) :]
     starts = (n for n in range(len(turn)) if turn[n : n + len(prompt)] == prompt)
     return turn[: next(starts, len(turn)) + len(prompt)]
@@ -207,22 +219,26 @@ def batch_at(split: Split, number: int, batch_size: int, seed: int) -> list[int]
             f"{count} or less."
         )
     epoch, at = divmod(number, count // batch_size)
-    return [int(n) for n in _epoch(split, epoch, batch_size, seed)[at]]
+    batches = _epoch(split, epoch, batch_size, seed)
+    return [int(n) for n in batches[at]]
 
 
 @lru_cache(maxsize=1)
 def _epoch(split: Split, epoch: int, batch_size: int, seed: int) -> Any:
     """(N, B): all batches of an epoch in their order."""
-    random, count = np.random.default_rng([seed, epoch]), len(split.examples)
+    random = np.random.default_rng([seed, epoch])
+    count = len(split.examples)
     kept = random.permutation(count)[: count - count % batch_size]
-    order = kept[np.argsort(split.lengths[kept], kind="stable")].reshape(-1, batch_size)
+    by_length = np.argsort(split.lengths[kept], kind="stable")
+    order = kept[by_length].reshape(-1, batch_size)
     return order[random.permutation(len(order))]
 
 
 def some_examples(split: Split, most: int | None, seed: int) -> list[int]:
     """The same examples at each call, shortest first; all of them if most is None."""
     order = np.random.default_rng(seed).permutation(len(split.examples))[:most]
-    return [int(n) for n in order[np.argsort(split.lengths[order], kind="stable")]]
+    by_length = np.argsort(split.lengths[order], kind="stable")
+    return [int(n) for n in order[by_length]]
 
 
 def micro_batches(split: Split, chosen: Sequence[int], num_rows: int) -> list[MicroBatch]:
@@ -246,12 +262,18 @@ def pad(examples: Sequence[Example]) -> MicroBatch:
         tokens[row, : len(example.tokens)] = example.tokens
         for start, end in example.labels:
             learned[row, start:end] = 1
-        segments[row] = np.searchsorted(example.starts, np.arange(length - 1), side="right")
+        positions = np.arange(length - 1)
+        segments[row] = np.searchsorted(example.starts, positions, side="right")
+    inputs = mx.array(tokens[:, :-1])
+    targets = mx.array(tokens[:, 1:])
+    mask = mx.array(learned[:, 1:])
+    num_labels = sum(example.num_labels for example in examples)
+    num_tokens = sum(len(example.tokens) - len(example.starts) for example in examples)
     return MicroBatch(
-        inputs=mx.array(tokens[:, :-1]),
-        targets=mx.array(tokens[:, 1:]),
-        mask=mx.array(learned[:, 1:]),
-        num_labels=sum(example.num_labels for example in examples),
-        num_tokens=sum(len(example.tokens) - len(example.starts) for example in examples),
+        inputs=inputs,
+        targets=targets,
+        mask=mask,
+        num_labels=num_labels,
+        num_tokens=num_tokens,
         segments=mx.array(segments) if segments.max(initial=0) > 1 else None,
     )

@@ -64,9 +64,9 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What was forecast at the start, and what came. expected_utilisation is that of the
-    schedule with the costs as they were measured in the run. best is the lowest validation
-    loss and its batch."""
+    """The run has ended: the forecast from its start, and what was measured. expected_utilisation
+    is that of the schedule with the costs as they were measured in the run. best is the lowest
+    validation loss and its batch."""
 
     iteration: int
     is_early: bool
@@ -79,7 +79,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What people may look at in the folder. without says what was left out, and why."""
+    """The run has written the files for people. without says what was left out, and why."""
 
     paths: list[Path]
     without: str | None

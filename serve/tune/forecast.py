@@ -9,8 +9,8 @@ from serve.tune.schedule import Op, OpCost, Schedule, simulate
 
 
 class OpRecord(NamedTuple):
-    """What an op took: seconds since the run began, waiting left out, and bytes of memory
-    before it, after it, and at most."""
+    """The measurements of an op: seconds since the run began, waiting left out, and bytes of
+    memory before it, after it, and at most."""
 
     op: Op
     start: float
@@ -52,7 +52,7 @@ class OpSeconds:
 
 
 def utilisation(schedule: Schedule, means: Iterable[Sequence[Any]]) -> float:
-    """Of a schedule whose ops take as long as OpSeconds of all ranks say."""
+    """Returns the utilisation of a schedule whose ops take the mean times of OpSeconds."""
     seconds: dict[int, dict[str, float]] = defaultdict(dict)
     for stage, kind, mean in means:
         seconds[stage][kind] = mean

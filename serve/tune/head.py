@@ -16,10 +16,12 @@ _NUM_TOKENS = 32  # a vocabulary has as many
 
 
 class Head:
-    """Of the last stage. is_exact says whether a call gives what the stage gives."""
+    """The norm and head of the last stage, on chosen positions. is_exact says whether a call gives
+    what the whole stage gives."""
 
     def __init__(self, stage: Stage) -> None:
-        self._stage, layer = stage, stage.layers[-1]
+        self._stage = stage
+        layer = stage.layers[-1]
         self._outer: trace.Seam | None = vars(layer).get("_brigade_seam")
         self._shape: tuple[int, ...] = ()
         self._chosen: mx.array | None = None
@@ -31,14 +33,18 @@ class Head:
     ) -> mx.array:
         """Runs the stage, its head on N positions, numbered along all rows. Returns the logits
         (1, N, vocabulary)."""
-        self._shape, self._chosen = tokens.shape, chosen
+        self._shape = tokens.shape
+        self._chosen = chosen
         try:
             return self._stage(tokens, caches, received)[0]
         finally:
             self._chosen = None
 
     def _choose(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        output = self._outer(call, args, kwargs) if self._outer else call(*args, **kwargs)
+        if self._outer:
+            output = self._outer(call, args, kwargs)
+        else:
+            output = call(*args, **kwargs)
         if self._chosen is None:
             return output
         if tuple(output.shape[:-1]) != tuple(self._shape):

@@ -69,7 +69,8 @@ def _parsed(path: Path) -> Iterator[Line]:
 
 def _keys(first: dict[str, Any], config: FineTuneConfig) -> tuple[str, ...] | None:
     """The keys that all lines must have, as mlx_lm decides it from the first one."""
-    prompt, completion = config.prompt_feature, config.completion_feature
+    prompt = config.prompt_feature
+    completion = config.completion_feature
     if prompt in first and completion in first:
         return prompt, completion
     for key in (config.chat_feature, config.text_feature):
@@ -94,7 +95,7 @@ def _check(keys: tuple[str, ...], item: dict[str, Any], config: FineTuneConfig) 
         if keys == (config.chat_feature,):
             _check_messages(key, item[key])
         elif not isinstance(item[key], str):
-            raise UsageError(f"{key!r} is no text: give a string.")
+            raise UsageError(f"{key!r} is not a text: give a string.")
         elif keys == (config.text_feature,) and not item[key]:
             raise UsageError(f"{key!r} is empty: remove the line.")
 
@@ -102,12 +103,15 @@ def _check(keys: tuple[str, ...], item: dict[str, Any], config: FineTuneConfig) 
 def _check_messages(key: str, messages: Any) -> None:
     """Templates pass over what they do not find, and nobody would see that it is not learned."""
     if not isinstance(messages, list) or not messages:
-        raise UsageError(f"{key!r} is no list of messages.")
+        raise UsageError(f"{key!r} is not a list of messages.")
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise UsageError(f"message {number} is no object with role and content.")
+            raise UsageError(f"message {number} is not an object with role and content.")
         content = message.get("content")
-        parts = content if isinstance(content, list) else [{"text": content}]
+        if isinstance(content, list):
+            parts = content
+        else:
+            parts = [{"text": content}]
         texts = (part.get("text") for part in parts if isinstance(part, dict))
         is_text = any(isinstance(text, str) for text in texts)
         if not is_text and message["role"] != "tool" and not message.get("tool_calls"):

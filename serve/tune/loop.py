@@ -14,7 +14,7 @@ from serve.tune.backward import Arrays, Pass, TrainedStage
 from serve.tune.config import FineTuneConfig
 from serve.tune.data import MicroBatch
 from serve.tune.forecast import OpRecord
-from serve.tune.model import Draw
+from serve.tune.model import DropoutKeys
 from serve.tune.optimizer import make_optimizer, parts_of, states_of
 from serve.tune.precision import HALF, LossScale, master_weights
 from serve.tune.schedule import Op, Schedule, Shape, check, make_schedule
@@ -26,10 +26,10 @@ _MASTER = "master"  # beside the names that optimizers give their arrays
 
 
 @dataclass(slots=True)
-class Ran:
-    """What one rank knows after a schedule. loss is the sum of all micro-batches, on the
-    rank of the last stage. Loss and gradients, which are float32, are those of the loss without
-    its scale."""
+class ScheduleRun:
+    """The result of a schedule on one rank. loss is the sum of all micro-batches, on the rank of
+    the last stage. Loss and gradients, which are float32, are those of the loss without its scale.
+    """
 
     loss_scale: float = 1.0
     loss: float = 0.0
@@ -48,8 +48,10 @@ class Ran:
 class Pipeline:
     """This rank's stages, by their number in the pipeline."""
 
-    def __init__(self, stages: dict[int, TrainedStage], links: Links, draw: Draw) -> None:
-        self.stages, self.links, self._draw = stages, links, draw
+    def __init__(self, stages: dict[int, TrainedStage], links: Links, draw: DropoutKeys) -> None:
+        self.stages = stages
+        self.links = links
+        self._draw = draw
         self._passes: dict[tuple[int, int], Pass] = {}
 
     def run(
@@ -58,13 +60,15 @@ class Pipeline:
         batches: Sequence[MicroBatch],
         scale: float,
         loss_scale: float = 1.0,
-    ) -> Ran:
+    ) -> ScheduleRun:
         """Receives, computes and sends as the schedule says. Each loss is multiplied by
         scale, and so are the gradients. On its way back it is multiplied by loss_scale too."""
-        ran, began = Ran(loss_scale), time.perf_counter()
+        ran = ScheduleRun(loss_scale)
+        began = time.perf_counter()
         for op in schedule.of_rank(self.links.rank):
             arrays = self._receive(op, schedule.shape)
-            before, start = mx.get_active_memory(), time.perf_counter()
+            before = mx.get_active_memory()
+            start = time.perf_counter()
             mx.reset_peak_memory()
             if op.kind == "F":
                 batch = batches[op.micro_batch]
@@ -82,7 +86,13 @@ class Pipeline:
         return ran
 
     def _forward(
-        self, op: Op, shape: Shape, batch: MicroBatch, given: list[mx.array], scale: float, ran: Ran
+        self,
+        op: Op,
+        shape: Shape,
+        batch: MicroBatch,
+        given: list[mx.array],
+        scale: float,
+        ran: ScheduleRun,
     ) -> list[mx.array] | None:
         stage = self.stages[op.stage]
         self._draw.micro_batch = op.micro_batch
@@ -108,7 +118,7 @@ class Pipeline:
         mx.eval(made.dx, made.gradients if again else ())
         return made.dx or None
 
-    def _add_gradients(self, op: Op, ran: Ran) -> None:
+    def _add_gradients(self, op: Op, ran: ScheduleRun) -> None:
         made = self._passes.pop((op.micro_batch, op.stage))
         for name, gradient in made.gradients.items():
             # The sum of many micro-batches in bfloat16 would lose the small ones.
@@ -116,7 +126,10 @@ class Pipeline:
             if ran.loss_scale != 1:
                 wide = wide * (1 / ran.loss_scale)
             before = ran.gradients.get(name)
-            ran.gradients[name] = wide if before is None else before + wide
+            if before is None:
+                ran.gradients[name] = wide
+            else:
+                ran.gradients[name] = before + wide
         made.gradients.clear()
         del made
         # At each micro-batch, so that its activations go.
@@ -124,10 +137,14 @@ class Pipeline:
 
     def _receive(self, op: Op, shape: Shape) -> list[mx.array]:
         starts = {"F": op.stage == 0, "B": op.stage == shape.num_stages - 1, "W": True}
-        return [] if starts[op.kind] else self.links.receive(_tag(op))[1]
+        if starts[op.kind]:
+            return []
+        message = self.links.receive(_tag(op))
+        return message[1]
 
     def _send(self, op: Op, shape: Shape, arrays: list[mx.array]) -> None:
-        to = op._replace(stage=op.stage + (1 if op.kind == "F" else -1))
+        stage = op.stage + (1 if op.kind == "F" else -1)
+        to = op._replace(stage=stage)
         self.links.send(shape.rank(to.stage), _tag(to), None, arrays)
 
 
@@ -160,18 +177,27 @@ class Trainer:
     """Makes the same updates on all ranks, each of its own parameters."""
 
     def __init__(
-        self, config: FineTuneConfig, stages: dict[int, TrainedStage], links: Links, draw: Draw
+        self,
+        config: FineTuneConfig,
+        stages: dict[int, TrainedStage],
+        links: Links,
+        draw: DropoutKeys,
     ) -> None:
-        self.config, self.stages, self.links, self._draw = config, stages, links, draw
+        self.config = config
+        self.stages = stages
+        self.links = links
+        self._draw = draw
         self.pipeline = Pipeline(stages, links, draw)
-        named: list[Any] = exchange(links, [[n, stage.names] for n, stage in stages.items()])
+        own_names = [[n, stage.names] for n, stage in stages.items()]
+        named: list[Any] = exchange(links, own_names)
         holders: dict[str, list[int]] = {}
         for number, names in (pair for rank in named for pair in rank):
             for name in names:
                 holders.setdefault(name, []).append(number)
         if not holders:
             raise UsageError("Nothing is trained: see num_layers, and keys of lora_parameters.")
-        self.shape = Shape(links.num_ranks, 1, len(stages), min(map(min, holders.values())))
+        first_trained = min(map(min, holders.values()))
+        self.shape = Shape(links.num_ranks, 1, len(stages), first_trained)
         ranks = {name: {self.shape.rank(n) for n in held} for name, held in holders.items()}
         self.shared = {name for name, on in ranks.items() if len(on) > 1}
         self.owned = {n for n, held in holders.items() if self.shape.rank(min(held)) == links.rank}
@@ -192,13 +218,13 @@ class Trainer:
 
     @property
     def gradient_bytes(self) -> int:
-        """Of the sums of all micro-batches, which are float32."""
+        """The size of the sums of all micro-batches' gradients, which are float32."""
         return sum(array.size * mx.float32.size for array in self.parameters().values())
 
     @property
     def updated_bytes(self) -> int:
-        """What an update makes anew while it still holds what was there before: the weights in
-        the model's type, and of master weights one part at a time."""
+        """The bytes that an update allocates while it still holds the old arrays: the weights in
+        the model's type, and one part at a time of the master weights."""
         masters = sum(array.nbytes for array in self.masters.values())
         weights = sum(array.nbytes for array in self.parameters().values())
         return weights + masters // _UPDATE_PARTS
@@ -260,24 +286,28 @@ class Trainer:
         ran.gradients.clear()
         if mx.get_cache_memory() > self.config.clear_cache_bytes:
             mx.clear_cache()
+        num_tokens = sum(batch.num_tokens for batch in batches)
+        seconds = max(each["seconds"] for each in notes)
+        busy_seconds = [each["busy"] for each in notes]
+        peak_bytes = [each["peak"] for each in notes]
         return Update(
             loss=loss,
             gradient_norm=norm,
             num_labels=num_labels,
-            num_tokens=sum(batch.num_tokens for batch in batches),
+            num_tokens=num_tokens,
             is_skipped=not is_finite,
-            seconds=max(each["seconds"] for each in notes),
-            busy_seconds=[each["busy"] for each in notes],
-            peak_bytes=[each["peak"] for each in notes],
+            seconds=seconds,
+            busy_seconds=busy_seconds,
+            peak_bytes=peak_bytes,
             records=ran.records,
         )
 
     def _gradients(
         self, batches: Sequence[MicroBatch], num_labels: int, schedule: Schedule
-    ) -> tuple[Ran, list[dict[str, Any]], float, float]:
-        """What this rank has computed, what each rank says of it, and the loss and the norm of
-        the gradients of all ranks. Gradients that overflow in float16 are computed again with a
-        lower scale of the loss: the batch is not lost. If no scale helps, it is left as it was."""
+    ) -> tuple[ScheduleRun, list[dict[str, Any]], float, float]:
+        """Returns this rank's result, the notes of all ranks, the loss, and the norm of the
+        gradients of all ranks. Gradients that overflow in float16 are computed again with a lower
+        scale of the loss: the batch is not lost. If no scale helps, it is left as it was."""
         before = self.loss_scale.value
         while True:
             ran = self.pipeline.run(schedule, batches, 1 / num_labels, self.loss_scale.value)
@@ -293,22 +323,25 @@ class Trainer:
                 return ran, notes, loss, norm
             ran.gradients.clear()
 
-    def _note(self, ran: Ran) -> dict[str, Any]:
+    def _note(self, ran: ScheduleRun) -> dict[str, Any]:
+        peak = max(self._update_peak, *(record.peak for record in ran.records))
         return {
             "loss": ran.loss,
             "squares": self._squares(ran.gradients),
             "busy": ran.busy_seconds,
             "seconds": ran.seconds,
-            "peak": max(self._update_peak, *(record.peak for record in ran.records)),
+            "peak": peak,
         }
 
     def loss_of(self, batches: Sequence[MicroBatch]) -> float:
         """The mean loss of what is learned, forward only, through the same pipeline."""
         self._set_training(False)
-        total, size = 0.0, _FORWARD_ROUND * self.shape.num_ranks
+        total = 0.0
+        size = _FORWARD_ROUND * self.shape.num_ranks
         for at in range(0, len(batches), size):
             part = batches[at : at + size]
-            ran = self.pipeline.run(self.schedule(len(part), "forward"), part, 1.0)
+            schedule = self.schedule(len(part), "forward")
+            ran = self.pipeline.run(schedule, part, 1.0)
             # After each round all wait for all: else the first rank would run ahead.
             total += sum(exchange(self.links, ran.loss))
         self._set_training(True)
@@ -317,8 +350,12 @@ class Trainer:
     def _shared_dtypes(self) -> set[mx.Dtype]:
         """The types of all weights on all ranks."""
         stages = self.stages.values()
-        mine = {array.dtype for stage in stages for array in stage.stage.weights().values()}
-        named: list[list[str]] = exchange(self.links, [str(dtype) for dtype in mine])
+        mine = set()
+        for stage in stages:
+            for array in stage.stage.weights().values():
+                mine.add(array.dtype)
+        own_names = [str(dtype) for dtype in mine]
+        named: list[list[str]] = exchange(self.links, own_names)
         known = {str(dtype): dtype for dtype in (*HALF, mx.float32)}
         return {known[name] for names in named for name in names if name in known}
 
@@ -352,7 +389,8 @@ class Trainer:
         before = self.parameters()
         made = self.optimizer.apply_gradients(gradients, before | self.masters)
         parameters: Arrays = {}
-        states, names = states_of(self.optimizer), list(made)
+        states = states_of(self.optimizer)
+        names = list(made)
         size = len(names) // _UPDATE_PARTS + 1
         for part in (names[at : at + size] for at in range(0, len(names), size)):
             # In parts, each of which frees what it replaces before the next one takes memory.

@@ -27,10 +27,10 @@ from serve.tune.run_folder import ADAPTERS, CONFIG
 
 
 @dataclass(slots=True)
-class Draw:
-    """Of which update and micro-batch a dropout mask is. The masks follow from this and the
-    module's name alone: they are the same on any number of ranks, when layers are computed
-    again in the backward, and after a resume."""
+class DropoutKeys:
+    """The random keys of dropout masks, for one update and micro-batch. A mask follows from these
+    numbers and the module's name alone: it is the same on any number of ranks, when layers are
+    computed again in the backward, and after a resume."""
 
     seed: int
     update: int = 0
@@ -43,19 +43,22 @@ class Draw:
 
 
 class KeyedDropout(nn.Module):
-    def __init__(self, name: str, keep: float, draw: Draw) -> None:
+    def __init__(self, name: str, keep: float, draw: DropoutKeys) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._name, self._keep, self._draw = name, keep, draw
+        self._name = name
+        self._keep = keep
+        self._draw = draw
 
     def __call__(self, x: mx.array) -> mx.array:
         # Not `training`: cutting a stage takes what has no weights out of reach of train().
         if not self._draw.is_on:
             return x
-        mask = mx.random.bernoulli(self._keep, x.shape, key=self._draw.key(self._name))
+        key = self._draw.key(self._name)
+        mask = mx.random.bernoulli(self._keep, x.shape, key=key)
         return (mask * x) * (1 / self._keep)
 
 
-def make_trainable(config: FineTuneConfig, draw: Draw, model: nn.Module) -> None:
+def make_trainable(config: FineTuneConfig, draw: DropoutKeys, model: nn.Module) -> None:
     """Makes a whole lazy model what is tuned of it. It is not cut yet, so each rank draws
     the same first adapter for a layer, which is also that of mlx_lm.lora."""
     num_layers = config.num_trained_layers(len(model.layers))
@@ -95,7 +98,7 @@ def _check_keys(keys: Sequence[str], model: nn.Module) -> None:
     for key in keys:
         if key not in known | around:
             near = ", ".join(difflib.get_close_matches(str(key), sorted(known), 3, 0))
-            raise UsageError(f"lora_parameters: keys: {key} is no module: there are {near}, ….")
+            raise UsageError(f"lora_parameters: keys: {key} is not a module: there are {near}, ….")
 
 
 def load_adapter(weights: Arrays, name: str, model: nn.Module) -> None:
@@ -114,7 +117,8 @@ def load_adapter(weights: Arrays, name: str, model: nn.Module) -> None:
 
 
 def of_adapter(config: FineTuneConfig) -> FineTuneConfig:
-    """With the settings that an adapter to be tested was made with. Raises UsageError."""
+    """Returns the config with the settings that the adapter to be tested was trained with. Raises
+    UsageError."""
     path = (config.resume_adapter_file or config.adapter_path / ADAPTERS).with_name(CONFIG)
     try:
         written = {"fine_tune_type": "lora", **json.loads(path.read_text())}
@@ -128,7 +132,7 @@ def of_adapter(config: FineTuneConfig) -> FineTuneConfig:
         raise UsageError(f"{path} does not say what is tested ({reason}): {mend}.") from error
 
 
-def prepare(config: FineTuneConfig, draw: Draw, model: nn.Module) -> None:
+def prepare(config: FineTuneConfig, draw: DropoutKeys, model: nn.Module) -> None:
     """Without training, what --adapter-path has is tested. Raises UsageError if an adapter
     does not fit the model."""
     make_trainable(config, draw, model)
@@ -142,7 +146,8 @@ def prepare(config: FineTuneConfig, draw: Draw, model: nn.Module) -> None:
 
 
 def adapter_config(config: FineTuneConfig, num_layers: int) -> dict[str, Any]:
-    """What mlx_lm reads beside the weights, and how they came to be."""
+    """Returns the config file of an adapter: what mlx_lm reads beside the weights, and the
+    settings of the run."""
     settings = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(config).items()}
     return settings | {
         "num_layers": config.num_trained_layers(num_layers),

@@ -36,7 +36,8 @@ def make_optimizer(config: FineTuneConfig) -> Any:
     """Raises UsageError. With muon, a learning_rate for adamw makes it the two together."""
     options = config.optimizer_config or {}
     try:
-        own, adamw = dict(options.get(config.optimizer) or {}), dict(options.get("adamw") or {})
+        own = dict(options.get(config.optimizer) or {})
+        adamw = dict(options.get("adamw") or {})
         optimizer = _OPTIMIZERS[config.optimizer](learning_rate=_rate(config), **own)
         if config.optimizer == "muon" and "learning_rate" in adamw:
             rate = _rate(config, adamw.pop("learning_rate"))
@@ -52,7 +53,9 @@ def make_optimizer(config: FineTuneConfig) -> Any:
 def _rate(config: FineTuneConfig, highest: float | None = None) -> Any:
     """The learning rate or its schedule; with another highest rate all of it in proportion."""
     if not config.lr_schedule:
-        return config.learning_rate if highest is None else highest
+        if highest is None:
+            return config.learning_rate
+        return highest
     schedule: Callable[[mx.array], mx.array] = build_schedule(config.lr_schedule)
     schedule(mx.array(0))
     if highest is None:

@@ -19,7 +19,7 @@ from serve.model.stage import Stage
 from serve.tune.data import Example, MicroBatch, Split, pad
 
 _PLAIN_CACHES = (KVCache, RotatingKVCache)
-_FEWEST_TOKENS_BEFORE = 8
+_MIN_TOKENS_BEFORE = 8
 
 
 # --- rows
@@ -61,8 +61,8 @@ def join(examples: Sequence[Example]) -> Example:
 
 
 class Packed:
-    """What a model gets in the place of each of its caches, and asks for the mask. segments
-    (B, L) are the numbers of the examples."""
+    """A stand-in for a model's cache that holds nothing and gives the mask of a packed row.
+    segments (B, L) are the numbers of the examples."""
 
     offset = 0
 
@@ -114,9 +114,12 @@ def check_exact(
     by_length = sorted(split.examples, key=lambda example: len(example.tokens))
     # Long, and with as much again before it: there both show most.
     short = [each for each in by_length if len(each.tokens) <= length // 2]
-    example = short[-1] if short else by_length[0]
+    if short:
+        example = short[-1]
+    else:
+        example = by_length[0]
     example = replace(example, labels=((0, len(example.tokens)),))
-    num_before = max(_FEWEST_TOKENS_BEFORE, length - len(example.tokens))
+    num_before = max(_MIN_TOKENS_BEFORE, length - len(example.tokens))
     highest = max(max(each.tokens) for each in split.examples)
     random = np.random.default_rng(0)
     rows = [example]

@@ -31,7 +31,9 @@ def draw_curves(path: Path, metrics: Sequence[dict[str, Any]]) -> None:
         loss.plot(*points, marker="o", label="validation")
     loss.legend()
     norm.plot(x, [each["gradient_norm"] for each in reports])
-    constant = f"loss, at learning rate {rates[0]:.3g}" if is_constant and rates else "loss"
+    constant = "loss"
+    if is_constant and rates:
+        constant = f"loss, at learning rate {rates[0]:.3g}"
     titles = {loss: constant, norm: "norm of the gradient"}
     for axes in rest:
         axes.plot(x, rates)

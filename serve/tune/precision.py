@@ -40,7 +40,9 @@ class LossScale:
     @classmethod
     def of_model(cls, *, is_float16: bool) -> "LossScale":
         """Only float16 needs a scale: bfloat16 has the exponents of float32."""
-        return cls(_START_SCALE, 0, MAX_SCALE) if is_float16 else cls()
+        if is_float16:
+            return cls(_START_SCALE, 0, MAX_SCALE)
+        return cls()
 
     def lower(self) -> bool:
         """Whether there was a lower value to try."""

@@ -11,12 +11,14 @@ from serve.tune.config import FineTuneConfig
 from serve.tune.events import Written
 from serve.tune.forecast import Span
 
-CURVES, SCHEDULE = "curves.svg", "schedule.svg"
+CURVES = "curves.svg"
+SCHEDULE = "schedule.svg"
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the metrics do not say. data tells the size of each split, and its digest."""
+    """Facts of a run that its metrics do not have. data tells the size of each split, and its
+    digest."""
 
     command: str
     model_digest: str
@@ -26,7 +28,8 @@ class Facts:
 
 def write(config: FineTuneConfig, facts: Facts, ran: Sequence[Span]) -> Written:
     """The charts need matplotlib, which is an extra."""
-    folder, metrics = config.adapter_path, checkpoint.read_metrics(config.adapter_path)
+    folder = config.adapter_path
+    metrics = checkpoint.read_metrics(config.adapter_path)
     checkpoint.write_text(folder / run_folder.CARD, card(config, facts, metrics))
     if importlib.util.find_spec("matplotlib") is None:
         return Written([folder / run_folder.CARD], "charts: pip install matplotlib")
@@ -36,7 +39,9 @@ def write(config: FineTuneConfig, facts: Facts, ran: Sequence[Span]) -> Written:
         draw_curves(folder / CURVES, metrics)
         if ran:
             draw_schedule(folder / SCHEDULE, f"{config.schedule}, the last update", ran)
-    names = (run_folder.CARD, CURVES, SCHEDULE) if ran else (run_folder.CARD, CURVES)
+    names = [run_folder.CARD, CURVES]
+    if ran:
+        names.append(SCHEDULE)
     return Written([folder / name for name in names], None)
 
 
@@ -50,7 +55,10 @@ def card(config: FineTuneConfig, facts: Facts, metrics: Sequence[dict[str, Any]]
         *_losses(metrics),
     ]
     table = "\n".join(f"| {what} | {value} |" for what, value in rows)
-    kind = "All weights" if config.fine_tune_type == "full" else config.fine_tune_type
+    if config.fine_tune_type == "full":
+        kind = "All weights"
+    else:
+        kind = config.fine_tune_type
     return f"""---
 base_model: {config.model}
 library_name: mlx

@@ -35,7 +35,7 @@ from serve.tune.events import (
 from serve.tune.forecast import Forecast, Probe, Span, forecast, spans, utilisation
 from serve.tune.history import History
 from serve.tune.loop import Trainer, Update
-from serve.tune.model import Draw, adapter_config, of_adapter, prepare, split_layers
+from serve.tune.model import DropoutKeys, adapter_config, of_adapter, prepare, split_layers
 from serve.tune.optimizer import num_steps
 from serve.tune.precision import HALF
 from serve.tune.schedule import Schedule, Shape
@@ -66,12 +66,22 @@ def join(cluster: Cluster, stall_seconds: float) -> Links:
 
 class Run:
     def __init__(self, config: FineTuneConfig, links: Links, show: Show, command: str) -> None:
-        self.config = config if config.trains else of_adapter(config)
-        self.links, self._command = links, command
+        if config.trains:
+            self.config = config
+        else:
+            self.config = of_adapter(config)
+        self.links = links
+        self._command = command
         self._is_first = links.rank == 0
-        self._show = show if self._is_first else lambda _: None
+        if self._is_first:
+            self._show = show
+        else:
+            self._show = lambda _: None
         self.model = self._open_model()
-        self.folder = self.model.folder if isinstance(self.model, PartialModel) else self.model
+        if isinstance(self.model, PartialModel):
+            self.folder = self.model.folder
+        else:
+            self.folder = self.model
         self.model_checkpoint = read_checkpoint(self.folder)
         self._read_data()
         self._agree()
@@ -81,7 +91,8 @@ class Run:
         self._has_learned_since = False
 
     def run(self) -> Path:
-        config, done = self.config, 0
+        config = self.config
+        done = 0
         ran: list[Span] = []
         if config.trains:
             self._check_packing()
@@ -95,7 +106,10 @@ class Run:
         iteration, folder = self._best(done)
         if config.test:
             if folder != config.adapter_path:
-                best = load_arrays(folder / run_folder.ADAPTERS) if self._is_first else {}
+                if self._is_first:
+                    best = load_arrays(folder / run_folder.ADAPTERS)
+                else:
+                    best = {}
                 self.trainer.set_parameters(share(self.links, best))
             self._validate(iteration, "test", self._validation("test", config.test_batches))
         if config.trains and self._is_first:
@@ -114,13 +128,17 @@ class Run:
         config = self.config
         if not config.hub_id:
             return config.model
-        pinned = pin(config.hub_id, config.revision, config.cache_dir) if self._is_first else None
+        if self._is_first:
+            pinned = pin(config.hub_id, config.revision, config.cache_dir)
+        else:
+            pinned = None
         commit, _ = broadcast(self.links, (pinned and pinned.snapshot.commit, []))
         return pinned or open_partial(config.hub_id, commit, config.cache_dir)
 
     def _read_data(self) -> None:
         """Every rank reads the examples: all need their shapes and the number of labels."""
-        config, folder = self.config, self.config.data
+        config = self.config
+        folder = self.config.data
         tokenizer = data.read_tokenizer(self.folder)
         wanted = {"train": config.trains, "test": config.test}
         wanted["valid"] = config.trains and (folder / "valid.jsonl").exists()
@@ -147,14 +165,16 @@ class Run:
         everyone = exchange(self.links, mine)
         names = sorted({name for facts in everyone for name in facts})
         rows = {name: {r: each.get(name, "") for r, each in enumerate(everyone)} for name in names}
-        if different := {name: row for name, row in rows.items() if len(set(row.values())) > 1}:
+        different = {name: row for name, row in rows.items() if len(set(row.values())) > 1}
+        if different:
             raise DisagreementError(different)
 
     def _load(self) -> None:
-        config, links = self.config, self.links
+        config = self.config
+        links = self.links
         shape = Shape(links.num_ranks, 1, config.num_chunks())
         self.layers = split_layers(config, self.folder, shape.num_stages)
-        draw = Draw(config.seed)
+        draw = DropoutKeys(config.seed)
         tuned = functools.partial(prepare, config, draw)
         stages = {}
         for number in shape.stages(links.rank):
@@ -166,7 +186,8 @@ class Run:
         """Raises PlanError if the loss would be another one than without."""
         if not self.config.packing:
             return
-        name, stages = self.model_checkpoint.model_type, self.trainer.stages.values()
+        name = self.model_checkpoint.model_type
+        stages = self.trainer.stages.values()
         for stage in stages:
             packing.check_stage(stage.stage, name)
         is_half = bool(self.trainer.dtypes & set(HALF))
@@ -187,12 +208,14 @@ class Run:
                 checkpoint.begin(config.adapter_path, self._adapter_config)
             return 0
         note: Any = None
-        adapter, optimizer = {}, {}
+        adapter = {}
+        optimizer = {}
         if self._is_first:
             last = self._take_up()
             parts = last.settings.get("micro_batches", self.num_parts)
             note = last.iteration, last.step, last.losses, parts, last.loss_scale
-            adapter, optimizer = last.adapter, last.optimizer
+            adapter = last.adapter
+            optimizer = last.optimizer
         (iteration, step, losses, self.num_parts, scale), _ = broadcast(self.links, (note, []))
         self.trainer.restore(share(self.links, adapter), share(self.links, optimizer), step)
         loss_scale = self.trainer.loss_scale
@@ -203,7 +226,9 @@ class Run:
 
     def _take_up(self) -> checkpoint.Checkpoint:
         """The last checkpoint, with what should follow from it in the folder."""
-        config, folder, settings = self.config, self.config.adapter_path, self._settings()
+        config = self.config
+        folder = self.config.adapter_path
+        settings = self._settings()
         if not config.micro_batches:
             del settings["micro_batches"]  # Those of before, on any number of ranks.
         last = checkpoint.load_last(folder, settings)
@@ -215,7 +240,7 @@ class Run:
         return last
 
     def _settings(self) -> dict[str, Any]:
-        """What must be the same for a run to be the same when it is resumed."""
+        """Returns the settings that must not change when a run is resumed."""
         facts = {"model": self.model_checkpoint.digest, "data": self.splits["train"].digest}
         return self.config.decides_numbers() | facts | {"micro_batches": self.num_parts}
 
@@ -223,7 +248,8 @@ class Run:
 
     def _train(self, start: int) -> tuple[int, list[Span]]:
         """Returns the batches done, and when each op of the last update ran."""
-        config, trainer = self.config, self.trainer
+        config = self.config
+        trainer = self.trainer
         accumulated = config.grad_accumulation_steps
         schedule = trainer.schedule(accumulated * self.num_parts)
         before = self._probe(schedule)
@@ -233,7 +259,9 @@ class Run:
         if not start:
             self._validate(0, "valid", chosen)
         window = Window(self.links.num_ranks, is_float16=mx.float16 in trainer.dtypes)
-        done, is_last, owes_save = start, False, False
+        done = start
+        is_last = False
+        owes_save = False
         while not is_last:
             began = time.perf_counter()
             update = trainer.update(done // accumulated, self._batches(done), schedule)
@@ -264,7 +292,8 @@ class Run:
 
     def _tell_start(self, schedule: Schedule, before: Forecast, start: int) -> None:
         split = self.splits["train"]
-        parameters, owned = self.trainer.parameters(), self.trainer.owned
+        parameters = self.trainer.parameters()
+        owned = self.trainer.owned
         num_trained = sum(exchange(self.links, sum(parameters[name].size for name in owned)))
         examples = split.size, split.num_cut, split.num_dropped
         facts = schedule, self.layers, num_trained, before, *examples
@@ -281,14 +310,16 @@ class Run:
 
     def _best(self, done: int) -> tuple[int, Path]:
         """Batches and folder of the weights with the lowest validation loss, or else the last."""
-        folder, best = self.config.adapter_path, self.history.best
+        folder = self.config.adapter_path
+        best = self.history.best
         if best and 0 < best[0] < done:
             return best[0], folder / run_folder.BEST
         return done, folder
 
     def _batches(self, first: int) -> list[data.MicroBatch]:
         """The micro-batches of all batches of an update, of which this is the first."""
-        config, split = self.config, self.splits["train"]
+        config = self.config
+        split = self.splits["train"]
         numbers = range(first, first + config.grad_accumulation_steps)
         batches = (data.batch_at(split, n, config.batch_size, config.seed) for n in numbers)
         num_rows = config.batch_size // self.num_parts
@@ -298,8 +329,11 @@ class Run:
         """Runs the largest micro-batches and forgets the gradients, to tell what a step will
         take. Twice, because the first time everything is cold."""
         batch = data.largest(self.splits["train"], self.config.batch_size // self.num_parts)
-        trainer, ranks = self.trainer, self.links.num_ranks
-        kind = "interleaved" if schedule.shape.num_chunks > 1 else "naive"
+        trainer = self.trainer
+        ranks = self.links.num_ranks
+        kind = "naive"
+        if schedule.shape.num_chunks > 1:
+            kind = "interleaved"
         small = trainer.schedule(ranks, kind)
         for _ in range(2):
             ran = trainer.pipeline.run(small, [batch] * ranks, 1.0)
@@ -314,8 +348,12 @@ class Run:
     def _validation(self, name: str, num_batches: int) -> list[data.MicroBatch]:
         if name not in self.splits or not num_batches:
             return []
-        split, num_rows = self.splits[name], self.config.batch_size
-        most = None if num_batches == -1 else num_batches * num_rows
+        split = self.splits[name]
+        num_rows = self.config.batch_size
+        if num_batches == -1:
+            most = None
+        else:
+            most = num_batches * num_rows
         chosen = data.some_examples(split, most, self.config.seed)
         return data.micro_batches(split, chosen, num_rows // self.num_parts)
 
@@ -362,7 +400,7 @@ class Run:
 
     @property
     def _kept(self) -> str:
-        """Which weights are on disk."""
+        """A sentence that says which weights are on disk."""
         if self._saved is None:
             return "No checkpoint was written."
         kept = f"The last checkpoint and {run_folder.ADAPTERS} are those of batch {self._saved}."
@@ -377,20 +415,24 @@ class Run:
     def _save(self, iteration: int) -> None:
         """Gathers the adapter and the optimizer's state, and writes them on rank 0."""
         self._check_finite(f"after batch {iteration}")
-        trainer, config = self.trainer, self.config
+        trainer = self.trainer
+        config = self.config
         step = num_steps(trainer.optimizer)
-        adapter, state = self._gathered_adapter(), gather(self.links, trainer.owned_state())
+        adapter = self._gathered_adapter()
+        state = gather(self.links, trainer.owned_state())
         if self._is_first:
-            settings, losses = self._settings(), self.history.losses
+            settings = self._settings()
+            losses = self.history.losses
             scale = trainer.loss_scale.value, trainer.loss_scale.num_finite
             whole = checkpoint.Checkpoint(iteration, step, settings, adapter, state, losses, scale)
             self._show(Saved(iteration, checkpoint.save(config.adapter_path, whole)))
             if config.peft:
                 checkpoint.export_peft(config.adapter_path)
-        self._saved, self._has_learned_since = iteration, False
+        self._saved = iteration
+        self._has_learned_since = False
 
     def _gathered_adapter(self) -> Arrays:
-        """What is trained, of all ranks, on rank 0."""
+        """Gathers the trained parameters of all ranks on rank 0."""
         parameters = self.trainer.parameters()
         return gather(self.links, {name: parameters[name] for name in sorted(self.trainer.owned)})
 
@@ -402,9 +444,10 @@ class Run:
         return adapter_config(self.config, self.layers[-1][1])
 
     def _facts(self) -> results.Facts:
+        data = {name: (split.size, split.digest) for name, split in self.splits.items()}
         return results.Facts(
             command=self._command,
             model_digest=self.model_checkpoint.digest,
-            data={name: (split.size, split.digest) for name, split in self.splits.items()},
+            data=data,
             num_ranks=self.links.num_ranks,
         )

@@ -6,15 +6,17 @@ from pathlib import Path
 from serve.core.errors import UsageError
 from serve.lora.files import CONFIG_FILE, MLX_FILE, PEFT_FILE
 
-ADAPTERS, CONFIG = MLX_FILE, CONFIG_FILE
+ADAPTERS = MLX_FILE
+CONFIG = CONFIG_FILE
 CARD = "README.md"
 METRICS = "metrics.jsonl"
-BEST, PEFT = "best", "peft"
+BEST = "best"
+PEFT = "peft"
 CHECKPOINTS = "checkpoints"
 
 
 def folder_of(folder: Path, iteration: int) -> Path:
-    """Where a run's checkpoint after so many batches is."""
+    """Returns the folder of a run's checkpoint after so many batches."""
     return folder / CHECKPOINTS / f"{iteration:07d}"
 
 
@@ -28,14 +30,16 @@ def check_free(folder: Path) -> None:
     its first checkpoint does not count."""
     if whole_checkpoints(folder):
         raise UsageError(
-            f"--adapter-path {folder} holds a run: give another folder, or --resume to go on."
+            f"--adapter-path {folder} holds a run: give another folder, or --resume to continue."
         )
     for name in (ADAPTERS, PEFT_FILE, CARD):
         if (folder / name).exists():
-            raise UsageError(f"--adapter-path {folder} holds {name}, no run: give another folder.")
+            raise UsageError(
+                f"--adapter-path {folder} holds {name} and is not a run: give another folder."
+            )
 
 
 def check_resumable(folder: Path) -> None:
-    """Raises UsageError if there is no checkpoint to go on from."""
+    """Raises UsageError if there is no checkpoint to continue from."""
     if not whole_checkpoints(folder):
         raise UsageError(f"--resume: {folder} has no checkpoint: start without it.")

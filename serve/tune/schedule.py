@@ -133,13 +133,17 @@ def _zero_bubble(shape: Shape, position: int) -> Iterator[Op]:
 def _interleaved(shape: Shape, position: int) -> Iterator[Op]:
     """Megatron's interleaved 1F1B (arXiv:2104.04473, section 2.2): P micro-batches go
     through a stage of the rank, then the same ones through its next."""
-    ranks, chunks = shape.num_ranks, shape.num_chunks
+    ranks = shape.num_ranks
+    chunks = shape.num_chunks
     total = shape.num_micro_batches * chunks
     warm = min((ranks - position - 1) * 2 + (chunks - 1) * ranks, total)
 
     def unit(k: int, backward: bool) -> tuple[int, int]:
         chunk = k % (ranks * chunks) // ranks
-        chunk = chunks - 1 - chunk if backward else chunk
+        if backward:
+            chunk = chunks - 1 - chunk
+        else:
+            chunk = chunk
         micro_batch = k // (ranks * chunks) * ranks + k % ranks
         return micro_batch, chunk * ranks + position
 
@@ -172,8 +176,9 @@ SCHEDULES = tuple(kind for kind in _ORDERS if kind != "forward")
 
 
 def most_in_flight(kind: str, shape: Shape, position: int) -> int:
-    """What a schedule promises of Schedule.in_flight, if all stages are trained."""
-    ranks, count = shape.num_ranks, shape.num_micro_batches
+    """Returns the promised limit of Schedule.in_flight, if all stages are trained."""
+    ranks = shape.num_ranks
+    count = shape.num_micro_batches
     most = {
         "naive": 1,
         "gpipe": count,
@@ -195,7 +200,8 @@ def check(schedule: Schedule) -> None:
     for position, ops in enumerate(schedule.ops):
         missing = Counter(_all_ops(schedule, position))
         missing.subtract(ops)
-        if wrong := [op for op, count in missing.items() if count]:
+        wrong = [op for op, count in missing.items() if count]
+        if wrong:
             raise PlanError(f"{schedule.kind}: position {position} does not do {wrong[0]} once.")
         promised = most_in_flight(schedule.kind, shape, position)
         if schedule.in_flight[position] > promised:
@@ -213,10 +219,15 @@ def _all_ops(schedule: Schedule, position: int) -> Iterator[Op]:
 def needs(op: Op, shape: Shape) -> list[Op]:
     """The ops that must be done before this one, on whatever rank."""
     if op.kind == "F":
-        return [op._replace(stage=op.stage - 1)] if op.stage else []
+        if op.stage:
+            return [op._replace(stage=op.stage - 1)]
+        return []
     if op.kind == "W":
         return [op._replace(kind="B")]
-    after = [op._replace(stage=op.stage + 1)] if op.stage + 1 < shape.num_stages else []
+    if op.stage + 1 < shape.num_stages:
+        after = [op._replace(stage=op.stage + 1)]
+    else:
+        after = []
     return [op._replace(kind="F"), *after]
 
 
@@ -244,7 +255,9 @@ class Timeline:
     def utilisation(self) -> float:
         """The share of the ranks' time in which they work; the rest is the bubble."""
         work = sum(end - start for spans in self.spans for _, start, end in spans)
-        return work / (len(self.spans) * self.makespan) if work else 1.0
+        if work:
+            return work / (len(self.spans) * self.makespan)
+        return 1.0
 
 
 def simulate(schedule: Schedule, costs: Sequence[OpCost], hop: float = 0.0) -> Timeline:

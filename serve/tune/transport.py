@@ -26,7 +26,8 @@ Payload = tuple[Any, list[mx.array]]
 """A note, which is JSON, and arrays."""
 Note = TypeVar("Note")
 _FLUSH_SECONDS = 5.0
-_BEAT_SECONDS, _TICK_SECONDS = 5.0, 1.0
+_BEAT_SECONDS = 5.0
+_TICK_SECONDS = 1.0
 _PART_BYTES = 256 << 20  # of a message over the ring: MLX counts elements with 32 bits
 
 
@@ -34,7 +35,8 @@ class Inbox:
     """Messages that have come from so many neighbours, by their tags."""
 
     def __init__(self, num_peers: int = 1, stall_seconds: float = math.inf) -> None:
-        self._num_peers, self._stall_seconds = num_peers, stall_seconds
+        self._num_peers = num_peers
+        self._stall_seconds = stall_seconds
         self._silent_seconds: dict[int, float] = {}
         self._messages: dict[str, deque[Payload]] = defaultdict(deque)
         self._changed = Condition()
@@ -52,7 +54,7 @@ class Inbox:
             self._changed.notify_all()
 
     def hear(self, peer: int) -> None:
-        """That it lives. From the first time on it has to be heard."""
+        """Notes that a neighbour lives. From the first time on it must be heard regularly."""
         with self._changed:
             self._silent_seconds[peer] = 0.0
 
@@ -162,7 +164,8 @@ class LocalLinks:
     """Ranks that are threads of one process."""
 
     def __init__(self, rank: int, inboxes: Sequence[Inbox]) -> None:
-        self.rank, self.num_ranks = rank, len(inboxes)
+        self.rank = rank
+        self.num_ranks = len(inboxes)
         self._inboxes = inboxes
 
     def send(self, to: int, tag: str, note: Any, arrays: Sequence[mx.array]) -> None:
@@ -194,12 +197,15 @@ class RingLinks:
     the end of the process: a group cannot be formed twice in one."""
 
     def __init__(self, ring: Ring, stall_seconds: float) -> None:
-        self.rank, self.num_ranks = ring.rank, len(ring.hosts)
+        self.rank = ring.rank
+        self.num_ranks = len(ring.hosts)
         self._inbox = Inbox(len(_neighbours(self.rank, self.num_ranks)), stall_seconds)
         self._beat_seconds = min(_BEAT_SECONDS, stall_seconds / 4)
         self._group, self._left, self._right = form_ring(ring, mx.new_stream(mx.cpu))
-        left, right = (ring.rank - 1) % self.num_ranks, (ring.rank + 1) % self.num_ranks
-        writers, readers = {left: self._left}, {right: self._right}
+        left = (ring.rank - 1) % self.num_ranks
+        right = (ring.rank + 1) % self.num_ranks
+        writers = {left: self._left}
+        readers = {right: self._right}
         if left != right:
             writers[right], readers[left] = self._right, self._left
         self._outboxes: dict[int, queue.SimpleQueue[tuple[str, Payload] | None]] = {}
@@ -218,7 +224,8 @@ class RingLinks:
         return self._inbox.take(tag)
 
     def close(self) -> None:
-        """What was sent goes out first, if the neighbours still take it."""
+        """Closes the links. Messages that were sent go out first, if the neighbours still take
+        them."""
         for outbox in self._outboxes.values():
             outbox.put(None)
         for sender in self._senders:
@@ -247,9 +254,10 @@ class RingLinks:
             header = TaggedTensors(number, tag, note, tensor_specs(arrays))
             with mx.stream(stream):
                 flat = [(array.reshape(-1), array.itemsize) for array in arrays]
-                parts = [
-                    pack(number, [a[i:j]]) for a, size in flat for i, j in _parts(a.size, size)
-                ]
+                parts = []
+                for a, size in flat:
+                    for i, j in _parts(a.size, size):
+                        parts.append(pack(number, [a[i:j]]))
                 mx.eval(parts[:1])  # Before the doorbell: a receive that waits costs a core.
                 doorbell.sendall(frame(header))
                 while parts:
@@ -257,7 +265,8 @@ class RingLinks:
                     mx.eval(mx.distributed.send(part, peer, group=self._group, stream=stream))
 
     def _next(self, peer: int, doorbell: socket.socket) -> tuple[str, Payload] | None:
-        """What is to be sent. Until there is something the peer hears that this rank lives."""
+        """Waits for the next message to send. Until there is one, the peer hears that this rank
+        lives."""
         while True:
             try:
                 return self._outboxes[peer].get(timeout=self._beat_seconds)
@@ -288,7 +297,8 @@ class RingLinks:
                 parts: list[mx.array] = []
                 for start, end in _parts(math.prod(spec.shape), DTYPES[spec.dtype].size):
                     part = [TensorSpec(spec.dtype, (end - start,))]
-                    size, group = (packed_bytes(part),), self._group
+                    size = (packed_bytes(part),)
+                    group = self._group
                     packed = mx.distributed.recv(size, mx.uint8, peer, group=group, stream=stream)
                     parts += unpack(header.number, part, packed)
                     mx.eval(parts)  # Here: lazy arrays cannot leave the thread they are from.

@@ -17,7 +17,10 @@ def write(model: Path | PartialModel, trained: Path, final: Path) -> Path:
     """Makes the folder final, with the model card beside it. Tensors have mlx-lm's names, which
     are those of the base's files unless mlx-lm stacks or renames them. Raises UsageError,
     ModelError."""
-    base = model.folder if isinstance(model, PartialModel) else model
+    if isinstance(model, PartialModel):
+        base = model.folder
+    else:
+        base = model
     whole = load_changed(model, load_arrays(trained))
     new = final.with_name(f"{final.name}.new")
     with writing(final):

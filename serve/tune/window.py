@@ -37,7 +37,10 @@ class Window:
         self.ops.add(update.records)
         peaks = zip(self.peak_bytes, update.peak_bytes, strict=True)
         self.peak_bytes = [max(pair) for pair in peaks]
-        self._skipped_in_row = self._skipped_in_row + 1 if update.is_skipped else 0
+        if update.is_skipped:
+            self._skipped_in_row = self._skipped_in_row + 1
+        else:
+            self._skipped_in_row = 0
         self._num_applied += not update.is_skipped
         self._has_finite_loss = math.isfinite(update.loss)
 
@@ -48,9 +51,12 @@ class Window:
 
     @property
     def failure(self) -> str:
-        """What was skipped at the end, and why as far as that can be known."""
+        """A sentence that says what was skipped at the end, and why as far as that is known."""
         count = self._skipped_in_row
-        skipped = "The last update was" if count == 1 else f"{count} updates in a row were"
+        if count == 1:
+            skipped = "The last update was"
+        else:
+            skipped = f"{count} updates in a row were"
         what = "gradients" if self._has_finite_loss else "loss"
         if self._num_applied:
             cause = "training has diverged: begin again with a lower --learning-rate, or with "
@@ -66,21 +72,29 @@ class Window:
 
     def report(self, iteration: int, learning_rate: float, accumulated: int) -> Reported:
         """And begins a new window."""
-        updates, seconds = self.updates, self._since_report
+        updates = self.updates
+        seconds = self._since_report
         good = [update for update in updates if not update.is_skipped]
         num_labels = sum(update.num_labels for update in good)
         loss = sum(update.loss * update.num_labels for update in good)
         busy = sum(sum(update.busy_seconds) / update.seconds for update in updates)
+        gradient_norm = updates[-1].gradient_norm
+        tokens_per_second = sum(update.num_tokens for update in updates) / seconds
+        iterations_per_second = len(updates) * accumulated / seconds
+        utilisation = busy / (len(updates) * len(self.peak_bytes))
+        peak_bytes = [max(peaks) for peaks in zip(*(u.peak_bytes for u in updates), strict=True)]
+        num_skipped = len(updates) - len(good)
         reported = Reported(
             iteration=iteration,
             loss=loss / num_labels if num_labels else float("nan"),
             learning_rate=learning_rate,
-            gradient_norm=updates[-1].gradient_norm,
-            tokens_per_second=sum(update.num_tokens for update in updates) / seconds,
-            iterations_per_second=len(updates) * accumulated / seconds,
-            utilisation=busy / (len(updates) * len(self.peak_bytes)),
-            peak_bytes=[max(peaks) for peaks in zip(*(u.peak_bytes for u in updates), strict=True)],
-            num_skipped=len(updates) - len(good),
+            gradient_norm=gradient_norm,
+            tokens_per_second=tokens_per_second,
+            iterations_per_second=iterations_per_second,
+            utilisation=utilisation,
+            peak_bytes=peak_bytes,
+            num_skipped=num_skipped,
         )
-        self.updates, self._since_report = [], 0.0
+        self.updates = []
+        self._since_report = 0.0
         return reported

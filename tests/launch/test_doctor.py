@@ -21,7 +21,7 @@ from launcher.facts import holder, host_facts, interface, model_facts, strays
 from launcher.hop import Echo, measure_hop
 from launcher.hostfile import Host
 from launcher.process import free_ports, local_ranks
-from launcher.remote import Connection, Way, connected
+from launcher.remote import Connection, SshAccess, connected
 from launcher.supervisor import Supervisor
 from serve.core.errors import ClusterError
 from tests.cluster.servers import TINY_CHAT
@@ -275,7 +275,7 @@ def test_a_hop_that_breaks_off_does_not_end_the_other_end() -> None:
 
 def test_a_hop_without_a_way_is_a_failure_with_its_reason(sshd: Sshd) -> None:
     hosts = [Host(0, "127.0.0.2", ()), Host(1, "127.0.0.3", ())]
-    way = Way(tuple(shlex.split(sshd.ssh)))
+    way = SshAccess(tuple(shlex.split(sshd.ssh)))
     with connected(hosts, way, lambda _: None) as (one, other):
         with pytest.raises(ClusterError, match="refused"):
             one.ask("measure", ip="127.0.0.3", port=1)
@@ -321,7 +321,7 @@ sys.exit(cli.main(["doctor", "--json", "--hostfile", {str(hostfile)!r}]))
 
 
 def test_a_connection_that_has_ended_is_asked_again_without_waiting() -> None:
-    connection = Connection(Host(0, "127.0.0.1", ()), Way(python="/bin/true"))
+    connection = Connection(Host(0, "127.0.0.1", ()), SshAccess(python="/bin/true"))
     began = time.monotonic()
     for _ in range(2):
         with pytest.raises(ClusterError):
@@ -334,7 +334,7 @@ def test_a_ring_that_does_not_form_is_given_up(sshd: Sshd, monkeypatch: pytest.M
     hosts = [Host(0, "127.0.0.2", ("127.0.0.2",)), Host(1, "127.0.0.3", ("127.0.0.3",))]
     monkeypatch.setattr(doctor, "RING_CHECK", "tests.launch.sleeper")
     monkeypatch.setattr(doctor, "RING_SECONDS", 0.2)
-    way = Way(tuple(shlex.split(sshd.ssh)))
+    way = SshAccess(tuple(shlex.split(sshd.ssh)))
     with connected(hosts, way, lambda _: None) as connections:
         finding = doctor.examine_ring(connections, way.python, lambda _: None)
     assert finding == Finding("fail", "ring", "no word within 0.2 s", finding.fix)

@@ -63,19 +63,19 @@ def test_an_address_is_taken_once() -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (3, "the file is no list"),
-        ([], "hosts is no list of hosts"),
-        ({}, "hosts is no list of hosts"),
-        ({"hosts": {}}, "hosts is no list of hosts"),
+        (3, "the file is not a list"),
+        ([], "hosts is not a list of hosts"),
+        ({}, "hosts is not a list of hosts"),
+        ({"hosts": {}}, "hosts is not a list of hosts"),
         ({"hosts": [A], "backend": "jaccl"}, "backend is 'jaccl'"),
         ({"hosts": [A], "backends": "ring"}, "the file has 'backends'"),
-        ({"hosts": [A], "envs": "A=1"}, "envs is no list"),
-        ({"hosts": [A], "envs": [1]}, "envs is no list"),
-        ({"hosts": [A], "envs": ["A"]}, "envs: 'A' is no variable"),
-        ({"hosts": [A], "envs": ["1A=2"]}, "envs: '1A=2' is no variable"),
-        ({"hosts": [A], "envs": ["A B=2"]}, "envs: 'A B=2' is no variable"),
+        ({"hosts": [A], "envs": "A=1"}, "envs is not a list"),
+        ({"hosts": [A], "envs": [1]}, "envs is not a list"),
+        ({"hosts": [A], "envs": ["A"]}, "envs: 'A' is not a variable"),
+        ({"hosts": [A], "envs": ["1A=2"]}, "envs: '1A=2' is not a variable"),
+        ({"hosts": [A], "envs": ["A B=2"]}, "envs: 'A B=2' is not a variable"),
         ({"hosts": [A], "envs": ["MLX_RANK=2"]}, "MLX_RANK is set for each rank"),
-        ([A, "b"], "host 1 is no object"),
+        ([A, "b"], "host 1 is not an object"),
         ([{"ips": ["10.0.0.1"]}], "host 0 has ssh None"),
         ([A, {"ssh": "", "ips": ["10.0.0.2"]}], "host 1 has ssh ''"),
         ([{"ssh": "-oProxyCommand=x", "ips": ["10.0.0.2"]}], "host 0 has ssh '-oProxy"),
@@ -88,12 +88,12 @@ def test_an_address_is_taken_once() -> None:
         ([{"ssh": "a", "ips": ["studio"]}], "has 'studio' among its ips"),
         ([{"ssh": "a", "ips": ["10.0.0.1:80"]}], "has '10.0.0.1:80' among its ips"),
         ([{"ssh": "a", "ips": ["10.0.0.256"]}], "has '10.0.0.256' among its ips"),
-        ([{"ssh": "a", "ips": ["fe80::1"]}], "no IPv4 address"),
-        ([{"ssh": "a", "ips": [167772161]}], "no IPv4 address"),
-        ([{"ssh": "a", "ips": [["10.0.0.1"]]}], "no IPv4 address"),
-        ([{"ssh": "a", "ips": ["0.0.0.0"]}], "no address of one host"),
-        ([{"ssh": "a", "ips": ["224.0.0.1"]}], "no address of one host"),
-        ([{"ssh": "a", "ips": ["255.255.255.255"]}], "no address of one host"),
+        ([{"ssh": "a", "ips": ["fe80::1"]}], "not an IPv4 address"),
+        ([{"ssh": "a", "ips": [167772161]}], "not an IPv4 address"),
+        ([{"ssh": "a", "ips": [["10.0.0.1"]]}], "not an IPv4 address"),
+        ([{"ssh": "a", "ips": ["0.0.0.0"]}], "not the address of one host"),
+        ([{"ssh": "a", "ips": ["224.0.0.1"]}], "not the address of one host"),
+        ([{"ssh": "a", "ips": ["255.255.255.255"]}], "not the address of one host"),
         ([{"ssh": "a", "ip": ["10.0.0.1"], "ips": ["10.0.0.1"]}], "host 0 (a) has 'ip'"),
         ([{**A, "rdma": "en5"}], "has rdma 'en5'"),
         ([A, {"ssh": "b", "ips": ["10.0.0.1"]}], "host 1 (b) has 10.0.0.1, which host 0 (a)"),
@@ -114,8 +114,8 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
         read_hostfile(tmp_path / "hosts.json")
     file = tmp_path / "hosts.json"
     file.write_text('[{"ssh": "a",]')
-    with pytest.raises(UsageError, match=r"is no JSON \(.*column 14.*\): write"):
+    with pytest.raises(UsageError, match=r"is not JSON \(.*column 14.*\): write"):
         read_hostfile(file)
     file.write_bytes(b"\xff\xfe")
-    with pytest.raises(UsageError, match="it is no text"):
+    with pytest.raises(UsageError, match="it is not UTF-8 text"):
         read_hostfile(file)

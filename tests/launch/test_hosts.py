@@ -19,7 +19,7 @@ import pytest
 from launcher import remote
 from launcher.agent import Agent
 from launcher.hostfile import Host
-from launcher.remote import Connection, Way, connected
+from launcher.remote import Connection, SshAccess, connected
 from launcher.supervisor import RETRY_SECONDS
 from serve.core.errors import ClusterError
 from tests.launch.sshd import Sshd
@@ -45,10 +45,10 @@ import os, shlex, sys
 from pathlib import Path
 from launcher.command import forwarded
 from launcher.hostfile import read_hostfile
-from launcher.remote import Way, connected, remote_ranks
+from launcher.remote import SshAccess, connected, remote_ranks
 from launcher.supervisor import Supervisor, write_line
 hostfile, ssh, program = sys.argv[1:]
-hosts, way = read_hostfile(Path(hostfile)).hosts, Way(tuple(shlex.split(ssh)))
+hosts, way = read_hostfile(Path(hostfile)).hosts, SshAccess(tuple(shlex.split(ssh)))
 with connected(hosts, way, write_line) as all:
     environment = {**forwarded(os.environ), "GIVEN": "a 'b'"}
     ranks = remote_ranks(all, [sys.executable, "-c", program], environment, 2.0)
@@ -369,7 +369,7 @@ def test_no_secret_is_on_a_command_line(launch: Start, monkeypatch: pytest.Monke
 
 
 def greet(sshd: Sshd, host: str = "127.0.0.2", python: str = sys.executable) -> Connection:
-    way = Way(tuple(shlex.split(sshd.ssh)), python)
+    way = SshAccess(tuple(shlex.split(sshd.ssh)), python)
     with connected([Host(0, host, (host,))], way, lambda _: None) as (connection,):
         return connection
 
@@ -397,7 +397,7 @@ def test_an_answer_that_is_cut_off_is_the_end_of_a_connection(tmp_path: Path) ->
     agent = tmp_path / "agent"
     agent.write_text("#!/bin/sh\nprintf '%s {\"ended\": ' $3\n")
     agent.chmod(0o700)
-    connection = Connection(Host(0, "127.0.0.1", ()), Way(python=str(agent)))
+    connection = Connection(Host(0, "127.0.0.1", ()), SshAccess(python=str(agent)))
     assert connection.next_line(10) is None
     connection.close()
 
@@ -427,7 +427,7 @@ def test_a_signal_while_connecting_is_not_lost_in_a_callback(
 
     def connect() -> None:
         hosts = [Host(0, "127.0.0.1", ())]
-        with connected(hosts, Way(), lambda _: None, serves=serves) as made:
+        with connected(hosts, SshAccess(), lambda _: None, serves=serves) as made:
             os.kill(os.getpid(), number)
             connections.extend(made)  # It has not ended here, but goes no further than this.
             made[0].ask("holder", port=1)
@@ -442,7 +442,7 @@ def test_a_signal_before_the_first_connection_is_not_lost() -> None:
     hosts = [Host(0, "127.0.0.1", ())]
     with (
         pytest.raises(SystemExit) as ended,
-        connected(hosts, Way(), lambda _: os.kill(os.getpid(), signal.SIGTERM)),
+        connected(hosts, SshAccess(), lambda _: os.kill(os.getpid(), signal.SIGTERM)),
     ):
         pytest.fail("it went on")
     assert ended.value.code == 143
@@ -473,7 +473,7 @@ def test_a_name_that_nobody_knows(sshd: Sshd) -> None:
 
 def test_every_host_that_fails_is_named(sshd: Sshd) -> None:
     hosts = [Host(rank, f"127.0.0.{rank + 1}", ("127.0.0.9",)) for rank in range(1, 4)]
-    way = Way(tuple(shlex.split(sshd.ssh)), "/no/python")
+    way = SshAccess(tuple(shlex.split(sshd.ssh)), "/no/python")
     with pytest.raises(ClusterError) as raised, connected(hosts, way, lambda _: None):
         pytest.fail("nobody is there")
     assert all(f"host {host.rank} ({host.ssh})" in str(raised.value) for host in hosts)
@@ -481,16 +481,16 @@ def test_every_host_that_fails_is_named(sshd: Sshd) -> None:
 
 def test_an_ssh_that_is_not_there() -> None:
     with pytest.raises(ClusterError, match="/no/ssh cannot be run .*: install ssh"):
-        Connection(Host(0, "a", ()), Way(("/no/ssh",)))
+        Connection(Host(0, "a", ()), SshAccess(("/no/ssh",)))
 
 
 def test_a_python_that_is_not_on_this_host() -> None:
     with pytest.raises(ClusterError, match="/no/python cannot be run .*: name .* --python"):
-        Connection(Host(0, "127.0.0.1", ()), Way(python="/no/python"))
+        Connection(Host(0, "127.0.0.1", ()), SshAccess(python="/no/python"))
 
 
 def test_an_address_of_another_host(sshd: Sshd) -> None:
-    way = Way(tuple(shlex.split(sshd.ssh)))
+    way = SshAccess(tuple(shlex.split(sshd.ssh)))
     hosts = [Host(0, "127.0.0.2", ("198.51.100.7",))]
     with connected(hosts, way, lambda _: None) as connections:
         with pytest.raises(ClusterError, match=r"127.0.0.2.*no free port on 198.51.100.7"):
@@ -501,10 +501,10 @@ def test_an_address_of_another_host(sshd: Sshd) -> None:
 def test_a_folder_is_entered_if_it_is_there_or_was_asked_for(sshd: Sshd, tmp_path: Path) -> None:
     ssh, hosts = tuple(shlex.split(sshd.ssh)), [Host(0, "127.0.0.2", ())]
     for folder, entered in ((None, os.getcwd()), (tmp_path, str(tmp_path))):
-        way = Way(ssh, folder=folder)
+        way = SshAccess(ssh, folder=folder)
         with connected(hosts, way, lambda _: None) as (connection,):
             assert connection.ask("enter", folder="/no", must_exist=False)["folder"] == entered
-    missing = Way(ssh, folder=Path("/no/folder"))
+    missing = SshAccess(ssh, folder=Path("/no/folder"))
     with (
         pytest.raises(ClusterError, match="No such file or directory: '/no/folder'"),
         connected(hosts, missing, lambda _: None),
@@ -513,7 +513,7 @@ def test_a_folder_is_entered_if_it_is_there_or_was_asked_for(sshd: Sshd, tmp_pat
 
 
 def test_this_machine_needs_no_ssh() -> None:
-    way = Way(("/no/ssh",))
+    way = SshAccess(("/no/ssh",))
     with connected([Host(0, "127.0.0.1", ("127.0.0.1",))], way, lambda _: None) as (connection,):
         process = connection.process
         assert connection.ask("holder", port=1) == {"holder": None}

@@ -289,7 +289,7 @@ def test_a_pipe_is_no_file(tmp_path: Path, name: str) -> None:
     folder = adapters.save_adapter(tmp_path / "a", LLAMA())
     (folder / name).unlink()
     os.mkfifo(folder / name)
-    with pytest.raises(AdapterError, match="is no file"):
+    with pytest.raises(AdapterError, match="is not a file"):
         Pipeline(LLAMA, []).read(1, folder)
 
 
@@ -469,7 +469,7 @@ SPOILS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     ),
     "another tensor": (
         lambda t, c: t.update({"x.weight": mx.zeros((2,))}),
-        "x.weight is no tensor",
+        "x.weight is not a tensor",
     ),
     "magnitudes without dora": (
         lambda t, c: t.update({f"{Q}.m": mx.zeros((32,))}),

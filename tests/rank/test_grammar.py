@@ -82,7 +82,7 @@ def test_a_grammar_that_everybody_would_wait_for_is_an_error_of_the_request(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of each text there are more readings than of the one before; a plain grammar goes on."""
-    monkeypatch.setattr(grammar, "_MOST_LATE_SECONDS", 0.05)
+    monkeypatch.setattr(grammar, "_MAX_LATE_SECONDS", 0.05)
     monkeypatch.setattr(grammar, "_SECONDS_PER_TOKEN", 0.001)
     slow = LLMatcher.grammar_from_lark("start: s\ns: s s | s s s | /[a-z ]/")
     output: list[int] = []
@@ -96,7 +96,7 @@ def test_a_grammar_that_everybody_would_wait_for_is_an_error_of_the_request(
 def test_a_grammar_that_is_slow_to_prepare_is_an_error_of_the_request(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar, "_MOST_LATE_SECONDS", 0.02)
+    monkeypatch.setattr(grammar, "_MAX_LATE_SECONDS", 0.02)
     slow = LLMatcher.grammar_from_json_schema({"type": "integer", "multipleOf": 99_991})
     with pytest.raises(RequestError, match="too long"):
         allowed(begin(grammars, slow, []))

@@ -19,7 +19,7 @@ from serve.tune.backward import Arrays, TrainedStage, loss_sum
 from serve.tune.config import FineTuneConfig
 from serve.tune.data import MicroBatch
 from serve.tune.loop import Trainer
-from serve.tune.model import Draw, make_trainable
+from serve.tune.model import DropoutKeys, make_trainable
 from serve.tune.schedule import Shape
 from serve.tune.transport import Links, LocalLinks, gather, local_links
 from tests.models import build
@@ -59,12 +59,12 @@ def run_ranks(num_ranks: int, rank: Callable[[LocalLinks], Result]) -> list[Resu
 def tuned(
     config: FineTuneConfig,
     name: str = "llama",
-    draw: Draw | None = None,
+    draw: DropoutKeys | None = None,
     make: Callable[[str], nn.Module] = build,
 ) -> nn.Module:
     """With adapters that are not zero, so that every gradient is something."""
     model = make(name)
-    make_trainable(config, draw or Draw(config.seed), model)
+    make_trainable(config, draw or DropoutKeys(config.seed), model)
     mx.random.seed(3)
     trained = sorted(dict(tree_flatten(model.trainable_parameters())).items())
     moved = [
@@ -82,7 +82,7 @@ def trainer(
     make: Callable[[str], nn.Module] = build,
 ) -> Trainer:
     """A trainer of this rank's part of the same model."""
-    draw = Draw(config.seed)
+    draw = DropoutKeys(config.seed)
     shape = Shape(links.num_ranks, 1, config.num_chunks())
     with BUILDING:
         layers = even_split(len(make(name).layers), shape.num_stages)[::-1]

@@ -134,7 +134,7 @@ def test_a_wrong_file_is_refused(file: Callable[[str], str], text: str, said: st
         (["--stages-per-rank", "2"], "--schedule interleaved"),
         (["--resume", "--resume-adapter-file", "a"], "exclude each other"),
         (["--trust-remote-code"], "no code of a repository"),
-        (["--clear-cache-threshold", "much"], "no amount"),
+        (["--clear-cache-threshold", "much"], "not an amount"),
         (["--config", "/no/such.yaml"], "cannot be read"),
         (["--learning-rate", "-1"], "out of range"),
         (["--max-grad-norm", "0"], "--max-grad-norm 0 leaves nothing"),
@@ -162,11 +162,11 @@ def test_wrong_flags_are_refused(flags: list[str], said: str) -> None:
         (9, [], "9 ranks are more than the model's 8 layers"),
         (2, ["--num-layers", "9"], "more than the model's 8"),
         (3, ["--schedule", "interleaved"], "multiple of 3 micro-batches"),
-        (1, ["--data", "/no/such/folder"], "is no folder"),
+        (1, ["--data", "/no/such/folder"], "is not a folder"),
         (1, ["--report-to", "swanlab"], "choose tensorboard, wandb"),
         (1, ["--project-name", "a", "--report-to", "tensorboard"], "is for --report-to wandb"),
-        (1, ["--load-into", "localhost:8080"], "is no http://HOST:PORT"),
-        (1, ["--load-into", "http://a:1/v1"], "is no http://HOST:PORT"),
+        (1, ["--load-into", "localhost:8080"], "is not http://HOST:PORT"),
+        (1, ["--load-into", "http://a:1/v1"], "is not http://HOST:PORT"),
         (1, ["--model", "/no/such/model"], "is not a folder"),
     ],
 )
@@ -244,8 +244,8 @@ def test_check_names_a_bad_line_and_a_taken_folder_without_mlx(tmp_path: Path) -
     (tmp_path / "out" / "checkpoints" / "0000004").mkdir(parents=True)
     words = ["--model", str(TINY_CHAT), "--data", str(tmp_path), "--adapter-path"]
     for folder, more, said in (
-        ("new", [], "train.jsonl:2: 'text' is no text: give a string. []"),
-        ("out", [], "holds a run: give another folder, or --resume to go on. []"),
+        ("new", [], "train.jsonl:2: 'text' is not a text: give a string. []"),
+        ("out", [], "holds a run: give another folder, or --resume to continue. []"),
         ("new", ["--resume"], "has no checkpoint: start without it. []"),
     ):
         command = [sys.executable, "-c", NO_MLX, *words, str(tmp_path / folder), *more]

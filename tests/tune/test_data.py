@@ -200,10 +200,10 @@ def test_a_prompt_longer_than_the_window_is_no_example(tokenizer: Any, write: Wr
         ('{"messages": [', "not JSON"),
         ("[1, 2]", "not a JSON object"),
         ('{"text": "another kind"}', "has no 'messages', and the first line has"),
-        ('{"messages": "hello"}', "'messages' is no list of messages"),
-        ('{"messages": []}', "'messages' is no list of messages"),
-        ('{"messages": ["hello"]}', "message 1 is no object with role and content"),
-        ('{"messages": [{"content": "hello"}]}', "message 1 is no object with role"),
+        ('{"messages": "hello"}', "'messages' is not a list of messages"),
+        ('{"messages": []}', "'messages' is not a list of messages"),
+        ('{"messages": ["hello"]}', "message 1 is not an object with role and content"),
+        ('{"messages": [{"content": "hello"}]}', "message 1 is not an object with role"),
         ('{"messages": [{"role": "user"}]}', "message 1, of user, has no text"),
         (json.dumps(chat_of(["?"])), "message 2, of assistant, has no text"),
         (json.dumps(chat_of("\ud83d")), r"has half a character, a lone \\ud"),
@@ -225,7 +225,9 @@ def test_a_completion_that_is_no_text_is_named(
     for wrong in (None, 5, ["a", "b"]):
         for key in COMPLETION:
             path = write(COMPLETION, {**COMPLETION, key: wrong})
-            with pytest.raises(UsageError, match=rf"jsonl:2: '{key}' is no text: give a string\.$"):
+            with pytest.raises(
+                UsageError, match=rf"jsonl:2: '{key}' is not a text: give a string\.$"
+            ):
                 read_split(path, tokenizer, config_of(mask_prompt=mask_prompt))
 
 
@@ -234,7 +236,7 @@ def test_a_text_that_is_none_is_named(tokenizer: Any, write: Write, wrong: Any) 
     """A tokenizer takes a list for several texts, and arrays of their tokens are a traceback."""
     for before in ([], [TEXT]):
         path = write(*before, {"text": wrong})
-        said = rf"jsonl:{len(before) + 1}: 'text' is no text: give a string\.$"
+        said = rf"jsonl:{len(before) + 1}: 'text' is not a text: give a string\.$"
         with pytest.raises(UsageError, match=said):
             read_split(path, tokenizer, config_of())
     with pytest.raises(UsageError, match=r"jsonl:1: 'text' is empty: remove the line\.$"):

@@ -16,7 +16,7 @@ from serve.tune import backward
 from serve.tune.backward import Pass, TrainedStage, loss_sum
 from serve.tune.config import FineTuneConfig
 from serve.tune.data import MicroBatch
-from serve.tune.loop import Pipeline, Ran
+from serve.tune.loop import Pipeline, ScheduleRun
 from serve.tune.schedule import SCHEDULES, Op, Shape
 from serve.tune.transport import LocalLinks
 from tests.models import build
@@ -102,7 +102,9 @@ def mean_of_means(logits: mx.array, batch: MicroBatch, learned: mx.array | None 
     return loss_sum(logits, batch, learned) * (mean / batch.num_labels)
 
 
-def without_one(pipeline: Pipeline, op: Op, ran: Ran, add: Any = Pipeline._add_gradients) -> None:
+def without_one(
+    pipeline: Pipeline, op: Op, ran: ScheduleRun, add: Any = Pipeline._add_gradients
+) -> None:
     if op.micro_batch == 3:
         pipeline._passes.pop((op.micro_batch, op.stage))
     else:

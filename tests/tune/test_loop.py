@@ -17,8 +17,8 @@ from serve.core.errors import UsageError
 from serve.model.trace import uncompiled
 from serve.tune.config import FineTuneConfig
 from serve.tune.data import MicroBatch
-from serve.tune.loop import Ran, Update
-from serve.tune.model import Draw
+from serve.tune.loop import ScheduleRun, Update
+from serve.tune.model import DropoutKeys
 from serve.tune.optimizer import make_optimizer
 from serve.tune.transport import LocalLinks
 from tests.tune.ranks import (
@@ -185,7 +185,7 @@ def test_an_update_that_is_not_finite_is_skipped_on_all_ranks() -> None:
         assert math.isfinite(updates[2].loss)
 
 
-def broken(add: Callable[[Any, Ran], None], op: Any, ran: Ran) -> None:
+def broken(add: Callable[[Any, ScheduleRun], None], op: Any, ran: ScheduleRun) -> None:
     add(op, ran)
     name = min(ran.gradients)
     ran.gradients[name] = ran.gradients[name] * float("inf")
@@ -200,9 +200,9 @@ def test_validation_is_the_mean_over_labels_without_dropout() -> None:
         loss = own.loss_of(batches)
         return loss, all(stage.stage.model.training for stage in own.stages.values())
 
-    whole = tuned(config, draw=Draw(0, is_on=False))
+    whole = tuned(config, draw=DropoutKeys(0, is_on=False))
     expected, _ = unsplit_gradients(whole, batches)
-    noisy, _ = unsplit_gradients(tuned(config, draw=Draw(0)), batches)
+    noisy, _ = unsplit_gradients(tuned(config, draw=DropoutKeys(0)), batches)
     assert noisy != pytest.approx(expected, rel=10 * TOLERANCE), "dropout would not be seen"
     for loss, is_training in run_ranks(2, rank):
         assert loss == pytest.approx(expected, rel=TOLERANCE)

@@ -13,7 +13,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from serve.core.errors import PlanError, UsageError
 from serve.model.weights import load_stage
 from serve.tune.checkpoint import ADAPTERS, METRICS
-from serve.tune.model import Draw, KeyedDropout, load_adapter, make_trainable, split_layers
+from serve.tune.model import DropoutKeys, KeyedDropout, load_adapter, make_trainable, split_layers
 from tests.cluster.servers import TINY_CHAT
 from tests.hub.server import REPO, FakeHub
 from tests.hub.test_serve import tiny_hub
@@ -38,7 +38,7 @@ def test_the_first_adapter_is_mlx_lms_on_every_stage(tmp_path: Path) -> None:
     found = {}
     for start, end in ((0, 1), (1, 4)):
         loaded = load_stage(
-            path, start, end, lambda *_: None, lambda m: make_trainable(config, Draw(5), m)
+            path, start, end, lambda *_: None, lambda m: make_trainable(config, DropoutKeys(5), m)
         )
         found |= dict(tree_flatten(loaded.stage.model.trainable_parameters()))
     assert found.keys() == expected.keys()
@@ -47,7 +47,7 @@ def test_the_first_adapter_is_mlx_lms_on_every_stage(tmp_path: Path) -> None:
 
 def test_an_adapter_that_does_not_fit_changes_nothing() -> None:
     model = build("llama")
-    make_trainable(config_of(), Draw(0), model)
+    make_trainable(config_of(), DropoutKeys(0), model)
     right = dict(tree_flatten(model.trainable_parameters()))
     name = next(iter(right))
     ones = {key: mx.ones(array.shape) for key, array in right.items()}
@@ -68,19 +68,19 @@ def test_an_adapter_that_does_not_fit_changes_nothing() -> None:
 def test_a_key_that_names_no_module_is_refused(key: str) -> None:
     """Beside one that does: mlx_lm would train that alone."""
     config = config_of(lora_parameters={**LORA, "keys": ["self_attn.v_proj", key]})
-    with pytest.raises(UsageError, match=rf"{key} is no module: there are .*[a-z]+"):
-        make_trainable(config, Draw(0), build("llama"))
+    with pytest.raises(UsageError, match=rf"{key} is not a module: there are .*[a-z]+"):
+        make_trainable(config, DropoutKeys(0), build("llama"))
     right = config_of(lora_parameters={**LORA, "keys": ["self_attn.v_proj", "lm_head"]})
-    make_trainable(right, Draw(0), build("llama"))
+    make_trainable(right, DropoutKeys(0), build("llama"))
 
 
 def test_dora_of_experts_is_refused_in_words() -> None:
     with pytest.raises(UsageError, match="--fine-tune-type dora: .*support DoRA"):
-        make_trainable(config_of(fine_tune_type="dora"), Draw(0), build("deepseek_v3"))
+        make_trainable(config_of(fine_tune_type="dora"), DropoutKeys(0), build("deepseek_v3"))
 
 
 def test_dropout_follows_from_seed_update_micro_batch_and_name() -> None:
-    x, draw = mx.ones((64, 64)), Draw(1)
+    x, draw = mx.ones((64, 64)), DropoutKeys(1)
     masks = {}
     for name in ("a", "b"):
         dropout = KeyedDropout(name, 0.75, draw)

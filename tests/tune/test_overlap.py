@@ -9,8 +9,8 @@ import pytest
 
 from serve.tune.backward import Pass
 from serve.tune.forecast import OpSeconds, utilisation
-from serve.tune.loop import Pipeline, Ran
-from serve.tune.model import Draw
+from serve.tune.loop import Pipeline, ScheduleRun
+from serve.tune.model import DropoutKeys
 from serve.tune.schedule import Shape, make_schedule
 from serve.tune.transport import LocalLinks, exchange
 from tests.tune.ranks import batches_of, run_ranks
@@ -44,10 +44,10 @@ def measured_and_bound(num_ranks: int, num_micro_batches: int, kind: str) -> tup
     chunks = 2 if kind in ("interleaved", "forward") else 1
     schedule = make_schedule(kind, Shape(num_ranks, num_micro_batches, chunks))
 
-    def rank(links: LocalLinks) -> Ran:
+    def rank(links: LocalLinks) -> ScheduleRun:
         last = schedule.shape.num_stages - 1
         stages: Any = {n: Sleeping(n == last) for n in schedule.shape.stages(links.rank)}
-        pipeline = Pipeline(stages, links, Draw(0))
+        pipeline = Pipeline(stages, links, DropoutKeys(0))
         exchange(links, "all begin")
         return pipeline.run(schedule, batches_of([(3,)] * num_micro_batches), 1.0)
 
