@@ -57,7 +57,7 @@ class FrameReader(Generic[Received]):
     def _decode(self, body: bytes) -> Received:
         try:
             return self._decoder.decode(body)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ClusterError(f"A peer sent a message that cannot be read: {error}.") from error
 
 

@@ -105,6 +105,11 @@ def test_random_bodies_are_an_error_of_ours_or_a_message(body: bytes) -> None:
     assert isinstance(message, ALL)
 
 
+def test_a_name_of_a_type_that_is_not_utf_8_is_an_error_of_ours() -> None:
+    with pytest.raises(ClusterError, match="cannot be read"):
+        list(wire.FrameReader(AnyMessage).feed(framed(b"\x91\xa4\x00\x00\x00\x80")))
+
+
 def test_deeply_nested_bodies_are_an_error_of_ours() -> None:
     body = b"\x91" * 100_000 + b"\x01"
     with pytest.raises(ClusterError):

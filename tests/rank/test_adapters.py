@@ -643,8 +643,8 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         assert "the model" not in str(raised.value), "the adapter is what should be mended"
 
     refused(tmp_path / "nowhere", "No adapter found", 404)
-    refused(tmp_path / ("x" * 5000), "no path")
-    refused(tmp_path / "a\0b", "no path")
+    refused(tmp_path / ("x" * 5000), "is not a path")
+    refused(tmp_path / "a\0b", "is not a path")
     refused(good, "not below", 403, root=str(tmp_path / "root"))
     refused(Path("../good"), "not below", 403, root=str(tmp_path / "root"))
     (tmp_path / "root").mkdir()

@@ -119,7 +119,7 @@ def sender_fails() -> None:
     """Rank 0 has something to send that no message can hold."""
     links = join()
     if RANK == 0:
-        links.send(LEFT, "never", {1, 2}, [])
+        links.send(LEFT, "never", object(), [])
     try:
         links.receive("never")
     except ClusterError as error:
