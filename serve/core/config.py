@@ -1,4 +1,4 @@
-"""What a rank is told: the flags of `serve` and the environment of its cluster.
+"""The configuration of a rank: the flags of `serve` and the environment of its cluster.
 
 Both are read once, checked, and frozen. Defaults are said here and nowhere else.
 """

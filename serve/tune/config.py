@@ -1,4 +1,4 @@
-"""What `brigade fine-tune` is told: flags and a YAML file with the names of mlx_lm.lora."""
+"""The configuration of `brigade fine-tune`: flags and a YAML file with the names of mlx_lm.lora."""
 
 import difflib
 import math

@@ -190,7 +190,7 @@ class CountBody(_Cacheable):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def as_chat(self) -> ChatBody:
-        """Raises RequestError."""
+        """Returns the same request as a chat. Raises RequestError."""
         messages = self._messages()
         fields = {
             **self.model_dump(include=_SAME),

@@ -336,7 +336,7 @@ class Store:
             raise RequestError(str(error), param="previous_response_id", code=code) from error
 
     def delete(self, id: str) -> None:
-        """Raises NotFoundError."""
+        """Forgets a stored response. Raises NotFoundError."""
         with self._lock:
             self._check(id)
             self._num_bytes -= sum(map(len, self._kept.pop(id)))

@@ -166,7 +166,7 @@ def _number(value: int | float) -> str:
 
 
 def _in_json(expected: str) -> str:
-    """pydantic lists Python's literals."""
+    """Rewrites the list of Python literals that pydantic gives for an enumeration."""
     words = {"True": "true", "False": "false", "None": "null"}
     text = re.sub(r"\b(True|False|None)\b", lambda match: words[match[0]], expected)
     return text.replace("'", '"')
@@ -195,7 +195,7 @@ def _steps(location: tuple[int | str, ...], body: Any, is_missing: bool) -> tupl
 
 
 def _path(location: tuple[int | str, ...], body: Any, is_missing: bool) -> str:
-    """Such as messages[2].content."""
+    """Writes the path of a field as in messages[2].content."""
     path = ""
     for step in _steps(location, body, is_missing):
         if isinstance(step, int):

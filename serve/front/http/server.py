@@ -85,7 +85,7 @@ class Connection(h11.Connection):
         return event
 
     def _check_headers(self, received: bytes) -> None:
-        """Before they are parsed."""
+        """Checks the number of headers before h11 parses them."""
         if received.partition(b"\r\n\r\n")[0].count(b"\n") > MAX_HEADERS:
             raise TooManyError(
                 f"The request has more than {MAX_HEADERS} headers.", error_status_hint=431

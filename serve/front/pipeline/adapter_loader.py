@@ -284,7 +284,7 @@ class AdapterLoader:
         self._ranks.retire(version)
 
     def fail(self, error: BrigadeError) -> None:
-        """Nobody answers any more."""
+        """Ends everybody who waits for an answer, because the cluster broke."""
         self._broken = error
         self._answered.set()
 
