@@ -1,6 +1,6 @@
-"""Reads the bodies of requests: from bytes to a job for the model or a finished reply. Knows no HTTP and no cluster.
+"""Reads the bodies of requests: from bytes to a job for the model or a finished reply.
 
-Long bodies are read in a process of their own (`serve.front.api.reading_process`), so what is read
+It knows no HTTP and no cluster. Long bodies are read in a process of their own (`serve.front.api.reading_process`), so what is read
 can be pickled. Which models there are only the server knows, and checks it afterwards.
 """
 
