@@ -1,7 +1,8 @@
 """Reads the bodies of requests: from bytes to a job for the model or a finished reply.
 
-It knows no HTTP and no cluster. Long bodies are read in a process of their own (`serve.front.api.reading_process`), so what is read
-can be pickled. Which models there are only the server knows, and checks it afterwards.
+It knows no HTTP and no cluster. Long bodies are read in a process of their own
+(`serve.front.api.reading_process`), so the result can be pickled. Only the server knows which
+models exist, and it checks them afterwards.
 """
 
 import io
