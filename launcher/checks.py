@@ -165,6 +165,12 @@ def check_rdma(facts: HostFacts) -> Finding | None:
 
 
 def check_model(facts: HostFacts) -> Finding | None:
+    if facts.hub_model:
+        what = f"{facts.hub_model} is on the hub and was not checked"
+        fix = (
+            f"to read its headers, and the stages it makes: brigade plan --model {facts.hub_model}"
+        )
+        return Finding("warn", facts.host, what, fix)
     if facts.model_error:
         fix = "copy the model to the same path on all hosts"
         return Finding("fail", facts.host, facts.model_error.rstrip("."), fix)

@@ -20,6 +20,7 @@ import psutil
 from launcher.process import bound
 from serve.core.blas import with_openblas
 from serve.core.checkpoint import read_checkpoint
+from serve.core.config import hub_id
 from serve.core.errors import AddressError, BrigadeError
 from serve.core.facts import files, versions
 from serve.core.messages import HostFacts, MacFacts
@@ -37,7 +38,8 @@ def host_facts(model: str | None, ips: list[str]) -> HostFacts:
     memory = psutil.virtual_memory()
     digests: dict[str, str] | None = None
     model_error: str | None = None
-    if model:
+    hub_model = hub_id(Path(model)) if model else None
+    if model and not hub_model:
         try:
             digests = model_facts(Path(model))
         except BrigadeError as error:
@@ -60,6 +62,7 @@ def host_facts(model: str | None, ips: list[str]) -> HostFacts:
         time=time.time(),
         model=digests,
         model_error=model_error,
+        hub_model=hub_model,
         mac=mac_facts() if sys.platform == "darwin" else None,
     )
 

@@ -610,7 +610,8 @@ class HostFacts(AgentMessage, frozen=True):
     max_files is negative if there is no limit. blas is the library that replaces MLX's own.
     interfaces has the network interface of each requested address, and unusable the reason why an
     address cannot be used. model has the digests of the model's files; model_error says why there
-    are none. time is in seconds since the epoch.
+    are none. hub_model is the model's id if it is on the hub, where there are no files to compare
+    yet. time is in seconds since the epoch.
     """
 
     host: str
@@ -630,6 +631,7 @@ class HostFacts(AgentMessage, frozen=True):
     time: float
     model: dict[str, str] | None = None
     model_error: str | None = None
+    hub_model: str | None = None
     mac: MacFacts | None = None
 
 

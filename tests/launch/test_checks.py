@@ -80,6 +80,7 @@ def versions(**changes: str) -> dict[str, Any]:
             "/m is no folder",
             "same path",
         ),
+        ({"model": None, "hub_model": "org/name"}, "warn", "was not checked", "brigade plan"),
     ],
 )
 def test_what_is_wrong_is_found_with_its_fix(

@@ -206,6 +206,11 @@ def test_host_facts_name_what_is_wrong_with_the_model(tmp_path: Path) -> None:
     assert "is not a folder" in facts.model_error
 
 
+def test_host_facts_do_not_look_for_the_files_of_a_hub_model() -> None:
+    facts = host_facts("org/name", [])
+    assert (facts.hub_model, facts.model, facts.model_error) == ("org/name", None, None)
+
+
 def test_digests_differ_when_a_model_does(tmp_path: Path) -> None:
     one, other = save(tmp_path / "a", "llama"), save(tmp_path / "b", "llama")
     assert model_facts(one)["config.json"] == model_facts(other)["config.json"]
