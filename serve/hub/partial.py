@@ -156,6 +156,7 @@ def _make(folder: Path, snapshot: Snapshot, kind: Kind) -> list[RemoteFile]:
     for name in sorted(snapshot.small_files(kind), key=lambda name: name != INDEX):
         path = folder / name
         if not path.exists():
+            path.parent.mkdir(exist_ok=True)
             _link(path, cached_whole(snapshot, name) or fetch_whole(snapshot, name))
         if name == INDEX:
             snapshot.weight_files(kind, index)

@@ -31,6 +31,8 @@ STATE_FOLDER = ".brigade"
 LIBRARY = "mlx-brigade"
 _SMALL = frozenset({".json", ".jinja", ".txt", ".model", ".tiktoken", ".jsonl"})
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+# The one file in a folder of a model's that is needed: how sentence-transformers pools.
+_POOLING = re.compile(r"[0-9]+_Pooling/config\.json", re.ASCII)
 
 _logger = logging.getLogger(__name__)
 
@@ -170,8 +172,7 @@ def _ask(repo: str, revision: str | None) -> Snapshot:
     files: dict[str, RepoFile] = {}
     for sibling in info.siblings or ():
         name = sibling.rfilename
-        # Names become paths. No file in a subfolder is needed, so no name may leave the folder.
-        if "/" in name or "\\" in name or name.startswith("."):
+        if not _is_needed(name):
             continue
         etag = sibling.lfs.sha256 if sibling.lfs else sibling.blob_id
         if sibling.size is not None and etag is not None:
@@ -179,6 +180,12 @@ def _ask(repo: str, revision: str | None) -> Snapshot:
         elif name.endswith((".safetensors", *_SMALL)):
             files[name] = _describe(repo, commit, name)
     return Snapshot(repo, commit, files)
+
+
+def _is_needed(name: str) -> bool:
+    """Whether a file may be one that is used. Names become paths, so none may leave the folder."""
+    is_plain = "/" not in name and "\\" not in name and not name.startswith(".")
+    return is_plain or _POOLING.fullmatch(name) is not None
 
 
 def _describe(repo: str, commit: str, name: str) -> RepoFile:
@@ -220,11 +227,12 @@ def _cached_by_hub(repo: str, revision: str | None, kind: Kind) -> Snapshot | No
         return None
     folder = Path(config).parent
     files: dict[str, RepoFile] = {}
-    for path in folder.iterdir():
-        if path.is_file():
+    for path in (*folder.iterdir(), *folder.glob("*_Pooling/config.json")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and _is_needed(name):
             # The hub's cache keeps each file under its etag, and links to it.
             etag = path.resolve().name
-            files[path.name] = RepoFile(path.name, path.stat().st_size, etag)
+            files[name] = RepoFile(name, path.stat().st_size, etag)
     return Snapshot(repo, folder.name, files, complete=False)
 
 

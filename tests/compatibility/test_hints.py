@@ -1,6 +1,7 @@
 """Hints: fields that clients of other servers send. What cannot change an answer changes nothing,
 and what can has its effect."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -235,3 +236,18 @@ def test_hint_of_truncation_leaves_out_the_oldest_items(server: Server) -> None:
     asked = server.ask(RESPONSES, {"input": long, "truncation": "auto"})
     assert "number 4" in asked.prompt
     assert "number 0" not in asked.prompt
+
+
+def test_hint_return_progress_shows_the_prompt_in_a_stream(server: Server) -> None:
+    asked = server.ask(CHAT, {"stream": True, "return_progress": True})
+    lines = [line[6:] for line in asked.reply.text.splitlines() if line.startswith("data: {")]
+    first, *others = (json.loads(line) for line in lines)
+    progress = first["prompt_progress"]
+    assert progress.pop("time_ms") >= 0
+    assert progress == {"total": 7, "cache": 0, "processed": 7}  # As the played engine has it.
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": None}
+    assert not any("prompt_progress" in chunk for chunk in others)
+    text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in others)
+    assert text == ANSWER
+    whole = server.ask(CHAT, {"return_progress": True})
+    assert text_of(CHAT, whole.body) == ANSWER

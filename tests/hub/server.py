@@ -87,12 +87,13 @@ class FakeHub:
 
     def listing(self) -> dict:
         siblings = []
-        for path in sorted(path for path in self.folder.iterdir() if path.is_file()):
-            entry: dict = {"rfilename": path.name}
+        for path in sorted(path for path in self.folder.rglob("*") if path.is_file()):
+            name = path.relative_to(self.folder).as_posix()
+            entry: dict = {"rfilename": name}
             if not self.faults.no_sizes:
-                entry |= {"size": path.stat().st_size, "blobId": self.etag(path.name)}
+                entry |= {"size": path.stat().st_size, "blobId": self.etag(name)}
                 if path.suffix == ".safetensors":
-                    sha256 = self.etag(path.name)
+                    sha256 = self.etag(name)
                     entry["lfs"] = {"sha256": sha256, "size": entry["size"], "pointerSize": 134}
             siblings.append(entry)
         return {"id": REPO, "modelId": REPO, "sha": COMMIT, "siblings": siblings, "tags": []}

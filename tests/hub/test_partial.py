@@ -13,6 +13,7 @@ from huggingface_hub import constants, hf_hub_download
 
 from serve.core.checkpoint import read_checkpoint, read_header
 from serve.core.errors import EngineError, ModelError
+from serve.front.text.pooling import pooling_of
 from serve.hub.fetch import Sizes
 from serve.hub.partial import PartialModel, open_partial
 from serve.hub.ranges import subtract, total
@@ -67,6 +68,31 @@ def test_the_folder_is_the_model_with_holes(hub: FakeHub, home: Path, repo: Path
     assert {"config.json", "tokenizer.json", "chat_template.jinja"} <= there
     assert not there & {"modeling_evil.py", "pytorch_model.bin"}
     assert not any("evil" in asked or ".bin" in asked for asked in hub.requests)
+
+
+POOLING = {
+    "modules.json": [
+        {"path": "", "type": "sentence_transformers.models.Transformer"},
+        {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+    ],
+    "1_Pooling/config.json": {"pooling_mode_cls_token": True},
+}
+
+
+def test_the_folder_has_the_pooling_and_no_other_folder(
+    hub: FakeHub, home: Path, repo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = "onnx/config.json", "1_Pooling/other.json", "2_Dense/config.json"
+    for name, content in (*POOLING.items(), *((name, {}) for name in others)):
+        (repo / name).parent.mkdir(exist_ok=True)
+        (repo / name).write_text(json.dumps(content))
+    model = opened(home / "cache")
+    assert pooling_of(model.folder) == "cls"
+    assert not any((model.folder / name).exists() for name in others)
+    for name in (*POOLING, "config.json", "model.safetensors.index.json"):
+        hf_hub_download(REPO, name)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert set(POOLING) <= resolve(REPO, None, home / "other").files.keys()
 
 
 def test_headers_are_read_once(hub: FakeHub, home: Path) -> None:

@@ -171,6 +171,7 @@ class ChatBody(Templated, GenerationBody):
     function_call: Literal["none", "auto"] | FunctionName | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    return_progress: bool | None = None
     reasoning_effort: Effort | None = None
     enable_thinking: bool | None = None
     thinking_token_budget: Annotated[int, Field(ge=0)] | None = None
@@ -245,6 +246,7 @@ class ChatBody(Templated, GenerationBody):
             token_ids=bool(self.return_token_ids),
             as_ids=bool(self.return_tokens_as_token_ids),
             function_call=self.functions is not None,
+            progress=bool(self.return_progress),
         )
 
 

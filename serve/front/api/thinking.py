@@ -5,11 +5,21 @@ from typing import Any
 
 from serve.core.errors import RequestError
 from serve.core.types import Reasoning
+from serve.front.text.dialects import interface
 from serve.front.text.tokens import Tokenizer
 
 # The most tokens of reasoning for an effort of OpenAI's API, where the model's template knows no
 # effort; xhigh and max have no limit.
 BUDGETS = {"none": 0, "minimal": 512, "low": 1024, "medium": 8192, "high": 24576}
+
+# The variables that most templates have, for a model whose marks of reasoning are not known.
+_UNMARKED = interface.Reasoning(
+    start="",
+    end="",
+    switch="enable_thinking",
+    effort="reasoning_effort",
+    efforts=interface.EFFORTS,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +34,10 @@ class Thinking:
     budget_param: str = "thinking_token_budget"
 
     def variables(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        """The variables that tell the chat template so, if it has any."""
-        marks = tokenizer.dialect.reasoning
-        return marks.variables(self.effort, self.is_wanted) if marks else {}
+        """The variables that tell the chat template so. Those that it does not read change
+        nothing."""
+        marks = tokenizer.dialect.reasoning or _UNMARKED
+        return marks.variables(self.effort, self.is_wanted)
 
     def reasoning(self, tokenizer: Tokenizer, prompt: str) -> Reasoning | None:
         """The marks and the budget of the answers; None if the model marks no reasoning, so that a

@@ -166,11 +166,22 @@ class ChatReply(_Reply):
     prompt_logprobs: NotRequired[PromptLogprobs | None]
 
 
+class PromptProgress(TypedDict):
+    """llama.cpp's: processed of total tokens of the prompt are computed, cache of them came from
+    the prefix cache."""
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: int
+
+
 class ChatChunk(_Reply):
     object: Literal["chat.completion.chunk"]
     choices: list[ChunkChoice]
     usage: NotRequired[Usage | None]
     prompt_token_ids: NotRequired[list[int]]
+    prompt_progress: NotRequired[PromptProgress]
 
 
 class CompletionReply(_Reply):

@@ -15,7 +15,8 @@ from serve.core.types import Event, Score
 from serve.front.http.metrics import Metrics
 from serve.front.http.record import Record
 from serve.front.output.choice import Choice, Piece, StopRules
-from serve.front.output.deltas import TokenUsage, Update
+from serve.front.output.deltas import Progress, TokenUsage, Update
+from serve.front.output.progress import with_progress
 from serve.front.output.splitter import Splitting
 from serve.front.pipeline.interface import Generation, Prompt
 from serve.front.text import call_parser
@@ -38,7 +39,8 @@ class UsageInStream(Enum):
 class Listing:
     """The details that a reply lists beside the text. logprobs and prompt_logprobs say how many of
     the likeliest tokens come with each token; None for no scores. as_ids writes tokens as
-    `token_id:5`; function_call writes calls in OpenAI's older words."""
+    `token_id:5`; function_call writes calls in OpenAI's older words. progress shows in a stream how
+    much of the prompt is computed."""
 
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -46,6 +48,7 @@ class Listing:
     as_ids: bool = False
     echo: bool = False
     function_call: bool = False
+    progress: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +127,8 @@ class Answer:
             for _ in prompt.samplings
         ]
         self.is_stream = job.is_stream
+        self._lists_progress = job.is_stream and job.listing.progress
+        self._submitted = time.perf_counter()
         self._num_open = len(self._choices)
         self._record = record
         self._metrics = metrics
@@ -139,20 +144,14 @@ class Answer:
         """Yields what each event of the engine adds. Raises BrigadeError if the engine breaks or
         the server stops."""
         try:
-            async for number, event in self._generation:
-                choice = self._choices[number]
-                length = choice.call_length
-                making = self._take(number, event)
-                if length is not None:
-                    # A parser of calls may take long, and a client controls what it reads.
-                    threads = call_parser.threads_for(length)
-                    loop = asyncio.get_running_loop()
-                    update = await loop.run_in_executor(threads, making)
+            events: AsyncIterator[tuple[int, Event] | Progress] = aiter(self._generation)
+            if self._lists_progress:
+                events = with_progress(aiter(self._generation), self._progress)
+            async for event in events:
+                if isinstance(event, Progress):
+                    yield Update(0, (event,))
                 else:
-                    update = making()
-                if update.end and not self._num_open:
-                    self._record.finish_reason = update.end.reason
-                yield update
+                    yield await self._update(*event)
             if self._num_open:
                 raise EngineError("A generation ended without a finish reason.")
         except BrigadeError:
@@ -200,6 +199,25 @@ class Answer:
         self._generation.close()
         if self._record.finish_reason is None:
             self._record.finish_reason = "abort"
+
+    async def _update(self, number: int, event: Event) -> Update:
+        """The update of an event, made in a thread if a call has to be parsed."""
+        length = self._choices[number].call_length
+        make = self._take(number, event)
+        if length is None:
+            update = make()
+        else:
+            # A parser of calls may take long, and a client controls what it reads.
+            loop = asyncio.get_running_loop()
+            update = await loop.run_in_executor(call_parser.threads_for(length), make)
+        if update.end and not self._num_open:
+            self._record.finish_reason = update.end.reason
+        return update
+
+    def _progress(self) -> Progress:
+        done, total = self._generation.progress
+        seconds = time.perf_counter() - self._submitted
+        return Progress(total, done, self._generation.num_cached, seconds)
 
     def _take(self, number: int, event: Event) -> Callable[[], Update]:
         """Counts an event, and returns what makes the update of it. The generation of a choice that

@@ -3,7 +3,7 @@
 The writer of each API turns them into its events. Readers of dialects make some of them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from serve.core.types import Score
@@ -16,6 +16,7 @@ __all__ = [
     "CallText",
     "Delta",
     "End",
+    "Progress",
     "Text",
     "Thought",
     "TokenUsage",
@@ -35,6 +36,21 @@ class TokenUsage:
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How many of the prompts' tokens are computed before the answers begin. cached of those done
+    came from the prefix cache. seconds is the time since the request was submitted."""
+
+    total: int
+    done: int
+    cached: int
+    seconds: float
+
+    def completed(self) -> "Progress":
+        """The progress with all tokens done."""
+        return replace(self, done=self.total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +80,14 @@ class End:
     usage: TokenUsage
 
 
-Delta = Begin | Text | Thought | CallBegin | CallText | CallEnd | End
+Delta = Progress | Begin | Text | Thought | CallBegin | CallText | CallEnd | End
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
     """The addition of one event of the engine to the answer with this number. Text may be held back
-    until it is clear what it is; tokens and their scores never are."""
+    until it is clear what it is; tokens and their scores never are. A Progress is an update of its
+    own, which concerns all answers."""
 
     number: int
     deltas: tuple[Delta, ...]

@@ -100,6 +100,26 @@ def test_an_effort_is_a_variable_where_the_template_knows_it(harmony: Tokenizer)
     assert reasoning.budget == 0
 
 
+UNMARKED = """\
+{%- for message in messages %}{{ message.content }}{% endfor %}
+{{- '[' ~ reasoning_effort ~ ' ' ~ enable_thinking ~ ']' }}"""
+
+
+@pytest.mark.parametrize(
+    ("effort", "shown"),
+    [("none", "[none False]"), ("low", "[low True]"), ("max", "[max True]"), (None, "[ ]")],
+)
+def test_an_effort_is_a_variable_where_the_marks_of_reasoning_are_not_known(
+    tmp_path: Path, effort: str | None, shown: str
+) -> None:
+    save("llama", tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(UNMARKED)
+    tokenizer = Tokenizer(tmp_path)
+    text, reasoning = prepared(tokenizer, reasoning_effort=effort)
+    assert text.endswith(shown)
+    assert reasoning is None
+
+
 def test_a_model_without_reasoning_takes_every_budget(tmp_path: Path) -> None:
     tokenizer = Tokenizer(save("llama", tmp_path))
     _, reasoning = prepared(tokenizer, thinking_token_budget=5, reasoning_effort="high")

@@ -12,6 +12,7 @@ from serve.front.output.deltas import (
     CallEnd,
     CallText,
     End,
+    Progress,
     Text,
     Thought,
     TokenUsage,
@@ -20,6 +21,7 @@ from serve.front.output.deltas import (
 
 USAGE = TokenUsage(prompt_tokens=3, completion_tokens=2, cached_tokens=1)
 EACH = [
+    Progress(total=3, done=2, cached=1, seconds=0.5),
     Begin(USAGE),
     Text("a"),
     Thought("a"),
@@ -52,8 +54,9 @@ def test_update_knows_its_begin_and_its_end(delta: Any) -> None:
     update = Update(0, (delta,))
     assert update.begin == (delta if isinstance(delta, Begin) else None)
     assert update.end == (delta if isinstance(delta, End) else None)
-    whole = Update(0, (EACH[0], delta, EACH[-1]))
-    assert (whole.begin, whole.end) == (EACH[0], EACH[-1])
+    begin, end = EACH[1], EACH[-1]
+    whole = Update(0, (begin, delta, end))
+    assert (whole.begin, whole.end) == (begin, end)
 
 
 def test_update_may_be_empty() -> None:

@@ -15,6 +15,7 @@ from serve.front.http.schemas import (
     ChunkChoice,
     ErrorReply,
     FinishReason,
+    PromptProgress,
     ToolCall,
 )
 from serve.front.http.schemas import Delta as ChatDelta
@@ -23,6 +24,7 @@ from serve.front.output.deltas import (
     Begin,
     CallBegin,
     CallText,
+    Progress,
     Reason,
     Text,
     Thought,
@@ -64,6 +66,10 @@ class ChatWriter:
     def chunks(self, update: Update) -> Iterator[Json]:
         """The chunks without the fields that all of them share. Each has one choice."""
         number = update.number
+        if update.deltas and isinstance(update.deltas[0], Progress):
+            waiting = _choice(number, {"role": "assistant", "content": None})
+            yield {"choices": [waiting], "prompt_progress": _progress(update.deltas[0])}
+            return
         if begin := update.begin:
             first = _choice(number, {"role": "assistant", "content": ""})
             yield {"choices": [first], **(self._prompt_fields(begin) if number == 0 else {})}
@@ -245,6 +251,16 @@ def _whole_call(first: ToolCall, arguments: StringIO) -> ToolCall:
         "function": {"arguments": arguments.getvalue(), "name": name},
         "id": first["id"],
         "type": "function",
+    }
+
+
+def _progress(progress: Progress) -> PromptProgress:
+    """The progress of a prompt in the words of llama.cpp's server."""
+    return {
+        "total": progress.total,
+        "cache": progress.cached,
+        "processed": progress.done,
+        "time_ms": round(progress.seconds * 1000),
     }
 
 

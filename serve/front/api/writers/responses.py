@@ -84,6 +84,9 @@ class ResponsesWriter:
 
     def finish(self) -> Iterator[Json]:
         status = "incomplete" if self._is_cut else "completed"
+        if not self.response["output"] and self._defined is None:
+            # The answer was empty, or cut before its call had a name: clients read the first item.
+            yield from self._text("message", "")
         yield from self._end_items(status)
         if self._is_cut:
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}

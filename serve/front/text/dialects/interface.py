@@ -66,7 +66,8 @@ class Reasoning:
         found: dict[str, Any] = {}
         if self.switch is not None and enabled is not None:
             found[self.switch] = self.states[enabled]
-        if self.effort is not None and effort is not None and enabled:
+        says_none = effort == "none" and "none" in self.efforts
+        if self.effort is not None and effort is not None and (enabled or says_none):
             found[self.effort] = self.nearest(effort)
         return found
 

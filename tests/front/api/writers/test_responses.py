@@ -92,6 +92,15 @@ def test_writer_says_what_was_cut(deltas: Any) -> None:
     assert last.response.output[0].status == "incomplete"
 
 
+@pytest.mark.parametrize(("reason", "status"), [("length", "incomplete"), ("stop", "completed")])
+def test_writer_gives_an_empty_answer_an_item(reason: Any, status: str) -> None:
+    """Clients read the first item, also of an answer that was cut before its call had a name."""
+    *_, last = events_of(writer(), begin(), end(reason))
+    (item,) = last.response.output
+    assert (last.response.status, item.type, item.status) == (status, "message", status)
+    assert last.response.output_text == ""
+
+
 def test_writer_calls_a_whole_call_complete_in_an_answer_that_was_cut() -> None:
     *_, last = events_of(writer(), begin(*call("add", "{}")), end("length"))
     assert last.response.status == "incomplete"

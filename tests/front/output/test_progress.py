@@ -1,0 +1,82 @@
+"""The progress of a prompt: what a client that waits is shown."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from serve.core.errors import EngineError
+from serve.front.output import progress as showing
+from serve.front.output.deltas import Progress
+from serve.front.output.progress import with_progress
+
+pytestmark = pytest.mark.anyio
+
+
+def read_from(*counts: int) -> Iterator[Progress]:
+    """The progress at each look: of 100 tokens, 10 of which were cached."""
+    for done in counts:
+        yield Progress(total=100, done=done, cached=10, seconds=0.5)
+
+
+async def shown(events: AsyncIterator[str], counts: Iterator[Progress]) -> list[str | int]:
+    found: list[str | int] = []
+    async for each in with_progress(events, lambda: next(counts)):
+        found.append(each.done if isinstance(each, Progress) else each)
+    return found
+
+
+async def test_with_progress_shows_what_has_grown_and_then_the_whole_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(showing, "POLL_SECONDS", 0.001)
+    counts = read_from(10, 10, 40, 40, 70, 70)
+    is_read = asyncio.Event()
+
+    def read() -> Progress:
+        progress = next(counts)
+        if progress.done == 70:
+            is_read.set()
+        return progress
+
+    async def events() -> AsyncIterator[str]:
+        await is_read.wait()
+        yield "a"
+        yield "b"
+
+    found = [each async for each in with_progress(events(), read)]
+    numbers = [each.done for each in found if isinstance(each, Progress)]
+    assert (numbers, found[-2:]) == ([10, 40, 70, 100], ["a", "b"])
+
+
+async def test_with_progress_shows_the_whole_prompt_to_those_who_never_waited() -> None:
+    async def events() -> AsyncIterator[str]:
+        yield "a"
+
+    assert await shown(events(), read_from(100)) == [100, "a"]
+
+
+async def test_with_progress_raises_what_the_engine_raises() -> None:
+    async def events() -> AsyncIterator[str]:
+        raise EngineError("broken")
+        yield "a"
+
+    with pytest.raises(EngineError):
+        await shown(events(), read_from(5))
+
+
+async def test_with_progress_leaves_nothing_behind_when_its_reader_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(showing, "POLL_SECONDS", 0.001)
+
+    async def events() -> AsyncIterator[str]:
+        await asyncio.Event().wait()
+        yield "never"
+
+    reading = with_progress(events(), lambda: Progress(100, 5, 0, 0.5))
+    assert isinstance(await anext(reading), Progress)
+    before = len(asyncio.all_tasks())
+    await reading.aclose()  # type: ignore[attr-defined]
+    await asyncio.sleep(0)
+    assert len(asyncio.all_tasks()) == before - 1
