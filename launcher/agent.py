@@ -149,7 +149,7 @@ class Agent:
                         process.signal(number)
                     case _:
                         name = type(message).__name__
-                        self._say(AgentError(f"A rank runs here, so there is no {name}."))
+                        self._say(AgentError(f"A rank runs here already, so {name} is refused."))
         except ClusterError as error:
             self._say(AgentError(str(error)))
         finally:  # Nobody else ends the rank when nobody is heard any more.

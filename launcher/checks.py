@@ -72,7 +72,7 @@ def check_memory(facts: HostFacts) -> Finding:
     if facts.mac and facts.mac.wired_limit:
         wired = int(facts.mac.wired_limit) * 10**6
     if wired > total - max(8 * GB, 0.35 * total):
-        what += f", but {format_bytes(wired)} may be wired, and then the system starves"
+        what += f", but {format_bytes(wired)} may be wired, which leaves too little for the system"
         return Finding("warn", facts.host, what, "sudo sysctl iogpu.wired_limit_mb=0")
     if free < 0.1 * total:
         return Finding("warn", facts.host, what, "end other programs, or give --memory")
@@ -83,7 +83,7 @@ def check_disk(facts: HostFacts) -> Finding:
     free = facts.free_disk_bytes
     what = f"{format_bytes(free)} of disk space are free for models"
     if free < 10 * GB:  # No failure: a model may be all here, or its --cache-dir elsewhere.
-        fix = "free some, or name a folder elsewhere: HF_HOME, serve --cache-dir"
+        fix = "free disk space, or choose another folder with HF_HOME or serve --cache-dir"
         return Finding("warn", facts.host, what, fix)
     return Finding("ok", facts.host, what)
 
@@ -104,7 +104,7 @@ def check_files(facts: HostFacts) -> Finding:
 
 def check_variables(facts: HostFacts) -> Finding:
     if facts.variables.get("MLX_METAL_FAST_SYNCH", "0") not in ("", "0"):
-        what = "MLX_METAL_FAST_SYNCH is set, which can wedge a GPU until the next reboot"
+        what = "MLX_METAL_FAST_SYNCH is set, which can hang a GPU until the next reboot"
         return Finding("fail", facts.host, what, "unset MLX_METAL_FAST_SYNCH")
     return Finding("ok", facts.host, "no harmful environment variables")
 
@@ -121,8 +121,11 @@ def check_addresses(facts: HostFacts) -> Finding | None:
     for ip, reason in facts.unusable.items():
         fix = "write one of its addresses into the hostfile (`ip addr`, `ifconfig`)"
         if facts.system == "Darwin":
-            fix += "; Thunderbolt links lose theirs at a reboot: mlx.distributed_config again"
-        return Finding("fail", facts.host, f"{ip} is not of this host: {reason}", fix)
+            fix += (
+                "; Thunderbolt links lose their addresses at a reboot: run "
+                "mlx.distributed_config again"
+            )
+        return Finding("fail", facts.host, f"{ip} is not an address of this host: {reason}", fix)
     places = [f"{ip} on {name or 'loopback'}" for ip, name in facts.interfaces.items()]
     if places:
         return Finding("ok", facts.host, ", ".join(places))
@@ -133,7 +136,7 @@ def check_sleep(facts: HostFacts) -> Finding | None:
     if facts.mac is None:
         return None
     if facts.mac.sleep not in ("", "0"):
-        what = f"it goes to sleep after {facts.mac.sleep} minutes, and ends its connections"
+        what = f"it goes to sleep after {facts.mac.sleep} minutes, which ends its connections"
         return Finding("warn", facts.host, what, "sudo pmset -a sleep 0")
     return Finding("ok", facts.host, "it does not go to sleep")
 
@@ -144,14 +147,14 @@ def check_links(facts: HostFacts) -> Finding | None:
     kinds = {ip: ports.get(name, name) for ip, name in facts.interfaces.items() if name}
     if not ports or not kinds:
         return None
-    what = ", ".join(f"{ip} is of {kind}" for ip, kind in kinds.items())
+    what = ", ".join(f"{ip} is on {kind}" for ip, kind in kinds.items())
     if "Wi-Fi" in kinds.values():
-        fix = (
-            "write the address of a cable: mlx.distributed_config --over thunderbolt (or ethernet)"
-        )
+        fix = "use the address of a cable: mlx.distributed_config --over thunderbolt (or ethernet)"
         return Finding("warn", facts.host, what, fix)
     if "Thunderbolt Bridge" in kinds.values():
-        fix = "an address for each link: mlx.distributed_config --over thunderbolt --auto-setup"
+        fix = (
+            "give each link its own address: mlx.distributed_config --over thunderbolt --auto-setup"
+        )
         return Finding("warn", facts.host, f"{what}, which all links share", fix)
     return Finding("ok", facts.host, what)
 
@@ -160,7 +163,7 @@ def check_rdma(facts: HostFacts) -> Finding | None:
     """Reports RDMA devices, which ranks do not use: they speak TCP, over Thunderbolt too."""
     if facts.mac is None:
         return None
-    devices = ", ".join(facts.mac.rdma) or "none (`rdma_ctl enable` in Recovery makes them)"
+    devices = ", ".join(facts.mac.rdma) or "none (`rdma_ctl enable` in Recovery creates them)"
     return Finding("ok", facts.host, f"RDMA devices, which ranks do not use: {devices}")
 
 
@@ -200,8 +203,8 @@ def check_hosts(facts: Sequence[HostFacts]) -> Iterator[Finding]:
     for each in facts:
         yield from filter(None, (check(each) for check in HOST_CHECKS))
     if len(facts) > 1:
-        install = "install the same on all hosts"
-        copy = "copy the model from one to the others"
+        install = "install the same versions on all hosts"
+        copy = "copy the model from one host to the others"
         hosts = [each.host for each in facts]
         versions = [_versions(each) for each in facts]
         yield check_same(hosts, versions, install)
@@ -237,7 +240,7 @@ def check_shell(host: str, noise: Sequence[str]) -> Finding:
     if noise:
         fix = "print in interactive shells only: [[ $- == *i* ]] && …"
         return Finding("warn", host, f"its shell profile prints {noise[0][:60]!r}", fix)
-    return Finding("ok", host, "ssh gets in, and nothing is printed")
+    return Finding("ok", host, "ssh can log in, and the shell prints nothing")
 
 
 def check_clock(host: str, ahead_seconds: float) -> Finding:
@@ -245,7 +248,7 @@ def check_clock(host: str, ahead_seconds: float) -> Finding:
     what = f"its clock is {abs(ahead_seconds):.1f} s {'ahead' if ahead_seconds > 0 else 'behind'}"
     if abs(ahead_seconds) > _CLOCK_SECONDS:
         fix = "sudo timedatectl set-ntp true (macOS: sudo sntp -sS time.apple.com)"
-        return Finding("warn", host, what + ", which makes logs and traces hard to read", fix)
+        return Finding("warn", host, what + ", so logs and traces of the hosts do not match", fix)
     return Finding("ok", host, what)
 
 
@@ -254,7 +257,7 @@ def check_hop(where: str, speed: HopSpeed) -> Finding:
     round_trip = speed.round_trip_seconds
     what = f"round trip {round_trip * 1000:.2f} ms, {rate / 1e6:,.0f} MB/s"
     if rate < _SLOW_BYTES_PER_SECOND or round_trip > _SLOW_ROUND_TRIP_SECONDS:
-        return Finding("warn", where, what, "take a cable: this is as slow as Wi-Fi")
+        return Finding("warn", where, what, "use a cable: this is as slow as Wi-Fi")
     return Finding("ok", where, what)
 
 

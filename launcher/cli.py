@@ -110,7 +110,7 @@ def launch(flags: argparse.Namespace) -> int:
     command = rank_command(flags.command, flags.python)
     if flags.hostfile is None:
         if flags.cwd or flags.ssh:
-            raise UsageError("--cwd and --ssh belong to --hostfile: with -n, leave them away.")
+            raise UsageError("--cwd and --ssh are for --hostfile: leave them out with -n.")
         num_ranks = check_num_ranks(flags.num_ranks)
         times = check_words(flags.command, num_ranks)
         environment = {**os.environ, **environment}
@@ -209,7 +209,7 @@ def ssh_access(flags: argparse.Namespace) -> SshAccess:
 def show_launches() -> int:
     running = launches()
     if not running:
-        print("No launch of yours runs on this machine.")
+        print("You have no running launch on this machine.")
     for launch in running:
         minutes = int(time.time() - launch.since) // 60
         place = ""
@@ -485,7 +485,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if error.errno not in UNWRITABLE or error.filename is not None:
             raise
         if error.errno != errno.EPIPE:  # As in `brigade … | head -1`: who reads has enough.
-            write_line(f"brigade: the output cannot be written: {error.strerror}.")
+            write_line(f"brigade: cannot write the output: {error.strerror}.")
         # For what is still kept back.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -260,7 +260,9 @@ class Demo:
                     return
                 last = f"{status} {' '.join(text.split())[:200]}"
             if self._supervisor.ended.wait(POLL_SECONDS):
-                raise ClusterError("the ranks ended before they were ready; their lines say why.")
+                raise ClusterError(
+                    "the ranks ended before they were ready; their log lines give the reason."
+                )
         raise ClusterError(f"not ready after {READY_SECONDS:g} s; the last answer was: {last}.")
 
     def _swap(self, path: str) -> None:

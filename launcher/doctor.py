@@ -181,7 +181,7 @@ def examine_ring(connections: list[Connection], python: str, tell: Tell) -> Find
         if said:
             last = said[-1]
         else:
-            last = f"no word within {RING_SECONDS:g} s"
+            last = f"no answer within {RING_SECONDS:g} s"
         return Finding("fail", "ring", last, "correct what fails above, or try again")
     return Finding("ok", "ring", next(line for line in said if "sum" in line).partition("] ")[2])
 

@@ -60,5 +60,5 @@ def _send(connection: socket.socket, size: int) -> float:
     started = time.perf_counter()
     connection.sendall(_LENGTH.pack(size) + bytes(size))
     if connection.recv(1) != b"\n":
-        raise ConnectionError("the connection broke off")
+        raise ConnectionError("the connection was lost")
     return time.perf_counter() - started

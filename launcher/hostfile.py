@@ -80,7 +80,7 @@ def parse_hostfile(text: str, path: str) -> Hostfile:
         _wrong(path, "hosts", "is not a list of hosts", 'write [{"ssh": …, "ips": […]}, …]')
     if content.get("backend", "ring") not in ("", "ring"):
         fix = 'write "backend": "ring", or leave it out'
-        _wrong(path, "backend", f"is {content['backend']!r}, and ranks meet in a ring", fix)
+        _wrong(path, "backend", f"is {content['backend']!r}, and only a ring is supported", fix)
     hosts = tuple(_host(path, rank, entry) for rank, entry in enumerate(entries))
     _check_together(path, hosts)
     names = [host.ssh for host in hosts]
@@ -104,9 +104,11 @@ def _host(path: str, rank: int, entry: Any) -> Host:
     for ip in ips:
         reason = _not_an_address(ip)
         if reason:
-            _wrong(path, where, f"has {ip!r} among its ips, {reason}", "write it as 10.0.0.1")
+            _wrong(
+                path, where, f"has {ip!r} among its ips, {reason}", "write it in the form 10.0.0.1"
+            )
     if not isinstance(rdma, list):
-        _wrong(path, where, f"has rdma {rdma!r}", 'write a list, or leave "rdma" away')
+        _wrong(path, where, f"has rdma {rdma!r}", 'write a list, or leave "rdma" out')
     return Host(rank, ssh, tuple(dict.fromkeys(ips)))
 
 
@@ -131,13 +133,15 @@ def _check_together(path: str, hosts: tuple[Host, ...]) -> None:
         for ip in host.ips:
             other = names.setdefault(ip, host)
             if other.ssh != host.ssh:
-                what = f"has {ip}, which host {other.rank} ({other.ssh}) has, too"
-                _wrong(path, f"host {host.rank} ({host.ssh})", what, "give each its own address")
+                what = f"has {ip}, and so does host {other.rank} ({other.ssh})"
+                _wrong(
+                    path, f"host {host.rank} ({host.ssh})", what, "give each host its own address"
+                )
     loopback = [host for host in hosts for ip in host.ips if _is_loopback(ip)]
     if loopback and not all(_is_loopback(ip) for host in hosts for ip in host.ips):
         host = loopback[0]
-        what = "has a loopback address, where other hosts would reach themselves"
-        _wrong(path, f"host {host.rank} ({host.ssh})", what, "give it one of its network")
+        what = "has a loopback address, which other hosts cannot reach"
+        _wrong(path, f"host {host.rank} ({host.ssh})", what, "give its address in the network")
 
 
 def _is_loopback(ip: str) -> bool:
@@ -146,7 +150,7 @@ def _is_loopback(ip: str) -> bool:
 
 def _environment(path: str, words: Any) -> dict[str, str]:
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        _wrong(path, "envs", "is not a list of texts", 'write "envs": ["NAME=VALUE", …]')
+        _wrong(path, "envs", "is not a list of strings", 'write "envs": ["NAME=VALUE", …]')
     return dict(check_variable(word, f"{path}: envs") for word in words)
 
 

@@ -119,8 +119,8 @@ def stop(pid: int | None) -> Launch:
     while launch.pid in [each.pid for each in launches()]:
         if time.monotonic() > deadline:
             raise ClusterError(
-                f"launch {launch.pid} still ends after {most_seconds:g} s (--drain-timeout): "
-                "wait, or stop it once more, which kills its ranks."
+                f"launch {launch.pid} has not ended within {most_seconds:g} s "
+                "(--drain-timeout): wait, or run --stop again, which kills its ranks."
             )
         time.sleep(_POLL_SECONDS)
     return launch
@@ -133,10 +133,12 @@ def _chosen(pid: int | None) -> Launch:
         return chosen[0]
     numbers = ", ".join(str(launch.pid) for launch in running)
     if not running:
-        raise UsageError("no launch of yours runs on this machine: there is nothing to stop.")
+        raise UsageError("you have no running launch on this machine: there is nothing to stop.")
     if chosen:
-        raise UsageError(f"launches {numbers} run: say which one, as in --stop {running[0].pid}.")
-    raise UsageError(f"no launch {pid} of yours runs on this machine: there is {numbers}.")
+        raise UsageError(
+            f"launches {numbers} are running: choose one, as in --stop {running[0].pid}."
+        )
+    raise UsageError(f"you have no running launch {pid} on this machine, only {numbers}.")
 
 
 def _read(file: Path) -> Launch | None:
@@ -160,6 +162,6 @@ def _folder() -> Path:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        reason = f"{folder} cannot be made ({error.strerror})"
+        reason = f"{folder} cannot be created ({error.strerror})"
         raise ClusterError(f"{reason}: set XDG_STATE_HOME to a folder of yours.") from error
     return folder

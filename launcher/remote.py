@@ -164,7 +164,7 @@ class Connection:
             try:
                 answer = self.next_line(max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                what = f"it gave no answer within {timeout_seconds:g} s"
+                what = f"it did not answer within {timeout_seconds:g} s"
                 fix = f"`ssh {self.host.ssh} true` must return; does its shell profile wait?"
                 raise HostError(self.name, what, fix) from None
             match answer:
@@ -217,7 +217,7 @@ class RemoteProcess:
                 case AgentError(reason):
                     yield reason
                 case _:
-                    yield f"its agent said {type(said).__name__} while the rank ran."
+                    yield f"its agent sent {type(said).__name__} while the rank ran."
         if self._returncode is None:
             yield f"the connection to {self._connection.host.ssh} was lost."
         self._read_all.set()

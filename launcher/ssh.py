@@ -79,4 +79,4 @@ def meaning(said: str, host: str, python: str) -> tuple[str, str]:
         if re.search(pattern, said, re.IGNORECASE):
             return reason.format(python=python), fix.format(host=host)
     last = said.strip().rpartition("\n")[2][:200]
-    return f"it said {last!r}" if last else "it hung up", f"try `ssh {host}`"
+    return f"ssh reported {last!r}" if last else "it hung up", f"try `ssh {host}`"

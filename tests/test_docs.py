@@ -82,6 +82,7 @@ def test_api_gives_every_parameter() -> None:
     for body, own in ((ChatBody, "chat"), (CompletionBody, "completions")):
         assert {name for name, of, _ in rows if of in (own, "both")} == set(body.model_fields)
     responses, messages = supported.split("## Responses")[1].split("## Anthropic's messages")
+    responses = responses.split("### Items")[0]
     messages = messages.split("### Blocks")[0]
     for described, body in ((responses, ResponsesBody), (messages, MessagesBody)):
         cells = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", described, re.M)

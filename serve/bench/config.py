@@ -60,7 +60,7 @@ class BenchConfig:
     def __post_init__(self) -> None:
         check_ranges(self)
         if len(self.url) > 2:
-            raise UsageError("--url is for one server or two.")
+            raise UsageError("--url may be given once or twice.")
         for url in self.url:
             if not _is_server(url):
                 raise UsageError(f"--url {url!r} is not a URL: write http://HOST:PORT.")

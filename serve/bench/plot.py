@@ -35,9 +35,9 @@ def draw(
 
     figure = Figure(figsize=(15, 4.5), layout="constrained")
     rate, first, between = figure.subplots(1, 3)
-    rate.set_title("tokens a second")
+    rate.set_title("tokens per second")
     first.set_title("time to first token, p50, ms")
-    between.set_title("between tokens, ms")
+    between.set_title("time between chunks, ms")
     for name, points in curves.items():
         loads = [value for value, _ in points]
         summaries = [summary for _, summary in points]

@@ -54,7 +54,7 @@ def read_questions(path: Path) -> list[str]:
             '{"conversations": [{"from": "human", "value": "…"}, …]}.'
         ) from error
     if not questions:
-        raise UsageError(f"--prompts {path} holds no conversation that a human begins.")
+        raise UsageError(f"--prompts {path} has no conversation that begins with a human.")
     return questions
 
 

@@ -46,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
         raise UsageError(f"{error.filename} cannot be written: {error.strerror}.") from error
     for (level, name), summary in summaries.items():
         if not summary.chunks:
-            raise ClusterError(f"{name} gave no whole answer at {level}: see the table.")
+            raise ClusterError(f"{name} gave no complete answer at {level}: see the table.")
     return 0
 
 
@@ -119,7 +119,7 @@ def table(runs: Runs) -> Table:
         reasons += [f"{level}, {name[0]}: {n} x {reason}" for reason, n in each.errors.items()]
         if each.num_reconnected:
             reasons.append(
-                f"{level}, {name[0]}: {each.num_reconnected} x connected at the second try"
+                f"{level}, {name[0]}: {each.num_reconnected} x connected on the second try"
             )
     shown.caption = Text("\n".join(reasons))
     return shown
@@ -137,4 +137,4 @@ def write(config: BenchConfig, summaries: Mapping[tuple[Level, str], Summary]) -
         curves: dict[str, list[tuple[float, Summary]]] = {}
         for (level, name), each in summaries.items():
             curves.setdefault(name, []).append((level.value, each))
-        draw(config.plot, "requests a second" if config.rate else "clients", curves)
+        draw(config.plot, "requests per second" if config.rate else "clients", curves)

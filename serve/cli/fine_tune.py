@@ -137,7 +137,8 @@ def check(argv: Sequence[str], num_ranks: int, rank: int = 0) -> FineTuneConfig:
         config.num_trained_layers(checkpoint.num_layers)
     if not config.data.is_dir():
         raise UsageError(
-            f"--data {config.data} is not a folder: it needs train.jsonl and perhaps valid.jsonl."
+            f"--data {config.data} is not a folder: give one with train.jsonl and "
+            "optionally valid.jsonl."
         )
     num_micro_batches = config.grad_accumulation_steps * config.num_micro_batches(num_ranks)
     make_schedule(config.schedule, Shape(num_ranks, num_micro_batches, config.num_chunks()))
@@ -180,7 +181,7 @@ def _hand_over(config: FineTuneConfig, adapter: Path) -> None:
     """Raises ClusterError if the server does not take the adapter."""
     if config.fine_tune_type == "full":
         words = ["brigade", "serve", "--model", str(config.whole_path)]
-        print(f"A server starts with it by\n{shlex.join(words)}")
+        print(f"To start a server with it:\n{shlex.join(words)}")
         return
     name = adapter_name(config.adapter_path)
     last = config.adapter_path / ADAPTERS
@@ -195,8 +196,8 @@ def _hand_over(config: FineTuneConfig, adapter: Path) -> None:
         print(load_into(config.load_into, adapter, name))
     else:
         print(
-            "A running server loads it with this line, if it listens on port 8080 (else change the "
-            f"address):\n{curl_line(_SERVER, adapter, name)}"
+            "To load it into a running server (change the address if its port is not "
+            f"8080):\n{curl_line(_SERVER, adapter, name)}"
         )
 
 

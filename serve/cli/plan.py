@@ -107,14 +107,14 @@ def _notes(
 ) -> Iterator[str]:
     if promise:
         yield (
-            f"The KV cache is for {promise.concurrency} x {promise.context:,} tokens, with half "
-            "as much again to spare."
+            f"The memory for keys and values is for {promise.concurrency} x "
+            f"{promise.context:,} tokens, plus half as much to spare."
         )
     if kv_tokens is None:
         per_token = max(stage.cache_bytes_per_token for stage in stages)
         per_token = with_slack(max(stage.cache_bytes_per_token for stage in stages))
         yield f"A token's keys and values take up to {format_bytes(per_token)} on a rank."
-        yield "With --memory you see for how many tokens there is room."
+        yield "Give --memory to see how many tokens fit."
     else:
         yield f"There is room for keys and values of {kv_tokens:,} tokens."
     if len(stages) > 1:

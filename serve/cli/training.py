@@ -123,8 +123,8 @@ def _show_start(event: Started) -> None:
     _tell(f"{event.size}, {event.num_trained:,} trained parameters")
     if event.num_cut or event.num_dropped:
         _tell(
-            f"{event.num_cut} examples are cut at --max-seq-length, {event.num_dropped} left out: "
-            "too long, or without anything to learn"
+            f"{event.num_cut} examples are cut at --max-seq-length, {event.num_dropped} "
+            "are left out: they are too long or have nothing to learn"
         )
     if event.iteration:
         _tell(f"Continues after {event.iteration} batches.")
@@ -156,7 +156,7 @@ def _show_nothing_left(event: NothingLeft) -> None:
 
 
 def _show_end(event: Finished) -> None:
-    table = Table("", "forecast", "measured", title="What the run took")
+    table = Table("", "forecast", "measured", title="Forecast and measurement")
     peaks = zip(event.forecast.peak_bytes, event.peak_bytes, strict=True)
     for rank, (before, measured) in enumerate(peaks):
         table.add_row(f"peak memory, rank {rank}", format_bytes(before), format_bytes(measured))
@@ -167,8 +167,8 @@ def _show_end(event: Finished) -> None:
     _OUT.print(table)
     if len(event.peak_bytes) > 1:
         _tell(
-            f"Of the waiting, {schedule} of the time is the schedule's own (its bubble, at the "
-            "measured speed of each rank); the rest was spent on messages between ranks."
+            f"The bubble of the schedule is {schedule} of the time, at the measured speed "
+            "of each rank; the rest of the waiting was for messages between ranks."
         )
     if event.is_early:
         _say(iteration=event.iteration, stopped="early", reason="--early-stop")

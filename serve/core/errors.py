@@ -126,7 +126,10 @@ class DisagreementError(ClusterError):
             by_rank = [f"rank {rank} has {value}" for rank, value in values.items()]
             differences.append(f"{name}: {', '.join(by_rank)}")
         what = "; ".join(differences)
-        super().__init__(f"The ranks differ ({what}): install and copy the same on all hosts.")
+        super().__init__(
+            f"The ranks differ ({what}): install the same versions and copy the same files on "
+            "all hosts."
+        )
 
 
 class UnavailableError(ClusterError):

@@ -429,7 +429,7 @@ def check_room(num_tokens: int, needed: int = MIN_KV_TOKENS) -> None:
     """Raises PlanError if num_tokens, the room for keys and values, is less than needed."""
     if num_tokens < needed:
         raise PlanError(
-            f"There is room for keys and values of {max(0, num_tokens):,} tokens, and "
+            f"There is room for keys and values of {max(0, num_tokens):,} tokens, but "
             f"{needed:,} are needed: raise --memory or --kv-memory, or add ranks."
         )
 
@@ -455,13 +455,13 @@ def _does_not_fit(
         available = format_bytes(late.memory_bytes or 0)
         where = (
             f" Rank {late.rank} would need {format_bytes(late.total_bytes)} for layers "
-            f"{late.layers[0]} to {late.layers[1] - 1}, it has {available}."
+            f"{late.layers[0]} to {late.layers[1] - 1}, but has {available}."
         )
     return PlanError(
-        f"The model does not fit: {format_bytes(whole.weight_bytes)} of weights, and "
+        f"The model does not fit into {room} on {num_ranks} rank{'s' * (num_ranks > 1)}: "
+        f"it has {format_bytes(whole.weight_bytes)} of weights, and needs "
         f"{format_bytes(with_slack(whole.cache_bytes))} for keys and values of "
-        f"{_described(demand)}, into {room} on {num_ranks} "
-        f"rank{'s' * (num_ranks > 1)}.{where} {_remedy(demand, whole)}"
+        f"{_described(demand)}.{where} {_remedy(demand, whole)}"
     )
 
 
@@ -473,7 +473,7 @@ def _described(demand: Demand) -> str:
 
 def _remedy(demand: Demand, whole: StagePlan) -> str:
     if demand.num_tokens is None:
-        return "Raise --memory, add ranks, or promise less: --context, --concurrency."
+        return "Raise --memory, add ranks, or lower --context or --concurrency."
     if whole.cache_bytes_per_sequence:
         return "Raise --memory, add ranks, or lower --max-context (of `brigade plan`: --context)."
     return "Raise --memory or add ranks."
@@ -540,7 +540,7 @@ def parse_split(text: str, num_layers: int, num_ranks: int) -> list[LayerRange]:
         )
     if len(sizes) != num_ranks:
         raise UsageError(
-            f"--split {text} has {len(sizes)} numbers, and the number of ranks is {num_ranks}: "
+            f"--split {text} has {len(sizes)} numbers, but there are {num_ranks} ranks: "
             "give one number of layers for each rank, auto or even."
         )
     return split_of([int(size) for size in sizes], num_layers)

@@ -28,7 +28,9 @@ def frame(message: AnyMessage) -> bytes:
     body = _ENCODER.encode(message)
     if len(body) > MAX_BODY_BYTES:
         kind = type(message).__name__
-        raise ClusterError(f"A {kind} message of {len(body)} bytes is over {MAX_BODY_BYTES}.")
+        raise ClusterError(
+            f"A {kind} message of {len(body)} bytes is larger than the limit of {MAX_BODY_BYTES}."
+        )
     return _HEADER.pack(_MAGIC, VERSION, len(body)) + body
 
 
@@ -69,11 +71,13 @@ def _check_header(magic: bytes, version: int, size: int, max_size: int) -> None:
         raise ClusterError("A peer does not speak Brigade's protocol: check the address and port.")
     if version != VERSION:
         raise ClusterError(
-            f"A peer speaks wire version {version}, this one {VERSION}: "
-            "install the same mlx-brigade on all hosts."
+            f"A peer uses wire version {version}, this rank {VERSION}: install the same "
+            "mlx-brigade on all hosts."
         )
     if size > max_size:
-        raise ClusterError(f"A peer sent a frame of {size} bytes, over {max_size}.")
+        raise ClusterError(
+            f"A peer sent a frame of {size} bytes, larger than the limit of {max_size}."
+        )
 
 
 def line(message: AgentMessage) -> str:

@@ -101,7 +101,7 @@ class Snapshot:
         names = self._names_by_pattern(kind) if index is None else self._names_in(index)
         for name in names:
             if name not in self.files:
-                where = "" if self.complete else " in the cache, and the hub cannot be asked"
+                where = "" if self.complete else " in the cache, and the hub cannot be reached"
                 raise ModelError(f"{self.repo} has no {name}{where}; its {INDEX} names it.")
         if not names:
             refuse_pickles(self.repo, self.files)

@@ -83,7 +83,8 @@ def _mlx_config(files: AdapterFiles) -> dict[str, Any]:
     for name, target in others:
         if (target.rank, target.scale) != (first.rank, first.scale):
             raise AdapterError(
-                f"{name} has another rank or scale than {first_name}: mlx-lm's format has one."
+                f"{name} has another rank or scale than {first_name}: mlx-lm's format "
+                "allows only one."
             )
     base_model = files.config.get("base_model_name_or_path")
     dropout = files.config.get("lora_dropout", 0.0)

@@ -417,7 +417,7 @@ def _check_shape(
         return
     if _matches_with_any_rank(found, pattern):
         raise AdapterError(
-            f"{tensor} has the shape {found}, and rank {rank} in {CONFIG_FILE} needs {shape}."
+            f"{tensor} has the shape {found}, but rank {rank} in {CONFIG_FILE} needs {shape}."
         )
     raise AdapterError(
         f"This adapter was made for another model: {tensor} has the shape {found}, this model "

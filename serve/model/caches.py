@@ -18,5 +18,7 @@ def quantized(caches: list[Any], bits: int | None) -> list[Any]:
     if bits is None:
         return caches
     if not all(type(cache) is KVCache for cache in caches):
-        raise PlanError("--kv-bits is for models whose layers all keep plain keys and values.")
+        raise PlanError(
+            "--kv-bits works only with models whose layers all keep plain keys and values."
+        )
     return [QuantizedKVCache(_GROUP_SIZE, bits) for _ in caches]

@@ -56,7 +56,7 @@ def measure(
     except FAILURES as error:
         if kv_bits is None:
             raise
-        raise PlanError(f"This model cannot have --kv-bits {kv_bits}: {error}.") from error
+        raise PlanError(f"This model cannot use --kv-bits {kv_bits}: {error}.") from error
     arguments = getattr(model, "args", None)
     costs: list[LayerCost] = []
     for i, layer in enumerate(layers):

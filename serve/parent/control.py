@@ -174,7 +174,7 @@ class ControlServer:
                 case Report():
                     self._on_message(rank, message)
                 case Hello():
-                    raise ClusterError(f"Rank {rank} on {link.peer_host} said hello twice.")
+                    raise ClusterError(f"Rank {rank} on {link.peer_host} sent Hello twice.")
 
     def _lose(self, rank: int, reason: str) -> None:
         del self._links[rank]

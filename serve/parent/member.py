@@ -137,7 +137,7 @@ class _Member:
             case LoadAdapter():
                 self._engine.link.send(message)
             case _:
-                raise ClusterError(f"Rank 0 sent {type(message).__name__} where none is due.")
+                raise ClusterError(f"Rank 0 sent an unexpected {type(message).__name__}.")
 
     def _localised(self, order: Order) -> Order:
         """The order with this host's paths and addresses. What to load is rank 0's word, also

@@ -216,4 +216,4 @@ class Constraint:
         """Raises RequestError if the request allows nothing of what its grammar does."""
         allowed = [id for id in self._sampling.allowed_ids if id < mask.size]
         if allowed and not mask[allowed].any():
-            raise RequestError("allowed_token_ids leave nothing of the grammar.", code=CONFLICT)
+            raise RequestError("The grammar allows none of allowed_token_ids.", code=CONFLICT)

@@ -41,8 +41,8 @@ def go_round(cluster: Cluster) -> str | None:
     if not bool(mx.all(total == expected)):
         raise ClusterError("The sum over the ring is wrong: values were lost on the way.")
     return (
-        f"a sum over {cluster.num_ranks} ranks is right: {total.nbytes / 1e6:.1f} MB went round "
-        f"in {seconds * 1000:.0f} ms"
+        f"the sum over {cluster.num_ranks} ranks is correct: {total.nbytes / 1e6:.1f} MB "
+        f"went around the ring in {seconds * 1000:.0f} ms"
     )
 
 

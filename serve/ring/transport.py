@@ -224,7 +224,7 @@ def form_ring(
             group = mx.distributed.init(strict=True, backend="ring")
             is_as_expected = group.rank() == ring.rank and group.size() == len(ring.hosts)
             if not is_as_expected:
-                raise ClusterError("MLX formed a ring of another size than the hostfile says.")
+                raise ClusterError("MLX formed a ring of another size than the hostfile has.")
             port = listening.getsockname()[1]
             ports = _exchange(ring.nonce, port, group, stream)
         except RuntimeError as error:

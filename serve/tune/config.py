@@ -139,7 +139,9 @@ class FineTuneConfig(ModelSource):
         self._check_numbers()
         self._check_structures()
         if self.trust_remote_code:
-            raise UsageError("--trust-remote-code is refused: no code of a repository is run.")
+            raise UsageError(
+                "--trust-remote-code is refused: Brigade does not run code from model repositories."
+            )
         _ = self.clear_cache_bytes
 
     def _check_numbers(self) -> None:
@@ -154,12 +156,17 @@ class FineTuneConfig(ModelSource):
         if parts and size % parts:
             raise UsageError(f"--micro-batches {parts} does not divide --batch-size {size}.")
         if self.stages_per_rank and self.schedule != "interleaved":
-            raise UsageError("--stages-per-rank is for --schedule interleaved.")
+            raise UsageError("--stages-per-rank needs --schedule interleaved.")
         if self.max_grad_norm == 0:
-            raise UsageError("--max-grad-norm 0 leaves nothing of any gradient: give more.")
+            raise UsageError(
+                "--max-grad-norm 0 would make every gradient zero: give a larger number."
+            )
         training = self.resume or self.load_into or self.peft or self.report_to
         if training and not self.trains:
-            raise UsageError("--resume, --load-into, --peft, --report-to: --test trains nothing.")
+            raise UsageError(
+                "--test alone trains nothing: leave out --resume, --load-into, --peft and "
+                "--report-to, or add --train."
+            )
         if self.resume and self.resume_adapter_file:
             raise UsageError("--resume and --resume-adapter-file exclude each other.")
         if self.early_stop and not self.val_batches:
@@ -186,8 +193,8 @@ class FineTuneConfig(ModelSource):
         numbers = all(isinstance(number, int | float) for number in (rank, dropout, scale))
         if not (known and numbers and isinstance(rank, int) and rank > 0 and 0 <= dropout < 1):
             raise UsageError(
-                f"lora_parameters {lora} is wrong: give rank (above 0), scale, dropout (0 to 1) "
-                "and perhaps keys, the names of modules."
+                f"lora_parameters {lora} is wrong: give rank (above 0), scale, dropout (0 "
+                "to 1) and optionally keys (names of modules)."
             )
         schedule = self.lr_schedule
         if schedule is not None and (
@@ -196,8 +203,9 @@ class FineTuneConfig(ModelSource):
             or not isinstance(schedule.get("arguments"), list)
         ):
             raise UsageError(
-                f"lr_schedule {schedule} is wrong: give name ({', '.join(LEARNING_RATE_SCHEDULES)})"
-                ", arguments (a list), and perhaps warmup and warmup_init."
+                f"lr_schedule {schedule} is wrong: give name "
+                f"({', '.join(LEARNING_RATE_SCHEDULES)}), arguments (a list), and "
+                "optionally warmup and warmup_init."
             )
 
     @property

@@ -72,8 +72,8 @@ def make_trainable(config: FineTuneConfig, draw: DropoutKeys, model: nn.Module) 
         for name, array in dict(tree_flatten(model.trainable_parameters())).items():
             if not mx.issubdtype(array.dtype, mx.floating):
                 raise UsageError(
-                    f"--fine-tune-type full: {name} is quantised, and cannot be trained: give the "
-                    "model as it was before, or train an adapter."
+                    f"--fine-tune-type full: {name} is quantised, and cannot be trained: "
+                    "use the model without quantisation, or train an adapter."
                 )
     else:
         _check_keys(config.lora.get("keys") or (), model)
@@ -111,7 +111,7 @@ def load_adapter(weights: Arrays, name: str, model: nn.Module) -> None:
         if key not in trained or key not in weights or trained[key].shape != weights[key].shape
     )
     if different:
-        raise UsageError(f"{name} is of another model or other settings: see {different[0]}.")
+        raise UsageError(f"{name} belongs to another model or other settings: see {different[0]}.")
     cast = []
     for key, array in weights.items():
         dtype = trained[key].dtype
@@ -132,7 +132,9 @@ def of_adapter(config: FineTuneConfig) -> FineTuneConfig:
     except (OSError, LookupError, TypeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         mend = "give the folder of an adapter as --adapter-path"
-        raise UsageError(f"{path} does not say what is tested ({reason}): {mend}.") from error
+        raise UsageError(
+            f"{path} does not describe an adapter to test ({reason}): {mend}."
+        ) from error
 
 
 def prepare(config: FineTuneConfig, draw: DropoutKeys, model: nn.Module) -> None:

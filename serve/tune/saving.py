@@ -129,8 +129,8 @@ def what_is_kept(session: Session, progress: Progress) -> str:
         return kept
     folder = run_folder.folder_of(session.config.adapter_path, saved)
     return (
-        f"{kept} No update after it was finite: to go on from the one before it, if there is "
-        f"one, remove {folder} and give --resume."
+        f"{kept} No later update was finite: to continue from the checkpoint before it, "
+        f"if there is one, remove {folder} and give --resume."
     )
 
 

@@ -80,7 +80,7 @@ class Schedule:
 def make_schedule(kind: str, shape: Shape) -> Schedule:
     """Raises UsageError if there is no such schedule for these ranks and micro-batches."""
     if shape.num_chunks > 1 and kind not in ("interleaved", "forward"):
-        raise UsageError(f"Several stages a rank need --schedule interleaved, not {kind}.")
+        raise UsageError(f"Several stages per rank need --schedule interleaved, not {kind}.")
     if kind == "interleaved" and shape.num_micro_batches % shape.num_ranks:
         raise UsageError(
             f"--schedule interleaved needs a multiple of {shape.num_ranks} micro-batches (one "

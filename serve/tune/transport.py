@@ -158,7 +158,7 @@ def _expected(kind: type[Said], note: AnyNote) -> Said:
     if isinstance(note, kind):
         return note
     raise ClusterError(
-        f"A rank said {type(note).__name__} instead of {kind.__name__}: the ranks are out of step."
+        f"A rank sent {type(note).__name__} instead of {kind.__name__}: the ranks are out of step."
     )
 
 
@@ -329,7 +329,7 @@ class RingLinks:
                         self._inbox.put(tag, (notes, self._arrays(peer, message, stream)))
                     case Alive():
                         continue
-        self._inbox.fail(ClusterError(f"Rank {peer} has ended: look at what it said."))
+        self._inbox.fail(ClusterError(f"Rank {peer} has ended: look at its log."))
 
     def _arrays(self, peer: int, header: TaggedTensors, stream: mx.Stream) -> list[mx.array]:
         arrays: list[mx.array] = []

@@ -62,9 +62,9 @@ class Window:
             cause = "training has diverged: begin again with a lower --learning-rate, or with "
             cause += "--max-grad-norm"
         else:
-            cause = "no update came before, so it is not the learning rate: look at the model, its "
-            cause += "data and what --resume-adapter-file gave"
-        float16 = ". Or float16 is too narrow for this model: try it in bfloat16 or float32"
+            cause = "this was the first update, so the learning rate is not the cause: check the "
+            cause += "model, its data and --resume-adapter-file"
+        float16 = ". Or the range of float16 is too small for this model: try bfloat16 or float32"
         return (
             f"{skipped} not finite (the {what}), and skipped: {cause}"
             f"{float16 if self._is_float16 else ''}."

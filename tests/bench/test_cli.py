@@ -97,7 +97,7 @@ def test_errors_are_shown_with_their_reason(capsys: pytest.CaptureFixture[str]) 
     out, err = capsys.readouterr()
     assert "3 x HTTP 429: the queue is full" in " ".join(out.split())
     assert out.endswith("\n"), "what is written next would follow in the same line"
-    assert "gave no whole answer" in err.splitlines()[-1]
+    assert "gave no complete answer" in err.splitlines()[-1]
 
 
 def test_a_plot_tells_servers_apart_and_has_whole_clients(tmp_path: Path) -> None:

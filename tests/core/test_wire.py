@@ -208,7 +208,7 @@ def test_frames_survive_any_pieces(sent: list[Step], size: int) -> None:
     [
         (b"GET / HTTP/1.1\r\n\r\n", "does not speak"),
         (b"Bg\x01\x00\x00\x00\x00\x00", "wire version 1"),
-        (wire._HEADER.pack(b"Bg", wire.VERSION, wire.MAX_BODY_BYTES + 1), "over"),
+        (wire._HEADER.pack(b"Bg", wire.VERSION, wire.MAX_BODY_BYTES + 1), "larger than the limit"),
     ],
 )
 def test_foreign_bytes_are_refused(data: bytes, reason: str) -> None:

@@ -91,7 +91,7 @@ LOAD, UNLOAD, CHANGE = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adm
         (UNLOAD, {"lora_name": "nobody"}, 404, "cannot be found"),
         (CHANGE, {"lora_name": "nobody", "pin": True}, 404, "does not exist"),
         (CHANGE, {"lora_name": "tiny", "pin": "yes"}, 400, "pin"),
-        (CHANGE, {"lora_name": "tiny", "pin": True}, 400, "the model itself"),
+        (CHANGE, {"lora_name": "tiny", "pin": True}, 400, "the base model"),
     ],
 )
 def test_what_is_refused(

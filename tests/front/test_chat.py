@@ -169,7 +169,7 @@ def test_a_grammar_needs_to_know_where_thoughts_end(
     marks = ("<|assistant|>", "<|close|>think<|sep|>")
     monkeypatch.setattr(tokenizer, "dialect", Dialect("k", reasoning=Reasoning(*marks)))
     assert prepared(tokenizer, 200).samplings[0].free_until is None
-    with pytest.raises(RequestError, match="no single token ends") as told:
+    with pytest.raises(RequestError, match="not end its reasoning with a single token") as told:
         prepared(tokenizer, 200, response_format={"type": "json_object"})
     assert told.value.param == "response_format"
     monkeypatch.setattr(tokenizer, "dialect", Dialect("k", reasoning=Reasoning(marks[0], "a")))

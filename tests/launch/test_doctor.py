@@ -66,7 +66,7 @@ def test_two_hosts_both_ways_of_their_hop_and_a_ring(
         "127.0.0.3 → 127.0.0.2 (127.0.0.2)",
         "127.0.0.2 → 127.0.0.3 (127.0.0.3)",
     ]
-    assert "a sum over 2 ranks is right" in findings[-1]["what"]
+    assert "the sum over 2 ranks is correct" in findings[-1]["what"]
     assert sum(name == "all hosts" for name in where) == 2
     agents = [
         p for p in psutil.process_iter(["cmdline"]) if "launcher.agent" in (p.info["cmdline"] or ())
@@ -81,7 +81,7 @@ def test_every_address_of_a_host_is_measured_and_in_the_ring(
     hostfile.write_text(json.dumps([{"ssh": ips[0], "ips": ips} for ips in two]))
     _, findings = examined(capsys, *on_hosts(sshd, hostfile))
     assert sum("→" in finding["where"] for finding in findings) == 4
-    assert "a sum over 2 ranks is right" in findings[-1]["what"]
+    assert "the sum over 2 ranks is correct" in findings[-1]["what"]
 
 
 def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,7 +161,7 @@ def test_a_launch_is_refused_on_hosts_where_something_fails(
     words = ["launch", *on_hosts(sshd, hostfile), "--", "serve", "--model", str(TINY_CHAT)]
     assert cli.main(words) == ClusterError.exit_code
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("brigade launch: 127.0.0.2: 198.51.100.7 is not of this host")
+    assert said.startswith("brigade launch: 127.0.0.2: 198.51.100.7 is not an address of this host")
     assert "rank_started" not in said
 
 
@@ -304,8 +304,10 @@ def test_a_sum_goes_round_a_real_ring(num_ranks: int) -> None:
     lines: list[str] = []
     command = [sys.executable, "-m", RING_CHECK]
     assert Supervisor(local_ranks(command, num_ranks), lines.append).run() == 0
-    last = next(line for line in lines if "a sum over" in line)
-    assert last.startswith(f"[rank {num_ranks - 1}] a sum over {num_ranks} ranks is right: 4.2 MB")
+    last = next(line for line in lines if "the sum over" in line)
+    assert last.startswith(
+        f"[rank {num_ranks - 1}] the sum over {num_ranks} ranks is correct: 4.2 MB"
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -352,4 +354,4 @@ def test_a_ring_that_does_not_form_is_given_up(sshd: Sshd, monkeypatch: pytest.M
     way = SshAccess(tuple(shlex.split(sshd.ssh)))
     with connected(hosts, way, lambda _: None) as connections:
         finding = doctor.examine_ring(connections, way.python, lambda _: None)
-    assert finding == Finding("fail", "ring", "no word within 0.2 s", finding.fix)
+    assert finding == Finding("fail", "ring", "no answer within 0.2 s", finding.fix)

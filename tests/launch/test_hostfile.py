@@ -96,7 +96,7 @@ def test_an_address_is_taken_once() -> None:
         ([{"ssh": "a", "ips": ["255.255.255.255"]}], "not the address of one host"),
         ([{"ssh": "a", "ip": ["10.0.0.1"], "ips": ["10.0.0.1"]}], "host 0 (a) has 'ip'"),
         ([{**A, "rdma": "en5"}], "has rdma 'en5'"),
-        ([A, {"ssh": "b", "ips": ["10.0.0.1"]}], "host 1 (b) has 10.0.0.1, which host 0 (a)"),
+        ([A, {"ssh": "b", "ips": ["10.0.0.1"]}], "host 1 (b) has 10.0.0.1, and so does host 0 (a)"),
         ([A, {"ssh": "b", "ips": ["127.0.0.1"]}], "host 1 (b) has a loopback address"),
     ],
 )

@@ -116,7 +116,7 @@ def test_every_command_runs(tmp_path: Path, sshd: Sshd) -> None:
     assert stop.endswith(" has ended.\n")
     assert doctor.count(" 0 fail") == 2
     assert (tmp_path / "report.json").read_text().startswith("[")
-    assert upgrade.startswith("No launch")
+    assert upgrade.startswith("You have no running launch")
     assert upgrade.count("Name: mlx-brigade") == 2
 
 

@@ -148,7 +148,9 @@ def test_the_only_launch_is_stopped_without_its_number(launcher: Start) -> None:
 
 def test_one_of_two_has_to_be_named(launcher: Start) -> None:
     first, second = launcher(name="a"), launcher(name="b")
-    with pytest.raises(UsageError, match=f"launches {first.pid}, {second.pid} run: say which"):
+    with pytest.raises(
+        UsageError, match=f"launches {first.pid}, {second.pid} are running: choose one"
+    ):
         stop(None)
     stop(second.pid)
     assert second.wait(5) == 0
@@ -160,7 +162,7 @@ def test_what_does_not_run_cannot_be_stopped(launcher: Start) -> None:
     with pytest.raises(UsageError, match="nothing to stop"):
         stop(None)
     process = launcher()
-    with pytest.raises(UsageError, match=f"no launch 1 of yours .* there is {process.pid}"):
+    with pytest.raises(UsageError, match=f"no running launch 1 .* only {process.pid}"):
         stop(1)
     assert alive(process.pid)
 
@@ -180,7 +182,7 @@ def test_stop_does_not_wait_for_ever(launcher: Start, monkeypatch: pytest.Monkey
     process = launcher(f"{deaf}print('event=listening url=x', flush=True)\n{RANK}{SLEEP}")
     wait_until(lambda: the_only().url == "x")
     monkeypatch.setattr(record, "STOP_SECONDS", 0.3)
-    with pytest.raises(ClusterError, match=f"launch {process.pid} still ends after 0.3 s"):
+    with pytest.raises(ClusterError, match=f"launch {process.pid} has not ended within 0.3 s"):
         stop(None)
     monkeypatch.setattr(record, "STOP_SECONDS", 5.0)
     stop(process.pid)  # The second signal kills its ranks.
@@ -224,7 +226,7 @@ def test_a_full_disk_ends_no_rank(folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_folder_that_cannot_be_made_says_how_to_choose_another(tmp_path: Path) -> None:
     (tmp_path / "brigade").touch()
-    with pytest.raises(ClusterError, match="cannot be made .*: set XDG_STATE_HOME"):
+    with pytest.raises(ClusterError, match="cannot be created .*: set XDG_STATE_HOME"):
         launches()
 
 
@@ -233,7 +235,7 @@ def test_a_folder_that_cannot_be_made_says_how_to_choose_another(tmp_path: Path)
 
 def test_status_shows_every_rank(launcher: Start, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["launch", "--status"]) == 0
-    assert capsys.readouterr().out == "No launch of yours runs on this machine.\n"
+    assert capsys.readouterr().out == "You have no running launch on this machine.\n"
     process = launcher(name="my model")
     wait_until(lambda: the_only().url != "" and len(the_only().ranks) == 2)
     assert cli.main(["launch", "--status"]) == 0

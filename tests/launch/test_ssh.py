@@ -55,7 +55,7 @@ def test_any_login_shell_runs_the_same_words(shell: str) -> None:
         (f"zsh:1: no such file or directory: {PYTHON}\n", "does not exist there", "--python"),
         (f"sh: 1: exec: {PYTHON}: not found", "does not exist there", "--python"),
         (f"bash: {PYTHON}: Permission denied", "does not exist there", "--python"),
-        ("Welcome!\nkex: what", "it said 'kex: what'", "try `ssh studio`"),
+        ("Welcome!\nkex: what", "ssh reported 'kex: what'", "try `ssh studio`"),
         ("", "it hung up", "try `ssh studio`"),
     ],
 )

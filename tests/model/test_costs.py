@@ -47,7 +47,7 @@ def test_a_model_fits_into_just_what_its_plan_says(
     assert plan.kv_tokens
     assert plan.kv_tokens >= plan.demand.tokens
     too_little = f"{(total - 1) / 1000}KB"
-    with pytest.raises(PlanError, match="--memory, add ranks, or promise less: --context"):
+    with pytest.raises(PlanError, match="--memory, add ranks, or lower --context"):
         make_plan(folder, PlanRequest(num_ranks=num_ranks, memory=too_little))
 
 
@@ -80,7 +80,7 @@ def test_memory_without_a_promise_is_for_the_weights_and_some_room(tmp_path: Pat
     assert make_plan(folder, limited).kv_tokens == 200_000 * 2 // 3 // 256
     with pytest.raises(PlanError, match="256 are needed: raise --memory or --kv-memory"):
         make_plan(folder, replace(limited, kv_memory="90KB"))
-    with pytest.raises(PlanError, match="at least 256 tokens, .* Raise --memory or add ranks"):
+    with pytest.raises(PlanError, match="at least 256 tokens. .* Raise --memory or add ranks"):
         make_plan(folder, replace(limited, memory="90KB"))
 
 

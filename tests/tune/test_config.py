@@ -133,17 +133,17 @@ def test_a_wrong_file_is_refused(file: Callable[[str], str], text: str, said: st
         (["--iters", "10", "--grad-accumulation-steps", "4"], "multiples of --grad-acc"),
         (["--stages-per-rank", "2"], "--schedule interleaved"),
         (["--resume", "--resume-adapter-file", "a"], "exclude each other"),
-        (["--trust-remote-code"], "no code of a repository"),
+        (["--trust-remote-code"], "does not run code"),
         (["--clear-cache-threshold", "much"], "not an amount"),
         (["--config", "/no/such.yaml"], "cannot be read"),
         (["--learning-rate", "-1"], "out of range"),
-        (["--max-grad-norm", "0"], "--max-grad-norm 0 leaves nothing"),
+        (["--max-grad-norm", "0"], "--max-grad-norm 0 would make"),
         (["--max-grad-norm", "-1"], "out of range"),
         (["--stall-timeout", "0"], "out of range"),
-        (["--test", "--resume"], "--test trains nothing"),
-        (["--test", "--load-into", "http://a:1"], "--test trains nothing"),
-        (["--test", "--peft"], "--test trains nothing"),
-        (["--test", "--report-to", "wandb"], "--test trains nothing"),
+        (["--test", "--resume"], "--test alone trains nothing"),
+        (["--test", "--load-into", "http://a:1"], "--test alone trains nothing"),
+        (["--test", "--peft"], "--test alone trains nothing"),
+        (["--test", "--report-to", "wandb"], "--test alone trains nothing"),
         (["--epochs", "0"], "out of range"),
         (["--early-stop", "2", "--val-batches", "0"], "--early-stop needs validations"),
         (["--fine-tune-type", "full", "--peft"], "are for adapters"),
@@ -244,8 +244,8 @@ def test_check_names_a_bad_line_and_a_taken_folder_without_mlx(tmp_path: Path) -
     (tmp_path / "out" / "checkpoints" / "0000004").mkdir(parents=True)
     words = ["--model", str(TINY_CHAT), "--data", str(tmp_path), "--adapter-path"]
     for folder, more, said in (
-        ("new", [], "train.jsonl:2: 'text' is not a text: give a string. []"),
-        ("out", [], "holds a run: give another folder, or --resume to continue. []"),
+        ("new", [], "train.jsonl:2: 'text' is not a string. []"),
+        ("out", [], "already holds a run: give another folder, or --resume to continue it. []"),
         ("new", ["--resume"], "has no checkpoint: start without it. []"),
     ):
         command = [sys.executable, "-c", NO_MLX, *words, str(tmp_path / folder), *more]

@@ -56,7 +56,7 @@ def test_an_adapter_that_does_not_fit_changes_nothing() -> None:
         ones | {"model.layers.9.lora_a": mx.ones((1,))},
         ones | {name: mx.ones((2, 2))},
     ):
-        with pytest.raises(UsageError, match="of another model or other settings"):
+        with pytest.raises(UsageError, match="belongs to another model or other settings"):
             load_adapter(wrong, "file", model)
     after = dict(tree_flatten(model.trainable_parameters()))
     assert all(mx.array_equal(after[key], right[key]) for key in right)

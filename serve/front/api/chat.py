@@ -87,8 +87,9 @@ def _constraint(request: ChatRequest, tokenizer: Tokenizer, is_thinking: bool) -
     demanded = request.samplings[0].grammar
     if demanded is not None and is_late:
         raise RequestError(
-            "A grammar begins after thoughts, and no single token ends those of this model: "
-            "have it not think (chat_template_kwargs), or demand nothing.",
+            "A grammar begins after the reasoning, but this model does not end its "
+            "reasoning with a single token: turn reasoning off (chat_template_kwargs), "
+            "or demand no format and no tool.",
             param=request.grammar_param,
         )
     if demanded is not None:

@@ -34,8 +34,8 @@ class ContextWindow:
         keep = self.keep if self.keep > 0 else self.max_context - asked
         if keep <= 0:
             raise RequestError(
-                f"truncate_prompt_tokens: an answer of {asked} tokens leaves no room for a prompt "
-                f"in a context of {self.max_context}: ask for fewer.",
+                f"truncate_prompt_tokens: an answer of {asked} tokens leaves no room for "
+                f"a prompt in a context of {self.max_context}: lower max_tokens.",
                 param="truncate_prompt_tokens",
                 code="context_length_exceeded",
             )

@@ -140,7 +140,7 @@ class ProcessLane:
                     f"The request takes more than {reading_process.MAX_SECONDS:g} s to read: "
                     "make it smaller."
                 ) from None
-            raise BrigadeError(f"The process that reads requests: {error}") from None
+            raise BrigadeError(f"The process that parses requests failed: {error}") from None
         read = load(answer, self._tokenizer)
         if isinstance(read, BrigadeError):
             raise read

@@ -112,7 +112,10 @@ class GenerationBody(SamplingBody, Lenient):
         if self.prompt_logprobs is not None and self.stream:
             refuse("prompt_logprobs are not available with stream=true", "prompt_logprobs")
         if self.truncate_prompt_tokens == 0:
-            refuse("truncate_prompt_tokens leaves nothing of the prompt", "truncate_prompt_tokens")
+            refuse(
+                "truncate_prompt_tokens must not be 0: it would leave nothing of the prompt",
+                "truncate_prompt_tokens",
+            )
         return self
 
     @property
@@ -136,7 +139,7 @@ class Templated(Body):
     def _one_of_both(self) -> "Templated":
         if self.continue_final_message and self.add_generation_prompt:
             refuse(
-                "continue_final_message cannot go with add_generation_prompt",
+                "continue_final_message cannot be combined with add_generation_prompt",
                 "continue_final_message",
             )
         return self
@@ -179,7 +182,7 @@ class ChatBody(Templated, GenerationBody):
     @model_validator(mode="after")
     def _fits_together(self) -> "ChatBody":
         if self.functions and self.tools:
-            refuse("functions is the older word for tools: give one of them", "functions")
+            refuse("functions is the older name of tools: give one of them", "functions")
         if self.top_logprobs and not self.logprobs:
             refuse("top_logprobs needs logprobs=true", "top_logprobs")
         return self
@@ -257,7 +260,7 @@ def list_prompts(prompt: Any, limit: int = MAX_PROMPTS) -> Any:
     if not isinstance(prompt, list) or not prompt:
         refuse("must be a string, a list of strings, of token ids, or of lists of token ids")
     if len(prompt) > limit:
-        refuse(f"has {len(prompt)} prompts, {limit} are allowed")
+        refuse(f"has {len(prompt)} prompts, but only {limit} are allowed")
     for one in prompt:
         if not one or not (isinstance(one, str) or (isinstance(one, list) and _are_ids(one))):
             refuse("has an empty prompt, or one that is neither text nor a list of token ids")

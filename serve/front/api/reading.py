@@ -205,8 +205,8 @@ class Reader:
         given = body.get(param)
         if isinstance(given, list) and len(given) > self.max_context:
             raise RequestError(
-                f"{param}: has {len(given)} entries, and this model's maximum context length is "
-                f"{self.max_context} tokens: send fewer.",
+                f"{param}: has {len(given)} entries, but this model's maximum context "
+                f"length is {self.max_context} tokens: send fewer.",
                 param=param,
                 code="context_length_exceeded",
             )

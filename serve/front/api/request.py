@@ -120,6 +120,6 @@ def check_num_answers(num_answers: int, limit: int) -> None:
     """Raises RequestError if a request asks for more answers than the server takes at a time."""
     if num_answers > limit:
         raise RequestError(
-            f"The request asks for {num_answers} answers, {limit} are the most at a time: "
-            "send fewer prompts or a smaller n."
+            f"The request asks for {num_answers} answers, but only {limit} are allowed at "
+            "a time: send fewer prompts or a smaller n."
         )

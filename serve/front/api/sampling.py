@@ -46,7 +46,7 @@ def _strings(texts: Any, most: int) -> tuple[str, ...]:
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         refuse("must be a string or a list of strings")
     if len(texts) > most:
-        refuse(f"has {len(texts)} strings, {most} are allowed")
+        refuse(f"has {len(texts)} strings, but only {most} are allowed")
     if not all(0 < len(text) <= MAX_STOP_CHARACTERS for text in texts):
         refuse(f"needs strings of 1 to {MAX_STOP_CHARACTERS} characters")
     return tuple(texts)
@@ -229,7 +229,9 @@ def only_grammar(grammars: Mapping[str, str]) -> str | None:
         return grammars["tool_choice"]
     if len(grammars) > 1:
         both = " and ".join(grammars)
-        raise RequestError(f"{both} cannot go together.", param=next(iter(grammars)))
+        raise RequestError(
+            f"{both} cannot be combined: give one of them.", param=next(iter(grammars))
+        )
     return next(iter(grammars.values()), None)
 
 
@@ -262,6 +264,6 @@ def _check_something_is_left(sampling: Sampling) -> None:
         banned.update(sampling.end_ids)
     if sampling.allowed_ids and banned.issuperset(sampling.allowed_ids):
         raise RequestError(
-            "allowed_token_ids: bad_words and min_tokens leave nothing of it.",
+            "allowed_token_ids: bad_words and min_tokens ban all of these tokens.",
             param="allowed_token_ids",
         )

@@ -49,8 +49,9 @@ class Thinking:
         can_keep_budget = all(map(tokenizer.begins_with_a_mark, (marks.start, marks.end)))
         if self.budget is not None and not can_keep_budget:
             raise RequestError(
-                f"{self.budget_param}: the marks of this model's reasoning are ordinary text and "
-                "not tokens of their own, so a budget cannot be kept: leave it out.",
+                f"{self.budget_param}: this model marks its reasoning with ordinary text "
+                "and not with special tokens, so a budget cannot be enforced: leave it "
+                "out.",
                 param=self.budget_param,
             )
         start, end = (tuple(tokenizer.encode(mark)) for mark in (marks.start, marks.end))

@@ -67,7 +67,7 @@ def _check_size(size: int, unit: str, bound: int, param: str) -> None:
     bound = max(bound, MIN_BOUND)
     if size > bound:
         raise RequestError(
-            f"{param}: has {size} {unit}, and {bound} are read here: send a part of it.",
+            f"{param}: has {size} {unit}, but only {bound} are allowed: send a part of it.",
             param=param,
             code="context_length_exceeded",
         )

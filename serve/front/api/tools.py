@@ -90,7 +90,9 @@ def grammar_of_call(tools: Sequence[Tool], choice: ToolChoice, parallel: bool) -
     if choice in ("none", "auto"):
         return None
     if not tools:
-        raise RequestError("tool_choice demands a tool, and there are none.", param="tool_choice")
+        raise RequestError(
+            "tool_choice demands a tool, but the request has none.", param="tool_choice"
+        )
     if isinstance(choice, NamedTool):
         named = [tool for tool in tools if tool.function.name == choice.function.name]
         if not named:
@@ -112,8 +114,8 @@ def _check_strict(tools: Sequence[Tool]) -> None:
         keyword = inexpressible_keyword(_parameters(tool)) if tool.function.strict else None
         if keyword:
             raise RequestError(
-                f"tools[{number}] is strict and has {keyword!r} in its schema, which no grammar "
-                "can express: leave out the one or the other.",
+                f"tools[{number}] is strict, but no grammar can express {keyword!r} in "
+                "its schema: leave out one of the two.",
                 param=f"tools[{number}]",
             )
 

@@ -85,7 +85,8 @@ class Turns:
         if not last.begun.done():
             last.begun.set_exception(
                 OverloadedError(
-                    f"{MAX_WAITING} requests with large bodies wait already: try again later.",
+                    f"{MAX_WAITING} requests with large bodies are already waiting: try "
+                    "again later.",
                     code="queue_full",
                 )
             )

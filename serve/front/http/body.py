@@ -49,7 +49,7 @@ def json_object(data: bytes) -> dict[str, Any]:
 
 def _unique(pairs: list[tuple[str, Any]]) -> None:
     if len(pairs) > MAX_FIELDS:
-        raise ValueError(f"an object has {len(pairs)} fields, {MAX_FIELDS} are allowed")
+        raise ValueError(f"an object has {len(pairs)} fields, but only {MAX_FIELDS} are allowed")
     names = set()
     for name, _ in pairs:
         if name in names:

@@ -110,7 +110,7 @@ class Door:
         if policy.ignores_load:
             return
         if self._draining:
-            raise UnavailableError("The server is draining: ask another one.")
+            raise UnavailableError("The server is draining: send the request to another server.")
         # Requests whose clients have left may still be under way.
         num_open = max(len(scope["state"].get(_CONNECTIONS, ())), self._num_inside + 1)
         if num_open > self._max_connections:
@@ -121,7 +121,7 @@ def log_access(config: ServeConfig) -> None:
     """Logs one line that says who may call this server; a warning if others can without a key."""
     calls = admin = "with an API key"
     if not config.api_key:
-        calls = "open without a key to whoever can connect"
+        calls = "open without a key to anyone who can connect"
         admin = (
             "open without a key to every user and program of this host: set --admin-key-file or "
             "--api-key-file"

@@ -158,7 +158,9 @@ def _check_type(headers: dict[bytes, bytes]) -> None:
     if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
         raise StatusError(415, "The body must be JSON: send Content-Type: application/json.")
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
-        raise StatusError(415, "A compressed body is not read: send it without Content-Encoding.")
+        raise StatusError(
+            415, "Compressed bodies are not supported: send the body without Content-Encoding."
+        )
 
 
 async def _collect(receive: Receive, max_bytes: int, pace: Pace) -> Parts:

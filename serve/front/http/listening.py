@@ -33,7 +33,7 @@ def _address_message(host: str, port: int, error: OSError | UnicodeError) -> str
     if error.errno == errno.EADDRINUSE:
         return f"Port {port} is in use: stop what listens there or give another --port."
     if error.errno == errno.EACCES:
-        return f"Port {port} needs more rights: give a --port above 1023."
+        return f"Port {port} needs more privileges: give a --port above 1023."
     if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
         return f"--host {host} is not an address of this machine: give another, such as 127.0.0.1."
     return f"{host}:{port} cannot be listened on ({error.strerror}): give another --host or --port."

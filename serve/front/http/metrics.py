@@ -29,22 +29,24 @@ class Metrics:
         histogram = partial(Histogram, registry=registry)
         self._first_token = histogram(
             "brigade_time_to_first_token_seconds",
-            "From a request's arrival to its first token",
+            "Time from a request's arrival to its first token",
             buckets=_FIRST_TOKEN_SECONDS,
         )
         self._next_token = histogram(
             "brigade_inter_token_latency_seconds",
-            "Between two tokens of one request",
+            "Time between two tokens of one request",
             buckets=_TOKEN_SECONDS,
         )
         self._request = histogram(
             "brigade_e2e_request_latency_seconds",
-            "From a request's arrival to its last token",
+            "Time from a request's arrival to its last token",
             buckets=_REQUEST_SECONDS,
         )
         self._prompt = counter("brigade_prompt_tokens", "Tokens of prompts")
         self._generated = counter("brigade_generation_tokens", "Tokens of answers")
-        self._queried = counter("brigade_prefix_cache_queries", "Tokens of prompts looked up")
+        self._queried = counter(
+            "brigade_prefix_cache_queries", "Prompt tokens looked up in the prefix cache"
+        )
         self._hits = counter("brigade_prefix_cache_hits", "Prompt tokens found in the prefix cache")
         self._requests = counter(
             "brigade_requests", "Requests by path and HTTP status", ["endpoint", "status"]
@@ -93,11 +95,11 @@ class _Pipeline(Collector):
         yield from _of_stages(state["stages"])
         yield from _of_adapters(state["adapters"])
         yield CounterMetricFamily(
-            "brigade_restarts", "Starts of new engines after a fault", value=state["num_restarts"]
+            "brigade_restarts", "Restarts of the engines after faults", value=state["num_restarts"]
         )
         yield CounterMetricFamily(
             "brigade_recovery_seconds",
-            "From faults to engines that worked again",
+            "Time from faults until the engines worked again",
             value=state["recovery_seconds"],
         )
 
@@ -134,14 +136,14 @@ def _of_adapters(counted: dict[str, Any]) -> Iterator[Metric]:
     )
     yield SummaryMetricFamily(
         "brigade_adapter_load_seconds",
-        "From a load to its being ready on all ranks",
+        "Time from a request to load an adapter until all ranks have it",
         count_value=counted["num_loaded"],
         sum_value=counted["load_seconds"],
     )
 
 
 _BUSY = ("brigade_stage_busy_seconds", "Seconds that a stage computed")
-_HOPS = ("brigade_hop_seconds", "From a hop's header to its tensors")
+_HOPS = ("brigade_hop_seconds", "Time from a hop's header to its tensors")
 
 
 def _gauge(name: str, meaning: str) -> Any:

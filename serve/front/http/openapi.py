@@ -16,14 +16,15 @@ from serve.front.http.schemas import AnthropicErrorReply, ErrorReply, OllamaErro
 _REASONS = {
     400: "The request is wrong: param names the field.",
     401: "A key is missing or wrong.",
-    403: "Without a key, the call needs this server's own name, and an admin call this host.",
+    403: "Without a key, the Host header must name this server, and admin calls must come "
+    "from this host.",
     404: "There is no such model, adapter or answer.",
     408: "The body took too long.",
     409: "The adapter is being loaded or used.",
     413: "The body is too large.",
-    415: "The body is not said to be JSON.",
+    415: "The body is not declared as JSON.",
     429: "The queue is full.",
-    500: "The server made a mistake: its log says more.",
+    500: "An internal error: the server's log has the details.",
     503: "Not ready, draining, or too many connections.",
 }
 _RETRY = {"Retry-After": {"required": True, "schema": {"type": "integer"}}}

@@ -81,9 +81,9 @@ def check_local(scope: Scope) -> None:
     if not (is_here and _names_loopback(scope) and not _was_forwarded(scope)):
         raise StatusError(
             403,
-            "Without a key, admin calls are answered to programs on this host only, directly "
-            "under http://127.0.0.1 or http://localhost: start the server with --admin-key-file "
-            "for others.",
+            "Without a key, only programs on this host may make admin calls, directly at "
+            "http://127.0.0.1 or http://localhost: to allow others, start the server "
+            "with --admin-key-file.",
         )
 
 

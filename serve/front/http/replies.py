@@ -127,8 +127,11 @@ def _public_message(error: BrigadeError) -> str:
     if isinstance(error, RequestError | UnavailableError | GivenUpError):
         return str(error)
     if error.http_status == UnavailableError.http_status:
-        return "The model cannot answer, because its cluster broke: try again later."
-    return "The server made a mistake: its log says more under this request's X-Request-Id."
+        return "The model cannot answer, because its cluster failed: try again later."
+    return (
+        "An internal error of the server: its log has the details under this request's "
+        "X-Request-Id."
+    )
 
 
 # --- what was left out of a request

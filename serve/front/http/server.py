@@ -217,9 +217,7 @@ class Protocol(H11Protocol):
         if taken >= max(MIN_SENT_BYTES, MIN_SENT_SHARE * num_before):
             self._expect_progress()
             return
-        _logger.warning(
-            "event=slow_client bytes=%d seconds=%g: given up.", max(0, taken), SEND_SECONDS
-        )
+        _logger.warning("event=slow_client bytes=%d seconds=%g", max(0, taken), SEND_SECONDS)
         self.transport.abort()
 
     def _stop_sending(self) -> None:

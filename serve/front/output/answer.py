@@ -257,7 +257,7 @@ class Answer:
         self._record.status, self._record.finish_reason = error.http_status, "error"
         self._record.fail(error)
         reason = json.dumps(self._record.reason)
-        _logger.warning("request=%s failed in its stream: %s", self._record.request, reason)
+        _logger.warning("request=%s event=stream_failed reason=%s", self._record.request, reason)
         return error
 
     def _usage(self) -> TokenUsage:

@@ -76,7 +76,7 @@ class Choice:
     def take(self, event: Event) -> Piece:
         """The piece that an event adds. A stop string may end the answer before the engine does."""
         if event.finish_reason == "error":
-            raise BrigadeError("No token could be drawn: rank 0's log says why.")
+            raise BrigadeError("No token could be drawn: rank 0's log has the reason.")
         if event.finish_reason == "refused":
             raise RequestError("The grammar cannot be followed any further: make it simpler.")
         if event.finish_reason == "conflict":

@@ -75,7 +75,9 @@ def checked(answers: dict[int, AdapterRead | AdapterRefused]) -> dict[int, Adapt
             raise AdapterError(where + answer.message, answer.status)
         read[rank] = answer
     if len({answer.digest for answer in read.values()}) > 1:
-        raise AdapterError("The ranks have different files there: copy the same to all hosts.")
+        raise AdapterError(
+            "The ranks have different files there: copy the same files to all hosts."
+        )
     known = {name for answer in read.values() for name in answer.own}
     for name in read[0].targets:
         if name not in known:

@@ -123,8 +123,8 @@ class AdapterLoader:
         commit = await self._commit(path, root)
         if root is None and commit is None:
             raise AdapterError(
-                "Adapters are loaded from below --adapter-root, or from the hub with "
-                "--allow-hub-adapters: start with one of them.",
+                "This server loads no adapters over HTTP: start it with --adapter-root "
+                "for folders, or with --allow-hub-adapters for adapters on the hub.",
                 403,
             )
         source = Source(path, None if commit else str(root), commit)
@@ -166,7 +166,9 @@ class AdapterLoader:
         registry = self.registry
         registry.check(name, "lora_name")
         if name == self._config.model_name and (preload or pin is not None):
-            raise RequestError(f"{name!r} is the model itself: it stays.", param="lora_name")
+            raise RequestError(
+                f"{name!r} is the base model: it is always loaded.", param="lora_name"
+            )
         if preload or pin:
             await self._loaded(name)
         if pin is not None and (adapter := registry.by_name.get(name)):
@@ -209,7 +211,9 @@ class AdapterLoader:
                 return await self._ask(version, adapter.source)
             except _Interrupted:
                 continue
-        raise AdapterError(f"The engines ended {_MAX_TRIES} times while they read it.", 503)
+        raise AdapterError(
+            f"The engines ended {_MAX_TRIES} times while they read the adapter.", 503
+        )
 
     async def _ask(self, version: int, source: Source) -> dict[int, AdapterRead]:
         """Asks every rank to read and check the files, and returns their answers."""
@@ -265,7 +269,7 @@ class AdapterLoader:
             try:
                 answers = await self._ask(version, loaded.source)
                 if not loaded.is_same(answers):
-                    raise AdapterError(f"The files in {loaded.source} are others than before.")
+                    raise AdapterError(f"The files in {loaded.source} have changed.")
                 self.registry.hold(version, LoadedVersion(loaded.source, answers))
             except _Late as error:
                 raise ClusterError(str(error)) from error  # New engines may answer.

@@ -187,7 +187,9 @@ class AdapterRegistry:
             return Eviction([], is_enough=True)
         limits = memory_of(self._memory, ring)
         if not _fits([num_bytes], limits):
-            raise AdapterError(f"The adapter has {max(num_bytes)} bytes: over --adapter-memory.")
+            raise AdapterError(
+                f"The adapter has {max(num_bytes)} bytes, more than --adapter-memory."
+            )
         idle = [a for a in self.by_name.values() if a is not old and self._is_idle(a)]
         idle.sort(key=lambda adapter: adapter.used_at)
         evicted: list[Adapter] = []

@@ -98,7 +98,7 @@ class Engine:
 
     def _not_ready(self) -> str | None:
         if self._driver.failure.done():
-            return "the cluster broke"  # The reason may name hosts: it is for the log.
+            return "the cluster failed"  # The reason may name hosts: it is for the log.
         if late := self._lifecycle.late():
             return late
         if self._lifecycle.is_working:

@@ -25,9 +25,9 @@ class State(Enum):
     LOADING = "the engines load their layers"
     PREPARING = "the engines load adapters and warm up"
     WORKING = "the engines get steps"
-    JUDGING = "after a fault: its reason is sought, and requests return to the queue"
+    JUDGING = "after a fault: the reason is determined, and requests return to the queue"
     RENEWING = "rank 0's engine process is replaced"
-    FAILED = "the cluster cannot go on"
+    FAILED = "the cluster cannot continue"
     CLOSED = "the server has ended"
 
 

@@ -193,9 +193,11 @@ class Lifecycle:
                 self._on_plan(stages)
             case _ if is_planning and not rank:
                 name = type(message).__name__
-                self._fail(ClusterError(f"The engine answered {name} and no plan."))
+                self._fail(ClusterError(f"The engine answered {name} instead of a plan."))
             case _:
-                self._fault(ClusterError(f"Rank {rank} sent {type(message).__name__} unasked."))
+                self._fault(
+                    ClusterError(f"Rank {rank} sent an unexpected {type(message).__name__}.")
+                )
                 self._forget(rank, is_silent=False)
 
     def _on_status(self, stage: StageStatus, status: Status) -> None:
@@ -268,7 +270,7 @@ class Lifecycle:
             self._is_stalled = True
             self._on_no_plan(EngineError(f"{what}: the engine of rank 0 hangs (--load-timeout)."))
         else:
-            fix = "does config.json fit the weights? (--load-timeout)"
+            fix = "does config.json match the weights? (--load-timeout)"
             self._fail(ModelError(f"{what}: {fix}"))
 
     def _gather(self) -> None:
@@ -410,7 +412,7 @@ class Lifecycle:
         stage = self._late_stages()[0]
         _, what = events.AWAITED[self.state]
         error = ClusterError(
-            f"Rank {stage.rank} on {stage.host} did not {what}: nothing moved for "
+            f"Rank {stage.rank} on {stage.host} did not {what}: it made no progress for "
             f"{self._patience[self.state]:g} s, look at its log."
         )
         # A parent that hears nothing has to join again.
@@ -443,7 +445,9 @@ class Lifecycle:
             self._on_stall(timeout)
         # Not with the last restart, which is for a fault of what works.
         elif newcomers and self._restarts.num_left(self._now) > 1:
-            self._fault(ClusterError(f"Ranks {sorted(newcomers)} are back: all share the layers."))
+            self._fault(
+                ClusterError(f"Ranks {sorted(newcomers)} are back: the layers are redistributed.")
+            )
         else:
             self._look_for_silence(timeout + 2 * WATCH_SECONDS)
 

@@ -89,7 +89,8 @@ class Requests:
         longest = max(len(prompt.ids) for prompt in prompts)
         if max_tokens and longest > max_tokens:
             raise RequestError(
-                f"The prompt has {longest} tokens, and this server takes {max_tokens}: shorten it.",
+                f"The prompt has {longest} tokens, but this server accepts only "
+                f"{max_tokens}: shorten it.",
                 code="context_length_exceeded",
             )
 
@@ -99,11 +100,14 @@ class Requests:
             return
         size = self._stages[0].hidden_size
         if not size:
-            raise RequestError("This model cannot embed: it shows no hidden states.", param="model")
+            raise RequestError(
+                "This model cannot make embeddings: it gives no access to its hidden states.",
+                param="model",
+            )
         for pooling in poolings:
             if pooling.num_dimensions is not None and pooling.num_dimensions > size:
                 raise RequestError(
-                    f"dimensions: {pooling.num_dimensions} is more than the {size} of this model.",
+                    f"dimensions: {pooling.num_dimensions} is more than this model's {size}.",
                     param="dimensions",
                 )
 
@@ -155,7 +159,7 @@ class Requests:
             "event=kv_room tokens=%d sequences=%d reuse=%s",
             *(room.num_tokens, room.num_sequences, self.scheduler.reuse),
         )
-        reason = f"A rank was lost, and those that are left have room for {room.num_tokens} tokens."
+        reason = f"A rank was lost, and the remaining ranks have room for {room.num_tokens} tokens."
         for sequence_id, generation in list(self._generations.items()):
             if not self.scheduler.sequence(sequence_id).fit(room.num_tokens):
                 generation.put(UnavailableError(reason))
@@ -204,8 +208,8 @@ class Requests:
         generation = self._generations[blame.sequence]
         generation.put(
             GivenUpError(
-                f"This request ended the engines {blame.num_faults} times, the last time while it "
-                "ran alone: given up. Do not send it again."
+                f"This request crashed the engines {blame.num_faults} times, the last "
+                "time while it ran alone: do not send it again."
             )
         )
         self._end_all_of(generation)

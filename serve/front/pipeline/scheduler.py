@@ -116,13 +116,15 @@ class Scheduler:
         max_live = self._max_queue + self._max_num_sequences
         if self.num_waiting + self.num_running + len(sequences) > max_live:
             raise OverloadedError(
-                f"{self.num_waiting} requests wait already: try again later.", code="queue_full"
+                f"{self.num_waiting} requests are already waiting: try again later.",
+                code="queue_full",
             )
         for sequence in sequences:
             if self.max_held_tokens is not None and not sequence.fit(self.max_held_tokens):
                 raise RequestError(
-                    f"The prompt has {len(sequence.prompt)} tokens, and the memory for keys and "
-                    f"values is enough for {self.max_held_tokens}: shorten it.",
+                    f"The prompt has {len(sequence.prompt)} tokens, but the memory for "
+                    f"keys and values has room for only {self.max_held_tokens}: shorten "
+                    "it.",
                     code="context_length_exceeded",
                 )
         for sequence in sequences:

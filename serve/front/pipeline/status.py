@@ -188,7 +188,7 @@ def stall_cause(stages: list[StageStatus], now: float) -> str:
     arrive, else the rank that is computing, else the rank that has finished the fewest steps."""
     for stage in stages:
         if (silent_seconds := now - stage.heard_at) > _SILENT_SECONDS:
-            return f"rank {stage.rank} on {stage.host} is silent since {silent_seconds:.1f} s"
+            return f"rank {stage.rank} on {stage.host} has been silent for {silent_seconds:.1f} s"
     for stage in stages:
         if stage.waits_on:
             source, target = stage.waits_on

@@ -24,7 +24,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """An error of the router: an unknown path or a wrong method."""
     assert isinstance(error, HTTPException)
     what = json.dumps(f"{request.method} {request.url.path}"[:200])
-    message = f"{error.detail}: {what} is not a call of this server. GET / lists them."
+    message = f"{error.detail}: {what} is not a call of this server. GET / lists all calls."
     return await _brigade_error(
         request, replies.StatusError(error.status_code, message, error.headers or {})
     )

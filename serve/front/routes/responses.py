@@ -123,8 +123,8 @@ class ResponseCalls:
         """The events of a background response from a number on."""
         if run is None:
             raise RequestError(
-                "The events of this response are not kept: only those of responses with "
-                "background=true are, for a while.",
+                "The events of this response are not stored: only those of responses "
+                "with background=true are, for a limited time.",
                 param="stream",
             )
         after = _number(request, "starting_after", -1, 0, 1 << 31)
@@ -141,8 +141,8 @@ class ResponseCalls:
             return json_response(run.response)
         if not json.loads(stored.response)["background"]:
             raise RequestError(
-                "Only a response with background=true can be cancelled: close the connection of "
-                "another one.",
+                "Only a response with background=true can be cancelled: to end another "
+                "one, close its connection.",
                 param="id",
             )
         return Response(stored.response, media_type="application/json")

@@ -43,7 +43,9 @@ class CallParser:
 
     def __call__(self, text: str, tools: Any = None) -> Any:
         if len(text) > MAX_CHARACTERS:
-            raise ValueError(f"a call of {len(text)} characters, {MAX_CHARACTERS} are read")
+            raise ValueError(
+                f"a call of {len(text)} characters, of which only {MAX_CHARACTERS} are allowed"
+            )
         with self._lock:
             process = self._idle.pop() if self._idle else None
         process = process or IsolatedProcess(__name__, self._name)

@@ -61,8 +61,8 @@ class GrammarQueue:
         num_all = sum(map(len, self._waiting.values()))
         if num_own >= _MAX_WAITING_OF_CLIENT or num_all >= _MAX_WAITING:
             raise OverloadedError(
-                f"{num_own} grammars of yours and {num_all} in all wait to be checked: "
-                "try again later.",
+                f"{num_own} of your grammars and {num_all} in all are waiting to be "
+                "checked: try again later.",
                 code="grammar_queue_full",
             )
 

@@ -89,8 +89,9 @@ def _lark_of_gbnf(text: str, param: str) -> str:
     num_rules = text.count("::=")
     if num_rules > _MAX_GBNF_RULES or len(text) > _MAX_GBNF_CHARACTERS:
         raise RequestError(
-            f"The grammar has {num_rules} rules and {len(text)} characters. In GBNF "
-            f"{_MAX_GBNF_RULES} and {_MAX_GBNF_CHARACTERS} are allowed: write it in Lark.",
+            f"The grammar has {num_rules} rules and {len(text)} characters. GBNF may have "
+            f"{_MAX_GBNF_RULES} rules and {_MAX_GBNF_CHARACTERS} characters: write the grammar "
+            "in Lark.",
             param=param,
         )
     try:
@@ -102,7 +103,9 @@ def _lark_of_gbnf(text: str, param: str) -> str:
     except Exception as error:  # It raises nothing more special for a rule that is missing.
         reason = str(error)
     detail = reason[:_MAX_REASON_CHARACTERS]
-    raise RequestError("The grammar is read as GBNF, and cannot be:", detail=detail, param=param)
+    raise RequestError(
+        "The grammar looks like GBNF and cannot be read:", detail=detail, param=param
+    )
 
 
 class Grammars:

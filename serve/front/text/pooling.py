@@ -50,7 +50,7 @@ def pooling_of(folder: Path) -> PoolingKind:
 
 def _of_module(folder: Path, name: str) -> PoolingKind:
     if not (folder / name).exists():
-        raise ModelError(f"{name} is missing, which says how to pool: {_START_WITH}.")
+        raise ModelError(f"{name} is missing, so the pooling is unknown: {_START_WITH}.")
     config = _read(folder / name)
     asked = [key for key, value in config.items() if key.startswith("pooling_mode_") and value]
     if len(asked) == 1 and asked[0] in _FLAGS:

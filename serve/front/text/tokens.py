@@ -230,8 +230,8 @@ class Tokenizer:
         ids = self._encode(text, add_special_tokens)
         if (unknown := self._first_unknown(ids)) is not None:
             raise RequestError(
-                f"{self.token_name(unknown)!r} is token {unknown}, and the model's vocabulary has "
-                f"{self.vocab_size} tokens: leave it out."
+                f"{self.token_name(unknown)!r} is token {unknown}, but the model's "
+                f"vocabulary has only {self.vocab_size} tokens: leave it out."
             )
         return ids
 

@@ -139,7 +139,7 @@ def read_split(path: Path, tokenizer: Any, config: FineTuneConfig) -> Split:
         except _FAILURES as error:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise UsageError(
-                f"{path}:{number}: the model's chat template does not take it ({reason})."
+                f"{path}:{number}: the model's chat template rejects this chat ({reason})."
             ) from error
         shortest = min(shortest, len(example.tokens))
         if len(example.tokens) > config.max_seq_length:
@@ -257,8 +257,8 @@ def batch_at(split: Split, number: int, batch_size: int, seed: int) -> list[int]
     if count < batch_size:
         found = f"{count} {'packed rows' if split.is_packed else 'examples'}"
         raise UsageError(
-            f"train.jsonl has {found} to learn from: --batch-size {batch_size} is more: use "
-            f"{count} or less."
+            f"train.jsonl has {found} to learn from, fewer than --batch-size "
+            f"{batch_size}: use {count} or less."
         )
     epoch, at = divmod(number, count // batch_size)
     batches = _epoch(split, epoch, batch_size, seed)

@@ -19,7 +19,7 @@ def read_lines(path: Path, config: FineTuneConfig) -> list[Line]:
     """Raises UsageError that names the file and the line of what is wrong."""
     lines = list(_parsed(path))
     if not lines:
-        optional = " Or remove it: it may be missing." if path.stem == "valid" else ""
+        optional = " Or remove the file: it is optional." if path.stem == "valid" else ""
         raise UsageError(f"{path} has no examples: write a JSON object on each line.{optional}")
     number, first = lines[0]
     keys = _keys(first, config)
@@ -59,7 +59,9 @@ def _parsed(path: Path) -> Iterator[Line]:
             item = json.loads(line)
             json.dumps(item, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            raise UsageError(f"{path}:{number}: has half a character, a lone \\ud….") from error
+            raise UsageError(
+                f"{path}:{number}: has half of a surrogate pair (a lone \\ud…)."
+            ) from error
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{path}:{number}: not JSON: {error}.") from error
         if not isinstance(item, dict):
@@ -91,11 +93,11 @@ def _check(keys: tuple[str, ...], item: dict[str, Any], config: FineTuneConfig) 
     """Raises UsageError. The first line decides which kind all of them must be."""
     for key in keys:
         if key not in item:
-            raise UsageError(f"has no {key!r}, and the first line has.")
+            raise UsageError(f"has no {key!r}, but the first line has.")
         if keys == (config.chat_feature,):
             _check_messages(key, item[key])
         elif not isinstance(item[key], str):
-            raise UsageError(f"{key!r} is not a text: give a string.")
+            raise UsageError(f"{key!r} is not a string.")
         elif keys == (config.text_feature,) and not item[key]:
             raise UsageError(f"{key!r} is empty: remove the line.")
 

@@ -108,7 +108,9 @@ def check_stage(stage: Stage, name: str) -> None:
     try:
         stage(cut.tokens, caches(stage, segments), cut.example())
     except trial.FAILURES as error:
-        raise PlanError(f"--packing: {name} takes no mask of examples ({error}).") from error
+        raise PlanError(
+            f"--packing: {name} does not accept the mask that separates examples ({error})."
+        ) from error
 
 
 def check_exact(
@@ -141,11 +143,12 @@ def check_exact(
     most_at_the_same_place = most / 10 * abs(alone)
     if not abs(one - other) <= most_at_the_same_place:
         raise PlanError(
-            f"--packing: in {name} an example sees the one before it in its row (its loss is "
-            f"{one:.6f} or {other:.6f}): train without."
+            f"--packing: in {name} an example attends to the one before it in its row "
+            f"(its loss is {one:.6f} or {other:.6f}): leave out --packing."
         )
     if not abs(one - alone) <= most * abs(alone):
         raise PlanError(
-            f"--packing: in {name} an example's place in its row counts (its loss is {alone:.6f} "
-            f"at the start, {one:.6f} behind {num_before} tokens): train without."
+            f"--packing: in {name} the loss of an example depends on its place in the row "
+            f"({alone:.6f} at the start, {one:.6f} after {num_before} tokens): leave out "
+            "--packing."
         )

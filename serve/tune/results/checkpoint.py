@@ -142,7 +142,7 @@ def load_last(folder: Path, settings: dict[str, Any]) -> Checkpoint:
     changed = [name for name in now if now[name] != former.get(name)]
     if changed:
         before = ", ".join(f"{name} was {former.get(name)}" for name in changed)
-        raise UsageError(f"--resume: {folder} is of a run with other settings: {before}.")
+        raise UsageError(f"--resume: {folder} belongs to a run with other settings: {before}.")
     return Checkpoint(adapter=arrays[0], optimizer=arrays[1], **state)
 
 

@@ -31,12 +31,13 @@ def check_free(folder: Path) -> None:
     its first checkpoint does not count."""
     if whole_checkpoints(folder):
         raise UsageError(
-            f"--adapter-path {folder} holds a run: give another folder, or --resume to continue."
+            f"--adapter-path {folder} already holds a run: give another folder, or "
+            "--resume to continue it."
         )
     for name in (ADAPTERS, PEFT_FILE, CARD):
         if (folder / name).exists():
             raise UsageError(
-                f"--adapter-path {folder} holds {name} and is not a run: give another folder."
+                f"--adapter-path {folder} holds {name}, but not of a run: give another folder."
             )
 
 

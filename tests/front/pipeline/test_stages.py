@@ -120,7 +120,10 @@ def stalled(**changes: dict[int, object]) -> str:
     ("changes", "said"),
     [
         # Others wait for one that is stopped, so what it does is the better word.
-        ({"heard_at": {2: 90.0}, "waits_on": {1: (2, 1)}}, "rank 2 on h2 is silent since 10.2 s"),
+        (
+            {"heard_at": {2: 90.0}, "waits_on": {1: (2, 1)}},
+            "rank 2 on h2 has been silent for 10.2 s",
+        ),
         ({"waits_on": {1: (2, 1)}, "num_steps": {0: 9}}, "the hop from rank 2 to rank 1 is stuck"),
         ({"waits_on": {0: (0, 3)}}, "the hop from rank 0 to rank 3 is stuck"),
         ({"step": {3: 77, 1: 80}, "num_steps": {3: 9}}, "rank 3 on h3 does not finish step 77"),

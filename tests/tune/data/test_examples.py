@@ -199,14 +199,14 @@ def test_a_prompt_longer_than_the_window_is_no_example(tokenizer: Any, write: Wr
     [
         ('{"messages": [', "not JSON"),
         ("[1, 2]", "not a JSON object"),
-        ('{"text": "another kind"}', "has no 'messages', and the first line has"),
+        ('{"text": "another kind"}', "has no 'messages', but the first line has"),
         ('{"messages": "hello"}', "'messages' is not a list of messages"),
         ('{"messages": []}', "'messages' is not a list of messages"),
         ('{"messages": ["hello"]}', "message 1 is not an object with role and content"),
         ('{"messages": [{"content": "hello"}]}', "message 1 is not an object with role"),
         ('{"messages": [{"role": "user"}]}', "message 1, of user, has no text"),
         (json.dumps(chat_of(["?"])), "message 2, of assistant, has no text"),
-        (json.dumps(chat_of("\ud83d")), r"has half a character, a lone \\ud"),
+        (json.dumps(chat_of("\ud83d")), r"has half of a surrogate pair \(a lone \\ud"),
         (json.dumps(chat_of(None)), "message 2, of assistant, has no text"),
         (json.dumps(chat_of([{"type": "text", "value": "?"}])), "message 2, of assistant"),
     ],
@@ -225,9 +225,7 @@ def test_a_completion_that_is_no_text_is_named(
     for wrong in (None, 5, ["a", "b"]):
         for key in COMPLETION:
             path = write(COMPLETION, {**COMPLETION, key: wrong})
-            with pytest.raises(
-                UsageError, match=rf"jsonl:2: '{key}' is not a text: give a string\.$"
-            ):
+            with pytest.raises(UsageError, match=rf"jsonl:2: '{key}' is not a string\.$"):
                 read_split(path, tokenizer, config_of(mask_prompt=mask_prompt))
 
 
@@ -236,7 +234,7 @@ def test_a_text_that_is_none_is_named(tokenizer: Any, write: Write, wrong: Any) 
     """A tokenizer takes a list for several texts, and arrays of their tokens are a traceback."""
     for before in ([], [TEXT]):
         path = write(*before, {"text": wrong})
-        said = rf"jsonl:{len(before) + 1}: 'text' is not a text: give a string\.$"
+        said = rf"jsonl:{len(before) + 1}: 'text' is not a string\.$"
         with pytest.raises(UsageError, match=said):
             read_split(path, tokenizer, config_of())
     with pytest.raises(UsageError, match=r"jsonl:1: 'text' is empty: remove the line\.$"):
@@ -304,7 +302,7 @@ def test_bad_files_are_named(tokenizer: Any, write: Write, tmp_path: Path) -> No
     with pytest.raises(UsageError, match="has no examples: write a JSON object on each line.$"):
         read_split(write(""), tokenizer, config_of())
     (tmp_path / "valid.jsonl").touch()
-    with pytest.raises(UsageError, match="Or remove it"):
+    with pytest.raises(UsageError, match="Or remove the file"):
         read_split(tmp_path / "valid.jsonl", tokenizer, config_of())
     with pytest.raises(UsageError, match=r"-length 2: the shortest has [0-9]{2} tokens"):
         read_split(write(CHAT), tokenizer, config_of(max_seq_length=2, long_examples="drop"))
@@ -360,7 +358,7 @@ def test_an_epoch_is_put_in_order_once() -> None:
 
 
 def test_too_few_examples_for_a_batch_are_refused() -> None:
-    with pytest.raises(UsageError, match="3 examples to learn from: --batch-size 4 is more"):
+    with pytest.raises(UsageError, match="3 examples to learn from, fewer than --batch-size 4"):
         batch_at(split_of([4, 5, 6]), 0, 4, seed=0)
 
 

@@ -201,7 +201,7 @@ def loss_of(stage: TrainedStage, batches: list[MicroBatch]) -> float:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("gpt2", "place in its row counts"),
+        ("gpt2", "place in the row"),
         ("mamba", "keeps more than keys and values"),
         ("lfm2", "keeps more than keys and values"),
     ],

@@ -165,7 +165,7 @@ def test_what_cannot_be_done_is_said_before(folder: Path, tmp_path: Path) -> Non
     shutil.copy(folder / "train.jsonl", data)
     with pytest.raises(UsageError, match=r"--early-stop needs .*valid\.jsonl"):
         ran(data, tmp_path / "out", early_stop=2)
-    with pytest.raises(UsageError, match=r"packed rows to learn from: --batch-size 30 is more"):
+    with pytest.raises(UsageError, match=r"packed rows to learn from, fewer than --batch-size 30"):
         ran(data, tmp_path / "out", packing=True, max_seq_length=512, batch_size=30)
     assert not (tmp_path / "out").exists()
 
@@ -176,7 +176,7 @@ def test_what_somebody_else_has_there_is_not_written_over(
 ) -> None:
     (tmp_path / name).write_bytes(b"of somebody else")
     # Nothing of --resume, which would say to start without it.
-    said = rf"holds {name} and is not a run: give another folder\.$"
+    said = rf"holds {name}, but not of a run: give another folder\.$"
     with pytest.raises(UsageError, match=said):
         ran(folder, tmp_path)
     assert not (tmp_path / run_folder.CONFIG).exists()

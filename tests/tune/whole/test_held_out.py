@@ -107,7 +107,7 @@ def test_chats_with_tools_train_on_two_ranks_as_on_one(tool_chats: Path, tmp_pat
     for num_ranks, out in enumerate(outs, start=1):
         said = finish(launch(num_ranks, flags(tool_chats, out, *more)))
         assert "269 examples, " in said
-        assert "36 examples are cut at --max-seq-length, 1 left out" in said
+        assert "36 examples are cut at --max-seq-length, 1 are left out" in said
     one, two = (losses_of(out) for out in outs)
     assert len(one) == 8
     assert two == pytest.approx(one, rel=1e-3)

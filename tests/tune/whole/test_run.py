@@ -459,7 +459,7 @@ def test_a_loss_that_is_no_number_ends_all_ranks(
     said = finish(launch(2, flags(folder, tmp_path / "out", *more)), code=7)
     last = [line for line in said.splitlines() if not line.startswith("[launch]")]
     assert "\n".join(last).count("10 updates in a row were not finite") == 1
-    assert "it is not the learning rate" in said
+    assert "the learning rate is not the cause" in said
     assert "No checkpoint was written." in said
     assert "loss=nan" in said
     assert "skipped=1" in said
@@ -473,7 +473,7 @@ def test_missing_data_and_other_adapters_are_refused(
         run(config_of(tmp_path, out), Cluster(), lambda _: None)
     weights = alone[0] / run_folder.ADAPTERS
     other = config_of(folder, out, resume_adapter_file=weights, num_layers=4)
-    with pytest.raises(UsageError, match="is of another model or other settings"):
+    with pytest.raises(UsageError, match="belongs to another model or other settings"):
         run(other, Cluster(), lambda _: None)
     assert not (out / run_folder.ADAPTERS).exists()
 
@@ -537,7 +537,9 @@ def test_an_adapter_is_tested_as_it_was_made(folder: Path, tmp_path: Path) -> No
     with pytest.raises(UsageError, match=f"{out / run_folder.CONFIG} does not say .*num_layers"):
         run(config, Cluster(), events.append)
     (out / run_folder.CONFIG).unlink()
-    said = r"does not say what is tested \(No such file or directory\): give the folder .*\.$"
+    said = (
+        r"does not describe an adapter to test \(No such file or directory\): give the folder .*\.$"
+    )
     with pytest.raises(UsageError, match=f"{out / run_folder.CONFIG} {said}"):
         run(config, Cluster(), events.append)
 

@@ -68,7 +68,7 @@ def test_every_event_is_told(monkeypatch: pytest.MonkeyPatch, is_terminal: bool)
     ):
         assert part in text, part
     assert re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d iteration=10 done=50%", text)
-    assert text.index("What the run took") < text.index("time that ranks waited")
+    assert text.index("Forecast and measurement") < text.index("time that ranks waited")
     assert ("10/20" in text) == is_terminal, "a bar is for a terminal only"
 
 

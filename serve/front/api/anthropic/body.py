@@ -161,7 +161,8 @@ class CountBody(HarmlessFields):
         last: ChatMessage = messages[-1] if messages else {"role": "assistant"}
         if last["role"] == "assistant" and ("tool_calls" in last or not last.get("content")):
             raise RequestError(
-                "messages: the last one is neither a user's nor text that can be continued.",
+                "messages: the last one must be the user's, or text of the assistant "
+                "that can be continued.",
                 param="messages",
             )
         return messages

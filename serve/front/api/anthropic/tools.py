@@ -99,7 +99,7 @@ def _kind(tool: Any) -> str | None:
 def _of_known_type(tool: Any) -> Any:
     if isinstance(tool, dict) and _kind(tool) is None:
         types = ", ".join(KNOWN_TOOLS)
-        refuse(f"has a type that is not known: leave type out, or give custom, {types}")
+        refuse(f"has an unknown type: leave type out, or give custom, {types}")
     return tool
 
 
@@ -121,7 +121,7 @@ class ToolChoice(Body):
     @model_validator(mode="after")
     def _has_its_name(self) -> "ToolChoice":
         if (self.type == "tool") != (self.name is not None):
-            refuse("name belongs to type tool, and to no other")
+            refuse("name is allowed with type tool only")
         return self
 
     def as_chat(self) -> ChatToolChoice:
@@ -145,8 +145,9 @@ class Offer:
             return
         if choice.name in self.left_out or not self.tools:
             raise RequestError(
-                f"tool_choice demands {choice.name or 'a tool'}, and {', '.join(self.left_out)} "
-                "would run at Anthropic and not here: demand a tool that the client runs.",
+                f"tool_choice demands {choice.name or 'a tool'}, but "
+                f"{', '.join(self.left_out)} would run on Anthropic's servers: demand a "
+                "tool that the client runs.",
                 param="tool_choice",
             )
 

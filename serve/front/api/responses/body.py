@@ -56,7 +56,7 @@ class Format(Loose):
     @model_validator(mode="after")
     def _has_its_schema(self) -> "Format":
         if self.type != "json_schema" and len(self.model_fields_set) > 1:
-            refuse("name, description, schema and strict belong to type json_schema only")
+            refuse("name, description, schema and strict are allowed with type json_schema only")
         return self
 
     def grammar(self) -> str | None:
@@ -210,8 +210,8 @@ class Conversation(SamplingBody):
 
 def _unenforced(offered: OfferedTool) -> str:
     return (
-        f"The Lark grammar of the tool {offered.name!r} is described to the model and not "
-        "enforced: it is if tool_choice demands the tool."
+        f"The Lark grammar of the tool {offered.name!r} is not enforced, only described "
+        "to the model. It is enforced if tool_choice demands the tool."
     )
 
 
@@ -247,7 +247,7 @@ class ResponsesBody(Conversation):
     @model_validator(mode="after")
     def _can_be_found(self) -> "ResponsesBody":
         if self.background and self.store is False:
-            refuse("background needs a response that is stored: leave store out", "background")
+            refuse("background needs a stored response: leave store out", "background")
         return self
 
     @property

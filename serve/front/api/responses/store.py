@@ -85,7 +85,9 @@ class Store:
             for item in json.loads(owner.response)["output"]:
                 if item["id"] == id:
                     return dict(item)
-        raise RequestError(f"The item {id[:80]!r} is not stored: send it whole.", param="input")
+        raise RequestError(
+            f"The item {id[:80]!r} is not stored: send the whole item.", param="input"
+        )
 
     def _forget(self, id: str) -> None:
         stored = self._stored.pop(id)

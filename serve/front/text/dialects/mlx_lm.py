@@ -43,7 +43,8 @@ class _WholeReader:
         self.num_characters += len(text)
         if self.num_characters > MAX_CHARACTERS:
             raise ValueError(
-                f"a call of {self.num_characters} characters, {MAX_CHARACTERS} are read"
+                f"a call of {self.num_characters} characters, of which only "
+                f"{MAX_CHARACTERS} are allowed"
             )
         self._pieces.append(text)
         return iter(())
