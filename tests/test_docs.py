@@ -63,6 +63,7 @@ def test_operations_names_flags_and_metrics_that_there_are() -> None:
     stage = {"rank": 0, "busy_seconds": 1.0, "num_hops": 1, "hop_seconds": 1.0}
     counted = {"num_requests": {}, "num_swapped": 0, "num_loaded": 0, "load_seconds": 0.0}
     state = {"stages": [stage], "adapters": counted, "num_restarts": 1, "recovery_seconds": 1.0}
+    state["drafts"] = {"suffixes": {"drafted": 1, "accepted": 1}}
     metrics = Metrics(lambda: {"num_running": 0, "num_waiting": 0, **state}).render("")[0].decode()
     named = set(re.findall(r"\bbrigade_\w+", text))
     assert named

@@ -67,7 +67,7 @@ def _slots() -> dict[str, float]:
     ids = list(rows)
 
     def feed() -> None:
-        _feed(batch.caches, len(batch.arrange(ids, 1)))
+        _feed(batch.caches, len(batch.arrange(dict.fromkeys(ids, 1))))
 
     feed()
     joins, leaves = [], []

@@ -101,6 +101,9 @@ class ServeConfig(ModelSource):
         False,
     )
     no_prefix_cache: bool = flag("do not reuse common prefixes of prompts", False)
+    no_speculation: bool = flag(
+        "do not guess the next tokens from the text so far. Guesses never change a text", False
+    )
     prefix_cache_scope: str = flag(
         "who shares the keys and values of common prefixes: all (all clients) or key (clients with "
         "the same API key)",

@@ -207,7 +207,7 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True):
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
     """One step on one stage, from the arrival of its tensors to its result. Times are seconds of
-    that host's clock."""
+    that host's clock. num_drafts of the tokens were guesses."""
 
     step: int
     group: int
@@ -215,11 +215,12 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int
     start: float
     end: float
+    num_drafts: int = 0
 
     @property
     def name(self) -> str:
         """The kind of step, for people."""
-        kind = "prefill" if self.num_tokens > self.num_rows else "decode"
+        kind = "prefill" if self.num_tokens > self.num_rows + self.num_drafts else "decode"
         return f"{kind} group {self.group}" if self.num_rows else "drop"
 
 
@@ -312,13 +313,15 @@ class Result(Message, frozen=True):
     are complete with it.
 
     tokens has one token for each row (or one of serve.core.types.FAILURES), and is empty if the
-    step did not sample.
+    step did not sample. If rows had drafts, num_accepted says how many of each row were right, and
+    each row has so many tokens more, one row after the other.
     """
 
     number: int
     tokens: tuple[int, ...]
     scores: tuple[Scores, ...] = ()
     embeddings: tuple[Embedding, ...] = ()
+    num_accepted: tuple[int, ...] = ()
 
 
 FromEngine: TypeAlias = Planned | Status | Fault | AdapterRead | AdapterRefused | Result

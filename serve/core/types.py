@@ -119,7 +119,9 @@ class Sequence:
     whether they hold anything. The first num_cached tokens were copied from another sequence.
     adapter_version is 0 without an adapter. original has the same prompt, which is computed once
     for both. Keys and values of the prompt are shared only within cache_scope. With pooling the
-    prompt is embedded, and has no answer.
+    prompt is embedded, and has no answer. drafts are the guesses that its last step feeds behind
+    the newest token, as long as it is not known which of them are right. prediction is what its
+    client expects of the answer.
     """
 
     id: int
@@ -137,6 +139,10 @@ class Sequence:
     original: "Sequence | None" = None
     cache_scope: str = ""
     pooling: Pooling | None = None
+    prediction: tuple[int, ...] = ()
+    drafts: list[int] = field(default_factory=list)
+    num_drafted: int = 0
+    num_accepted: int = 0
 
     @property
     def tokens(self) -> list[int]:
@@ -178,15 +184,19 @@ class Sequence:
         self.num_pending = 0
         self.num_done = 0
         self.is_held = False
+        self.drafts = []
         if not self.output:
             self.num_cached = 0
 
     def next_tokens(self, count: int) -> list[int]:
-        """Returns the next tokens to feed, with LAST_TOKEN for one that is not known yet."""
+        """Returns the next tokens to feed: LAST_TOKEN for one that is not known yet, and drafts
+        behind the last one that is."""
         start = self.num_computed - len(self.prompt)
         if start >= 0:  # Not through `tokens`, which copies the prompt.
-            return self.output[start : start + count] or [LAST_TOKEN]
-        return self.tokens[self.num_computed : self.num_computed + count]
+            known = self.output[start : start + count] or [LAST_TOKEN]
+        else:
+            known = self.tokens[self.num_computed : self.num_computed + count]
+        return known + self.drafts[: count - len(known)]
 
 
 @dataclass(slots=True, eq=False)
@@ -222,9 +232,13 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     A stage first makes the copies in take, then drops the sequences in drop, and frees the adapter
     versions in unload. After that, group holds exactly rows, in this order: a stage moves a row
-    from the group in which it finds it, and starts a row at position 0 with an empty cache. Rows
-    that have begun feed the same number of tokens; new rows may differ. tokens has the tokens of
-    all rows, one row after the other. A step that does not sample only fills caches.
+    from the group in which it finds it, and starts a row at position 0 with an empty cache. tokens
+    has the tokens of all rows, one row after the other. A step that does not sample only fills
+    caches; its rows that have begun feed the same number of tokens, new rows may differ.
+
+    A step that samples does so at each token that it feeds. A row feeds one token, and may feed
+    drafts behind it: guesses of the tokens that follow. The next step of the sequence says by its
+    position how many of them were right, and a stage first forgets those that were not.
     """
 
     number: int
@@ -241,6 +255,11 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
             raise ValueError("the rows of a step and its tokens differ in number")
 
     @property
+    def num_drafts(self) -> int:
+        """The number of tokens that it feeds as guesses."""
+        return len(self.tokens) - len(self.rows) if self.sample else 0
+
+    @property
     def begun(self) -> list[int]:
         """The sequences that begin with this step: the stages hold nothing of them before."""
         new = [row.sequence for row in self.rows if row.position == 0]
@@ -254,6 +273,19 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
         for take in self.take:
             found.update((take.sequence, take.source))
         return found
+
+
+def tokens_of_rows(tokens: tuple[int, ...], num_accepted: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Divides the tokens that a step has sampled among its rows. num_accepted is empty if no row
+    had drafts."""
+    if not num_accepted:
+        return [(token,) for token in tokens]
+    rows: list[tuple[int, ...]] = []
+    start = 0
+    for accepted in num_accepted:
+        rows.append(tokens[start : start + accepted + 1])
+        start += accepted + 1
+    return rows
 
 
 @dataclass(frozen=True, slots=True)

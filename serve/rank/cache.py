@@ -36,7 +36,7 @@ class Part:
     caches: list[Any]
 
     def tokens(self, step: Step) -> mx.array:
-        """The tokens (B, L) of these rows, padded on the left."""
+        """The tokens (B, L) of these rows. New rows are padded on the left, others on the right."""
         ends = [0]
         for row in step.rows:
             ends.append(ends[-1] + row.num_tokens)
@@ -47,11 +47,32 @@ class Part:
                 tokens = step.tokens[ends[n] : ends[n + 1]]
             tokens_of_rows.append(tokens)
         length = max(map(len, tokens_of_rows))
+        are_new = self._are_new(step)
         padded = []
         for tokens in tokens_of_rows:
-            padding = (0,) * (length - len(tokens))
-            padded.append(padding + tokens)
+            num_missing = length - len(tokens)
+            if are_new or not tokens:
+                padded.append((0,) * num_missing + tokens)
+            else:
+                # With a token of its own, a row's padding overflows only where the row does.
+                padded.append(tokens + tokens[:1] * num_missing)
         return mx.array(padded)
+
+    def outputs_of_rows(self, step: Step, output: mx.array) -> dict[int, mx.array]:
+        """Divides an output (B, L, ...) among the rows of the step, by their indices: each gets
+        (num_tokens, ...), without padding."""
+        are_new = self._are_new(step)
+        outputs = {}
+        for i, n in enumerate(self.rows):
+            if n is None:
+                continue
+            num_tokens = step.rows[n].num_tokens
+            outputs[n] = output[i, -num_tokens:] if are_new else output[i, :num_tokens]
+        return outputs
+
+    def _are_new(self, step: Step) -> bool:
+        """Whether the rows begin with this step, which they do together or not at all."""
+        return all(step.rows[n].position == 0 for n in self.rows if n is not None)
 
     def own_rows(self, output: mx.array) -> mx.array:
         """The rows of an output (B, ...) that belong to rows of the step."""
@@ -87,6 +108,10 @@ class GroupCaches:
                 self._perform(move)
         for row in step.rows:
             self._layout.positions[row.sequence] = row.position + row.num_tokens
+            if step.sample and row.num_tokens > 1:
+                self._layout.floors[row.sequence] = row.position + 1
+            else:
+                self._layout.floors.pop(row.sequence, None)
         return parts
 
     @property
@@ -129,6 +154,11 @@ class GroupCaches:
             case placement.Drop(sequence):
                 self._leave(sequence)
                 layout.positions.pop(sequence, None)
+                layout.floors.pop(sequence, None)
+            case placement.Rewind(sequence, num_tokens):
+                surplus = layout.positions[sequence] - num_tokens
+                layout.batch_of(sequence).rewind(sequence, surplus)
+                layout.positions[sequence] = num_tokens
             case placement.Begin(key, lengths):
                 self._begin(key, lengths)
             case placement.Keep(key, sequences):
@@ -155,8 +185,8 @@ class GroupCaches:
         """Arranges a batch for its rows of a step."""
         batch = self._layout.batches[run.key]
         index_of = {step.rows[n].sequence: n for n in run.rows}
-        num_tokens = max(step.rows[n].num_tokens for n in run.rows)
-        order = batch.arrange(list(index_of), num_tokens)
+        feeds = {step.rows[n].sequence: step.rows[n].num_tokens for n in run.rows}
+        order = batch.arrange(feeds)
         indices = [None if sequence is None else index_of[sequence] for sequence in order]
         return Part(tuple(indices), batch.caches)
 
@@ -181,9 +211,7 @@ class GroupCaches:
                 cache.values = tree_map(mx.contiguous, cache.values)
         surplus = layout.positions[source] - length
         if surplus and not self._rules.in_slots:
-            if not can_trim_prompt_cache(caches):
-                raise EngineError("A sequence cannot begin as a part of one with such caches.")
-            trim_prompt_cache(caches, surplus)
+            _trim(caches, surplus)
         self._moved.append(caches)
         self._leave(sequence)
         batch = self._new_batch()
@@ -254,8 +282,12 @@ class MergedBatch:
         self.sequences = self.sequences + added_sequences
 
     def remove(self, sequence: int) -> None:
-        others = [other for other in self.sequences if other != sequence]
-        self.arrange(others, 0)
+        self._select([other for other in self.sequences if other != sequence])
+
+    def rewind(self, sequence: int, num_tokens: int) -> None:
+        if self._batched:
+            raise EngineError(f"Sequence {sequence} cannot go back in a batch with such caches.")
+        _trim(self.caches, num_tokens)
 
     def extract(self, sequence: int, _: int) -> list[Any]:
         """Plain caches with all tokens of a row: not every cache can be cut shorter."""
@@ -264,7 +296,12 @@ class MergedBatch:
         index = self.sequences.index(sequence)
         return [cache.extract(index) for cache in self.caches]
 
-    def arrange(self, sequences: list[int], _: int) -> list[int | None]:
+    def arrange(self, feeds: Mapping[int, int]) -> list[int | None]:
+        sequences = list(feeds)
+        self._select(sequences)
+        return list(sequences)
+
+    def _select(self, sequences: list[int]) -> None:
         """Keeps only these rows, in this order."""
         if sequences != self.sequences:
             if self._batched and sequences:
@@ -272,7 +309,12 @@ class MergedBatch:
                 for cache in self.caches:
                     cache.filter(keep)
             self.sequences = sequences
-        return list(sequences)
+
+
+def _trim(caches: list[Any], num_tokens: int) -> None:
+    if not can_trim_prompt_cache(caches):
+        raise EngineError("A sequence with such caches cannot go back.")
+    trim_prompt_cache(caches, num_tokens)
 
 
 def _merge(parts: list[list[Any]]) -> list[Any]:

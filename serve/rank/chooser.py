@@ -27,6 +27,7 @@ from serve.core.types import (
 from serve.rank.cache import Part
 from serve.rank.grammar import CONFLICT, Grammars
 from serve.rank.sampling import Sampler, sample, score
+from serve.rank.verification import Verification
 
 _ARRAYS_OF_A_SCORING = 3
 _SCORED_AT_ONCE = 64  # positions of a prompt
@@ -55,6 +56,7 @@ class Chooser:
         self._grammars = Grammars(folder) if folder else None
         self._samplers: dict[int, Sampler] = {}
         self._scorings: list[_Scoring] = []  # of the step under way
+        self._verification: Verification | None = None  # of the step under way
         self._num_begun: Counter[int] = Counter()
         self._lock = threading.Lock()
 
@@ -86,13 +88,19 @@ class Chooser:
         Prompts are scored in slices, to be evaluated one after the other, because scoring takes
         several times the memory of the logits themselves.
         """
+        self._verification = None
+        if step.num_drafts:
+            self._verification = self._verify(step, parts, logits)
+            self._scorings = []
+            yield self._verification.arrays
+            return
         if step.sample:
             outputs = [self._sample(step, parts, logits)]
         else:
             outputs = []
         self._scorings = list(self._wanted_scores(step))
         if self._scorings:
-            rows = _logits_of_rows(step, parts, logits)
+            rows = _outputs_of_rows(step, parts, logits)
         else:
             rows = {}
         for scoring in self._scorings:
@@ -109,6 +117,8 @@ class Chooser:
 
     def result(self, step: Step, outputs: list[mx.array]) -> Result:
         """outputs are what choose gave for the same step, evaluated."""
+        if step.num_drafts and self._verification:
+            return self._result_of_drafts(step, self._verification)
         tokens: tuple[int, ...] = ()
         if step.sample:
             tokens = tuple(outputs[0].tolist())  # type: ignore[arg-type]
@@ -122,6 +132,25 @@ class Chooser:
             if token not in FAILURES:
                 self._samplers[row.sequence].note(token)
         return Result(step.number, tokens, tuple(scores))
+
+    def _verify(self, step: Step, parts: list[Part], logits: list[mx.array]) -> Verification:
+        samplers = [self._samplers[row.sequence] for row in step.rows]
+        rows = _outputs_of_rows(step, parts, logits)
+        in_order = [rows[n] for n in range(len(step.rows))]
+        return Verification(step, samplers, in_order, _sample_each)
+
+    def _result_of_drafts(self, step: Step, verification: Verification) -> Result:
+        rows = verification.tokens()
+        scores = []
+        for n, (row, tokens) in enumerate(zip(step.rows, rows, strict=True)):
+            num_top = self._samplers[row.sequence].sampling.logprobs
+            if num_top is not None:
+                logits = verification.logits[n][: len(tokens)]
+                arrays = score(logits, mx.array(tokens), num_top)
+                scores.append(Scores(row.sequence, row.position + 1, _scores(tokens, arrays)))
+        tokens_of_all = tuple(token for tokens in rows for token in tokens)
+        num_accepted = tuple(len(tokens) - 1 for tokens in rows)
+        return Result(step.number, tokens_of_all, tuple(scores), num_accepted=num_accepted)
 
     def _sample(self, step: Step, parts: list[Part], logits: list[mx.array]) -> mx.array:
         rows = [row for part in parts for row in part.rows if row is not None]
@@ -184,14 +213,12 @@ def _failure(error: Exception) -> int:
     return REFUSED_TOKEN
 
 
-def _logits_of_rows(step: Step, parts: list[Part], logits: list[mx.array]) -> dict[int, mx.array]:
+def _outputs_of_rows(step: Step, parts: list[Part], logits: list[mx.array]) -> dict[int, mx.array]:
     """Splits the logits into those of each row (num_tokens, vocabulary), without padding."""
-    return {
-        n: output[i, -step.rows[n].num_tokens :]
-        for part, output in zip(parts, logits, strict=True)
-        for i, n in enumerate(part.rows)
-        if n is not None
-    }
+    rows: dict[int, mx.array] = {}
+    for part, output in zip(parts, logits, strict=True):
+        rows |= part.outputs_of_rows(step, output)
+    return rows
 
 
 def _followers(row: Row, sampler: Sampler) -> list[int]:

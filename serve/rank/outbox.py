@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from serve.core.types import LAST_TOKEN, Step
+from serve.core.types import LAST_TOKEN, Step, tokens_of_rows
 
 
 class Outbox:
@@ -31,13 +31,15 @@ class Outbox:
             self._steps.append(step)
             self._send_ready()
 
-    def sampled(self, step: Step, tokens: tuple[int, ...]) -> None:
-        """Takes the tokens that a step has sampled, one for each row. A negative one says that
+    def sampled(
+        self, step: Step, tokens: tuple[int, ...], num_accepted: tuple[int, ...] = ()
+    ) -> None:
+        """Takes the tokens that a step has sampled, as a Result has them. A negative one says that
         the row has failed: any token can be fed instead, because nobody gets its output."""
         with self._lock:
-            for row, token in zip(step.rows, tokens, strict=True):
-                next_position = row.position + row.num_tokens
-                self._sampled[row.sequence] = (next_position, max(token, 0))
+            for row, sampled in zip(step.rows, tokens_of_rows(tokens, num_accepted), strict=True):
+                next_position = row.position + len(sampled)
+                self._sampled[row.sequence] = (next_position, max(sampled[-1], 0))
             self._send_ready()
 
     def forget(self, sequence: int) -> None:

@@ -54,9 +54,12 @@ class Batch(Protocol):
     def extract(self, sequence: int, length: int) -> list[Any]:
         """Plain caches with the first tokens of a row, or all where caches cannot be cut."""
 
-    def arrange(self, sequences: list[int], num_tokens: int) -> list[int | None]:
-        """Makes these the rows of the next forward. Returns them in the order of the batch, with
-        None for a row that is only padding."""
+    def rewind(self, sequence: int, num_tokens: int) -> None:
+        """Forgets the last tokens of a row. Raises EngineError if its caches cannot."""
+
+    def arrange(self, feeds: Mapping[int, int]) -> list[int | None]:
+        """Makes these sequences the rows of the next forward, which feeds each so many tokens.
+        Returns them in the order of the batch, with None for a row that is only padding."""
 
 
 # --- moves
@@ -76,6 +79,14 @@ class Drop:
     """A sequence has ended, and its rows are removed."""
 
     sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rewind:
+    """A sequence keeps only its first num_tokens tokens."""
+
+    sequence: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +148,7 @@ class Run:
     rows: list[int]
 
 
-Move = Copy | Drop | Begin | Keep | Park | Lift | Join | Own | ForgetGroups | Run
+Move = Copy | Drop | Rewind | Begin | Keep | Park | Lift | Join | Own | ForgetGroups | Run
 
 
 # --- decisions
@@ -156,13 +167,15 @@ class Rules:
 class Layout:
     """The place of each sequence. Batches have keys; next_key is the first unused one.
 
-    positions has the number of tokens that are held of each sequence.
+    positions has the number of tokens that are held of each sequence. floors has the number that
+    is surely right, for those whose last step fed drafts: they can go back as far as that.
     """
 
     batches: dict[int, Batch] = field(default_factory=dict)
     keys_of_group: dict[int, list[int]] = field(default_factory=dict)
     key_of: dict[int, int] = field(default_factory=dict)
     positions: dict[int, int] = field(default_factory=dict)
+    floors: dict[int, int] = field(default_factory=dict)
     next_key: int = 0
 
     def batch_of(self, sequence: int) -> Batch:
@@ -196,7 +209,10 @@ def moves(step: Step, layout: Layout, rules: Rules) -> Iterator[Move]:
     for sequence in step.drop:
         yield Drop(sequence)
     if step.rows:
-        _check(step, layout)
+        _check(step, layout, rules)
+        for row in step.rows:
+            if layout.positions.get(row.sequence, 0) > row.position:
+                yield Rewind(row.sequence, row.position)
         rows_of: dict[int, list[int]] = {}
         yield from _assign(step, layout, rules, rows_of)
         for key, rows in rows_of.items():
@@ -293,15 +309,18 @@ def _run(step: Step, layout: Layout, key: int, rows: list[int]) -> Iterator[Move
     yield Run(key, rows)
 
 
-def _check(step: Step, layout: Layout) -> None:
+def _check(step: Step, layout: Layout, rules: Rules) -> None:
     """Raises EngineError if a step does not fit what this stage holds."""
     lengths = {row.num_tokens for row in step.rows}
     continues_any = any(row.position for row in step.rows)
-    if len(lengths) != 1 and continues_any:
+    # Drafts differ in number. Rows in slots can, and so can rows that run one by one.
+    can_differ = step.sample and (rules.in_slots or not rules.can_batch)
+    if len(lengths) != 1 and continues_any and not can_differ:
         raise EngineError(f"Step {step.number} has rows of different lengths {sorted(lengths)}.")
     for row in step.rows:
         held = layout.positions.get(row.sequence, 0)
-        if held != row.position:
+        floor = layout.floors.get(row.sequence, held)
+        if not floor <= row.position <= held:
             raise EngineError(_out_of_step(step, row, held))
 
 

@@ -8,12 +8,16 @@ needed. Rows end in the same column; where they start is their left padding.
     slot 1   - - - - - - - - |          free: fed with a token that is not used
     slot 2   c c c c c c c c |
 
+After a step that fed drafts, rows may end in different columns, because each keeps as many drafts
+as were right. They are then written and masked by their own ends, which costs a little more. What
+is behind a row's end is overwritten by its next tokens.
+
 The padding of a row is always zero. Attention gives it the weight 0, but 0 times a value that
 is not a finite number is not 0: what overflowed in another row must not be left there.
 """
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -46,6 +50,15 @@ def _put(held: Buffer, rows: slice, columns: slice, new: Buffer) -> None:
             array[rows, :, columns] = values
     else:
         held[rows, :, columns] = new
+
+
+def _put_at(held: Buffer, columns: mx.array, new: Buffer) -> None:
+    """Writes new (B, heads, L, D) to the first B rows of a buffer, at columns (B, L)."""
+    rows = mx.arange(columns.shape[0])[:, None]
+    buffers = held if isinstance(held, tuple) else (held,)
+    arrays = new if isinstance(new, tuple) else (new,)
+    for buffer, array in zip(buffers, arrays, strict=True):
+        buffer[rows, :, columns] = array.transpose(0, 2, 1, 3)
 
 
 def _clear(held: Buffer, rows: slice, columns: slice) -> None:
@@ -92,6 +105,8 @@ class SlotCache(BatchKVCache):
     def __init__(self, rows: int) -> None:
         super().__init__([0] * rows)
         self.feeds_padding = False  # whether the next forward feeds some rows padding
+        self.ends: mx.array | None = None  # (B,), where rows end that differ in this
+        self.clears_behind = False  # whether rows may be read further than they are written
 
     @staticmethod
     def like(plain: Any, rows: int) -> "SlotCache":
@@ -103,6 +118,8 @@ class SlotCache(BatchKVCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Buffer, Buffer]:
         num_rows, _, length, _ = keys.shape
         end = self._idx + length
+        if self.ends is not None:
+            return self._update_at_ends(self.ends, keys, values)
         fed = slice(self._idx, end)
         if self.feeds_padding:
             own = mx.arange(self._idx, end) >= self.left_padding[:, None]
@@ -115,6 +132,34 @@ class SlotCache(BatchKVCache):
         rows = slice(num_rows)
         columns = slice(end)
         return _cut(self.keys, rows, columns), _cut(self.values, rows, columns)
+
+    def _update_at_ends(
+        self, ends: mx.array, keys: mx.array, values: mx.array
+    ) -> tuple[Buffer, Buffer]:
+        """Writes each row behind its own end."""
+        num_rows, _, length, _ = keys.shape
+        end = self._idx + length
+        kept = self._kept(keys), self._kept(values)
+        self.reserve(num_rows, end, *kept)
+        columns = ends[:, None] + mx.arange(length)
+        _put_at(self.keys, columns, kept[0])
+        _put_at(self.values, columns, kept[1])
+        self.offset = self.offset + length
+        self._idx = end
+        rows = slice(num_rows)
+        return _cut(self.keys, rows, slice(end)), _cut(self.values, rows, slice(end))
+
+    def make_mask(self, N: int, return_array: bool = False, **kwargs: Any) -> Any:  # noqa: N803
+        """The mask (B, 1, N, columns) of the next N tokens."""
+        if self.ends is None:
+            return super().make_mask(N, return_array, **kwargs)
+        own = (self.ends[:, None] + mx.arange(N))[:, None, :, None]
+        columns = mx.arange(self._idx + N)
+        mask = (columns <= own) & (self.left_padding[:, None, None, None] <= columns)
+        window_size = kwargs.get("window_size")
+        if window_size is not None:
+            mask = mask & (own < columns + window_size)
+        return mask
 
     def lone(self) -> Any:
         """A new cache of one row."""
@@ -168,6 +213,15 @@ class SlotCache(BatchKVCache):
         if start:
             _clear(self.keys, rows, slice(start))
             _clear(self.values, rows, slice(start))
+        if self.clears_behind:
+            self.clear_behind(slot, columns.stop)
+
+    def clear_behind(self, slot: int, end: int) -> None:
+        """Clears a row from a column on."""
+        if end < self.num_columns:
+            rows = slice(slot, slot + 1)
+            _clear(self.keys, rows, slice(end, None))
+            _clear(self.values, rows, slice(end, None))
 
     def read(self, slot: int, start: int, end: int) -> tuple[Buffer, Buffer]:
         rows = slice(slot, slot + 1)
@@ -224,7 +278,9 @@ class SlotBatch:
         self.caches: list[Any] = []
         self._slots: list[int | None] = []
         self._starts: dict[int, int] = {}
-        self._end = 0
+        self._ends: dict[int, int] = {}
+        self._end = 0  # of all rows: nothing is held behind it
+        self._clears_behind = False
         self._fed: list[int] = []
 
     @classmethod
@@ -235,6 +291,7 @@ class SlotBatch:
         batch._slots = list(lengths)
         longest = max(lengths.values())
         batch._starts = {sequence: longest - length for sequence, length in lengths.items()}
+        batch._ends = dict.fromkeys(lengths, 0)
         batch._fed = list(lengths)
         batch.caches = [SlotCache.like(cache, len(lengths)) for cache in plain]
         return batch
@@ -265,7 +322,7 @@ class SlotBatch:
 
     def has_room(self, length: int) -> bool:
         """Whether a row of this length may join without wasting much on padding."""
-        lengths = [self._end - self._starts[s] for s in self._fed]
+        lengths = [self._ends[s] - self._starts[s] for s in self._fed]
         end = max([length, *lengths])
         needed = sum(lengths) + length
         held = end * (len(lengths) + 1)
@@ -281,11 +338,12 @@ class SlotBatch:
             self.caches = caches
             self._slots = [sequence]
             self._starts = {sequence: 0}
+            self._ends = {sequence: length}
             self._end = length
             return
         if not isinstance(self.caches[0], SlotCache):
             self._make_slots()
-        lengths = [self._end - self._starts[fed] for fed in self._fed[:-1]]
+        lengths = [self._ends[fed] - self._starts[fed] for fed in self._fed[:-1]]
         self._justify(max([length, *lengths]))
         if None in self._slots:
             slot = self._slots.index(None)
@@ -293,14 +351,23 @@ class SlotBatch:
             slot = len(self._slots)
         self._slots[slot : slot + 1] = [sequence]
         self._starts[sequence] = start = self._end - length
+        self._ends[sequence] = self._end
         for cache, joining in zip(self.caches, caches, strict=True):
             cache.write(slot, start, *_first(joining, length))
 
     def remove(self, sequence: int) -> None:
         self._slots[self._slots.index(sequence)] = None
         del self._starts[sequence]
+        del self._ends[sequence]
         if sequence in self._fed:
             self._fed.remove(sequence)
+
+    def rewind(self, sequence: int, num_tokens: int) -> None:
+        self._ends[sequence] -= num_tokens
+        self._end = max(self._ends.values())
+        if not isinstance(self.caches[0], SlotCache):
+            for cache in self.caches:
+                cache.trim(num_tokens)
 
     def extract(self, sequence: int, length: int) -> list[Any]:
         """Plain caches with the first tokens of a row, not evaluated."""
@@ -329,12 +396,13 @@ class SlotBatch:
         idle = [s for s in first if s is not None and s not in sequences]
         return idle[: max(0, num_behind - first.count(None))]
 
-    def arrange(self, sequences: list[int], num_tokens: int) -> list[int | None]:
-        """Makes these the rows of the next forward, which feeds so many tokens. Returns them
-        in the order of the batch, None for a slot that is free."""
-        self._fed = list(sequences)
+    def arrange(self, feeds: Mapping[int, int]) -> list[int | None]:
+        """Makes these the rows of the next forward. Returns them in the order of the batch, None
+        for a slot that is free."""
+        sequences = self._fed = list(feeds)
+        num_tokens = max(feeds.values())
         if not isinstance(self.caches[0], SlotCache):
-            self._end += num_tokens
+            self._note_fed(feeds)
             return list(sequences)
         num_rows = _num_rows(sequences, num_tokens)
         self._pack(num_rows)
@@ -343,15 +411,42 @@ class SlotBatch:
         # A free slot needs a column to look at: the mean of none is not a number.
         unused = max(0, self._end - 1)
         starts = [unused if s is None else self._starts[s] for s in order]
-        offset = mx.array([self._end - start for start in starts])
+        ends = [self._end if s is None else self._ends[s] for s in order]
+        offset = mx.array([end - start for start, end in zip(starts, ends, strict=True)])
         padding = mx.array(starts)
+        own_ends = None
+        if min(ends) < self._end:
+            self._clear_behind()
+            own_ends = mx.array(ends)
         feeds_padding = any(start > self._end for start in starts)
         for cache in self.caches:
             cache.offset = offset
             cache.left_padding = padding
             cache.feeds_padding = feeds_padding
-        self._end += num_tokens
+            cache.ends = own_ends
+            cache._idx = self._end
+        self._note_fed(feeds)
         return order
+
+    def _note_fed(self, feeds: Mapping[int, int]) -> None:
+        """New rows are padded on the left, and end together; others end with their own tokens."""
+        if self._end == 0:
+            feeds = dict.fromkeys(feeds, max(feeds.values()))
+        for sequence, num_tokens in feeds.items():
+            self._ends[sequence] += num_tokens
+        self._end = max(self._ends.values())
+
+    def _clear_behind(self) -> None:
+        """Clears once what rows have behind their ends: from here on others may be longer, and a
+        row is read as far as the longest one is."""
+        if self._clears_behind:
+            return
+        self._clears_behind = True
+        for cache in self.caches:
+            cache.clears_behind = True
+            for slot, sequence in enumerate(self._slots):
+                if sequence is not None:
+                    cache.clear_behind(slot, self._ends[sequence])
 
     def _pack(self, num_rows: int) -> None:
         """Moves fed rows from behind into free slots before."""
@@ -362,7 +457,7 @@ class SlotBatch:
             slot = self._slots.index(None)
             start = self._starts[sequence]
             for cache in self.caches:
-                cache.write(slot, start, *cache.read(source, start, self._end))
+                cache.write(slot, start, *cache.read(source, start, self._ends[sequence]))
             self._slots[slot], self._slots[source] = sequence, None
         while self._slots and self._slots[-1] is None:
             self._slots.pop()
@@ -386,4 +481,5 @@ class SlotBatch:
             for cache in self.caches:
                 cache.shift(by)
             self._starts = {s: start + by for s, start in self._starts.items()}
+            self._ends = {s: end + by for s, end in self._ends.items()}
             self._end += by

@@ -133,7 +133,7 @@ class StepLoop:
                 self._note(step, started)
                 # The next step of the group goes first: the result is for the clients.
                 if step.sample:
-                    self.outbox.sampled(step, result.tokens)
+                    self.outbox.sampled(step, result.tokens, result.num_accepted)
                 yield result
             else:
                 self._note(step, started)
@@ -191,7 +191,9 @@ class StepLoop:
         self.num_steps += 1
         num_rows = len(step.rows)
         num_tokens = len(step.tokens)
-        self.spans.append(Span(step.number, step.group, num_rows, num_tokens, started, ended))
+        self.spans.append(
+            Span(step.number, step.group, num_rows, num_tokens, started, ended, step.num_drafts)
+        )
 
 
 class Worker:

@@ -115,6 +115,8 @@ class FakeGeneration:
         self.closed = threading.Event()
         self.closed_numbers: set[int] = set()
         self.num_cached = 0
+        self.num_accepted = 0
+        self.num_rejected = 0
         self.progress = (3, 7)
 
     def __aiter__(self) -> "FakeGeneration":
@@ -296,6 +298,7 @@ class FakeEngine:
             "num_running": 2,
             "num_waiting": 3,
             "adapters": self.adapters.registry.statistics.to_json(),
+            "drafts": {},
         }
         recovery = {"num_restarts": 4, "recovery_seconds": 9.5}
         return {"model": "m", "num_ranks": 1, "stages": [], **counts, **recovery}

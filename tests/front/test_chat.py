@@ -32,6 +32,22 @@ def test_without_a_limit_the_context_is_the_limit(tokenizer: Tokenizer) -> None:
     assert prompt.max_tokens == 200 - len(prompt.ids)
 
 
+@pytest.mark.parametrize(
+    "content", ["how are you", [{"type": "text", "text": "how are you"}]], ids=["text", "parts"]
+)
+def test_prepare_encodes_the_prediction(tokenizer: Tokenizer, content: Any) -> None:
+    prompt = prepared(tokenizer, 200, prediction={"type": "content", "content": content})
+    assert prompt.prediction == tuple(tokenizer.encode("how are you"))
+    assert prepared(tokenizer, 200).prediction == ()
+
+
+@pytest.mark.parametrize("prediction", ["x", {"content": "x"}, {"type": "content", "content": 5}])
+def test_prediction_that_is_none_is_refused(tokenizer: Tokenizer, prediction: Any) -> None:
+    with pytest.raises(RequestError) as told:
+        prepared(tokenizer, 200, prediction=prediction)
+    assert (told.value.param or "").startswith("prediction")
+
+
 def test_a_prompt_leaves_room_for_one_token(tokenizer: Tokenizer) -> None:
     length = len(prepared(tokenizer, 200).ids)
     assert prepared(tokenizer, length + 1).max_tokens == 1

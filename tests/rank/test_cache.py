@@ -6,7 +6,7 @@ import random
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache, trim_prompt_cache
 
 from serve.core.errors import EngineError
 from serve.core.types import Row, Step, Take
@@ -57,16 +57,21 @@ class Rig:
         mx.eval(self.caches.moved())
         for part in parts:
             (output,) = self.stage(part.tokens(step), part.caches, [])
-            own = [n for n in part.rows if n is not None]
-            logits |= dict(zip(own, part.own_rows(output), strict=True))
+            logits |= part.outputs_of_rows(step, output)
         mx.eval(logits, self.caches.states(step))
         for n, (sequence, fed) in enumerate(feeds.items()):
             new = quantized(make_prompt_cache(self.whole), self.kv_bits)
             cache = self.alone.setdefault(sequence, new)
             expected = self.whole(mx.array([fed]), cache=cache)
-            got = logits[n][-len(fed) :]
-            assert mx.allclose(got, expected[0], rtol=1e-4, atol=1e-4, equal_nan=True), sequence
+            assert mx.allclose(logits[n], expected[0], rtol=1e-4, atol=1e-4, equal_nan=True), (
+                sequence
+            )
             self.length[sequence] = self.length.get(sequence, 0) + len(fed)
+
+    def reject(self, sequence: int, num_drafts: int) -> None:
+        """The last tokens that a row was fed were drafts, and were wrong."""
+        self.length[sequence] -= num_drafts
+        trim_prompt_cache(self.alone[sequence], num_drafts)
 
 
 def _model(config: dict[str, int], overflows: int | None) -> nn.Module:
@@ -141,8 +146,51 @@ def test_a_step_that_does_not_fit_is_refused(rig: Rig) -> None:
 def test_new_rows_may_have_different_lengths_and_others_not(rig: Rig) -> None:
     rig.step(0, {0: [3], 1: [4, 5], 2: [6, 7, 8, 9]})
     rig.step(1, {2: [1], 0: [2]})
+    rows = (Row(0, 2, 1), Row(2, 5, 2))
     with pytest.raises(EngineError, match="different lengths"):
-        rig.step(1, {0: [3], 2: [4, 5]})
+        rig.caches.apply(Step(99, 1, rows, (3, 4, 5), sample=False))
+
+
+def test_rows_go_back_behind_wrong_drafts(rig: Rig) -> None:
+    rig.step(0, {0: [1, 2, 3]})
+    rig.step(0, {0: [4, 5, 6, 7]})
+    rig.reject(0, 2)
+    rig.step(0, {0: [8, 9]})
+    rig.reject(0, 1)
+    rig.step(9, {1: [10, 11, 12, 13, 14]})
+    rig.step(0, {0: [15, 16, 17], 1: [18]})
+    rig.reject(0, 2)
+    rig.step(0, {0: [19], 1: [20, 21, 22, 23]})
+    rig.reject(1, 1)
+    rig.step(0, {0: [24], 1: [25]})
+    rig.step(8, {2: [26]})
+    rig.step(0, {0: [27, 28], 2: [29, 30, 31], 1: [32]})
+    rig.reject(0, 1)
+    rig.step(0, {0: [33], 1: [34]}, drop=(2,))
+    rig.step(0, {1: [35]}, take=(Take(3, 1, 4),))
+    rig.step(0, {0: [36], 1: [37], 3: [38, 39]})
+
+
+def test_rows_go_back_only_behind_drafts(rig: Rig) -> None:
+    rig.step(0, {0: [1, 2, 3]})
+    rig.step(0, {0: [4]})
+    rig.length[0] = 3
+    with pytest.raises(EngineError, match="position 3, this stage holds 4"):
+        rig.step(0, {0: [5]})
+    rig.length[0] = 4
+    rig.step(0, {0: [5, 6, 7]})
+    rig.length[0] = 4  # the first of them was no draft
+    with pytest.raises(EngineError, match="position 4, this stage holds 7"):
+        rig.step(0, {0: [5]})
+
+
+def test_caches_that_cannot_go_back_refuse_to() -> None:
+    caches = GroupCaches(lambda: [RotatingKVCache(4)])
+    caches.apply(Step(1, 0, (Row(0, 0, 1),), (1,), True))
+    caches._layout.batches[0].caches[0].update_and_fetch(*[mx.zeros((1, 1, 8, 4))] * 2)
+    caches._layout.positions[0], caches._layout.floors[0] = 8, 4
+    with pytest.raises(EngineError, match="cannot go back"):
+        caches.apply(Step(2, 0, (Row(0, 6, 1),), (1,), True))
 
 
 def test_a_sequence_begins_as_a_copy_of_another(rig: Rig) -> None:
@@ -230,6 +278,45 @@ def test_random_lives(seed: int, kv_bits: int | None, overflows: int | None) -> 
             groups[group].append(new_id)
         elif groups[group]:
             rig.step(group, {id: some(1) for id in groups[group]})
+
+
+@pytest.mark.parametrize(("seed", "kv_bits", "overflows"), LIVES)
+def test_random_lives_with_drafts(seed: int, kv_bits: int | None, overflows: int | None) -> None:
+    """Rows feed drafts of different numbers, of which some are wrong, while others join, leave for
+    a while, move, are copied and dropped."""
+    chance, rig = random.Random(seed), Rig(True, kv_bits, overflows)
+    groups: dict[int, list[int]] = {0: [], 1: []}
+    away: list[int] = []
+    ids = iter(range(1000))
+
+    def some(num: int) -> list[int]:
+        tokens = [chance.randrange(1, 90) for _ in range(num)]
+        if overflows is not None and chance.random() < 0.03:
+            tokens[chance.randrange(num)] = overflows
+        return tokens
+
+    for _ in range(60):
+        kind, group = chance.random(), chance.choice((0, 1))
+        if kind < 0.15:
+            new = [next(ids) for _ in range(chance.randint(1, 3))]
+            rig.step(100 + new[0], {id: some(chance.randint(1, 20)) for id in new})
+            groups[group] += new
+        elif kind < 0.2 and groups[group]:
+            away.append(groups[group].pop(chance.randrange(len(groups[group]))))
+        elif kind < 0.25 and away:
+            groups[group].append(away.pop())
+        elif kind < 0.3 and away:
+            rig.step(-1, {}, drop=(away.pop(),))
+        elif kind < 0.4 and (sources := groups[0] + groups[1] + away):
+            source, new_id = chance.choice(sources), next(ids)
+            rig.step(-1, {}, take=(Take(new_id, source, chance.randint(1, rig.length[source])),))
+            groups[group].append(new_id)
+        elif groups[group]:
+            feeds = {id: some(chance.choice((1, 1, chance.randint(1, 9)))) for id in groups[group]}
+            rig.step(group, feeds)
+            for id, fed in feeds.items():
+                if len(fed) > 1:
+                    rig.reject(id, chance.randrange(len(fed)))
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from serve.core.messages import Result
 from serve.core.plan import even_split
 from serve.core.types import Sampling, Score, Sequence
+from serve.front.drafts.interface import Drafting
 from serve.front.pipeline.scheduler import Scheduler
 from serve.model.caches import quantized
 from serve.model.stage import Stage
@@ -39,7 +40,13 @@ BUILDING = threading.Lock()
 
 class LocalPipeline:
     def __init__(
-        self, num_ranks: int, results: "queue.Queue[Result]", make: Make, kv_bits: int | None
+        self,
+        num_ranks: int,
+        results: "queue.Queue[Result]",
+        make: Make,
+        kv_bits: int | None,
+        drafting: Drafting | None = None,
+        num_groups: int | None = None,
     ) -> None:
         self.make, self.kv_bits = make, kv_bits
         self.ring = local_ring(num_ranks)
@@ -49,7 +56,14 @@ class LocalPipeline:
         self.embeddings: dict[int, bytes | None] = {}
         self.scores: dict[int, dict[int, Score]] = defaultdict(dict)
         self.outbox = Outbox(lambda step: self.ring[0].send(step, []))
-        self.scheduler = Scheduler(num_ranks, max_num_sequences=32, max_queue=64, prefill_chunk=4)
+        self.scheduler = Scheduler(
+            num_ranks,
+            max_num_sequences=32,
+            max_queue=64,
+            prefill_chunk=4,
+            num_groups=num_groups,
+            drafting=drafting,
+        )
         self.built = threading.Barrier(num_ranks)
         self.threads = [
             threading.Thread(target=self._run, args=(rank, layers))
@@ -81,7 +95,7 @@ class LocalPipeline:
                 self.scores[told.sequence] |= dict(enumerate(told.scores, told.position))
             for embedding in result.embeddings:
                 self.embeddings[embedding.sequence] = embedding.numbers
-            self.scheduler.update(result.number, result.tokens)
+            self.scheduler.update(result.number, result.tokens, result.num_accepted)
             self._pump()
         return {sequence.id: sequence.output for sequence in sequences}
 
@@ -98,9 +112,13 @@ class LocalPipeline:
 
 @contextmanager
 def pipeline(
-    num_ranks: int, make: Make = LLAMA, kv_bits: int | None = None
+    num_ranks: int,
+    make: Make = LLAMA,
+    kv_bits: int | None = None,
+    drafting: Drafting | None = None,
+    num_groups: int | None = None,
 ) -> Iterator[LocalPipeline]:
-    local = LocalPipeline(num_ranks, queue.Queue(), make, kv_bits)
+    local = LocalPipeline(num_ranks, queue.Queue(), make, kv_bits, drafting, num_groups)
     for thread in local.threads:
         thread.start()
     try:

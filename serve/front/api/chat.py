@@ -47,7 +47,15 @@ def prepare(request: ChatRequest, tokenizer: Tokenizer, max_context: int) -> Job
         for each in request.samplings
     )
     splitting = request.tool_use.splitting(dialect, is_thinking, request.shows_thoughts)
-    prompt = Prompt(ids, max_tokens, samplings, request.end_ids, has_marks=splitting.searches)
+    prediction = tokenizer.encode(request.prediction) if request.prediction else []
+    prompt = Prompt(
+        ids,
+        max_tokens,
+        samplings,
+        request.end_ids,
+        has_marks=splitting.searches,
+        prediction=tuple(prediction),
+    )
     return Job(
         model=request.model,
         prompts=[prompt],

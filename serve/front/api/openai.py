@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from serve.front.api.fields import HARMLESS, NEUTRAL, check_neutral
-from serve.front.api.messages import Message, plain_messages
+from serve.front.api.messages import AnyContent, Message, plain_messages
 from serve.front.api.request import DEFAULT_MODEL, ChatPrompt, ChatRequest, ToolUse
 from serve.front.api.sampling import MAX_LOGPROBS, SamplingBody, TokenIds
 from serve.front.api.thinking import Thinking
@@ -165,6 +165,17 @@ class Templated(Body):
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
+class Prediction(Body):
+    """The answer that a client expects, or a part of it. It changes the speed only."""
+
+    type: Literal["content"]
+    content: AnyContent
+
+    @property
+    def text(self) -> str:
+        return self.content.text if self.content else ""
+
+
 class ChatBody(Templated, GenerationBody):
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
@@ -178,6 +189,7 @@ class ChatBody(Templated, GenerationBody):
     reasoning_effort: Effort | None = None
     enable_thinking: bool | None = None
     thinking_token_budget: Annotated[int, Field(ge=0)] | None = None
+    prediction: Prediction | None = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> "ChatBody":
@@ -239,6 +251,7 @@ class ChatBody(Templated, GenerationBody):
             is_stream=bool(self.stream),
             usage_in_stream=self.usage_in_stream,
             cache_salt=self.cache_salt,
+            prediction=self.prediction.text if self.prediction else "",
             ignored_fields=self.ignored_fields,
         )
 

@@ -93,7 +93,8 @@ class ChatRequest:
     """The decisions about a chat. There is an answer for each sampling. end_ids are the tokens at
     which the engine ends an answer. grammar_param is the field that demands the samplings'
     grammar. keep is how many of the prompt's last tokens are used; None for all of them. If
-    drops_oldest, the oldest messages are left out of a prompt that is too long."""
+    drops_oldest, the oldest messages are left out of a prompt that is too long. prediction is the
+    text that the client expects of the answers, which may make them faster."""
 
     model: str
     prompt: ChatPrompt
@@ -113,6 +114,7 @@ class ChatRequest:
     is_stream: bool = False
     usage_in_stream: UsageInStream = UsageInStream.NONE
     cache_salt: str | None = None
+    prediction: str = ""
     ignored_fields: tuple[str, ...] = ()
 
 

@@ -94,6 +94,7 @@ class _Pipeline(Collector):
             yield GaugeMetricFamily(metric, meaning, value=state[f"num_{name}"])
         yield from _of_stages(state["stages"])
         yield from _of_adapters(state["adapters"])
+        yield from _of_drafts(state["drafts"])
         yield CounterMetricFamily(
             "brigade_restarts", "Restarts of the engines after faults", value=state["num_restarts"]
         )
@@ -140,6 +141,17 @@ def _of_adapters(counted: dict[str, Any]) -> Iterator[Metric]:
         count_value=counted["num_loaded"],
         sum_value=counted["load_seconds"],
     )
+
+
+def _of_drafts(drafts: dict[str, dict[str, int]]) -> Iterator[Metric]:
+    for key, name, meaning in (
+        ("drafted", "draft_tokens", "Guesses of tokens that were verified"),
+        ("accepted", "accepted_draft_tokens", "Guesses of tokens that were right"),
+    ):
+        family = CounterMetricFamily(f"brigade_{name}", meaning, labels=["drafter"])
+        for drafter, counts in drafts.items():
+            family.add_metric([drafter], counts[key])
+        yield family
 
 
 _BUSY = ("brigade_stage_busy_seconds", "Seconds that a stage computed")

@@ -164,12 +164,21 @@ def listed(header: str, names: Sequence[str]) -> dict[str, str]:
 
 
 def usage(
-    num_prompt_tokens: int, num_completion_tokens: int, num_cached: int = 0, num_reasoning: int = 0
+    num_prompt_tokens: int,
+    num_completion_tokens: int,
+    num_cached: int = 0,
+    num_reasoning: int = 0,
+    num_accepted: int = 0,
+    num_rejected: int = 0,
 ) -> Usage:
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_completion_tokens,
         "total_tokens": num_prompt_tokens + num_completion_tokens,
         "prompt_tokens_details": {"cached_tokens": num_cached},
-        "completion_tokens_details": {"reasoning_tokens": num_reasoning},
+        "completion_tokens_details": {
+            "reasoning_tokens": num_reasoning,
+            "accepted_prediction_tokens": num_accepted,
+            "rejected_prediction_tokens": num_rejected,
+        },
     }

@@ -37,6 +37,8 @@ class PromptDetails(TypedDict):
 
 class CompletionDetails(TypedDict):
     reasoning_tokens: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
 
 
 class Usage(TypedDict):

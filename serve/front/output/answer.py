@@ -267,4 +267,6 @@ class Answer:
             self._num_tokens,
             self._generation.num_cached,
             sum(choice.num_reasoning_tokens for choice in self._choices),
+            self._generation.num_accepted,
+            self._generation.num_rejected,
         )

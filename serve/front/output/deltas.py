@@ -30,12 +30,15 @@ Reason = Literal["stop", "length", "tool_calls"]
 @dataclass(frozen=True, slots=True)
 class TokenUsage:
     """The tokens of a request so far. cached_tokens are the prompt tokens that came from the prefix
-    cache. reasoning_tokens are the completion tokens between the marks of reasoning."""
+    cache. reasoning_tokens are the completion tokens between the marks of reasoning.
+    accepted_tokens are those that were guessed before, rejected_tokens are wrong guesses."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int = 0
+    accepted_tokens: int = 0
+    rejected_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,16 @@ def chunk_beside_decoding(stages: list[StageStatus], max_tokens: int) -> int:
     return max(1, min(max_tokens, chunk))
 
 
+def token_cost(stages: list[StageStatus]) -> float | None:
+    """The cost of one more token in a decode step, as a share of a step with one token. None as long
+    as a stage has not decoded."""
+    costs = [stage.pace.decode_cost for stage in stages]
+    seconds = sum(cost.seconds(1) for cost in costs)
+    if not seconds or not all(cost.is_known for cost in costs):
+        return None
+    return sum(cost.seconds_per_token for cost in costs) / seconds
+
+
 def room_under_limits(stages: list[StageStatus], config: ServeConfig) -> KvRoom:
     """The room of all stages under the flags, as a plan has it; without a limit, what is free
     counts. Scoring a prompt needs memory too, which is left free unless --kv-memory decides.

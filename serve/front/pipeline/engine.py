@@ -121,6 +121,7 @@ class Engine:
             "num_waiting": scheduler.num_waiting,
             "kv_tokens": scheduler.num_held_tokens,
             "max_kv_tokens": scheduler.max_held_tokens,
+            "drafts": self._requests.drafts,
             "better_split": better_split(lifecycle.stages),
             "adapters": self.adapters.registry.statistics.to_json(),
             "num_restarts": lifecycle.number,

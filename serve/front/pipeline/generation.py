@@ -1,7 +1,7 @@
 """The events of one request's sequences, on their way from the engine to an answer."""
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -20,6 +20,7 @@ class Generation:
         self._running = set(self._numbers)
         self._events: asyncio.Queue[Event | BrigadeError] = asyncio.Queue()
         self._scores: defaultdict[int, dict[int, Score]] = defaultdict(dict)
+        self._num_put: Counter[int] = Counter()  # tokens of each sequence
 
     def __aiter__(self) -> "Generation":
         return self
@@ -37,11 +38,20 @@ class Generation:
         raise StopAsyncIteration
 
     def put(self, event: Event | BrigadeError) -> None:
-        if isinstance(event, Event) and event.sequence in self._scores:
-            sequence = self._sequences[self._numbers[event.sequence]]
-            score = self._scores[event.sequence].get(sequence.num_tokens - 1)
-            event = replace(event, score=score)
+        if isinstance(event, Event):
+            event = self._scored(event)
         self._events.put_nowait(event)
+
+    def _scored(self, event: Event) -> Event:
+        """The event with its token's score, if there is one. The sequence does not say which token
+        that is: several of it may be known before their events come."""
+        id = event.sequence
+        index = self._num_put[id]
+        self._num_put[id] += event.token is not None
+        if id not in self._scores:
+            return event
+        position = len(self._sequences[self._numbers[id]].prompt) + index
+        return replace(event, score=self._scores[id].get(position))
 
     def put_scores(self, scores: Scores) -> None:
         """Stores the scores of tokens whose event comes later. A prompt that is computed again
@@ -65,6 +75,16 @@ class Generation:
     def num_cached(self) -> int:
         """The number of prompt tokens that were taken from the prefix cache."""
         return sum(s.num_cached for s in self._sequences if s.original is None)
+
+    @property
+    def num_accepted(self) -> int:
+        """The number of tokens that were right guesses."""
+        return sum(s.num_accepted for s in self._sequences)
+
+    @property
+    def num_rejected(self) -> int:
+        """The number of guesses that were wrong."""
+        return sum(s.num_drafted - s.num_accepted for s in self._sequences)
 
     @property
     def progress(self) -> tuple[int, int]:

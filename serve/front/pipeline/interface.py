@@ -14,7 +14,8 @@ from serve.front.pipeline.adapter_loader import AdapterLoader
 class Prompt:
     """A prompt in tokens. One answer is generated for each sampling. text is what an echo returns;
     has_marks says whether the answers are searched for tool calls and thoughts. With pooling the
-    prompt is embedded instead: it has no samplings, and one event, which has the embedding."""
+    prompt is embedded instead: it has no samplings, and one event, which has the embedding.
+    prediction are tokens that the answers are expected to have."""
 
     ids: list[int]
     max_tokens: int
@@ -23,6 +24,7 @@ class Prompt:
     text: str = ""
     has_marks: bool = False
     pooling: Pooling | None = None
+    prediction: tuple[int, ...] = ()
 
 
 class Generation(Protocol):
@@ -31,11 +33,18 @@ class Generation(Protocol):
     prompt, of samplings.
 
     Iteration raises the BrigadeError that broke the engine or that was put, after the events
-    before it. num_cached counts the prompt tokens that were taken from the prefix cache.
+    before it. num_cached counts the prompt tokens that were taken from the prefix cache,
+    num_accepted and num_rejected the right and the wrong guesses of its tokens.
     """
 
     @property
     def num_cached(self) -> int: ...
+
+    @property
+    def num_accepted(self) -> int: ...
+
+    @property
+    def num_rejected(self) -> int: ...
 
     @property
     def progress(self) -> tuple[int, int]:

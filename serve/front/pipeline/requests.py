@@ -23,7 +23,8 @@ from serve.core.errors import (
 from serve.core.messages import Admit, Embed, Result, Scores
 from serve.core.plan import KvRoom
 from serve.core.types import NUM_SEQUENCE_IDS, Event, Sampling, Sequence, Step
-from serve.front.pipeline.capacity import chunk_beside_decoding, room_under_limits
+from serve.front.drafts.speculation import Speculation
+from serve.front.pipeline.capacity import chunk_beside_decoding, room_under_limits, token_cost
 from serve.front.pipeline.fault_blame import Blame, FaultBlame
 from serve.front.pipeline.generation import Generation
 from serve.front.pipeline.interface import Prompt
@@ -47,12 +48,14 @@ class Requests:
     ) -> None:
         self._config, self._send = config, send
         self._adapter_name, self._clock = adapter_name, clock
+        self._speculation = Speculation()
         self.scheduler = Scheduler(
             num_stages,
             max_num_sequences=config.max_num_sequences,
             max_queue=config.max_queue,
             prefill_chunk=config.prefill_chunk,
             num_groups=config.num_groups,
+            drafting=None if config.no_speculation else self._speculation,
         )
         self._stages: list[StageStatus] = []
         self._generations: dict[int, Generation] = {}
@@ -124,6 +127,7 @@ class Requests:
             sequence.original = sequences[0] if sequences else None
             sequence.cache_scope = cache_scope
             sequence.pooling = prompt.pooling
+            sequence.prediction = prompt.prediction
             sequences.append(sequence)
         return sequences
 
@@ -145,6 +149,14 @@ class Requests:
             self.scheduler.run_alone(self._fault_blame.alone)
             self._pump()
 
+    @property
+    def drafts(self) -> dict[str, dict[str, int]]:
+        """How many drafts of each drafter were sent, and how many of them were right."""
+        return {
+            name: {"drafted": counts.drafted, "accepted": counts.accepted}
+            for name, counts in self._speculation.counts.items()
+        }
+
     # --- from one life of the engines to the next
 
     def settle(self, stages: list[StageStatus]) -> KvRoom:
@@ -155,6 +167,8 @@ class Requests:
         self.scheduler.settle(len(stages), room.num_tokens, room.num_sequences)
         if not self._config.no_prefix_cache:
             self.scheduler.reuse = cast(Reuse, stages[0].reuse)
+        # Caches of which a part can be reused can also forget wrong drafts.
+        self._speculation.is_possible = all(stage.reuse == "any" for stage in stages)
         _logger.info(
             "event=kv_room tokens=%d sequences=%d reuse=%s",
             *(room.num_tokens, room.num_sequences, self.scheduler.reuse),
@@ -263,13 +277,15 @@ class Requests:
         self.scheduler.chunk_beside_decoding = chunk_beside_decoding(
             self._stages, self._config.prefill_chunk
         )
+        if (cost := token_cost(self._stages)) is not None:
+            self._speculation.token_cost = cost
         embeddings: dict[int, bytes] = {}
         for embedding in result.embeddings:
             if embedding.numbers is not None:
                 embeddings[embedding.sequence] = embedding.numbers
             elif generation := self._generations.get(embedding.sequence):
                 generation.put(self._overflowed(generation, embedding.sequence))
-        for event in self.scheduler.update(result.number, result.tokens):
+        for event in self.scheduler.update(result.number, result.tokens, result.num_accepted):
             self._on_event(replace(event, embedding=embeddings.get(event.sequence)))
 
     def _on_event(self, event: Event) -> None:

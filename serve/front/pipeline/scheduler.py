@@ -8,6 +8,9 @@ A prompt is prefilled up to its last token in steps of its own, which need no
 result. Then the sequence joins the smallest group, and the last prompt token is
 the first one that it feeds there. When the stages have no room, kept sequences go
 first, then the youngest running one goes back to the queue and is computed again later.
+
+A step may feed drafts behind the newest tokens of its rows. Then the next step of the group waits
+for the result, because only that says where each row goes on.
 """
 
 import itertools
@@ -26,7 +29,9 @@ from serve.core.types import (
     Sequence,
     Step,
     Take,
+    tokens_of_rows,
 )
+from serve.front.drafts.interface import Drafting
 from serve.front.pipeline.chunks import PrefillBudget, batchable, is_long, next_chunk
 from serve.front.pipeline.prefix import PrefixIndex, beginning, beginning_of_original, key_of
 
@@ -64,6 +69,7 @@ class Scheduler:
         max_queue: int,
         prefill_chunk: int,
         num_groups: int | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []
@@ -84,6 +90,7 @@ class Scheduler:
         self._ready: deque[Step] = deque()
         self._alone: int | None = None
         self._num_groups = num_groups
+        self._drafting = drafting
         self.settle(num_stages)
 
     @property
@@ -178,8 +185,10 @@ class Scheduler:
             self._emit(self._decode() or self._prefill())
         return self._ready.popleft() if self._ready else None
 
-    def update(self, number: int, tokens: tuple[int, ...]) -> list[Event]:
-        """The events of a step's result: tokens has one for each row that sampled."""
+    def update(
+        self, number: int, tokens: tuple[int, ...], num_accepted: tuple[int, ...] = ()
+    ) -> list[Event]:
+        """The events of a step's result, which has these tokens and accepted drafts."""
         done = self._in_flight.pop(number)
         if done.group is None:
             for sequence, end in zip(done.sequences, done.ends, strict=True):
@@ -187,11 +196,10 @@ class Scheduler:
                     sequence.num_done = end
             return self._end_embedded(done.embedded)
         done.group.num_in_flight -= 1
-        events = []
-        for sequence, token in zip(done.sequences, tokens, strict=True):
-            sequence.num_pending -= 1
-            if sequence.id in self._live:
-                events.append(self._advance(sequence, token))
+        events: list[Event] = []
+        rows = tokens_of_rows(tokens, num_accepted)
+        for sequence, sampled in zip(done.sequences, rows, strict=True):
+            events += self._take_sampled(sequence, sampled)
         self._balance()
         self._let_go()
         return events
@@ -221,13 +229,34 @@ class Scheduler:
     def _decode(self) -> Step | None:
         for num_in_flight in range(_NUM_STEPS_OF_A_GROUP):
             for group in self.groups:
-                if group.num_in_flight != num_in_flight:
+                if group.num_in_flight != num_in_flight or self._must_wait(group):
                     continue
                 if self._make_room(len(self._who_can_decode(group))) and (
                     sequences := self._who_can_decode(group)
                 ):
-                    return self._step(sequences, [1] * len(sequences), group)
+                    self._draft(sequences)
+                    num_tokens = [1 + len(sequence.drafts) for sequence in sequences]
+                    return self._step(sequences, num_tokens, group)
         return None
+
+    def _must_wait(self, group: Group) -> bool:
+        """Whether the next step of a group waits for the result of the one that is under way."""
+        if self._drafting is None:
+            return False
+        if any(sequence.drafts for sequence in group.sequences):
+            return True
+        return group.num_in_flight > 0 and self._drafting.is_worth_waiting(group.sequences)
+
+    def _draft(self, sequences: list[Sequence]) -> None:
+        """Gives drafts to rows that are about to be fed. Nothing goes to make room for them."""
+        if self._drafting is None:
+            return
+        proposed = self._drafting.propose(sequences)
+        num_tokens = len(sequences) + sum(map(len, proposed))
+        if self.max_held_tokens and self.num_held_tokens + num_tokens > self.max_held_tokens:
+            return
+        for sequence, drafts in zip(sequences, proposed, strict=True):
+            sequence.drafts = drafts
 
     def _who_can_decode(self, group: Group) -> list[Sequence]:
         return [sequence for sequence in group.sequences if sequence.num_left > 0]
@@ -298,7 +327,7 @@ class Scheduler:
             sequence.is_held = True
         embedded = [s for s in fed if s.pooling and s.num_computed == s.num_to_prefill]
         for sequence in fed if sample else embedded:
-            sequence.num_pending += 1
+            sequence.num_pending += 1 + len(sequence.drafts)
         self._in_flight[self.num_steps] = _InFlight(
             group, tuple(fed), tuple(s.num_computed for s in fed), tuple(embedded)
         )
@@ -359,6 +388,23 @@ class Scheduler:
         self._copies = [copy for copy in self._copies if copy.original is not original]
         self.waiting.extendleft(reversed(free))
 
+    def _take_sampled(self, sequence: Sequence, sampled: tuple[int, ...]) -> list[Event]:
+        """Takes what a step has sampled for a row: its right drafts, and one token more."""
+        drafts, sequence.drafts = sequence.drafts, []
+        sequence.num_pending -= 1 + len(drafts)
+        sequence.num_computed -= len(drafts)
+        events = []
+        for n, token in enumerate(sampled):
+            if sequence.id not in self._live:
+                break
+            sequence.num_computed += n > 0
+            events.append(self._advance(sequence, token))
+        if self._drafting and sequence.id in self._live:
+            self._drafting.verified(sequence, len(drafts), len(sampled) - 1)
+        sequence.num_drafted += len(drafts)
+        sequence.num_accepted += min(len(drafts), len(sampled) - 1)
+        return events
+
     def _advance(self, sequence: Sequence, token: int) -> Event:
         if token in FAILURES:
             self.drop(sequence.id)
@@ -405,6 +451,8 @@ class Scheduler:
     def _take_out(self, sequence_id: int) -> Sequence | None:
         sequence = self._live.pop(sequence_id, None)
         self.kept.ended(sequence_id)
+        if self._drafting:
+            self._drafting.forget(sequence_id)
         if sequence:
             queues = (self.waiting, self._copies, self.prefilling, self._leaving)
             for queue in (*queues, *(g.sequences for g in self.groups)):

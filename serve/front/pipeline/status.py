@@ -10,6 +10,7 @@ from typing import Any
 
 from serve.core.messages import Activity, Loaded, Span, Status
 from serve.core.plan import StagePlan
+from serve.front.drafts.step_cost import StepCost
 
 _WINDOW_SECONDS = 10.0
 _NUM_SPANS = 20_000
@@ -26,18 +27,21 @@ class Pace:
     decode_seconds: float | None = None
     prefill_seconds_per_token: float | None = None
     num_decode_steps: int = 0
+    decode_cost: StepCost = field(default_factory=StepCost)
 
     def update(self, spans: list[Span]) -> None:
         for span in spans:
             seconds = span.end - span.start
-            if span.num_tokens > span.num_rows:
+            if span.num_tokens > span.num_rows + span.num_drafts:
                 per_token = max(0.0, seconds - (self.decode_seconds or 0.0)) / span.num_tokens
                 before = self.prefill_seconds_per_token
                 # Later chunks of a prompt look back further and take longer: be quick.
                 self.prefill_seconds_per_token = _mean(before, per_token, _NEW_CHUNK_SHARE)
             elif span.num_rows:
-                self.decode_seconds = _mean(self.decode_seconds, seconds)
+                self.decode_cost.note(span.num_tokens, seconds)
                 self.num_decode_steps += 1
+                if not span.num_drafts or self.decode_seconds is None:
+                    self.decode_seconds = _mean(self.decode_seconds, seconds)
 
 
 def _mean(before: float | None, value: float, new_share: float = _NEW_SHARE) -> float:
@@ -222,5 +226,10 @@ def _events(stage: StageStatus, since: float) -> Iterator[dict[str, Any]]:
                 "tid": 0,
                 "ts": span.start * 1e6,
                 "dur": (span.end - span.start) * 1e6,
-                "args": {"step": span.step, "rows": span.num_rows, "tokens": span.num_tokens},
+                "args": {
+                    "step": span.step,
+                    "rows": span.num_rows,
+                    "tokens": span.num_tokens,
+                    "drafts": span.num_drafts,
+                },
             }

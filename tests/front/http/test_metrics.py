@@ -16,6 +16,7 @@ ADAPTERS = {"num_loaded": 3, "num_swapped": 1, "load_seconds": 0.5, "num_request
 STATE: dict[str, Any] = {
     **{"num_running": 2, "num_waiting": 3, "stages": [], "adapters": ADAPTERS},
     **{"num_restarts": 4, "recovery_seconds": 9.5},
+    "drafts": {"suffixes": {"drafted": 9, "accepted": 6}},
 }
 
 
@@ -30,6 +31,12 @@ def test_gauges_are_read_when_asked() -> None:
     state["num_running"] = 5
     assert "brigade_num_requests_running 5.0" in lines(metrics)
     assert "brigade_num_requests_waiting 3.0" in lines(metrics)
+
+
+def test_drafts_are_counted_by_what_guessed_them() -> None:
+    told = lines(Metrics(lambda: STATE))
+    assert 'brigade_draft_tokens_total{drafter="suffixes"} 9.0' in told
+    assert 'brigade_accepted_draft_tokens_total{drafter="suffixes"} 6.0' in told
 
 
 def test_recoveries_are_counted_and_timed() -> None:

@@ -28,7 +28,7 @@ from serve.front.pipeline.lifecycle import Lifecycle
 from serve.front.pipeline.requests import Requests
 from serve.parent.control import Gone, Joined
 from serve.rank.outbox import Outbox
-from tests.front.pipeline.simulation import StageModel, next_token
+from tests.front.pipeline.simulation import StageModel, next_token, verified
 
 FACTS = {"mlx": "1"}
 POISON = 1500  # no token of the model's own
@@ -382,14 +382,14 @@ class PlayedCluster:
             assert engine
             engine.model.run(step)
         tokens: tuple[int, ...] = ()
+        num_accepted: tuple[int, ...] = ()
         if step.sample:
-            ends = [(row.sequence, row.position + row.num_tokens) for row in step.rows]
-            tokens = tuple(next_token(*end) for end in ends)
-            self._outbox.sampled(step, tokens)
+            tokens, num_accepted = verified(step, next_token)
+            self._outbox.sampled(step, tokens, num_accepted)
         if self._todo:
             self.after(STEP_SECONDS, lambda: self.compute(life))
         was_idle = not self._todo
-        self.requests.on_result(Result(step.number, tokens))
+        self.requests.on_result(Result(step.number, tokens, num_accepted=num_accepted))
         assert was_idle or self._todo
 
     # --- faults

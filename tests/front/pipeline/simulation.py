@@ -5,9 +5,11 @@ are held) and refuses a step that does not fit, so a scheduler that loses track 
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from serve.core.types import FAILURES, Event, Sampling, Sequence, Step
+from serve.front.drafts.interface import Drafting
 from serve.front.pipeline.scheduler import Scheduler
 from serve.rank.outbox import Outbox
 
@@ -31,6 +33,7 @@ class StageModel:
     """held are the tokens whose keys and values it would have."""
 
     held: dict[int, list[int]] = field(default_factory=dict)
+    floors: dict[int, int] = field(default_factory=dict)
 
     @property
     def num_held(self) -> int:
@@ -44,15 +47,40 @@ class StageModel:
         for sequence in step.drop:
             assert sequence in self.held, f"step {step.number} drops {sequence}, which is not here"
             del self.held[sequence]
+            self.floors.pop(sequence, None)
         assert len({row.sequence for row in step.rows}) == len(step.rows)
         at = 0
         for row in step.rows:
             held = self.held.setdefault(row.sequence, [])
-            assert len(held) == row.position, f"out of step at {step}"
+            floor = self.floors.pop(row.sequence, len(held))
+            assert floor <= row.position <= len(held), f"out of step at {step}"
+            del held[row.position :]
             held += step.tokens[at : at + row.num_tokens]
             at += row.num_tokens
-        if len({row.num_tokens for row in step.rows}) > 1:
+            if step.sample and row.num_tokens > 1:
+                self.floors[row.sequence] = row.position + 1
+        if len({row.num_tokens for row in step.rows}) > 1 and not step.sample:
             assert not any(row.position for row in step.rows), "begun rows of different lengths"
+
+
+def verified(
+    step: Step, draw: Callable[[int, int], int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tokens that a step samples and how many drafts of each row are right, as in a Result.
+    draw gives the token of a sequence at a position."""
+    tokens: list[int] = []
+    num_accepted: list[int] = []
+    start = 0
+    for row in step.rows:
+        drafts = step.tokens[start + 1 : start + row.num_tokens]
+        start += row.num_tokens
+        accepted = 0
+        tokens.append(draw(row.sequence, row.position + 1))
+        while accepted < len(drafts) and drafts[accepted] == tokens[-1]:
+            accepted += 1
+            tokens.append(draw(row.sequence, row.position + 1 + accepted))
+        num_accepted.append(accepted)
+    return tuple(tokens), tuple(num_accepted) if step.num_drafts else ()
 
 
 @dataclass
@@ -64,6 +92,7 @@ class Pipeline:
     prefill_chunk: int = 8
     max_queue: int = 1000
     num_groups: int | None = None
+    drafting: Drafting | None = None
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(
@@ -72,6 +101,7 @@ class Pipeline:
             max_queue=self.max_queue,
             prefill_chunk=self.prefill_chunk,
             num_groups=self.num_groups,
+            drafting=self.drafting,
         )
         self.added: dict[int, Sequence] = {}
         self._start_engines()
@@ -133,15 +163,18 @@ class Pipeline:
 
     def _finish(self, step: Step) -> None:
         tokens: tuple[int, ...] = ()
+        num_accepted: tuple[int, ...] = ()
         for row in step.rows:
             # What a stage holds is what the sequence says, however it came there.
             held, prompt = self.stages[-1].held[row.sequence], self.added[row.sequence].prompt
+            if step.sample:
+                held = held[: row.position + 1]
             answer = [max(self._draw(row.sequence, i), 0) for i in range(len(prompt), len(held))]
             assert held == (prompt + answer)[: len(held)]
         if step.sample:
-            tokens = tuple(self._draw(r.sequence, r.position + r.num_tokens) for r in step.rows)
-            self.outbox.sampled(step, tokens)
-        self.events += self.scheduler.update(step.number, tokens)
+            tokens, num_accepted = verified(step, self._draw)
+            self.outbox.sampled(step, tokens, num_accepted)
+        self.events += self.scheduler.update(step.number, tokens, num_accepted)
         sizes = [len(group.sequences) for group in self.scheduler.groups]
         assert not step.sample or max(sizes) - min(sizes) <= 1, f"groups of {sizes} rows"
 

@@ -31,7 +31,7 @@ from serve.core.plan import StagePlan, even_split
 from serve.core.types import Step
 from serve.core.wire import FrameReader, frame
 from serve.rank.outbox import Outbox
-from tests.front.pipeline.simulation import StageModel, next_token
+from tests.front.pipeline.simulation import StageModel, next_token, verified
 
 STATUS_SECONDS = 0.1
 
@@ -74,11 +74,11 @@ class Standin:
                 os.abort()
             self.model.run(step)
             tokens: tuple[int, ...] = ()
+            num_accepted: tuple[int, ...] = ()
             if step.sample:
-                ends = [(row.sequence, row.position + row.num_tokens) for row in step.rows]
-                tokens = tuple(next_token(*end) for end in ends)
-                self.outbox.sampled(step, tokens)
-            self.send(Result(step.number, tokens))
+                tokens, num_accepted = verified(step, next_token)
+                self.outbox.sampled(step, tokens, num_accepted)
+            self.send(Result(step.number, tokens, num_accepted=num_accepted))
 
     def obey(self, message: ToEngine) -> None:
         match message:

@@ -94,4 +94,6 @@ def openai_usage(tokens: TokenUsage) -> Usage:
         tokens.completion_tokens,
         tokens.cached_tokens,
         tokens.reasoning_tokens,
+        tokens.accepted_tokens,
+        tokens.rejected_tokens,
     )

@@ -98,7 +98,11 @@ def test_writer_sends_usage_if_it_is_wanted(tokenizer: Tokenizer) -> None:
         "completion_tokens": 5,
         "total_tokens": 12,
         "prompt_tokens_details": {"cached_tokens": 3},
-        "completion_tokens_details": {"reasoning_tokens": 2},
+        "completion_tokens_details": {
+            "reasoning_tokens": 2,
+            "accepted_prediction_tokens": 3,
+            "rejected_prediction_tokens": 4,
+        },
     }
 
 

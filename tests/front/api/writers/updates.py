@@ -19,7 +19,14 @@ from serve.front.output.deltas import (
 )
 
 FIRST = TokenUsage(prompt_tokens=7, completion_tokens=1, cached_tokens=3)
-LAST = TokenUsage(prompt_tokens=7, completion_tokens=5, cached_tokens=3, reasoning_tokens=2)
+LAST = TokenUsage(
+    prompt_tokens=7,
+    completion_tokens=5,
+    cached_tokens=3,
+    reasoning_tokens=2,
+    accepted_tokens=3,
+    rejected_tokens=4,
+)
 
 
 def begin(*more: Delta, number: int = 0) -> Update:

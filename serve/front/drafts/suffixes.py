@@ -1,0 +1,79 @@
+"""Finds where the end of a text came before, and guesses that it goes on in the same way."""
+
+from dataclasses import dataclass
+
+_MAX_MATCH = 32  # A longer match says no more.
+_MAX_PLACES = 8
+_DRAFTS_BY_MATCH = 2  # The longer a match, the longer what follows is the same.
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The last `length` tokens of a text came before, ending just before the token at `place`."""
+
+    length: int
+    place: int
+
+
+class Suffixes:
+    """A text to which tokens are added. A match has at least two tokens: a single one says too
+    little. It can be found in a time that does not depend on the length of the text."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._last_place: dict[int, int] = {}  # behind each pair of tokens
+        self._earlier_places: list[int] = []  # behind the same pair as each place, or -1
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def add(self, token: int) -> None:
+        place = len(self._tokens)
+        earlier = -1
+        if place >= 2:
+            pair = self._last_pair()
+            earlier = self._last_place.get(pair, -1)
+            self._last_place[pair] = place
+        self._earlier_places.append(earlier)
+        self._tokens.append(token)
+
+    def match(self) -> Match | None:
+        """The longest match, and of several the latest."""
+        if len(self._tokens) < 2:
+            return None
+        best: Match | None = None
+        place = self._last_place.get(self._last_pair(), -1)
+        for _ in range(_MAX_PLACES):
+            if place < 0:
+                break
+            length = self._match_length(place)
+            if best is None or length > best.length:
+                best = Match(length, place)
+            if length == _MAX_MATCH:
+                break
+            place = self._earlier_places[place]
+        return best
+
+    def draft(self, match: Match, max_tokens: int) -> list[int]:
+        """The tokens that followed a match, as many as its length promises. Behind the end of the
+        text, the part since the match is repeated."""
+        num_tokens = min(max_tokens, _DRAFTS_BY_MATCH * match.length)
+        period = len(self._tokens) - match.place
+        if num_tokens <= period:
+            return self._tokens[match.place : match.place + num_tokens]
+        return [self._tokens[match.place + i % period] for i in range(num_tokens)]
+
+    def _last_pair(self) -> int:
+        return self._tokens[-2] << 32 | self._tokens[-1]
+
+    def _match_length(self, place: int) -> int:
+        tokens = self._tokens
+        end = len(tokens)
+        length = 2
+        while (
+            length < _MAX_MATCH
+            and length < place
+            and tokens[place - 1 - length] == tokens[end - 1 - length]
+        ):
+            length += 1
+        return length

@@ -1,0 +1,101 @@
+"""Decides which drafts of a step are right: each position is sampled as it would be without drafts,
+and a draft is right if it is what was sampled there."""
+
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from serve.core.types import FAILURES, Step
+from serve.rank.sampling import Sampler
+
+Draw = Callable[[mx.array, list[Sampler], list[int]], mx.array]
+"""Draws tokens (B,) from logits (B, vocabulary), each with its sampler and its position."""
+
+
+class Verification:
+    """The rows of one step, some of which have drafts.
+
+    logits has those of each row, (num_tokens, vocabulary). Rows whose sampling depends on the
+    tokens before are drawn one token after the other, when arrays has been evaluated; all other
+    tokens are drawn at once.
+    """
+
+    def __init__(
+        self, step: Step, samplers: list[Sampler], logits: list[mx.array], draw: Draw
+    ) -> None:
+        self._step = step
+        self._samplers = samplers
+        self.logits = logits
+        self._draw = draw
+        self._drawn: mx.array | None = None
+        free = [n for n in range(len(step.rows)) if not self._is_sequential(n)]
+        if free:
+            self._drawn = self._draw_at_once(free)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """The arrays that have to be evaluated before tokens are asked for."""
+        drawn = [] if self._drawn is None else [self._drawn]
+        return [*drawn, *self.logits]
+
+    def tokens(self) -> list[list[int]]:
+        """The tokens of each row: the drafts that are right, then the one that is no draft or one
+        of FAILURES. The samplers have noted them."""
+        drawn: list[int] = []
+        if self._drawn is not None:
+            drawn = self._drawn.tolist()  # type: ignore[assignment]
+        tokens: list[list[int]] = []
+        start = 0
+        for n, row in enumerate(self._step.rows):
+            if self._is_sequential(n):
+                tokens.append(self._in_turn(n))
+                continue
+            own = drawn[start : start + row.num_tokens]
+            start += row.num_tokens
+            tokens.append(self._right_ones(n, own))
+        return tokens
+
+    def _is_sequential(self, n: int) -> bool:
+        has_drafts = self._step.rows[n].num_tokens > 1
+        return has_drafts and self._samplers[n].sampling.reads_tokens
+
+    def _draw_at_once(self, rows: list[int]) -> mx.array:
+        samplers: list[Sampler] = []
+        positions: list[int] = []
+        for n in rows:
+            row = self._step.rows[n]
+            samplers += [self._samplers[n]] * row.num_tokens
+            first = row.position + 1
+            positions += range(first, first + row.num_tokens)
+        return self._draw(mx.concatenate([self.logits[n] for n in rows]), samplers, positions)
+
+    def _right_ones(self, n: int, drawn: list[int]) -> list[int]:
+        tokens: list[int] = []
+        for token, draft in zip(drawn, [*self._drafts(n), None], strict=True):
+            tokens.append(token)
+            self._note(n, token)
+            if token != draft:
+                break
+        return tokens
+
+    def _in_turn(self, n: int) -> list[int]:
+        """Draws the next token only when the one before is known and right."""
+        first = self._step.rows[n].position + 1
+        tokens: list[int] = []
+        for i, draft in enumerate([*self._drafts(n), None]):
+            logits = self.logits[n][i : i + 1]
+            drawn: list[int] = self._draw(logits, [self._samplers[n]], [first + i]).tolist()  # type: ignore[assignment]
+            token = drawn[0]
+            tokens.append(token)
+            self._note(n, token)
+            if token != draft:
+                break
+        return tokens
+
+    def _note(self, n: int, token: int) -> None:
+        if token not in FAILURES:
+            self._samplers[n].note(token)
+
+    def _drafts(self, n: int) -> tuple[int, ...]:
+        start = sum(row.num_tokens for row in self._step.rows[:n])
+        return self._step.tokens[start + 1 : start + self._step.rows[n].num_tokens]

@@ -1,0 +1,169 @@
+"""Which rows get how many drafts."""
+
+import random
+
+import pytest
+
+from serve.core.types import Sampling, Sequence
+from serve.front.drafts.acceptance import Acceptance
+from serve.front.drafts.speculation import MAX_DRAFTS, Speculation, best_length
+from serve.front.drafts.step_cost import StepCost
+
+LOOP = [11, 12, 13, 14, 15, 16, 17, 18]
+
+
+def make_speculation(token_cost: float = 0.02) -> Speculation:
+    speculation = Speculation()
+    speculation.is_possible = True
+    speculation.token_cost = token_cost
+    return speculation
+
+
+def make_sequence(
+    id: int = 0, prompt: list[int] | None = None, prediction: tuple[int, ...] = ()
+) -> Sequence:
+    sequence = Sequence(id, prompt or LOOP * 3, 1000, Sampling(), frozenset())
+    sequence.num_computed = len(sequence.prompt) - 1
+    sequence.prediction = prediction
+    return sequence
+
+
+def generate(speculation: Speculation, sequence: Sequence, tokens: list[int]) -> int:
+    """Steps that sample these tokens. Returns how many there were."""
+    num_steps = 0
+    while tokens:
+        num_steps += 1
+        (drafts,) = speculation.propose([sequence])
+        accepted = 0
+        while accepted < min(len(drafts), len(tokens) - 1) and drafts[accepted] == tokens[accepted]:
+            accepted += 1
+        sequence.output += tokens[: accepted + 1]
+        sequence.num_computed += accepted + 1
+        tokens = tokens[accepted + 1 :]
+        speculation.verified(sequence, len(drafts), accepted)
+    return num_steps
+
+
+def test_propose_guesses_that_a_text_goes_on_as_before() -> None:
+    speculation = make_speculation()
+    (drafts,) = speculation.propose([make_sequence()])
+    assert drafts == (LOOP * 2)[: len(drafts)]
+    assert 4 <= len(drafts) <= MAX_DRAFTS
+    assert generate(speculation, make_sequence(1), LOOP * 10) < 12
+    counts = speculation.counts["suffixes"]
+    assert counts.drafted >= counts.accepted >= 60
+
+
+def test_propose_guesses_the_prediction_from_its_start_and_where_the_answer_comes_back() -> None:
+    speculation = make_speculation()
+    prediction = list(range(100, 160))
+    sequence = make_sequence(prompt=[1, 2, 3], prediction=tuple(prediction))
+    answer = [*prediction[:25], 900, 901, *prediction[30:]]
+    assert generate(speculation, sequence, answer) < 15
+    assert speculation.counts["prediction"].accepted > 40
+    assert speculation.counts["suffixes"].drafted == 0
+
+
+def test_propose_gives_nothing_to_rows_that_cannot_have_drafts() -> None:
+    speculation = make_speculation()
+    pending, new, ending = (make_sequence(id) for id in range(3))
+    pending.num_pending = 1
+    new.num_computed = 0
+    ending.max_tokens = 1
+    assert speculation.propose([pending, new, ending]) == [[], [], []]
+    almost = make_sequence(3)
+    almost.max_tokens = 3
+    assert speculation.propose([almost]) == [LOOP[:2]]
+
+
+def test_propose_gives_up_on_random_text_and_goes_on_counting() -> None:
+    speculation = make_speculation(token_cost=0.1)
+    chance = random.Random(0)
+    sequence = make_sequence(prompt=[chance.randrange(20) for _ in range(300)])
+    generate(speculation, sequence, [chance.randrange(20) for _ in range(300)])
+    assert not speculation.is_worth_waiting([sequence])
+    before = speculation.counts["suffixes"].drafted
+    generate(speculation, sequence, [chance.randrange(20) for _ in range(300)])
+    assert speculation.counts["suffixes"].drafted - before < 100
+    generate(speculation, sequence, LOOP * 12)
+    assert speculation.is_worth_waiting([sequence])
+
+
+def test_nothing_is_guessed_where_it_is_not_possible_or_cannot_pay() -> None:
+    impossible = make_speculation()
+    impossible.is_possible = False
+    expensive = make_speculation(token_cost=0.9)
+    many = [make_sequence(id) for id in range(64)]
+    for speculation, sequences in (
+        (impossible, many[:1]),
+        (expensive, many[:2]),
+        (make_speculation(), many),
+    ):
+        assert not any(speculation.propose(sequences))
+        assert not speculation.is_worth_waiting(sequences)
+        assert not speculation._guesses
+
+
+def test_forget_leaves_nothing() -> None:
+    speculation = make_speculation()
+    speculation.propose([make_sequence()])
+    speculation.forget(0)
+    speculation.forget(1)
+    assert not speculation._guesses
+
+
+@pytest.mark.parametrize(
+    ("gains", "token_cost", "expected"),
+    [
+        ([], 0.1, 0),
+        ([[]], 0.1, 0),
+        ([[0.04]], 0.1, 0),
+        ([[0.9, 0.8, 0.7]], 0.05, 3),
+        ([[0.9, 0.01, 0.001]], 0.05, 1),
+        ([[0.9, 0.8], []], 0.05, 2),
+        ([[0.9, 0.8], [], [], [], [], [], [], []], 0.3, 0),
+    ],
+)
+def test_best_length(gains: list[list[float]], token_cost: float, expected: int) -> None:
+    assert best_length(gains, token_cost) == expected
+
+
+def test_a_long_prompt_is_learned_in_parts() -> None:
+    speculation = make_speculation()
+    sequence = make_sequence(prompt=list(range(1000, 40_000)) + LOOP * 2)
+    num_calls = 0
+    while not speculation.propose([sequence])[0]:
+        num_calls += 1
+        assert num_calls < 20
+    assert num_calls > 1
+
+
+def test_acceptance_follows_what_came_true() -> None:
+    every, own = Acceptance(), None
+    own = Acceptance(every)
+    for _ in range(50):
+        own.note(4, is_right=False)
+    assert own.share(4) < 0.1
+    assert own.share(40) > 0.8
+    assert Acceptance(every).share(4) < 0.2
+    assert own.gains(40, 3) == sorted(own.gains(40, 3), reverse=True)
+
+
+def test_step_cost_finds_what_a_token_costs() -> None:
+    cost, chance = StepCost(), random.Random(0)
+    assert not cost.is_known
+    for _ in range(200):
+        num_tokens = chance.choice([1, 1, 4, 9])
+        cost.note(num_tokens, 0.05 + 0.004 * num_tokens + chance.uniform(-0.002, 0.002))
+    assert cost.seconds_per_token == pytest.approx(0.004, rel=0.2)
+    assert cost.seconds(1) == pytest.approx(0.054, rel=0.1)
+    for _ in range(200):
+        cost.note(chance.choice([1, 3]), 0.2)
+    assert cost.seconds(1) == pytest.approx(0.2, rel=0.1)
+
+
+def test_step_cost_of_steps_of_one_size_is_a_guess() -> None:
+    cost = StepCost()
+    for _ in range(20):
+        cost.note(1, 0.1)
+    assert 0 < cost.seconds_per_token < 0.02

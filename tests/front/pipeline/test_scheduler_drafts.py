@@ -1,0 +1,196 @@
+"""Steps with drafts, by simulation: right, wrong, cut and lost ones change no answer."""
+
+import random
+from collections.abc import Sequence as ReadableList
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve.core.types import Sequence
+from serve.front.pipeline.scheduler import Reuse
+from tests.front.pipeline.simulation import VOCABULARY, Pipeline, make_sequence, next_token
+from tests.front.pipeline.test_scheduler import check_all_ended, expected, make_prompt
+
+
+class RandomDrafting:
+    """Guesses some tokens of some rows, and some of them right."""
+
+    def __init__(self, chance: random.Random, right: float = 0.7, most: int = 4) -> None:
+        self.chance = chance
+        self.right = right
+        self.most = most
+        self.known: set[int] = set()
+        self.num_drafts = 0
+        self.num_accepted = 0
+
+    def propose(self, sequences: ReadableList[Sequence]) -> list[list[int]]:
+        return [self.guess(sequence) for sequence in sequences]
+
+    def guess(self, sequence: Sequence) -> list[int]:
+        if sequence.num_pending or not sequence.num_computed:
+            return []
+        self.known.add(sequence.id)
+        first = sequence.num_tokens
+        num_drafts = min(self.chance.randint(0, self.most), sequence.num_left - 1)
+        drafts = [next_token(sequence.id, first + i) for i in range(num_drafts)]
+        return [
+            token if self.chance.random() < self.right else self.chance.randrange(VOCABULARY)
+            for token in drafts
+        ]
+
+    def is_worth_waiting(self, sequences: ReadableList[Sequence]) -> bool:
+        return self.chance.random() < 0.8
+
+    def verified(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
+        assert 0 <= num_accepted <= num_drafts
+        self.num_drafts += num_drafts
+        self.num_accepted += num_accepted
+
+    def forget(self, sequence_id: int) -> None:
+        self.known.discard(sequence_id)
+
+
+class CertainDrafting(RandomDrafting):
+    """Guesses as many tokens as it may, all right."""
+
+    def __init__(self) -> None:
+        super().__init__(random.Random(0), right=1.0)
+
+    def guess(self, sequence: Sequence) -> list[int]:
+        if sequence.num_pending or not sequence.num_computed:
+            return []
+        first = sequence.num_tokens
+        num_drafts = min(self.most, sequence.num_left - 1)
+        return [next_token(sequence.id, first + i) for i in range(num_drafts)]
+
+    def is_worth_waiting(self, sequences: ReadableList[Sequence]) -> bool:
+        return True
+
+
+def test_schedule_takes_all_right_drafts_of_a_row() -> None:
+    pipeline = Pipeline(2, drafting=CertainDrafting())
+    pipeline.add(make_sequence(0, 10, 21))
+    pipeline.run()
+    assert pipeline.output(0) == expected(0, 10, 21)
+    assert [len(step.tokens) for step in pipeline.steps if step.sample] == [5, 5, 5, 5, 1]
+    assert (pipeline.added[0].num_drafted, pipeline.added[0].num_accepted) == (16, 16)
+    check_all_ended(pipeline)
+
+
+def test_update_ends_an_answer_within_its_drafts() -> None:
+    """What comes behind an end token is right as a draft, and is no part of the answer."""
+    pipeline = Pipeline(2, drafting=CertainDrafting())
+    pipeline.scheduler.reuse = "any"
+    pipeline.add(make_sequence(0, 10, 100, frozenset({next_token(0, 12)})))
+    pipeline.run()
+    assert pipeline.output(0) == expected(0, 10, 3)
+    assert pipeline.scheduler.kept.num_tokens == 12
+    check_all_ended(pipeline)
+
+
+def test_update_fails_a_row_within_its_drafts() -> None:
+    pipeline = Pipeline(2, drafting=CertainDrafting())
+    pipeline.failing = {(0, 13)}
+    pipeline.add(make_sequence(0, 10, 100))
+    pipeline.run()
+    assert pipeline.output(0) == expected(0, 10, 3)
+    assert pipeline.events[-1].finish_reason not in (None, "stop", "length")
+    check_all_ended(pipeline)
+
+
+def test_schedule_sends_steps_ahead_while_waiting_is_not_worth_it() -> None:
+    class Hopeless(RandomDrafting):
+        def is_worth_waiting(self, sequences: ReadableList[Sequence]) -> bool:
+            return False
+
+    with_drafts = Pipeline(2, drafting=Hopeless(random.Random(0), most=0))
+    without = Pipeline(2)
+    for pipeline in (with_drafts, without):
+        for id in range(5):
+            pipeline.add(make_sequence(id, 10, 20))
+        pipeline.run()
+    assert with_drafts.steps == without.steps
+
+
+def test_schedule_makes_no_room_for_drafts() -> None:
+    pipeline = Pipeline(2, drafting=CertainDrafting())
+    pipeline.scheduler.max_held_tokens = 60
+    for id in range(2):
+        pipeline.add(make_sequence(id, 12, 16))
+    pipeline.run()
+    for id in range(2):
+        assert pipeline.output(id) == expected(id, 12, 16)
+    assert pipeline.most_held <= 60
+    check_all_ended(pipeline)
+
+
+def check_random_lives(
+    num_stages: int,
+    most: int,
+    chunk: int,
+    held: int | None,
+    reuse: Reuse,
+    num_groups: int | None,
+    num_kills: int,
+    seed: int,
+) -> None:
+    chance = random.Random(seed)
+    drafting = RandomDrafting(chance)
+    pipeline = Pipeline(
+        num_stages,
+        max_num_sequences=most,
+        prefill_chunk=chunk,
+        num_groups=num_groups,
+        drafting=drafting,
+    )
+    pipeline.scheduler.max_held_tokens, pipeline.scheduler.reuse = held, reuse
+    dropped = set()
+    shapes = {}
+    kills = {chance.randrange(25) for _ in range(num_kills)}
+    for id in range(25):
+        prompt, max_tokens = make_prompt(chance, pipeline)[:100], chance.randint(1, 16)
+        shapes[id] = len(prompt), max_tokens
+        pipeline.add(make_sequence(id, prompt, max_tokens))
+        for _ in range(chance.randint(0, 4)):
+            pipeline.tick()
+        if chance.random() < 0.3:
+            dropped.add(victim := chance.randint(0, id))
+            pipeline.scheduler.drop(victim)
+        if id in kills:
+            pipeline.kill()
+    pipeline.run()
+    for id, (prompt, max_tokens) in shapes.items():
+        output = pipeline.output(id)
+        whole = expected(id, prompt, max_tokens)
+        assert output == whole if id not in dropped else output == whole[: len(output)]
+    assert drafting.num_drafts >= drafting.num_accepted > 0
+    assert not drafting.known, "an ended sequence is not forgotten"
+    check_all_ended(pipeline)
+
+
+LIVES = st.tuples(
+    st.integers(1, 8),
+    st.integers(1, 12),
+    st.integers(1, 20),
+    st.sampled_from([None, 130, 200, 500]),
+    st.sampled_from(["any", "whole", "none"]),
+    st.sampled_from([None, 1, 3]),
+    st.integers(0, 3),
+    st.integers(0, 2**32),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(LIVES)
+def test_random_lives_with_drafts(life: tuple[Any, ...]) -> None:
+    check_random_lives(*life)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@settings(max_examples=10_000, deadline=None)
+@given(LIVES)
+def test_ten_thousand_random_lives_with_drafts(life: tuple[Any, ...]) -> None:
+    check_random_lives(*life)
