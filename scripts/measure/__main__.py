@@ -21,6 +21,7 @@ from scripts.measure.model import make_model
 from scripts.measure.moves import moves
 from scripts.measure.neighbours import neighbours
 from scripts.measure.settings import Row, Settings, Table
+from scripts.measure.single import single
 from scripts.measure.training import training
 from serve import __version__
 from serve.bench.plot import check_plot, draw
@@ -39,6 +40,7 @@ ROWS: dict[str, Callable[[Settings], Row]] = {
     "moves": moves,
     "adapters": adapters,
     "neighbours": neighbours,
+    "single": single,
     "train": training,
 }
 FOLDER = Path.home() / ".cache" / "brigade-bench"
@@ -48,6 +50,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__, allow_abbrev=False)
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)} (all)")
     parser.add_argument("--train", action="store_true", help="the row train alone")
+    parser.add_argument(
+        "--single", type=Path, metavar="MODEL", help="the row single alone, with a real model"
+    )
     parser.add_argument("--quick", action="store_true", help="a first look: 1 round, 1 to 16")
     parser.add_argument("--levels", help="numbers of clients (1,8,16,32,64)")
     parser.add_argument("--rounds", type=int, help="how often each server gets its turn (3)")
@@ -56,14 +61,14 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=FOLDER, help=f"for the model ({FOLDER})")
     parser.add_argument("--output", type=Path, help="for results.json and curve.svg (--folder)")
     flags = parser.parse_args()
-    names = flags.rows or (["train"] if flags.train else list(ROWS))
+    names = flags.rows or _names_of(flags)
     if unknown := set(names) - set(ROWS):
         parser.error(f"{', '.join(sorted(unknown))}: there is no such row")
     levels = flags.levels or ("1,8,16" if flags.quick else "1,8,16,32,64")
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", levels):
         parser.error(f"--levels {levels}: give numbers such as 1,8")
     settings = Settings(
-        model=make_model(flags.folder),
+        model=flags.single or make_model(flags.folder),
         levels=tuple(map(int, levels.split(","))),
         rounds=flags.rounds or (1 if flags.quick else 3),
         requests_per_client=flags.requests or 2,
@@ -73,6 +78,12 @@ def main() -> None:
     output = flags.output or flags.folder
     output.mkdir(parents=True, exist_ok=True)
     report(settings, names, output)
+
+
+def _names_of(flags: argparse.Namespace) -> list[str]:
+    if flags.single:
+        return ["single"]
+    return ["train"] if flags.train else list(ROWS)
 
 
 def report(settings: Settings, names: list[str], output: Path) -> None:

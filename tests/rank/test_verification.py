@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from serve.core.types import Reasoning, Sampling, Sequence
+from serve.front.drafts.speculation import Speculation
 from tests.rank.test_pipeline import LLAMA, PROMPTS, pipeline
 
 NUM_TOKENS = 24
@@ -107,3 +108,19 @@ def test_drafts_change_no_answer_and_no_score(
             assert score.token == other.token
             assert score.logprob == pytest.approx(other.logprob, abs=1e-4)
             assert [token for token, _ in score.top] == [token for token, _ in other.top]
+
+
+def test_drafts_of_the_real_drafters_are_right_often() -> None:
+    """The model repeats itself, and one client predicts its answer."""
+    samplings = [Sampling(temperature=0), Sampling(temperature=0.2, seed=1), Sampling(seed=2)]
+    with pipeline(2) as local:
+        expected = local.answer(make_sequences(samplings))
+    speculation = Speculation()
+    speculation.is_possible = True
+    with pipeline(2, drafting=speculation) as local:
+        sequences = make_sequences(samplings)
+        sequences[2].prediction = tuple(expected[2])
+        assert local.answer(sequences) == expected
+    assert speculation.counts["suffixes"].accepted > 0
+    assert speculation.counts["prediction"].accepted > NUM_TOKENS / 2
+    assert not speculation._guesses

@@ -30,8 +30,8 @@ def chunk_beside_decoding(stages: list[StageStatus], max_tokens: int) -> int:
 
 
 def token_cost(stages: list[StageStatus]) -> float | None:
-    """The cost of one more token in a decode step, as a share of a step with one token. None as long
-    as a stage has not decoded."""
+    """The cost of one more token in a decode step, as a share of a step with one token. None as
+    long as a stage has not decoded."""
     costs = [stage.pace.decode_cost for stage in stages]
     seconds = sum(cost.seconds(1) for cost in costs)
     if not seconds or not all(cost.is_known for cost in costs):

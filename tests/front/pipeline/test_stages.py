@@ -10,7 +10,12 @@ from serve.core.config import ServeConfig
 from serve.core.errors import PlanError
 from serve.core.messages import Activity, Span, Status
 from serve.core.plan import KvRoom, StagePlan
-from serve.front.pipeline.capacity import better_split, chunk_beside_decoding, room_under_limits
+from serve.front.pipeline.capacity import (
+    better_split,
+    chunk_beside_decoding,
+    room_under_limits,
+    token_cost,
+)
 from serve.front.pipeline.status import StageStatus, chrome_trace, stall_cause
 
 
@@ -167,5 +172,17 @@ def test_a_trace_has_a_bar_for_each_step_since_then() -> None:
     )
     assert (third["name"], third["pid"], third["args"]) == (
         *("prefill group 5", 1),
-        {"step": 9, "rows": 1, "tokens": 99},
+        {"step": 9, "rows": 1, "tokens": 99, "drafts": 0},
     )
+
+
+def test_steps_with_drafts_are_decode_steps() -> None:
+    drafted = Span(9, 0, 2, 7, 0.0, 0.3, num_drafts=5)
+    assert drafted.name == "decode group 0"
+    stage = make_stage(0, (0, 4), 0.2)
+    stage.pace.update([drafted])
+    assert stage.pace.decode_seconds == pytest.approx(0.2)
+    stage.pace.update([Span(10, 0, 1, n, 0.0, 0.2 + 0.02 * n, n - 1) for n in [1, 9] * 80])
+    cost = token_cost([stage])
+    assert cost == pytest.approx(0.02 / 0.22, rel=0.2)
+    assert token_cost([stage, StageStatus(1, "h")]) is None
