@@ -452,7 +452,9 @@ def run(words: Sequence[str]) -> int:
     if unknown:
         raise unknown_word(parsers[name], name, unknown[0])
     if command and name != "launch":
-        raise UsageError(f"`brigade {name}` takes no command: leave out `--` and what follows.")
+        raise UsageError(
+            f"`brigade {name}` takes no command: leave out `--` and everything after it."
+        )
     if "port" in flags:
         check_range("port", flags.port, {"least": 0, "most": 65535})
     return SUBCOMMANDS[name].run(flags)

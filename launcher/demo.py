@@ -221,7 +221,7 @@ class Demo:
         except BrigadeError as error:
             self._failure = error
         except SystemExit:  # rich's word for a broken pipe
-            self._failure = BrigadeError("nobody reads the demo's output any more.")
+            self._failure = BrigadeError("the reader of the demo's output has gone.")
         except Exception as error:  # the top of a thread: whatever it is ends the demo
             self._failure = EngineError(f"the demo's conversation failed: {error!r}.")
         if self._once or self._failure is not None:

@@ -129,7 +129,7 @@ def examine_connected(
         findings += examine_hops(connections, tell)
     yield from findings
     if any(each.status == "fail" for each in findings):
-        yield Finding("warn", "ring", "not tried", "first correct what fails above")
+        yield Finding("warn", "ring", "not tried", "fix the failures above first")
     elif len(connections) > 1:
         yield examine_ring(connections, access.python, tell)
 
@@ -182,7 +182,7 @@ def examine_ring(connections: list[Connection], python: str, tell: Tell) -> Find
             last = said[-1]
         else:
             last = f"no answer within {RING_SECONDS:g} s"
-        return Finding("fail", "ring", last, "correct what fails above, or try again")
+        return Finding("fail", "ring", last, "fix the failures above, or try again")
     return Finding("ok", "ring", next(line for line in said if "sum" in line).partition("] ")[2])
 
 

@@ -35,7 +35,7 @@ gradients, over 2 ranks, 3 ranks and one layer on each rank.
   token). A part that grows with the context is sent again in each step: avoid such a cut if there
   is another.
 - **rows**: *together* if rows of different lengths share one forward pass; *one by one* if mlx-lm's
-  caches or masks for this architecture do not allow that, which costs speed and changes no result.
+  caches or masks for this architecture do not allow that. That is slower, with the same results.
 
 {summary}
 

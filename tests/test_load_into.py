@@ -86,10 +86,10 @@ def test_load_into_sends_an_api_key_where_there_is_no_admin_key(
 
 def test_a_refusal_is_told_in_the_servers_words(server: Any, tmp_path: Path) -> None:
     server.status, server.answer = 403, b'{"error": {"message": "Not below --adapter-root."}}'
-    with pytest.raises(ClusterError, match=r"answers 403: Not below --adapter-root\."):
+    with pytest.raises(ClusterError, match=r"answered 403: Not below --adapter-root\."):
         load_into(url_of(server), tmp_path, "a")
     server.answer = b"<html>"
-    with pytest.raises(UsageError, match="answers 403: <html>"):
+    with pytest.raises(UsageError, match="answered 403: <html>"):
         check_server(url_of(server), tmp_path, "a")
     assert server.asked[-1][:2] == ("GET", "/v1/lora_adapters")
 
@@ -109,7 +109,7 @@ def test_check_server_asks_whether_name_and_folder_would_be_taken(
     for status, said in ((400, "cannot be an adapter's name"), (403, "not below --adapter-root")):
         server.status_before = status
         server.answer_before = json.dumps({"error": {"message": said}}).encode()
-        with pytest.raises(UsageError, match=f"answers {status}: {said}"):
+        with pytest.raises(UsageError, match=f"answered {status}: {said}"):
             check_server(url_of(server), tmp_path, "a")
 
 

@@ -1,4 +1,4 @@
-"""`brigade convert-adapter`: converts an adapter from mlx-lm's format to PEFT's, or back."""
+"""`brigade convert-adapter`: convert an adapter from mlx-lm's format to PEFT's, or back."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

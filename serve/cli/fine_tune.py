@@ -1,6 +1,6 @@
-"""`brigade fine-tune`: LoRA, DoRA or whole layers, trained as a pipeline over the ranks.
+"""`brigade fine-tune`: train LoRA, DoRA or all weights as a pipeline over the ranks.
 
-Takes the flags and the YAML file of mlx_lm.lora.
+The flags and the YAML file are those of mlx_lm.lora.
 """
 
 import logging

@@ -85,22 +85,34 @@ def _add_flag(
             action="append",
             required=required,
             default=None if field.default is dataclasses.MISSING else list(field.default),
-            metavar="STR",
+            metavar=_metavar(field, str),
             help=field.metadata["help"] + " (may be repeated)",
         )
         return
     if required or field.default is None:
         shown = ""
     else:
-        shown = f" (default: {field.default})"
+        plain = f"{field.default:g}" if kind is float else field.default
+        shown = f" (default: {plain})"
     parser.add_argument(
         *names,
         type=kind,
         required=required,
         default=None if field.default is dataclasses.MISSING else field.default,
-        metavar=kind.__name__.upper(),
+        metavar=_metavar(field, kind),
         help=field.metadata["help"] + shown,
     )
+
+
+def _metavar(field: "dataclasses.Field[Any]", kind: type) -> str:
+    """The word that stands for the value of a flag in its help."""
+    if "metavar" in field.metadata:
+        return str(field.metadata["metavar"])
+    if kind is str:
+        return field.name.rpartition("_")[2].upper()
+    if kind in (int, float):
+        return "SECONDS" if field.metadata["help"].startswith("seconds") else "N"
+    return kind.__name__.upper()
 
 
 def _plain_type(kind: Any) -> type:

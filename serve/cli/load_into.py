@@ -78,7 +78,7 @@ def _call(
         mend = "start `brigade serve` there, or give its URL"
         raise kind(f"--load-into {url} does not answer ({error}): {mend}.") from error
     if status >= 300 and status != expected:
-        raise kind(f"--load-into {url} answers {status}: {_message(said)}")
+        raise kind(f"--load-into {url} answered {status}: {_message(said)}")
     return said
 
 

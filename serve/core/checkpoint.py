@@ -79,12 +79,12 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise ModelError(f"{config_file} has no model_type: is this a language model?")
     if config.get("model_file"):
         raise ModelError(
-            f"{config_file} asks for its own code ({config['model_file']}) to be run, "
-            "which Brigade never does: use a model that mlx-lm supports."
+            f"{config_file} requires its own code ({config['model_file']}), which Brigade "
+            "never runs: use a model that mlx-lm supports."
         )
     num_layers = _first_number(config, _LAYER_KEYS)
     if num_layers is None:
-        raise ModelError(f"{config_file} does not say num_hidden_layers.")
+        raise ModelError(f"{config_file} has no num_hidden_layers.")
     tensors: dict[str, TensorRange] = {}
     config_text = json.dumps(config, sort_keys=True)
     digest = hashlib.sha256(config_text.encode())
@@ -215,7 +215,7 @@ def _check_places(tensors: dict[str, TensorRange], data_start: int) -> None:
             raise ValueError(f"{name} overlaps the header or another tensor")
         bits = _DTYPE_BITS.get(tensor.dtype)
         if bits and tensor.num_bytes * 8 != bits * math.prod(tensor.shape):
-            raise ValueError(f"{name} has {tensor.num_bytes} bytes, its shape says otherwise")
+            raise ValueError(f"{name} has {tensor.num_bytes} bytes, which does not fit its shape")
         previous_end = tensor.end
 
 

@@ -90,14 +90,14 @@ class ServeConfig(ModelSource):
         among=call_formats(),
     )
     generation_config: str = flag(
-        "sampling parameters of requests that leave them out: auto (the model's "
-        "generation_config.json) or none (those of OpenAI's API)",
+        "defaults of the sampling parameters: auto (from the model's generation_config.json) or "
+        "none (those of OpenAI's API)",
         "auto",
         among=("auto", "none"),
     )
     enable_force_include_usage: bool = flag(
-        "count tokens in the last chunk of every stream of chats and completions, also where the "
-        "client does not ask for it",
+        "end every stream of chats and completions with the usage, even if the client does not ask "
+        "for it",
         False,
     )
     no_prefix_cache: bool = flag("do not reuse common prefixes of prompts", False)
@@ -110,12 +110,14 @@ class ServeConfig(ModelSource):
         "all",
         among=("all", "key"),
     )
-    lora: tuple[str, ...] = flag("LoRA adapter to load at the start, as NAME=PATH", ())
+    lora: tuple[str, ...] = flag(
+        "LoRA adapter to load at the start, under this name", (), metavar="NAME=PATH"
+    )
     adapter_root: Path | None = flag(
         "folder below which adapters may be loaded over HTTP (default: none)", None
     )
     allow_hub_adapters: bool = flag(
-        "allow org/name of an adapter on the hub as the path of an adapter", False
+        "allow org/name of an adapter on the hub in place of a path", False
     )
     adapter_memory: str | None = flag(
         "maximum memory for adapters: 1GB, or 1GB,2GB for each rank (default: no limit)", None
@@ -138,7 +140,7 @@ class ServeConfig(ModelSource):
         "redistribute layers if a lost rank does not return within --join-timeout", False
     )
     load_timeout: float = flag(
-        "seconds that loading may make no progress", 300.0, least=1, most=10**6
+        "seconds without progress until loading counts as failed", 300.0, least=1, most=10**6
     )
     stall_timeout: float = flag(
         "seconds without a finished step, while steps are in flight, until engines restart",
@@ -302,7 +304,7 @@ def _keys(
     for source, keys in sources.items():
         # An empty key must not open the server to everybody.
         if not keys or not all(_KEY.fullmatch(key) for key in keys):
-            raise UsageError(f"{source} holds no key: give 1 to 512 characters without spaces.")
+            raise UsageError(f"{source} has no key: give 1 to 512 characters without spaces.")
     return tuple(chain.from_iterable(sources.values()))
 
 

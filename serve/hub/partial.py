@@ -134,7 +134,7 @@ def open_partial(
             if known is None:
                 known = snapshot or resolve(repo, commit, cache, kind)
                 if known.commit != commit:
-                    raise ModelError(f"The hub gave {known.commit} for {repo} at {commit}.")
+                    raise ModelError(f"The hub returned {known.commit} for {repo} at {commit}.")
                 if known.complete:
                     known.save(saved)
             remotes = _make(folder, known, kind)

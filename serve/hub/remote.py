@@ -83,7 +83,7 @@ class RemoteFile:
                 yield data[:left]
                 left -= len(data)
                 if left < 0:
-                    raise self._changed("the server sent more than was asked for")
+                    raise self._changed("the server sent more than was requested")
 
     def _check(self, place: _Place, response: Any, start: int, end: int) -> None:
         """Raises NoRanges, Retry or ModelError if the response does not match the request."""
@@ -113,7 +113,7 @@ class RemoteFile:
         is_within = last.isdigit() and int(last) < end
         if status != 206 or first != str(start) or not is_within:
             raise Retry(
-                f"{self.file.name}: asked for {start}-{end - 1}, got {status} {content_range!r}"
+                f"{self.file.name}: requested {start}-{end - 1}, got {status} {content_range!r}"
             )
         if size not in (str(self.file.size), "*"):
             raise self._changed(self._other_size(size))

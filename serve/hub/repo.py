@@ -164,7 +164,7 @@ def _ask(repo: str, revision: str | None) -> Snapshot:
         info = api.model_info(repo, revision=revision, files_metadata=True, timeout=timeout)
     except (ValueError, LookupError, TypeError) as error:
         raise ModelError(
-            f"{constants.ENDPOINT} does not answer as a hub does when asked for {repo}: {error}"
+            f"{constants.ENDPOINT} does not answer like a hub about {repo}: {error}"
         ) from error
     commit = info.sha or ""
     if not _COMMIT.fullmatch(commit):

@@ -280,7 +280,7 @@ def _mlx(config: dict[str, Any]) -> _Settings:
         raise AdapterError(f"keys in {CONFIG_FILE} must be a list of names.")
     num_layers = config.get("num_layers")
     if type(num_layers) is not int:
-        raise AdapterError(f"{CONFIG_FILE} does not say num_layers.")
+        raise AdapterError(f"{CONFIG_FILE} has no num_layers.")
 
     def expects(name: str, layer: int | None, inside: str, total: int) -> bool:
         if keys and name in keys:

@@ -54,7 +54,7 @@ def _converted(files: AdapterFiles, tensors: dict[str, mx.array]) -> dict[str, m
         for part, name in target.parts.items():
             array = tensors[name]
             if array.ndim > 2:
-                raise AdapterError(f"{name} is for experts, which PEFT's format does not know.")
+                raise AdapterError(f"{name} is for experts, which PEFT's format does not support.")
             is_matrix = part in ("a", "b")
             name_in_target = _new_name(files, module, part)
             if is_matrix:

@@ -160,7 +160,8 @@ class Trial:
                 self.model(self.tokens, cache=caches)
         except FAILURES as error:
             raise PlanError(
-                f"No cut before layer {at}: the layers behind it need more than crosses the cut."
+                f"No cut before layer {at}: the layers after it need more than what crosses the "
+                "cut."
             ) from error
 
 

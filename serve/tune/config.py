@@ -29,7 +29,7 @@ def _from_file(help: str) -> Any:
 class FineTuneConfig(ModelSource):
     """The flags of `brigade fine-tune`, which its YAML file may give as well."""
 
-    data: Path = flag("folder with train.jsonl, valid.jsonl and test.jsonl")
+    data: Path = flag("folder with train.jsonl, and optionally valid.jsonl and test.jsonl")
     config: Path | None = flag(
         "YAML file with these settings; flags override it", None, short=("-c",)
     )
@@ -90,7 +90,10 @@ class FineTuneConfig(ModelSource):
     mask_prompt: bool = flag("compute the loss only on the assistant's turns", False)
     max_seq_length: int = flag("maximum length of an example, in tokens", 2048, least=2)
     long_examples: str = flag(
-        "what to do with longer examples: cut or drop them", "cut", among=("cut", "drop")
+        "what to do with longer examples: cut or drop",
+        "cut",
+        among=("cut", "drop"),
+        metavar="ACTION",
     )
     packing: bool = flag(
         "pack several examples into each row, up to --max-seq-length tokens", False
@@ -124,12 +127,16 @@ class FineTuneConfig(ModelSource):
         "seconds without a message from a rank until it counts as lost", 600.0, least=1
     )
     peft: bool = flag("also write each adapter in PEFT's format, to a subfolder peft", False)
-    load_into: str | None = flag("URL of a running server that loads the adapter at the end", None)
+    load_into: str | None = flag(
+        "running server that loads the adapter at the end, such as http://127.0.0.1:8080",
+        None,
+        metavar="URL",
+    )
     trust_remote_code: bool = flag(
         "refused: Brigade does not run code from model repositories", False
     )
     report_to: str | None = flag(
-        "also log to tensorboard, wandb or both (separated by a comma)", None
+        "also log to tensorboard, wandb or both (separated by a comma)", None, metavar="NAMES"
     )
     project_name: str | None = flag("name of the project in W&B, with --report-to wandb", None)
 
@@ -164,8 +171,8 @@ class FineTuneConfig(ModelSource):
         training = self.resume or self.load_into or self.peft or self.report_to
         if training and not self.trains:
             raise UsageError(
-                "--test alone trains nothing: leave out --resume, --load-into, --peft and "
-                "--report-to, or add --train."
+                "--test without --train does not train: leave out --resume, --load-into, "
+                "--peft and --report-to."
             )
         if self.resume and self.resume_adapter_file:
             raise UsageError("--resume and --resume-adapter-file exclude each other.")

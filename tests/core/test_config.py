@@ -135,11 +135,11 @@ def test_keys_are_not_shown() -> None:
 def test_what_is_no_key_does_not_open_the_server(tmp_path: Path, text: str) -> None:
     file = tmp_path / "keys"
     file.write_text(text)
-    with pytest.raises(UsageError, match="holds no key"):
+    with pytest.raises(UsageError, match="has no key"):
         with_keys(ServeConfig(model=MODEL, api_key_file=file), {})
-    with pytest.raises(UsageError, match="BRIGADE_ADMIN_KEY holds no key"):
+    with pytest.raises(UsageError, match="BRIGADE_ADMIN_KEY has no key"):
         with_keys(ServeConfig(model=MODEL), {"BRIGADE_ADMIN_KEY": text})
-    with pytest.raises(UsageError, match="--api-key holds no key"):
+    with pytest.raises(UsageError, match="--api-key has no key"):
         with_keys(ServeConfig(model=MODEL, api_key=(text,)), {})
 
 

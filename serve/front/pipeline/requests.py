@@ -104,7 +104,7 @@ class Requests:
         size = self._stages[0].hidden_size
         if not size:
             raise RequestError(
-                "This model cannot make embeddings: it gives no access to its hidden states.",
+                "This model cannot make embeddings: its hidden states are not accessible.",
                 param="model",
             )
         for pooling in poolings:

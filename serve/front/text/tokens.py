@@ -255,9 +255,9 @@ class Tokenizer:
             return  # The template is for other messages than these.
         if (unknown := self._first_unknown(self._encode(text))) is not None:
             raise ModelError(
-                f"The tokenizer in {self.folder} does not fit the model: a plain chat has token "
-                f"{unknown} ({self.token_name(unknown)!r}), and config.json says vocab_size "
-                f"{self.vocab_size}. Fetch the model again."
+                f"The tokenizer in {self.folder} does not match the model: a plain chat "
+                f"has token {unknown} ({self.token_name(unknown)!r}), and config.json "
+                f"says vocab_size {self.vocab_size}. Fetch the model again."
             )
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:

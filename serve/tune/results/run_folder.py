@@ -37,7 +37,7 @@ def check_free(folder: Path) -> None:
     for name in (ADAPTERS, PEFT_FILE, CARD):
         if (folder / name).exists():
             raise UsageError(
-                f"--adapter-path {folder} holds {name}, but not of a run: give another folder."
+                f"--adapter-path {folder} holds {name} but no run: give another folder."
             )
 
 

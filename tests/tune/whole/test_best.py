@@ -176,7 +176,7 @@ def test_what_somebody_else_has_there_is_not_written_over(
 ) -> None:
     (tmp_path / name).write_bytes(b"of somebody else")
     # Nothing of --resume, which would say to start without it.
-    said = rf"holds {name}, but not of a run: give another folder\.$"
+    said = rf"holds {name} but no run: give another folder\.$"
     with pytest.raises(UsageError, match=said):
         ran(folder, tmp_path)
     assert not (tmp_path / run_folder.CONFIG).exists()
