@@ -95,6 +95,7 @@ def stumps(sources: Mapping[str, str]) -> Iterator[str]:
 
 # Modules that cut messages out of a stream of bytes between two of our processes.
 _CHANNELS = {"serve.core.wire", "serve.front.text.isolated"}
+_LISTS_OF_MESSAGES = {"serve/core/messages.py", "serve/core/helper_messages.py"}
 _UNTYPED = {"Json", "json.dumps", "json.loads", "pickle.dumps", "pickle.loads"}
 
 
@@ -102,7 +103,7 @@ def untyped_messages(sources: Mapping[str, str]) -> Counter[str]:
     """How often each file that has an end of a channel between two processes handles a message
     without a type: as `dict[str, Any]` or `Json`, or through json or pickle by hand.
 
-    JSON of clients, of files and of standard output is no message. In the list of messages each
+    JSON of clients, of files and of standard output is no message. In the lists of messages each
     `Any` counts.
     """
     graph = imports(sources)
@@ -112,7 +113,7 @@ def untyped_messages(sources: Mapping[str, str]) -> Counter[str]:
         untyped: set[str] = set()
         if has_channel(tree, graph[module_name(path)]):
             untyped = _UNTYPED | {"dict[str, Any]"}
-        if path == "serve/core/messages.py":
+        if path in _LISTS_OF_MESSAGES:
             untyped = _UNTYPED | {"Any"}
         for node in ast.walk(tree):
             if isinstance(node, ast.Name | ast.Attribute | ast.Subscript):

@@ -79,9 +79,8 @@ OWNERS = {
     "numpy": ["serve.rank.grammar", "serve.tune.*"],
     "yaml": ["serve.tune.config"],
     "regex": ["serve.lora.files"],
-    # Nothing is pickled between ranks: a message says what it holds. What a child of the same
-    # program has read of a request comes back whole, over a pipe that nobody else has.
-    "pickle": ["serve.front.api.reading"],
+    # Nothing is pickled between processes: a message says what it holds.
+    "pickle": [],
     "multiprocessing": [],
 }
 

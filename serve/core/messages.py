@@ -16,9 +16,13 @@ body that does not decode to a type that is expected there is an error.
                                   FindHolder, RunRank, SendSignal
     agent -> launcher             AgentReady, FolderEntered, HostFacts, PortsReserved, EchoStarted,
                                   HopSpeed, PortHolder, RankStarted, RankEnded, AgentError
+    server -> helper process      ReadBody, ParseCall, CheckGrammar
+    helper process -> server      HelperReady, BodyRead, BodyRefused, BodyNotRead, CallsParsed,
+                                  CallUnreadable, GrammarChecked
 
 Messages between a launcher and its agents are lines of JSON instead, because the output of a shell
-profile may appear between them.
+profile may appear between them. Those to and from helper processes are in JSON, too, and stand in
+serve.core.helper_messages.
 """
 
 import math

@@ -25,7 +25,9 @@ from serve.core.errors import (
     OverloadedError,
     UnavailableError,
 )
+from serve.core.helper_messages import ParsedCall
 from serve.front.api import chat
+from serve.front.api.reading import Reader
 from serve.front.api.writers.chat import ChatWriter
 from serve.front.api.writers.messages import MessagesWriter
 from serve.front.api.writers.responses import ResponsesWriter
@@ -397,7 +399,7 @@ def test_the_line_of_a_call_has_the_reason_that_the_client_saw(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level(logging.INFO)
-    call = ParsedCalls("<c>", "</c>", lambda *_: {"name": "f", "arguments": {}})
+    call = ParsedCalls("<c>", "</c>", lambda *_: [ParsedCall("f", "{}")])
     monkeypatch.setattr(engine.tokenizer, "dialect", Dialect("c", call))
     engine.answer = "<c>x</c>"
     tools = [{"type": "function", "function": {"name": "f"}}]
@@ -629,7 +631,7 @@ def test_a_parser_of_calls_that_takes_long_holds_up_nobody(
     def parse(text: str, tools: Any) -> Any:
         parsing.set()
         assert going_on.wait(10)
-        return {"name": "f", "arguments": {"x": text}}
+        return [ParsedCall("f", json.dumps({"x": text}))]
 
     calls = ParsedCalls("<c>", end, parse)
     monkeypatch.setattr(engine.tokenizer, "dialect", Dialect("c", calls))
@@ -655,7 +657,7 @@ def test_long_calls_that_end_at_the_same_time_hold_up_no_short_one(
         if len(text) > call_parser.MAX_SHORT_CHARACTERS:
             parsing.release()
             assert going_on.wait(10)
-        return {"name": "f", "arguments": {}}
+        return [ParsedCall("f", "{}")]
 
     monkeypatch.setattr(call_parser, "MAX_SHORT_CHARACTERS", 20)
     calls = ParsedCalls("<c>", "</c>", parse)
@@ -704,7 +706,7 @@ async def test_bodies_of_clients_that_left_do_not_wait_for_a_thread(
     request = Request({"type": "http", "headers": []}, leave)
     try:
         with pytest.raises(StatusError):
-            await front.answering.read(request, "chat")
+            await front.answering.read(request, Reader.chat)
         gc.collect()
         assert [body() for body in bodies] == [None]
     finally:

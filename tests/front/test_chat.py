@@ -201,7 +201,7 @@ def test_tools_of_a_model_whose_format_is_not_known_are_described(tokenizer: Tok
         assert '"description": "Finds it."' in prompt
         assert asked.grammar is not None
         assert (asked.grammar_param, asked.is_grammar_optional) == ("tools", True)
-        splitter = Splitter(asked.splitting)
+        splitter = Splitter(asked.splitting, tokenizer.dialect)
         parts = list(splitter.feed('<tool_call>{"name": "f", "arguments": {}}</tool_call>'))
         assert [type(part).__name__ for part in parts] == ["CallBegin", "CallText", "CallEnd"]
         assert asked.without_grammar().grammar is None

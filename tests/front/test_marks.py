@@ -36,7 +36,7 @@ from serve.front.text.dialects.mlx_lm import ParsedCalls
 from serve.front.text.dialects.qwen import QWEN
 from serve.front.text.grammars import Grammars
 from serve.front.text.tokens import Tokenizer
-from serve.front.text.tool_formats import ToolFormat, tool_format
+from serve.front.text.tool_formats import ToolFormat, parsed_calls, tool_format
 from tests.front.test_structured import MODEL, accepts, tokenizer
 
 __all__ = ["tokenizer"]
@@ -228,8 +228,8 @@ def test_mlx_stays_out_of_this_process() -> None:
 
 
 def test_demanded_calls_have_a_grammar(tokenizer) -> None:  # noqa: ANN001, F811
-    any_call = grammar_of_call(TOOLS, "required", parallel=True)
-    one_call = grammar_of_call(TOOLS, "required", parallel=False)
+    any_call = grammar_of_call(TOOLS, "required", is_parallel=True)
+    one_call = grammar_of_call(TOOLS, "required", is_parallel=False)
     rome = {"name": "weather", "parameters": {"city": "Rome"}}
     time_ = {"name": "time", "parameters": {}}
     assert accepts(tokenizer, any_call, json.dumps([rome, time_]))
@@ -242,7 +242,7 @@ def test_demanded_calls_have_a_grammar(tokenizer) -> None:  # noqa: ANN001, F811
     ):
         assert not accepts(tokenizer, one_call, json.dumps(wrong))
     choice = NamedTool.model_validate({"type": "function", "function": {"name": "weather"}})
-    named = grammar_of_call(TOOLS, choice, parallel=True)
+    named = grammar_of_call(TOOLS, choice, is_parallel=True)
     assert accepts(tokenizer, named, '{"city": "Rome"}')
     assert not accepts(tokenizer, named, "{}")
 
@@ -377,7 +377,8 @@ WRITTEN = {
 
 def parser_of(dialect: Dialect, tools: Any = None) -> AnswerReader:
     declared = [Tool.model_validate(tool) for tool in tools or DECLARED]
-    return ToolUse(declared).splitting(dialect, is_thinking=False, shows_thoughts=True).reader()
+    splitting = ToolUse(declared).splitting(is_thinking=False, shows_thoughts=True)
+    return splitting.reader(dialect)
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -408,10 +409,11 @@ def test_the_id_that_a_model_wrote_is_kept() -> None:
         "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"
     )
     use = ToolUse([Tool.model_validate(tool) for tool in DECLARED])
-    splitter = Splitter(use.splitting(NAMED["kimi_k2"], False, True))
+    splitting = use.splitting(is_thinking=False, shows_thoughts=True)
+    splitter = Splitter(splitting, NAMED["kimi_k2"])
     parts = [*splitter.feed(text), *splitter.finish(True)]
     assert parts == [deltas.CallBegin("functions.bare:0", "bare"), CallText("{}"), CallEnd()]
-    splitter = Splitter(Splitting(QWEN, finds_calls=True))
+    splitter = Splitter(Splitting(reads_marks=True, finds_calls=True), QWEN)
     first, *_ = splitter.feed(CALL.replace("{", '{"id": 5, ', 1))
     assert isinstance(first, deltas.CallBegin)
     assert re.fullmatch("[a-zA-Z0-9]{9}", first.id), "it is no text, so there is a new one"
@@ -431,7 +433,7 @@ def test_a_named_call_that_was_cut_is_not_whole() -> None:
 
 
 def test_a_parser_that_finds_nothing_leaves_the_text() -> None:
-    dialect = Dialect("c", ParsedCalls("<c>", "</c>", lambda text, tools: []))
+    dialect = Dialect("c", ParsedCalls("<c>", "</c>", lambda text, tools: parsed_calls([])))
     assert taken_apart(marked(dialect), ["a <c>b</c>"]) == [("content", None, "a <c>b</c>")]
 
 

@@ -23,6 +23,7 @@ from serve.front.api.sampling import SamplingBody
 from serve.front.api.structured import ResponseFormat, StructuredOutputs
 from serve.front.text import grammars as grammars_module
 from serve.front.text.grammars import Grammars, of_schema
+from serve.front.text.isolated import IsolatedProcess
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny-chat"
 PERSON = {
@@ -341,13 +342,13 @@ def start_checker(grammars: Grammars) -> int:
 def test_check_that_a_signal_ends_refuses_the_grammar(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def ask(checker: "subprocess.Popen[str]", grammar: str) -> str:
-        os.kill(checker.pid, number)
-        return real_ask(checker, grammar)
+    def read(process: IsolatedProcess[Any], running: "subprocess.Popen[bytes]") -> bytes:
+        os.kill(running.pid, number)
+        return real_read(process, running)
 
-    grammars, real_ask = Grammars(MODEL), grammars_module._ask
+    grammars, real_read = Grammars(MODEL), IsolatedProcess._read
     with monkeypatch.context() as dying:
-        dying.setattr(grammars_module, "_ask", ask)
+        dying.setattr(IsolatedProcess, "_read", read)
         with pytest.raises(RequestError, match="followed: it .*: make it simpler") as told:
             grammars.check(of_schema(multiple_of(2)), "response_format")
     assert (told.value.http_status, told.value.param) == (400, "response_format")
@@ -447,7 +448,7 @@ def test_it_ends_with_its_server() -> None:
         "import os, signal, sys; from pathlib import Path\n"
         "from serve.front.text.grammars import *\n"
         "grammars = Grammars(Path(sys.argv[1])); grammars.check(of_schema({}), 'x')\n"
-        "print(grammars._idle[0].pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+        "print(grammars._processes.idle[0].pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     command = [sys.executable, "-c", program, str(MODEL)]
     told = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -459,8 +460,9 @@ def test_it_ends_with_its_server() -> None:
 
 def test_check_of_the_same_grammar_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars_module, "_MAX_KNOWN", 20)
-    grammars, asked = Grammars(MODEL), Mock(wraps=grammars_module._ask)
-    monkeypatch.setattr(grammars_module, "_ask", asked)
+    grammars = Grammars(MODEL)
+    asked = Mock(wraps=grammars._processes.ask)
+    monkeypatch.setattr(grammars._processes, "ask", asked)
     written = [StructuredOutputs(regex=f"a{{{n + 1}}}").grammar() for n in range(30)]
     for grammar in written:
         assert not grammars.is_known(grammar)
@@ -479,7 +481,7 @@ def test_one_that_is_checked_holds_up_no_other() -> None:
     os.kill(checker, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as thread:
         held = thread.submit(grammars.check, of_schema(multiple_of(2)), "response_format")
-        while grammars._idle:
+        while grammars._processes.idle:
             time.sleep(0.01)
         with pytest.raises(RequestError, match="nil"):
             grammars.check(of_schema({"type": "nil"}), "response_format")

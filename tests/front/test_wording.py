@@ -220,7 +220,7 @@ def test_every_kind_of_schema_has_its_words() -> None:
     }
     assert used <= known
     every = set(get_args(core_schema.ErrorType))
-    assert {*wording._WANTED, *wording._WANTED_BY, *wording._LENGTHS} <= every
+    assert {*wording._WANTED, *wording._LIMITS, *wording._LENGTHS, *wording._FIXED_WORDS} <= every
 
 
 @pytest.mark.parametrize(

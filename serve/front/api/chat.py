@@ -9,6 +9,7 @@ from serve.front.api.sampling import check_min_tokens
 from serve.front.api.truncation import fitting
 from serve.front.output.answer import Job
 from serve.front.pipeline.interface import Prompt
+from serve.front.text.dialects.interface import Dialect
 from serve.front.text.tokens import Tokenizer
 
 _FORCING = "tool_choice"  # the field that forces a call
@@ -30,30 +31,26 @@ def prepare(request: ChatRequest, tokenizer: Tokenizer, max_context: int) -> Job
     asked = {None: default, -1: None}.get(request.max_tokens, request.max_tokens)
     max_tokens = window.max_tokens(ids, asked)
     check_min_tokens(request.stop.min_tokens, max_tokens)
-    dialect = tokenizer.dialect
-    thoughts = dialect.reasoning
-    is_thinking = bool(
-        thoughts and not dialect.has_messages and text.rstrip().endswith(thoughts.start)
-    )
-    reasoning = request.thinking.reasoning(tokenizer, text)
+    is_thinking = _is_thinking(text, tokenizer.dialect)
     constraint = _constraint(request, tokenizer, is_thinking)
+    reasoning = request.thinking.reasoning(tokenizer, text)
     samplings = tuple(
         replace(
-            each,
+            sampling,
             reasoning=reasoning,
             grammar=constraint.grammar,
             free_until=constraint.free_until,
         )
-        for each in request.samplings
+        for sampling in request.samplings
     )
-    splitting = request.tool_use.splitting(dialect, is_thinking, request.shows_thoughts)
+    splitting = request.tool_use.splitting(is_thinking, request.shows_thoughts)
     prediction = tokenizer.encode(request.prediction) if request.prediction else []
     prompt = Prompt(
         ids,
         max_tokens,
         samplings,
         request.end_ids,
-        has_marks=splitting.searches,
+        has_marks=splitting.searches(tokenizer.dialect),
         prediction=tuple(prediction),
     )
     return Job(
@@ -73,11 +70,18 @@ def prepare(request: ChatRequest, tokenizer: Tokenizer, max_context: int) -> Job
     )
 
 
+def _is_thinking(text: str, dialect: Dialect) -> bool:
+    """Whether a prompt ends in an open thought."""
+    if dialect.reasoning is None or dialect.has_messages:
+        return False
+    return text.rstrip().endswith(dialect.reasoning.start)
+
+
 @dataclass(frozen=True, slots=True)
 class _Constraint:
-    """The grammar that answers follow, after the token free_until if it is not None. param is the
-    field that demands it. An optional one is left out if it cannot be followed. overridden are the
-    fields whose grammar a forced call replaces."""
+    """The grammar that answers follow: from their start, or after the token free_until. param is
+    the field that demands it. An optional grammar is left out if it cannot be followed. overridden
+    are the fields whose grammar a forced call replaces."""
 
     grammar: str | None
     param: str | None
@@ -90,7 +94,9 @@ def _constraint(request: ChatRequest, tokenizer: Tokenizer, is_thinking: bool) -
     """The grammar that the request demands, and that of tools which the model may call. Raises
     RequestError."""
     reasoning = tokenizer.dialect.reasoning
-    free_until = tokenizer.id_of(reasoning.end) if reasoning and is_thinking else None
+    free_until: int | None = None
+    if reasoning and is_thinking:
+        free_until = tokenizer.id_of(reasoning.end)
     is_late = is_thinking and free_until is None
     demanded = request.samplings[0].grammar
     if demanded is not None and is_late:
@@ -115,10 +121,14 @@ def _demanded(
 ) -> _Constraint:
     """A forced call comes before a format; with tools that the model may call, the answer is calls
     or the format."""
-    use, param = request.tool_use, request.grammar_param
+    use = request.tool_use
+    param = request.grammar_param
     if use.is_forced:
         overridden = (param,) if param and param != _FORCING else ()
         grammar = tokenizer.grammar_of_answer(demanded)
         return _Constraint(grammar, _FORCING, free_until, overridden=overridden)
-    both = tokenizer.tool_grammar(use.declared, demanded, use.is_parallel) if use.is_free else None
-    return _Constraint(both or tokenizer.grammar_of_answer(demanded), param, free_until)
+    both: str | None = None
+    if use.is_free:
+        both = tokenizer.tool_grammar(use.declared, demanded, use.is_parallel)
+    grammar = both or tokenizer.grammar_of_answer(demanded)
+    return _Constraint(grammar, param, free_until)

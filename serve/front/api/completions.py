@@ -3,6 +3,7 @@
 import secrets
 from dataclasses import replace
 
+from serve.core.types import Sampling
 from serve.front.api.context import ContextWindow
 from serve.front.api.openai import CompletionBody
 from serve.front.api.sampling import check_ids, check_min_tokens
@@ -27,11 +28,15 @@ def prepare(body: CompletionBody, tokenizer: Tokenizer, max_context: int) -> Job
         max_tokens = window.max_tokens(ids, asked)
         check_min_tokens(body.min_tokens or 0, max_tokens)
         if body.seed is None:
-            samplings = tuple(replace(each, seed=secrets.randbits(63)) for each in samplings)
-        text = given if isinstance(given, str) and window.keep is None else None
-        if body.echo and text is None:
+            samplings = tuple(map(_with_new_seed, samplings))
+        text = ""
+        if isinstance(given, str) and window.keep is None:
+            text = given
+        elif body.echo:
             text = tokenizer.decode(ids, skip_special_tokens=False)
-        prompts.append(Prompt(ids, max_tokens, samplings, end_ids, text or ""))
+        prompt = Prompt(ids, max_tokens, samplings, end_ids, text)
+        prompts.append(prompt)
+    grammar_param = next(iter(body.grammars()), None)
     return Job(
         model=body.model,
         prompts=prompts,
@@ -42,9 +47,13 @@ def prepare(body: CompletionBody, tokenizer: Tokenizer, max_context: int) -> Job
         is_stream=bool(body.stream),
         usage_in_stream=body.usage_in_stream,
         cache_salt=body.cache_salt,
-        grammar_param=next(iter(body.grammars()), None),
+        grammar_param=grammar_param,
         ignored_fields=body.ignored_fields,
     )
+
+
+def _with_new_seed(sampling: Sampling) -> Sampling:
+    return replace(sampling, seed=secrets.randbits(63))
 
 
 def _encode(
@@ -55,8 +64,10 @@ def _encode(
     tokenizer: Tokenizer,
 ) -> list[int]:
     if isinstance(given, str):
-        ids = window.encode(given, tokenizer, body.add_special_tokens is not False)
+        adds_special_tokens = body.add_special_tokens is not False
+        ids = window.encode(given, tokenizer, adds_special_tokens)
     else:
         ids = given
         check_ids("prompt", ids, tokenizer.vocab_size)
-    return window.cut(ids, 1 if asked is None else asked)
+    num_answer = 1 if asked is None else asked
+    return window.cut(ids, num_answer)

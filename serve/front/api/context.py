@@ -5,7 +5,11 @@ from dataclasses import dataclass
 from serve.core.errors import RequestError
 from serve.front.text.tokens import Tokenizer
 
-_WHOSE = {"messages": "Your messages have", "prompt": "Your prompt has", "input": "Your input has"}
+_WHOSE = {
+    "messages": "Your messages have",
+    "prompt": "Your prompt has",
+    "input": "Your input has",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +26,10 @@ class ContextWindow:
     def encode(self, text: str, tokenizer: Tokenizer, add_special_tokens: bool) -> list[int]:
         """The tokens of a text. This is slow: call it in a thread. Raises RequestError for a text
         that is certainly too long, without encoding it."""
-        least = tokenizer.least_tokens(text)
-        if least + self.min_answer > self.max_context and self.keep is None:
-            raise self._too_long(f"{_WHOSE[self.param]} at least {least} tokens")
+        min_tokens = tokenizer.least_tokens(text)
+        is_too_long = min_tokens + self.min_answer > self.max_context
+        if is_too_long and self.keep is None:
+            raise self._too_long(f"{_WHOSE[self.param]} at least {min_tokens} tokens")
         return tokenizer.encode(text, add_special_tokens)
 
     def cut(self, ids: list[int], asked: int) -> list[int]:
@@ -51,10 +56,11 @@ class ContextWindow:
     def max_tokens(self, ids: list[int], asked: int | None) -> int:
         """How many tokens the answer may have: as many as asked for (None: no limit), or as many as
         fit. Raises RequestError if the prompt is empty or does not fit."""
-        num_left = self.max_context - len(ids)
         if not ids:
             raise RequestError(f"{self.param}: makes an empty prompt.", param=self.param)
-        if num_left < (1 if asked is None else min(asked, 1)):
+        num_left = self.max_context - len(ids)
+        num_needed = 1 if asked is None else min(asked, 1)
+        if num_left < num_needed:
             raise self._too_long(
                 f"{_WHOSE[self.param]} {len(ids)} tokens, and the answer needs at least one"
             )

@@ -3,13 +3,13 @@
 import base64
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import msgspec
 from pydantic import BeforeValidator, Field
 
 from serve.front.api.context import ContextWindow
-from serve.front.api.openai import Lenient, list_prompts
+from serve.front.api.openai import Lenient, OnePrompt, PromptsInput, list_prompts
 from serve.front.api.request import DEFAULT_MODEL
 from serve.front.api.sampling import check_ids
 from serve.front.http import replies
@@ -23,16 +23,14 @@ def _list_inputs(given: Any) -> Any:
     return list_prompts(given, MAX_INPUTS)
 
 
+_LIST_INPUTS = BeforeValidator(_list_inputs, json_schema_input_type=PromptsInput)
+
+
 class EmbeddingBody(Lenient):
     """The body of a request for embeddings, with vLLM's additions."""
 
     model: str = DEFAULT_MODEL
-    input: Annotated[
-        tuple[str | list[int], ...],
-        BeforeValidator(
-            _list_inputs, json_schema_input_type=str | list[int] | list[str | list[int]]
-        ),
-    ]
+    input: Annotated[tuple[OnePrompt, ...], _LIST_INPUTS]
     dimensions: Annotated[int, Field(ge=1)] | None = None
     encoding_format: Literal["float", "base64"] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 63)] | None = None
@@ -43,8 +41,7 @@ class EmbeddingBody(Lenient):
     user: str | int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingJob:
+class EmbeddingJob(msgspec.Struct, frozen=True, tag=True):
     """The decisions about a request for embeddings: what to embed, and how the reply looks."""
 
     model: str
@@ -73,7 +70,8 @@ def prepare(body: EmbeddingBody, tokenizer: Tokenizer, max_context: int) -> Embe
             check_ids("input", ids, tokenizer.vocab_size)
         ids = window.cut(ids, 0)
         window.check(ids)
-        prompts.append(Prompt(ids, max_tokens=0, samplings=(), end_ids=frozenset()))
+        prompt = Prompt(ids, max_tokens=0, samplings=(), end_ids=frozenset())
+        prompts.append(prompt)
     is_base64 = body.encoding_format == "base64"
     return EmbeddingJob(body.model, prompts, body.dimensions, is_base64, body.ignored_fields)
 
@@ -81,10 +79,18 @@ def prepare(body: EmbeddingBody, tokenizer: Tokenizer, max_context: int) -> Embe
 def encode(job: EmbeddingJob, embeddings: Sequence[bytes]) -> bytes:
     """The reply as JSON. embeddings are float32 numbers in little-endian bytes. Call it in a thread
     if there are many: each embedding is encoded by itself, so that other threads get their turn."""
-    usage = {"prompt_tokens": job.num_tokens, "total_tokens": job.num_tokens}
-    frame = {"object": "list", "data": [], "model": job.model, "usage": usage}
+    frame = {
+        "object": "list",
+        "data": [],
+        "model": job.model,
+        "usage": {
+            "prompt_tokens": job.num_tokens,
+            "total_tokens": job.num_tokens,
+        },
+    }
     before, after = replies.encode(frame).split(b"[]", 1)
-    return before + b"[" + b",".join(_encoded(job, embeddings)) + b"]" + after
+    data = b",".join(_encoded(job, embeddings))
+    return before + b"[" + data + b"]" + after
 
 
 def _encoded(job: EmbeddingJob, embeddings: Sequence[bytes]) -> Iterator[bytes]:
@@ -94,4 +100,5 @@ def _encoded(job: EmbeddingJob, embeddings: Sequence[bytes]) -> Iterator[bytes]:
             written = base64.b64encode(numbers).decode()
         else:
             written = array("f", numbers).tolist()
-        yield replies.encode({"object": "embedding", "index": index, "embedding": written})
+        entry = {"object": "embedding", "index": index, "embedding": written}
+        yield replies.encode(entry)

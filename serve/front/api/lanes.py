@@ -5,38 +5,26 @@ ones wait in two queues, one for all up to a megabyte, each for a process of its
 """
 
 import asyncio
-import json
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import TypeVar, cast
 
 from serve.core.errors import BrigadeError, RequestError
+from serve.core.helper_messages import BodyKind, BodyNotRead, BodyRead, BodyRefused, ReadBody
 from serve.front.api import reading_process
-from serve.front.api.reading import Reader, load
+from serve.front.api.reading import AnyReading, Reader
 from serve.front.api.turns import MAX_SMALL_BYTES, Turns
 from serve.front.http.guard import Parts
 from serve.front.text.isolated import IsolatedProcess, ProcessEnded
 
-Kind = Literal[
-    "chat",
-    "completion",
-    "embedding",
-    "message",
-    "response",
-    "compact",
-    "count",
-    "tokenize",
-    "detokenize",
-    "ollama_chat",
-    "ollama_generate",
-]
-Read = Callable[[Kind, list[Parts]], Any]
+ReadHere = Callable[[BodyKind, list[Parts]], AnyReading]
+Read = TypeVar("Read")
 
 # Of bodies that the model does not answer: a client may send many of them, one after the other.
 MAX_SMALL_TEXT_BYTES = 4 << 10
 MAX_MEDIUM_BYTES = 1 << 20
-_ANSWERED = {
+_ANSWERED: set[BodyKind] = {
     "chat",
     "completion",
     "embedding",
@@ -65,22 +53,27 @@ class Lanes:
         self._medium.close()
         self._large.close()
 
-    async def read(self, kind: Kind, held: list[Parts], client: str) -> Any:
-        """Calls the Reader's method of this name with what is held: the body first, each in parts.
-        Empties held, so that a body is freed when it is read or its client has left. Raises
+    async def read(self, method: Callable[..., Read], held: list[Parts], client: str) -> Read:
+        """Calls this method of Reader with what is held: the body first, each in parts. Empties
+        held, so that a body is freed when it is read or its client has left. Raises
         RequestError."""
+        kind = cast(BodyKind, method.__name__)
         num_bytes = _num_bytes(held)
         is_answered = kind in _ANSWERED
         if num_bytes <= (MAX_SMALL_BYTES if is_answered else MAX_SMALL_TEXT_BYTES):
             threads = self._threads if is_answered else self._other_threads
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(threads, self._read_here, kind, held)
-        lane = self._medium if num_bytes <= MAX_MEDIUM_BYTES else self._large
-        return await lane.read(kind, held, client)
+            read = await loop.run_in_executor(threads, self._read_here, kind, held)
+        else:
+            lane = self._medium if num_bytes <= MAX_MEDIUM_BYTES else self._large
+            read = await lane.read(kind, held, client)
+        return cast(Read, read)
 
-    def _read_here(self, kind: Kind, held: list[Parts]) -> Any:
-        given, held[:] = [b"".join(parts) for parts in held], []
-        return getattr(self._reader, kind)(*given)
+    def _read_here(self, kind: BodyKind, held: list[Parts]) -> AnyReading:
+        given = [b"".join(parts) for parts in held]
+        held.clear()
+        method: Callable[..., AnyReading] = getattr(self._reader, kind)
+        return method(*given)
 
 
 class ProcessLane:
@@ -90,16 +83,18 @@ class ProcessLane:
     where they hold Python's lock; if it is None they wait.
     """
 
-    def __init__(self, reader: Reader, read_here: Read | None) -> None:
-        self._tokenizer = reader.tokenizer
+    def __init__(self, reader: Reader, read_here: ReadHere | None) -> None:
         self._read_here = read_here
         self._turns = Turns()
         self._thread = ThreadPoolExecutor(1, "large")
+        tokenizer = reader.tokenizer
+        self.process: IsolatedProcess[reading_process.Answer]
         self.process = IsolatedProcess(
+            reading_process.Answer,
             reading_process.__name__,
-            str(self._tokenizer.folder),
-            self._tokenizer.tool_parser or "",
-            self._tokenizer.generation_config,
+            str(tokenizer.folder),
+            tokenizer.tool_parser or "",
+            tokenizer.generation_config,
             str(reader.max_context),
             str(reader.max_answers),
         )
@@ -108,7 +103,7 @@ class ProcessLane:
         self._thread.shutdown(wait=False, cancel_futures=True)
         self.process.close()
 
-    async def read(self, kind: Kind, held: list[Parts], client: str) -> Any:
+    async def read(self, kind: BodyKind, held: list[Parts], client: str) -> AnyReading:
         """Reads a body like `Lanes.read`. Raises OverloadedError if too many bodies wait."""
         await self._turns.begin(client, kind in _ANSWERED, _num_bytes(held))
         loop = asyncio.get_running_loop()
@@ -121,19 +116,16 @@ class ProcessLane:
         # Whoever leaves now leaves the process busy: the next one waits for it.
         return await asyncio.shield(reading)
 
-    def _finished(self, reading: "asyncio.Future[Any]") -> None:
+    def _finished(self, reading: "asyncio.Future[AnyReading]") -> None:
         if not reading.cancelled():
-            reading.exception()  # Of a client that has left nobody else asks for it.
+            reading.exception()  # Nobody else asks for it if the client has left.
         self._turns.end()
 
-    def _read(self, kind: Kind, held: list[Parts]) -> Any:
+    def _read(self, kind: BodyKind, held: list[Parts]) -> AnyReading:
         try:
             if self._read_here is not None and not self.process.is_ready():
                 return self._read_here(kind, held)
-            given, held[:] = list(held), []
-            sizes = [sum(map(len, parts)) for parts in given]
-            head = json.dumps([kind, sizes]).encode()
-            answer = self.process.ask(head, b"\n", *(part for parts in given for part in parts))
+            answer = self._ask(kind, held)
         except ProcessEnded as error:
             if error.code == -signal.SIGPROF:
                 raise RequestError(
@@ -141,10 +133,25 @@ class ProcessLane:
                     "make it smaller."
                 ) from None
             raise BrigadeError(f"The process that parses requests failed: {error}") from None
-        read = load(answer, self._tokenizer)
-        if isinstance(read, BrigadeError):
-            raise read
-        return read
+        match answer:
+            case BodyRead(result):
+                return result
+            case BodyRefused():
+                raise RequestError(
+                    answer.message,
+                    detail=answer.detail,
+                    param=answer.param,
+                    code=answer.code,
+                )
+            case BodyNotRead(reason):
+                raise BrigadeError(reason)
+
+    def _ask(self, kind: BodyKind, held: list[Parts]) -> reading_process.Answer:
+        given = list(held)
+        held.clear()
+        sizes = [sum(map(len, parts)) for parts in given]
+        question = ReadBody(kind, tuple(sizes))
+        return self.process.ask(question, *(part for parts in given for part in parts))
 
 
 def _num_bytes(held: list[Parts]) -> int:

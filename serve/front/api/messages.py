@@ -4,7 +4,6 @@ what a chat template gets of them."""
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -23,8 +22,8 @@ class Echoed(Tolerant):
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """The content of a message. text has a line for each part, as vLLM joins them. parts are there
-    if any of them has further fields, which some templates read."""
+    """The content of a message. text has a line for each part, as vLLM joins them. parts is empty
+    unless a part has further fields, which some templates read."""
 
     text: str
     thought: str = ""
@@ -50,23 +49,29 @@ def _read_content(content: Any) -> Content | None:
         others = part if isinstance(part, dict) else {}
         parts.append({**others, "type": "text", "text": text})
     has_more = any(part.keys() > {"type", "text"} for part in parts)
-    return Content("\n".join(texts), "\n".join(thoughts), tuple(parts) if has_more else ())
+    return Content(
+        text="\n".join(texts),
+        thought="\n".join(thoughts),
+        parts=tuple(parts) if has_more else (),
+    )
 
 
 def _read_part(index: int, part: Any) -> tuple[Literal["text", "thought"], str]:
     """Whether a part of a message is text or a thought, and its text."""
     if isinstance(part, str):
         return "text", part
-    if not isinstance(part, dict) or not isinstance(kind := part.get("type", "text"), str):
+    kind = part.get("type", "text") if isinstance(part, dict) else None
+    if not isinstance(kind, str):
         refuse(f'part {index} is not an object such as {{"type": "text", "text": "..."}}')
     if kind not in _FIELDS_OF_PARTS:
         refuse(f"part {index} has type {kind[:40]!r}: this model reads text only")
-    text = part.get(_FIELDS_OF_PARTS[kind])
+    field = _FIELDS_OF_PARTS[kind]
+    text = part.get(field)
     if kind in _THOUGHTS:
         thought = _read_content(text)
         return "thought", thought.text if thought else ""
     if not isinstance(text, str):
-        refuse(f"part {index} needs {_FIELDS_OF_PARTS[kind]!r} with a string")
+        refuse(f"part {index} needs {field!r} with a string")
     return "text", text
 
 
@@ -81,10 +86,9 @@ _FIELDS_OF_PARTS = {
 }
 _THOUGHTS = ("thinking", "reasoning")
 
-AnyContent = Annotated[
-    Any,
-    BeforeValidator(_read_content, json_schema_input_type=str | list[str | dict[str, Any]] | None),
-]
+PartsInput = list[str | dict[str, Any]]  # as a client gives them
+_READ_CONTENT = BeforeValidator(_read_content, json_schema_input_type=str | PartsInput | None)
+AnyContent = Annotated[Any, _READ_CONTENT]
 
 
 def _arguments_as_text(arguments: Any) -> Any:
@@ -93,10 +97,9 @@ def _arguments_as_text(arguments: Any) -> Any:
     return json.dumps(arguments) if isinstance(arguments, dict) else arguments
 
 
-Arguments = Annotated[
-    str,
-    BeforeValidator(_arguments_as_text, json_schema_input_type=str | dict[str, Any] | None),
-]
+ArgumentsInput = str | dict[str, Any] | None  # as a client gives them
+_AS_TEXT = BeforeValidator(_arguments_as_text, json_schema_input_type=ArgumentsInput)
+Arguments = Annotated[str, _AS_TEXT]
 
 
 class CalledFunction(Echoed):
@@ -139,11 +142,10 @@ class Message(Echoed):
 
     @model_validator(mode="after")
     def _says_something(self) -> "Message":
-        wanted = {"content"}
-        if self.role == "assistant":
-            wanted = {"content", "tool_calls", "function_call", "reasoning_content", "reasoning"}
-        if not wanted & self.model_fields_set:
-            what = "content or tool_calls" if self.role == "assistant" else "content"
+        is_assistant = self.role == "assistant"
+        enough = _FIELDS_OF_ASSISTANT if is_assistant else {"content"}
+        if not enough & self.model_fields_set:
+            what = "content or tool_calls" if is_assistant else "content"
             refuse(f"a message of the role {self.role[:40]!r} needs {what}")
         return self
 
@@ -154,8 +156,19 @@ class Message(Echoed):
             return self.reasoning_content
         if isinstance(self.reasoning, str):
             return self.reasoning
-        return (self.content.thought if self.content else "") or None
+        if self.content is None:
+            return None
+        return self.content.thought or None
 
+
+# An assistant's message has at least one of these.
+_FIELDS_OF_ASSISTANT = {
+    "content",
+    "tool_calls",
+    "function_call",
+    "reasoning_content",
+    "reasoning",
+}
 
 Empty = Annotated[list[Any], Field(max_length=0)]
 
@@ -177,8 +190,8 @@ class CallPart(TypedDict):
 
 
 class ChatMessage(TypedDict):
-    """A message in the words of OpenAI's chat. Fields that say nothing are absent. parts are those
-    of the content, if any of them has fields beside its text."""
+    """A message in the words of OpenAI's chat. Fields that say nothing are absent. parts is set if
+    a part of the content has fields beside its text."""
 
     role: str
     content: NotRequired[str]
@@ -206,8 +219,8 @@ def called(id: str, name: str, arguments: str) -> AssistantPart:
 
 
 def plain_messages(given: Iterable[Message]) -> list[ChatMessage]:
-    """The messages of OpenAI's request, which were validated, without what they say nothing by.
-    The older words for calls and their results become those for tools."""
+    """The messages of a validated request of OpenAI's API, without fields that say nothing. The
+    older words for calls and their results become those for tools."""
     messages: list[ChatMessage] = []
     last_id = ""
     for number, message in enumerate(given):
@@ -230,7 +243,8 @@ def plain_messages(given: Iterable[Message]) -> list[ChatMessage]:
 
 
 def _add_thoughts_and_calls(plain: ChatMessage, message: Message, number: int) -> str:
-    """Adds what only an assistant's message has. Returns the id of its last call, if any."""
+    """Adds the fields that only an assistant's message has. Returns the id of its last call, or an
+    empty string."""
     if message.thought is not None:
         plain["reasoning_content"] = message.thought
     given = message.tool_calls or []
@@ -252,27 +266,32 @@ def _plain_call(call: ToolCall, number: int, index: int) -> CallPart:
         function = {"name": call.function.name, "arguments": call.function.arguments}
     else:
         assert call.custom is not None
-        function = {"name": call.custom.name, "arguments": json.dumps({"input": call.custom.input})}
+        arguments = json.dumps({"input": call.custom.input})
+        function = {"name": call.custom.name, "arguments": arguments}
     id = call.id or f"c{number % 100_000:05}{index % 1000:03}"
     return {"id": id, "type": "function", "function": function}
 
 
 def joined_parts(given: Iterable[ChatMessage | AssistantPart]) -> Iterator[ChatMessage]:
-    """Messages. What an assistant thought, said and called one after the other is one message."""
-    for is_assistant, run in groupby(given, lambda each: isinstance(each, AssistantPart)):
-        if is_assistant:
-            yield _assistant_message([part for part in run if isinstance(part, AssistantPart)])
-        else:
-            yield from (each for each in run if not isinstance(each, AssistantPart))
+    """Joins an assistant's thoughts, texts and calls that follow each other to one message."""
+    parts: list[AssistantPart] = []
+    for each in given:
+        if isinstance(each, AssistantPart):
+            parts.append(each)
+            continue
+        if parts:
+            yield _assistant_message(parts)
+            parts = []
+        yield each
+    if parts:
+        yield _assistant_message(parts)
 
 
 def _assistant_message(parts: list[AssistantPart]) -> ChatMessage:
+    texts = [part.text for part in parts if part.text is not None]
     thoughts = [part.thought for part in parts if part.thought is not None]
     calls = [part.call for part in parts if part.call is not None]
-    message: ChatMessage = {
-        "role": "assistant",
-        "content": "".join(part.text for part in parts if part.text is not None),
-    }
+    message: ChatMessage = {"role": "assistant", "content": "".join(texts)}
     if thoughts:
         message["reasoning_content"] = "".join(thoughts)
     if calls:
@@ -288,8 +307,8 @@ def template_message(
     gets the parts."""
     fields: dict[str, Any] = {**message}
     parts = fields.pop("parts", [])
-    names = {name for part in parts for name in part} - {"type", "text"}
-    if any(map(reads, names)):
+    names = {name for part in parts for name in part}
+    if any(map(reads, names - {"type", "text"})):
         fields["content"] = parts
     if message["role"] == "developer":
         fields["role"] = "system"
@@ -300,12 +319,13 @@ def template_message(
 
 def _template_call(call: CallPart) -> dict[str, Any]:
     function = call["function"]
-    return {**call, "function": {**function, "arguments": _arguments(function["arguments"])}}
+    arguments = _arguments(function["arguments"])
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _arguments(text: str) -> Any:
-    """The arguments of a call as an object. What a model wrote instead of JSON is shown to it
-    again as it was."""
+    """The arguments of a call as an object. Text that is not JSON is shown to the model as it wrote
+    it."""
     if not text.strip():
         return {}
     try:

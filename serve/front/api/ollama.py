@@ -59,23 +59,26 @@ class _OllamaBody(Lenient):
     def shared_fields(self) -> _Json:
         """The fields of OpenAI's bodies that do not depend on the prompt."""
         options = self.options or Options()
-        limit = options.num_predict
         fields = {name: getattr(options, own) for name, own in _NAMES.items()}
+        limit = options.num_predict
+        if limit is None or limit < 0:
+            limit = -1
         return {
             **fields,
             "model": self.model,
-            "max_tokens": -1 if limit is None or limit < 0 else limit,
+            "max_tokens": limit,
             "response_format": self._response_format(),
             "stream": self.stream is not False,
         }
 
     def chat_fields(self, messages: list[_Json]) -> _Json:
         effort = self.think if isinstance(self.think, str) else None
+        is_wanted = self.think if isinstance(self.think, bool) else None
         return {
             **self.shared_fields(),
             "messages": messages,
             "reasoning_effort": effort,
-            "enable_thinking": self.think if isinstance(self.think, bool) else None,
+            "enable_thinking": is_wanted,
         }
 
     def _response_format(self) -> _Json | None:
@@ -102,10 +105,18 @@ class OllamaChatBody(_OllamaBody):
 
     def job(self, tokenizer: Tokenizer, max_context: int) -> Job:
         """Renders and encodes the messages. Raises RequestError."""
-        fields = self.chat_fields([_message(message) for message in self.messages])
-        fields["tools"] = [{"type": "function", **tool} for tool in self.tools or []] or None
-        request = parse(ChatBody, fields).request(tokenizer)
-        return chat.prepare(request, tokenizer, max_context)
+        messages = [_message(message) for message in self.messages]
+        fields = self.chat_fields(messages)
+        if self.tools:
+            fields["tools"] = [{"type": "function", **tool} for tool in self.tools]
+        return _chat_job(fields, tokenizer, max_context)
+
+
+def _chat_job(fields: _Json, tokenizer: Tokenizer, max_context: int) -> Job:
+    """The job of a chat with these fields of OpenAI's API. Raises RequestError."""
+    body = parse(ChatBody, fields)
+    request = body.request(tokenizer)
+    return chat.prepare(request, tokenizer, max_context)
 
 
 class OllamaGenerateBody(_OllamaBody):
@@ -127,12 +138,12 @@ class OllamaGenerateBody(_OllamaBody):
         """Encodes the prompt. Raises RequestError."""
         if self.raw:
             fields = {**self.shared_fields(), "prompt": self.prompt}
-            return completions.prepare(parse(CompletionBody, fields), tokenizer, max_context)
+            body = parse(CompletionBody, fields)
+            return completions.prepare(body, tokenizer, max_context)
         messages = [{"role": "user", "content": self.prompt}]
         if self.system:
             messages.insert(0, {"role": "system", "content": self.system})
-        request = parse(ChatBody, self.chat_fields(messages)).request(tokenizer)
-        return chat.prepare(request, tokenizer, max_context)
+        return _chat_job(self.chat_fields(messages), tokenizer, max_context)
 
 
 class ShowBody(Lenient):
@@ -146,5 +157,9 @@ def _message(message: _Json) -> _Json:
     """A message in OpenAI's words."""
     if message.get("images"):
         raise RequestError("images: this model reads text only.", param="messages")
-    own = {"reasoning": message.get("thinking"), "name": message.get("tool_name")}
-    return {**message, **{name: value for name, value in own.items() if value is not None}}
+    read = dict(message)
+    if message.get("thinking") is not None:
+        read["reasoning"] = message["thinking"]
+    if message.get("tool_name") is not None:
+        read["name"] = message["tool_name"]
+    return read

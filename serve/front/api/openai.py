@@ -34,7 +34,6 @@ from serve.front.api.tools import (
     ToolChoice,
     Tools,
     chosen,
-    grammar_of_call,
 )
 from serve.front.api.wording import MAX_PATH_CHARACTERS, request_error
 from serve.front.http.body import Body, refuse
@@ -49,8 +48,7 @@ Parsed = TypeVar("Parsed", bound=Body)
 
 
 class Lenient(Body):
-    """Read by `parse`, which takes more than the model itself: it notes the names of fields
-    that nobody knows."""
+    """A body of which `parse` ignores unknown fields; it notes their names."""
 
     _ignored: tuple[str, ...] = PrivateAttr(default=())
 
@@ -84,10 +82,14 @@ class StreamOptions(Body):
 
 # Of an answer. -1 is llama.cpp's and LM Studio's word for as many as fit.
 MaxTokens = Annotated[int, Field(ge=-1), AfterValidator(_not_zero)]
-# -1 asks for as many as the server lists.
-NumLogprobs = Annotated[
-    int, Field(ge=-1, le=MAX_LOGPROBS), AfterValidator(lambda num: MAX_LOGPROBS if num < 0 else num)
-]
+
+
+def _num_listed(num: int) -> int:
+    """-1 asks for as many as the server lists."""
+    return MAX_LOGPROBS if num < 0 else num
+
+
+NumLogprobs = Annotated[int, Field(ge=-1, le=MAX_LOGPROBS), AfterValidator(_num_listed)]
 
 # Prompts share their beginnings with those of the same salt only, as in vLLM.
 CacheSalt = Annotated[str, Field(min_length=1)]
@@ -150,14 +152,17 @@ class Templated(Body):
         return self.tools or [], "auto"
 
     def prompt(self) -> ChatPrompt:
-        """Returns what the prompt is rendered from."""
+        """The parts that the prompt is rendered from."""
+        tools, _ = self.offered
         continues = bool(self.continue_final_message)
-        asked = self.add_generation_prompt
+        adds_prompt = self.add_generation_prompt
+        if adds_prompt is None:
+            adds_prompt = not continues
         return ChatPrompt(
             messages=plain_messages(self.messages),
-            tools=self.offered[0],
+            tools=tools,
             options=self.chat_template_kwargs or {},
-            adds_generation_prompt=not continues if asked is None else asked,
+            adds_generation_prompt=adds_prompt,
             continues=continues,
         )
 
@@ -213,10 +218,18 @@ class ChatBody(Templated, GenerationBody):
         """Whether an answer may have several calls. The older words have room for one."""
         return self.parallel_tool_calls is not False and self.functions is None
 
+    @property
+    def tool_use(self) -> ToolUse:
+        """The tools that the model may call, and whether it has to."""
+        tools, choice = self.offered
+        return ToolUse(tools, choice, self.is_parallel)
+
     def grammars(self) -> dict[str, str]:
-        parallel = self.is_parallel
-        call = grammar_of_call(*self.offered, parallel)
-        return super().grammars() | ({"tool_choice": call} if call else {})
+        found = super().grammars()
+        call_grammar = self.tool_use.grammar()
+        if call_grammar:
+            found["tool_choice"] = call_grammar
+        return found
 
     @property
     def max_answer_tokens(self) -> int | None:
@@ -226,23 +239,23 @@ class ChatBody(Templated, GenerationBody):
     def request(self, tokenizer: Tokenizer) -> ChatRequest:
         """Converts this body to the request of a chat. Raises RequestError."""
         listing = self._listing()
-        tools, choice = self.offered
+        samplings = self.samplings(tokenizer, listing.logprobs, listing.prompt_logprobs)
+        thinking = Thinking(
+            self.reasoning_effort,
+            self.thinking_token_budget,
+            self.enable_thinking,
+        )
+        grammar_param = next(iter(self.grammars()), None)
         return ChatRequest(
             model=self.model,
             prompt=self.prompt(),
-            samplings=self.samplings(tokenizer, listing.logprobs, listing.prompt_logprobs),
+            samplings=samplings,
             end_ids=self.end_ids(tokenizer),
             stop=self.stop_rules(tokenizer),
-            tool_use=ToolUse(
-                tools=tools,
-                choice=choice,
-                is_parallel=self.is_parallel,
-            ),
-            thinking=Thinking(
-                self.reasoning_effort, self.thinking_token_budget, self.enable_thinking
-            ),
+            tool_use=self.tool_use,
+            thinking=thinking,
             listing=listing,
-            grammar_param=next(iter(self.grammars()), None),
+            grammar_param=grammar_param,
             max_tokens=self.max_answer_tokens,
             keep=self.truncate_prompt_tokens,
             adds_special_tokens=bool(self.add_special_tokens),
@@ -268,29 +281,32 @@ class ChatBody(Templated, GenerationBody):
 
 def list_prompts(prompt: Any, limit: int = MAX_PROMPTS) -> Any:
     """One prompt or several, text or token ids: always a tuple of several. Raises ValueError."""
-    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _are_ids(prompt)):
-        prompt = [prompt]
-    if not isinstance(prompt, list) or not prompt:
+    is_one = isinstance(prompt, str) or (prompt and _is_prompt(prompt))
+    prompts = [prompt] if is_one else prompt
+    if not isinstance(prompts, list) or not prompts:
         refuse("must be a string, a list of strings, of token ids, or of lists of token ids")
-    if len(prompt) > limit:
-        refuse(f"has {len(prompt)} prompts, but only {limit} are allowed")
-    for one in prompt:
-        if not one or not (isinstance(one, str) or (isinstance(one, list) and _are_ids(one))):
+    if len(prompts) > limit:
+        refuse(f"has {len(prompts)} prompts, but only {limit} are allowed")
+    for one in prompts:
+        if not one or not _is_prompt(one):
             refuse("has an empty prompt, or one that is neither text nor a list of token ids")
-    return tuple(prompt)
+    return tuple(prompts)
 
 
-def _are_ids(ids: list[Any]) -> bool:
-    return all(type(id) is int and 0 <= id < 2**31 for id in ids)
+def _is_prompt(given: Any) -> bool:
+    """Whether this is one prompt: a text, or a list of token ids."""
+    if isinstance(given, str):
+        return True
+    return isinstance(given, list) and all(type(id) is int and 0 <= id < 2**31 for id in given)
+
+
+OnePrompt = str | list[int]
+PromptsInput = str | list[int] | list[OnePrompt]  # as a client gives them
+_LIST_PROMPTS = BeforeValidator(list_prompts, json_schema_input_type=PromptsInput)
 
 
 class CompletionBody(GenerationBody):
-    prompt: Annotated[
-        tuple[str | list[int], ...],
-        BeforeValidator(
-            list_prompts, json_schema_input_type=str | list[int] | list[str | list[int]]
-        ),
-    ]
+    prompt: Annotated[tuple[OnePrompt, ...], _LIST_PROMPTS]
     max_tokens: Annotated[int, Field(ge=-1)] | None = None
     logprobs: NumLogprobs | None = None
     echo: bool | None = None
@@ -317,8 +333,11 @@ class CompletionBody(GenerationBody):
 
     @property
     def num_scored(self) -> int | None:
-        """How many of the likeliest tokens the scores of each of the prompt's tokens list."""
-        asked = (self.logprobs if self.echo else None, self.prompt_logprobs)
+        """How many of the likeliest tokens are listed for each token of the prompt; None for no
+        scores."""
+        asked = [self.prompt_logprobs]
+        if self.echo:
+            asked.append(self.logprobs)
         return max((num for num in asked if num is not None), default=None)
 
 
@@ -347,17 +366,19 @@ Tokenizable = TokenizeBody | TokenizeChatBody
 
 
 def parse(kind: type[Parsed], body: dict[str, Any]) -> Parsed:
-    """null is the same as leaving a field out. Raises RequestError, which names the first
-    field that is wrong."""
+    """Validates a body. null is the same as leaving a field out. Raises RequestError, which names
+    the first field that is wrong."""
     body = {name: value for name, value in body.items() if value is not None}
     if not issubclass(kind, Lenient):
         return _validated(kind, body)
-    unknown = sorted(body.keys() - kind.model_fields.keys() - NEUTRAL.keys() - HARMLESS)
+    known = kind.model_fields.keys() | NEUTRAL.keys() | HARMLESS
+    unknown = sorted(body.keys() - known)
     if unknown:
         names = [name[:MAX_PATH_CHARACTERS] for name in unknown[:_MAX_NAMES_LOGGED]]
         _logger.warning("event=ignored_fields num=%d names=%s", len(unknown), json.dumps(names))
     supported = {name: body[name] for name in body if name in kind.model_fields}
-    for name in body.keys() & NEUTRAL.keys() - supported.keys():
+    unsupported = NEUTRAL.keys() - supported.keys()
+    for name in body.keys() & unsupported:
         check_neutral(name, body[name])
     parsed = _validated(kind, supported)
     parsed._ignored = tuple(unknown)

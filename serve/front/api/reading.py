@@ -1,17 +1,15 @@
 """Reads the bodies of requests: from bytes to a job for the model or a finished reply.
 
 It knows no HTTP and no cluster. Long bodies are read in a process of their own
-(`serve.front.api.reading_process`), so the result can be pickled. Only the server knows which
-models exist, and it checks them afterwards.
+(`serve.front.api.reading_process`), so the results can be sent as messages. Only the server knows
+which models exist, and it checks them afterwards.
 """
 
-import io
 import json
-import pickle
-from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TypeAlias
+
+import msgspec
 
 from serve.core.errors import RequestError
 from serve.front.api import chat, completions, embeddings, tokenize
@@ -35,12 +33,10 @@ from serve.front.http import replies
 from serve.front.http.body import json_object
 from serve.front.http.replies import Json
 from serve.front.output.answer import Job
-from serve.front.pipeline.interface import Prompt
 from serve.front.text.tokens import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class ReadResponse:
+class ReadResponse(msgspec.Struct, frozen=True, tag=True):
     """A response to generate. messages is the conversation before the answer, without the
     instructions, and input_items are those of the request, both as JSON. tool_grammars
     are those of custom tools. A background response does not end when its client leaves."""
@@ -53,16 +49,14 @@ class ReadResponse:
     is_background: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ReadCompaction:
+class ReadCompaction(msgspec.Struct, frozen=True, tag=True):
     """A summary to generate. kept are the items that stay beside it."""
 
     kept: list[Json]
     job: Job
 
 
-@dataclass(frozen=True, slots=True)
-class ReadMessage:
+class ReadMessage(msgspec.Struct, frozen=True, tag=True):
     """A message to generate. applied_edits is what was left out of the prompt, None if the request
     asked for no such thing. left_out are the names of declared tools that the model is not
     offered. omits_thoughts says that thinking blocks come without their text."""
@@ -73,8 +67,7 @@ class ReadMessage:
     omits_thoughts: bool
 
 
-@dataclass(frozen=True, slots=True)
-class NeedsEarlier:
+class NeedsEarlier(msgspec.Struct, frozen=True, tag=True):
     """The request continues an earlier response or refers to stored items, which have to be given
     with the body."""
 
@@ -82,14 +75,18 @@ class NeedsEarlier:
     item_ids: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedReply:
+class FinishedReply(msgspec.Struct, frozen=True, tag=True):
     """A reply that needs no answer of the model. model is the one that the body names, if any, and
     ignored_fields are the unknown fields of the body."""
 
     model: str | None
     reply: bytes
     ignored_fields: tuple[str, ...] = ()
+
+
+AnyReading: TypeAlias = (
+    Job | EmbeddingJob | ReadMessage | ReadResponse | ReadCompaction | NeedsEarlier | FinishedReply
+)
 
 
 class Reader:
@@ -102,11 +99,13 @@ class Reader:
         self.max_answers = max_answers
 
     def chat(self, data: bytes) -> Job:
-        return self._prepare(parse(ChatBody, self._object(data)).request(self.tokenizer))
+        body = parse(ChatBody, self._object(data))
+        return self._prepare(body.request(self.tokenizer))
 
     def completion(self, data: bytes) -> Job:
         body = parse(CompletionBody, json_object(data))
-        check_num_answers(len(body.prompt) * body.num_choices, self.max_answers)
+        num_answers = len(body.prompt) * body.num_choices
+        check_num_answers(num_answers, self.max_answers)
         return completions.prepare(body, self.tokenizer, self.max_context)
 
     def embedding(self, data: bytes) -> EmbeddingJob:
@@ -115,31 +114,36 @@ class Reader:
 
     def message(self, data: bytes) -> ReadMessage:
         body = parse(MessagesBody, self._object(data))
-        edited = body.edited(lambda prompt: self._num_tokens(prompt, body.wanted_thinking))
-        job = self._prepare(body.request(self.tokenizer, edited))
-        left_out = edited.offer.left_out
-        return ReadMessage(job, edited.applied_edits, left_out, body.omits_thoughts)
+        edited = body.edited(self._counter(body.wanted_thinking))
+        request = body.request(self.tokenizer, edited)
+        return ReadMessage(
+            job=self._prepare(request),
+            applied_edits=edited.applied_edits,
+            left_out=edited.offer.left_out,
+            omits_thoughts=body.omits_thoughts,
+        )
 
     def response(self, data: bytes, earlier: bytes | None = None) -> ReadResponse | NeedsEarlier:
-        """earlier holds what the store has of what this response continues and refers to, as
-        JSON."""
+        """Reads a response. earlier is what `Store.earlier` returned for it, as JSON; without it, a
+        response that continues another one or refers to stored items is not read."""
         body = parse(ResponsesBody, self._object(data, "input"))
         if _needs_earlier(body) and earlier is None:
             return NeedsEarlier(body.previous_response_id, body.item_ids)
         with own_names():
             messages = self._conversation(body, earlier)
             job = self._prepare(body.request(messages, self.tokenizer))
+        input_items = listed_items(json_object(data)["input"])
         return ReadResponse(
             plan=ResponsePlan.of(body),
             messages=replies.encode(messages),
-            input_items=replies.encode(listed_items(json_object(data)["input"])),
+            input_items=replies.encode(input_items),
             job=job,
             tool_grammars=body.tool_grammars,
             is_background=bool(body.background),
         )
 
     def compact(self, data: bytes, earlier: bytes | None = None) -> ReadCompaction | NeedsEarlier:
-        """earlier is as for `response`."""
+        """Reads the request for a summary. earlier is as for `response`."""
         body = parse(CompactBody, self._object(data, "input"))
         if _needs_earlier(body) and earlier is None:
             return NeedsEarlier(body.previous_response_id, body.item_ids)
@@ -150,33 +154,39 @@ class Reader:
 
     def _conversation(self, body: Conversation, earlier: bytes | None) -> list[ChatMessage]:
         """The messages that a body continues, and its own."""
-        given = json.loads(earlier) if earlier is not None else {"messages": [], "items": {}}
-        return [*given["messages"], *body.messages(given["items"])]
+        if earlier is None:
+            return body.messages({})
+        stored = json.loads(earlier)
+        return [*stored["messages"], *body.messages(stored["items"])]
 
     def ollama_chat(self, data: bytes) -> Job | FinishedReply:
-        return self._ollama(parse(OllamaChatBody, self._object(data)), is_chat=True)
+        body = parse(OllamaChatBody, self._object(data))
+        return self._ollama(body, is_chat=True)
 
     def ollama_generate(self, data: bytes) -> Job | FinishedReply:
-        return self._ollama(parse(OllamaGenerateBody, json_object(data)), is_chat=False)
+        body = parse(OllamaGenerateBody, json_object(data))
+        return self._ollama(body, is_chat=False)
 
     def _ollama(
         self, body: OllamaChatBody | OllamaGenerateBody, is_chat: bool
     ) -> Job | FinishedReply:
         if body.loads_only:
-            return FinishedReply(body.model, replies.encode(loaded(body.model, is_chat)))
-        return replace(
-            body.job(self.tokenizer, self.max_context), ignored_fields=body.ignored_fields
-        )
+            reply = loaded(body.model, is_chat)
+            return FinishedReply(body.model, replies.encode(reply))
+        job = body.job(self.tokenizer, self.max_context)
+        return msgspec.structs.replace(job, ignored_fields=body.ignored_fields)
 
     def count(self, data: bytes) -> FinishedReply:
         """The reply to Anthropic's count_tokens: how many tokens the prompt has."""
         body = parse(CountBody, self._object(data))
-        edited = body.edited(lambda prompt: self._num_tokens(prompt, body.wanted_thinking))
-        num_tokens = self._num_tokens(edited.prompt, body.wanted_thinking)
+        count = self._counter(body.wanted_thinking)
+        edited = body.edited(count)
+        num_tokens = count(edited.prompt)
         reply: Json = {"input_tokens": num_tokens}
         if body.context_management is not None:
-            before = edited.num_tokens_before
-            original = num_tokens if before is None else before
+            original = edited.num_tokens_before
+            if original is None:
+                original = num_tokens
             reply["context_management"] = {"original_input_tokens": original}
         return FinishedReply(body.model, replies.encode(reply))
 
@@ -189,10 +199,16 @@ class Reader:
         body, reply = tokenize.detokenize(json_object(data), self.tokenizer, self.max_context)
         return FinishedReply(body.model, replies.encode(reply), body.ignored_fields)
 
-    def _num_tokens(self, prompt: ChatPrompt, thinking: Thinking) -> int:
-        """How many tokens a prompt has, with the variables that thinking sets."""
-        rendered = prompt.with_defaults(thinking.variables(self.tokenizer))
-        return tokenize.count(rendered, self.tokenizer, self.max_context)
+    def _counter(self, thinking: Thinking) -> Callable[[ChatPrompt], int]:
+        """A function that returns how many tokens a prompt has, with the variables that thinking
+        sets."""
+        variables = thinking.variables(self.tokenizer)
+
+        def count(prompt: ChatPrompt) -> int:
+            whole = prompt.with_defaults(variables)
+            return tokenize.count(whole, self.tokenizer, self.max_context)
+
+        return count
 
     def _prepare(self, request: ChatRequest) -> Job:
         check_num_answers(len(request.samplings), self.max_answers)
@@ -215,61 +231,3 @@ class Reader:
 
 def _needs_earlier(body: Conversation) -> bool:
     return body.previous_response_id is not None or bool(body.item_ids)
-
-
-# --- between processes
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles a result without the tokenizer and its dialect: both processes have their own."""
-
-    def __init__(self, file: io.BytesIO, tokenizer: Tokenizer) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self._tokenizer = tokenizer
-
-    def persistent_id(self, value: Any) -> str | None:
-        if value is self._tokenizer:
-            return "tokenizer"
-        if value is self._tokenizer.dialect:
-            return "dialect"
-        return None
-
-    def reducer_override(self, value: Any) -> Any:
-        if type(value) is not Prompt:
-            return NotImplemented
-        given = [getattr(value, field.name) for field in fields(value)[1:]]
-        return _prompt, (array("q", value.ids), *given)
-
-
-def _prompt(ids: "array[int]", *given: Any) -> Prompt:
-    """Makes a prompt of an array: while one is unpickled Python's lock is held, and an array takes
-    much less time than a list."""
-    return Prompt(ids.tolist(), *given)
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tokenizer: Tokenizer) -> None:
-        super().__init__(file)
-        self._tokenizer = tokenizer
-
-    def persistent_load(self, name: Any) -> Any:
-        return self._tokenizer if name == "tokenizer" else self._tokenizer.dialect
-
-
-def dump(value: Any, tokenizer: Tokenizer) -> bytes:
-    """Pickles a result for `load`, in another process with the same tokenizer."""
-    file = io.BytesIO()
-    _Pickler(file, tokenizer).dump(value)
-    return file.getvalue()
-
-
-def load(data: bytes, tokenizer: Tokenizer) -> Any:
-    return _Unpickler(io.BytesIO(data), tokenizer).load()
-
-
-def answered(work: Callable[[], Any]) -> Any:
-    """The result of work, or the RequestError that it raises."""
-    try:
-        return work()
-    except RequestError as error:
-        return error

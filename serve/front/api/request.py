@@ -9,11 +9,10 @@ from serve.core.errors import RequestError
 from serve.core.types import Sampling
 from serve.front.api.messages import ChatMessage, template_message
 from serve.front.api.thinking import Thinking
-from serve.front.api.tools import NamedTool, Tool, ToolChoice
+from serve.front.api.tools import NamedTool, Tool, ToolChoice, declared, grammar_of_call
 from serve.front.output.answer import Listing, UsageInStream
 from serve.front.output.choice import StopRules
 from serve.front.output.splitter import Splitting
-from serve.front.text.dialects.interface import Dialect
 from serve.front.text.tokens import Tokenizer
 
 # The name that a request means which leaves its model out.
@@ -37,12 +36,14 @@ class ChatPrompt:
 
     def render(self, tokenizer: Tokenizer) -> str:
         """The prompt's text. Raises RequestError."""
+        reads = tokenizer.template_reads
+        messages = [template_message(message, reads) for message in self.messages]
         return tokenizer.render(
-            [template_message(message, tokenizer.template_reads) for message in self.messages],
+            messages,
             self.options,
             self.adds_generation_prompt,
             self.continues,
-            [tool.model_dump(exclude_none=True) for tool in self.tools],
+            declared(self.tools),
         )
 
 
@@ -72,16 +73,21 @@ class ToolUse:
     @property
     def declared(self) -> list[dict[str, Any]]:
         """The declared tools as JSON, in the form that chat templates take."""
-        return [tool.model_dump(exclude_none=True) for tool in self.tools]
+        return declared(self.tools)
 
-    def splitting(self, dialect: Dialect, is_thinking: bool, shows_thoughts: bool) -> Splitting:
-        """How the text of answers is taken apart, for a model that speaks the dialect."""
+    def grammar(self) -> str | None:
+        """The grammar of a forced call, or None if no call is forced. Raises RequestError."""
+        return grammar_of_call(self.tools, self.choice, self.is_parallel)
+
+    def splitting(self, is_thinking: bool, shows_thoughts: bool) -> Splitting:
+        """How the text of answers is taken apart."""
+        named = self.choice if isinstance(self.choice, NamedTool) else None
         return Splitting(
-            dialect=dialect,
+            reads_marks=True,
             finds_calls=self.is_free,
             is_thinking=is_thinking,
             declared=tuple(self.declared),
-            forced_tool=self.choice.function.name if isinstance(self.choice, NamedTool) else None,
+            forced_tool=named.function.name if named else None,
             forces_calls=self.choice == "required",
             is_parallel=self.is_parallel,
             shows_thoughts=shows_thoughts,

@@ -33,21 +33,24 @@ def _one_or_more(stop: Any) -> Any:
     """Reads stop. Some clients send an empty string for none."""
     if stop == "":
         return ()
-    return _strings([stop] if isinstance(stop, str) else stop, MAX_STOPS)
+    texts = [stop] if isinstance(stop, str) else stop
+    return _strings(texts, MAX_STOPS)
 
 
-def _listed(most: int) -> BeforeValidator:
-    return BeforeValidator(lambda texts: _strings(texts, most), list[str] | None)
+def _listed(max_num: int) -> BeforeValidator:
+    return BeforeValidator(lambda texts: _strings(texts, max_num), list[str] | None)
 
 
-def _strings(texts: Any, most: int) -> tuple[str, ...]:
+def _strings(texts: Any, max_num: int) -> tuple[str, ...]:
     if texts is None:
         return ()
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+    is_list = isinstance(texts, list)
+    if not is_list or not all(isinstance(text, str) for text in texts):
         refuse("must be a string or a list of strings")
-    if len(texts) > most:
-        refuse(f"has {len(texts)} strings, but only {most} are allowed")
-    if not all(0 < len(text) <= MAX_STOP_CHARACTERS for text in texts):
+    if len(texts) > max_num:
+        refuse(f"has {len(texts)} strings, but only {max_num} are allowed")
+    lengths = [len(text) for text in texts]
+    if not all(0 < length <= MAX_STOP_CHARACTERS for length in lengths):
         refuse(f"needs strings of 1 to {MAX_STOP_CHARACTERS} characters")
     return tuple(texts)
 
@@ -58,12 +61,16 @@ def _read_biases(biases: Any) -> Any:
         return {}
     if not isinstance(biases, dict) or len(biases) > MAX_BIASES:
         refuse(f"must be an object of up to {MAX_BIASES} token ids and numbers")
+    read: dict[int, float] = {}
     for id, bias in biases.items():
-        if not (id.isascii() and id.isdigit() and len(id) < 10):
+        is_id = id.isascii() and id.isdigit() and len(id) < 10
+        if not is_id:
             refuse(f"has the key {id[:40]!r}, which is not a token id")
-        if not isinstance(bias, int | float) or isinstance(bias, bool) or abs(bias) > MAX_BIAS:
+        is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
+        if not is_number or abs(bias) > MAX_BIAS:
             refuse(f"needs numbers from {-MAX_BIAS} to {MAX_BIAS}")
-    return {int(id): float(bias) for id, bias in biases.items()}
+        read[int(id)] = float(bias)
+    return read
 
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -71,13 +78,19 @@ Penalty = Annotated[Number, Field(ge=-2, le=2)]
 Temperature = Annotated[Number, Field(ge=0, le=2)]
 TopP = Annotated[Number, Field(gt=0, le=1)]
 TopK = Annotated[int, Field(ge=-1, le=_MAX_INT)]
-StopList = Annotated[tuple[str, ...], _listed(MAX_STOPS)]
-Stops = Annotated[tuple[str, ...], BeforeValidator(_one_or_more, str | list[str] | None)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=_MAX_INT)]], Field(fail_fast=True)]
+Texts = tuple[str, ...]
+StopList = Annotated[Texts, _listed(MAX_STOPS)]
+Stops = Annotated[Texts, BeforeValidator(_one_or_more, str | list[str] | None)]
+BadWords = Annotated[Texts, _listed(MAX_BAD_WORDS)]
+TokenId = Annotated[int, Field(ge=0, le=_MAX_INT)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+_READ_BIASES = BeforeValidator(_read_biases, json_schema_input_type=dict[str, float] | None)
+Biases = Annotated[dict[int, float], _READ_BIASES]
 
 
 class SamplingBody(OtherServersGrammars):
-    """null is the same as leaving a field out."""
+    """The sampling parameters of chats, completions and responses. null is the same as leaving a
+    field out."""
 
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -86,12 +99,9 @@ class SamplingBody(OtherServersGrammars):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[Number, Field(ge=0.01, le=100)] | None = None
-    logit_bias: Annotated[
-        dict[int, float],
-        BeforeValidator(_read_biases, json_schema_input_type=dict[str, float] | None),
-    ] = {}
+    logit_bias: Biases = {}
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
-    bad_words: Annotated[tuple[str, ...], _listed(MAX_BAD_WORDS)] = ()
+    bad_words: BadWords = ()
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=_MAX_INT)] | None = None
@@ -109,9 +119,10 @@ class SamplingBody(OtherServersGrammars):
 
     def stop_rules(self, tokenizer: Tokenizer) -> StopRules:
         """The rules that end an answer before its length limit, beside `end_ids`."""
+        stop_ids = frozenset(self.stop_token_ids or ())
         return StopRules(
             strings=self.stop,
-            token_ids=frozenset(self.stop_token_ids or ()) - self._eos_ids(tokenizer),
+            token_ids=stop_ids - self._eos_ids(tokenizer),
             min_tokens=self.min_tokens or 0,
             keeps_stop=bool(self.include_stop_str_in_output),
         )
@@ -126,22 +137,23 @@ class SamplingBody(OtherServersGrammars):
     def samplings(
         self, tokenizer: Tokenizer, logprobs: int | None, prompt_logprobs: int | None = None
     ) -> tuple[Sampling, ...]:
-        """One for each choice, with a seed of its own. Raises RequestError for what only the
-        tokenizer can tell. Whether a grammar can be followed is left to Job.check_grammar."""
+        """The Sampling of each choice, with a seed of its own. Raises RequestError for values that
+        do not fit the tokenizer. Whether a grammar can be followed is left to
+        Job.check_grammar."""
         self._check_ids(tokenizer.vocab_size)
         basic = basic_sampling(tokenizer, self.temperature, self.top_p, self.top_k)
+        defaults = tokenizer.sampling_defaults
+        allowed_ids = set(self.allowed_token_ids or ())
         first = replace(
             basic,
-            seed=basic.seed if self.seed is None else self.seed,
-            min_p=_given(self.min_p, tokenizer.sampling_defaults.min_p),
+            seed=_given(self.seed, basic.seed),
+            min_p=_given(self.min_p, defaults.min_p),
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
-            repetition_penalty=_given(
-                self.repetition_penalty, tokenizer.sampling_defaults.repetition_penalty
-            ),
+            repetition_penalty=_given(self.repetition_penalty, defaults.repetition_penalty),
             bias_ids=tuple(self.logit_bias),
             biases=tuple(self.logit_bias.values()),
-            allowed_ids=tuple(sorted(set(self.allowed_token_ids or ()))),
+            allowed_ids=tuple(sorted(allowed_ids)),
             bad_words=self._bad_words(tokenizer),
             min_tokens=self.min_tokens or 0,
             end_ids=first_banned_ids(tokenizer, self.stop_token_ids or ()),
@@ -155,33 +167,34 @@ class SamplingBody(OtherServersGrammars):
     def grammars(self) -> dict[str, str]:
         """The grammars that an answer must follow, by the field that demands each. Raises
         RequestError."""
-        fields = {
-            "response_format": self.response_format,
-            "structured_outputs": self.structured_outputs,
-        }
-        found = {name: field.grammar() for name, field in fields.items() if field}
-        asked = {name: grammar for name, grammar in found.items() if grammar}
-        return asked | dict(self.other_grammars())
+        found: dict[str, str] = {}
+        if self.response_format:
+            format_grammar = self.response_format.grammar()
+            if format_grammar is not None:
+                found["response_format"] = format_grammar
+        if self.structured_outputs:
+            found["structured_outputs"] = self.structured_outputs.grammar()
+        found.update(self.other_grammars())
+        return found
 
     def _check_ids(self, vocab_size: int) -> None:
-        for name, ids in (
-            ("logit_bias", self.logit_bias),
-            ("allowed_token_ids", self.allowed_token_ids),
-            ("stop_token_ids", self.stop_token_ids),
-        ):
-            check_ids(name, ids or (), vocab_size)
+        check_ids("logit_bias", self.logit_bias, vocab_size)
+        check_ids("allowed_token_ids", self.allowed_token_ids or (), vocab_size)
+        check_ids("stop_token_ids", self.stop_token_ids or (), vocab_size)
 
     def _bad_words(self, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
         """The tokens of each bad word. As in vLLM, a word also counts with a space before it, if
         only its first token differs."""
         found: list[tuple[int, ...]] = []
         for word in self.bad_words:
-            plain, spaced = (tuple(tokenizer.encode(s + word.lstrip())) for s in ("", " "))
+            bare = word.lstrip()
+            plain = tokenizer.encode(bare)
+            spaced = tokenizer.encode(f" {bare}")
             if not plain:
                 raise RequestError(f"bad_words: {word[:40]!r} has no tokens.", param="bad_words")
-            found.append(plain)
+            found.append(tuple(plain))
             if len(spaced) == len(plain) and spaced[0] != plain[0]:
-                found.append(spaced)
+                found.append(tuple(spaced))
         return tuple(found)
 
 
@@ -192,8 +205,8 @@ def basic_sampling(
     top_k: int | None = None,
     grammar: str | None = None,
 ) -> Sampling:
-    """The Sampling of an API that has no other parameters, with a seed of its own. The model's
-    defaults stand for what is None."""
+    """The Sampling of an API that has no other parameters, with a seed of its own. A parameter that
+    is None has the model's default."""
     defaults = tokenizer.sampling_defaults
     return Sampling(
         temperature=_given(temperature, defaults.temperature),
@@ -210,28 +223,30 @@ def basic_sampling(
 def for_choices(first: Sampling, num_choices: int) -> tuple[Sampling, ...]:
     """The samplings of several answers to one prompt. Each has a seed of its own; the prompt's
     scores are computed for the first one alone."""
-    others = range(1, num_choices)
-    return first, *(replace(first, seed=first.seed + i, prompt_logprobs=None) for i in others)
+    samplings = [first]
+    for number in range(1, num_choices):
+        other = replace(first, seed=first.seed + number, prompt_logprobs=None)
+        samplings.append(other)
+    return tuple(samplings)
 
 
 def first_banned_ids(tokenizer: Tokenizer, stop_ids: Iterable[int] = ()) -> tuple[int, ...]:
-    """The end and stop tokens, which cannot come before min_tokens; as in vLLM, also with
+    """The end and stop tokens, which are banned before min_tokens; as in vLLM, also with
     ignore_eos."""
     ids = tokenizer.eos_ids.union(stop_ids)
     return tuple(sorted(id for id in ids if id < tokenizer.vocab_size))
 
 
 def only_grammar(grammars: Mapping[str, str]) -> str | None:
-    """The grammar that answers must follow. grammars has it by the field that demands it; that of a
-    forced call (tool_choice) comes before that of a format. Raises RequestError if there are
-    several others."""
+    """The grammar that answers must follow, out of those that the fields of a request demand. The
+    grammar of a forced call (tool_choice) comes first. Raises RequestError if there are several
+    others."""
     if "tool_choice" in grammars:
         return grammars["tool_choice"]
     if len(grammars) > 1:
-        both = " and ".join(grammars)
-        raise RequestError(
-            f"{both} cannot be combined: give one of them.", param=next(iter(grammars))
-        )
+        first_param = next(iter(grammars))
+        names = " and ".join(grammars)
+        raise RequestError(f"{names} cannot be combined: give one of them.", param=first_param)
     return next(iter(grammars.values()), None)
 
 
@@ -250,11 +265,12 @@ def _given(value: Any, default: Any) -> Any:
 
 
 def check_ids(name: str, ids: Any, vocab_size: int) -> None:
-    """Raises RequestError: a model has no row for an id outside of its vocabulary."""
+    """Raises RequestError for an id outside of the vocabulary: the model has no row for it."""
     for id in ids:
         if id >= vocab_size:
             raise RequestError(
-                f"{name}: {id} is not a token id: the vocabulary has {vocab_size}.", param=name
+                f"{name}: {id} is not a token id: the vocabulary has {vocab_size}.",
+                param=name,
             )
 
 

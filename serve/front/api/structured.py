@@ -59,8 +59,9 @@ class StructuralTag(Body):
         return Tag(self.begin, schema, self.end)
 
 
-Triggers = Annotated[list[Grammar], Field(min_length=1, max_length=MAX_TAGS, fail_fast=True)]
-Tags = Annotated[list[StructuralTag], Field(min_length=1, max_length=MAX_TAGS, fail_fast=True)]
+_FEW = Field(min_length=1, max_length=MAX_TAGS, fail_fast=True)
+Triggers = Annotated[list[Grammar], _FEW]
+Tags = Annotated[list[StructuralTag], _FEW]
 
 
 class TriggeredTags(Body):
@@ -85,10 +86,11 @@ class ResponseFormat(Body):
 
     @model_validator(mode="after")
     def _has_what_its_type_needs(self) -> "ResponseFormat":
-        given = frozenset(_given_names(self)) - {"type"}
+        given = set(_given_names(self)) - {"type"}
         allowed = _FIELDS_OF_TYPES[self.type]
         if given not in allowed:
-            names = " or ".join(" and ".join(sorted(each)) or "nothing else" for each in allowed)
+            choices = [" and ".join(sorted(fields)) or "nothing else" for fields in allowed]
+            names = " or ".join(choices)
             refuse(f"of type {self.type} needs {names}, and no other field")
         self._check_triggers()
         return self
@@ -96,7 +98,7 @@ class ResponseFormat(Body):
     def _check_triggers(self) -> None:
         triggers, tags = self._tags()
         for tag in tags:
-            if not any(tag.begin.startswith(trigger) for trigger in triggers):
+            if not tag.begin.startswith(tuple(triggers)):
                 refuse("has a tag whose begin starts with none of the triggers")
 
     def _tags(self) -> tuple[list[str], list[StructuralTag]]:
@@ -108,25 +110,29 @@ class ResponseFormat(Body):
         """The grammar of the format; None for text."""
         if self.type == "structural_tag":
             triggers, tags = self._tags()
-            return of_tags(triggers, [tag.parts() for tag in tags], "response_format")
-        if regex := self.pattern or self.regex:
+            parts = [tag.parts() for tag in tags]
+            return of_tags(triggers, parts, "response_format")
+        if self.type == "text":
+            return None
+        regex = self.pattern or self.regex
+        if regex:
             return grammars.of_regex(regex)
         if self.grammar_ is not None:
             return grammars.of_grammar(self.grammar_, "response_format")
         if self.type == "json_object" and self.schema_ is None:
             return format_grammar("json_object", {})
         schema = self.json_schema.schema_ if self.json_schema else self.schema_
-        return format_grammar("text" if self.type == "text" else "json_schema", schema or {})
+        return format_grammar("json_schema", schema or {})
 
 
-# The fields that may come with each type, in all ways in which they may come together.
-_FIELDS_OF_TYPES: dict[str, list[frozenset[str]]] = {
-    "text": [frozenset()],
-    "json_object": [frozenset(), frozenset({"schema"})],
-    "json_schema": [frozenset({"json_schema"}), frozenset({"schema"})],
-    "regex": [frozenset({"pattern"}), frozenset({"regex"})],
-    "grammar": [frozenset({"grammar"})],
-    "structural_tag": [frozenset({"structures", "triggers"}), frozenset({"format"})],
+# The fields that may come with each type: one of these sets.
+_FIELDS_OF_TYPES: dict[str, list[set[str]]] = {
+    "text": [set()],
+    "json_object": [set(), {"schema"}],
+    "json_schema": [{"json_schema"}, {"schema"}],
+    "regex": [{"pattern"}, {"regex"}],
+    "grammar": [{"grammar"}],
+    "structural_tag": [{"structures", "triggers"}, {"format"}],
 }
 
 
@@ -158,7 +164,8 @@ class StructuredOutputs(Body):
 
     @model_validator(mode="after")
     def _is_one(self) -> "StructuredOutputs":
-        if len(self.model_fields_set - {n for n, v in self if v is None}) != 1:
+        num_given = sum(value is not None for _, value in self)
+        if num_given != 1:
             refuse("give exactly one of json, regex, choice, grammar and json_object")
         return self
 
@@ -169,7 +176,8 @@ class StructuredOutputs(Body):
             return grammars.of_choice(self.choice)
         if self.grammar_ is not None:
             return grammars.of_grammar(self.grammar_, "structured_outputs")
-        return grammars.of_schema({"type": "object"} if self.json_ is None else self.json_)
+        schema = {"type": "object"} if self.json_ is None else self.json_
+        return grammars.of_schema(schema)
 
 
 class OtherServersGrammars(Body):
@@ -188,13 +196,16 @@ class OtherServersGrammars(Body):
     def other_grammars(self) -> Iterator[tuple[str, str]]:
         """The field and its grammar, for each that is given. Raises RequestError."""
         for name in ("json_schema", "guided_json"):
-            if (schema := getattr(self, name)) is not None:
+            schema = getattr(self, name)
+            if schema is not None:
                 yield name, grammars.of_schema(schema, name)
         for name in ("regex", "guided_regex"):
-            if (pattern := getattr(self, name)) is not None:
+            pattern = getattr(self, name)
+            if pattern is not None:
                 yield name, grammars.of_regex(pattern)
         for name in ("grammar", "ebnf", "guided_grammar"):
-            if (text := getattr(self, name)) is not None:
+            text = getattr(self, name)
+            if text is not None:
                 yield name, grammars.of_grammar(text, name)
         if self.guided_choice is not None:
             yield "guided_choice", grammars.of_choice(self.guided_choice)

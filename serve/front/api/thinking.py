@@ -24,9 +24,12 @@ _UNMARKED = interface.Reasoning(
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """effort is one of OpenAI's API ("none" to "xhigh"). budget is the most tokens that an answer
-    may spend on reasoning, which the engine then ends (0: none at all); budget_param is the field
-    that it comes from. is_wanted turns reasoning on or off. None leaves each to the model."""
+    """The reasoning that a request asks for; None leaves each part of it to the model.
+
+    effort is one of OpenAI's API ("none" to "xhigh"). is_wanted turns reasoning on or off. budget
+    is the number of tokens after which the engine ends an answer's reasoning (0: no reasoning),
+    and budget_param is the field that it comes from.
+    """
 
     effort: str | None = None
     budget: int | None = None
@@ -34,8 +37,8 @@ class Thinking:
     budget_param: str = "thinking_token_budget"
 
     def variables(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        """The variables that tell the chat template so. Those that it does not read change
-        nothing."""
+        """The variables of the chat template that turn reasoning on or off. Those that it does not
+        read change nothing."""
         marks = tokenizer.dialect.reasoning or _UNMARKED
         return marks.variables(self.effort, self.is_wanted)
 
@@ -54,13 +57,16 @@ class Thinking:
                 "out.",
                 param=self.budget_param,
             )
-        start, end = (tuple(tokenizer.encode(mark)) for mark in (marks.start, marks.end))
-        budget = self._budget(knows_effort=marks.effort is not None) if can_keep_budget else None
+        start = tuple(tokenizer.encode(marks.start))
+        end = tuple(tokenizer.encode(marks.end))
+        budget: int | None = None
+        if can_keep_budget:
+            budget = self._budget(knows_effort=marks.effort is not None)
         is_open = prompt.rstrip().endswith(marks.start.rstrip())
         return Reasoning(start, end, is_open, budget)
 
     def _budget(self, knows_effort: bool) -> int | None:
-        """The request's budget, or the one that follows from what else it asks for."""
+        """The request's budget, or the one that its effort stands for."""
         if self.budget is not None:
             return self.budget
         if self.is_wanted is False or self.effort == "none":

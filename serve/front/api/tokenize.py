@@ -15,8 +15,8 @@ from serve.front.api.sampling import check_ids
 from serve.front.http.schemas import Detokenized, Tokenized
 from serve.front.text.tokens import Tokenizer
 
-# Of a text whose tokens are told or counted, for each token of the longest prompt. Longer ones
-# cannot be prompts, and encoding them takes seconds.
+# The limit of a text whose tokens are listed or counted, for each token of the longest prompt. A
+# longer text cannot be a prompt, and encoding it takes seconds.
 MAX_BYTES_OF_A_TOKEN = 64
 MIN_BOUND = 1 << 20
 
@@ -28,13 +28,14 @@ def tokenize(
     body: Tokenizable
     if "messages" in fields:
         body = parse(TokenizeChatBody, fields)
-        text, param = body.prompt().render(tokenizer), "messages"
+        text = body.prompt().render(tokenizer)
         adds_special = bool(body.add_special_tokens)
+        _check_text(text, max_context, "messages")
     else:
         body = parse(TokenizeBody, fields)
-        text, param = body.prompt, "prompt"
+        text = body.prompt
         adds_special = body.add_special_tokens is not False
-    _check_size(len(text.encode()), "bytes", max_context * MAX_BYTES_OF_A_TOKEN, param)
+        _check_text(text, max_context, "prompt")
     ids = tokenizer.encode(text, adds_special)
     names = [tokenizer.token_name(id) for id in ids] if body.return_token_strs else None
     reply: Tokenized = {
@@ -47,9 +48,9 @@ def tokenize(
 
 
 def count(prompt: ChatPrompt, tokenizer: Tokenizer, max_context: int) -> int:
-    """Returns how many tokens a chat's prompt has."""
+    """The number of tokens of a chat's prompt."""
     text = prompt.render(tokenizer)
-    _check_size(len(text.encode()), "bytes", max_context * MAX_BYTES_OF_A_TOKEN, "messages")
+    _check_text(text, max_context, "messages")
     return len(tokenizer.encode(text))
 
 
@@ -60,7 +61,13 @@ def detokenize(
     body = parse(DetokenizeBody, fields)
     _check_size(len(body.tokens), "tokens", max_context, "tokens")
     check_ids("tokens", body.tokens, tokenizer.vocab_size)
-    return body, {"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)}
+    text = tokenizer.decode(body.tokens, skip_special_tokens=False)
+    return body, {"prompt": text}
+
+
+def _check_text(text: str, max_context: int, param: str) -> None:
+    num_bytes = len(text.encode())
+    _check_size(num_bytes, "bytes", max_context * MAX_BYTES_OF_A_TOKEN, param)
 
 
 def _check_size(size: int, unit: str, bound: int, param: str) -> None:

@@ -70,20 +70,31 @@ GivenChoice = Literal["none", "auto", "required", "any"] | NamedTool | AllowedTo
 def chosen(tools: list[Tool], given: GivenChoice | None) -> tuple[list[Tool], ToolChoice]:
     """The tools that are offered to the model, and the choice among them. Raises RequestError for
     an allowed tool that was not declared."""
-    if given is None or given == "any":
-        return tools, "auto" if given is None else "required"
+    if given is None:
+        return tools, "auto"
+    if given == "any":
+        return tools, "required"
     if not isinstance(given, AllowedTools):
         return tools, given
-    names = {named.function.name for named in given.allowed_tools.tools}
-    if unknown := names - {tool.function.name for tool in tools}:
+    allowed = given.allowed_tools
+    allowed_names = {tool.function.name for tool in allowed.tools}
+    declared_names = {tool.function.name for tool in tools}
+    unknown = allowed_names - declared_names
+    if unknown:
         raise RequestError(
             f"tool_choice allows {min(unknown)[:80]!r}, which is not among the tools.",
             param="tool_choice",
         )
-    return [tool for tool in tools if tool.function.name in names], given.allowed_tools.mode
+    offered = [tool for tool in tools if tool.function.name in allowed_names]
+    return offered, allowed.mode
 
 
-def grammar_of_call(tools: Sequence[Tool], choice: ToolChoice, parallel: bool) -> str | None:
+def declared(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """The tools as JSON, in the form that chat templates take."""
+    return [tool.model_dump(exclude_none=True) for tool in tools]
+
+
+def grammar_of_call(tools: Sequence[Tool], choice: ToolChoice, is_parallel: bool) -> str | None:
     """The grammar of a forced call, or None if no call is forced. Raises RequestError, also for a
     strict tool whose schema no grammar can express."""
     _check_strict(tools)
@@ -94,24 +105,34 @@ def grammar_of_call(tools: Sequence[Tool], choice: ToolChoice, parallel: bool) -
             "tool_choice demands a tool, but the request has none.", param="tool_choice"
         )
     if isinstance(choice, NamedTool):
-        named = [tool for tool in tools if tool.function.name == choice.function.name]
-        if not named:
-            raise RequestError(
-                f"tool_choice names {choice.function.name[:80]!r}, which is not among the tools.",
-                param="tool_choice",
-            )
-        return of_tool_schema(_parameters(named[0]))
-    calls = {
+        tool = _tool_named(choice.function.name, tools)
+        return of_tool_schema(_parameters(tool))
+    schemas = [_call_schema(number, tool) for number, tool in enumerate(tools)]
+    calls: dict[str, Any] = {
         "type": "array",
         "minItems": 1,
-        "items": {"anyOf": [_call_schema(*numbered) for numbered in enumerate(tools)]},
+        "items": {"anyOf": schemas},
     }
-    return of_tool_schema(calls if parallel else {**calls, "maxItems": 1})
+    if not is_parallel:
+        calls["maxItems"] = 1
+    return of_tool_schema(calls)
+
+
+def _tool_named(name: str, tools: Sequence[Tool]) -> Tool:
+    for tool in tools:
+        if tool.function.name == name:
+            return tool
+    raise RequestError(
+        f"tool_choice names {name[:80]!r}, which is not among the tools.",
+        param="tool_choice",
+    )
 
 
 def _check_strict(tools: Sequence[Tool]) -> None:
     for number, tool in enumerate(tools):
-        keyword = inexpressible_keyword(_parameters(tool)) if tool.function.strict else None
+        if not tool.function.strict:
+            continue
+        keyword = inexpressible_keyword(_parameters(tool))
         if keyword:
             raise RequestError(
                 f"tools[{number}] is strict, but no grammar can express {keyword!r} in "
@@ -123,11 +144,12 @@ def _check_strict(tools: Sequence[Tool]) -> None:
 def _call_schema(number: int, tool: Tool) -> dict[str, Any]:
     """The schema of a call. Because of its $id, references inside the parameters (`#/$defs/...`)
     stay inside them."""
+    parameters = {**_parameters(tool), "$id": f"urn:tool:{number}"}
     return {
         "type": "object",
         "properties": {
             "name": {"const": tool.function.name},
-            "parameters": {**_parameters(tool), "$id": f"urn:tool:{number}"},
+            "parameters": parameters,
         },
         "required": ["name", "parameters"],
         "additionalProperties": False,

@@ -16,10 +16,13 @@ def fitting(prompt: ChatPrompt, tokenizer: Tokenizer, max_tokens: int) -> ChatPr
     cuts = _cuts(prompt.messages)
     if _fits(prompt, tokenizer, max_tokens) or not cuts:
         return prompt
-    low, high = 0, len(cuts) - 1  # A later cut makes a shorter prompt.
+    # A later cut makes a shorter prompt.
+    low = 0
+    high = len(cuts) - 1
     while low < high:
         middle = (low + high) // 2
-        if _fits(_cut(prompt, cuts[middle]), tokenizer, max_tokens):
+        shorter = _cut(prompt, cuts[middle])
+        if _fits(shorter, tokenizer, max_tokens):
             high = middle
         else:
             low = middle + 1
@@ -34,18 +37,22 @@ def _fits(prompt: ChatPrompt, tokenizer: Tokenizer, max_tokens: int) -> bool:
 
 
 def _num_fixed(messages: list[ChatMessage]) -> int:
-    """The number of system messages at the start."""
-    roles = [message["role"] for message in messages]
-    return next((i for i, role in enumerate(roles) if role not in ("system", "developer")), 0)
+    """The number of system messages at the start; 0 if there are no others."""
+    for number, message in enumerate(messages):
+        if message["role"] not in ("system", "developer"):
+            return number
+    return 0
 
 
 def _cuts(messages: list[ChatMessage]) -> list[int]:
-    """The indexes at which what is left of the conversation may begin. A result may not: its call
-    would be missing."""
+    """The indexes of the messages with which a shorter conversation may begin. The result of a call
+    is none of them: its call would be missing."""
     start = _num_fixed(messages) + 1
-    return [i for i in range(start, len(messages)) if messages[i]["role"] != "tool"]
+    indexes = range(start, len(messages))
+    return [index for index in indexes if messages[index]["role"] != "tool"]
 
 
 def _cut(prompt: ChatPrompt, start: int) -> ChatPrompt:
-    fixed = prompt.messages[: _num_fixed(prompt.messages)]
+    num_fixed = _num_fixed(prompt.messages)
+    fixed = prompt.messages[:num_fixed]
     return replace(prompt, messages=[*fixed, *prompt.messages[start:]])

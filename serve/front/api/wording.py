@@ -5,7 +5,7 @@ pydantic's own words never reach a client: it speaks of inputs, validation and P
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -15,11 +15,13 @@ from serve.core.errors import RequestError
 
 MAX_PATH_CHARACTERS = 120
 _MAX_SHOWN_CHARACTERS = 40
+_MAX_KNOWN_CHARACTERS = 320
 _MAX_SHOWN_NUMBER = 10**15
 _VERBS = ("must ", "has ", "needs ", "may ")
 _PATTERNS = {r"^[a-zA-Z0-9_.:/-]{1,128}$": "1 to 128 letters, digits, or . _ : / -"}
 
 Context = dict[str, Any]
+Location = tuple[int | str, ...]
 
 # What the value must be, by the type of pydantic's error.
 _WANTED: dict[str, str] = {
@@ -43,39 +45,33 @@ _WANTED: dict[str, str] = {
     "mapping_type": "an object",
     "none_required": "null",
 }
-# The same, where it depends on what the field allows.
-_WANTED_BY: dict[str, Callable[[Context], str]] = {
-    "literal_error": lambda context: _in_json(context["expected"]),
-    "greater_than": lambda context: f"more than {_number(context['gt'])}",
-    "greater_than_equal": lambda context: f"at least {_number(context['ge'])}",
-    "less_than": lambda context: f"less than {_number(context['lt'])}",
-    "less_than_equal": lambda context: f"at most {_number(context['le'])}",
-    "string_pattern_mismatch": lambda context: _PATTERNS.get(context["pattern"], "another string"),
+# The errors of a number beyond a limit, by the name of the limit in the error's context.
+_LIMITS = {
+    "greater_than": ("gt", "more than"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "less than"),
+    "less_than_equal": ("le", "at most"),
 }
 _FIXED_WORDS = ("literal_error", "string_pattern_mismatch")
-# The wording for wrong lengths of lists, objects and strings.
-_LENGTHS: dict[str, Callable[[Context, Any], str]] = {
-    "too_short": lambda context, value: _too_short(context["min_length"], _items(value)),
-    "too_long": lambda context, value: _too_long(context["max_length"], _items(value), value),
-    "string_too_short": lambda context, _: _too_short(context["min_length"], "characters"),
-    "string_too_long": lambda context, value: _too_long(context["max_length"], "characters", value),
-}
+_LENGTHS = ("too_short", "too_long", "string_too_short", "string_too_long")
 
 
 def request_error(error: ValidationError, body: dict[str, Any]) -> RequestError:
     """The RequestError that names the first wrong field of body."""
     errors = _errors_of_first_field(error.errors(include_url=False), body)
     first = errors[0]
-    is_missing = first["type"] == "missing"
+    kind = first["type"]
     context = first.get("ctx", {})
+    is_missing = kind == "missing"
     path = _path(first["loc"], body, is_missing) or context.get("param") or ""
-    if first["type"] == "extra_forbidden":
+    if kind == "extra_forbidden":
         return RequestError(f"Unknown field {path!r}: it is not supported.", param=path)
     if is_missing:
         return RequestError(f"The field {path!r} is missing.", param=path)
-    if first["type"] == "refused":
+    if kind == "refused":
         return _refused(context["message"], path)
-    return RequestError(f"{path or 'The body'} {_sentence(errors)}.", param=path or None)
+    where = path or "The body"
+    return RequestError(f"{where} {_sentence(errors)}.", param=path or None)
 
 
 def _refused(message: str, path: str) -> RequestError:
@@ -101,21 +97,30 @@ def _errors_of_first_field(errors: Sequence[ErrorDetails], body: Any) -> list[Er
 def _sentence(errors: Sequence[ErrorDetails]) -> str:
     """The rest of the sentence after the field's path. All errors are about one value."""
     first = errors[0]
-    kind, context, value = first["type"], first.get("ctx", {}), first["input"]
-    if kind in _LENGTHS:
-        return _LENGTHS[kind](context, value)
-    if kind.startswith("union_tag"):
+    value = first["input"]
+    context = first.get("ctx", {})
+    if first["type"] in _LENGTHS:
+        return _wrong_length(context, value)
+    if first["type"].startswith("union_tag"):
         return _wrong_tag(context, value)
-    wanted = list(dict.fromkeys(filter(None, map(_wanted, errors))))
+    wanted = [text for text in map(_wanted, errors) if text]
     if not wanted:
         return "has a value that is not allowed"
-    return f"must be {', or '.join(wanted)}, not {_shown(value, errors)}"
+    choices = ", or ".join(dict.fromkeys(wanted))
+    return f"must be {choices}, not {_shown(value, errors)}"
 
 
 def _wanted(error: ErrorDetails) -> str | None:
+    """The values that the field allows, as far as one error says."""
     kind = error["type"]
-    if kind in _WANTED_BY:
-        return _WANTED_BY[kind](error["ctx"])
+    context = error.get("ctx", {})
+    if kind in _LIMITS:
+        name, words = _LIMITS[kind]
+        return f"{words} {_number(context[name])}"
+    if kind == "literal_error":
+        return _in_json(context["expected"])
+    if kind == "string_pattern_mismatch":
+        return _PATTERNS.get(context["pattern"], "another string")
     return _WANTED.get(kind)
 
 
@@ -124,40 +129,49 @@ def _wrong_tag(context: Context, value: Any) -> str:
     it is, or a function of ours finds out."""
     if not isinstance(value, dict):
         return f"must be an object, not {_shown(value)}"
-    is_named = "'" in context["discriminator"]
-    field = context["discriminator"].strip("'") if is_named else "type"
+    discriminator = context["discriminator"]
+    is_field = "'" in discriminator
+    field = discriminator.strip("'") if is_field else "type"
     known = context.get("expected_tags", "").replace("'", "")
     if not known:
         return f"needs a {field}"
+    if len(known) > _MAX_KNOWN_CHARACTERS:
+        whole_names, _, _ = known[:_MAX_KNOWN_CHARACTERS].rpartition(", ")
+        known = f"{whole_names}, ..."
     tag = value.get(field)
-    shown = json.dumps(tag[:_MAX_SHOWN_CHARACTERS]) if isinstance(tag, str) else _shown(tag)
+    if isinstance(tag, str):
+        shown = json.dumps(tag[:_MAX_SHOWN_CHARACTERS])
+    else:
+        shown = _shown(tag)
     return f"has the {field} {shown}, which is not one of {known}"
 
 
-def _too_short(least: int, what: str) -> str:
-    return "must not be empty" if least == 1 else f"must have at least {least} {what}"
-
-
-def _too_long(most: int, what: str, value: Any) -> str:
-    if most == 0:
+def _wrong_length(context: Context, value: Any) -> str:
+    """The rest of the sentence for a list, an object or a string that is too short or too long."""
+    unit = "items"
+    if isinstance(value, dict):
+        unit = "fields"
+    elif isinstance(value, str):
+        unit = "characters"
+    min_length = context.get("min_length")
+    max_length = context.get("max_length")
+    if min_length is not None:
+        return "must not be empty" if min_length == 1 else f"must have at least {min_length} {unit}"
+    if max_length == 0:
         return "must be empty"
-    return f"may have at most {most} {what}, not {len(value)}"
-
-
-def _items(value: Any) -> str:
-    return "fields" if isinstance(value, dict) else "items"
+    return f"may have at most {max_length} {unit}, not {len(value)}"
 
 
 def _shown(value: Any, errors: Sequence[ErrorDetails] = ()) -> str:
-    """The value that came, for people. Text is shown only where the field allows a few fixed words:
-    elsewhere it may be private."""
+    """The value that came, for people. Text is shown only where the field allows a few fixed words,
+    because elsewhere it may be private."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, int | float):
         return _number(value) if abs(value) < _MAX_SHOWN_NUMBER else "a number of that size"
     if isinstance(value, str):
-        is_word = any(error["type"] in _FIXED_WORDS for error in errors)
-        return json.dumps(value[:_MAX_SHOWN_CHARACTERS]) if is_word else "a string"
+        allows_words = any(error["type"] in _FIXED_WORDS for error in errors)
+        return json.dumps(value[:_MAX_SHOWN_CHARACTERS]) if allows_words else "a string"
     return "an object" if isinstance(value, dict) else "a list"
 
 
@@ -172,10 +186,10 @@ def _in_json(expected: str) -> str:
     return text.replace("'", '"')
 
 
-def _steps(location: tuple[int | str, ...], body: Any, is_missing: bool) -> tuple[int | str, ...]:
+def _steps(location: Location, body: Any, is_missing: bool) -> Location:
     """The steps that exist in body, without pydantic's own, such as the names of a union's parts.
 
-    Of a missing field the last step does not exist either.
+    The last step to a missing field does not exist either.
     """
     steps: list[int | str] = []
     for number, step in enumerate(location):
@@ -183,18 +197,24 @@ def _steps(location: tuple[int | str, ...], body: Any, is_missing: bool) -> tupl
             steps.append(step)
             body = body[step] if step < len(body) else None
         elif isinstance(step, str) and isinstance(body, dict):
-            is_last = number == len(location) - 1
-            if step not in body and not (is_missing and is_last):
-                continue
-            has_parts = isinstance(body.get(step), dict | list)
-            if not is_last and not has_parts and (is_missing or location[number + 1] in body):
-                continue  # The tag of a union, which a field beside the next one is called, too.
-            steps.append(step)
-            body = body.get(step)
+            rest = location[number + 1 :]
+            if _is_field(step, rest, body, is_missing):
+                steps.append(step)
+                body = body.get(step)
     return tuple(steps)
 
 
-def _path(location: tuple[int | str, ...], body: Any, is_missing: bool) -> str:
+def _is_field(step: str, rest: Location, body: dict[str, Any], is_missing: bool) -> bool:
+    """Whether a step leads to a field of body, and is not the name of a part of a union."""
+    if step not in body:
+        return is_missing and not rest
+    if not rest or isinstance(body[step], dict | list):
+        return True
+    # A part of a union may have the name of a field that lies beside the next one.
+    return not is_missing and rest[0] not in body
+
+
+def _path(location: Location, body: Any, is_missing: bool) -> str:
     """Writes the path of a field as in messages[2].content."""
     path = ""
     for step in _steps(location, body, is_missing):

@@ -6,9 +6,11 @@ import logging
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
+
+import msgspec
 
 from serve.core.errors import BrigadeError, EngineError
 from serve.core.types import Event, Score
@@ -51,8 +53,7 @@ class Listing:
     progress: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(msgspec.Struct, frozen=True, tag=True):
     """Everything that was decided about a request: what to generate, how answers are taken apart,
     and what the reply lists. Nothing below looks into the client's body again. It can be sent to
     another process.
@@ -66,7 +67,7 @@ class Job:
     prompts: list[Prompt]
     stop: StopRules
     splitting: Splitting = Splitting()
-    listing: Listing = field(default_factory=Listing)
+    listing: Listing = Listing()
     continues: bool = False
     skips_special_tokens: bool = True
     is_stream: bool = False
@@ -92,7 +93,7 @@ class Job:
             replace(prompt, samplings=tuple(replace(s, grammar=None) for s in prompt.samplings))
             for prompt in self.prompts
         ]
-        return replace(self, prompts=prompts, grammar_param=None)
+        return msgspec.structs.replace(self, prompts=prompts, grammar_param=None)
 
     def check_grammar(self, tokenizer: Tokenizer) -> tuple[str, ...]:
         """Returns the keywords of schemas that the grammar does not hold. Raises RequestError if it

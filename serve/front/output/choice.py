@@ -60,7 +60,7 @@ class Choice:
         self._reasoning = ReasoningTracker(reasoning) if reasoning else None
         self._text = tokenizer.stream(skips_special_tokens, continued, prompt.has_marks)
         self._stop = StopMatcher(rules.strings, rules.keeps_stop)
-        self._splitter = Splitter(splitting)
+        self._splitter = Splitter(splitting, tokenizer.dialect)
 
     @property
     def call_length(self) -> int | None:

@@ -22,13 +22,13 @@ Part = Text | Thought | CallBegin | CallText | CallEnd
 
 @dataclass(frozen=True, slots=True)
 class Splitting:
-    """How the text of answers is taken apart. dialect is the model's, None for completions, whose
-    text is left as it is; finds_calls says whether the model may call tools in it. is_thinking
-    says that the prompt ends in an open thought. declared are the request's tools as JSON. A
-    grammar enforces calls if one tool is forced_tool, or if forces_calls. Calls after the first
-    one are dropped unless is_parallel."""
+    """How the text of answers is taken apart. Without reads_marks it is left as it is, as in
+    completions, but for calls that a grammar enforces: one of forced_tool, or any if forces_calls.
+    finds_calls says whether the model may call tools. is_thinking says that the prompt ends in an
+    open thought. declared are the request's tools as JSON. Calls after the first one are dropped
+    unless is_parallel."""
 
-    dialect: Dialect | None = None
+    reads_marks: bool = False
     finds_calls: bool = False
     is_thinking: bool = False
     declared: tuple[dict[str, Any], ...] = ()
@@ -37,22 +37,21 @@ class Splitting:
     is_parallel: bool = True
     shows_thoughts: bool = True
 
-    @property
-    def searches(self) -> bool:
-        """Whether answers are searched for calls or thoughts."""
-        return type(self.reader()) is not PlainReader
+    def searches(self, dialect: Dialect) -> bool:
+        """Whether answers in the model's dialect are searched for calls or thoughts."""
+        return type(self.reader(dialect)) is not PlainReader
 
-    def reader(self) -> AnswerReader:
-        """A reader for one answer."""
+    def reader(self, dialect: Dialect) -> AnswerReader:
+        """A reader for one answer in the model's dialect."""
         inner = self._reader_of_content()
-        if self.dialect is None:
+        if not self.reads_marks:
             return inner
-        if self.dialect.has_messages:
+        if dialect.has_messages:
             return HarmonyReader(inner)
-        calls = self.dialect.calls if self.finds_calls else None
-        if calls is None and self.dialect.reasoning is None:
+        calls = dialect.calls if self.finds_calls else None
+        if calls is None and dialect.reasoning is None:
             return inner
-        return MarkedReader(calls, self.dialect.reasoning, self.is_thinking, inner, self.declared)
+        return MarkedReader(calls, dialect.reasoning, self.is_thinking, inner, self.declared)
 
     def _reader_of_content(self) -> AnswerReader:
         if self.forced_tool is not None:
@@ -63,9 +62,9 @@ class Splitting:
 class Splitter:
     """Splits one answer. num_calls counts its calls so far, dropped ones too."""
 
-    def __init__(self, rules: Splitting) -> None:
+    def __init__(self, rules: Splitting, dialect: Dialect) -> None:
         self._rules = rules
-        self._reader = rules.reader()
+        self._reader = rules.reader(dialect)
         self.num_calls = 0
 
     @property

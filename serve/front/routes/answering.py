@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
+from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,7 +16,7 @@ from serve.core.config import ServeConfig
 from serve.core.errors import BrigadeError, ModelError, OverloadedError, RequestError
 from serve.core.types import Pooling
 from serve.front.api.embeddings import EmbeddingJob
-from serve.front.api.lanes import Kind, Lanes
+from serve.front.api.lanes import Lanes, Read
 from serve.front.api.reading import (
     FinishedReply,
     ReadCompaction,
@@ -90,13 +91,17 @@ class Answering:
         self._lanes.close()
         self._grammars.close()
 
-    async def read(self, request: Request, kind: Kind, *given: guard.Parts) -> Any:
-        """The parsed body of a request. The body, and more that its reader takes, may be given."""
+    async def read(
+        self, request: Request, method: Callable[..., Read], *given: guard.Parts
+    ) -> Read:
+        """The body of a request, read by this method of Reader. What the method takes may be given;
+        otherwise it is the request's own body."""
         held = list(given) or [await guard.read_parts(request.scope, request.receive)]
         client = self._keys.client_of(request.scope)
         try:
-            reading = self._lanes.read(kind, held, client)
-            return self._named(await guard.unless_gone(request.receive, reading))
+            reading = self._lanes.read(method, held, client)
+            named: Read = self._named(await guard.unless_gone(request.receive, reading))
+            return named
         finally:
             held.clear()  # A request that waits for a thread must not keep its body alive.
 
@@ -122,15 +127,17 @@ class Answering:
                 usage = read.usage_in_stream
                 if self._forces_usage and usage is UsageInStream.NONE:
                     usage = UsageInStream.LAST
-                return replace(read, model=meant(read.model), usage_in_stream=usage)
+                return structs.replace(read, model=meant(read.model), usage_in_stream=usage)
             case ReadResponse():
-                job = replace(read.job, model=meant(read.job.model))
+                job = structs.replace(read.job, model=meant(read.job.model))
                 repeated = {**read.plan.repeated, "model": job.model}
-                return replace(read, job=job, plan=replace(read.plan, repeated=repeated))
+                plan = replace(read.plan, repeated=repeated)
+                return structs.replace(read, job=job, plan=plan)
             case ReadMessage() | ReadCompaction():
-                return replace(read, job=replace(read.job, model=meant(read.job.model)))
+                job = structs.replace(read.job, model=meant(read.job.model))
+                return structs.replace(read, job=job)
             case EmbeddingJob():
-                return replace(read, model=meant(read.model))
+                return structs.replace(read, model=meant(read.model))
             case FinishedReply() if read.model is not None:
                 meant(read.model)
         return read
@@ -215,8 +222,10 @@ class Answering:
             client = self._keys.client_of(request.scope)
             await self._grammars.run(client, len(grammar), check)
 
-    async def reply(self, request: Request, kind: Kind) -> Response:
+    async def reply(
+        self, request: Request, method: Callable[[Reader, bytes], FinishedReply]
+    ) -> Response:
         """The reply to a call that needs the tokenizer only."""
-        read: FinishedReply = await self.read(request, kind)
+        read = await self.read(request, method)
         headers = replies.ignored_fields(read.ignored_fields)
         return Response(read.reply, headers=headers, media_type="application/json")

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from serve.front.api.anthropic.body import CountBody, MessagesBody
-from serve.front.api.reading import ReadMessage
+from serve.front.api.reading import Reader
 from serve.front.api.writers.messages import MessagesWriter
 from serve.front.http import guard, schemas
 from serve.front.http.access import Dialect, Policy
@@ -47,7 +47,7 @@ class MessageCalls:
     )
     async def create(self, request: Request) -> Response:
         """Answers a chat in Anthropic's words."""
-        read: ReadMessage = await self._answering.read(request, "message")
+        read = await self._answering.read(request, Reader.message)
         job = read.job
         answer, headers = await self._answering.begin(request, job)
         record: Record = request.scope[guard.RECORD]
@@ -63,4 +63,4 @@ class MessageCalls:
     @endpoint(*(404, 500), body=CountBody, reply=schemas.MessageTokens, policy=_POLICY)
     async def count(self, request: Request) -> Response:
         """How many tokens a prompt has, of a chat in Anthropic's words."""
-        return await self._answering.reply(request, "count")
+        return await self._answering.reply(request, Reader.count)

@@ -5,11 +5,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from serve.front.api.openai import ChatBody, CompletionBody, DetokenizeBody, Tokenizable
+from serve.front.api.reading import Reader
 from serve.front.api.writers.chat import ChatWriter, WholeChat
 from serve.front.api.writers.completions import CompletionWriter, WholeCompletion
 from serve.front.http import schemas
 from serve.front.http.openapi import endpoint
-from serve.front.output.answer import Job
 from serve.front.routes.answering import Answering
 from serve.front.routes.stream import OPENAI, stream_reply, whole_reply
 
@@ -29,7 +29,7 @@ class ChatCalls:
     @endpoint(404, 429, 500, body=ChatBody, reply=schemas.ChatReply, chunk=schemas.ChatChunk)
     async def chat(self, request: Request) -> Response:
         """Answers /v1/chat/completions, whole or as a stream."""
-        job: Job = await self._answering.read(request, "chat")
+        job = await self._answering.read(request, Reader.chat)
         answer, headers = await self._answering.begin(request, job)
         tokenizer = self._answering.tokenizer
         if job.is_stream:
@@ -44,7 +44,7 @@ class ChatCalls:
     )
     async def completions(self, request: Request) -> Response:
         """Answers /v1/completions: continues one prompt or several."""
-        job: Job = await self._answering.read(request, "completion")
+        job = await self._answering.read(request, Reader.completion)
         answer, headers = await self._answering.begin(request, job)
         tokenizer = self._answering.tokenizer
         if job.is_stream:
@@ -54,9 +54,9 @@ class ChatCalls:
     @endpoint(404, body=Tokenizable, reply=schemas.Tokenized)
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or of messages."""
-        return await self._answering.reply(request, "tokenize")
+        return await self._answering.reply(request, Reader.tokenize)
 
     @endpoint(404, body=DetokenizeBody, reply=schemas.Detokenized)
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
-        return await self._answering.reply(request, "detokenize")
+        return await self._answering.reply(request, Reader.detokenize)

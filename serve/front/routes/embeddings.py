@@ -6,7 +6,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from serve.front.api.embeddings import EmbeddingBody, EmbeddingJob, encode
+from serve.front.api.embeddings import EmbeddingBody, encode
+from serve.front.api.reading import Reader
 from serve.front.http import schemas
 from serve.front.http.openapi import endpoint
 from serve.front.routes.answering import Answering
@@ -22,7 +23,7 @@ class EmbeddingCalls:
     @endpoint(404, 429, 500, body=EmbeddingBody, reply=schemas.EmbeddingReply)
     async def embeddings(self, request: Request) -> Response:
         """Returns a vector for each input, which says what the input is about."""
-        job: EmbeddingJob = await self._answering.read(request, "embedding")
+        job = await self._answering.read(request, Reader.embedding)
         vectors, headers = await self._answering.embed(request, job)
         body = await asyncio.to_thread(encode, job, vectors)
         return Response(body, headers=headers, media_type="application/json")

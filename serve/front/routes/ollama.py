@@ -1,5 +1,6 @@
 """The HTTP calls of Ollama's API, as far as they concern a model that is served already."""
 
+from collections.abc import Callable
 from datetime import UTC, datetime
 
 from starlette.requests import Request
@@ -7,16 +8,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from serve import __version__
-from serve.front.api.lanes import Kind
 from serve.front.api.ollama import OllamaChatBody, OllamaGenerateBody, ShowBody
 from serve.front.api.openai import parse
-from serve.front.api.reading import FinishedReply
+from serve.front.api.reading import FinishedReply, Reader
 from serve.front.api.writers.ollama import OllamaWriter, WholeOllama
 from serve.front.http import guard, replies
 from serve.front.http.access import Dialect, Policy
 from serve.front.http.body import json_object
 from serve.front.http.openapi import endpoint
 from serve.front.http.replies import Json
+from serve.front.output.answer import Job
 from serve.front.pipeline.interface import Engine
 from serve.front.routes.answering import Answering
 from serve.front.routes.stream import Framing, Space, json_response, stream_reply, whole_reply
@@ -46,15 +47,20 @@ class OllamaCalls:
     @endpoint(404, 429, 500, body=OllamaChatBody, reply=Json, policy=_POLICY)
     async def ollama_chat(self, request: Request) -> Response:
         """Answers a chat in Ollama's words, by default as lines of JSON."""
-        return await self._answer(request, "ollama_chat", is_chat=True)
+        return await self._answer(request, Reader.ollama_chat, is_chat=True)
 
     @endpoint(404, 429, 500, body=OllamaGenerateBody, reply=Json, policy=_POLICY)
     async def ollama_generate(self, request: Request) -> Response:
         """Answers a prompt in Ollama's words, by default as lines of JSON."""
-        return await self._answer(request, "ollama_generate", is_chat=False)
+        return await self._answer(request, Reader.ollama_generate, is_chat=False)
 
-    async def _answer(self, request: Request, kind: Kind, is_chat: bool) -> Response:
-        read = await self._answering.read(request, kind)
+    async def _answer(
+        self,
+        request: Request,
+        method: Callable[[Reader, bytes], Job | FinishedReply],
+        is_chat: bool,
+    ) -> Response:
+        read = await self._answering.read(request, method)
         if isinstance(read, FinishedReply):
             return Response(read.reply, media_type="application/json")
         answer, headers = await self._answering.begin(request, read)

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from starlette.requests import Request
@@ -10,7 +10,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from serve.core.errors import BrigadeError, RequestError
-from serve.front.api.reading import NeedsEarlier, ReadCompaction, ReadResponse
+from serve.front.api.lanes import Read
+from serve.front.api.reading import NeedsEarlier, Reader, ReadResponse
 from serve.front.api.responses.body import ResponsesBody, joined, output_messages, own_names
 from serve.front.api.responses.compaction import CompactBody
 from serve.front.api.responses.offer import Offer
@@ -51,8 +52,7 @@ class ResponseCalls:
     @endpoint(404, 429, 500, body=ResponsesBody, reply=Json, chunk=Json)
     async def respond(self, request: Request) -> Response:
         """Answers with items: text, thoughts, calls of functions."""
-        read = await self._read(request, "response")
-        assert isinstance(read, ReadResponse)
+        read = await self._read(request, Reader.response)
         _log_warnings(request, read)
         for grammar in read.tool_grammars:
             await self._answering.check_grammar(request, grammar, "tools")
@@ -72,19 +72,23 @@ class ResponseCalls:
     @endpoint(404, 429, 500, body=CompactBody, reply=Json)
     async def compact(self, request: Request) -> Response:
         """Summarizes a conversation, for an item that takes its place."""
-        read = await self._read(request, "compact")
-        assert isinstance(read, ReadCompaction)
+        read = await self._read(request, Reader.compact)
         with own_names():
             answer, headers = await self._answering.begin(request, read.job)
         return await whole_reply(request, answer, CompactionWriter(read.kept), headers)
 
-    async def _read(self, request: Request, kind: Any) -> ReadResponse | ReadCompaction:
+    async def _read(
+        self,
+        request: Request,
+        method: Callable[[Reader, bytes, bytes | None], Read | NeedsEarlier],
+    ) -> Read:
+        """Reads the body, with the earlier responses that it needs."""
         data = await read_parts(request.scope, request.receive)
-        read = await self._answering.read(request, kind, data)
+        read = await self._answering.read(request, method, data)
         if isinstance(read, NeedsEarlier):
             earlier = self._store.earlier(read.previous_id, read.item_ids)
-            read = await self._answering.read(request, kind, data, (earlier,))
-        assert isinstance(read, ReadResponse | ReadCompaction)
+            read = await self._answering.read(request, method, data, (earlier,))
+            assert not isinstance(read, NeedsEarlier)
         return read
 
     @endpoint(

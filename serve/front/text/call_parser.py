@@ -4,15 +4,16 @@ They read what a request can have a model write, and some take quadratic time. R
 this is the process in which one of them works.
 """
 
-import json
 import signal
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
-from serve.front.text.isolated import IsolatedProcess, ProcessEnded, answer_questions
-from serve.front.text.tool_formats import tool_format
+import msgspec
+
+from serve.core.helper_messages import CallsParsed, CallUnreadable, ParseCall, ParsedCall
+from serve.front.text.dialects.interface import Tools
+from serve.front.text.isolated import IsolatedPool, ProcessEnded, answer_questions
+from serve.front.text.tool_formats import parsed_calls, tool_format
 
 MAX_CHARACTERS = 256 << 10
 MAX_SECONDS = 0.5  # of a core
@@ -33,49 +34,50 @@ def threads_for(num_characters: int) -> ThreadPoolExecutor:
 
 
 class CallParser:
-    """The parser of this name, as ToolFormat.parse calls it. Raises ValueError of a call that is
-    too long, takes too long or cannot be read: its text is content."""
+    """mlx-lm's parser of this name, which reads calls in a process of its own for each thread that
+    calls it at the same time."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
-        self._lock = threading.Lock()
-        self._idle: list[IsolatedProcess] = []
+        self._processes: IsolatedPool[CallsParsed | CallUnreadable]
+        self._processes = IsolatedPool(CallsParsed | CallUnreadable, __name__, name)
 
-    def __call__(self, text: str, tools: Any = None) -> Any:
+    def __call__(self, text: str, tools: Tools = ()) -> tuple[ParsedCall, ...]:
+        """The calls in a text. tools are the declared ones as OpenAI's JSON. Raises ValueError if
+        the text is too long, takes too long or cannot be read: then it is content."""
         if len(text) > MAX_CHARACTERS:
             raise ValueError(
                 f"a call of {len(text)} characters, of which only {MAX_CHARACTERS} are allowed"
             )
-        with self._lock:
-            process = self._idle.pop() if self._idle else None
-        process = process or IsolatedProcess(__name__, self._name)
+        declared = msgspec.json.encode(tools).decode()
         try:
-            answer = process.ask(json.dumps([text, tools]).encode())
+            answer = self._processes.ask(ParseCall(text, declared))
         except ProcessEnded as error:
             if error.code == -signal.SIGPROF:
                 raise ValueError(f"a call that takes more than {MAX_SECONDS:g} s to read") from None
             raise ValueError(f"a call that ended its parser with {error.code}") from None
-        with self._lock:
-            self._idle.append(process)
-        parsed = json.loads(answer)
-        if "error" in parsed:
-            raise ValueError(parsed["error"])
-        return parsed["calls"]
+        match answer:
+            case CallsParsed(calls):
+                return calls
+            case CallUnreadable(reason):
+                raise ValueError(reason)
+
+
+# --- in the process
 
 
 def main(name: str) -> None:
-    """Ends with its stdin, or by SIGPROF."""
+    """Answers questions until its standard input ends, or until SIGPROF ends the process."""
     parse = tool_format(name).parse
 
-    def answer(question: bytes) -> bytes:
-        text, tools = json.loads(question)
+    def answer(question: ParseCall, _: bytes) -> CallsParsed | CallUnreadable:
         try:
-            return json.dumps({"calls": parse(text, tools)}).encode()
+            tools = msgspec.json.decode(question.tools)
+            return CallsParsed(parsed_calls(parse(question.text, tools)))
         # A parser of mlx-lm reads what a model has written: it may raise anything.
         except Exception as error:
-            return json.dumps({"error": f"{error!r:.200}"}).encode()
+            return CallUnreadable(f"{error!r:.200}")
 
-    answer_questions(answer, MAX_SECONDS)
+    answer_questions(ParseCall, answer, MAX_SECONDS)
 
 
 if __name__ == "__main__":

@@ -4,26 +4,22 @@ Both are llguidance's. Rank 0's engine applies the grammar.
 """
 
 import hashlib
-import json
 import re
 import signal
-import subprocess
-import sys
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
 from serve.core.errors import BrigadeError, RequestError
 from serve.core.grammar_limits import CHECK_SECONDS, MAX_GRAMMAR_CHARACTERS
+from serve.core.helper_messages import CheckGrammar, GrammarChecked
 from serve.front.text import grammar_check
-from serve.front.text.schemas import GUIDANCE, Schema, closed, closed_text, expressible_text
+from serve.front.text.isolated import IsolatedPool, ProcessEnded
+from serve.front.text.schemas import GUIDANCE, Schema, closed_text, expressible_text
 
 # About 150 bytes each. A client cannot check this many before others reuse theirs.
 _MAX_KNOWN = 4096
@@ -44,16 +40,15 @@ _MAX_GBNF_RULES = 500
 _MAX_GBNF_CHARACTERS = 64 << 10
 
 
-def of_schema(schema: dict[str, Any] | str, param: str = "structured_outputs") -> str:
+def of_schema(schema: Schema | str, param: str = "structured_outputs") -> str:
     """The grammar of JSON by a schema whose objects are closed. Raises RequestError for the field
     param if the schema is nested too deeply, or is a text that is not a JSON object."""
-    text = closed_text(schema) if isinstance(schema, str) else json.dumps(closed(schema))
-    return _of_schema_text(text, param)
+    return _of_schema_text(closed_text(schema), param)
 
 
 def of_tool_schema(schema: Schema) -> str:
-    """The same for a schema made of tools' schemas. What a grammar cannot express of them is left
-    out."""
+    """The grammar of JSON by a schema made of tools' schemas. Keywords that no grammar can express
+    are left out."""
     return _of_schema_text(expressible_text(schema), "tools")
 
 
@@ -115,15 +110,14 @@ class Grammars:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._idle: list[subprocess.Popen[str]] = []
-        weakref.finalize(self, _end, self._idle)  # also when this process ends
-        self._findings: OrderedDict[bytes, grammar_check.Finding] = OrderedDict()
+        self._processes: IsolatedPool[GrammarChecked]
+        self._processes = IsolatedPool(GrammarChecked, grammar_check.__name__, str(folder))
+        self._known: OrderedDict[bytes, GrammarChecked] = OrderedDict()
         self._lock = threading.Lock()
 
     def is_known(self, grammar: str) -> bool:
         """Whether `check` returns without asking a process."""
-        return len(grammar) > MAX_GRAMMAR_CHARACTERS or _key(grammar) in self._findings
+        return len(grammar) > MAX_GRAMMAR_CHARACTERS or _key(grammar) in self._known
 
     def check(self, grammar: str, param: str) -> tuple[str, ...]:
         """Returns the keywords of schemas that the grammar does not hold. Raises RequestError if no
@@ -132,67 +126,35 @@ class Grammars:
         if len(grammar) > MAX_GRAMMAR_CHARACTERS:
             most = f"{MAX_GRAMMAR_CHARACTERS} are allowed"
             raise RequestError(f"The grammar has {len(grammar)} characters, {most}.", param=param)
-        reason, unenforced = self._known(grammar)
-        if reason:
-            raise RequestError("The grammar cannot be followed:", detail=reason, param=param)
-        return tuple(unenforced)
+        checked = self._checked(grammar)
+        if checked.reason is not None:
+            raise RequestError(
+                "The grammar cannot be followed:",
+                detail=checked.reason,
+                param=param,
+            )
+        return checked.unenforced
 
-    def _known(self, grammar: str) -> grammar_check.Finding:
+    def _checked(self, grammar: str) -> GrammarChecked:
         key = _key(grammar)
-        finding = self._findings.get(key)
-        if finding is None:
-            finding = self._finding(grammar)
+        checked = self._known.get(key)
+        if checked is None:
+            checked = self._ask(grammar)
         with self._lock:
-            self._findings[key] = finding
-            self._findings.move_to_end(key)
-            if len(self._findings) > _MAX_KNOWN:
-                self._findings.popitem(last=False)
-        return finding
+            self._known[key] = checked
+            self._known.move_to_end(key)
+            if len(self._known) > _MAX_KNOWN:
+                self._known.popitem(last=False)
+        return checked
 
-    def _finding(self, grammar: str) -> grammar_check.Finding:
-        checker = self._checker()
-        if answer := _ask(checker, grammar):
-            self._idle.append(checker)
-            reason, unenforced = json.loads(answer)
-            return reason, unenforced
-        code = checker.wait()
-        _end([checker])
-        if code in _REASONS:
-            return f"{_REASONS[code]}: make it simpler", []
-        raise BrigadeError(f"The check of grammars ended with {code}.")
-
-    def _checker(self) -> "subprocess.Popen[str]":
-        """An idle process. One that ended while it was idle was not ended by a grammar."""
-        while self._idle:
-            with suppress(IndexError):  # Another thread may take the last one.
-                checker = self._idle.pop()
-                if checker.poll() is None:
-                    return checker
-                _end([checker])
-        return self._start()
-
-    def _start(self) -> "subprocess.Popen[str]":
-        command = [sys.executable, "-m", grammar_check.__name__, str(self._folder)]
-        pipe = subprocess.PIPE
-        # In a session of its own: a terminal's SIGINT is for the server.
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+    def _ask(self, grammar: str) -> GrammarChecked:
+        try:
+            return self._processes.ask(CheckGrammar(grammar))
+        except ProcessEnded as error:
+            if error.code in _REASONS:
+                return GrammarChecked(f"{_REASONS[error.code]}: make it simpler")
+            raise BrigadeError(f"The check of grammars ended with {error.code}.") from None
 
 
 def _key(grammar: str) -> bytes:
     return hashlib.sha256(grammar.encode(errors="surrogatepass")).digest()
-
-
-def _ask(checker: "subprocess.Popen[str]", grammar: str) -> str:
-    """The answer as a line of JSON; empty if the process has ended."""
-    assert checker.stdin
-    assert checker.stdout
-    with suppress(BrokenPipeError):
-        checker.stdin.write(json.dumps(grammar) + "\n")
-        checker.stdin.flush()
-    return checker.stdout.readline()
-
-
-def _end(checkers: "list[subprocess.Popen[str]]") -> None:
-    for checker in checkers:
-        checker.kill()
-        checker.communicate()

@@ -51,13 +51,16 @@ def closed(schema: Schema) -> Schema:
     return result
 
 
-def closed_text(text: str) -> str:
-    """The same for a schema's JSON; a text that is not a JSON object is returned as it is."""
+def closed_text(schema: Schema | str) -> str:
+    """The JSON of a closed schema, which may be given as JSON too. A text that is not a JSON object
+    is returned as it is."""
+    if not isinstance(schema, str):
+        return json.dumps(closed(schema))
     try:
-        schema = json.loads(text)
-        return json.dumps(closed(schema)) if isinstance(schema, dict) else text
+        parsed = json.loads(schema)
+        return json.dumps(closed(parsed)) if isinstance(parsed, dict) else schema
     except (ValueError, RecursionError):
-        return text
+        return schema
 
 
 def expressible_text(schema: Schema) -> str:

@@ -4,6 +4,7 @@ Importing the package would bring MLX into this process. These files need none o
 """
 
 import importlib.util
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from serve.core.errors import UsageError
+from serve.core.helper_messages import ParsedCall
 from serve.core.tool_parsers import mlx_lm_folder, tool_parsers
 
 _PRIVATE = "brigade_mlx_lm_"
@@ -36,6 +38,25 @@ def tool_format(name: str) -> ToolFormat:
     mlx_lm_module("tool_parsers")  # Some take parts of others from their package.
     parser = mlx_lm_module(f"tool_parsers.{name}")
     return ToolFormat(parser.tool_call_start, parser.tool_call_end, parser.parse_tool_call)
+
+
+def parsed_calls(parsed: Any) -> tuple[ParsedCall, ...]:
+    """The calls that a ToolFormat has parsed. Raises ValueError if it returned something else, or
+    arguments that have no JSON form."""
+    calls = parsed if isinstance(parsed, list) and parsed else [parsed]
+    return tuple(map(_parsed_call, calls))
+
+
+def _parsed_call(call: Any) -> ParsedCall:
+    name = call.get("name") if isinstance(call, dict) else None
+    if not isinstance(name, str):
+        raise ValueError("a call without a name")
+    arguments = call.get("arguments", call.get("parameters", {}))
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    id = call["id"] if isinstance(call.get("id"), str) else None
+    (name + arguments + (id or "")).encode()  # A lone surrogate is a ValueError.
+    return ParsedCall(name, arguments, id)
 
 
 @cache

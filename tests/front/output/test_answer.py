@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from serve.core.errors import BrigadeError, EngineError, UnavailableError
@@ -409,7 +410,8 @@ async def test_usage_counts_the_reasoning_tokens_of_all_answers(
     reasoning = Reasoning((5,), (6,), is_open=True)
     (prompt,) = asked.prompts
     samplings = tuple(replace(each, reasoning=reasoning) for each in prompt.samplings)
-    asked = replace(asked, prompts=[replace(prompt, samplings=samplings)])
+    prompt = replace(prompt, samplings=samplings)
+    asked = msgspec.structs.replace(asked, prompts=[prompt])
     answers = {0: [1, 2, 6, 3, 5, 4, 6, 1], 1: [1, 1]}
     events = []
     for number, tokens in answers.items():

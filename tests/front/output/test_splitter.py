@@ -4,19 +4,20 @@ from dataclasses import replace
 
 import pytest
 
+from serve.core.helper_messages import ParsedCall
 from serve.front.output.deltas import CallBegin, CallEnd, CallText, Text, Thought
 from serve.front.output.splitter import Part, Splitter, Splitting
 from serve.front.text.dialects.interface import Dialect
 from serve.front.text.dialects.mlx_lm import ParsedCalls
 from serve.front.text.dialects.qwen import QWEN
 
-BOTH = Splitting(QWEN, finds_calls=True)
+BOTH = Splitting(reads_marks=True, finds_calls=True)
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 LISTED = '[{"name": "f", "parameters": {}}, {"name": "g", "parameters": {}}]'
 
 
 def split(rules: Splitting, text: str, is_whole: bool = True) -> list[Part]:
-    splitter = Splitter(rules)
+    splitter = Splitter(rules, QWEN)
     return [*splitter.feed(text), *splitter.finish(is_whole)]
 
 
@@ -25,7 +26,7 @@ def kinds(parts: list[Part]) -> list[type]:
 
 
 def test_splitter_leaves_a_plain_answer_as_it_is() -> None:
-    assert not Splitting().searches
+    assert not Splitting().searches(QWEN)
     assert split(Splitting(), CALL) == [Text(CALL)]
 
 
@@ -58,13 +59,17 @@ def test_splitter_ends_a_forced_call_only_if_it_is_whole() -> None:
 
 
 def test_splitter_ends_a_forced_call_after_a_thought() -> None:
-    rules = Splitting(QWEN, is_thinking=True, forced_tool="f")
+    rules = Splitting(reads_marks=True, is_thinking=True, forced_tool="f")
     assert kinds(split(rules, "Hm</think>{}")) == [Thought, CallBegin, CallText, CallEnd]
 
 
+def one_call(_text: str, _tools: object) -> list[ParsedCall]:
+    return [ParsedCall("f", "{}")]
+
+
 def test_splitter_knows_when_a_call_has_to_be_parsed() -> None:
-    slow = Dialect("slow", ParsedCalls("<tool_call>", "</tool_call>", lambda *_: {"name": "f"}))
-    splitter = Splitter(replace(BOTH, dialect=slow))
+    slow = Dialect("slow", ParsedCalls("<tool_call>", "</tool_call>", one_call))
+    splitter = Splitter(BOTH, slow)
     assert list(splitter.feed(CALL[:20])) == []
     assert splitter.call_length == 9
     assert len(list(splitter.feed(CALL[20:]))) == 3

@@ -4,8 +4,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from serve.core.helper_messages import ParsedCall
 from serve.front.text.call_parser import MAX_CHARACTERS, CallParser
-from serve.front.text.tool_formats import tool_format
+from serve.front.text.tool_formats import parsed_calls, tool_format
 
 CALL = '{"name": "weather", "arguments": {"city": "Köln"}}'
 # Each time that the parser of gemma4 sees "call:" it reads on to the end.
@@ -18,32 +19,32 @@ def parser() -> CallParser:
 
 
 def test_call_parser_gives_what_the_parser_gives(parser: CallParser) -> None:
-    assert parser(CALL, None) == tool_format("json_tools").parse(CALL, None)
-    assert parser(CALL, []) == {"name": "weather", "arguments": {"city": "Köln"}}
+    assert parser(CALL) == parsed_calls(tool_format("json_tools").parse(CALL, None))
+    assert parser(CALL) == (ParsedCall("weather", '{"city": "Köln"}'),)
 
 
 def test_call_parser_raises_for_what_is_no_call(parser: CallParser) -> None:
     with pytest.raises(ValueError, match="JSONDecodeError"):
-        parser("no call", None)
-    assert parser(CALL, None), "the process goes on"
+        parser("no call")
+    assert parser(CALL), "the process goes on"
 
 
 def test_call_parser_does_not_begin_to_read_what_is_too_long(parser: CallParser) -> None:
     with pytest.raises(ValueError, match="characters"):
-        parser("[" * (MAX_CHARACTERS + 1), None)
+        parser("[" * (MAX_CHARACTERS + 1))
 
 
 def test_call_parser_takes_deep_json_for_no_call(parser: CallParser) -> None:
     with pytest.raises(ValueError, match="RecursionError"):
-        parser('{"name": "f", "arguments": ' + "[" * 100_000, None)
+        parser('{"name": "f", "arguments": ' + "[" * 100_000)
 
 
 def test_call_parser_is_stopped_and_others_go_on() -> None:
     """This one took minutes, on a thread that everybody shares."""
     slow = CallParser("gemma4")
     with ThreadPoolExecutor(1) as threads:
-        stopped = threads.submit(slow, SLOW, None)
+        stopped = threads.submit(slow, SLOW)
         with pytest.raises(ValueError, match="takes more than 0.5 s"):
             stopped.result(60)
     with pytest.raises(ValueError, match="No function"):
-        slow("nothing", None)
+        slow("nothing")

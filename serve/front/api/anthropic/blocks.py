@@ -4,7 +4,7 @@ Unknown fields of blocks change nothing: clients send back what servers gave the
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -25,7 +25,18 @@ def _as_blocks(content: Any) -> Any:
         content = [content]
     if not isinstance(content, list):
         refuse("must be a string or a list of blocks")
-    return [{"type": "text", "text": each} if isinstance(each, str) else each for each in content]
+    return [_as_block(block) for block in content]
+
+
+def _as_block(block: Any) -> Any:
+    return {"type": "text", "text": block} if isinstance(block, str) else block
+
+
+def _as_list_of(kind: Any) -> BeforeValidator:
+    return BeforeValidator(_as_blocks, json_schema_input_type=None | str | list[kind])
+
+
+_FAIL_FAST = Field(fail_fast=True)
 
 
 def _said(role: Role, text: str) -> ChatMessage | AssistantPart:
@@ -42,11 +53,11 @@ class TextBlock(Tolerant):
         yield _said(role, self.text)
 
 
-Texts = Annotated[
-    list[TextBlock],
-    Field(fail_fast=True),
-    BeforeValidator(_as_blocks, json_schema_input_type=None | str | list[TextBlock]),
-]
+Texts = Annotated[list[TextBlock], _FAIL_FAST, _as_list_of(TextBlock)]
+
+
+def _lines(texts: Iterable[TextBlock]) -> str:
+    return "\n".join(block.text for block in texts)
 
 
 class SearchResultBlock(Tolerant):
@@ -57,7 +68,8 @@ class SearchResultBlock(Tolerant):
 
     @property
     def text(self) -> str:
-        return "\n".join([f"{self.title} ({self.source})", *(each.text for each in self.content)])
+        heading = f"{self.title} ({self.source})"
+        return f"{heading}\n{_lines(self.content)}" if self.content else heading
 
     def parts(self, role: Role) -> Parts:
         yield _said(role, self.text)
@@ -78,7 +90,7 @@ class ContentSource(Tolerant):
 
     @property
     def text(self) -> str:
-        return "\n".join(each.text for each in self.content)
+        return _lines(self.content)
 
 
 class DocumentBlock(Tolerant):
@@ -91,7 +103,8 @@ class DocumentBlock(Tolerant):
 
     @property
     def text(self) -> str:
-        return "\n".join(filter(None, (self.title, self.context, self.source.text)))
+        texts = self.title, self.context, self.source.text
+        return "\n".join(filter(None, texts))
 
     def parts(self, role: Role) -> Parts:
         yield _said(role, self.text)
@@ -123,7 +136,8 @@ class ToolUseBlock(Tolerant):
     input: dict[str, Any] | None = None
 
     def parts(self, _: Role) -> Parts:
-        yield called(self.id, self.name, json.dumps(self.input or {}, ensure_ascii=False))
+        arguments = json.dumps(self.input or {}, ensure_ascii=False)
+        yield called(self.id, self.name, arguments)
 
 
 class ToolResultBlock(Tolerant):
@@ -131,11 +145,7 @@ class ToolResultBlock(Tolerant):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Annotated[
-        list[ResultBlock],
-        Field(fail_fast=True),
-        BeforeValidator(_as_blocks, json_schema_input_type=None | str | list[ResultBlock]),
-    ] = []
+    content: Annotated[list[ResultBlock], _FAIL_FAST, _as_list_of(ResultBlock)] = []
     is_error: bool | None = None
 
     def parts(self, _: Role) -> Parts:
@@ -166,7 +176,8 @@ class ServerResultBlock(Tolerant):
 
 
 def _plain_text(content: Any) -> str:
-    """The content of a result as text. What is encrypted tells another model nothing."""
+    """The content of a result as text. Encrypted fields are left out: they tell another model
+    nothing."""
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, list):
@@ -229,34 +240,22 @@ Block = UserBlock | AssistantBlock | SystemBlock
 
 
 class SystemTurn(Tolerant):
-    """A message of the system in the midst of a conversation. With clear_at next_user_message it
-    counts until a user speaks next."""
+    """A message of the system within a conversation. With clear_at next_user_message it holds until
+    the next message of a user."""
 
     role: Literal["system"]
-    content: Annotated[
-        list[SystemBlock],
-        Field(fail_fast=True),
-        BeforeValidator(_as_blocks, json_schema_input_type=None | str | list[SystemBlock]),
-    ] = []
+    content: Annotated[list[SystemBlock], _FAIL_FAST, _as_list_of(SystemBlock)] = []
     clear_at: Literal["next_user_message", "never"] | None = None
 
 
 class UserTurn(Tolerant):
     role: Literal["user"]
-    content: Annotated[
-        list[UserBlock],
-        Field(fail_fast=True),
-        BeforeValidator(_as_blocks, json_schema_input_type=None | str | list[UserBlock]),
-    ]
+    content: Annotated[list[UserBlock], _FAIL_FAST, _as_list_of(UserBlock)]
 
 
 class AssistantTurn(Tolerant):
     role: Literal["assistant"]
-    content: Annotated[
-        list[AssistantBlock],
-        Field(fail_fast=True),
-        BeforeValidator(_as_blocks, json_schema_input_type=None | str | list[AssistantBlock]),
-    ]
+    content: Annotated[list[AssistantBlock], _FAIL_FAST, _as_list_of(AssistantBlock)]
 
 
 Turn = Annotated[SystemTurn | UserTurn | AssistantTurn, Field(discriminator="role")]
@@ -264,8 +263,11 @@ Turn = Annotated[SystemTurn | UserTurn | AssistantTurn, Field(discriminator="rol
 
 def parts_of(turns: Sequence[Turn]) -> Parts:
     """The parts of turns, one by one."""
-    last_user = max((n for n, turn in enumerate(turns) if turn.role == "user"), default=-1)
+    users = [number for number, turn in enumerate(turns) if turn.role == "user"]
+    last_user = users[-1] if users else -1
     for number, turn in enumerate(turns):
-        if turn.role == "system" and turn.clear_at == "next_user_message" and number < last_user:
+        is_temporary = turn.role == "system" and turn.clear_at == "next_user_message"
+        if is_temporary and number < last_user:
             continue
-        yield from (part for block in turn.content for part in block.parts(turn.role))
+        for block in turn.content:
+            yield from block.parts(turn.role)

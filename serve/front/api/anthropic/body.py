@@ -11,13 +11,12 @@ from serve.core.errors import RequestError
 from serve.front.api.anthropic.blocks import Texts, Turn, parts_of
 from serve.front.api.anthropic.edits import Context, ContextManagement
 from serve.front.api.anthropic.tools import DeclaredTools, Offer, ToolChoice, offer
-from serve.front.api.messages import ChatMessage, joined_parts
+from serve.front.api.messages import AssistantPart, ChatMessage, joined_parts
 from serve.front.api.openai import CacheSalt
 from serve.front.api.request import DEFAULT_MODEL, ChatPrompt, ChatRequest, ToolUse
 from serve.front.api.sampling import StopList, Temperature, TopK, TopP, basic_sampling, only_grammar
 from serve.front.api.structured import format_grammar
 from serve.front.api.thinking import Thinking
-from serve.front.api.tools import grammar_of_call
 from serve.front.http.body import Body, Tolerant
 from serve.front.http.replies import Json
 from serve.front.output.choice import StopRules
@@ -112,7 +111,7 @@ class CountBody(HarmlessFields):
 
     @property
     def wanted_thinking(self) -> Thinking:
-        """How much the model should think."""
+        """The reasoning that the request asks for."""
         effort = self.output_config.effort if self.output_config else None
         if self.thinking is None:
             return Thinking(effort)
@@ -127,20 +126,22 @@ class CountBody(HarmlessFields):
         has, and is called only if an edit depends on it. Raises RequestError."""
         tools = self._offer()
         context = Context(self.messages, lambda turns: count(self._prompt(turns, tools)))
-        edits = self.context_management
-        after, applied = edits.apply(context) if edits else (context, None)
+        after = context
+        applied: list[Json] | None = None
+        if self.context_management:
+            after, applied = self.context_management.apply(context)
         return EditedPrompt(
-            self._prompt(after.turns, tools),
-            tools,
-            applied,
-            context.num_tokens if applied else None,
+            prompt=self._prompt(after.turns, tools),
+            offer=tools,
+            applied_edits=applied,
+            num_tokens_before=context.num_tokens if applied else None,
         )
 
     def _offer(self) -> Offer:
         found = offer(self.tools or [], self.messages, self.tool_choice)
         servers = [server.name for server in self.mcp_servers or ()]
-        names = tuple(dict.fromkeys((*found.left_out, *servers)))
-        found = replace(found, left_out=names)
+        left_out = dict.fromkeys((*found.left_out, *servers))
+        found = replace(found, left_out=tuple(left_out))
         found.check(self.tool_choice)
         return found
 
@@ -156,10 +157,14 @@ class CountBody(HarmlessFields):
         )
 
     def _messages(self, turns: Sequence[Turn]) -> list[ChatMessage]:
-        first = [part for block in self.system or () for part in block.parts("system")]
-        messages = list(_joined(joined_parts([*first, *parts_of(turns)])))
+        parts: list[ChatMessage | AssistantPart] = []
+        for block in self.system or ():
+            parts += block.parts("system")
+        parts += parts_of(turns)
+        messages = list(_joined(joined_parts(parts)))
         last: ChatMessage = messages[-1] if messages else {"role": "assistant"}
-        if last["role"] == "assistant" and ("tool_calls" in last or not last.get("content")):
+        can_be_continued = bool(last.get("content")) and "tool_calls" not in last
+        if last["role"] == "assistant" and not can_be_continued:
             raise RequestError(
                 "messages: the last one must be the user's, or text of the assistant "
                 "that can be continued.",
@@ -189,7 +194,11 @@ class MessagesBody(CountBody):
         use = self._tool_use(edited.offer)
         grammars = self._grammars(use)
         sampling = basic_sampling(
-            tokenizer, self.temperature, self.top_p, self.top_k, only_grammar(grammars)
+            tokenizer,
+            self.temperature,
+            self.top_p,
+            self.top_k,
+            only_grammar(grammars),
         )
         return ChatRequest(
             model=self.model,
@@ -215,18 +224,23 @@ class MessagesBody(CountBody):
     def _grammars(self, use: ToolUse) -> dict[str, str]:
         """The grammars that the answer must follow, by the field that demands each."""
         format = (self.output_config and self.output_config.format) or self.output_format
-        found = {
-            "output_config.format": format_grammar(format.type, format.schema_) if format else None,
-            "tool_choice": grammar_of_call(use.tools, use.choice, use.is_parallel),
-        }
-        return {name: grammar for name, grammar in found.items() if grammar}
+        found: dict[str, str] = {}
+        if format:
+            demanded = format_grammar(format.type, format.schema_)
+            if demanded:
+                found["output_config.format"] = demanded
+        call_grammar = use.grammar()
+        if call_grammar:
+            found["tool_choice"] = call_grammar
+        return found
 
 
 def _joined(messages: Iterable[ChatMessage]) -> Iterator[ChatMessage]:
-    """Messages. What users or the system say in several blocks or turns is one message, a line
-    each."""
+    """Joins messages of users or of the system that follow each other: the content of each is a
+    line of one message."""
     for role, run in groupby(messages, lambda message: message["role"]):
         if role in ("system", "user"):
-            yield {"role": role, "content": "\n".join(message["content"] for message in run)}
+            contents = [message["content"] for message in run]
+            yield {"role": role, "content": "\n".join(contents)}
         else:
             yield from run

@@ -1,5 +1,6 @@
 """Anthropic's context_management: old thoughts and results of tools are left out of the prompt,
-while the client keeps them. It says what counts as old, and the reply says what was left out."""
+while the client keeps them. The request says which ones are old, and the reply lists what was left
+out."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
@@ -78,8 +79,8 @@ class AllTurns(Body):
 
 
 class ClearThinking(Body):
-    """Thoughts of all turns but the last ones are left out. keep counts turns of the assistant that
-    have thoughts; a turn goes on after results of tools."""
+    """Leaves out the thoughts of all turns but the last ones. keep counts turns of the assistant
+    that have thoughts; results of tools do not end a turn."""
 
     type: Literal["clear_thinking_20251015"]
     keep: (
@@ -92,21 +93,27 @@ class ClearThinking(Body):
         if self.keep == "all" or isinstance(self.keep, AllTurns):
             return context, None
         thinking = list(_thinking_turns(context.turns))
-        num_cleared = max(0, len(thinking) - (self.keep.value if self.keep else 1))
-        old = {number for turn in thinking[:num_cleared] for number in turn}
+        num_kept = self.keep.value if self.keep else 1
+        num_cleared = max(0, len(thinking) - num_kept)
+        old: set[int] = set().union(*thinking[:num_cleared])
         if not old:
             return context, None
-        after = context.edited(lambda n, block: None if n in old and _is_thought(block) else block)
+
+        def without_old_thoughts(number: int, block: Block) -> Block | None:
+            return None if number in old and _is_thought(block) else block
+
+        after = context.edited(without_old_thoughts)
+        num_saved = context.num_tokens - after.num_tokens
         return after, {
             "type": self.type,
             "cleared_thinking_turns": num_cleared,
-            "cleared_input_tokens": max(0, context.num_tokens - after.num_tokens),
+            "cleared_input_tokens": max(0, num_saved),
         }
 
 
 class ClearToolUses(Body):
-    """Results of all calls but the last ones are replaced by a note, once the conversation is long
-    enough. It is left as it is if that would save no tokens, or fewer than clear_at_least."""
+    """Replaces the results of all calls but the last ones by a note, once the conversation is long
+    enough. Nothing is replaced if that would save no tokens, or fewer than clear_at_least."""
 
     type: Literal["clear_tool_uses_20250919"]
     trigger: Annotated[InputTokens | ToolUses, Field(discriminator="type")] | None = None
@@ -122,19 +129,21 @@ class ClearToolUses(Body):
         if not cleared or not self._is_triggered(context):
             return context, None
         after = context.edited(lambda _, block: self._without(block, cleared))
-        saved = context.num_tokens - after.num_tokens
-        if saved < max(1, self.clear_at_least.value if self.clear_at_least else 1):
+        num_saved = context.num_tokens - after.num_tokens
+        min_saved = self.clear_at_least.value if self.clear_at_least else 1
+        if num_saved < max(1, min_saved):
             return context, None
         return after, {
             "type": self.type,
             "cleared_tool_uses": len(cleared),
-            "cleared_input_tokens": saved,
+            "cleared_input_tokens": num_saved,
         }
 
     def _old_calls(self, calls: Sequence[ToolUseBlock]) -> set[str]:
         num_kept = self.keep.value if self.keep else _KEPT_CALLS
-        old = calls[: max(0, len(calls) - num_kept)]
-        return {call.id for call in old if call.name not in (self.exclude_tools or ())}
+        num_old = max(0, len(calls) - num_kept)
+        excluded = self.exclude_tools or ()
+        return {call.id for call in calls[:num_old] if call.name not in excluded}
 
     def _is_triggered(self, context: Context) -> bool:
         if isinstance(self.trigger, ToolUses):
@@ -144,7 +153,8 @@ class ClearToolUses(Body):
 
     def _without(self, block: Block, cleared: set[str]) -> Block:
         if isinstance(block, ToolResultBlock) and block.tool_use_id in cleared:
-            return block.model_copy(update={"content": [TextBlock(type="text", text=CLEARED)]})
+            note = TextBlock(type="text", text=CLEARED)
+            return block.model_copy(update={"content": [note]})
         if isinstance(block, ToolUseBlock) and block.id in cleared and self._clears_input(block):
             return block.model_copy(update={"input": {}})
         return block
@@ -156,8 +166,8 @@ class ClearToolUses(Body):
 
 
 class Compact(Body):
-    """A summary of the conversation so far, which this server does not make: the conversation goes
-    on uncut, and the reply does not list this edit as applied."""
+    """Asks for a summary of the conversation so far. This server makes none: the conversation stays
+    as it is, and the reply does not list this edit as applied."""
 
     type: Literal["compact_20260112"]
     trigger: InputTokens | None = None
@@ -190,7 +200,8 @@ def _thinking_turns(turns: Sequence[Turn]) -> Iterable[list[int]]:
     """The numbers of the messages of each turn of the assistant that has thoughts."""
     current: list[int] = []
     for number, turn in enumerate(turns):
-        if isinstance(turn, AssistantTurn) and any(map(_is_thought, turn.content)):
+        has_thoughts = any(map(_is_thought, turn.content))
+        if isinstance(turn, AssistantTurn) and has_thoughts:
             current.append(number)
         if current and isinstance(turn, UserTurn) and not _is_result(turn):
             yield current

@@ -58,9 +58,10 @@ class ClientTool(Tolerant):
     def as_tool(self) -> Tool:
         """The same tool as chat declares it."""
         known = KNOWN_TOOLS[self.type]
+        sentences = [known.description, *self._facts()]
         function = Function(
             name=self.name or known.name,
-            description=" ".join((known.description, *self._facts())),
+            description=" ".join(sentences),
             parameters=known.schema,
             strict=self.strict,
         )
@@ -128,7 +129,9 @@ class ToolChoice(Body):
         """The same choice in the words of a chat."""
         if self.name is not None:
             return NamedTool(type="function", function=FunctionName(name=self.name))
-        return "none" if self.type == "none" else "required" if self.type == "any" else "auto"
+        if self.type == "any":
+            return "required"
+        return "none" if self.type == "none" else "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +147,11 @@ class Offer:
         if choice is None or choice.type not in ("any", "tool") or not self.left_out:
             return
         if choice.name in self.left_out or not self.tools:
+            demanded = choice.name or "a tool"
+            left_out = ", ".join(self.left_out)
             raise RequestError(
-                f"tool_choice demands {choice.name or 'a tool'}, but "
-                f"{', '.join(self.left_out)} would run on Anthropic's servers: demand a "
-                "tool that the client runs.",
+                f"tool_choice demands {demanded}, but {left_out} would run on Anthropic's "
+                "servers: demand a tool that the client runs.",
                 param="tool_choice",
             )
 
@@ -158,17 +162,20 @@ def offer(
     """Decides which of the declared tools the model is offered after these turns. A tool whose
     loading is deferred is offered once a turn refers to it. If the search that would find it is
     hosted, it is offered at once, because nothing here can find it."""
-    left_out = tuple(tool.shown_name for tool in declared if isinstance(tool, HostedTool))
-    own = [tool for tool in declared if not isinstance(tool, HostedTool)]
-    searches = any(tool.type.startswith("tool_search_tool_") for tool in declared if tool.type)
+    hosted = [tool for tool in declared if isinstance(tool, HostedTool)]
+    has_hosted_search = any(tool.type.startswith("tool_search_tool_") for tool in hosted)
     changes = _changes(turns)
     if choice is not None and choice.name is not None:
         changes[choice.name] = True
-    tools = [
-        tool
-        for each, tool in ((each, each.as_tool()) for each in own)
-        if changes.get(tool.function.name, searches or not each.defer_loading)
-    ]
+    tools: list[Tool] = []
+    for each in declared:
+        if isinstance(each, HostedTool):
+            continue
+        tool = each.as_tool()
+        is_loaded = has_hosted_search or not each.defer_loading
+        if changes.get(tool.function.name, is_loaded):
+            tools.append(tool)
+    left_out = tuple(tool.shown_name for tool in hosted)
     return Offer(tools, left_out)
 
 
@@ -180,6 +187,7 @@ def _changes(turns: Sequence[Turn]) -> dict[str, bool]:
             if isinstance(block, ToolChangeBlock):
                 found[block.tool.name] = block.type == "tool_addition"
             elif isinstance(block, ToolResultBlock):
-                parts = [part for part in block.content if isinstance(part, ToolReferenceBlock)]
-                found.update((part.tool_name, True) for part in parts)
+                for part in block.content:
+                    if isinstance(part, ToolReferenceBlock):
+                        found[part.tool_name] = True
     return found

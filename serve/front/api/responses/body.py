@@ -31,7 +31,7 @@ from serve.front.api.responses.offer import (
 from serve.front.api.sampling import MAX_LOGPROBS, SamplingBody
 from serve.front.api.structured import OtherServersGrammars, format_grammar
 from serve.front.api.thinking import Thinking
-from serve.front.api.tools import MAX_TOOLS, NamedTool, ToolChoice, grammar_of_call
+from serve.front.api.tools import MAX_TOOLS, NamedTool, Tool, ToolChoice
 from serve.front.http.body import refuse
 from serve.front.http.replies import Json, encode
 from serve.front.output.answer import Listing
@@ -114,20 +114,23 @@ class Conversation(SamplingBody):
 
     @property
     def thinking(self) -> Thinking:
-        return Thinking(
-            self.reasoning.effort if self.reasoning else None, self.thinking_token_budget
-        )
+        effort = self.reasoning.effort if self.reasoning else None
+        return Thinking(effort, self.thinking_token_budget)
 
     @property
     def item_ids(self) -> tuple[str, ...]:
         """The ids of the stored items that the input refers to."""
-        return tuple(item.id for item in self.input if isinstance(item, ItemReference))
+        references = (item for item in self.input if isinstance(item, ItemReference))
+        return tuple(reference.id for reference in references)
 
     @cached_property
     def offer(self) -> Offer:
         """The tools that the model is offered. Raises RequestError."""
-        added = [tool for item in self.input if isinstance(item, ToolItem) for tool in item.tools]
-        offer = offer_of([*(self.tools or ()), *added])
+        declared = list(self.tools or ())
+        for item in self.input:
+            if isinstance(item, ToolItem):
+                declared += item.tools
+        offer = offer_of(declared)
         if not isinstance(self.tool_choice, NamedChoice):
             return offer
         return self.tool_choice.narrowed(offer)
@@ -140,53 +143,63 @@ class Conversation(SamplingBody):
             choice = self.tool_choice.choice(self.offer)
         elif self.tool_choice is not None:
             choice = "required" if self.tool_choice == "any" else self.tool_choice
-        tools = [offered.tool for offered in self.offer.tools.values()]
+        functions = self.offer.functions.values()
+        tools = [Tool(type="function", function=function) for function in functions]
         return ToolUse(tools, choice, self.parallel_tool_calls is not False)
 
     @property
     def offered(self) -> Mapping[str, OfferedTool]:
         """The offered tools by the model's names, for those who read its calls."""
-        raw = self._raw_tool()
         tools = self.offer.tools
-        return tools if raw is None else {**tools, raw.function.name: replace(raw, is_raw=True)}
+        raw_name = self._raw_name()
+        if raw_name is None:
+            return tools
+        return {**tools, raw_name: replace(tools[raw_name], is_raw=True)}
 
-    def _raw_tool(self) -> OfferedTool | None:
-        """The custom tool whose input is the whole answer, because it is demanded."""
+    def _raw_name(self) -> str | None:
+        """The name of the custom tool whose input is the whole answer, because it is demanded."""
         choice = self.tool_use.choice
         if not isinstance(choice, NamedTool):
             return None
-        offered = self.offer.tools[choice.function.name]
-        return offered if offered.kind == "custom" else None
+        name = choice.function.name
+        return name if self.offer.tools[name].kind == "custom" else None
+
+    def _raw_tool(self) -> OfferedTool | None:
+        raw_name = self._raw_name()
+        return None if raw_name is None else self.offer.tools[raw_name]
 
     def grammars(self) -> dict[str, str]:
-        raw, use = self._raw_tool(), self.tool_use
+        raw = self._raw_tool()
         if raw is not None and raw.grammar is None:
             return {}  # The input of the tool is free text, whatever the format of a text is.
-        format = self.text.format if self.text else None
-        found = {
-            "response_format": format.grammar() if format else None,
-            "tool_choice": (
-                raw.grammar if raw else grammar_of_call(use.tools, use.choice, use.is_parallel)
-            ),
-        }
-        demanded = {name: grammar for name, grammar in found.items() if grammar}
-        return super().grammars() | demanded
+        found = super().grammars()
+        format_grammar = self._format_grammar()
+        if format_grammar:
+            found["response_format"] = format_grammar
+        call_grammar = raw.grammar if raw else self.tool_use.grammar()
+        if call_grammar:
+            found["tool_choice"] = call_grammar
+        return found
+
+    def _format_grammar(self) -> str | None:
+        if self.text is None or self.text.format is None:
+            return None
+        return self.text.format.grammar()
 
     @property
     def tool_grammars(self) -> tuple[str, ...]:
         """The grammars of custom tools, which have to be valid though no answer is held to them."""
-        return tuple(each.grammar for each in self.offer.tools.values() if each.grammar)
+        tools = self.offer.tools.values()
+        return tuple(tool.grammar for tool in tools if tool.grammar)
 
     @property
     def warnings(self) -> list[str]:
         """The declared tools that are not offered, and grammars that are not enforced."""
         raw = self._raw_tool()
-        free = [
-            offered
-            for offered in self.offer.tools.values()
-            if offered.is_lark and (raw is None or offered.name != raw.name)
-        ]
-        return [*self.offer.warnings, *map(_unenforced, free)]
+        enforced_name = raw.name if raw else None
+        lark_tools = [tool for tool in self.offer.tools.values() if tool.is_lark]
+        free_tools = [tool for tool in lark_tools if tool.name != enforced_name]
+        return [*self.offer.warnings, *map(_unenforced, free_tools)]
 
     def messages(self, stored: Mapping[str, Json]) -> list[ChatMessage]:
         """The messages of its input. stored are the items that it refers to. Raises
@@ -201,11 +214,15 @@ class Conversation(SamplingBody):
                 yield item
 
     def prompt(self, messages: list[ChatMessage]) -> ChatPrompt:
-        """Returns what the prompt is rendered from."""
+        """The parts that the prompt of these messages is rendered from."""
         first: list[ChatMessage] = []
         if self.instructions:
             first = [{"role": "system", "content": self.instructions}]
-        return ChatPrompt([*first, *messages], self.tool_use.tools, self.chat_template_kwargs or {})
+        return ChatPrompt(
+            messages=[*first, *messages],
+            tools=self.tool_use.tools,
+            options=self.chat_template_kwargs or {},
+        )
 
 
 def _unenforced(offered: OfferedTool) -> str:
@@ -217,18 +234,32 @@ def _unenforced(offered: OfferedTool) -> str:
 
 # Fields that a response does not repeat.
 _NOT_REPEATED = {
-    *("input", "cache_salt", "stream", "stream_options", "include", "chat_template_kwargs"),
-    *("client_metadata", "context_management", "prompt_cache_options", "request_id"),
-    *("service_tier", "background", "response_format", "structured_outputs", "n"),
+    "allowed_token_ids",
+    "background",
+    "bad_words",
+    "cache_salt",
+    "chat_template_kwargs",
+    "client_metadata",
+    "context_management",
+    "ignore_eos",
+    "include",
+    "include_stop_str_in_output",
+    "input",
+    "logit_bias",
+    "min_tokens",
+    "n",
+    "prompt_cache_options",
+    "request_id",
+    "response_format",
+    "service_tier",
+    "skip_special_tokens",
+    "stop",
+    "stop_token_ids",
+    "stream",
+    "stream_options",
+    "structured_outputs",
+    "thinking_token_budget",
     *OtherServersGrammars.model_fields,
-    *("logit_bias", "allowed_token_ids", "bad_words", "stop", "stop_token_ids"),
-    *(
-        "ignore_eos",
-        "skip_special_tokens",
-        "thinking_token_budget",
-        "include_stop_str_in_output",
-        "min_tokens",
-    ),
 }
 
 
@@ -257,22 +288,26 @@ class ResponsesBody(Conversation):
 
     def _listing(self) -> Listing:
         has_logprobs = bool(self.top_logprobs) or LOGPROBS in (self.include or ())
-        return Listing(logprobs=(self.top_logprobs or 0) if has_logprobs else None)
+        if not has_logprobs:
+            return Listing()
+        return Listing(logprobs=self.top_logprobs or 0)
 
     def request(self, messages: list[ChatMessage], tokenizer: Tokenizer) -> ChatRequest:
         """Converts this body to the request of a chat. messages are its own, after those that it
         continues. Raises RequestError, which names the fields of a chat."""
         listing = self._listing()
+        samplings = self.samplings(tokenizer, listing.logprobs)
+        grammar_param = next(iter(self.grammars()), None)
         return ChatRequest(
             model=self.model,
             prompt=self.prompt(messages),
             thinking=self.thinking,
-            samplings=self.samplings(tokenizer, listing.logprobs),
+            samplings=samplings,
             end_ids=self.end_ids(tokenizer),
             stop=self.stop_rules(tokenizer),
             tool_use=self.tool_use,
             listing=listing,
-            grammar_param=next(iter(self.grammars()), None),
+            grammar_param=grammar_param,
             max_tokens=self.max_output_tokens,
             drops_oldest=self.truncation == "auto",
             skips_special_tokens=self.skip_special_tokens is not False,
@@ -285,10 +320,9 @@ class ResponsesBody(Conversation):
         given = self.model_dump(
             mode="json", by_alias=True, exclude_none=True, exclude=_NOT_REPEATED
         )
-        text = {"format": {"type": "text"}} | given.pop("text", {})
-        reasoning = {"effort": None, "summary": None} | given.pop("reasoning", {})
-        warnings = self.warnings
-        return {
+        default_text: Json = {"format": {"type": "text"}}
+        default_reasoning = {"effort": None, "summary": None}
+        repeated: Json = {
             "parallel_tool_calls": True,
             "truncation": "disabled",
             "metadata": {},
@@ -306,10 +340,12 @@ class ResponsesBody(Conversation):
             "previous_response_id": None,
             "usage": None,
             **given,
-            "text": text,
-            "reasoning": reasoning,
-            **({"warnings": warnings} if warnings else {}),
+            "text": default_text | given.get("text", {}),
+            "reasoning": default_reasoning | given.get("reasoning", {}),
         }
+        if self.warnings:
+            repeated["warnings"] = self.warnings
+        return repeated
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,7 +385,7 @@ def output_messages(output: Iterable[Json], offer: Offer) -> list[ChatMessage]:
 
 
 def joined(messages: bytes, more: list[ChatMessage]) -> bytes:
-    """Returns a list as JSON with more at its end."""
+    """A list as JSON, with more messages at its end."""
     if not more:
         return messages
     separator = b"" if messages == b"[]" else b","

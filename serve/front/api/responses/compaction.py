@@ -31,14 +31,15 @@ class CompactBody(Conversation):
         conversation has their calls, and none may be called. A conversation that is too long
         loses its oldest messages."""
         asking: ChatMessage = {"role": "user", "content": _REQUEST}
+        shown_tools = ToolUse(self.tool_use.tools, "none")
         return ChatRequest(
             model=self.model,
             prompt=self.prompt([*messages, asking]),
             thinking=self.thinking,
-            samplings=self.samplings(tokenizer, None),
+            samplings=self.samplings(tokenizer, logprobs=None),
             end_ids=self.end_ids(tokenizer),
             stop=self.stop_rules(tokenizer),
-            tool_use=ToolUse(self.tool_use.tools, "none"),
+            tool_use=shown_tools,
             max_tokens=self.max_output_tokens,
             drops_oldest=True,
             shows_thoughts=False,
@@ -56,7 +57,8 @@ def kept_messages(messages: list[ChatMessage]) -> list[Json]:
     num_left = MAX_KEPT_CHARACTERS
     for message in reversed(messages):
         text = message.get("content", "")
-        if message["role"] != "user" or text.startswith(SUMMARY):
+        is_summary = text.startswith(SUMMARY)
+        if message["role"] != "user" or is_summary:
             continue
         num_left -= len(text)
         if num_left < 0:

@@ -6,9 +6,9 @@ import binascii
 import json
 import secrets
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
+from pydantic import BeforeValidator, Discriminator, Field, TypeAdapter
 
 from serve.core.errors import RequestError
 from serve.front.api.messages import AssistantPart, ChatMessage, called, joined_parts
@@ -52,7 +52,10 @@ class RefusalPart(Loose):
 
 
 def as_parts(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else listed(content)
+    """A content that is a text as a list with one part."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return listed(content)
 
 
 def listed(given: Any) -> Any:
@@ -63,11 +66,9 @@ def listed(given: Any) -> Any:
 
 
 Part = Annotated[TextPart | RefusalPart, Discriminator("type")]
-Parts = Annotated[
-    list[Part],
-    Field(fail_fast=True),
-    BeforeValidator(as_parts, json_schema_input_type=str | list[Part]),
-]
+PartList = Annotated[list[Part], Field(fail_fast=True)]
+_AS_PARTS = BeforeValidator(as_parts, json_schema_input_type=str | list[Part])
+Parts = Annotated[PartList, _AS_PARTS]
 
 
 def _text(parts: Iterable[TextPart | RefusalPart] | None) -> str:
@@ -163,12 +164,13 @@ class DefinedCall(_Item):
     action: Json
 
     def parts(self, offer: Offer) -> Iterator[Given]:
-        kind: Literal["local_shell", "shell"] = (
-            "shell" if self.type == "shell_call" else "local_shell"
-        )
-        arguments = {name: value for name, value in self.action.items() if value}
+        kind: Literal["local_shell", "shell"] = "local_shell"
+        if self.type == "shell_call":
+            kind = "shell"
+        name = offer.model_name(kind, kind)
+        arguments = {key: value for key, value in self.action.items() if value}
         arguments.pop("type", None)
-        yield called(self.call, offer.model_name(kind, kind), _json(arguments))
+        yield called(self.call, name, _json(arguments))
 
 
 class PatchCall(_Item):
@@ -185,8 +187,8 @@ class SearchCall(_Item):
     arguments: Json | str
 
     def parts(self, offer: Offer) -> Iterator[Given]:
-        text = self.arguments if isinstance(self.arguments, str) else _json(self.arguments)
-        yield called(self.call, offer.model_name("tool_search", "tool_search"), text)
+        name = offer.model_name("tool_search", "tool_search")
+        yield called(self.call, name, _text_or_json(self.arguments))
 
 
 class DefinedResult(_Item):
@@ -197,8 +199,10 @@ class DefinedResult(_Item):
     status: str | None = None
 
     def parts(self, offer: Offer) -> Iterator[Given]:  # noqa: ARG002
-        output = self.output if self.output is not None else self.status or ""
-        yield self._result(output if isinstance(output, str) else _json(output))
+        output = self.output
+        if output is None:
+            output = self.status or ""
+        yield self._result(_text_or_json(output))
 
 
 class ToolItem(_Item):
@@ -210,19 +214,21 @@ class ToolItem(_Item):
     def parts(self, offer: Offer) -> Iterator[Given]:  # noqa: ARG002
         if self.type == "tool_search_output":
             names = [getattr(tool, "name", tool.type) for tool in self.tools]
-            yield self._result(_json({"available_tools": names}))
+            found = {"available_tools": names}
+            yield self._result(_json(found))
 
 
 class ReasoningItem(_Item):
     """A thought. If another server encrypted it, its summary is used instead."""
 
     type: Literal["reasoning"]
-    summary: Annotated[list[Part], Field(fail_fast=True)] | None = None
-    content: Annotated[list[Part], Field(fail_fast=True)] | None = None
+    summary: PartList | None = None
+    content: PartList | None = None
     encrypted_content: str | None = None
 
     def parts(self, offer: Offer) -> Iterator[Given]:  # noqa: ARG002
-        thought = _text(self.content) or opened(self.encrypted_content) or _text(self.summary)
+        thought = _text(self.content) or opened(self.encrypted_content)
+        thought = thought or _text(self.summary)
         if thought:
             yield AssistantPart(thought=thought)
 
@@ -255,8 +261,12 @@ class McpCall(_Item):
 
     def parts(self, offer: Offer) -> Iterator[Given]:  # noqa: ARG002
         yield called(self.call, self.name, self.arguments)
-        failed = "" if self.error is None else _json({"error": self.error})
-        yield self._result(self.output if self.output is not None else failed)
+        if self.output is not None:
+            yield self._result(self.output)
+        elif self.error is not None:
+            yield self._result(_json({"error": self.error}))
+        else:
+            yield self._result("")
 
 
 class CodeCall(_Item):
@@ -267,7 +277,8 @@ class CodeCall(_Item):
     outputs: Listed = None
 
     def parts(self, offer: Offer) -> Iterator[Given]:  # noqa: ARG002
-        yield called(self.call, "code_interpreter", _json({"code": self.code or ""}))
+        arguments = {"code": self.code or ""}
+        yield called(self.call, "code_interpreter", _json(arguments))
         logs = [str(each.get("logs") or "") for each in self.outputs or ()]
         yield self._result("\n".join(logs))
 
@@ -280,7 +291,8 @@ class FileSearchCall(_Item):
     results: Listed = None
 
     def parts(self, offer: Offer) -> Iterator[Given]:  # noqa: ARG002
-        yield called(self.call, "file_search", _json({"queries": self.queries}))
+        arguments = {"queries": self.queries}
+        yield called(self.call, "file_search", _json(arguments))
         texts = [str(each.get("text") or "") for each in self.results or ()]
         yield self._result("\n".join(texts))
 
@@ -314,54 +326,46 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _type_of(item: Any) -> Any:
-    if not isinstance(item, dict):
-        return getattr(item, "type", None)
-    is_reference = "type" not in item and item.keys() == {"id"}
-    return "item_reference" if is_reference else item.get("type") or "message"
-
-
-def _tag_of(item: Any) -> Any:
-    """The name of an item's model: the first of its types."""
-    type = _type_of(item)
-    return _TAGS.get(type, type) if isinstance(type, str) else type
+def _text_or_json(value: Any) -> str:
+    return value if isinstance(value, str) else _json(value)
 
 
 def _as_items(given: Any) -> Any:
-    return [{"role": "user", "content": given}] if isinstance(given, str) else listed(given)
+    """An input as a list of items, all of which have their type."""
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}]
+    return [_with_type(item) for item in listed(given)]
 
 
-_MODELS: tuple[type[_Item], ...] = (
-    *(MessageItem, ReasoningItem, FunctionCall, CustomCall, CallResult, DefinedCall),
-    *(DefinedResult, PatchCall, SearchCall, ToolItem, CompactionItem, McpCall, CodeCall),
-    *(FileSearchCall, HostedItem, ItemReference),
-)
-_TYPES = {model: get_args(model.model_fields["type"].annotation) for model in _MODELS}
-_TAGS = {type: types[0] for types in _TYPES.values() for type in types}
+def _with_type(item: Any) -> Any:
+    """An item without a type is a message, or a reference if an id is all it has."""
+    if not isinstance(item, dict) or item.get("type"):
+        return item
+    is_reference = item.keys() == {"id"}
+    return {**item, "type": "item_reference" if is_reference else "message"}
+
+
 Item = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[ReasoningItem, Tag("reasoning")]
-    | Annotated[FunctionCall, Tag("function_call")]
-    | Annotated[CustomCall, Tag("custom_tool_call")]
-    | Annotated[CallResult, Tag("function_call_output")]
-    | Annotated[DefinedCall, Tag("local_shell_call")]
-    | Annotated[DefinedResult, Tag("shell_call_output")]
-    | Annotated[PatchCall, Tag("apply_patch_call")]
-    | Annotated[SearchCall, Tag("tool_search_call")]
-    | Annotated[ToolItem, Tag("additional_tools")]
-    | Annotated[CompactionItem, Tag("compaction")]
-    | Annotated[McpCall, Tag("mcp_call")]
-    | Annotated[CodeCall, Tag("code_interpreter_call")]
-    | Annotated[FileSearchCall, Tag("file_search_call")]
-    | Annotated[HostedItem, Tag("web_search_call")]
-    | Annotated[ItemReference, Tag("item_reference")],
-    Discriminator(_tag_of),
+    MessageItem
+    | ReasoningItem
+    | FunctionCall
+    | CustomCall
+    | CallResult
+    | DefinedCall
+    | DefinedResult
+    | PatchCall
+    | SearchCall
+    | ToolItem
+    | CompactionItem
+    | McpCall
+    | CodeCall
+    | FileSearchCall
+    | HostedItem
+    | ItemReference,
+    Discriminator("type"),
 ]
-Items = Annotated[
-    list[Item],
-    Field(min_length=1, fail_fast=True),
-    BeforeValidator(_as_items, json_schema_input_type=str | list[Item]),
-]
+_AS_ITEMS = BeforeValidator(_as_items, json_schema_input_type=str | list[Item])
+Items = Annotated[list[Item], Field(min_length=1, fail_fast=True), _AS_ITEMS]
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 
 
@@ -371,17 +375,17 @@ def new_item_id(kind: str) -> str:
 
 def listed_items(given: str | list[Json]) -> list[Json]:
     """The items of a validated input as a client reads them again, each with an id."""
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    return [_listed_item(item) for item in items]
+    return [_listed_item(item) for item in _as_items(given)]
 
 
 def _listed_item(item: Json) -> Json:
-    kind = _type_of(item)
-    shown = {"type": kind, **item}
+    kind = item["type"]
+    shown = dict(item)
     shown["id"] = item.get("id") or new_item_id(kind)
-    if kind == "message" and isinstance(item.get("content"), str):
-        part_type = "output_text" if item.get("role") == "assistant" else "input_text"
-        shown["content"] = [{"type": part_type, "text": item["content"]}]
+    content = item.get("content")
+    if kind == "message" and isinstance(content, str):
+        part_type = "output_text" if item["role"] == "assistant" else "input_text"
+        shown["content"] = [{"type": part_type, "text": content}]
     return shown
 
 
@@ -392,4 +396,5 @@ def items_of(given: list[Json]) -> list[Item]:
 
 def messages_of(items: Iterable[Item], offer: Offer) -> list[ChatMessage]:
     """Converts items to the messages of a chat. Raises RequestError."""
-    return list(joined_parts(part for item in items for part in item.parts(offer)))
+    parts = (part for item in items for part in item.parts(offer))
+    return list(joined_parts(parts))

@@ -7,13 +7,13 @@ that OpenAI defines (a shell, a patch) as a function with the parameters of its 
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from serve.core.errors import RequestError
-from serve.front.api.tools import Function, NamedTool, Tool, ToolName
+from serve.front.api.tools import Function, NamedTool, ToolName
 from serve.front.http.body import Body
 from serve.front.text import grammars
 
@@ -137,31 +137,26 @@ ToolDeclaration = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class OfferedTool:
-    """A tool that the model may call. function is what the model sees; name and namespace are the
-    client's. grammar is what the input of a custom tool must follow. The text of a call of a
-    custom tool is its input if is_raw, and JSON with it otherwise. is_lark says that the grammar
-    is written in Lark, which cannot be enforced within JSON."""
+    """A tool that the model may call. name and namespace are the client's. grammar is what the
+    input of a custom tool must follow. The text of a call of a custom tool is its input if is_raw,
+    and JSON with it otherwise. is_lark says that the grammar is written in Lark, which cannot be
+    enforced within JSON."""
 
     kind: Kind
-    function: Function
     name: str
     namespace: str | None = None
     grammar: str | None = None
     is_lark: bool = False
     is_raw: bool = False
 
-    @property
-    def tool(self) -> Tool:
-        """The tool as chat declares it."""
-        return Tool(type="function", function=self.function)
-
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The offered tools by the names that the model knows them under. warnings say which declared
-    tools are not offered."""
+    """The offered tools, and the functions that the model sees in their place, both by the names
+    that the model knows. warnings say which declared tools are not offered."""
 
     tools: Mapping[str, OfferedTool]
+    functions: Mapping[str, Function] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
     def model_name(self, kind: Kind, name: str, namespace: str | None = None) -> str:
@@ -186,19 +181,22 @@ class Offer:
 def offer_of(declared: Iterable[ToolDeclaration]) -> Offer:
     """Decides what the model is offered. Of two tools with the same name, kind and namespace the
     last one counts."""
-    found: dict[tuple[str, str, str | None], OfferedTool] = {}
+    found: dict[tuple[str, str, str | None], tuple[OfferedTool, Function]] = {}
     hosted: dict[str, None] = {}
     for each in declared:
         if isinstance(each, HostedTool) or _is_searched_here(each):
             hosted[each.type] = None
             continue
-        for offered in _offered(each):
-            found[offered.kind, offered.name, offered.namespace] = offered
+        for offered, function in _offered(each):
+            found[offered.kind, offered.name, offered.namespace] = offered, function
     tools: dict[str, OfferedTool] = {}
-    for offered in found.values():
-        tools[_free_name(offered, tools)] = offered
-    named = {name: _renamed(offered, name) for name, offered in tools.items()}
-    return Offer(named, tuple(map(_warning, hosted)))
+    functions: dict[str, Function] = {}
+    for offered, function in found.values():
+        name = _free_name(offered, tools)
+        tools[name] = offered
+        functions[name] = function.model_copy(update={"name": name})
+    warnings = tuple(map(_warning, hosted))
+    return Offer(tools, functions, warnings)
 
 
 def _is_searched_here(tool: ToolDeclaration) -> bool:
@@ -209,7 +207,7 @@ def _warning(type: str) -> str:
     return f"The tool {type[:80]!r} was not offered to the model: this server runs no tools."
 
 
-def _offered(declared: ToolDeclaration) -> Iterable[OfferedTool]:
+def _offered(declared: ToolDeclaration) -> Iterable[tuple[OfferedTool, Function]]:
     match declared:
         case NamespaceTool():
             about = declared.description
@@ -224,31 +222,34 @@ def _offered(declared: ToolDeclaration) -> Iterable[OfferedTool]:
             function = Function.model_construct(
                 name="tool_search", description=about, parameters=schema, strict=None
             )
-            yield OfferedTool("tool_search", function, "tool_search")
+            yield OfferedTool("tool_search", "tool_search"), function
         case DefinedTool():
-            yield OfferedTool(declared.type, _DEFINED[declared.type], declared.type)
+            yield OfferedTool(declared.type, declared.type), _DEFINED[declared.type]
 
 
 def _member(
     declared: FunctionTool | CustomTool, namespace: str | None, about: str | None
-) -> OfferedTool:
-    custom = declared if isinstance(declared, CustomTool) else None
-    function = custom.function() if custom else declared
-    assert isinstance(function, Function)
-    description = "\n\n".join(text for text in (about, function.description) if text)
-    return OfferedTool(
-        declared.type,
-        Function.model_construct(
-            name=function.name,
-            description=description or None,
-            parameters=function.parameters,
-            strict=function.strict,
-        ),
-        declared.name,
-        namespace,
-        custom.grammar() if custom else None,
-        is_lark=bool(custom and custom.is_lark),
+) -> tuple[OfferedTool, Function]:
+    if isinstance(declared, CustomTool):
+        own = declared.function()
+        offered = OfferedTool(
+            "custom",
+            declared.name,
+            namespace,
+            declared.grammar(),
+            declared.is_lark,
+        )
+    else:
+        own = declared
+        offered = OfferedTool("function", declared.name, namespace)
+    descriptions = [text for text in (about, own.description) if text]
+    function = Function.model_construct(
+        name=own.name,
+        description="\n\n".join(descriptions) or None,
+        parameters=own.parameters,
+        strict=own.strict,
     )
+    return offered, function
 
 
 def _free_name(offered: OfferedTool, taken: Mapping[str, OfferedTool]) -> str:
@@ -260,10 +261,6 @@ def _free_name(offered: OfferedTool, taken: Mapping[str, OfferedTool]) -> str:
         name = f"{offered.namespace or offered.kind}.{offered.name}.{number}"
         number += 1
     return name
-
-
-def _renamed(offered: OfferedTool, name: str) -> OfferedTool:
-    return replace(offered, function=offered.function.model_copy(update={"name": name}))
 
 
 # --- which tools may or must be called
@@ -285,7 +282,8 @@ class NamedChoice(Loose):
             return offer
         allowed = {name for each in self.tools or () if (name := _allowed(each, offer))}
         tools = {name: tool for name, tool in offer.tools.items() if name in allowed}
-        return Offer(tools, offer.warnings)
+        functions = {name: offer.functions[name] for name in tools}
+        return Offer(tools, functions, offer.warnings)
 
     def choice(self, offer: Offer) -> Literal["auto", "required"] | NamedTool:
         """The same choice in a chat. Raises RequestError."""

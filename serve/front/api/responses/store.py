@@ -25,7 +25,8 @@ class Stored:
 
     @property
     def num_bytes(self) -> int:
-        return len(self.response) + len(self.messages) + len(self.input_items)
+        parts = self.response, self.messages, self.input_items
+        return sum(map(len, parts))
 
 
 class Store:
@@ -33,7 +34,8 @@ class Store:
     id, which nobody can guess."""
 
     def __init__(self, max_num: int = MAX_STORED, max_bytes: int = MAX_STORED_BYTES) -> None:
-        self._max_num, self._max_bytes = max_num, max_bytes
+        self._max_num = max_num
+        self._max_bytes = max_bytes
         self._stored: OrderedDict[str, Stored] = OrderedDict()
         self._by_item: dict[str, str] = {}
         self._num_bytes = 0
@@ -48,9 +50,11 @@ class Store:
                 self._forget(response["id"])
             self._stored[response["id"]] = stored
             self._num_bytes += stored.num_bytes
-            self._by_item.update(dict.fromkeys(ids, response["id"]))
+            for item_id in ids:
+                self._by_item[item_id] = response["id"]
             while len(self._stored) > self._max_num or self._num_bytes > self._max_bytes:
-                self._forget(next(iter(self._stored)))
+                oldest = next(iter(self._stored))
+                self._forget(oldest)
 
     def get(self, id: str) -> Stored:
         """Returns a stored response. Raises NotFoundError if there is none with this id."""
@@ -64,11 +68,7 @@ class Store:
         refers to. Raises RequestError."""
         messages = b"[]"
         if previous_id is not None:
-            try:
-                messages = self.get(previous_id).messages
-            except NotFoundError as error:
-                code = "previous_response_not_found"
-                raise RequestError(str(error), param="previous_response_id", code=code) from error
+            messages = self._messages(previous_id)
         items = encode({id: self._item(id) for id in item_ids})
         return b'{"messages":' + messages + b',"items":' + items + b"}"
 
@@ -78,11 +78,23 @@ class Store:
             self._check(id)
             self._forget(id)
 
+    def _messages(self, id: str) -> bytes:
+        try:
+            return self.get(id).messages
+        except NotFoundError as error:
+            raise RequestError(
+                str(error),
+                param="previous_response_id",
+                code="previous_response_not_found",
+            ) from error
+
     def _item(self, id: str) -> Json:
         with self._lock:
-            owner = self._stored.get(self._by_item.get(id, ""))
+            owner_id = self._by_item.get(id, "")
+            owner = self._stored.get(owner_id)
         if owner is not None:
-            for item in json.loads(owner.response)["output"]:
+            response = json.loads(owner.response)
+            for item in response["output"]:
                 if item["id"] == id:
                     return dict(item)
         raise RequestError(

@@ -22,8 +22,7 @@ from serve.front.text.dialects import (
     qwen,
 )
 from serve.front.text.dialects.interface import Dialect
-from serve.front.text.dialects.mlx_lm import called
-from serve.front.text.tool_formats import tool_format
+from serve.front.text.tool_formats import parsed_calls, tool_format
 from tests.front.text.dialects.answers import (
     ARGUMENTS,
     TOOLS,
@@ -185,12 +184,12 @@ def test_a_call_is_what_mlx_lm_reads(name: str, arguments: Json) -> None:
     assert dialect.calls is not None
     assert parser is not None
     body = write("write", arguments)
-    expected = called(tool_format(parser).parse(body, TOOLS))
+    expected = parsed_calls(tool_format(parser).parse(body, TOOLS))
     parts = every_way(dialect, f"{dialect.calls.start}{body}{dialect.calls.end}")
     got = [(name, stripped(arguments)) for name, arguments in calls_in(parts)]
-    assert got == [(name, stripped(json.loads(text))) for name, text, _ in expected]
+    assert got == [(call.name, stripped(json.loads(call.arguments))) for call in expected]
     ids = [part.id for part in parts if isinstance(part, CallBegin)]
-    assert ids == [id for _, _, id in expected]
+    assert ids == [call.id for call in expected]
 
 
 @families

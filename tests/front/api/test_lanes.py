@@ -1,7 +1,6 @@
 """Bodies are read where large ones hold up nobody, with the same result everywhere."""
 
 import asyncio
-import dataclasses
 import json
 import threading
 import time
@@ -11,18 +10,14 @@ from contextlib import suppress
 from typing import Any
 
 import httpx2
+import msgspec
 import pytest
 
-from serve.core.errors import OverloadedError, RequestError
-from serve.front.api import lanes as lanes_module
-from serve.front.api.lanes import (
-    MAX_MEDIUM_BYTES,
-    MAX_SMALL_TEXT_BYTES,
-    Kind,
-    Lanes,
-    ProcessLane,
-)
-from serve.front.api.reading import FinishedReply, Reader, ReadResponse, answered, dump, load
+from serve.core.errors import BrigadeError, OverloadedError, RequestError
+from serve.core.helper_messages import BodyKind, BodyNotRead, BodyRead, BodyRefused
+from serve.front.api.lanes import MAX_MEDIUM_BYTES, MAX_SMALL_TEXT_BYTES, Lanes, ProcessLane
+from serve.front.api.reading import FinishedReply, Reader, ReadMessage, ReadResponse
+from serve.front.api.reading_process import Answer, answered
 from serve.front.api.turns import MAX_SMALL_BYTES, MAX_WAITING
 from serve.front.http.guard import Parts
 from serve.front.output.answer import Job
@@ -50,8 +45,14 @@ async def lanes(reader: Reader) -> AsyncIterator[Lanes]:
 
 
 MESSAGES = [{"role": "user", "content": "hello"}]
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-BODIES: list[tuple[Kind, dict[str, Any]]] = [
+
+
+def function(schema: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": schema or {}}}
+
+
+TOOLS = [function({"type": "object"})]
+BODIES: list[tuple[BodyKind, dict[str, Any]]] = [
     ("chat", {"model": "m", "messages": MESSAGES, "tools": TOOLS, "n": 2, "stop": ["x"]}),
     ("chat", {"model": "m", "messages": []}),
     ("completion", {"model": "m", "prompt": ["hello", "world"], "echo": True, "logprobs": 2}),
@@ -67,28 +68,64 @@ BODIES: list[tuple[Kind, dict[str, Any]]] = [
 ]
 
 
+# JSON has integers that MessagePack has not.
+HUGE = 10**30
+BODIES += [
+    ("chat", {"model": "m", "messages": MESSAGES, "tools": [function({"minimum": -HUGE})]}),
+    ("response", {"model": "m", "input": "hello", "tools": [{**function(), "name": "f"}]}),
+    ("compact", {"model": "m", "input": [{"role": "user", "content": "hello"}]}),
+    ("embedding", {"model": "m", "input": ["hello", [5, 6]], "dimensions": 2}),
+    ("ollama_chat", {"model": "m", "messages": MESSAGES}),
+    ("ollama_generate", {"model": "m", "prompt": ""}),
+]
+
+
 def described(read: Any) -> Any:
-    """What can be compared: seeds and ids are drawn anew each time."""
+    """The parts that can be compared: seeds and ids are drawn anew each time."""
+    if isinstance(read, BodyRead):
+        return described(read.result)
     if isinstance(read, ReadResponse):
         return read.plan, read.messages, described(read.job)
+    if isinstance(read, ReadMessage):
+        return read.applied_edits, read.left_out, read.omits_thoughts, described(read.job)
     if isinstance(read, Job):
         prompts = [(p.ids, p.max_tokens, p.end_ids, p.text, p.has_marks) for p in read.prompts]
-        return dataclasses.replace(read, prompts=[]), prompts
-    if isinstance(read, RequestError):
-        return type(read), str(read), read.param, read.code
+        return msgspec.structs.replace(read, prompts=[]), prompts
     return read
 
 
 @pytest.mark.parametrize(("kind", "body"), BODIES)
-def test_what_was_read_is_the_same_in_another_process(
-    reader: Reader, kind: Kind, body: dict[str, Any]
+def test_answered_is_the_same_on_the_other_side(
+    reader: Reader, kind: BodyKind, body: dict[str, Any]
 ) -> None:
-    data = json.dumps(body).encode()
-    read = answered(lambda: getattr(reader, kind)(data))
-    again = load(dump(read, reader.tokenizer), reader.tokenizer)
-    assert described(again) == described(read)
-    if isinstance(again, Job):
-        assert again.splitting.dialect in (None, reader.tokenizer.dialect)
+    answer = answered(reader, kind, json.dumps(body).encode())
+    assert not isinstance(answer, BodyNotRead)
+    sent = msgspec.json.encode(answer)
+    again: Answer = msgspec.json.decode(sent, type=Answer)
+    assert again == answer
+
+
+def test_answered_refuses_a_body_as_its_reader_does(reader: Reader) -> None:
+    data = json.dumps({"model": "m", "messages": MESSAGES, "temperature": "hot"}).encode()
+    with pytest.raises(RequestError) as raised:
+        reader.chat(data)
+    refused = answered(reader, "chat", data)
+    assert isinstance(refused, BodyRefused)
+    again = RequestError(
+        refused.message, detail=refused.detail, param=refused.param, code=refused.code
+    )
+    assert vars(again) == vars(raised.value)
+    assert str(again) == str(raised.value)
+
+
+def test_answered_reports_a_mistake_of_ours(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("x")
+
+    monkeypatch.setattr(Reader, "chat", fail)
+    assert answered(reader, "chat", b"{}") == BodyNotRead("KeyError: 'x'")
 
 
 async def until_ready(lanes: Lanes) -> None:
@@ -110,13 +147,14 @@ async def test_large_bodies_are_read_in_a_process_of_their_own(
     expected = {}
     for kind, body in BODIES[:1] + BODIES[2:3]:
         data = json.dumps({**body, **padding}).encode()
-        expected[kind] = described(getattr(reader, kind)(data))
+        method = getattr(Reader, kind)
+        expected[kind] = described(method(reader, data))
         with monkeypatch.context() as patched:
             patched.setattr(Reader, kind, never)
-            assert described(await lanes.read(kind, [(data,)], "client")) == expected[kind]
+            assert described(await lanes.read(method, [(data,)], "client")) == expected[kind]
     many = b'{"model": "m", "messages": [' + b"{}," * 39999 + b"{}]}"
     with pytest.raises(RequestError, match="messages: has 40000 entries") as told:
-        await lanes.read("chat", [(many,)], "client")
+        await lanes.read(Reader.chat, [(many,)], "client")
     assert told.value.code == "context_length_exceeded"
 
 
@@ -125,10 +163,10 @@ async def test_texts_of_a_few_kilobytes_are_read_in_the_process_unless_they_are_
 ) -> None:
     """Tokenizing many of them would take the server's process a core."""
     await until_ready(lanes)
-    kinds: list[Kind] = []
+    kinds: list[BodyKind] = []
     read_here = lanes._read_here
 
-    def noted(kind: Kind, held: list[Parts]) -> Any:
+    def noted(kind: BodyKind, held: list[Parts]) -> Any:
         kinds.append(kind)
         return read_here(kind, held)
 
@@ -136,9 +174,9 @@ async def test_texts_of_a_few_kilobytes_are_read_in_the_process_unless_they_are_
     text = "hello " * (MAX_SMALL_TEXT_BYTES // 6)
     tokenize = json.dumps({"prompt": text}).encode()
     completion = json.dumps({"model": "m", "prompt": "hello", "user": text}).encode()
-    await lanes.read("tokenize", [(tokenize[:100], tokenize[100:])], "client")
-    await lanes.read("completion", [(completion[:100], completion[100:])], "client")
-    await lanes.read("tokenize", [(b'{"prompt": "hello"}',)], "client")
+    await lanes.read(Reader.tokenize, [(tokenize[:100], tokenize[100:])], "client")
+    await lanes.read(Reader.completion, [(completion[:100], completion[100:])], "client")
+    await lanes.read(Reader.tokenize, [(b'{"prompt": "hello"}',)], "client")
     assert kinds == ["completion", "tokenize"]
 
 
@@ -149,15 +187,15 @@ async def test_a_body_of_megabytes_delays_no_medium_one(
     slow = Slow()
     read = ProcessLane._read
 
-    def slow_if_large(self: ProcessLane, kind: Kind, held: list[Parts]) -> Any:
+    def slow_if_large(self: ProcessLane, kind: BodyKind, held: list[Parts]) -> Any:
         return slow(kind, held) if self is lanes._large else read(self, kind, held)
 
     monkeypatch.setattr(ProcessLane, "_read", slow_if_large)
-    large = lanes.read("chat", [(bytes(MAX_MEDIUM_BYTES + 1),)], "client")
+    large = lanes.read(Reader.chat, [(bytes(MAX_MEDIUM_BYTES + 1),)], "client")
     reading = asyncio.ensure_future(large)
     await asyncio.sleep(0.05)
     data = json.dumps({"prompt": "hello", "user": "x" * MAX_SMALL_BYTES}).encode()
-    medium = await asyncio.wait_for(lanes.read("tokenize", [(data,)], "client"), 60)
+    medium = await asyncio.wait_for(lanes.read(Reader.tokenize, [(data,)], "client"), 60)
     assert isinstance(medium, FinishedReply)
     assert not reading.done()
     slow.may_go_on.set()
@@ -172,7 +210,7 @@ async def test_very_large_bodies_wait_until_the_process_has_started(
 
     monkeypatch.setattr(lanes, "_read_here", never)
     data = json.dumps({"prompt": "hello", "user": "x" * MAX_MEDIUM_BYTES}).encode()
-    reading = lanes.read("tokenize", [(data,)], "client")
+    reading = lanes.read(Reader.tokenize, [(data,)], "client")
     assert isinstance(await asyncio.wait_for(reading, 60), FinishedReply)
 
 
@@ -202,7 +240,7 @@ class Slow:
         self.sizes: list[int] = []
         self.may_go_on = threading.Event()
 
-    def __call__(self, kind: Kind, held: list[Parts]) -> str:
+    def __call__(self, kind: BodyKind, held: list[Parts]) -> str:
         self.sizes.append(sum(map(len, held[0])) - MAX_SMALL_BYTES)
         held.clear()
         assert self.may_go_on.wait(10)
@@ -215,16 +253,18 @@ async def test_the_smallest_large_body_is_next_and_those_that_are_answered_come_
     slow = Slow()
     monkeypatch.setattr(ProcessLane, "_read", slow)
 
-    def read(kind: Kind, size: int) -> "asyncio.Task[Any]":
-        return asyncio.ensure_future(lanes.read(kind, [(bytes(MAX_SMALL_BYTES + size),)], "client"))
+    def read(kind: BodyKind, size: int) -> "asyncio.Task[Any]":
+        held: list[Parts] = [(bytes(MAX_SMALL_BYTES + size),)]
+        return asyncio.ensure_future(lanes.read(getattr(Reader, kind), held, "client"))
 
     first = read("tokenize", 9000)
     await asyncio.sleep(0.1)
+    asked: list[tuple[BodyKind, int]]
     asked = [("count", 10), ("chat", 5000), ("chat", 20), ("message", 300), ("tokenize", 1)]
-    tasks = [first, *(read(*each) for each in asked)]  # type: ignore[arg-type]
+    tasks = [first, *(read(*each) for each in asked)]
     await asyncio.sleep(0)
     tasks[3].cancel()  # Its client leaves while it waits.
-    small = await lanes.read("tokenize", [(b'{"prompt": "hello"}',)], "client")
+    small = await lanes.read(Reader.tokenize, [(b'{"prompt": "hello"}',)], "client")
     assert isinstance(small, FinishedReply), "it waits for none of them"
     slow.may_go_on.set()
     await asyncio.wait(tasks, timeout=10)
@@ -239,19 +279,19 @@ async def test_only_so_many_large_bodies_wait(
     monkeypatch.setattr(ProcessLane, "_read", slow)
     data = bytes(MAX_SMALL_BYTES + 1)
     tasks = [
-        asyncio.ensure_future(lanes.read("chat", [(data,)], "client"))
+        asyncio.ensure_future(lanes.read(Reader.chat, [(data,)], "client"))
         for _ in range(MAX_WAITING + 1)
     ]
     await asyncio.sleep(0.05)
     with pytest.raises(OverloadedError):
-        await lanes.read("chat", [(data,)], "client")
+        await lanes.read(Reader.chat, [(data,)], "client")
     for task in tasks[1:]:
         task.cancel()
     with suppress(asyncio.CancelledError):
         await asyncio.gather(*tasks[1:])
     slow.may_go_on.set()
     assert await tasks[0] == "chat"
-    assert await lanes.read("chat", [(data,)], "client") == "chat", "the queue is free again"
+    assert await lanes.read(Reader.chat, [(data,)], "client") == "chat", "the queue is free again"
 
 
 async def test_a_full_queue_of_large_bodies_keeps_no_smaller_one_out(
@@ -261,10 +301,12 @@ async def test_a_full_queue_of_large_bodies_keeps_no_smaller_one_out(
     slow = Slow()
     monkeypatch.setattr(ProcessLane, "_read", slow)
     large = bytes(2 * MAX_SMALL_BYTES)
-    kinds: list[Kind] = ["tokenize"] * (MAX_WAITING + 1)
-    tasks = [asyncio.ensure_future(lanes.read(kind, [(large,)], "client")) for kind in kinds]
+    tasks = [
+        asyncio.ensure_future(lanes.read(Reader.tokenize, [(large,)], "client"))
+        for _ in range(MAX_WAITING + 1)
+    ]
     await asyncio.sleep(0.05)
-    chat = asyncio.ensure_future(lanes.read("chat", [(bytes(MAX_SMALL_BYTES + 1),)], "client"))
+    chat = asyncio.ensure_future(lanes.read(Reader.chat, [(bytes(MAX_SMALL_BYTES + 1),)], "client"))
     with pytest.raises(OverloadedError):
         await tasks[-1]
     slow.may_go_on.set()
@@ -278,10 +320,10 @@ async def test_a_client_that_leaves_while_its_body_is_read_holds_up_nobody(
     slow = Slow()
     monkeypatch.setattr(ProcessLane, "_read", slow)
     data = bytes(MAX_SMALL_BYTES + 1)
-    left = asyncio.ensure_future(lanes.read("chat", [(data,)], "client"))
+    left = asyncio.ensure_future(lanes.read(Reader.chat, [(data,)], "client"))
     await asyncio.sleep(0.05)
     left.cancel()
-    other = asyncio.ensure_future(lanes.read("chat", [(data,)], "client"))
+    other = asyncio.ensure_future(lanes.read(Reader.chat, [(data,)], "client"))
     await asyncio.sleep(0.05)
     assert not other.done()
     slow.may_go_on.set()
@@ -292,9 +334,9 @@ async def test_a_process_that_ended_is_the_fault_of_one_request(lanes: Lanes) ->
     await until_ready(lanes)
     lanes._medium.process._running[0].kill()
     data = json.dumps({"prompt": "hello", "user": "x" * MAX_SMALL_BYTES}).encode()
-    with suppress(lanes_module.BrigadeError):
-        await lanes.read("tokenize", [(data,)], "client")
-    assert isinstance(await lanes.read("tokenize", [(data,)], "client"), FinishedReply)
+    with suppress(BrigadeError):
+        await lanes.read(Reader.tokenize, [(data,)], "client")
+    assert isinstance(await lanes.read(Reader.tokenize, [(data,)], "client"), FinishedReply)
 
 
 def test_responses_go_on_from_large_ones(tokenizer: Tokenizer) -> None:

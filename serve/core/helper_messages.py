@@ -1,0 +1,116 @@
+"""The messages between the server and its helper processes, which do slow work for it.
+
+They travel as JSON, because they hold JSON of clients, whose integers may be too large for
+MessagePack. serve.core.messages lists their directions with those of all other messages.
+"""
+
+from typing import Generic, Literal, TypeAlias, TypeVar
+
+import msgspec
+
+# The names of the methods of serve.front.api.reading.Reader.
+BodyKind = Literal[
+    "chat",
+    "completion",
+    "embedding",
+    "message",
+    "response",
+    "compact",
+    "count",
+    "tokenize",
+    "detokenize",
+    "ollama_chat",
+    "ollama_generate",
+]
+Reading = TypeVar("Reading")
+
+
+class HelperMessage(
+    msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True
+):
+    """The base of the messages between the server's process and the processes that do slow work for
+    it. A helper process answers one question at a time."""
+
+
+class HelperReady(HelperMessage, frozen=True):
+    """A helper process reports that it has loaded what it needs."""
+
+
+class ReadBody(HelperMessage, frozen=True):
+    """The server asks a reading process to read the body of a request. The answer is BodyRead,
+    BodyRefused or BodyNotRead.
+
+    The bytes of the body, and of anything else that the reader of this kind takes, follow the
+    message; sizes has the length of each.
+    """
+
+    kind: BodyKind
+    sizes: tuple[int, ...]
+
+
+class BodyRead(HelperMessage, Generic[Reading], frozen=True):
+    """A reading process returns the content of a body: one of the types in
+    serve.front.api.reading.AnyReading."""
+
+    result: Reading
+
+
+class BodyRefused(HelperMessage, frozen=True):
+    """A reading process reports that a body is wrong, with the parts of the RequestError."""
+
+    message: str
+    detail: str
+    param: str | None
+    code: str | None
+
+
+class BodyNotRead(HelperMessage, frozen=True):
+    """A reading process reports a fault of the server, for which the request is not to blame."""
+
+    reason: str
+
+
+class ParseCall(HelperMessage, frozen=True):
+    """The server asks a parsing process to parse a tool call that a model wrote. tools are the
+    declared tools as JSON text. The answer is CallsParsed or CallUnreadable."""
+
+    text: str
+    tools: str
+
+
+class ParsedCall(msgspec.Struct, frozen=True, array_like=True):
+    """One tool call. arguments is JSON text; id is the one that the model wrote, if it did."""
+
+    name: str
+    arguments: str
+    id: str | None = None
+
+
+class CallsParsed(HelperMessage, frozen=True):
+    """A parsing process returns the tool calls that it has found in a text."""
+
+    calls: tuple[ParsedCall, ...]
+
+
+class CallUnreadable(HelperMessage, frozen=True):
+    """A parsing process reports why a text is not a tool call."""
+
+    reason: str
+
+
+class CheckGrammar(HelperMessage, frozen=True):
+    """The server asks a checking process whether an answer can follow this grammar, which is in
+    llguidance's format. The answer is GrammarChecked."""
+
+    grammar: str
+
+
+class GrammarChecked(HelperMessage, frozen=True):
+    """A checking process reports why no answer can follow a grammar (None: an answer can), and the
+    keywords of its schemas that it does not enforce."""
+
+    reason: str | None
+    unenforced: tuple[str, ...] = ()
+
+
+ToHelper: TypeAlias = ReadBody | ParseCall | CheckGrammar
