@@ -81,3 +81,17 @@ def test_allowed_hosts_are_names_and_addresses(name: str) -> None:
 def test_other_allowed_hosts_are_refused(name: str) -> None:
     with pytest.raises(UsageError, match="--allowed-host"):
         serve("--allowed-host", name)
+
+
+def test_help_puts_flags_under_headings_and_names_their_values(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        serve("--help")
+    text = capsys.readouterr().out
+    recovery = text.split("\nrecovery:\n")[1].split("\n\n")[0]
+    assert "--join-timeout SECONDS" in recovery
+    assert "--max-restarts N" in recovery
+    assert "--api-key" not in recovery
+    assert "--lora NAME=PATH" in text
+    assert "--host HOST" in text

@@ -58,9 +58,13 @@ def parse(
     parser = Parser(prog=program, description=description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"mlx-brigade {__version__}")
     kinds = typing.get_type_hints(config)
+    group: Any = parser
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        # A heading in the help is for this flag and the flags after it.
+        if heading := field.metadata.get("heading"):
+            group = parser.add_argument_group(heading)
         if not field.metadata.get("file_only"):
-            _add_flag(parser, field, kinds[field.name], field.name not in given)
+            _add_flag(group, field, kinds[field.name], field.name not in given)
     # As text, so that what a flag refuses is refused in a file too.
     parser.set_defaults(**{k: str(v) if type(v) in (int, float) else v for k, v in given.items()})
     flags = vars(parser.parse_args(argv))
@@ -68,7 +72,7 @@ def parse(
 
 
 def _add_flag(
-    parser: argparse.ArgumentParser,
+    group: argparse._ActionsContainer,
     field: "dataclasses.Field[Any]",
     annotation: Any,
     may_be_required: bool,
@@ -76,11 +80,11 @@ def _add_flag(
     names = [*field.metadata.get("short", ()), "--" + field.name.replace("_", "-")]
     kind = _plain_type(annotation)
     if kind is bool:
-        parser.add_argument(*names, action="store_true", help=field.metadata["help"])
+        group.add_argument(*names, action="store_true", help=field.metadata["help"])
         return
     required = field.default is dataclasses.MISSING and may_be_required
     if typing.get_origin(annotation) is tuple:  # may be repeated
-        parser.add_argument(
+        group.add_argument(
             *names,
             action="append",
             required=required,
@@ -94,7 +98,7 @@ def _add_flag(
     else:
         plain = f"{field.default:g}" if kind is float else field.default
         shown = f" (default: {plain})"
-    parser.add_argument(
+    group.add_argument(
         *names,
         type=kind,
         required=required,

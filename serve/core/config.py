@@ -53,13 +53,17 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig(ModelSource):
-    host: str = flag("address that the HTTP server on rank 0 listens on", "127.0.0.1")
+    host: str = flag(
+        "address that the HTTP server on rank 0 listens on", "127.0.0.1", heading="server"
+    )
     port: int = flag("port of the HTTP server; 0 picks a free one", 8080, least=0, most=65535)
     served_model_name: str | None = flag(
         "name of the model for clients (default: org/name, or the folder's name)", None
     )
     split: str = flag(
-        "layers for each rank: auto, even, or numbers such as 20,12 from rank 0 on", "auto"
+        "layers for each rank: auto, even, or numbers such as 20,12 from rank 0 on",
+        "auto",
+        heading="layers and memory",
     )
     memory: str | None = flag(f"{MEMORY_HELP} (default: what is free)", None)
     max_num_sequences: int = flag(
@@ -83,6 +87,7 @@ class ServeConfig(ModelSource):
         "how prompts become embeddings: mean, last or cls (default: as the model's files say)",
         None,
         among=("mean", "last", "cls"),
+        heading="requests and answers",
     )
     tool_parser: str | None = flag(
         f"format of the model's tool calls: {', '.join(call_formats())} (default: detected)",
@@ -102,7 +107,7 @@ class ServeConfig(ModelSource):
     )
     no_prefix_cache: bool = flag("do not reuse common prefixes of prompts", False)
     no_speculation: bool = flag(
-        "do not guess the next tokens from the text so far. Guesses never change a text", False
+        "do not guess the next tokens of answers; guesses never change a text", False
     )
     prefix_cache_scope: str = flag(
         "who shares the keys and values of common prefixes: all (all clients) or key (clients with "
@@ -111,7 +116,10 @@ class ServeConfig(ModelSource):
         among=("all", "key"),
     )
     lora: tuple[str, ...] = flag(
-        "LoRA adapter to load at the start, under this name", (), metavar="NAME=PATH"
+        "LoRA adapter to load at the start, under this name",
+        (),
+        metavar="NAME=PATH",
+        heading="LoRA adapters",
     )
     adapter_root: Path | None = flag(
         "folder below which adapters may be loaded over HTTP (default: none)", None
@@ -124,7 +132,9 @@ class ServeConfig(ModelSource):
     )
     max_lora_rank: int = flag("maximum LoRA rank of an adapter", 64, least=1)
     no_warm_up: bool = flag(
-        "skip the warm-up: the start is shorter, the first requests are slower", False
+        "skip the warm-up: the start is shorter, the first requests are slower",
+        False,
+        heading="steps",
     )
     prefill_chunk: int = flag("maximum number of prompt tokens in one step", 512, least=1)
     num_groups: int | None = flag(
@@ -132,7 +142,9 @@ class ServeConfig(ModelSource):
         None,
         least=1,
     )
-    join_timeout: float = flag("seconds to wait for a rank to connect", 60.0, least=1, most=10**6)
+    join_timeout: float = flag(
+        "seconds to wait for a rank to connect", 60.0, least=1, most=10**6, heading="recovery"
+    )
     return_timeout: float = flag(
         "seconds to wait for a lost rank to return", 600.0, least=1, most=10**6
     )
@@ -159,6 +171,7 @@ class ServeConfig(ModelSource):
         "can see it in the list of processes: prefer --api-key-file",
         (),
         secret=True,
+        heading="access",
     )
     api_key_file: Path | None = flag("file with API keys, one per line", None)
     admin_key: tuple[str, ...] = flag(
@@ -174,7 +187,9 @@ class ServeConfig(ModelSource):
     cors_origin: tuple[str, ...] = flag(
         "origin whose web pages may call the server, such as https://a.example; * for any", ()
     )
-    max_connections: int = flag("maximum number of open connections; more get 503", 1024, least=1)
+    max_connections: int = flag(
+        "maximum number of open connections; more get 503", 1024, least=1, heading="limits"
+    )
     max_header_bytes: int = flag(
         "maximum size of a request's header, in bytes", 64 << 10, least=1024
     )

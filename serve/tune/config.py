@@ -37,7 +37,10 @@ class FineTuneConfig(ModelSource):
     train: bool = flag("train (the default without --test)", False)
     test: bool = flag("compute the loss on test.jsonl, after training if --train is given", False)
     fine_tune_type: str = flag(
-        "what to train: lora, dora or full", "lora", among=("lora", "dora", "full")
+        "what to train: lora, dora or full",
+        "lora",
+        among=("lora", "dora", "full"),
+        heading="weights to train",
     )
     num_layers: int | None = flag(
         "number of layers to train, from the last; 0 or -1 for all (default: 16)", None, least=-1
@@ -57,7 +60,10 @@ class FineTuneConfig(ModelSource):
     )
     lora_parameters: dict[str, Any] | None = _from_file("rank, scale, dropout, keys")
     batch_size: int = flag(
-        "number of examples in a batch; with --packing, number of rows", 4, least=1
+        "number of examples in a batch; with --packing, number of rows",
+        4,
+        least=1,
+        heading="training",
     )
     micro_batches: int | None = flag(
         "number of micro-batches that a batch is cut into (default: --batch-size; 1 on one rank)",
@@ -83,7 +89,7 @@ class FineTuneConfig(ModelSource):
         None,
         least=0,
     )
-    prompt_feature: str = flag("JSON key of the prompt in the data", "prompt")
+    prompt_feature: str = flag("JSON key of the prompt in the data", "prompt", heading="data")
     completion_feature: str = flag("JSON key of the completion in the data", "completion")
     text_feature: str = flag("JSON key of the text in the data", "text")
     chat_feature: str = flag("JSON key of a chat's messages in the data", "messages")
@@ -104,14 +110,23 @@ class FineTuneConfig(ModelSource):
         least=0,
         most=2**32 - 1,
     )
-    val_batches: int = flag("number of batches in a validation; -1 for all", 25, least=-1)
+    val_batches: int = flag(
+        "number of batches in a validation; -1 for all",
+        25,
+        least=-1,
+        heading="validation, reports and checkpoints",
+    )
     test_batches: int = flag("number of batches in the test; -1 for all", 500, least=-1)
     steps_per_report: int = flag("number of batches between reports", 10, least=1)
     steps_per_eval: int = flag("number of batches between validations", 200, least=1)
     save_every: int = flag("number of batches between checkpoints", 100, least=1)
     resume: bool = flag("continue from the last checkpoint in --adapter-path", False)
     resume_adapter_file: Path | None = flag("start from the weights in this adapter file", None)
-    grad_checkpoint: bool = flag("recompute activations in the backward pass to save memory", False)
+    grad_checkpoint: bool = flag(
+        "recompute activations in the backward pass to save memory",
+        False,
+        heading="memory and schedule",
+    )
     clear_cache_threshold: str = flag(
         "empty MLX's memory cache between updates if it is larger than this, such as 2GB", "0"
     )
@@ -126,7 +141,9 @@ class FineTuneConfig(ModelSource):
     stall_timeout: float = flag(
         "seconds without a message from a rank until it counts as lost", 600.0, least=1
     )
-    peft: bool = flag("also write each adapter in PEFT's format, to a subfolder peft", False)
+    peft: bool = flag(
+        "also write each adapter in PEFT's format, to a subfolder peft", False, heading="output"
+    )
     load_into: str | None = flag(
         "running server that loads the adapter at the end, such as http://127.0.0.1:8080",
         None,
