@@ -14,6 +14,7 @@ RANKS = (
     "tests/faults",
     "tests/hub/test_serve",
     "tests/launch",
+    "tests/page/test_page",
     "tests/test_",
 )
 

@@ -6,12 +6,13 @@ import functools
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -24,8 +25,14 @@ from serve.core.facts import files, versions
 from serve.core.plan import check_num_ranks, parse_memory, parse_split
 from serve.parent.member import run_member
 
+if TYPE_CHECKING:
+    from serve.front.app import EarlyServer
+    from serve.front.routes.events import Observation
+
 _PARENT_SECONDS = 1.0
 FIRST_WORD_SECONDS = 2.0  # how long other ranks leave it to rank 0 to say what is wrong
+
+Result = TypeVar("Result")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,6 +105,10 @@ def _check_first(argv: Sequence[str], cluster: Cluster) -> Callable[[], Coroutin
             # Rank 0 first fetches what is small, and tells the commit when all have joined.
             patient = dataclasses.replace(asked, join_timeout=asked.load_timeout)
             return functools.partial(run_member, patient, cluster, _facts(asked, None))
+        if asked.hub_id:
+            fetch = functools.partial(check, argv, cluster.num_ranks)
+            config = with_keys(asked, os.environ)
+            return functools.partial(_run_front, config, cluster, fetch, _facts(asked, None))
         config, checkpoint = check(argv, cluster.num_ranks)
     except BrigadeError:
         if cluster.rank:
@@ -107,7 +118,7 @@ def _check_first(argv: Sequence[str], cluster: Cluster) -> Callable[[], Coroutin
     if cluster.rank:
         return functools.partial(run_member, config, cluster, facts)
     config = with_keys(config, os.environ)
-    return functools.partial(_run_front, config, cluster, checkpoint, facts)
+    return functools.partial(_run_front, config, cluster, lambda: (config, checkpoint), facts)
 
 
 def _facts(asked: ServeConfig, checkpoint: Checkpoint | None) -> dict[str, str]:
@@ -119,8 +130,13 @@ def _facts(asked: ServeConfig, checkpoint: Checkpoint | None) -> dict[str, str]:
 
 
 async def _run_front(
-    config: ServeConfig, cluster: Cluster, checkpoint: Checkpoint, facts: dict[str, str]
+    config: ServeConfig,
+    cluster: Cluster,
+    read_model: Callable[[], tuple[ServeConfig, Checkpoint]],
+    facts: dict[str, str],
 ) -> None:
+    """Runs rank 0. HTTP answers from the start, also while read_model fetches the headers of a
+    model on the hub."""
     task = asyncio.current_task()
     loop = asyncio.get_running_loop()
     assert task is not None
@@ -129,38 +145,83 @@ async def _run_front(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)
     # Imported here, because ranks above 0 need neither HTTP nor tokenizers.
+    from serve.front.app import EarlyServer
+    from serve.front.http.listening import bind
+    from serve.front.routes.events import Observation
+
+    listening = bind(config.host, config.port)
+    config = dataclasses.replace(config, port=listening.getsockname()[1])
+    observation = Observation(config)
+    early = EarlyServer(config, listening, observation)
+    try:
+        logging.info("event=listening url=%s", config.url)
+        pinned, checkpoint = await _in_thread(read_model)
+        config = dataclasses.replace(config, revision=pinned.revision)
+        await _run_engines(config, cluster, checkpoint, facts, listening, observation, early)
+    except asyncio.CancelledError:
+        logging.info("event=stopped reason=signal")
+    finally:
+        await early.stop()
+        listening.close()
+        # The ranks are told: a second signal need not wait for threads that nobody can end.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+async def _run_engines(
+    config: ServeConfig,
+    cluster: Cluster,
+    checkpoint: Checkpoint,
+    facts: dict[str, str],
+    listening: socket.socket,
+    observation: "Observation",
+    early: "EarlyServer",
+) -> None:
     from serve.cli.start import TerminalView
     from serve.front import app
-    from serve.front.http.listening import bind
     from serve.front.pipeline.engine import Engine
     from serve.front.text.tokens import Tokenizer
 
-    listening = bind(config.host, config.port)
     max_context = min(filter(None, [config.max_context, checkpoint.max_context]), default=4096)
-    port = listening.getsockname()[1]
-    config = dataclasses.replace(config, max_context=max_context, port=port)
+    config = dataclasses.replace(config, max_context=max_context)
     view = TerminalView(config.url, config.model_name)
-    engine = Engine(config, cluster, checkpoint.folder, facts, view)
+    engine = observation.engine = Engine(config, cluster, checkpoint.folder, facts, view)
     try:
         await engine.listen()
         engine.start()
-        logging.info("event=listening url=%s", config.url)
         logging.info("event=stage_starting rank=0 what='imports MLX, then plans the layers'")
         tokenizer = await asyncio.to_thread(
             Tokenizer, checkpoint.folder, config.tool_parser, config.generation_config
         )
         view.sampling(tokenizer.sampling_defaults.own())
         await asyncio.to_thread(tokenizer.check_chat)
+        await early.stop()
         await app.serve(config, engine, tokenizer, listening, max_context)
-    except asyncio.CancelledError:
-        logging.info("event=stopped reason=signal")
     finally:
         view.close()
         await engine.close()
-        listening.close()
-        # The ranks are told: a second signal need not wait for threads that nobody can end.
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
+
+
+async def _in_thread(work: Callable[[], Result]) -> Result:
+    """The result of work, in a thread that need not end before this process does: it may hang in
+    a download."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Result] = loop.create_future()
+
+    def finish(set_outcome: Callable[[Any], None], outcome: Any) -> None:
+        if not done.done():
+            set_outcome(outcome)
+
+    def run() -> None:
+        try:
+            result = work()
+        except Exception as error:  # The top of the thread: the caller raises it.
+            loop.call_soon_threadsafe(finish, done.set_exception, error)
+        else:
+            loop.call_soon_threadsafe(finish, done.set_result, result)
+
+    threading.Thread(target=run, name="headers", daemon=True).start()
+    return await done
 
 
 def who_has_what(error: DisagreementError) -> Table:

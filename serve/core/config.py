@@ -187,6 +187,7 @@ class ServeConfig(ModelSource):
     cors_origin: tuple[str, ...] = flag(
         "origin whose web pages may call the server, such as https://a.example; * for any", ()
     )
+    no_ui: bool = flag("do not serve the web page at /", False)
     max_connections: int = flag(
         "maximum number of open connections; more get 503", 1024, least=1, heading="limits"
     )

@@ -6,6 +6,7 @@
     │       ├── NotFoundError             -   404
     │       ├── AdapterError              -   400   an adapter cannot be used; or 403, 404, 409
     │       ├── OverflowedError           -   500   its numbers were not finite
+    │       ├── RequestCancelledError     -   410   an operator ended it
     │       └── OverloadedError           -   429
     ├── ModelError                        3   503   the model folder is missing or broken
     ├── PlanError                         4   503   the model does not split that way
@@ -70,6 +71,18 @@ class AdapterError(RequestError):
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message, param="lora_path")
         self.http_status = status
+
+
+class RequestCancelledError(RequestError):
+    """An operator ended this request. Clients repeat requests after some statuses, such as 409 and
+    503, and after this one they do not."""
+
+    http_status = 410
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The operator of this server cancelled the request.", code="request_cancelled"
+        )
 
 
 class OverflowedError(RequestError):

@@ -222,10 +222,16 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     num_drafts: int = 0
 
     @property
+    def kind(self) -> str:
+        """The kind of step: prefill, decode, or drop for one that computed nothing."""
+        if not self.num_rows:
+            return "drop"
+        return "prefill" if self.num_tokens > self.num_rows + self.num_drafts else "decode"
+
+    @property
     def name(self) -> str:
-        """The kind of step, for people."""
-        kind = "prefill" if self.num_tokens > self.num_rows + self.num_drafts else "decode"
-        return f"{kind} group {self.group}" if self.num_rows else "drop"
+        """The kind of step and its group, for people."""
+        return f"{self.kind} group {self.group}" if self.num_rows else self.kind
 
 
 class Activity(msgspec.Struct, frozen=True, array_like=True):

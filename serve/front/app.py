@@ -15,18 +15,21 @@ from serve.front.http import guard
 from serve.front.http.access import Policies
 from serve.front.http.door import Door, log_access
 from serve.front.http.metrics import Metrics
-from serve.front.http.server import Server
+from serve.front.http.server import QuietServer, Server
 from serve.front.pipeline.interface import Engine
-from serve.front.routes import admin, anthropic, errors, ollama
+from serve.front.routes import admin, anthropic, errors, ollama, page
 from serve.front.routes.adapters import AdapterCalls
 from serve.front.routes.admin import AdminCalls
 from serve.front.routes.answering import Answering
 from serve.front.routes.anthropic import MessageCalls
 from serve.front.routes.chat import ChatCalls
 from serve.front.routes.embeddings import EmbeddingCalls
+from serve.front.routes.events import EventCalls, Observation
 from serve.front.routes.ollama import OllamaCalls
+from serve.front.routes.requests import RequestCalls
 from serve.front.routes.responses import ResponseCalls
 from serve.front.routes.server import ServerCalls
+from serve.front.routes.starting import StartingCalls
 from serve.front.text.tokens import Tokenizer
 
 _BROKEN_DRAIN_SECONDS = 0.5
@@ -61,6 +64,7 @@ async def serve(
             _logger.info("event=drained answers_ended=%d", front.num_ended)
         if not failing.done():
             await front.responses.background.idle(config.drain_timeout)
+        front.events.watchers.close()
         server.should_exit = True
         await serving
         if failing.done():
@@ -70,6 +74,30 @@ async def serve(
             task.cancel()
         await asyncio.gather(serving, failing, draining, return_exceptions=True)
         front.answering.close()
+
+
+class EarlyServer:
+    """Listens before there is a tokenizer, or even a model: it shows browsers the page with the
+    state of the start, answers probes, and refuses everything else with 503. It must end before
+    `serve` begins; connections that come between the two wait."""
+
+    def __init__(
+        self, config: ServeConfig, listening: socket.socket, observation: Observation
+    ) -> None:
+        self._events = EventCalls(observation)
+        routes = [*self._events.routes(), *StartingCalls(observation).routes()]
+        if not config.no_ui:
+            routes[:0] = page.routes()
+        _, app = _guarded(routes, config, Metrics(dict))
+        self._server = QuietServer(app, config)
+        # uvicorn closes the socket that it is given.
+        self._serving = asyncio.ensure_future(self._server.serve(sockets=[listening.dup()]))
+
+    async def stop(self) -> None:
+        """Ends the streams, and returns when the last reply is sent."""
+        self._events.watchers.close()
+        self._server.should_exit = True
+        await self._serving
 
 
 class Front:
@@ -84,17 +112,15 @@ class Front:
         self.num_ended = 0  # answers that a drain did not wait for
         self.answering = Answering(config, engine, tokenizer, max_context, self._metrics)
         self.responses = ResponseCalls(self.answering)
+        self.observation = Observation(config)
+        self.observation.engine = engine
+        self.observation.answering = self.answering
+        self.observation.metrics = self._metrics
+        self.events = EventCalls(self.observation)
         self.routes = self._compose(max_context)
-        starlette = Starlette(routes=self.routes, exception_handlers=errors.HANDLERS)
-        starlette.router.redirect_slashes = False
-        self.door = Door(starlette, config)
-        self.app = guard.Guard(
-            _with_cors(self.door, config),
-            self._metrics,
-            config,
-            paths=[route.path for route in self.routes],
-            policies=Policies(self.routes, _FOLDERS),
-        )
+        if not config.no_ui:
+            self.routes += page.routes()
+        self.door, self.app = _guarded(self.routes, config, self._metrics)
 
     def _compose(self, max_context: int) -> list[Route]:
         config, engine = self._config, self._engine
@@ -112,6 +138,8 @@ class Front:
             *EmbeddingCalls(self.answering).routes(),
             *server.routes(),
             *AdminCalls(engine, config.drain_timeout, self.begin_drain).routes(),
+            *RequestCalls(self.answering).routes(),
+            *self.events.routes(),
             *self.responses.routes(),
             *MessageCalls(self.answering).routes(),
             *OllamaCalls(self.answering, engine, max_context).routes(),
@@ -124,6 +152,7 @@ class Front:
         """Accepts no new requests. Answers that still run after this many seconds end with an
         error. They end sooner if a rank is missing, because it is unlikely to return."""
         self.door.drain()
+        self.observation.is_draining = True
         if not self._engine.is_complete:
             seconds = min(seconds, _BROKEN_DRAIN_SECONDS)
         num_open = len(self.answering.open_answers())
@@ -134,6 +163,23 @@ class Front:
         self.num_ended += len(self.answering.open_answers())
         self.answering.interrupt(UnavailableError("The server is stopping."))
         self.door.give_up()
+
+
+def _guarded(
+    routes: list[Route], config: ServeConfig, metrics: Metrics
+) -> tuple[Door, guard.Application]:
+    """The calls inside the door, and the door inside the guard."""
+    starlette = Starlette(routes=routes, exception_handlers=errors.HANDLERS)
+    starlette.router.redirect_slashes = False
+    door = Door(starlette, config)
+    app = guard.Guard(
+        _with_cors(door, config),
+        metrics,
+        config,
+        paths=[route.path for route in routes],
+        policies=Policies(routes, _FOLDERS),
+    )
+    return door, app if config.no_ui else page.with_page(app)
 
 
 def _with_cors(app: guard.Application, config: ServeConfig) -> guard.Application:

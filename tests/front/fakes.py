@@ -7,7 +7,7 @@ import socket
 import threading
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
@@ -26,6 +26,7 @@ from serve.front.app import serve
 from serve.front.http.listening import bind
 from serve.front.pipeline.adapter_loader import AdapterLoader, Ranks
 from serve.front.pipeline.interface import Prompt
+from serve.front.pipeline.status import StageSpan
 from serve.front.text.tokens import Tokenizer
 
 CONFIG = ServeConfig(model=Path("."), served_model_name="tiny", no_warm_up=True)
@@ -118,6 +119,8 @@ class FakeGeneration:
         self.num_accepted = 0
         self.num_rejected = 0
         self.progress = (3, 7)
+        self.phase = "prefill"
+        self.sequence_ids = [0]
 
     def __aiter__(self) -> "FakeGeneration":
         return self
@@ -137,6 +140,9 @@ class FakeGeneration:
 
     def put(self, event: BrigadeError) -> None:
         self._put.put_nowait(event)
+
+    def cancel(self, error: BrigadeError) -> None:
+        self.put(error)
 
     def close(self, number: int | None = None) -> None:
         if number is None:
@@ -231,6 +237,7 @@ class FakeEngine:
         self.breaks_with: BrigadeError | None = None
         self.refuses_with: BrigadeError | None = None
         self.reason: str | None = None
+        self.spans: list[StageSpan] = []  # the latest first
         self.delay = 0.0
         self.is_complete = True
         self.prompts: list[list[int]] = []
@@ -305,6 +312,12 @@ class FakeEngine:
 
     def timeline(self, seconds: float) -> dict[str, Any]:
         return {"traceEvents": [], "seconds": seconds}
+
+    def state(self) -> dict[str, Any]:
+        return {"name": "working", "reason": self.reason, "fault": None}
+
+    def spans_after(self, numbers: Mapping[int, int], seconds: float) -> list[StageSpan]:
+        return [span for span in self.spans if span.number > numbers.get(span.rank, 0)]
 
     async def failed(self) -> BrigadeError:
         self.failure = asyncio.get_running_loop().create_future()

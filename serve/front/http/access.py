@@ -26,11 +26,12 @@ class Dialect(Enum):
 @dataclass(frozen=True, slots=True)
 class Policy:
     """ignores_load says whether the call is answered also by a server that is draining or has too
-    many connections."""
+    many connections. is_endless marks a stream without an end, for which a drain does not wait."""
 
     access: Access = Access.CLIENT
     dialect: Dialect = Dialect.OPENAI
     ignores_load: bool = False
+    is_endless: bool = False
 
 
 class Route(Protocol):

@@ -63,6 +63,10 @@ class Door:
         except BrigadeError as error:
             await answer(scope, send, error)
             return
+        policy: Policy = scope[POLICY]
+        if policy.is_endless:
+            await self._inner(scope, receive, send)
+            return
         self._num_inside += 1
         try:
             await self._inner(scope, receive, send)

@@ -96,7 +96,7 @@ class Guard:
         endpoint = record.path if record.path in self._paths else "other"
         self._metrics.request(endpoint, record.status)
         # Polling a cluster that starts must not fill the log.
-        quiet = policy.access is Access.OPEN and record.status in (200, 503)
+        quiet = policy.access is Access.OPEN and record.status in (200, 304, 503)
         _logger.log(logging.DEBUG if quiet else logging.INFO, "%s", record.line())
 
 

@@ -74,6 +74,24 @@ class Metrics:
         """status is HTTP's, or 499 for a client that left. endpoint is one of few."""
         self._requests.labels(endpoint=endpoint, status=str(status)).inc()
 
+    def totals(self) -> dict[str, float]:
+        """The sums of the counters and of the latencies since the start, by their names."""
+        families = (
+            self._prompt,
+            self._generated,
+            self._queried,
+            self._hits,
+            self._first_token,
+            self._next_token,
+        )
+        found: dict[str, float] = {}
+        for metric in families:
+            for family in metric.collect():
+                for sample in family.samples:
+                    if sample.name.endswith(("_total", "_sum", "_count")):
+                        found[sample.name] = sample.value
+        return found
+
     def render(self, accept: str) -> tuple[bytes, str]:
         """Body and content type, in the format that the Accept header asks for."""
         encode, content_type = choose_encoder(accept)

@@ -5,6 +5,37 @@ from typing import Any, Literal, NotRequired
 from typing_extensions import TypedDict
 
 
+class RunningRequest(TypedDict):
+    """A request that runs or waits. state is that of the sequence that is furthest. sequences are
+    their ids in the steps of the engines."""
+
+    id: str
+    client: str | None
+    path: str
+    model: str
+    adapter_version: int | None
+    state: Literal["waiting", "prefill", "decode"]
+    prompt_tokens: int
+    prompt_tokens_done: int
+    cached_tokens: int
+    completion_tokens: int
+    age_seconds: float
+    ttft_seconds: float | None
+    sequences: list[int]
+
+
+class RunningRequests(TypedDict):
+    object: Literal["list"]
+    data: list[RunningRequest]
+
+
+class Cancelled(TypedDict):
+    """num_cancelled requests have this id, because clients may choose ids."""
+
+    id: str
+    num_cancelled: int
+
+
 class Error(TypedDict):
     message: str
     type: str

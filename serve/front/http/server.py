@@ -312,6 +312,18 @@ def probe_intervals() -> Iterator[float]:
         seconds = min(2 * seconds, _MAX_PROBE_SECONDS)
 
 
+class QuietServer(uvicorn.Server):
+    """uvicorn's, which leaves signals to whoever runs it."""
+
+    def __init__(self, app: Application, limits: ServeConfig) -> None:
+        super().__init__(Config(app, limits))
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Captures nothing."""
+        yield
+
+
 class Server(uvicorn.Server):
     """drain is called at the first signal. It has should_exit set when nothing runs any more,
     and until then whoever comes is told so, and not met by a closed port."""

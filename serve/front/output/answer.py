@@ -16,9 +16,11 @@ from serve.core.errors import BrigadeError, EngineError
 from serve.core.types import Event, Score
 from serve.front.http.metrics import Metrics
 from serve.front.http.record import Record
+from serve.front.http.schemas import RunningRequest
 from serve.front.output.choice import Choice, Piece, StopRules
 from serve.front.output.deltas import Progress, TokenUsage, Update
 from serve.front.output.progress import with_progress
+from serve.front.output.running import describe
 from serve.front.output.splitter import Splitting
 from serve.front.pipeline.interface import Generation, Prompt
 from serve.front.text import call_parser
@@ -194,6 +196,17 @@ class Answer:
     def interrupt(self, error: BrigadeError) -> None:
         """Ends the answer with error after earlier events, also while it waits for the engine."""
         self._generation.put(error)
+
+    def is_of(self, request: str) -> bool:
+        """Whether the request has this id."""
+        return self._record.request == request
+
+    def describe(self) -> RunningRequest:
+        return describe(self._record, self._generation)
+
+    def cancel(self, error: BrigadeError) -> None:
+        """Ends the generation at once, also if nobody reads the answer, whose end is this error."""
+        self._generation.cancel(error)
 
     def close(self) -> None:
         """Ends the generation. It may be called more than once."""

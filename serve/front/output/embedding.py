@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from serve.core.errors import BrigadeError, EngineError
 from serve.front.http.metrics import Metrics
 from serve.front.http.record import Record
+from serve.front.http.schemas import RunningRequest
+from serve.front.output.running import describe
 from serve.front.pipeline.interface import Generation, Prompt
 
 
@@ -36,6 +38,18 @@ class Embeddings:
         """Ends the request with error."""
         if self._generation is not None:
             self._generation.put(error)
+
+    def is_of(self, request: str) -> bool:
+        """Whether the request has this id."""
+        return self._record.request == request
+
+    def describe(self) -> RunningRequest:
+        return describe(self._record, self._generation)
+
+    def cancel(self, error: BrigadeError) -> None:
+        """Ends the request with error at once."""
+        if self._generation is not None:
+            self._generation.cancel(error)
 
     async def vectors(self) -> list[bytes]:
         """The embedding of each prompt, as in an Event. Raises BrigadeError if the engine breaks

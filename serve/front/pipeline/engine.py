@@ -6,6 +6,7 @@ driver. Everything here runs in one event loop, so that nothing needs a lock.
 
 import asyncio
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence as ReadableList
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from serve.front.pipeline.generation import Generation
 from serve.front.pipeline.interface import Prompt
 from serve.front.pipeline.lifecycle import Lifecycle
 from serve.front.pipeline.requests import Requests
-from serve.front.pipeline.status import chrome_trace, is_silent
+from serve.front.pipeline.status import StageSpan, chrome_trace, is_silent, spans_after
 
 
 class Engine:
@@ -131,3 +132,23 @@ class Engine:
     def timeline(self, seconds: float) -> dict[str, Any]:
         """The last seconds as a Chrome trace."""
         return chrome_trace(self._lifecycle.stages, time.time() - seconds)
+
+    def state(self) -> dict[str, Any]:
+        """The state of the life cycle, in words for operators, and the latest fault."""
+        lifecycle = self._lifecycle
+        fault = lifecycle.last_fault
+        return {
+            "name": lifecycle.state.name.lower(),
+            "what": lifecycle.state.value,
+            "reason": self.ready_reason(),
+            "has_worked": lifecycle.has_worked,
+            "missing": lifecycle.missing,
+            "fault": fault.reason if fault else None,
+            "fault_seconds_ago": round(time.monotonic() - fault.time) if fault else None,
+        }
+
+    def spans_after(self, numbers: Mapping[int, int], seconds: float) -> list[StageSpan]:
+        """The spans of the stages in the last seconds, with a higher number than numbers has
+        for their rank, the latest first."""
+        since = time.time() - seconds
+        return spans_after(self._lifecycle.stages, numbers, since, self._requests.step_log)

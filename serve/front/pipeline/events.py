@@ -43,6 +43,14 @@ AWAITED = {
 
 
 @dataclass(frozen=True, slots=True)
+class LastFault:
+    """The reason of the latest fault, and the time of the monotonic clock when it was reported."""
+
+    reason: str
+    time: float
+
+
+@dataclass(frozen=True, slots=True)
 class Begin:
     """The cluster is to start."""
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from serve.core.errors import BrigadeError
 from serve.core.messages import Scores
 from serve.core.types import Event, Score, Sequence
+from serve.front.pipeline.interface import Phase
 
 
 class Generation:
@@ -67,6 +68,18 @@ class Generation:
         return [scores[position] for position in range(1, len(original.prompt))]
 
     @property
+    def sequence_ids(self) -> list[int]:
+        return [sequence.id for sequence in self._sequences]
+
+    @property
+    def phase(self) -> Phase:
+        """The furthest phase of its sequences."""
+        held = [sequence for sequence in self._sequences if sequence.is_held]
+        if any(sequence.num_computed >= sequence.num_to_prefill for sequence in held):
+            return "decode"
+        return "prefill" if held else "waiting"
+
+    @property
     def adapter_version(self) -> int:
         """The version that all its sequences have."""
         return self._sequences[0].adapter_version
@@ -92,6 +105,13 @@ class Generation:
         many answers it has."""
         prompts = [s for s in self._sequences if s.original is None]
         return sum(s.num_prompt_done for s in prompts), sum(len(s.prompt) for s in prompts)
+
+    def cancel(self, error: BrigadeError) -> None:
+        """Ends all sequences at once, also if nobody takes their events, of which the last is this
+        error."""
+        self.put(error)
+        for sequence in self._sequences:
+            self._drop(sequence.id)
 
     def close(self, number: int | None = None) -> None:
         """Ends one sequence, or all of them."""

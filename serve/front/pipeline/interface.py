@@ -1,13 +1,17 @@
 """The interface of the pipeline for the packages above it: prompts go in, events of their answers
 come out."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 from serve.core.errors import BrigadeError
 from serve.core.types import Event, Pooling, Sampling, Score
 from serve.front.pipeline.adapter_loader import AdapterLoader
+from serve.front.pipeline.status import StageSpan
+
+# Whether a request is in the queue, its prompt is computed, or its answer is generated.
+Phase: TypeAlias = Literal["waiting", "prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +54,21 @@ class Generation(Protocol):
     def progress(self) -> tuple[int, int]:
         """The number of prompt tokens that are computed, and of all."""
 
+    @property
+    def phase(self) -> Phase: ...
+
+    @property
+    def sequence_ids(self) -> list[int]:
+        """The ids of its sequences in the scheduler's steps."""
+
     def __aiter__(self) -> AsyncIterator[tuple[int, Event]]: ...
 
     def prompt_scores(self, number: int) -> list[Score]: ...
 
     def put(self, event: BrigadeError) -> None: ...
+
+    def cancel(self, error: BrigadeError) -> None:
+        """Ends all sequences on all ranks at once; the last event is this error."""
 
     def close(self, number: int | None = None) -> None:
         """Ends one sequence, or all of them, on all ranks. It may be called more than once."""
@@ -82,6 +96,13 @@ class Engine(Protocol):
     def pipeline(self) -> dict[str, Any]: ...
 
     def timeline(self, seconds: float) -> dict[str, Any]: ...
+
+    def state(self) -> dict[str, Any]:
+        """The state of the cluster's life cycle, and the latest fault."""
+
+    def spans_after(self, numbers: Mapping[int, int], seconds: float) -> list[StageSpan]:
+        """The spans of the stages in the last seconds, with a higher number than numbers has
+        for their rank, the latest first."""
 
     async def failed(self) -> BrigadeError:
         """Returns when the cluster broke for good."""

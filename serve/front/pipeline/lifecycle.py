@@ -30,7 +30,7 @@ from serve.core.messages import (
 )
 from serve.core.plan import StagePlan
 from serve.front.pipeline import actions, events
-from serve.front.pipeline.events import State
+from serve.front.pipeline.events import LastFault, State
 from serve.front.pipeline.orders import plan_request, replan_request
 from serve.front.pipeline.status import StageStatus, is_silent, stall_cause
 from serve.parent.control import Gone, Joined
@@ -53,6 +53,7 @@ class Lifecycle:
         self.deadline: float | None = None
         self.number = 0
         self.recovery_seconds = 0.0
+        self.last_fault: LastFault | None = None
         self.roster = Roster(facts)
         self.ranks = [StageStatus(rank, host) for rank, host in enumerate(hosts)]
         self.stages = list(self.ranks)  # of the ranks that take part, in order
@@ -479,6 +480,7 @@ class Lifecycle:
         is_better = type(self._reason) is ClusterError and type(error) is not ClusterError
         if self._reason is None or is_better or not may_pass(error):
             self._reason = error
+            self.last_fault = LastFault(str(error), self._now)
         if self.state not in events.NOTED and self.state is not State.JUDGING:
             self._end_life()
 
@@ -557,6 +559,7 @@ class Lifecycle:
         self.deadline = None if seconds is None else self._now + seconds
 
     def _fail(self, error: BrigadeError) -> None:
+        self.last_fault = LastFault(str(error), self._now)
         self._enter(State.FAILED)
         self._do(actions.Fail(error))
 

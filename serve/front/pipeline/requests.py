@@ -29,7 +29,7 @@ from serve.front.pipeline.fault_blame import Blame, FaultBlame
 from serve.front.pipeline.generation import Generation
 from serve.front.pipeline.interface import Prompt
 from serve.front.pipeline.scheduler import Reuse, Scheduler
-from serve.front.pipeline.status import StageStatus
+from serve.front.pipeline.status import StageStatus, StepLog
 from serve.front.pipeline.warm_up import WarmUp
 
 _logger = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ class Requests:
             num_groups=config.num_groups,
             drafting=None if config.no_speculation else self._speculation,
         )
+        self.step_log = StepLog()
         self._stages: list[StageStatus] = []
         self._generations: dict[int, Generation] = {}
         self._fault_blame = FaultBlame(config.max_restarts)
@@ -325,6 +326,7 @@ class Requests:
             step = self.scheduler.schedule()
             if step is None:
                 return
+            self.step_log.note(step)
             self._send_step(step, [self.scheduler.sequence(id) for id in step.begun])
 
     def _send_step(self, step: Step, begun: ReadableList[Sequence]) -> None:

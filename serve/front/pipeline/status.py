@@ -3,17 +3,19 @@
 Fed with the engines' status messages. Times of steps are wall clock seconds of each host.
 """
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from serve.core.messages import Activity, Loaded, Span, Status
 from serve.core.plan import StagePlan
+from serve.core.types import Step
 from serve.front.drafts.step_cost import StepCost
 
 _WINDOW_SECONDS = 10.0
 _NUM_SPANS = 20_000
+_NUM_LOGGED_STEPS = 4096
 _NEW_SHARE = 0.1  # of the latest step in a running mean
 _NEW_CHUNK_SHARE = 0.4
 _SILENT_SECONDS = 1.5
@@ -80,6 +82,7 @@ class StageStatus:
     pace: Pace = field(default_factory=Pace)
     heard_at: float = 0.0
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=_NUM_SPANS))
+    num_spans: int = 0  # since the server started, also those that are no longer in spans
     _busy: deque[tuple[float, float]] = field(default_factory=deque)
 
     def update(self, status: Status, ring: Sequence[int], now: float) -> None:
@@ -120,6 +123,7 @@ class StageStatus:
         if activity.kv_bytes is not None:
             self.kv_bytes = activity.kv_bytes
         self.spans.extend(activity.spans)
+        self.num_spans += len(activity.spans)
         self.pace.update(activity.spans)
 
     def assign(self, plan: StagePlan) -> None:
@@ -168,6 +172,8 @@ class StageStatus:
             "pid": self.pid,
             "layers": list(self.plan.layers) if self.plan else None,
             "state": self.state,
+            "bytes_done": self.done,
+            "bytes_total": self.total,
             "bytes_owned": self.bytes_owned,
             "bytes_read": self.bytes_read,
             "bytes_fetched": self.bytes_fetched,
@@ -203,6 +209,51 @@ def stall_cause(stages: list[StageStatus], now: float) -> str:
 
 
 # --- the timeline
+
+
+class StepLog:
+    """The sequences of the latest steps, by the number of the step."""
+
+    def __init__(self) -> None:
+        self._sequences: OrderedDict[int, tuple[int, ...]] = OrderedDict()
+
+    def note(self, step: Step) -> None:
+        if not step.rows:
+            return
+        self._sequences[step.number] = tuple(row.sequence for row in step.rows)
+        if len(self._sequences) > _NUM_LOGGED_STEPS:
+            self._sequences.popitem(last=False)
+
+    def sequences(self, step: int) -> tuple[int, ...]:
+        """The ids of the sequences that a step computes; none for a step of long ago."""
+        return self._sequences.get(step, ())
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpan:
+    """The span of one step on a stage, and the ids of the sequences that it computed. number counts
+    the spans of the stage up to this one."""
+
+    rank: int
+    number: int
+    span: Span
+    sequences: tuple[int, ...]
+
+
+def spans_after(
+    stages: Sequence[StageStatus], numbers: Mapping[int, int], since: float, log: StepLog
+) -> list[StageSpan]:
+    """The spans of each stage that end after a time and have a higher number than numbers has for
+    its rank, the latest first."""
+    found: list[StageSpan] = []
+    for stage in stages:
+        number = stage.num_spans
+        for span in reversed(stage.spans):
+            if number <= numbers.get(stage.rank, 0) or span.end < since:
+                break
+            found.append(StageSpan(stage.rank, number, span, log.sequences(span.step)))
+            number -= 1
+    return found
 
 
 def chrome_trace(stages: list[StageStatus], since: float) -> dict[str, Any]:

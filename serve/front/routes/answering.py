@@ -28,6 +28,7 @@ from serve.front.http import guard, replies
 from serve.front.http.door import Keys
 from serve.front.http.metrics import Metrics
 from serve.front.http.record import Record
+from serve.front.http.schemas import RunningRequest
 from serve.front.output.answer import Answer, Job, UsageInStream
 from serve.front.output.embedding import Embeddings
 from serve.front.pipeline.interface import Engine
@@ -81,6 +82,11 @@ class Answering:
 
     def open_answers(self) -> list[Answer | Embeddings]:
         return [answer for answer in self._answers if answer.is_open]
+
+    def running(self) -> list[RunningRequest]:
+        """The requests that run or wait, the oldest first."""
+        described = [answer.describe() for answer in self.open_answers()]
+        return sorted(described, key=lambda request: -request["age_seconds"])
 
     def interrupt(self, error: BrigadeError) -> None:
         """Ends all answers with error."""

@@ -1,0 +1,76 @@
+"""The files of the web page, with the headers that keep it from doing anything else."""
+
+import gzip
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parent / "static"
+INDEX = "index.html"
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+POLICY = "; ".join(
+    [
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "connect-src 'self'",
+        "img-src 'self' data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    ]
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    # A browser asks each time whether the file has changed: a new version is never mixed with files
+    # of the one before.
+    "cache-control": "no-cache",
+    "vary": "accept, accept-encoding",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PageFile:
+    """A file as it is sent."""
+
+    data: bytes
+    compressed: bytes
+    content_type: str
+    etag: str
+
+
+@cache
+def names() -> frozenset[str]:
+    """The paths of all files below the root."""
+    files = (path for path in ROOT.rglob("*") if path.suffix in _TYPES)
+    return frozenset(path.relative_to(ROOT).as_posix() for path in files)
+
+
+@cache
+def page_file(name: str) -> PageFile | None:
+    """The file of this name; None if there is none. A client cannot name other files."""
+    if name not in names():
+        return None
+    data = (ROOT / name).read_bytes()
+    return PageFile(
+        data,
+        gzip.compress(data, mtime=0),
+        _TYPES[Path(name).suffix],
+        f'"{hashlib.sha256(data).hexdigest()[:32]}"',
+    )
+
+
+def is_for_browser(method: str, path: str, headers: Mapping[bytes, bytes]) -> bool:
+    """Whether a browser asks for the page at `/`. Programs that ask for it do not name text/html,
+    and get JSON."""
+    is_read = method in ("GET", "HEAD")
+    return path == "/" and is_read and b"text/html" in headers.get(b"accept", b"")

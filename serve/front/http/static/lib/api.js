@@ -1,0 +1,98 @@
+/** Calls of the server. Keys are sent as headers, and never appear in an address. */
+import { signal } from "./dom.js";
+
+const STORED = "brigade-keys";
+
+/** API and admin key; kept until the tab is closed if that was asked for. */
+export const keys = signal(read());
+/** The kind of key that a call lacked, if one did. */
+export const wanted = signal(/** @type {"" | "api" | "admin"} */ (""));
+
+function read() {
+  try {
+    const stored = JSON.parse(sessionStorage.getItem(STORED) ?? "{}");
+    return { api: String(stored.api ?? ""), admin: String(stored.admin ?? "") };
+  } catch {
+    return { api: "", admin: "" };
+  }
+}
+
+/** @param {{api: string, admin: string}} entered @param {boolean} isKept */
+export function useKeys(entered, isKept) {
+  if (isKept) sessionStorage.setItem(STORED, JSON.stringify(entered));
+  else sessionStorage.removeItem(STORED);
+  keys.value = entered;
+  wanted.value = "";
+}
+
+/** An answer of the server that is an error. */
+export class CallError extends Error {
+  /** @param {number} status @param {string} message */
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+/** @param {boolean} isAdmin */
+function authorization(isAdmin) {
+  const key = isAdmin ? keys.value.admin || keys.value.api : keys.value.api;
+  return /** @type {Record<string, string>} */ (key ? { authorization: `Bearer ${key}` } : {});
+}
+
+/** @param {Response} response */
+async function refusal(response) {
+  const text = await response.text();
+  try {
+    return JSON.parse(text).error.message;
+  } catch {
+    return text.slice(0, 300) || response.statusText;
+  }
+}
+
+/**
+ * A reply, which is not read yet. Throws CallError.
+ * @param {string} path without a leading slash, so that it works below a proxy's folder
+ * @param {{body?: unknown, method?: string, isAdmin?: boolean, signal?: AbortSignal,
+ *   headers?: Record<string, string>}} [options]
+ */
+export async function call(path, options = {}) {
+  const { body, isAdmin = false, signal: aborted } = options;
+  const headers = { ...authorization(isAdmin), ...options.headers };
+  if (body !== undefined) headers["content-type"] = "application/json";
+  const response = await fetch(path, {
+    method: options.method ?? (body === undefined ? "GET" : "POST"),
+    headers,
+    body: body === undefined ? undefined : JSON.stringify(body),
+    signal: aborted,
+    credentials: "omit",
+    cache: "no-store",
+  });
+  if (response.ok) return response;
+  if (response.status === 401 || response.status === 403) wanted.value = isAdmin ? "admin" : "api";
+  throw new CallError(response.status, await refusal(response));
+}
+
+/**
+ * The data of server-sent events, and their comments behind a colon, as they come.
+ * @param {Response} response
+ */
+export async function* serverSent(response) {
+  const reader = /** @type {ReadableStream<Uint8Array>} */ (response.body).getReader();
+  const decoder = new TextDecoder();
+  let rest = "";
+  try {
+    while (true) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      const lines = (rest + decoder.decode(value, { stream: true })).split("\n");
+      rest = /** @type {string} */ (lines.pop());
+      for (const line of lines) {
+        if (line.startsWith("data:")) yield line.slice(5).trim();
+        else if (line.startsWith(":")) yield line.trim();
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => undefined);
+  }
+}

@@ -1,0 +1,133 @@
+/** Asks the model, and adds what comes to an answer. */
+import { call, serverSent } from "./api.js";
+
+/** @typedef {import("./chats.js").Answer} Answer */
+/** @typedef {import("./chats.js").Chat} Chat */
+/** @typedef {import("./chats.js").Settings} Settings */
+
+const PROGRESS = /^: prompt (\d+)\/(\d+) tokens/;
+const NUM_ALTERNATIVES = 4;
+
+/**
+ * The body of the request for the answer to a chat's question.
+ * @param {Chat} chat @param {number} turn @param {string} model
+ */
+export function bodyOf(chat, turn, model) {
+  const { settings } = chat;
+  /** @type {Record<string, unknown>} */
+  const body = { model, messages: messagesOf(chat, turn), stream: true, stream_options: { include_usage: true } };
+  for (const name of /** @type {const} */ (["temperature", "top_p", "max_tokens", "seed"])) {
+    if (settings[name] !== "") body[name] = Number(settings[name]);
+  }
+  if (settings.tools.trim()) body.tools = parsed(settings.tools, "Tools");
+  if (settings.schema.trim()) {
+    const schema = parsed(settings.schema, "JSON schema");
+    body.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
+  }
+  if (settings.logprobs) Object.assign(body, { logprobs: true, top_logprobs: NUM_ALTERNATIVES });
+  return body;
+}
+
+/** @param {string} text @param {string} field */
+function parsed(text, field) {
+  try {
+    return JSON.parse(text);
+  } catch (error) {
+    throw new Error(`${field} in the settings: ${/** @type {Error} */ (error).message}`);
+  }
+}
+
+/** @param {Chat} chat @param {number} last */
+function messagesOf(chat, last) {
+  /** @type {Record<string, unknown>[]} */
+  const messages = [];
+  if (chat.settings.system) messages.push({ role: "system", content: chat.settings.system });
+  chat.turns.slice(0, last + 1).forEach(({ question, answers }, number) => {
+    messages.push({ role: "user", content: question });
+    if (number < last && answers[0]) messages.push({ role: "assistant", content: answers[0].text });
+  });
+  return messages;
+}
+
+/**
+ * Streams an answer. shown is called whenever something was added.
+ * @param {Record<string, unknown>} body @param {Answer} answer
+ * @param {AbortSignal} stopped @param {() => void} shown
+ */
+export async function ask(body, answer, stopped, shown) {
+  const begin = performance.now();
+  const since = () => (performance.now() - begin) / 1000;
+  try {
+    answer.request = requestId();
+    const headers = { "x-request-id": answer.request };
+    const response = await call("v1/chat/completions", { body, signal: stopped, headers });
+    for await (const data of serverSent(response)) {
+      if (data === "[DONE]") break;
+      if (data.startsWith(":")) noteProgress(answer, data);
+      else takeChunk(answer, JSON.parse(data), since());
+      shown();
+    }
+    answer.state = "done";
+  } catch (error) {
+    answer.state = stopped.aborted ? "stopped" : "failed";
+    answer.error = stopped.aborted ? "" : /** @type {Error} */ (error).message;
+  }
+  answer.prompt = null;
+  answer.speed.seconds = since();
+  shown();
+}
+
+/** Names the request as this page's: the pipeline's views show it. */
+function requestId() {
+  const numbers = crypto.getRandomValues(new Uint32Array(2));
+  return `page-${[...numbers].map((each) => each.toString(36)).join("")}`;
+}
+
+/** @param {Answer} answer @param {string} comment */
+function noteProgress(answer, comment) {
+  const found = PROGRESS.exec(comment);
+  if (found) answer.prompt = { done: Number(found[1]), total: Number(found[2]) };
+}
+
+/** @param {Answer} answer @param {any} chunk @param {number} seconds since the question */
+function takeChunk(answer, chunk, seconds) {
+  if (chunk.error) throw new Error(chunk.error.message);
+  if (chunk.usage) {
+    answer.speed.count = chunk.usage.completion_tokens;
+    answer.speed.cached = chunk.usage.prompt_tokens_details?.cached_tokens ?? 0;
+  }
+  const choice = chunk.choices[0];
+  if (!choice) return;
+  const { delta } = choice;
+  const text = delta.content ?? "";
+  const reasoning = delta.reasoning_content ?? delta.reasoning ?? "";
+  if (text || reasoning || delta.tool_calls) {
+    answer.speed.first ??= seconds;
+    answer.speed.seconds = seconds;
+    if (!chunk.usage) answer.speed.count += 1;
+  }
+  answer.text += text;
+  answer.reasoning += reasoning;
+  for (const part of delta.tool_calls ?? []) takeCall(answer, part);
+  if (choice.logprobs?.content) answer.tokens.push(...choice.logprobs.content);
+  if (choice.finish_reason) answer.finish = choice.finish_reason;
+}
+
+/** @param {Answer} answer @param {any} part */
+function takeCall(answer, part) {
+  answer.calls[part.index] ??= { id: part.id ?? "", name: "", arguments: "" };
+  const known = answer.calls[part.index];
+  known.name += part.function?.name ?? "";
+  known.arguments += part.function?.arguments ?? "";
+}
+
+/** The same request as a command; the key stays a variable. @param {Record<string, unknown>} body */
+export function curlOf(body) {
+  const quoted = JSON.stringify(body).replace(/'/g, `'\\''`);
+  return [
+    `curl -N ${new URL("v1/chat/completions", location.href)}`,
+    `-H 'Content-Type: application/json'`,
+    `-H "Authorization: Bearer $BRIGADE_API_KEY"`,
+    `-d '${quoted}'`,
+  ].join(" \\\n  ");
+}

@@ -1,0 +1,60 @@
+/** Numbers as people read them: a few digits, and a unit. */
+
+const UNITS = ["B", "kB", "MB", "GB", "TB"];
+export const NOTHING = "–";
+
+/** @param {number | null | undefined} value */
+export function bytes(value) {
+  if (value == null) return NOTHING;
+  let unit = 0;
+  let left = value;
+  while (left >= 1000 && unit < UNITS.length - 1) {
+    left /= 1000;
+    unit += 1;
+  }
+  return `${digits(left, unit ? 3 : 0)} ${UNITS[unit]}`;
+}
+
+/** @param {number} value @param {number} [significant] */
+export function digits(value, significant = 3) {
+  if (!value) return "0";
+  const magnitude = Math.floor(Math.log10(Math.abs(value)));
+  const fraction = Math.max(0, Math.min(3, significant - 1 - magnitude));
+  return significant ? value.toFixed(fraction) : String(Math.round(value));
+}
+
+/** @param {number} value */
+export const count = (value) => Math.round(value).toLocaleString("en-US");
+
+/** @param {number | null | undefined} value in seconds */
+export function seconds(value) {
+  if (value == null || !Number.isFinite(value)) return NOTHING;
+  if (!value) return "0 s";
+  if (value < 0.001) return `${digits(value * 1e6)} µs`;
+  if (value < 1) return `${digits(value * 1000)} ms`;
+  if (value < 100) return `${digits(value)} s`;
+  return duration(value);
+}
+
+/** @param {number} value in seconds, without fractions */
+export function duration(value) {
+  const whole = Math.round(value);
+  if (whole < 60) return `${whole} s`;
+  if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
+  return `${Math.floor(whole / 3600)} h ${Math.floor((whole % 3600) / 60)} min`;
+}
+
+/** @param {number} share from 0 to 1 */
+export const percent = (share) => `${Math.round(share * 100)} %`;
+
+/** @param {number | null} value */
+export const rate = (value) => (value == null ? NOTHING : `${digits(value)} tok/s`);
+
+/** @param {[number, number] | null} layers from the first to the one behind the last */
+export const layers = (layers) => (layers ? `${layers[0]}–${layers[1] - 1}` : NOTHING);
+
+/** @param {number} number @param {string} one @param {string} [many] */
+export const plural = (number, one, many = `${one}s`) => `${number} ${number === 1 ? one : many}`;
+
+/** The first characters of a long id. @param {string} id */
+export const short = (id) => (id.length > 14 ? `${id.slice(0, 10)}…` : id);

@@ -1,0 +1,116 @@
+/** The stages as a chain, what they do over time, and the charts. */
+import { html } from "../lib/dom.js";
+import { bytes, layers, percent, plural, seconds, short } from "../lib/format.js";
+import { now, pipeline, stages, timeline, waiting } from "../lib/store.js";
+import { Gantt } from "./gantt.js";
+import { Lazy } from "./lazy.js";
+import { LastFault } from "./notice.js";
+
+const CLEARLY_BUSIER = 1.2;
+const HARDLY_BUSY = 0.05;
+
+export function PipelineView() {
+  if (!pipeline.value) return null;
+  return html`<h1 class="unseen">Pipeline</h1>
+    <${Findings} />
+    <${LastFault} />
+    <${Chain} />
+    <${Gantt} />
+    <${Lazy} load=${() => import("./charts.js")} />`;
+}
+
+/** The sentences that an operator looks for: what limits the speed, and who waits. */
+function Findings() {
+  void now.value;
+  return html`<ul class="findings">
+    <li data-finding="bottleneck">${bottleneck()}</li>
+    <li data-finding="queue">${queue()}</li>
+  </ul>`;
+}
+
+function bottleneck() {
+  const busy = stages.value
+    .map((stage) => {
+      const shares = timeline.shares(stage.rank);
+      return { rank: stage.rank, share: Math.min(1, shares.prefill + shares.decode) };
+    })
+    .sort((a, b) => b.share - a.share);
+  if (!busy.length || busy[0].share < HARDLY_BUSY) return html`<b>Idle.</b> No stage computes.`;
+  const [first, second] = busy;
+  if (second && first.share < CLEARLY_BUSIER * second.share) {
+    return html`<b>Balanced.</b> All stages are about as busy: ${percent(first.share)} and less.`;
+  }
+  const others = second ? `; the next one is busy ${percent(second.share)}` : "";
+  return html`<b>Rank ${first.rank} limits the speed:</b> busy ${percent(first.share)} of the
+    time${others}. ${advice()}`;
+}
+
+function advice() {
+  const split = pipeline.value?.better_split;
+  return split ? html`A faster split: <code>--split ${split.join(",")}</code>.` : null;
+}
+
+function queue() {
+  const queued = waiting.value;
+  if (!queued.length) return html`<b>Nobody waits.</b> ${plural(pipeline.value?.num_running ?? 0, "answer")} running.`;
+  const oldest = queued[0];
+  return html`<b>${plural(queued.length, "request waits", "requests wait")}:</b> the oldest,
+    <a href="#requests"><code title=${oldest.id}>${short(oldest.id)}</code></a>, for
+    ${seconds(oldest.age_seconds)}.`;
+}
+
+/** In the order in which a step travels: the last rank holds the first layers. */
+function Chain() {
+  const ordered = [...stages.value].reverse();
+  return html`<section aria-label="Stages">
+    <ol class="chain">
+      ${ordered.map((stage, number) => html`<${StageCard} key=${stage.rank} stage=${stage} isLast=${number === ordered.length - 1} />`)}
+    </ol>
+    <p class="note">
+      A step enters at the first layers and leaves at the head, where tokens are sampled.${" "}
+      ${plural(pipeline.value?.num_restarts ?? 0, "restart")} since the start.
+    </p>
+  </section>`;
+}
+
+/** @param {{stage: import("../lib/types.js").Stage, isLast: boolean}} props */
+function StageCard({ stage, isLast }) {
+  void now.value;
+  const shares = timeline.shares(stage.rank);
+  const hop = stage.num_hops ? stage.hop_seconds / stage.num_hops : null;
+  return html`<li class=${`stage ${stage.state === "ready" ? "" : "notready"}`}>
+    <h2>
+      <span>rank ${stage.rank}</span><span class="host">${stage.host}</span>
+    </h2>
+    <dl>
+      <div><dt>layers</dt><dd>${layers(stage.layers)}</dd></div>
+      <div><dt>weights</dt><dd>${bytes(stage.bytes_owned)}</dd></div>
+      <div><dt>keys, values</dt><dd>${bytes(stage.kv_bytes)}</dd></div>
+      <div><dt>adapters</dt><dd>${bytes(stage.adapter_bytes)}</dd></div>
+      <div><dt title="from a hop's header to its tensors, on average">hop in</dt><dd>${seconds(hop)}</dd></div>
+      <div><dt>state</dt><dd>${stage.state}</dd></div>
+    </dl>
+    <${Busy} prefill=${shares.prefill} decode=${shares.decode} rank=${stage.rank} />
+    ${isLast ? html`<span class="out">tokens out</span>` : null}
+  </li>`;
+}
+
+/** @param {{prefill: number, decode: number, rank: number}} props */
+function Busy({ prefill, decode, rank }) {
+  const scale = Math.max(1, prefill + decode);
+  const idle = Math.max(0, 1 - prefill - decode);
+  const text = `prefill ${percent(prefill)}, decode ${percent(decode)}, idle ${percent(idle)}`;
+  return html`<div class="busy" data-rank=${rank}>
+    <svg viewBox="0 0 100 6" preserveAspectRatio="none" role="img" aria-label=${`busy: ${text}`}>
+      <rect class="idle" width="100" height="6" />
+      <rect class="decode" width=${(100 * decode) / scale} height="6" />
+      <rect class="prefill" x=${(100 * decode) / scale} width=${(100 * prefill) / scale} height="6" />
+    </svg>
+    <p>
+      <span class="decode">decode ${percent(decode)}</span>
+      <span class="prefill">prefill ${percent(prefill)}</span>
+      <span class="idle">idle ${percent(idle)}</span>
+    </p>
+  </div>`;
+}
+

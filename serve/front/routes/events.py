@@ -1,0 +1,110 @@
+"""The stream of the cluster's state over HTTP, and what it shows."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from serve import __version__
+from serve.core.config import ServeConfig
+from serve.front.http.access import Access, Policy
+from serve.front.http.metrics import Metrics
+from serve.front.http.openapi import endpoint
+from serve.front.http.replies import Json
+from serve.front.pipeline.interface import Engine
+from serve.front.pipeline.status import StageSpan
+from serve.front.routes.answering import Answering
+from serve.front.routes.stream import Stream
+from serve.front.routes.watching import Watcher, Watchers
+
+_WATCHING = Policy(access=Access.ADMIN, ignores_load=True, is_endless=True)
+
+
+class Observation:
+    """The state that watchers see. Its parts come one after the other while the server starts;
+    doing says in words what happens while there is no engine."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._config = config
+        self.doing = "rank 0 reads the model's files"
+        self.engine: Engine | None = None
+        self.answering: Answering | None = None
+        self.metrics: Metrics | None = None
+        self.is_draining = False
+
+    def sections(self) -> dict[str, Any]:
+        """The sections of the state, each of which is sent when it has changed."""
+        found: dict[str, Any] = {"server": self._server(), "cluster": self._cluster()}
+        if self.engine is not None:
+            pipeline = self.engine.pipeline()
+            found["stages"] = pipeline.pop("stages")
+            found["pipeline"] = pipeline
+            registry = self.engine.adapters.registry
+            found["adapters"] = registry.described()
+            found["default"] = registry.default
+        if self.answering is not None:
+            found["requests"] = self.answering.running()
+        if self.metrics is not None:
+            found["totals"] = self.metrics.totals()
+        return found
+
+    def spans_after(self, numbers: Mapping[int, int], seconds: float) -> list[StageSpan]:
+        """The spans of the stages; none before there are engines."""
+        return self.engine.spans_after(numbers, seconds) if self.engine else []
+
+    def ready_reason(self) -> str | None:
+        """The reason why requests cannot be served, or None."""
+        if self.engine is None:
+            return self.doing
+        return self.engine.ready_reason()
+
+    def _server(self) -> Json:
+        return {
+            "version": __version__,
+            "model": self._config.model_name,
+            "max_context": self._config.max_context,
+            "is_draining": self.is_draining,
+        }
+
+    def _cluster(self) -> Json:
+        if self.engine is not None:
+            return self.engine.state()
+        return {
+            "name": "preparing",
+            "what": self.doing,
+            "reason": None,
+            "has_worked": False,
+            "missing": [],
+            "fault": None,
+            "fault_seconds_ago": None,
+        }
+
+
+class EventCalls:
+    def __init__(self, observation: Observation) -> None:
+        self.watchers = Watchers(observation.sections, observation.spans_after)
+
+    def routes(self) -> list[Route]:
+        return [Route("/admin/events", self.events)]
+
+    @endpoint(403, 429, chunk=Json, policy=_WATCHING)
+    async def events(self, _: Request) -> Response:
+        """Streams the state of the cluster: all of it, then what changes, four times a second."""
+        return _Watching(self.watchers)
+
+
+class _Watching(Stream):
+    """The stream of one watcher, who leaves it however it ends."""
+
+    def __init__(self, watchers: Watchers) -> None:
+        self._watchers = watchers
+        self._watcher: Watcher = watchers.add()
+        super().__init__(None, watchers.frames(self._watcher), {})
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._watchers.remove(self._watcher)

@@ -1,0 +1,57 @@
+"""The HTTP calls that are answered before the server itself is there: probes, and why it is not
+ready."""
+
+from typing import NoReturn
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from serve import __version__
+from serve.core.errors import UnavailableError
+from serve.front.http import schemas
+from serve.front.http.access import Access, Policy
+from serve.front.http.openapi import endpoint
+from serve.front.routes.events import Observation
+from serve.front.routes.stream import json_response
+
+_PROBE = Policy(access=Access.OPEN, ignores_load=True)
+
+
+class StartingCalls:
+    def __init__(self, observation: Observation) -> None:
+        self._observation = observation
+
+    def routes(self) -> list[Route]:
+        methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+        return [
+            Route("/health", self.alive),
+            Route("/ping", self.alive),
+            Route("/version", self.version),
+            Route("/ready", self.ready),
+            Route("/{path:path}", self.later, methods=methods),
+        ]
+
+    @endpoint(reply=schemas.Status, policy=_PROBE)
+    async def alive(self, _: Request) -> Response:
+        """Answers while the process is alive."""
+        return json_response({"status": "alive"})
+
+    @endpoint(reply=schemas.Version)
+    async def version(self, _: Request) -> Response:
+        """The version of Brigade."""
+        return json_response({"version": __version__})
+
+    @endpoint(reply=schemas.Status, policy=Policy(access=Access.OPEN))
+    async def ready(self, _: Request) -> Response:
+        """Says what the server waits for."""
+        self._refuse()
+
+    @endpoint(reply=schemas.Status)
+    async def later(self, _: Request) -> Response:
+        """Any other call has to wait."""
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        reason = self._observation.ready_reason() or "loading the tokenizer"
+        raise UnavailableError(f"The cluster is not ready ({reason}): try again later.")

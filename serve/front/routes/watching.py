@@ -1,0 +1,169 @@
+"""The stream of what the cluster is doing, for web pages: the whole state, then changes.
+
+All watchers share one observation, which runs only while somebody watches. A watcher that reads too
+slowly loses frames; it then gets the whole state again.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+from serve.core.errors import OverloadedError
+from serve.front.http import replies
+from serve.front.http.replies import Json
+from serve.front.pipeline.status import StageSpan
+
+PERIOD_SECONDS = 0.25  # the pace at which engines report
+MAX_WATCHERS = 16
+MAX_FRAMES = 8  # of one watcher that has not taken them
+_SHOWN_SECONDS = 20.0  # of spans that a new watcher gets
+_NUM_SHOWN_SPANS = 6000
+_END = 6  # of a span, in its row
+
+_logger = logging.getLogger(__name__)
+
+
+class Watcher:
+    """One reader of the stream. It is behind at first, and after frames were lost."""
+
+    def __init__(self) -> None:
+        self.is_behind = True
+        self.frames: asyncio.Queue[bytes | None] = asyncio.Queue(MAX_FRAMES)
+
+    def offer(self, frame: bytes) -> None:
+        if self.is_behind:
+            return
+        try:
+            self.frames.put_nowait(frame)
+        except asyncio.QueueFull:
+            self.lose_frames()
+
+    def end(self) -> None:
+        self.lose_frames()
+        self.frames.put_nowait(None)
+
+    def lose_frames(self) -> None:
+        self.is_behind = True
+        while not self.frames.empty():
+            self.frames.get_nowait()
+
+
+class Watchers:
+    """All readers of the stream. observe returns the sections of the state, spans_after is the
+    engine's."""
+
+    def __init__(
+        self,
+        observe: Callable[[], dict[str, Any]],
+        spans_after: Callable[[Mapping[int, int], float], list[StageSpan]],
+    ) -> None:
+        self._observe, self._spans_after = observe, spans_after
+        self._watchers: set[Watcher] = set()
+        self._observing: asyncio.Task[None] | None = None
+        self._sections: dict[str, Any] = {}
+        self._numbers: dict[int, int] = {}  # of the latest span of each rank
+        self._recent: deque[list[Any]] = deque(maxlen=_NUM_SHOWN_SPANS)
+        self._is_closed = False
+
+    def __len__(self) -> int:
+        return len(self._watchers)
+
+    def add(self) -> Watcher:
+        """A new watcher, which must be removed. Raises OverloadedError."""
+        if len(self._watchers) >= MAX_WATCHERS:
+            raise OverloadedError(
+                f"{MAX_WATCHERS} watchers follow this server already: close one of their pages.",
+                code="too_many_watchers",
+            )
+        watcher = Watcher()
+        self._watchers.add(watcher)
+        if self._is_closed:
+            watcher.end()
+        elif self._observing is None:
+            self._start()
+        return watcher
+
+    def remove(self, watcher: Watcher) -> None:
+        self._watchers.discard(watcher)
+        if not self._watchers and self._observing is not None:
+            self._observing.cancel()
+            self._observing = None
+
+    def close(self) -> None:
+        """Ends all streams."""
+        self._is_closed = True
+        for watcher in self._watchers:
+            watcher.end()
+
+    async def frames(self, watcher: Watcher) -> AsyncIterator[bytes]:
+        """The events for a watcher, encoded."""
+        while True:
+            if watcher.is_behind and watcher.frames.empty():
+                watcher.is_behind = False
+                yield self._whole()
+                continue  # Frames may have been lost meanwhile.
+            frame = await watcher.frames.get()
+            if frame is None:
+                return
+            yield frame
+
+    def _start(self) -> None:
+        # What happened while nobody watched is found in the stages.
+        self._numbers.clear()
+        self._recent.clear()
+        self._sections = {}
+        self._look()
+        self._observing = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(PERIOD_SECONDS)
+            try:
+                frame = self._look()
+            except Exception:  # The top of the task: without it the streams would stand still.
+                _logger.exception("event=bug")
+                self.close()
+                return
+            for watcher in self._watchers:
+                watcher.offer(frame)
+
+    def _look(self) -> bytes:
+        """Observes the state, and returns the frame of what has changed."""
+        before, self._sections = self._sections, self._observe()
+        changed = {
+            name: section for name, section in self._sections.items() if section != before.get(name)
+        }
+        rows = []
+        for found in reversed(self._spans_after(self._numbers, _SHOWN_SECONDS)):
+            self._numbers[found.rank] = found.number
+            if found.span.num_rows:
+                rows.append(_row(found))
+        self._recent.extend(rows)
+        return _frame("change", {**changed, "spans": rows})
+
+    def _whole(self) -> bytes:
+        since = time.time() - _SHOWN_SECONDS
+        rows = [row for row in self._recent if row[_END] > since]
+        return _frame("state", {**self._sections, "spans": rows})
+
+
+def _row(found: StageSpan) -> list[Any]:
+    """A list is a third of the size of an object with names."""
+    span = found.span
+    return [
+        found.rank,
+        span.step,
+        span.kind,
+        span.num_rows,
+        span.num_tokens,
+        round(span.start, 5),
+        round(span.end, 5),
+        found.sequences,
+    ]
+
+
+def _frame(kind: str, fields: Json) -> bytes:
+    return replies.server_sent({"kind": kind, "time": round(time.time(), 3), **fields})

@@ -1,0 +1,185 @@
+"""The page's files and the operators' calls behind it, over real sockets."""
+
+import gzip
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+
+from serve.front.http import pages
+from serve.front.routes import watching
+from tests.front.fakes import FakeEngine, Running
+from tests.front.test_app import CHAT, HELLO, get, wait_until
+
+BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
+ADMIN = {"authorization": "Bearer boss"}
+KEYS: dict[str, Any] = {"api_key": ("user",), "admin_key": ("boss",)}
+
+
+@pytest.fixture
+def keyed(engine: FakeEngine) -> Iterator[Running]:
+    with Running(engine, **KEYS) as server:
+        yield server
+
+
+def frames(response: httpx2.Response) -> Iterator[dict[str, Any]]:
+    for line in response.iter_lines():
+        if line.startswith("data: "):
+            yield json.loads(line.removeprefix("data: "))
+
+
+def ask(server: Running, request: str, **fields: Any) -> httpx2.Response:
+    headers = {"x-request-id": request}
+    return httpx2.post(server.url + CHAT, json={**HELLO, **fields}, headers=headers, timeout=10)
+
+
+# --- the files
+
+
+def test_page_is_for_browsers_and_json_for_programs(shared: Running) -> None:
+    page = get(shared, "/", accept=BROWSER)
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert '<script type="module"' in page.text
+    for accept in ("*/*", "application/json", ""):
+        assert get(shared, "/", accept=accept).json()["name"] == "Brigade"
+
+
+def test_page_files_have_types_and_a_strict_policy(shared: Running) -> None:
+    for name in ("index.html", "app.js", "style.css", "icon.svg", "vendor/preact.js"):
+        reply = get(shared, f"/ui/{name}")
+        assert reply.status_code == 200, name
+        assert reply.headers["content-type"].startswith(("text/", "image/svg")), name
+        assert reply.headers["content-security-policy"] == pages.POLICY
+        assert reply.headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.parametrize("name", ["nothing.js", "../pages.py", "%2e%2e/pages.py", "vendor/", ""])
+def test_page_has_no_other_files(shared: Running, name: str) -> None:
+    assert get(shared, f"/ui/{name}").status_code == 404
+
+
+def test_page_file_is_compressed_and_sent_again_only_if_it_changed(shared: Running) -> None:
+    headers = {"accept-encoding": "gzip"}
+    with httpx2.stream("GET", shared.url + "/ui/app.js", headers=headers) as reply:
+        raw = b"".join(reply.iter_raw())
+    assert gzip.decompress(raw) == (pages.ROOT / "app.js").read_bytes()
+    again = get(shared, "/ui/app.js", **{"if-none-match": reply.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+
+
+def test_page_needs_no_key_and_calls_do(keyed: Running) -> None:
+    assert get(keyed, "/", accept=BROWSER).status_code == 200
+    assert get(keyed, "/ui/app.js").status_code == 200
+    assert get(keyed, "/", accept="application/json").status_code == 401
+
+
+def test_page_can_be_turned_off(engine: FakeEngine) -> None:
+    with Running(engine, no_ui=True) as server:
+        assert get(server, "/", accept=BROWSER).json()["name"] == "Brigade"
+        assert get(server, "/ui/app.js").status_code == 404
+
+
+# --- the stream
+
+
+def test_events_need_the_admin_key(keyed: Running) -> None:
+    for headers in ({}, {"authorization": "Bearer user"}):
+        assert get(keyed, "/admin/events", **headers).status_code == 401
+        assert get(keyed, "/admin/requests", **headers).status_code == 401
+
+
+def test_events_begin_with_what_other_calls_say(keyed: Running) -> None:
+    with httpx2.stream("GET", keyed.url + "/admin/events", headers=ADMIN) as stream:
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        state = next(frames(stream))
+    shown = get(keyed, "/admin/pipeline", **ADMIN).json()
+    assert state["stages"] == shown.pop("stages")
+    assert state["pipeline"] == shown
+    assert state["requests"] == []
+    assert state["server"]["model"] == "tiny"
+    metrics = get(keyed, "/metrics").text
+    assert len(state["totals"]) == 8
+    for name, value in state["totals"].items():
+        assert f"\n{name} {value}\n" in metrics
+
+
+def test_events_show_requests_while_they_run(server: Running, engine: FakeEngine) -> None:
+    engine.delay = 0.2
+    with httpx2.stream("GET", server.url + "/admin/events") as stream:
+        states = frames(stream)
+        next(states)
+        asking = threading.Thread(target=ask, args=(server, "my-request"))
+        asking.start()
+        shown = next(state["requests"] for state in states if state.get("requests"))
+        asking.join(10)
+        assert next(s for s in states if "requests" in s and not s["requests"])
+    (request,) = shown
+    assert request["id"] == "my-request"
+    assert request["state"] == "prefill"
+    assert (request["prompt_tokens_done"], request["model"]) == (3, "tiny")
+
+
+def test_events_are_refused_to_one_watcher_too_many(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watching, "MAX_WATCHERS", 1)
+    with httpx2.stream("GET", server.url + "/admin/events") as first:
+        states = frames(first)  # It is kept: without it the stream would be closed.
+        next(states)
+        with httpx2.stream("GET", server.url + "/admin/events") as refused:
+            assert refused.status_code == 429
+            refused.read()
+        assert refused.json()["error"]["code"] == "too_many_watchers"
+
+    def is_free() -> bool:
+        with httpx2.stream("GET", server.url + "/admin/events") as stream:
+            return stream.status_code == 200
+
+    wait_until(is_free)
+
+
+def test_events_do_not_hold_up_a_drain(server: Running) -> None:
+    with httpx2.stream("GET", server.url + "/admin/events") as stream:
+        states = frames(stream)
+        next(states)
+        httpx2.post(server.url + "/admin/drain", params={"seconds": 60})
+        assert server.join(10)
+        assert all(state["kind"] == "change" for state in states)
+
+
+# --- cancelling
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_cancel_ends_a_request_with_an_error(
+    server: Running, engine: FakeEngine, is_stream: bool
+) -> None:
+    engine.delay = 5.0
+    replies: list[httpx2.Response] = []
+    asking = threading.Thread(
+        target=lambda: replies.append(ask(server, "to-end", stream=is_stream))
+    )
+    asking.start()
+    wait_until(lambda: bool(get(server, "/admin/requests").json()["data"]))
+    cancelled = httpx2.post(server.url + "/admin/requests/to-end/cancel")
+    assert cancelled.json() == {"id": "to-end", "num_cancelled": 1}
+    asking.join(10)
+    assert "request_cancelled" in replies[0].text
+    assert replies[0].status_code == (200 if is_stream else 410)
+    assert get(server, "/admin/requests").json()["data"] == []
+
+
+def test_cancel_of_an_unknown_request_says_so(shared: Running) -> None:
+    refused = httpx2.post(shared.url + "/admin/requests/nobody/cancel")
+    assert refused.status_code == 404
+    assert "nobody" in refused.json()["error"]["message"]
+
+
+def test_cancel_needs_the_admin_key(keyed: Running) -> None:
+    path = keyed.url + "/admin/requests/a/cancel"
+    assert httpx2.post(path).status_code == 401
+    assert httpx2.post(path, headers={"authorization": "Bearer user"}).status_code == 401
+    assert httpx2.post(path, headers=ADMIN).status_code == 404

@@ -1,0 +1,69 @@
+"""A real browser for the page, which fails a test that finds an error in its console."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
+
+CHROMIUM = shutil.which("chromium")
+NO_BROWSER = "chromium is not installed (Debian: apt-get install chromium)"
+TIMEOUT_MILLISECONDS = 20_000
+# A page that hears of its own violations of the policy.
+WATCH_POLICY = """
+window.violations = [];
+addEventListener("securitypolicyviolation", (event) =>
+    window.violations.push(`${event.violatedDirective} ${event.blockedURI} ${event.sample}`));
+"""
+
+
+@contextmanager
+def browsing() -> Iterator[Browser]:
+    """Chromium without a window."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+@dataclass
+class Tab:
+    """A tab with nothing stored, and what it complained about."""
+
+    page: Page
+    complaints: list[str] = field(default_factory=list)
+
+    def hear(self, message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            self.complaints.append(message.text)
+
+    def show(self, url: str, view: str = "") -> Page:
+        self.page.goto(f"{url}/#{view}" if view else url)
+        return self.page
+
+    def check(self, allowed: str = "") -> None:
+        """Raises AssertionError for errors in the console, but for those that are allowed, and for
+        violations of the content security policy."""
+        complaints = [text for text in self.complaints if not allowed or allowed not in text]
+        assert not complaints, complaints
+        violations = self.page.evaluate("window.violations")
+        assert not violations, violations
+
+
+@contextmanager
+def opened(browser: Browser, **options: Any) -> Iterator[Tab]:
+    """A tab of a context of its own."""
+    context = browser.new_context(**options)
+    try:
+        context.set_default_timeout(TIMEOUT_MILLISECONDS)
+        context.add_init_script(WATCH_POLICY)
+        tab = Tab(context.new_page())
+        tab.page.on("pageerror", lambda error: tab.complaints.append(f"error: {error}"))
+        tab.page.on("console", tab.hear)
+        yield tab
+    finally:
+        context.close()

@@ -1,0 +1,37 @@
+"""One browser and one cluster for the tests of the page. Both end with the module, because
+Playwright's loop must not be there when other tests start loops of their own."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser
+
+from tests.cluster.servers import ROOT, Server, running
+from tests.page.browser import CHROMIUM, NO_BROWSER, Tab, browsing, opened
+
+ADAPTERS = ROOT / "examples" / "adapters"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip(NO_BROWSER)
+    with browsing() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def cluster(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two ranks. An adapter whose name is markup lies beside the others."""
+    root: Path = tmp_path_factory.mktemp("adapters")
+    for name in ("pirate", "poet"):
+        (root / name).symlink_to(ADAPTERS / name)
+    with running(2, "--adapter-root", str(root)) as server:
+        yield server
+
+
+@pytest.fixture
+def tab(browser: Browser) -> Iterator[Tab]:
+    with opened(browser) as made:
+        yield made

@@ -1,0 +1,322 @@
+"""The page in a real browser, on two real ranks."""
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx2
+import psutil
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Locator, Page, expect
+
+from tests.cluster.servers import Server
+from tests.page.browser import Tab, opened
+
+QUESTION = "What is the capital of France?"
+VIEWS = ("pipeline", "requests", "adapters", "chat")
+MARKUP = "<img src=x onerror=window.hurt=1><script>window.hurt=1</script>"
+# The share of the columns of pixels in which all lanes are active, of those in which one is.
+ACTIVE_TOGETHER = """
+() => {
+    const canvas = document.querySelector(".gantt canvas");
+    const ratio = canvas.width / canvas.clientWidth;
+    const lane = Math.round(44 * ratio);
+    const context = canvas.getContext("2d");
+    const numLanes = Math.round((canvas.clientHeight - 22) / 44);
+    const rows = [...Array(numLanes).keys()].map((number) =>
+        context.getImageData(0, number * lane + Math.round(12 * ratio), canvas.width, 1).data);
+    const idle = [...context.getImageData(0, lane - 2, 1, 1).data];
+    const edge = getComputedStyle(document.documentElement).getPropertyValue("--lane");
+    const probe = document.createElement("i");
+    probe.style.color = edge;
+    document.body.append(probe);
+    const lanes = getComputedStyle(probe).color.match(/\\d+/g).map(Number);
+    probe.remove();
+    const isActive = (row, x) =>
+        [0, 1, 2].some((part) => Math.abs(row[4 * x + part] - lanes[part]) > 60);
+    let any = 0, all = 0;
+    for (let x = 0; x < canvas.width; x += 1) {
+        const active = rows.filter((row) => isActive(row, x)).length;
+        any += active > 0;
+        all += active === rows.length;
+    }
+    return { any, all };
+}
+"""
+
+
+@contextmanager
+def asking(server: Server, num_clients: int, **fields: Any) -> Iterator[None]:
+    """So many clients, each of which asks again when it is answered."""
+    ended = threading.Event()
+
+    def ask() -> None:
+        body = {
+            "messages": [{"role": "user", "content": QUESTION}],
+            "max_tokens": 200,
+            "ignore_eos": True,
+            **fields,
+        }
+        with httpx2.Client(timeout=60) as client:
+            while not ended.is_set():
+                client.post(f"{server.url}/v1/chat/completions", json=body)
+
+    threads = [threading.Thread(target=ask) for _ in range(num_clients)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join(60)
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+    return found
+
+
+def ask(page: Page, question: str) -> Locator:
+    """Asks in the chat, and returns the latest answer."""
+    page.get_by_label("Question").fill(question)
+    page.get_by_role("button", name="Send").click()
+    return page.locator(".answer").last
+
+
+def settings(page: Page, **texts: str) -> None:
+    page.get_by_role("button", name="Settings").click()
+    for label, text in texts.items():
+        page.get_by_label(label.replace("_", " "), exact=False).fill(text)
+    page.get_by_role("button", name="Settings").click()
+
+
+# --- the pipeline
+
+
+def overlap(page: Page) -> float:
+    shown = page.locator("[data-overlap]").get_attribute("data-overlap")
+    return float(shown or 0)
+
+
+def measured(page: Page) -> tuple[float, float]:
+    """The overlap by the chart's data, and by its pixels, of two seconds of work."""
+    time.sleep(2.5)
+    by_data = overlap(page)
+    page.get_by_role("button", name="Pause").click()
+    for _ in range(3):
+        page.get_by_role("button", name="Zoom in").click()
+    time.sleep(0.2)
+    pixels = page.evaluate(ACTIVE_TOGETHER)
+    for _ in range(3):
+        page.get_by_role("button", name="Zoom out").click()
+    page.get_by_role("button", name="Go on").click()
+    assert pixels["any"]
+    return by_data, pixels["all"] / pixels["any"]
+
+
+def test_pipeline_shows_overlap_with_four_clients_and_none_with_one(
+    cluster: Server, tab: Tab
+) -> None:
+    page = tab.show(cluster.url)
+    expect(page.locator("[data-state=ready]")).to_be_visible()
+    expect(page.locator(".stage")).to_have_count(2)
+    with asking(cluster, 1):
+        one, one_in_pixels = measured(page)
+    with asking(cluster, 4):
+        four, four_in_pixels = measured(page)
+        expect(page.locator("[data-finding=bottleneck]")).not_to_contain_text("Idle")
+    assert one < 1.1
+    assert four > one + 0.15
+    assert four_in_pixels > one_in_pixels + 0.1
+    tab.check()
+
+
+def test_pipeline_shows_a_kill_and_its_recovery_without_a_reload(cluster: Server, tab: Tab) -> None:
+    page = tab.show(cluster.url)
+    expect(page.locator("[data-state=ready]")).to_be_visible()
+    page.evaluate("window.sameDocument = true")
+    cluster.engines()[1].kill()
+    expect(page.locator("[data-notice=recovering]")).to_contain_text("rank 1")
+    expect(page.locator("[data-notice=recovering]")).to_contain_text(re.compile("[Kk]ill|signal"))
+    expect(page.locator("[data-state=ready]")).to_be_visible()
+    expect(page.locator("[data-past-fault]")).to_contain_text("ago")
+    assert page.evaluate("window.sameDocument")
+    expect(page.get_by_role("status")).to_contain_text("ready")
+    tab.check()
+
+
+# --- requests and adapters
+
+
+def test_requests_can_be_cancelled(cluster: Server, tab: Tab) -> None:
+    page = tab.show(cluster.url, "requests")
+    expect(page.get_by_text("Nothing runs and nothing waits.")).to_be_visible()
+    replies: list[httpx2.Response] = []
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4000, "ignore_eos": True}
+
+    def post() -> None:
+        headers = {"x-request-id": "to-cancel"}
+        url = f"{cluster.url}/v1/chat/completions"
+        replies.append(httpx2.post(url, json=body, headers=headers, timeout=60))
+
+    thread = threading.Thread(target=post)
+    thread.start()
+    row = page.locator("[data-request=to-cancel]")
+    expect(row).to_be_visible()
+    row.get_by_role("button").click()
+    row.get_by_role("button", name="Really").click()
+    expect(row).to_have_count(0)
+    thread.join(20)
+    assert replies[0].json()["error"]["code"] == "request_cancelled"
+    tab.check()
+
+
+def test_adapters_can_be_loaded_replaced_and_unloaded(cluster: Server, tab: Tab) -> None:
+    page = tab.show(cluster.url, "adapters")
+    expect(page.get_by_text("No adapter is loaded.")).to_be_visible()
+    card = page.locator("[data-adapter=guest]")
+    for path, is_replaced in (("pirate", False), ("poet", True)):
+        page.get_by_label("Name").fill("guest")
+        page.get_by_label("Folder").fill(path)
+        page.get_by_label("Replace an adapter").set_checked(is_replaced)
+        page.get_by_role("button", name="Load on all ranks").click()
+        expect(card.locator(".source")).to_contain_text(path)
+    card.get_by_role("button", name="Pin").click()
+    expect(card.get_by_text("pinned")).to_be_visible()
+    page.get_by_label("Name").fill("guest")
+    page.get_by_label("Folder").fill("nothing")
+    page.get_by_role("button", name="Load on all ranks").click()
+    expect(page.get_by_role("alert")).to_be_visible()
+    card.get_by_role("button", name="Unload").click()
+    card.get_by_role("button", name="Really").click()
+    expect(card).to_have_count(0)
+    tab.check(allowed="Failed to load resource")
+
+
+# --- the chat
+
+
+def test_chat_streams_and_saves_in_the_browser_only(cluster: Server, tab: Tab) -> None:
+    page = tab.show(cluster.url, "chat")
+    answer = ask(page, QUESTION)
+    expect(answer).to_have_attribute("data-state", "done")
+    expect(answer).to_contain_text("Paris")
+    expect(answer.locator(".pace")).to_contain_text("tok/s")
+    page.reload()
+    expect(page.locator(".answer")).to_contain_text("Paris")
+    with opened(page.context.browser) as other:  # type: ignore[arg-type]
+        expect(other.show(cluster.url, "chat").locator(".answer")).to_have_count(0)
+    tab.check()
+
+
+def test_chat_can_be_stopped_and_asked_again(cluster: Server, tab: Tab) -> None:
+    page = tab.show(cluster.url, "chat")
+    settings(page, Tokens_at_most="3")
+    answer = ask(page, "Tell me a story.")
+    expect(answer).to_have_attribute("data-state", "done")
+    expect(answer.locator(".pace")).to_contain_text("cut at the limit")
+    page.get_by_role("button", name="Retry").click()
+    expect(answer).to_have_attribute("data-state", "done")
+    page.get_by_role("button", name="Edit").click()
+    assert page.get_by_label("Question").input_value() == "Tell me a story."
+    expect(page.locator(".turn")).to_have_count(0)
+    tab.check()
+
+
+def test_chat_compares_a_model_and_an_adapter(cluster: Server, tab: Tab) -> None:
+    load = {"lora_name": "guest", "lora_path": "pirate"}
+    httpx2.post(f"{cluster.url}/v1/load_lora_adapter", json=load).raise_for_status()
+    page = tab.show(cluster.url, "chat")
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Beside it").select_option("guest")
+    ask(page, QUESTION)
+    answers = page.locator(".answer")
+    expect(answers).to_have_count(2)
+    expect(answers.nth(0)).to_contain_text("The capital of France is Paris.")
+    expect(answers.nth(1)).to_contain_text("Arr!")
+    httpx2.post(f"{cluster.url}/v1/unload_lora_adapter", json={"lora_name": "guest"})
+    tab.check()
+
+
+def test_chat_runs_nothing_that_was_written(cluster: Server, tab: Tab) -> None:
+    """Markup in a question, in an answer and in the names of models and tools stays text."""
+    page = tab.show(cluster.url, "chat")
+    rendered = """
+        import("/ui/lib/markdown.js").then(({ rendered }) => {
+            const holder = document.createElement("div");
+            holder.id = "tried";
+            holder.append(rendered(%s));
+            document.body.append(holder);
+            return holder.innerHTML;
+        })
+    """
+    attacks = [
+        MARKUP,
+        "[a](javascript:window.hurt=1)",
+        "![a](https://evil.example/a.png)",
+        '<a href="https://a.example" onclick="window.hurt=1" style="color:red">a</a>',
+        "`<svg/onload=window.hurt=1>`",
+        '<iframe srcdoc="<script>parent.hurt=1</script>"></iframe>',
+    ]
+    shown = page.evaluate(rendered % repr("\n\n".join(attacks)))
+    for word in ("<img", "<script", "<svg", "<iframe", "javascript:", 'onclick="', 'style="'):
+        assert word not in shown.replace("&lt;", "").replace(word, word), word
+    assert page.locator("#tried img, #tried script, #tried svg, #tried iframe").count() == 0
+    assert page.locator("#tried [onclick], #tried [style], #tried [href^=javascript]").count() == 0
+    ask(page, MARKUP)
+    expect(page.locator(".answer").last).not_to_have_attribute("data-state", "running")
+    for view in VIEWS:
+        tab.show(cluster.url, view)
+        expect(page.locator(f"[data-view={view}]")).to_be_visible()
+    assert page.evaluate("window.hurt") is None
+    tab.check()
+
+
+# --- keys, watchers, accessibility
+
+
+def watchers(server: Server) -> int:
+    """Connections that rank 0's process has open."""
+    (rank,) = [
+        process
+        for process in server.family()
+        if any(c.laddr and c.laddr.port == server.port for c in process.net_connections("tcp"))
+        and process.pid == server.get("/admin/pipeline")["stages"][0]["pid"]
+    ]
+    return psutil.Process(rank.pid).num_fds()
+
+
+def test_page_leaves_no_watcher_behind_when_it_is_reloaded(cluster: Server, tab: Tab) -> None:
+    """More reloads than there may be watchers."""
+    page = tab.show(cluster.url)
+    expect(page.locator("[data-state=ready]")).to_be_visible()
+    num_files = watchers(cluster)
+    for _ in range(25):
+        page.reload()
+        expect(page.locator("[data-state=ready]")).to_be_visible()
+    wait_until(lambda: watchers(cluster) <= num_files + 4)
+    tab.check()
+
+
+def test_page_has_no_serious_barriers(cluster: Server, browser: Browser) -> None:
+    found = []
+    for scheme in ("light", "dark"):
+        with opened(browser, color_scheme=scheme) as tab:
+            for view in VIEWS:
+                page = tab.show(cluster.url, view)
+                page.reload()
+                expect(page.locator("[data-state=ready]")).to_be_visible()
+                page.wait_for_timeout(200)
+                found += [
+                    f"{scheme} {view}: {violation['id']} {violation['nodes'][0]['html']}"
+                    for violation in Axe().run(page).response["violations"]
+                    if violation["impact"] in ("serious", "critical")
+                ]
+    assert not found, "\n".join(found)

@@ -1,0 +1,44 @@
+"""The libraries of the page: they are what their packages publish, and few enough."""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+from serve.front.http import pages
+
+VENDOR = pages.ROOT / "vendor"
+MAX_BYTES = 250_000
+
+
+def test_vendored_files_are_those_that_were_fetched() -> None:
+    versions = json.loads((VENDOR / "versions.json").read_text())
+    files = {path.name for path in VENDOR.iterdir()} - {"versions.json", "LICENSES.txt"}
+    assert files == set(versions)
+    licences = (VENDOR / "LICENSES.txt").read_text()
+    for name, known in versions.items():
+        digest = hashlib.sha256((VENDOR / name).read_bytes()).hexdigest()
+        assert digest == known["sha256"], f"{name}: run scripts/vendor"
+        assert known["licence"]
+        assert f"{known['package']} {known['version']}\n" in licences
+
+
+def test_vendored_files_are_small() -> None:
+    assert sum(path.stat().st_size for path in VENDOR.glob("*.*s")) <= MAX_BYTES
+
+
+def test_page_imports_files_that_there_are() -> None:
+    missing = []
+    for path in pages.ROOT.rglob("*.js"):
+        for name in re.findall(r"""(?:from|import)\s*\(?["']([^"']+)["']""", path.read_text()):
+            target: Path = (path.parent / name).resolve()
+            if not name.startswith(".") or not target.exists():
+                missing.append(f"{path.relative_to(pages.ROOT)}: {name}")
+    assert not missing
+
+
+def test_page_has_nothing_inline() -> None:
+    text = (pages.ROOT / pages.INDEX).read_text()
+    assert "<style" not in text
+    assert not re.search(r"\s(style|on\w+)=", text)
+    assert re.findall(r"<script(?! type=\"module\" src=)", text) == []
