@@ -15,8 +15,7 @@ from scripts.measure.settings import TIMEOUT, Row, Settings
 from scripts.measure.tasks import Task, tasks
 
 WITH, WITHOUT = "with", "without"
-NUM_TOKENS = 96
-NUM_EACH = 2
+NUM_TOKENS = 64
 TEMPERATURES = (0.0, 0.7)
 
 
@@ -42,11 +41,12 @@ def single(settings: Settings) -> Row:
             ),
         }
         for round_ in range(settings.rounds):
-            for task in tasks(NUM_EACH):
+            for task in tasks(settings.requests_per_client):
                 for temperature in TEMPERATURES:
                     pair = _in_both(urls, settings, task, temperature, round_)
                     measured[task.kind, temperature].append(pair)
-                    print(json.dumps({"kind": task.kind, "temperature": temperature, **pair}))
+                    line = {"kind": task.kind, "temperature": temperature, **pair}
+                    print(json.dumps(line), flush=True)
     return Row(
         {"single": [{"kind": k, "temperature": t, "pairs": p} for (k, t), p in measured.items()]},
         {"one client, two ranks, with ÷ without speculation": _table(measured)},

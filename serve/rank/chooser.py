@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 
 from serve.core.errors import RequestError
 from serve.core.messages import Result, Scores
@@ -78,6 +79,24 @@ class Chooser:
                     self._samplers.pop(sequence, None)
                     gone.append(sequence)
         return gone
+
+    def cut_drafts(self, step: Step) -> Step:
+        """The same step without drafts that a grammar forbids. It may be called while earlier steps
+        run, but not those that its drafts follow."""
+        if not step.num_drafts:
+            return step
+        rows: list[Row] = []
+        tokens: list[int] = []
+        start = 0
+        for row in step.rows:
+            own = step.tokens[start : start + row.num_tokens]
+            start += row.num_tokens
+            with self._lock:
+                sampler = self._samplers[row.sequence]
+            own = own[: 1 + sampler.num_allowed(own[1:])]
+            rows.append(msgspec.structs.replace(row, num_tokens=len(own)))
+            tokens += own
+        return msgspec.structs.replace(step, rows=tuple(rows), tokens=tuple(tokens))
 
     def choose(
         self, step: Step, parts: list[Part], logits: list[mx.array]

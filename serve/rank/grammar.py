@@ -134,6 +134,28 @@ class Constraint:
             logits[mx.array(ends)] = -mx.inf
         return logits
 
+    def num_allowed(self, tokens: tuple[int, ...]) -> int:
+        """The number of these tokens, from the first on, that the grammar allows to come next. An
+        end counts as allowed: only the mask says whether it is."""
+        try:
+            self._mask.result()  # The matcher must not change while it is asked.
+        except RequestError:
+            return len(tokens)  # The step will say so.
+        if self._is_free or self._matcher is None:
+            return len(tokens)
+        return self._grammars.threads.submit(self._validate, self._matcher, tokens).result()
+
+    def _validate(self, matcher: LLMatcher, tokens: tuple[int, ...]) -> int:
+        ends = self._sampling.end_ids
+        num_before_end = next((n for n, t in enumerate(tokens) if t in ends), len(tokens))
+        try:
+            num_valid: int = matcher.validate_tokens(list(tokens[:num_before_end]))
+        except Exception:
+            raise
+        except BaseException:  # Rust's panic. If the grammar is broken, its next mask says so.
+            return len(tokens)
+        return len(tokens) if num_valid == num_before_end else num_valid
+
     def accept(self, token: int) -> None:
         """The token that was chosen."""
         self._mask.result()  # The matcher must not change while it is asked.

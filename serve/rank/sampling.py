@@ -62,6 +62,10 @@ class Sampler:
     def _forced_token(self) -> int | None:
         return self._reasoning.forced_token if self._reasoning else None
 
+    def num_allowed(self, drafts: tuple[int, ...]) -> int:
+        """The number of drafts, from the first on, that the grammar does not forbid."""
+        return self._constraint.num_allowed(drafts) if self._constraint else len(drafts)
+
     def choose(self, logits: mx.array, position: int) -> mx.array:
         """The token at a position, lazily, from logits (vocabulary,). A token that the budget of
         the reasoning forces comes whatever the other parameters say, and draws no random number."""

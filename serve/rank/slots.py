@@ -10,7 +10,8 @@ needed. Rows end in the same column; where they start is their left padding.
 
 After a step that fed drafts, rows may end in different columns, because each keeps as many drafts
 as were right. They are then written and masked by their own ends, which costs a little more. What
-is behind a row's end is overwritten by its next tokens.
+is behind a row's end is overwritten by its next tokens. When no drafts have come for some steps,
+rows are moved to end in one column again.
 
 The padding of a row is always zero. Attention gives it the weight 0, but 0 times a value that
 is not a finite number is not 0: what overflowed in another row must not be left there.
@@ -30,6 +31,7 @@ _ROUND_TOKENS = 256
 _GROWTH = 1.25
 _SMALL_TOKENS = 512
 _MAX_WASTE = 1.5
+_STEPS_UNTIL_ALIGNED = 8
 _CLASSES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 _ALL = slice(None)
 
@@ -281,6 +283,7 @@ class SlotBatch:
         self._ends: dict[int, int] = {}
         self._end = 0  # of all rows: nothing is held behind it
         self._clears_behind = False
+        self._num_steps_without_drafts = 0
         self._fed: list[int] = []
 
     @classmethod
@@ -407,6 +410,7 @@ class SlotBatch:
         num_rows = _num_rows(sequences, num_tokens)
         self._pack(num_rows)
         self._slots += [None] * (num_rows - len(self._slots))
+        self._align_if_no_drafts_come(num_tokens)
         order = [s if s in sequences else None for s in self._slots[:num_rows]]
         # A free slot needs a column to look at: the mean of none is not a number.
         unused = max(0, self._end - 1)
@@ -435,6 +439,27 @@ class SlotBatch:
         for sequence, num_tokens in feeds.items():
             self._ends[sequence] += num_tokens
         self._end = max(self._ends.values())
+
+    def _align_if_no_drafts_come(self, num_tokens: int) -> None:
+        """Moves rows to end in one column. This copies them, so a single step is no reason."""
+        if num_tokens > 1 or not self._clears_behind:
+            self._num_steps_without_drafts = 0
+            return
+        self._num_steps_without_drafts += 1
+        if self._num_steps_without_drafts % _STEPS_UNTIL_ALIGNED:
+            return
+        for slot, sequence in enumerate(self._slots):
+            if sequence is None or sequence not in self._fed:
+                continue
+            start = self._starts[sequence]
+            end = self._ends[sequence]
+            by = self._end - end
+            if not by:
+                continue
+            for cache in self.caches:
+                cache.write(slot, start + by, *cache.read(slot, start, end))
+            self._starts[sequence] = start + by
+            self._ends[sequence] = self._end
 
     def _clear_behind(self) -> None:
         """Clears once what rows have behind their ends: from here on others may be longer, and a

@@ -219,7 +219,8 @@ class Worker:
     def _obey(self, message: ToEngine) -> None:
         match message:
             case Step():
-                self._running_loop().outbox.put(message)
+                loop = self._running_loop()
+                loop.outbox.put(loop.chooser.cut_drafts(message))
             case Admit():
                 self._running_loop().chooser.admit(
                     message.sequence, message.sampling, message.num_prompt, message.tokens

@@ -15,7 +15,7 @@ import pytest
 from tests.cluster.questions import QUESTIONS
 from tests.cluster.servers import ROOT, Server, running
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 ADAPTERS = ROOT / "examples" / "adapters"
 FLAGS = ("--lora", f"pirate={ADAPTERS / 'pirate'}", "--max-restarts", "1000")
@@ -49,7 +49,7 @@ FIELDS: list[dict[str, Any]] = [
 
 def bodies() -> Iterator[dict[str, Any]]:
     questions = itertools.cycle([*QUESTIONS, f"Say this twice: {TEXT}", f"Repeat: {TEXT}"])
-    for seed, fields in enumerate(FIELDS * 2):
+    for seed, fields in enumerate(FIELDS):
         message = {"role": "user", "content": next(questions)}
         body = {"model": "tiny-chat", "messages": [message], "max_tokens": 64, "seed": seed}
         yield body | fields
@@ -99,7 +99,7 @@ def test_replies_are_the_same_with_guesses(
         with ThreadPoolExecutor(6) as threads:
             together = list(threads.map(lambda body: ask(server, body), bodies()))
         drafts = server.get("/admin/pipeline")["drafts"]
-    assert sum(map(accepted, one_by_one)) > 40, drafts
+    assert sum(map(accepted, one_by_one)) > 20, drafts
     assert drafts["prediction"]["drafted"] > 0
     for body, reply, other, wanted in zip(bodies(), one_by_one, together, expected, strict=True):
         assert comparable(reply) == wanted, body
@@ -112,7 +112,7 @@ def test_replies_are_the_same_while_engines_are_killed(expected: list[Any]) -> N
         kept = []
         for n, reply in enumerate(replies):
             kept.append(comparable(reply))
-            if n in (3, 12, 20, 31):
+            if n in (3, 9, 15):
                 server.wait_until_ready()
                 os.kill(server.engines()[n % 2].pid, signal.SIGKILL)
     assert kept == expected

@@ -171,6 +171,20 @@ def test_rows_go_back_behind_wrong_drafts(rig: Rig) -> None:
     rig.step(0, {0: [36], 1: [37], 3: [38, 39]})
 
 
+def test_rows_end_in_one_column_again_when_no_drafts_come() -> None:
+    rig = Rig(can_batch=True)
+    rig.step(8, {0: [1, 2, 3], 1: [4, 5, 6, 7]})
+    rig.step(0, {0: [8], 1: [9]})
+    rig.step(0, {0: [10, 11, 12, 13], 1: [14]})
+    rig.reject(0, 2)
+    own_ends = []
+    for n in range(12):
+        rig.step(0, {0: [15 + n], 1: [16 + n]})
+        (batch,) = rig.caches._layout.batches.values()
+        own_ends.append(batch.caches[0].ends is not None)
+    assert own_ends == [True] * 8 + [False] * 4
+
+
 def test_rows_go_back_only_behind_drafts(rig: Rig) -> None:
     rig.step(0, {0: [1, 2, 3]})
     rig.step(0, {0: [4]})

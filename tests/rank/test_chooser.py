@@ -3,10 +3,13 @@
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from llguidance import LLMatcher
+from tokenizers import Tokenizer
 
 from serve.core.messages import Result, Scores
 from serve.core.types import OVERFLOWED_TOKEN, Reasoning, Row, Sampling, Step
@@ -14,6 +17,7 @@ from serve.rank.cache import Part
 from serve.rank.chooser import Chooser, scoring_bytes
 from serve.rank.sampling import score
 
+MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny-chat"
 VOCABULARY = 50
 
 
@@ -167,3 +171,23 @@ def test_choose_fails_a_forced_row_that_is_not_finite() -> None:
     logits = mx.zeros((1, VOCABULARY))
     logits[0, 3] = mx.nan
     assert decode([Sampling(reasoning=reasoning)], logits).tokens == (OVERFLOWED_TOKEN,)
+
+
+def test_cut_drafts_leaves_those_that_grammars_allow() -> None:
+    """Row 0 has a grammar, row 1 has none."""
+    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    red, *others = tokenizer.encode("red green", add_special_tokens=False).ids
+    chooser = Chooser(MODEL)
+    grammar = LLMatcher.grammar_from_regex("red blue")
+    chooser.admit(0, Sampling(grammar=grammar), 1, [1])
+    chooser.admit(1, Sampling(), 1, [1])
+    drafts = (red, *others, red)
+    rows = (Row(0, 0, 1 + len(drafts)), Row(1, 7, 1 + len(drafts)))
+    step = Step(1, 0, rows, (1, *drafts, 2, *drafts), True)
+    cut = chooser.cut_drafts(step)
+    num_left = cut.rows[0].num_tokens
+    assert 1 < num_left < 1 + len(drafts)
+    assert cut.tokens == (1, *drafts[: num_left - 1], 2, *drafts)
+    assert cut.rows[1] == rows[1]
+    without = Step(2, 0, (Row(0, 0, 1),), (1,), True)
+    assert chooser.cut_drafts(without) is without

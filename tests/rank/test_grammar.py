@@ -239,3 +239,29 @@ def test_follow_takes_back_the_character_within_which_a_budget_ends_the_reasonin
         digit = TOKENIZER.encode("7").ids[-1]
         assert allowed(constraint)[digit].item()
         assert not allowed(constraint)[mark].item()
+
+
+@pytest.mark.parametrize(
+    ("text", "is_whole"), [("[12, 7]", True), ("[12, 7", True), ("[12, x7]", False), ("no", False)]
+)
+def test_num_allowed_is_how_far_drafts_follow_the_grammar(
+    grammars: Grammars, text: str, is_whole: bool
+) -> None:
+    drafts = tuple(TOKENIZER.encode(text, add_special_tokens=False).ids)
+    constraint = begin(grammars, NUMBERS, [])
+    num_allowed = constraint.num_allowed(drafts)
+    assert (num_allowed == len(drafts)) is is_whole
+    for draft in drafts[:num_allowed]:
+        assert allowed(constraint)[draft].item()
+        constraint.accept(draft)
+    if not is_whole:
+        assert not allowed(constraint)[drafts[num_allowed]].item()
+
+
+def test_num_allowed_lets_ends_and_thoughts_pass(grammars: Grammars) -> None:
+    whole = tuple(TOKENIZER.encode("[1, 2]", add_special_tokens=False).ids)
+    constraint = begin(grammars, NUMBERS, [])
+    assert constraint.num_allowed((*whole, END, 5)) == len(whole) + 2
+    mark = TOKENIZER.token_to_id("</tool_call>")
+    thinking = begin(grammars, NUMBERS, [], free_until=mark)
+    assert thinking.num_allowed((5, 6, 7)) == 3

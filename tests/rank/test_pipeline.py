@@ -107,7 +107,7 @@ class LocalPipeline:
                     self.embedder.admit(id, sequence.pooling, len(sequence.prompt))
                     continue
                 self.chooser.admit(id, sequence.sampling, len(sequence.prompt), sequence.tokens)
-            self.outbox.put(step)
+            self.outbox.put(self.chooser.cut_drafts(step))
 
 
 @contextmanager
