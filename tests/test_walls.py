@@ -75,6 +75,8 @@ OWNERS = {
     "tensorboardX": ["serve.cli.report_to"],
     "wandb": ["serve.cli.report_to"],
     "rich": ["serve.cli.*", "launcher.*"],
+    "jsonschema": ["serve.front.text.schema_check"],
+    "referencing": ["serve.front.text.schema_check"],
     "jinja2": ["serve.tune.data.examples", "serve.front.text.dialects.detect"],
     "numpy": ["serve.rank.grammar", "serve.tune.*"],
     "yaml": ["serve.tune.config"],

@@ -113,4 +113,34 @@ class GrammarChecked(HelperMessage, frozen=True):
     unenforced: tuple[str, ...] = ()
 
 
-ToHelper: TypeAlias = ReadBody | ParseCall | CheckGrammar
+class Claim(msgspec.Struct, frozen=True, array_like=True):
+    """A text that should be JSON by a schema, which is JSON text too. name says in violations what
+    the text is."""
+
+    name: str
+    schema: str
+    text: str
+
+
+class CheckClaims(HelperMessage, frozen=True):
+    """The server asks a checking process which texts break their schema. The answer is
+    ClaimsChecked."""
+
+    claims: tuple[Claim, ...]
+
+
+class Violation(msgspec.Struct, frozen=True, array_like=True):
+    """A rule that a text breaks. keyword is the schema's, or `unchecked` if the text could not be
+    checked."""
+
+    keyword: str
+    message: str
+
+
+class ClaimsChecked(HelperMessage, frozen=True):
+    """A checking process returns the rules that texts break."""
+
+    violations: tuple[Violation, ...]
+
+
+ToHelper: TypeAlias = ReadBody | ParseCall | CheckGrammar | CheckClaims

@@ -16,9 +16,9 @@ body that does not decode to a type that is expected there is an error.
                                   FindHolder, RunRank, SendSignal
     agent -> launcher             AgentReady, FolderEntered, HostFacts, PortsReserved, EchoStarted,
                                   HopSpeed, PortHolder, RankStarted, RankEnded, AgentError
-    server -> helper process      ReadBody, ParseCall, CheckGrammar
+    server -> helper process      ReadBody, ParseCall, CheckGrammar, CheckClaims
     helper process -> server      HelperReady, BodyRead, BodyRefused, BodyNotRead, CallsParsed,
-                                  CallUnreadable, GrammarChecked
+                                  CallUnreadable, GrammarChecked, ClaimsChecked
 
 Messages between a launcher and its agents are lines of JSON instead, because the output of a shell
 profile may appear between them. Those to and from helper processes are in JSON, too, and stand in

@@ -46,12 +46,12 @@ For each call, write <tool_call>{"name": NAME, "arguments": ARGUMENTS}</tool_cal
 Play = Callable[[str, Callable[[str], bool]], str]
 
 
-def save_model(folder: Path) -> Path:
+def save_model(folder: Path, template: str = TEMPLATE) -> Path:
     """A tokenizer without a model. Every byte is a token, so any prompt can be encoded."""
     backend: Backend = byte_level()
     backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     backend.add_tokens(["<think>", "</think>"])
-    return save(backend, folder, TEMPLATE)
+    return save(backend, folder, template)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,15 @@ import jsonschema
 
 Json = dict[str, Any]
 
+COLOUR: Json = {"enum": ["red", "dark blue"]}
 _NAMES = ["city", "unit", "days", "path", "query", "limit", "tags", "options", "user_id", "ratio"]
 _SCALARS: list[Json] = [
     {"type": "string"},
     {"type": "string", "maxLength": 12},
+    {"type": "string", "minLength": 2, "maxLength": 6},
+    {"type": "string", "pattern": "^[a-z]{2,5}$"},
+    {"$ref": "#/$defs/Colour"},
+    {"anyOf": [{"$ref": "#/$defs/Colour"}, {"type": "null"}]},
     {"type": "integer"},
     {"type": "integer", "minimum": 0, "maximum": 99},
     {"type": "number"},
@@ -43,13 +48,22 @@ def _value(rng: random.Random, depth: int) -> Json:
     return rng.choice(_SCALARS)
 
 
+def random_parameters(rng: random.Random) -> Json:
+    """The schema of a tool's arguments, with a definition that parts of it refer to."""
+    return {**random_schema(rng), "$defs": {"Colour": COLOUR}}
+
+
 def random_tool(rng: random.Random) -> Json:
     name = f"f{rng.randrange(1000)}"
-    return {"type": "function", "function": {"name": name, "parameters": random_schema(rng)}}
+    return {"type": "function", "function": {"name": name, "parameters": random_parameters(rng)}}
 
 
 def example(schema: Json, rng: random.Random) -> Any:
     """A value that the schema allows, with all keys."""
+    if "$ref" in schema:
+        schema = COLOUR
+    if "pattern" in schema:
+        return "abc"
     if "const" in schema:
         return schema["const"]
     if "enum" in schema:

@@ -102,8 +102,10 @@ def expected(thinker: Server, end: int) -> list[Answered]:
 
 
 def test_budget_is_kept_exactly_and_changes_nothing_before(thinker: Server, end: int) -> None:
+    """This model was never taught the end mark: without a budget it ends its answer within its
+    reasoning, so all of its tokens are reasoning."""
     free = ask(thinker)
-    num_free = len(free.tokens)  # This model ends its answers within its reasoning.
+    num_free = len(free.tokens)
     assert num_free > 3
     assert end not in free.tokens
     assert free.num_reasoning == num_free
@@ -113,6 +115,22 @@ def test_budget_is_kept_exactly_and_changes_nothing_before(thinker: Server, end:
         if budget < num_free:
             assert limited.tokens[: budget + 1] == [*free.tokens[:budget], end]
         else:
+            assert limited.tokens == free.tokens
+
+
+def test_budget_that_is_not_used_up_changes_nothing(thinker: Server, end: int) -> None:
+    """With this bias the model ends its reasoning itself."""
+    bias = {"logit_bias": {str(end): 20}}
+    free = ask(thinker, **bias)
+    num_free = free.tokens.index(end)
+    assert num_free > 1
+    assert free.num_reasoning == num_free
+    for budget in range(num_free + 3):
+        limited = ask(thinker, **bias, thinking_token_budget=budget)
+        used = min(budget, num_free)
+        assert limited.num_reasoning == used
+        assert limited.tokens[: used + 1] == [*free.tokens[:used], end]
+        if budget >= num_free:
             assert limited.tokens == free.tokens
 
 

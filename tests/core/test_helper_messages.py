@@ -14,6 +14,7 @@ from serve.core.helper_messages import (
     BodyRead,
     CallsParsed,
     CallUnreadable,
+    ClaimsChecked,
     GrammarChecked,
     HelperMessage,
     HelperReady,
@@ -61,6 +62,7 @@ FROM_HELPER = (
     CallsParsed,
     CallUnreadable,
     GrammarChecked,
+    ClaimsChecked,
 )
 HELPERS = (*typing.get_args(ToHelper), *FROM_HELPER)
 SENDERS = (

@@ -4,12 +4,13 @@ from dataclasses import dataclass, replace
 
 from serve.core.errors import RequestError
 from serve.front.api.context import ContextWindow
-from serve.front.api.request import ChatRequest
+from serve.front.api.request import ChatRequest, ToolUse
 from serve.front.api.sampling import check_min_tokens
 from serve.front.api.truncation import fitting
 from serve.front.output.answer import Job
 from serve.front.pipeline.interface import Prompt
 from serve.front.text.dialects.interface import Dialect
+from serve.front.text.schemas import TOOLS, left_out_of, schema_of
 from serve.front.text.tokens import Tokenizer
 
 _FORCING = "tool_choice"  # the field that forces a call
@@ -43,7 +44,9 @@ def prepare(request: ChatRequest, tokenizer: Tokenizer, max_context: int) -> Job
         )
         for sampling in request.samplings
     )
-    splitting = request.tool_use.splitting(is_thinking, request.shows_thoughts)
+    splitting = request.tool_use.splitting(
+        is_thinking, request.shows_thoughts, is_native=constraint.forces_native_calls
+    )
     prediction = tokenizer.encode(request.prediction) if request.prediction else []
     prompt = Prompt(
         ids,
@@ -66,6 +69,9 @@ def prepare(request: ChatRequest, tokenizer: Tokenizer, max_context: int) -> Job
         cache_salt=request.cache_salt,
         grammar_param=constraint.param,
         is_grammar_optional=constraint.is_optional,
+        left_out=constraint.left_out,
+        held_inputs=constraint.held_inputs,
+        format_schema=constraint.format_schema,
         ignored_fields=(*request.ignored_fields, *constraint.overridden),
     )
 
@@ -79,15 +85,21 @@ def _is_thinking(text: str, dialect: Dialect) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Constraint:
-    """The grammar that answers follow: from their start, or after the token free_until. param is
-    the field that demands it. An optional grammar is left out if it cannot be followed. overridden
-    are the fields whose grammar a forced call replaces."""
+    """The grammar that answers follow, after the token free_until if it is not None. param is the
+    field that demands it. An optional one is left out if it cannot be followed. left_out are the
+    keywords of schemas that it does not hold, and held_inputs the tools whose input it holds to a
+    grammar. format_schema is the schema of a format. overridden are the fields whose grammar a
+    forced call replaces. If forces_native_calls, forced calls are in the dialect's own format."""
 
     grammar: str | None
     param: str | None
     free_until: int | None = None
     is_optional: bool = False
+    left_out: tuple[str, ...] = ()
+    held_inputs: tuple[str, ...] = ()
+    format_schema: str | None = None
     overridden: tuple[str, ...] = ()
+    forces_native_calls: bool = False
 
 
 def _constraint(request: ChatRequest, tokenizer: Tokenizer, is_thinking: bool) -> _Constraint:
@@ -106,29 +118,74 @@ def _constraint(request: ChatRequest, tokenizer: Tokenizer, is_thinking: bool) -
             "or demand no format and no tool.",
             param=request.grammar_param,
         )
-    if demanded is not None:
-        return _demanded(demanded, request, tokenizer, free_until)
-    use = request.tool_use
-    is_narrowed = bool(request.samplings[0].allowed_ids)
-    if not use.is_free or is_late or is_narrowed:
+    if demanded is None:
+        can_follow = not is_late and not request.samplings[0].allowed_ids
+        return _of_free_calls(request.tool_use, tokenizer, free_until, can_follow)
+    if request.tool_use.is_forced:
+        return _of_forced_calls(demanded, request, tokenizer, free_until)
+    return _of_format(demanded, request, tokenizer, free_until)
+
+
+def _of_free_calls(
+    use: ToolUse, tokenizer: Tokenizer, free_until: int | None, can_follow: bool
+) -> _Constraint:
+    """The grammar of calls that the model decides on, if it has any."""
+    if not use.is_free:
         return _Constraint(None, None, free_until)
-    grammar = tokenizer.tool_grammar(use.declared, is_parallel=use.is_parallel)
-    return _Constraint(grammar, "tools", free_until, is_optional=not use.is_strict)
+    grammar = None
+    if can_follow:
+        grammar = tokenizer.tool_grammar(
+            use.declared, is_parallel=use.is_parallel, inputs=use.inputs
+        )
+    if grammar is None:
+        return _Constraint(None, None, free_until, left_out=(TOOLS,))
+    return _Constraint(
+        grammar.text,
+        "tools",
+        free_until,
+        is_optional=not use.is_strict,
+        left_out=grammar.left_out,
+        held_inputs=grammar.held_inputs,
+    )
 
 
-def _demanded(
+def _of_forced_calls(
     demanded: str, request: ChatRequest, tokenizer: Tokenizer, free_until: int | None
 ) -> _Constraint:
-    """A forced call comes before a format; with tools that the model may call, the answer is calls
-    or the format."""
+    """A forced call comes before a format. It is in the model's own format of calls, which the
+    model was trained on, if that has a grammar."""
+    use, param = request.tool_use, request.grammar_param
+    overridden = (param,) if param and param != _FORCING else ()
+    native = None
+    if not use.is_raw:
+        native = tokenizer.tool_grammar(
+            use.demanded, is_parallel=use.allows_several, is_forced=True, inputs=use.inputs
+        )
+    return _Constraint(
+        native.text if native else tokenizer.grammar_of_answer(demanded),
+        _FORCING,
+        free_until,
+        left_out=native.left_out if native else left_out_of(use.demanded),
+        held_inputs=native.held_inputs if native else (),
+        overridden=overridden,
+        forces_native_calls=native is not None,
+    )
+
+
+def _of_format(
+    demanded: str, request: ChatRequest, tokenizer: Tokenizer, free_until: int | None
+) -> _Constraint:
+    """The grammar of a format: with tools that the model may call, the answer is calls or the
+    format."""
     use = request.tool_use
-    param = request.grammar_param
-    if use.is_forced:
-        overridden = (param,) if param and param != _FORCING else ()
-        grammar = tokenizer.grammar_of_answer(demanded)
-        return _Constraint(grammar, _FORCING, free_until, overridden=overridden)
-    both: str | None = None
+    both = None
     if use.is_free:
-        both = tokenizer.tool_grammar(use.declared, demanded, use.is_parallel)
-    grammar = both or tokenizer.grammar_of_answer(demanded)
-    return _Constraint(grammar, param, free_until)
+        both = tokenizer.tool_grammar(use.declared, demanded, use.is_parallel, inputs=use.inputs)
+    return _Constraint(
+        both.text if both else tokenizer.grammar_of_answer(demanded),
+        request.grammar_param,
+        free_until,
+        left_out=both.left_out if both else (),
+        held_inputs=both.held_inputs if both else (),
+        format_schema=schema_of(demanded),
+    )

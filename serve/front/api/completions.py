@@ -9,6 +9,7 @@ from serve.front.api.openai import CompletionBody
 from serve.front.api.sampling import check_ids, check_min_tokens
 from serve.front.output.answer import Job
 from serve.front.pipeline.interface import Prompt
+from serve.front.text.schemas import schema_of
 from serve.front.text.tokens import Tokenizer
 
 _DEFAULT_MAX_TOKENS = 16
@@ -48,6 +49,7 @@ def prepare(body: CompletionBody, tokenizer: Tokenizer, max_context: int) -> Job
         usage_in_stream=body.usage_in_stream,
         cache_salt=body.cache_salt,
         grammar_param=grammar_param,
+        format_schema=schema_of(samplings[0].grammar or ""),
         ignored_fields=body.ignored_fields,
     )
 

@@ -49,11 +49,15 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools that the model may call, and whether it has to."""
+    """The tools that the model may call, and whether it has to. If is_raw, the whole answer is the
+    input of the tool that it has to call. inputs are grammars for the one text that some tools
+    take, by the names of the tools."""
 
     tools: list[Tool] = field(default_factory=list)
     choice: ToolChoice = "auto"
     is_parallel: bool = True
+    is_raw: bool = False
+    inputs: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_free(self) -> bool:
@@ -79,17 +83,38 @@ class ToolUse:
         """The grammar of a forced call, or None if no call is forced. Raises RequestError."""
         return grammar_of_call(self.tools, self.choice, self.is_parallel)
 
-    def splitting(self, is_thinking: bool, shows_thoughts: bool) -> Splitting:
-        """How the text of answers is taken apart."""
-        named = self.choice if isinstance(self.choice, NamedTool) else None
+    @property
+    def demanded(self) -> list[dict[str, Any]]:
+        """The declared tools that a forced call may be of."""
+        if not isinstance(self.choice, NamedTool):
+            return self.declared
+        name = self.choice.function.name
+        return [tool for tool in self.declared if tool["function"]["name"] == name]
+
+    @property
+    def allows_several(self) -> bool:
+        """Whether an answer may have more than one call. A tool that is named is called once."""
+        return self.is_parallel and not isinstance(self.choice, NamedTool)
+
+    def splitting(
+        self,
+        is_thinking: bool,
+        shows_thoughts: bool,
+        *,
+        is_native: bool = False,
+    ) -> Splitting:
+        """How the text of answers is taken apart. is_native says that forced calls are in the
+        format of the model's dialect, and not the JSON that any model can be held to."""
+        named = self.choice.function.name if isinstance(self.choice, NamedTool) else None
         return Splitting(
             reads_marks=True,
-            finds_calls=self.is_free,
+            finds_calls=self.is_free or is_native,
             is_thinking=is_thinking,
             declared=tuple(self.declared),
-            forced_tool=named.function.name if named else None,
-            forces_calls=self.choice == "required",
-            is_parallel=self.is_parallel,
+            forced_tool=None if is_native else named,
+            forces_calls=self.choice == "required" and not is_native,
+            names_tool=named is not None,
+            is_parallel=self.allows_several,
             shows_thoughts=shows_thoughts,
         )
 

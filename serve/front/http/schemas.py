@@ -197,6 +197,7 @@ class ChatReply(_Reply):
     usage: Usage
     prompt_token_ids: NotRequired[list[int] | None]
     prompt_logprobs: NotRequired[PromptLogprobs | None]
+    warnings: NotRequired[list[str]]
 
 
 class PromptProgress(TypedDict):
@@ -215,6 +216,7 @@ class ChatChunk(_Reply):
     usage: NotRequired[Usage | None]
     prompt_token_ids: NotRequired[list[int]]
     prompt_progress: NotRequired[PromptProgress]
+    warnings: NotRequired[list[str]]
 
 
 class CompletionReply(_Reply):
@@ -223,6 +225,7 @@ class CompletionReply(_Reply):
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
     usage: NotRequired[Usage | None]
+    warnings: NotRequired[list[str]]
 
 
 class MessageText(TypedDict):
@@ -291,6 +294,7 @@ class MessageReply(TypedDict):
     stop_sequence: str | None
     usage: MessageUsage
     context_management: NotRequired[AppliedEdits]
+    warnings: NotRequired[list[str]]
 
 
 class MessageTokens(TypedDict):

@@ -5,7 +5,7 @@ import json
 import logging
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -13,11 +13,13 @@ from functools import partial
 import msgspec
 
 from serve.core.errors import BrigadeError, EngineError
+from serve.core.helper_messages import Violation
 from serve.core.types import Event, Score
 from serve.front.http.metrics import Metrics
 from serve.front.http.record import Record
 from serve.front.http.schemas import RunningRequest
 from serve.front.output.choice import Choice, Piece, StopRules
+from serve.front.output.conformance import Conformance
 from serve.front.output.deltas import Progress, TokenUsage, Update
 from serve.front.output.progress import with_progress
 from serve.front.output.running import describe
@@ -62,7 +64,9 @@ class Job(msgspec.Struct, frozen=True, tag=True):
 
     continues says whether an answer's text continues the prompt's. grammar_param is the field
     that demands a grammar, if there is one; an optional grammar is left out if it cannot be
-    followed.
+    followed. left_out are the keywords of the tools' schemas that the grammar does not hold, and
+    held_inputs the tools whose one text it holds to a grammar of their own. format_schema is the
+    schema that text has to follow, as JSON text.
     """
 
     model: str
@@ -77,6 +81,9 @@ class Job(msgspec.Struct, frozen=True, tag=True):
     cache_salt: str | None = None
     grammar_param: str | None = None
     is_grammar_optional: bool = False
+    left_out: tuple[str, ...] = ()
+    held_inputs: tuple[str, ...] = ()
+    format_schema: str | None = None
     ignored_fields: tuple[str, ...] = ()
 
     @property
@@ -115,8 +122,12 @@ class Answer:
         tokenizer: Tokenizer,
         record: Record,
         metrics: Metrics,
+        conformance: Conformance | None = None,
     ) -> None:
+        """conformance checks the answers at their ends, if a grammar does not hold them whole."""
         self._generation = generation
+        self._conformance = conformance
+        self.violations: list[Violation] = []
         self._choices = [
             Choice(
                 prompt,
@@ -224,6 +235,10 @@ class Answer:
             # A parser of calls may take long, and a client controls what it reads.
             loop = asyncio.get_running_loop()
             update = await loop.run_in_executor(call_parser.threads_for(length), make)
+        if self._conformance is not None:
+            update = await self._conformance.checked(update)
+        if update.end and update.end.violations:
+            self._note_violations(update.end.violations)
         if update.end and not self._num_open:
             self._record.finish_reason = update.end.reason
         return update
@@ -232,6 +247,12 @@ class Answer:
         done, total = self._generation.progress
         seconds = time.perf_counter() - self._submitted
         return Progress(total, done, self._generation.num_cached, seconds)
+
+    def _note_violations(self, violations: Sequence[Violation]) -> None:
+        self.violations += violations
+        keywords = ",".join(sorted({each.keyword for each in violations}))
+        id = self._record.request
+        _logger.warning("request=%s event=schema_violated keywords=%s", id, keywords)
 
     def _take(self, number: int, event: Event) -> Callable[[], Update]:
         """Counts an event, and returns what makes the update of it. The generation of a choice that

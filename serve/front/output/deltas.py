@@ -6,6 +6,7 @@ The writer of each API turns them into its events. Readers of dialects make some
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from serve.core.helper_messages import Violation
 from serve.core.types import Score
 from serve.front.text.calls.parts import CallEnd, CallText, Text, Thought
 
@@ -76,11 +77,18 @@ class CallBegin:
 @dataclass(frozen=True, slots=True)
 class End:
     """The last delta of an answer. stop is the stop string or stop token that ended it, None for an
-    end token. usage counts the whole request, so that of its last answer is final."""
+    end token. usage counts the whole request, so that of its last answer is final. violations are
+    the rules of schemas that the answer breaks, where no grammar held it to them."""
 
     reason: Reason
     stop: str | int | None
     usage: TokenUsage
+    violations: tuple[Violation, ...] = ()
+
+    @property
+    def warnings(self) -> list[str]:
+        """The warnings of the reply, one for each violation."""
+        return [violation.message for violation in self.violations]
 
 
 Delta = Progress | Begin | Text | Thought | CallBegin | CallText | CallEnd | End

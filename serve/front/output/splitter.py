@@ -23,10 +23,11 @@ Part = Text | Thought | CallBegin | CallText | CallEnd
 @dataclass(frozen=True, slots=True)
 class Splitting:
     """How the text of answers is taken apart. Without reads_marks it is left as it is, as in
-    completions, but for calls that a grammar enforces: one of forced_tool, or any if forces_calls.
-    finds_calls says whether the model may call tools. is_thinking says that the prompt ends in an
-    open thought. declared are the request's tools as JSON. Calls after the first one are dropped
-    unless is_parallel."""
+    completions, but for calls that a grammar enforces as JSON: one of forced_tool, or any if
+    forces_calls. finds_calls says whether the model may call tools. is_thinking says that the
+    prompt ends in an open thought. declared are the request's tools as JSON. names_tool says that
+    the request demands one tool by its name. Calls after the first one are dropped unless
+    is_parallel."""
 
     reads_marks: bool = False
     finds_calls: bool = False
@@ -34,6 +35,7 @@ class Splitting:
     declared: tuple[dict[str, Any], ...] = ()
     forced_tool: str | None = None
     forces_calls: bool = False
+    names_tool: bool = False
     is_parallel: bool = True
     shows_thoughts: bool = True
 

@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 from msgspec import structs
@@ -30,11 +31,14 @@ from serve.front.http.metrics import Metrics
 from serve.front.http.record import Record
 from serve.front.http.schemas import RunningRequest
 from serve.front.output.answer import Answer, Job, UsageInStream
+from serve.front.output.conformance import Conformance
 from serve.front.output.embedding import Embeddings
 from serve.front.pipeline.interface import Engine
 from serve.front.pipeline.prefix import scope_of
 from serve.front.text.grammar_queue import GrammarQueue
 from serve.front.text.pooling import PoolingKind, pooling_of
+from serve.front.text.schema_check import SchemaChecker
+from serve.front.text.schemas import TOOLS
 from serve.front.text.tokens import Tokenizer
 
 WARM_UP_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -64,6 +68,7 @@ class Answering:
         self._reader = Reader(tokenizer, max_context, max_answers)
         self._lanes = Lanes(self._reader)
         self._grammars = GrammarQueue()
+        self._checker = SchemaChecker()
         self._pooling = config.pooling
         self._num_at_once = config.max_num_sequences
         self._answers: weakref.WeakSet[Answer | Embeddings] = weakref.WeakSet()
@@ -120,9 +125,17 @@ class Answering:
         api_key = self._keys.digest(request.scope) if self._keeps_keys_apart else ""
         cache_scope = scope_of(job.cache_salt, api_key)
         generation = self._engine.submit(job.prompts, adapter, cache_scope)
-        answer = Answer(job, generation, self.tokenizer, record, self._metrics)
+        conformance = self._conformance(request, job) if not_enforced else None
+        answer = Answer(job, generation, self.tokenizer, record, self._metrics, conformance)
         self._answers.add(answer)
         return answer, headers
+
+    def _conformance(self, request: Request, job: Job) -> Conformance:
+        """The check of answers whose grammar does not hold their schemas whole."""
+        functions = [tool["function"] for tool in job.splitting.declared]
+        parameters = {each["name"]: json.dumps(each.get("parameters") or {}) for each in functions}
+        in_turn = partial(self._grammars.run, self._keys.client_of(request.scope))
+        return Conformance(parameters, job.format_schema, self._checker, in_turn)
 
     def _named(self, read: Any) -> Any:
         """Puts the name of the model that the request means into what was read. Raises
@@ -191,8 +204,8 @@ class Answering:
         """The job with a grammar that can be followed, or with none, and what it does not hold:
         keywords of schemas, or all of the tools'. Raises RequestError."""
         if job.grammar is None:
-            return job, ()
-        not_enforced: list[str] = []
+            return job, job.left_out
+        not_enforced = list(job.left_out)
 
         def check() -> None:
             not_enforced.extend(job.check_grammar(self.tokenizer))
@@ -208,8 +221,8 @@ class Answering:
             id = request.scope[guard.RECORD].request
             reason = json.dumps(str(error))
             _logger.warning("request=%s event=tools_unchecked reason=%s", id, reason)
-            return job.without_grammar(), ("tools",)
-        return job, tuple(not_enforced)
+            return job.without_grammar(), (TOOLS,)
+        return job, tuple(sorted(set(not_enforced)))
 
     async def check_grammar(self, request: Request, grammar: str, param: str) -> None:
         """Raises RequestError for the field param if no answer can follow the grammar."""

@@ -71,6 +71,8 @@ async def whole_reply(
         whole = writer.whole()
         encode = replies.encode_in_slices if answer.is_long else replies.encode
         data = await _unless_long(answer.is_long, partial(encode, whole))
+        keywords = sorted({violation.keyword for violation in answer.violations})
+        headers = headers | replies.listed("x-schema-violations", keywords)
         return Response(data, headers=headers, media_type="application/json")
     finally:
         answer.close()

@@ -6,10 +6,13 @@ does so: the call that it writes then has arguments that the function does not t
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 Schema = dict[str, Any]
+
+# Stands for the schemas of all tools, among the keywords that a grammar does not hold.
+TOOLS = "tools"
 
 # llguidance's options for a schema. Without a limit a model may write blanks forever. Keywords that
 # a grammar cannot hold are left out, and oneOf is taken for anyOf; the check reports both.
@@ -68,6 +71,15 @@ def expressible_text(schema: Schema) -> str:
     return json.dumps(without_inexpressible_patterns(closed(schema)))
 
 
+def schema_of(grammar: str) -> str | None:
+    """The JSON text of the schema that a grammar of llguidance is made of; None for others."""
+    if not grammar.startswith("{"):
+        return None
+    parts = json.loads(grammar)["grammars"]
+    schema = parts[0].get("json_schema") if len(parts) == 1 else None
+    return json.dumps(schema) if isinstance(schema, dict) else None
+
+
 def inexpressible_keyword(schema: Any) -> str | None:
     """A keyword in the schema that a grammar cannot express, or None."""
     if isinstance(schema, list):
@@ -75,7 +87,7 @@ def inexpressible_keyword(schema: Any) -> str | None:
     if not isinstance(schema, dict):
         return None
     for name, value in schema.items():
-        if name in _INEXPRESSIBLE or (name == "pattern" and _is_inexpressible(value)):
+        if name in _INEXPRESSIBLE or (name == "pattern" and is_inexpressible(value)):
             return str(name)
         inner = value
         if name in _MAPS and isinstance(value, dict):
@@ -94,11 +106,20 @@ def without_inexpressible_patterns(schema: Any) -> Any:
     return {
         name: value if name in _VALUES else without_inexpressible_patterns(value)
         for name, value in schema.items()
-        if not (name == "pattern" and _is_inexpressible(value))
+        if not (name == "pattern" and is_inexpressible(value))
     }
 
 
-def _is_inexpressible(pattern: object) -> bool:
+def left_out_of(tools: Sequence[Schema]) -> tuple[str, ...]:
+    """The keywords of the tools' schemas that grammars of `expressible_text` do not hold, beside
+    those that llguidance itself leaves out."""
+    schemas = [tool["function"].get("parameters") or {} for tool in tools]
+    is_whole = all(without_inexpressible_patterns(schema) == schema for schema in schemas)
+    return () if is_whole else ("pattern",)
+
+
+def is_inexpressible(pattern: object) -> bool:
+    """Whether no grammar can hold the pattern."""
     return isinstance(pattern, str) and bool(_INEXPRESSIBLE_PATTERN.search(pattern))
 
 

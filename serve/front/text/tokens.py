@@ -21,7 +21,7 @@ from serve.core.checkpoint import not_a_folder, read_json
 from serve.core.errors import ModelError, RequestError
 from serve.front.text.dialects.detect import dialect_of
 from serve.front.text.dialects.generic import without_system
-from serve.front.text.dialects.grammar import content_grammar, tool_grammar
+from serve.front.text.dialects.grammar import AnswerGrammar, content_grammar, tool_grammar
 from serve.front.text.dialects.system import LATE, PROBE, has_late_system, with_early_system
 from serve.front.text.grammars import Grammars
 from serve.hub.model_config import SamplingDefaults, config_for_tokenizer, sampling_defaults
@@ -149,9 +149,11 @@ class Tokenizer:
         tools: list[dict[str, Any]],
         content: str | None = None,
         is_parallel: bool = True,
-    ) -> str | None:
-        """The grammar of an answer that may call tools (see dialects.grammar); None where the
-        format of calls has none."""
+        is_forced: bool = False,
+        inputs: Mapping[str, str] = {},
+    ) -> AnswerGrammar | None:
+        """The grammar of an answer that may or must call tools (see dialects.grammar); None where
+        the format of calls has none."""
         return tool_grammar(
             self.dialect,
             tools,
@@ -159,6 +161,8 @@ class Tokenizer:
             self._added_ids,
             content=content,
             is_parallel=is_parallel,
+            is_forced=is_forced,
+            inputs=inputs,
         )
 
     def grammar_of_answer(self, grammar: str) -> str:

@@ -362,15 +362,15 @@ def test_a_format_leaves_room_for_calls(client: OpenAI, played: Played) -> None:
         played.text = answer
         (item,) = ask(client, tools=[CLOSE], text=text).output
         assert item.type == kind
-    played.text = '[{"name": "close", "parameters": {}}]'
+    played.text = written("close", {})
     (item,) = ask(client, tools=[CLOSE], text=text, tool_choice="required").output
     assert item.type == "function_call"
 
 
 def test_a_forced_call_that_is_cut_is_an_incomplete_item(client: OpenAI, played: Played) -> None:
     tool = {**CLOSE, "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
-    played.text = '[{"name": "close", "parameters": {"a": "long long long"}}]'
-    reply = ask(client, tools=[tool], tool_choice="required", max_output_tokens=48)
+    played.text = written("close", {"a": "long long long"})
+    reply = ask(client, tools=[tool], tool_choice="required", max_output_tokens=52)
     (item,) = reply.output
     assert (reply.status, item.type, item.status) == ("incomplete", "function_call", "incomplete")
     assert item.arguments.startswith('{"a"')

@@ -1,6 +1,6 @@
 """The bodies of /v1/responses, which become the requests of chats."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -145,7 +145,9 @@ class Conversation(SamplingBody):
             choice = "required" if self.tool_choice == "any" else self.tool_choice
         functions = self.offer.functions.values()
         tools = [Tool(type="function", function=function) for function in functions]
-        return ToolUse(tools, choice, self.parallel_tool_calls is not False)
+        is_raw = isinstance(choice, NamedTool) and self._is_custom(choice.function.name)
+        inputs = {name: each.grammar for name, each in self.offer.tools.items() if each.grammar}
+        return ToolUse(tools, choice, self.parallel_tool_calls is not False, is_raw, inputs)
 
     @property
     def offered(self) -> Mapping[str, OfferedTool]:
@@ -162,11 +164,14 @@ class Conversation(SamplingBody):
         if not isinstance(choice, NamedTool):
             return None
         name = choice.function.name
-        return name if self.offer.tools[name].kind == "custom" else None
+        return name if self._is_custom(name) else None
 
     def _raw_tool(self) -> OfferedTool | None:
         raw_name = self._raw_name()
         return None if raw_name is None else self.offer.tools[raw_name]
+
+    def _is_custom(self, name: str) -> bool:
+        return self.offer.tools[name].kind == "custom"
 
     def grammars(self) -> dict[str, str]:
         raw = self._raw_tool()
@@ -192,13 +197,15 @@ class Conversation(SamplingBody):
         tools = self.offer.tools.values()
         return tuple(tool.grammar for tool in tools if tool.grammar)
 
-    @property
-    def warnings(self) -> list[str]:
-        """The declared tools that are not offered, and grammars that are not enforced."""
+    def warnings(self, held_inputs: Collection[str]) -> list[str]:
+        """The declared tools that are not offered, and grammars that are not enforced: those of
+        tools that are not among held_inputs."""
         raw = self._raw_tool()
-        enforced_name = raw.name if raw else None
-        lark_tools = [tool for tool in self.offer.tools.values() if tool.is_lark]
-        free_tools = [tool for tool in lark_tools if tool.name != enforced_name]
+        free_tools = [
+            offered
+            for name, offered in self.offer.tools.items()
+            if offered.is_lark and name not in held_inputs and offered is not raw
+        ]
         return [*self.offer.warnings, *map(_unenforced, free_tools)]
 
     def messages(self, stored: Mapping[str, Json]) -> list[ChatMessage]:
@@ -228,7 +235,8 @@ class Conversation(SamplingBody):
 def _unenforced(offered: OfferedTool) -> str:
     return (
         f"The Lark grammar of the tool {offered.name!r} is not enforced, only described "
-        "to the model. It is enforced if tool_choice demands the tool."
+        "to the model, because this model writes the input as JSON. It is enforced if "
+        "tool_choice demands the tool."
     )
 
 
@@ -315,8 +323,9 @@ class ResponsesBody(Conversation):
             cache_salt=self.cache_salt,
         )
 
-    def repeated(self) -> Json:
-        """The fields that the response repeats, with their defaults."""
+    def repeated(self, held_inputs: Collection[str]) -> Json:
+        """The fields that the response repeats, with their defaults. held_inputs are the tools
+        whose input a grammar holds."""
         given = self.model_dump(
             mode="json", by_alias=True, exclude_none=True, exclude=_NOT_REPEATED
         )
@@ -343,8 +352,8 @@ class ResponsesBody(Conversation):
             "text": default_text | given.get("text", {}),
             "reasoning": default_reasoning | given.get("reasoning", {}),
         }
-        if self.warnings:
-            repeated["warnings"] = self.warnings
+        if warnings := self.warnings(held_inputs):
+            repeated["warnings"] = warnings
         return repeated
 
 
@@ -358,8 +367,9 @@ class ResponsePlan:
     encrypts: bool = False
 
     @classmethod
-    def of(cls, body: ResponsesBody) -> "ResponsePlan":
-        return cls(body.repeated(), body.offered, body.encrypts)
+    def of(cls, body: ResponsesBody, held_inputs: Collection[str] = ()) -> "ResponsePlan":
+        """held_inputs are the tools whose input a grammar holds."""
+        return cls(body.repeated(held_inputs), body.offered, body.encrypts)
 
 
 # What a chat's fields are called here.

@@ -43,7 +43,7 @@ class ChatWriter:
         self.usage: TokenUsage | None = None
         self._listing = job.listing
         self._prompt_ids = job.prompts[0].ids
-        self._names_tool = job.splitting.forced_tool is not None
+        self._names_tool = job.splitting.names_tool
         self._usage_fields = UsageFields(job.usage_in_stream)
         self._tokenizer = tokenizer
         self._num_calls = [0] * job.num_answers
@@ -83,7 +83,8 @@ class ChatWriter:
         if end := update.end:
             self.usage = end.usage
             last = _choice(number, {}, self._reason(end.reason))
-            yield {"choices": [{**last, "stop_reason": end.stop}]}
+            told = {"warnings": end.warnings} if end.violations else {}
+            yield {"choices": [{**last, "stop_reason": end.stop}], **told}
 
     @property
     def _lists_tokens(self) -> bool:
@@ -221,11 +222,13 @@ class WholeChat:
     def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
         self._writer = ChatWriter(job, tokenizer)
         self._prompt_fields: Json = {"prompt_logprobs": None, "prompt_token_ids": None}
+        self._warnings: list[str] = []
         self._choices: dict[int, _Whole] = {}
 
     def feed(self, update: Update) -> Iterator[Json]:
         for chunk in self._writer.chunks(update):
             (choice,) = chunk.pop("choices")
+            self._warnings += chunk.pop("warnings", ())
             self._prompt_fields |= chunk
             self._choices.setdefault(choice["index"], _Whole()).add(choice)
         return iter(())
@@ -242,6 +245,7 @@ class WholeChat:
             **self._prompt_fields,
             "usage": openai_usage(usage),
             "choices": [whole.choice(number) for number, whole in sorted(self._choices.items())],
+            **({"warnings": self._warnings} if self._warnings else {}),
         }
 
 

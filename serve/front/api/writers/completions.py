@@ -34,8 +34,11 @@ class CompletionWriter:
 
     def feed(self, update: Update) -> Iterator[Json]:
         tail = self._usage_fields.feed(update)
+        warnings = update.end.warnings if update.end else []
         for choice in self.choices(update):
-            yield {**self.head, "choices": [choice], **tail}
+            is_last = choice["finish_reason"] is not None
+            told = {"warnings": warnings} if is_last and warnings else {}
+            yield {**self.head, "choices": [choice], **tail, **told}
 
     def finish(self) -> Iterator[Json]:
         if (usage := self._usage_fields.last()) is not None:
@@ -148,8 +151,11 @@ class WholeCompletion:
     def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
         self._writer = CompletionWriter(job, tokenizer)
         self._choices: dict[int, _Whole] = {}
+        self._warnings: list[str] = []
 
     def feed(self, update: Update) -> Iterator[Json]:
+        if update.end:
+            self._warnings += update.end.warnings
         for choice in self._writer.choices(update):
             self._choices.setdefault(choice["index"], _Whole()).add(choice)
         return iter(())
@@ -164,6 +170,7 @@ class WholeCompletion:
             **self._writer.head,
             "usage": openai_usage(usage),
             "choices": [whole.choice(number) for number, whole in sorted(self._choices.items())],
+            **({"warnings": self._warnings} if self._warnings else {}),
         }
 
 

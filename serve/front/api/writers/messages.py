@@ -90,8 +90,10 @@ class MessagesWriter:
     def finish(self) -> Iterator[Json]:
         yield from self._close()
         delta = {name: self.message[name] for name in ("stop_reason", "stop_sequence")}
-        usage = self.message["usage"]
-        yield {"type": "message_delta", "delta": delta, "usage": usage, **self._edits}
+        told: Json = {"usage": self.message["usage"], **self._edits}
+        if "warnings" in self.message:
+            told["warnings"] = self.message["warnings"]
+        yield {"type": "message_delta", "delta": delta, **told}
         yield {"type": "message_stop"}
 
     def failed(self, error: BrigadeError) -> AnthropicErrorReply:
@@ -102,6 +104,8 @@ class MessagesWriter:
 
     def _end(self, end: End) -> None:
         self.message["usage"] = _usage(end.usage)
+        if end.violations:
+            self.message["warnings"] = end.warnings
         if isinstance(end.stop, str):
             self.message["stop_reason"] = "stop_sequence"
             self.message["stop_sequence"] = end.stop

@@ -91,6 +91,7 @@ class OllamaWriter:
             "prompt_eval_duration": _nanoseconds(first - self._times.started),
             "eval_count": end.usage.completion_tokens,
             "eval_duration": _nanoseconds(now - first),
+            **({"warnings": end.warnings} if end.violations else {}),
         }
 
 

@@ -81,6 +81,9 @@ class ResponsesWriter:
             case End():
                 self._is_cut = delta.reason == "length"
                 self.response["usage"] = response_usage(delta.usage)
+                if delta.violations:
+                    told = [*self.response.get("warnings", ()), *delta.warnings]
+                    self.response["warnings"] = told
 
     def finish(self) -> Iterator[Json]:
         status = "incomplete" if self._is_cut else "completed"

@@ -1,7 +1,7 @@
 """Writes llguidance's variant of Lark: free text in which marks begin what must follow a rule."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from serve.front.text.schemas import GUIDANCE, closed, without_inexpressible_patterns
@@ -14,10 +14,23 @@ TokenId = Callable[[str], int | None]
 
 class Lark:
     """Collects rules. token_id says which id a text has that is one added token: a model writes a
-    mark as this token, and may spell it in ordinary ones, which means the same."""
+    mark as this token, and may spell it in ordinary ones, which means the same. left_out are the
+    keywords of schemas that the rules do not hold. Unless is_parallel, an answer has one call.
+    inputs are the grammars that the one text of a tool has to follow, by the names of tools."""
 
-    def __init__(self, token_id: TokenId, added_tokens: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        token_id: TokenId,
+        added_tokens: Iterable[str] = (),
+        *,
+        is_parallel: bool = True,
+        inputs: Mapping[str, str] = {},
+    ) -> None:
         self.token_id = token_id
+        self.is_parallel = is_parallel
+        self.left_out: set[str] = set()
+        self.held_inputs: dict[str, str] = {}  # the names of the tools and of their grammars
+        self._inputs = inputs
         self._added = sorted((each for each in added_tokens if each), key=len, reverse=True)
         self._names: dict[str, str] = {}
         self._rules: dict[str, str] = {}
@@ -52,19 +65,23 @@ class Lark:
         ids = map(self.token_id, self._pieces(text))
         return [id for id in ids if id is not None]
 
-    def until(self, mark: str) -> str:
-        """Any text up to the mark, with the mark."""
+    def text_without(self, mark: str, body: str) -> str:
+        """The name of a terminal with this body for texts that do not contain the mark."""
+        return self.terminal(f"{body} & ~/(.|\\n)*{_escaped(mark)}(.|\\n)*/")
+
+    def until(self, mark: str, text: str = "TEXT") -> str:
+        """Any text up to the mark, with the mark; or such text as the terminal of this name
+        describes."""
         first, *rest = self._pieces(mark)
         id = self.token_id(first)
+        spelled = self.rule(f"{text} {_quoted(mark)}", "[lazy]")
         if id is not None:
-            spelled = self.rule(f"TEXT {_quoted(mark)}", "[lazy]")
             tail = " ".join(self._one(piece) for piece in rest)
-            return f"( TEXT <[{id}]> {tail} | {spelled} )"
+            return f"( {text} <[{id}]> {tail} | {spelled} )"
         if not rest:
-            return self.rule(f"TEXT {_quoted(mark)}", "[lazy]")
+            return spelled
         # Ordinary text before a special token: the text ends with it where the token comes.
-        ending = self.rule("/(.|\\n)*" + _escaped(first) + "/")
-        spelled = self.rule(f"TEXT {_quoted(mark)}", "[lazy]")
+        ending = self.terminal(f"{text} {_quoted(first)}")
         tail = " ".join(self._one(piece) for piece in rest)
         return f"( {ending} {tail} | {spelled} )"
 
@@ -73,9 +90,26 @@ class Lark:
         left out: one tool's schema must not cost all tools theirs."""
         if not isinstance(schema, dict):
             schema = {}
-        expressible = without_inexpressible_patterns(closed(schema))
+        whole = closed(schema)
+        expressible = without_inexpressible_patterns(whole)
+        if expressible != whole:
+            self.left_out.add("pattern")
         body = json.dumps({**expressible, "x-guidance": GUIDANCE})
         return self.rule(f"%json {body}")
+
+    def calls(self, call: str) -> str:
+        """The calls of a section, with blanks before each: as many as an answer may have."""
+        return f"( BLANK {call} )+" if self.is_parallel else f"BLANK {call}"
+
+    def input_before(self, tool: str, mark: str) -> str:
+        """The rule of a tool's input with the mark behind it; empty if the input is any text. An
+        input that is only text before a mark of text cannot be held: where it ends is seen too
+        late."""
+        first = self._pieces(mark)[0]
+        if tool not in self._inputs or (first[0] != "\n" and self.token_id(first) is None):
+            return ""
+        name = self.held_inputs.setdefault(tool, f"input{len(self.held_inputs)}")
+        return f"@{name} {self.mark(mark)}"
 
     def choice(self, bodies: Iterable[str]) -> str:
         return "( " + " | ".join(bodies) + " )"

@@ -7,7 +7,8 @@ from typing import Any
 
 from serve.front.text.calls.parts import CallText, Source
 
-_NUMBERS = ("integer", "number")
+Json = dict[str, Any]
+
 _MAX_REFERENCES = 16
 
 
@@ -23,10 +24,30 @@ class Declared:
         document = self._parameters.get(tool)
         if not isinstance(document, dict):
             return None
-        properties = document.get("properties")
+        properties = resolved(document, document).get("properties")
         if not isinstance(properties, dict) or parameter not in properties:
             return None
         return frozenset(_types(properties[parameter], document, _MAX_REFERENCES))
+
+
+def resolved(schema: Any, document: Json) -> Json:
+    """The schema with what it refers to in the document beside its own keywords; an empty one if
+    that cannot be found."""
+    for _ in range(_MAX_REFERENCES):
+        if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
+            break
+        own = {name: value for name, value in schema.items() if name != "$ref"}
+        target = _target(schema["$ref"], document)
+        schema = {**target, **own} if isinstance(target, dict) else {}
+    return schema if isinstance(schema, dict) and "$ref" not in schema else {}
+
+
+def _target(reference: str, document: Json) -> Any:
+    target: Any = document
+    for step in reference.removeprefix("#/").split("/"):
+        name = step.replace("~1", "/").replace("~0", "~")
+        target = target.get(name) if isinstance(target, dict) else None
+    return target
 
 
 def _types(schema: Any, document: dict[str, Any], num_references: int) -> Iterator[str]:
@@ -43,10 +64,7 @@ def _types(schema: Any, document: dict[str, Any], num_references: int) -> Iterat
         for part in schema[name] if isinstance(schema.get(name), list) else []:
             yield from _types(part, document, num_references - 1)
     if isinstance(reference := schema.get("$ref"), str):
-        target: Any = document
-        for step in reference.removeprefix("#/").split("/"):
-            target = target.get(step) if isinstance(target, dict) else None
-        yield from _types(target, document, num_references - 1)
+        yield from _types(_target(reference, document), document, num_references - 1)
 
 
 def type_of(value: Any) -> str:

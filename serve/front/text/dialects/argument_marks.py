@@ -16,6 +16,7 @@ from serve.front.text.calls.parts import (
     PulledReader,
     Source,
 )
+from serve.front.text.calls.value_rules import ValueRules, named, parameters_grammar
 from serve.front.text.calls.values import Declared, is_text, stream_text, to_json
 from serve.front.text.dialects.interface import Tools
 from serve.front.text.dialects.json_calls import parameters_of, tool_name
@@ -42,48 +43,18 @@ class ArgumentMarks:
 
     def grammar(self, tools: Tools, lark: Lark) -> str | None:
         calls = lark.choice(self._call_grammar(tool, lark) for tool in tools)
-        return f"( BLANK {calls} )+ BLANK {lark.mark(self.end)}"
+        return f"{lark.calls(calls)} BLANK {lark.mark(self.end)}"
 
     def _call_grammar(self, tool: dict[str, Any], lark: Lark) -> str:
         begin = lark.mark(self.function + tool_name(tool) + self.named)
-        end = lark.mark(self.function_end)
-        arguments = parameters_grammar(tool, lark, partial(self._argument, lark))
-        return lark.rule(f"{begin} {arguments} BLANK {end}")
-
-    def _argument(self, lark: Lark, name: str, schema: Any, types: frozenset[str]) -> str:
-        begin = "BLANK " + lark.mark(self.parameter + name + self.named)
         line = "\n" if self.lines else ""
-        return f"{begin} {value_grammar(lark, schema, types, line, self.parameter_end)}"
+        values = ValueRules(lark, parameters_of(tool), line, self.parameter_end, tool_name(tool))
 
+        def argument(name: str | None, schema: Any) -> str:
+            return f"BLANK {named(lark, self.parameter, name, self.named)} {values.of(schema)}"
 
-def parameters_grammar(tool: dict[str, Any], lark: Lark, argument: Any) -> str:
-    """The rule of a tool's arguments in the order of its schema; argument makes that of one."""
-    document = parameters_of(tool)
-    properties = document.get("properties")
-    if not isinstance(properties, dict):
-        return ""
-    required = document.get("required") or []
-    declared = Declared([tool])
-    definitions = {key: document[key] for key in ("$defs", "definitions") if key in document}
-    bodies = []
-    for name, schema in properties.items():
-        types = declared.types(tool_name(tool), name) or frozenset()
-        whole = {**schema, **definitions} if isinstance(schema, dict) else {}
-        body = lark.rule(argument(name, whole, types))
-        bodies.append(body if name in required else f"( {body} )?")
-    return " ".join(bodies)
-
-
-def value_grammar(
-    lark: Lark, schema: dict[str, Any], types: frozenset[str], line: str, end: str
-) -> str:
-    """The rule of a value up to its end mark. Text follows no rule but that of its choices."""
-    choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if choices and all(isinstance(each, str) for each in choices):
-        return lark.choice(lark.mark(f"{line}{each}{line}{end}") for each in choices)
-    if "string" in types or not types:
-        return f"{lark.mark(line)} {lark.until(line + end)}"
-    return f"{lark.mark(line)} {lark.json(schema)} {lark.mark(line + end)}"
+        arguments = parameters_grammar(parameters_of(tool), lark, argument)
+        return lark.rule(f"{begin} {arguments} BLANK {lark.mark(self.function_end)}")
 
 
 def _read(marks: ArgumentMarks, declared: Declared, source: Source) -> Reading:

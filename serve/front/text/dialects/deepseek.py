@@ -17,8 +17,8 @@ from serve.front.text.calls.parts import (
     PulledReader,
     Source,
 )
+from serve.front.text.calls.value_rules import ValueRules, named, parameters_grammar
 from serve.front.text.calls.values import Declared, stream_text, to_json
-from serve.front.text.dialects.argument_marks import parameters_grammar
 from serve.front.text.dialects.generic import with_system
 from serve.front.text.dialects.interface import Dialect, Messages, Reasoning, Tools
 from serve.front.text.dialects.json_calls import parameters_of, tool_name
@@ -62,7 +62,7 @@ class SectionCalls:
 
     def grammar(self, tools: Tools, lark: Lark) -> str | None:
         calls = lark.choice(self._call(tool, lark) for tool in tools)
-        return f"( BLANK {calls} )+ BLANK {lark.mark(self.end)}"
+        return f"{lark.calls(calls)} BLANK {lark.mark(self.end)}"
 
     def _call(self, tool: dict[str, Any], lark: Lark) -> str:
         arguments = lark.json(parameters_of(tool))
@@ -150,11 +150,14 @@ class Dsml:
 
     def grammar(self, tools: Tools, lark: Lark) -> str | None:
         calls = lark.choice(self._call(tool, lark) for tool in tools)
-        return f"( BLANK {calls} )+ BLANK {lark.mark(self.end)}"
+        return f"{lark.calls(calls)} BLANK {lark.mark(self.end)}"
 
     def _call(self, tool: dict[str, Any], lark: Lark) -> str:
         head = lark.mark(f'{_INVOKE}{tool_name(tool)}">')
-        arguments = parameters_grammar(tool, lark, partial(_dsml_argument, lark))
+        values = ValueRules(lark, parameters_of(tool), "", _PARAMETER_END)
+        arguments = parameters_grammar(
+            parameters_of(tool), lark, partial(_dsml_argument, lark, values)
+        )
         return lark.rule(f"{head} {arguments} BLANK {lark.mark(_INVOKE_END)}")
 
 
@@ -162,20 +165,13 @@ _INVOKE, _INVOKE_END = '<｜DSML｜invoke name="', "</｜DSML｜invoke>"
 _PARAMETER, _PARAMETER_END = '<｜DSML｜parameter name="', "</｜DSML｜parameter>"
 
 
-def _dsml_argument(lark: Lark, name: str, schema: dict[str, Any], types: frozenset[str]) -> str:
-    def value(is_text: bool, body: str) -> str:
+def _dsml_argument(lark: Lark, values: ValueRules, name: str | None, schema: Any) -> str:
+    forms = []
+    for is_text, rule in values.alternatives(schema):
         flag = "true" if is_text else "false"
-        head = lark.mark(f'{_PARAMETER}{name}" string="{flag}">')
-        return lark.rule(f"BLANK {head} {body}")
-
-    choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if choices and all(isinstance(each, str) for each in choices):
-        return value(True, lark.choice(lark.mark(f"{each}{_PARAMETER_END}") for each in choices))
-    text = value(True, lark.until(_PARAMETER_END))
-    if types == {"string"}:
-        return text
-    other = value(False, f"{lark.json(schema)} {lark.mark(_PARAMETER_END)}")
-    return f"( {text} | {other} )" if "string" in types else other
+        head = named(lark, _PARAMETER, name, f'" string="{flag}">')
+        forms.append(lark.rule(f"BLANK {head} {rule}"))
+    return lark.choice(dict.fromkeys(forms))
 
 
 def _read_dsml(declared: Declared, source: Source) -> Reading:

@@ -19,9 +19,11 @@ from serve.front.text.calls.parts import (
     PulledReader,
     Source,
 )
-from serve.front.text.calls.values import stream_text
+from serve.front.text.calls.value_rules import ValueRules, branches
+from serve.front.text.calls.values import resolved, stream_text
 from serve.front.text.dialects.interface import Dialect, Reasoning, Tools
 from serve.front.text.dialects.json_calls import parameters_of, tool_name
+from serve.front.text.schemas import closed
 
 _CALL, _QUOTE = "call:", '<|"|>'
 _BARE = re.compile(r"[^\s{}\[\],:<]+")
@@ -62,30 +64,22 @@ class _Values:
         return self._lark.rule(body)
 
     def _of(self, schema: dict[str, Any]) -> str:
-        if isinstance(reference := schema.get("$ref"), str):
-            target: Any = self._document
-            for step in reference.removeprefix("#/").split("/"):
-                target = target.get(step) if isinstance(target, dict) else None
-            return self.of(target)
+        if isinstance(schema.get("$ref"), str):
+            return self.of(resolved(schema, self._document))
         choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if isinstance(choices, list) and choices:
             return self._lark.choice(self._constant(each) for each in choices)
-        for name in ("anyOf", "oneOf"):
-            if isinstance(schema.get(name), list):
-                return self._lark.choice(self.of(each) for each in schema[name])
+        if parts := branches(schema):
+            return self._lark.choice(self.of(each) for each in parts)
         kinds = schema.get("type")
         named = kinds if isinstance(kinds, list) else [kinds]
         return self._lark.choice(self._of_type(kind, schema) for kind in named)
 
     def _of_type(self, kind: Any, schema: dict[str, Any]) -> str:
         if kind == "string":
-            return f"{self._lark.mark(_QUOTE)} {self._lark.until(_QUOTE)}"
+            return ValueRules(self._lark, self._document, "", _QUOTE).quoted(schema)
         if kind == "array":
-            item = self.of(schema.get("items"))
-            more = f'( BLANK "," BLANK {item} )*'
-            if schema.get("minItems"):
-                return f'"[" BLANK {item} {more} BLANK "]"'
-            return f'"[" BLANK ( {item} {more} )? BLANK "]"'
+            return self._array(schema)
         if kind == "object" or (kind is None and "properties" in schema):
             return self._object(schema)
         if kind in ("integer", "number", "boolean", "null"):
@@ -93,9 +87,20 @@ class _Values:
             return self._lark.json({"type": kind, **limits})
         return self._any()
 
+    def _array(self, schema: dict[str, Any]) -> str:
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        if most == 0:
+            return '"[" BLANK "]"'
+        item = self.of(schema.get("items"))
+        others = "" if most is None else max(0, most - 1)
+        more = f'( BLANK "," BLANK {item} ){{{max(0, least - 1)},{others}}}'
+        items = f"{item} {more}" if least else f"( {item} {more} )?"
+        return f'"[" BLANK {items} BLANK "]"'
+
     def _object(self, schema: dict[str, Any]) -> str:
         properties = schema.get("properties")
-        if not isinstance(properties, dict):
+        is_open = closed(schema).get("additionalProperties") is not False
+        if not isinstance(properties, dict) or (is_open and not properties):
             pair = f'/[A-Za-z_]\\w*/ ":" BLANK {self._any()}'
             return f'"{{" BLANK ( {pair} ( BLANK "," BLANK {pair} )* )? BLANK "}}"'
         required = schema.get("required") or []

@@ -18,14 +18,11 @@ from serve.front.text.calls.parts import (
     PulledReader,
     Source,
 )
+from serve.front.text.calls.value_rules import ValueRules, named, parameters_grammar
 from serve.front.text.calls.values import Declared
-from serve.front.text.dialects.argument_marks import (
-    parameters_grammar,
-    read_value,
-    value_grammar,
-)
+from serve.front.text.dialects.argument_marks import read_value
 from serve.front.text.dialects.interface import Dialect, Reasoning, Tools
-from serve.front.text.dialects.json_calls import tool_name
+from serve.front.text.dialects.json_calls import parameters_of, tool_name
 
 _NAME = re.compile(r"[\w.:/-]+")
 _KEY, _KEY_END = "<arg_key>", "</arg_key>"
@@ -46,13 +43,15 @@ class GlmCalls:
 
 
 def _call_grammar(tool: dict[str, Any], lark: Lark) -> str:
-    arguments = parameters_grammar(tool, lark, partial(_argument, lark))
-    return lark.rule(f"{lark.mark(tool_name(tool))} {arguments}")
+    values = ValueRules(lark, parameters_of(tool), "", _VALUE_END, tool_name(tool))
 
+    def argument(name: str | None, schema: Any) -> str:
+        key = f"BLANK {named(lark, _KEY, name, _KEY_END)} BLANK {lark.mark(_VALUE)}"
+        return f"{key} {values.of(schema)}"
 
-def _argument(lark: Lark, name: str, schema: dict[str, Any], types: frozenset[str]) -> str:
-    key = f"BLANK {lark.mark(_KEY + name + _KEY_END)} BLANK {lark.mark(_VALUE)}"
-    return f"{key} {value_grammar(lark, schema, types, '', _VALUE_END)}"
+    return lark.rule(
+        f"{lark.mark(tool_name(tool))} {parameters_grammar(parameters_of(tool), lark, argument)}"
+    )
 
 
 def _read(declared: Declared, source: Source) -> Generator[CallPart | None, None, None]:

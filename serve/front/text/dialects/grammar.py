@@ -1,16 +1,29 @@
-"""The grammar of an answer that may call tools: free text until the mark that begins a call, and
-from there on what the tool's schema allows."""
+"""The grammar of an answer that may or must call tools: free text, if it may, until the mark that
+begins a call, and from there on what the tool's schema allows."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from serve.front.text.calls.lark import Lark, TokenId
 from serve.front.text.dialects.harmony import harmony_grammar
 from serve.front.text.dialects.interface import CallFormat, Dialect, Reasoning, Tools
+from serve.front.text.schemas import TOOLS
 
 _CONTENT = "@content"  # the name of a grammar
 # How calls without a mark begin: other JSON is an ordinary answer.
 _UNMARKED = r"/[ \n\t]*\{[ \n\t]*\"name\"[ \n\t]*:(.|\n)*/"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerGrammar:
+    """llguidance's text of a grammar, and the keywords of the tools' schemas that it does not hold;
+    `tools` if it holds none of them. held_inputs are the tools whose input follows a grammar of its
+    own."""
+
+    text: str
+    left_out: tuple[str, ...] = ()
+    held_inputs: tuple[str, ...] = ()
 
 
 def tool_grammar(
@@ -21,36 +34,43 @@ def tool_grammar(
     *,
     content: str | None = None,
     is_parallel: bool = True,
-) -> str | None:
-    """llguidance's grammar for an answer with tool_choice auto; None where the dialect's calls have
-    no grammar. token_id is the id of an added token, and added_tokens are all of them. With the
-    grammar of a content the answer is calls or this content. Unless is_parallel, an answer ends
-    after its first call."""
-    lark = Lark(token_id, added_tokens)
+    is_forced: bool = False,
+    inputs: Mapping[str, str] = {},
+) -> AnswerGrammar | None:
+    """The grammar of an answer that may call tools, or has to if is_forced; None where the
+    dialect's calls have no grammar. token_id is the id of an added token, and added_tokens are all
+    of them. With the grammar of a content the answer is calls or this content. Unless is_parallel,
+    an answer ends after its first call. inputs are grammars for the one text that some tools
+    take."""
+    lark = Lark(token_id, added_tokens, is_parallel=is_parallel, inputs=inputs)
     if dialect.has_messages:
-        lark.start(harmony_grammar(tools, lark, "TEXT" if content is None else _CONTENT))
-        return _with_content(lark, content)
+        final = None if is_forced else "TEXT" if content is None else _CONTENT
+        lark.start(harmony_grammar(tools, lark, final))
+        return _whole(lark, content, inputs)
     calls = dialect.calls
     body = calls.grammar(tools, lark) if calls else None
-    if calls is None or (body is None and content is None):
+    if calls is None or (body is None and (content is None or is_forced)):
         return None
     if body is None:
         body = lark.until(calls.end) if calls.end else "TEXT"
-    if content is None:
-        lark.start(_free(dialect, calls, body, lark, is_parallel))
+        lark.left_out.add(TOOLS)
+    if content is None and not is_forced:
+        lark.start(_free(dialect, calls, body, lark))
     else:
-        lark.start(_calls_or_content(dialect, calls, body, lark, is_parallel))
-    return _with_content(lark, content)
+        called = _called(calls, body, lark)
+        answer = called if is_forced else f"( {called} | {_CONTENT} )"
+        lark.start(f"{_thought(dialect, lark)}{answer}")
+    return _whole(lark, content, inputs)
 
 
-def _free(dialect: Dialect, calls: CallFormat, body: str, lark: Lark, is_parallel: bool) -> str:
+def _free(dialect: Dialect, calls: CallFormat, body: str, lark: Lark) -> str:
     """Free text in which marks begin calls. Marks of reasoning may stand in it."""
     found = _token_ids(dialect.reasoning, lark) if dialect.reasoning else []
     ids = dict.fromkeys(id for each in found for id in each)
     segments = [lark.rule(f"TEXT <[{id}]>") for id in ids]
     others = f"{lark.choice(segments)}* " if segments else ""
     call = lark.rule(f"{lark.until(calls.start)} {body}")
-    if calls.end and is_parallel:
+    if calls.end and lark.is_parallel:
         return f"{lark.choice([*segments, call])}* TEXT"
     if calls.end:
         return f"{others}( {call} BLANK | TEXT )"
@@ -60,38 +80,48 @@ def _free(dialect: Dialect, calls: CallFormat, body: str, lark: Lark, is_paralle
     return f"{others}( {call} | {body} | {text} )"
 
 
-def _calls_or_content(
-    dialect: Dialect, calls: CallFormat, body: str, lark: Lark, is_parallel: bool
-) -> str:
-    """An answer that is calls or a content, and may begin with a thought."""
-    thought = ""
-    if dialect.reasoning and all(_token_ids(dialect.reasoning, lark)):
-        begin, end = dialect.reasoning.start, dialect.reasoning.end
-        thought = f"( {lark.mark(begin)} {lark.until(end)} )? "
+def _thought(dialect: Dialect, lark: Lark) -> str:
+    """The beginning of an answer that may be a thought, in front of what has to follow."""
+    if not dialect.reasoning or not all(_token_ids(dialect.reasoning, lark)):
+        return ""
+    return f"( {lark.mark(dialect.reasoning.start)} {lark.until(dialect.reasoning.end)} )? "
+
+
+def _called(calls: CallFormat, body: str, lark: Lark) -> str:
+    """Calls with nothing around them."""
     call = lark.rule(f"BLANK {lark.mark(calls.start)} {body}")
-    if calls.end:
-        called = f"{call}+ BLANK" if is_parallel else f"{call} BLANK"
-    else:
-        called = f"( {call} | {body} )" if getattr(calls, "unmarked", "") else call
-    return f"{thought}( {called} | {_CONTENT} )"
+    if not calls.end:
+        return f"( {call} | {body} )" if getattr(calls, "unmarked", "") else call
+    return f"{call}+ BLANK" if lark.is_parallel else f"{call} BLANK"
 
 
 def content_grammar(grammar: str, token_id: TokenId, added_tokens: Iterable[str] = ()) -> str:
     """The grammar of a harmony answer whose final message follows the given grammar."""
     lark = Lark(token_id, added_tokens)
     lark.start(harmony_grammar([], lark, _CONTENT))
-    return _with_content(lark, grammar)
+    return _with_parts(lark, {_CONTENT: grammar})
 
 
-def _with_content(lark: Lark, content: str | None) -> str:
-    """The grammar's text, with that of the content in it if there is one."""
-    if content is None:
+def _whole(lark: Lark, content: str | None, inputs: Mapping[str, str]) -> AnswerGrammar:
+    parts = {f"@{name}": inputs[tool] for tool, name in lark.held_inputs.items()}
+    if content is not None:
+        parts[_CONTENT] = content
+    return AnswerGrammar(
+        _with_parts(lark, parts), tuple(sorted(lark.left_out)), tuple(lark.held_inputs)
+    )
+
+
+def _with_parts(lark: Lark, parts: Mapping[str, str]) -> str:
+    """The grammar's text, with the grammars that its rules refer to as `@name`."""
+    if not parts:
         return lark.text()
-    inner = {"lark_grammar": content}
-    if content.lstrip().startswith("{"):
-        inner = json.loads(content)["grammars"][0]
-    parts = [{"name": "answer", "lark_grammar": lark.text()}, {**inner, "name": "content"}]
-    return json.dumps({"grammars": parts})
+    made = [{"name": "answer", "lark_grammar": lark.text()}]
+    for name, grammar in parts.items():
+        part = {"lark_grammar": grammar}
+        if grammar.lstrip().startswith("{"):
+            part = json.loads(grammar)["grammars"][0]
+        made.append({**part, "name": name.removeprefix("@")})
+    return json.dumps({"grammars": made})
 
 
 def _token_ids(reasoning: Reasoning, lark: Lark) -> list[list[int]]:

@@ -95,22 +95,23 @@ class HarmonyReader:
             yield from self._inner.feed(text)
 
 
-def harmony_grammar(tools: Tools, lark: Lark, final: str = "TEXT") -> str:
-    """The body of the start rule: thoughts, then calls or a final message that follows a rule."""
+def harmony_grammar(tools: Tools, lark: Lark, final: str | None = "TEXT") -> str:
+    """The body of the start rule: thoughts, then a call or a final message that follows a rule.
+    Without final there has to be a call."""
     again = f"{lark.until(_END)} {lark.mark(_START)} {lark.mark('assistant')}"
     thought = lark.rule(f"{lark.mark(f'{_CHANNEL}analysis{_MESSAGE}')} {again}")
     preamble = lark.rule(f"{lark.mark(f'{_CHANNEL}commentary{_MESSAGE}')} {again}")
     constrained = f"( {lark.mark(_CONSTRAIN)} )? ( {lark.mark('json')} )?"
-    answer = lark.rule(
-        f"{lark.mark(f'{_CHANNEL}final')} BLANK {constrained} {lark.mark(_MESSAGE)} {final}"
-    )
-    calls = []
+    endings = []
+    if final is not None:
+        head = f"{lark.mark(f'{_CHANNEL}final')} BLANK {constrained} {lark.mark(_MESSAGE)}"
+        endings.append(lark.rule(f"{head} {final}"))
     for tool in tools:
         name = f" to={_NAMESPACE}{tool_name(tool)}"
         body = f"BLANK {constrained} {lark.mark(_MESSAGE)} {lark.json(parameters_of(tool))}"
-        calls.append(lark.rule(f"{lark.mark(f'{_CHANNEL}commentary{name}')} {body}"))
-        calls.append(lark.rule(f"{lark.mark(f'{name}{_CHANNEL}commentary')} {body}"))
-    return f"( {thought} | {preamble} )* {lark.choice([answer, *calls])}"
+        endings.append(lark.rule(f"{lark.mark(f'{_CHANNEL}commentary{name}')} {body}"))
+        endings.append(lark.rule(f"{lark.mark(f'{name}{_CHANNEL}commentary')} {body}"))
+    return f"( {thought} | {preamble} )* {lark.choice(endings)}"
 
 
 def _with_thoughts(messages: Messages, _tools: Tools) -> Messages:

@@ -27,6 +27,8 @@ class JsonCalls:
         }
         if self.is_list:
             calls = {"type": "array", "minItems": 1, "items": calls}
+            if not lark.is_parallel:
+                calls["maxItems"] = 1
         return f"BLANK {lark.json(calls)} BLANK {lark.mark(self.end)}"
 
 

@@ -34,7 +34,7 @@ class KimiCalls:
             for tool in tools
         )
         call = lark.rule(f"{lark.mark(_BEGIN)} BLANK {calls} BLANK {lark.mark(_END)}")
-        return f"( BLANK {call} )+ BLANK {lark.mark(self.end)}"
+        return f"{lark.calls(call)} BLANK {lark.mark(self.end)}"
 
 
 def _read(source: Source) -> Generator[CallPart | None, None, None]:

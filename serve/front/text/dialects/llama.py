@@ -37,7 +37,7 @@ class LlamaCalls:
 
     def grammar(self, tools: Tools, lark: Lark) -> str | None:
         calls = JsonCalls("", "", key="parameters").grammar(tools, lark)
-        return f'{calls} ( ";" {calls} )*'
+        return f'{calls} ( ";" {calls} )*' if lark.is_parallel else str(calls)
 
 
 def _read(source: Source) -> Generator[CallPart | None, None, None]:

@@ -16,15 +16,11 @@ from serve.front.text.calls.parts import (
     PulledReader,
     Source,
 )
+from serve.front.text.calls.value_rules import ValueRules, parameters_grammar
 from serve.front.text.calls.values import Declared, is_text, to_json
-from serve.front.text.dialects.argument_marks import (
-    ArgumentMarks,
-    parameters_grammar,
-    read_value,
-    value_grammar,
-)
+from serve.front.text.dialects.argument_marks import ArgumentMarks, read_value
 from serve.front.text.dialects.interface import Dialect, Reasoning, Tools
-from serve.front.text.dialects.json_calls import tool_name
+from serve.front.text.dialects.json_calls import parameters_of, tool_name
 
 M2_CALLS = ArgumentMarks(
     start="<minimax:tool_call>",
@@ -51,20 +47,28 @@ class M3Calls:
 
     def grammar(self, tools: Tools, lark: Lark) -> str | None:
         calls = lark.choice(_call_grammar(tool, lark) for tool in tools)
-        return f"( BLANK {calls} )+ BLANK {lark.mark(self.end)}"
+        return f"{lark.calls(calls)} BLANK {lark.mark(self.end)}"
 
 
 def _call_grammar(tool: dict[str, Any], lark: Lark) -> str:
     begin = lark.mark(f'{_INVOKE}{tool_name(tool)}">')
-    arguments = parameters_grammar(tool, lark, partial(_argument, lark))
+    arguments = parameters_grammar(parameters_of(tool), lark, partial(_argument, lark, tool))
     return lark.rule(f"{begin} {arguments} BLANK {lark.mark(_INVOKE_END)}")
 
 
-def _argument(lark: Lark, name: str, schema: dict[str, Any], types: frozenset[str]) -> str:
+def _argument(lark: Lark, tool: dict[str, Any], name: str | None, schema: Any) -> str:
+    if name is None:  # The end tag repeats the name, which no grammar can hold.
+        lark.left_out.add("additionalProperties")
+        return (
+            f"BLANK {lark.mark(f'{_M}<')} {lark.until(f'{_M}</')} /[^<>]{{1,64}}/ {lark.mark('>')}"
+        )
     begin, end = lark.mark(f"{_M}<{name}>"), f"{_M}</{name}>"
+    types = Declared([tool]).types(tool_name(tool), name) or frozenset()
     if types & {"object", "array"}:  # Tags nest there: any text.
+        lark.left_out.add("properties")
         return f"BLANK {begin} {lark.until(end)}"
-    return f"BLANK {begin} {value_grammar(lark, schema, types, '', end)}"
+    values = ValueRules(lark, parameters_of(tool), "", end, tool_name(tool))
+    return f"BLANK {begin} {values.of(schema)}"
 
 
 def _read(declared: Declared, source: Source) -> Generator[CallPart | None, None, None]:

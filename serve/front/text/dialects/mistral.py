@@ -38,6 +38,8 @@ class MistralCalls:
             for each in calls:  # Some templates of Mistral add ids.
                 each["properties"]["id"] = {"type": "string", "pattern": "^[a-zA-Z0-9]{9}$"}
             schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+            if not lark.is_parallel:
+                schema["maxItems"] = 1
             return f"BLANK {lark.json(schema)} BLANK"
         named = lark.choice(
             f"{lark.mark(tool_name(tool))} {lark.rule(self._id(lark))} {lark.mark(_ARGUMENTS)} "
@@ -45,7 +47,7 @@ class MistralCalls:
             for tool in tools
         )
         call = lark.rule(f"BLANK {named} BLANK")
-        return f"{call} ( {lark.mark(_START)} {call} )*"
+        return f"{call} ( {lark.mark(_START)} {call} )*" if lark.is_parallel else call
 
     def _id(self, lark: Lark) -> str:
         return f"( {lark.mark(_ID)} /[a-zA-Z0-9]{{1,32}}/ )?"

@@ -5,14 +5,17 @@ import random
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from serve.front.text.dialects.detect import NAMED
 from serve.front.text.dialects.grammar import tool_grammar
 from serve.front.text.dialects.harmony import HARMONY
-from serve.front.text.dialects.interface import Dialect
+from serve.front.text.dialects.interface import Dialect, Reasoning
 from serve.front.text.dialects.mlx_lm import ParsedCalls
 from serve.front.text.grammars import of_choice, of_grammar, of_schema
+from tests.cluster.random_tools import random_parameters
 from tests.front.text.dialects.answers import TOOLS, Json, calls_in, every_way
 from tests.front.text.dialects.test_families import ARGUMENTS, FAMILIES, families
 
@@ -41,9 +44,13 @@ def accepts(tokenizer: LLTokenizer, grammar: str, pieces: list[str | int]) -> bo
 
 
 def grammar_of(name: str, added: dict[str, int], tools: list[Json] = TOOLS) -> str:
-    grammar = tool_grammar(FAMILIES[name][0], tools, added.get, added)
+    return text_of(FAMILIES[name][0], tools, added)
+
+
+def text_of(dialect: Dialect, tools: list[Json], added: dict[str, int], **options: Any) -> str:
+    grammar = tool_grammar(dialect, tools, added.get, added, **options)
     assert grammar is not None
-    return grammar
+    return grammar.text
 
 
 @families
@@ -132,8 +139,7 @@ def test_with_a_format_the_answer_is_calls_or_the_format(
     dialect, write, _ = FAMILIES[name]
     assert dialect.calls is not None
     grammar, right, wrong = CONTENTS[content]
-    both = tool_grammar(dialect, TOOLS, added.get, added, content=grammar)
-    assert both is not None
+    both = text_of(dialect, TOOLS, added, content=grammar)
     call = f"{dialect.calls.start}{write('write', {'path': 'a'})}{dialect.calls.end}"
     assert accepts(tokenizer, both, [right])
     assert accepts(tokenizer, both, [call])
@@ -149,8 +155,7 @@ def test_without_parallel_calls_an_answer_ends_after_the_first(
     dialect, write, _ = FAMILIES[name]
     assert dialect.calls is not None
     call = f"{dialect.calls.start}{write('write', {'path': 'a'})}{dialect.calls.end}"
-    single = tool_grammar(dialect, TOOLS, added.get, added, is_parallel=False)
-    assert single is not None
+    single = text_of(dialect, TOOLS, added, is_parallel=False)
     assert accepts(tokenizer, single, [call])
     assert accepts(tokenizer, single, ["Hello"])
     if dialect.calls.end:
@@ -158,13 +163,85 @@ def test_without_parallel_calls_an_answer_ends_after_the_first(
         assert accepts(tokenizer, grammar_of(name, added), [call + call])
 
 
+@families
+def test_forced_calls_are_in_the_dialects_own_format(
+    name: str, tokenizer: LLTokenizer, added: dict[str, int]
+) -> None:
+    """Models were trained on their marks: without them a forced call is worse than a free one."""
+    dialect, write, _ = FAMILIES[name]
+    assert dialect.calls is not None
+    forced = text_of(dialect, TOOLS, added, is_forced=True)
+    single = text_of(dialect, TOOLS, added, is_forced=True, is_parallel=False)
+    call = f"{dialect.calls.start}{write('write', {'path': 'a'})}{dialect.calls.end}"
+    for grammar in (forced, single):
+        assert accepts(tokenizer, grammar, [call])
+        assert accepts(tokenizer, grammar, ["\n" + call])
+        for wrong in ("", "Hello", f"Look: {call}", call.replace("write", "read")):
+            assert not accepts(tokenizer, grammar, [wrong]), wrong
+    if dialect.calls.end:
+        assert accepts(tokenizer, forced, [call + "\n" + call])
+        assert not accepts(tokenizer, single, [call + "\n" + call])
+
+
+TWO_IN_A_SECTION = {
+    "kimi_k2": (
+        "<|tool_call_begin|>functions.write:0<|tool_call_argument_begin|>"
+        '{"path": "a"}<|tool_call_end|>'
+    ),
+    "deepseek_v31": '<｜tool▁call▁begin｜>write<｜tool▁sep｜>{"path": "a"}<｜tool▁call▁end｜>',
+    "nemotron": '{"name": "write", "arguments": {"path": "a"}}',
+}
+
+
+@pytest.mark.parametrize("name", TWO_IN_A_SECTION)
+def test_without_parallel_calls_a_section_has_one(
+    name: str, tokenizer: LLTokenizer, added: dict[str, int]
+) -> None:
+    calls = FAMILIES[name][0].calls
+    assert calls is not None
+    call = TWO_IN_A_SECTION[name]
+    one, two = (f"[{call}]", f"[{call}, {call}]") if name == "nemotron" else (call, call + call)
+    single = text_of(FAMILIES[name][0], TOOLS, added, is_parallel=False)
+    assert accepts(tokenizer, single, [f"{calls.start}{one}{calls.end}"])
+    assert not accepts(tokenizer, single, [f"{calls.start}{two}{calls.end}"])
+    assert accepts(tokenizer, grammar_of(name, added), [f"{calls.start}{two}{calls.end}"])
+
+
+def test_a_forced_call_may_follow_a_thought(tokenizer: LLTokenizer, added: dict[str, int]) -> None:
+    """Where the marks of reasoning are tokens, a model that thinks does so before a forced call."""
+    start, end = added["<tool_call>"], added["</tool_call>"]
+    dialect = Dialect("thinks", NAMED["nemotron"].calls, Reasoning("<tool_call>", "</tool_call>"))
+    grammar = text_of(dialect, TOOLS, added, is_forced=True)
+    call = '<TOOLCALL>[{"name": "write", "arguments": {"path": "a"}}]</TOOLCALL>'
+    assert accepts(tokenizer, grammar, [call])
+    assert accepts(tokenizer, grammar, [start, "hm", end, "\n" + call])
+    assert not accepts(tokenizer, grammar, [start, "hm", end])
+
+
+def test_harmony_forces_a_call(tokenizer: LLTokenizer, added: dict[str, int]) -> None:
+    grammar = text_of(HARMONY, TOOLS, added, is_forced=True)
+    thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    call = '<|channel|>commentary to=functions.write <|constrain|>json<|message|>{"path": "a"}'
+    assert accepts(tokenizer, grammar, [call])
+    assert accepts(tokenizer, grammar, [thought + call])
+    assert not accepts(tokenizer, grammar, ["<|channel|>final<|message|>Hello"])
+    assert not accepts(tokenizer, grammar, [call.replace("write", "read")])
+
+
+def test_grammar_names_the_keywords_that_it_does_not_hold(added: dict[str, int]) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=b)"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    grammar = tool_grammar(NAMED["nemotron"], tools, added.get, added)
+    assert grammar is not None
+    assert grammar.left_out == ("pattern",)
+
+
 def test_a_format_without_grammar_for_its_calls_still_allows_them(
     tokenizer: LLTokenizer, added: dict[str, int]
 ) -> None:
     dialect = Dialect("parsed", ParsedCalls("<call>", "</call>", json.loads))
     assert tool_grammar(dialect, TOOLS, added.get, added) is None
-    grammar = tool_grammar(dialect, TOOLS, added.get, added, content=PERSON)
-    assert grammar is not None
+    grammar = text_of(dialect, TOOLS, added, content=PERSON)
     assert accepts(tokenizer, grammar, ["<call>whatever</call>"])
     assert accepts(tokenizer, grammar, ['{"age": 3}'])
     assert not accepts(tokenizer, grammar, ["Hello"])
@@ -173,27 +250,11 @@ def test_a_format_without_grammar_for_its_calls_still_allows_them(
 def test_harmony_has_calls_or_the_format_in_its_final_message(
     tokenizer: LLTokenizer, added: dict[str, int]
 ) -> None:
-    grammar = tool_grammar(HARMONY, TOOLS, added.get, added, content=PERSON)
-    assert grammar is not None
+    grammar = text_of(HARMONY, TOOLS, added, content=PERSON)
     final, call = "<|channel|>final<|message|>", "<|channel|>commentary to=functions.write"
     assert accepts(tokenizer, grammar, [f'{final}{{"age": 3}}'])
     assert accepts(tokenizer, grammar, [f'{call} <|constrain|>json<|message|>{{"path": "a"}}'])
     assert not accepts(tokenizer, grammar, [f"{final}Hello"])
-
-
-def random_parameters(rng: random.Random) -> Json:
-    kinds: list[Any] = [
-        {"type": "string"},
-        {"type": "integer"},
-        {"type": "boolean"},
-        {"enum": ["a", "b c"]},
-        {"type": "array", "items": {"type": "integer"}},
-        {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]},
-    ]
-    names = rng.sample(["a", "b", "c_d", "e"], rng.randint(0, 4))
-    properties = {name: rng.choice(kinds) for name in names}
-    required = rng.sample(names, rng.randint(0, len(names)))
-    return {"type": "object", "properties": properties, "required": required}
 
 
 def random_answer(tokenizer: LLTokenizer, grammar: str, start: str, rng: random.Random) -> str:
@@ -223,27 +284,6 @@ def random_answer(tokenizer: LLTokenizer, grammar: str, start: str, rng: random.
     return tokenizer.decode_str(tokens)
 
 
-def fits(value: Any, schema: Json) -> bool:
-    """A small validator for the schemas of random_parameters."""
-    if "enum" in schema:
-        return value in schema["enum"]
-    kind = schema["type"]
-    if kind == "object":
-        properties = schema["properties"]
-        return (
-            isinstance(value, dict)
-            and value.keys() <= properties.keys()
-            and set(schema.get("required", ())) <= value.keys()
-            and all(fits(each, properties[key]) for key, each in value.items())
-        )
-    if kind == "array":
-        return isinstance(value, list) and all(fits(each, schema["items"]) for each in value)
-    if kind == "boolean":
-        return isinstance(value, bool)
-    types = {"string": str, "integer": int, "number": int | float}
-    return isinstance(value, types[kind]) and not isinstance(value, bool)
-
-
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "minimax_m3"])
 def test_random_answers_are_calls_that_follow_random_schemas(
     name: str, tokenizer: LLTokenizer, added: dict[str, int]
@@ -262,15 +302,14 @@ def test_random_answers_are_calls_that_follow_random_schemas(
         for called, arguments in calls_in(every_way(dialect, answer, tools=tools)):
             num_whole += 1
             assert called == "f"
-            assert fits(arguments, schema), (schema, answer)
+            jsonschema.validate(arguments, schema)
     assert num_whole >= 7
 
 
 def test_harmony_has_thoughts_then_calls_or_an_answer(
     tokenizer: LLTokenizer, added: dict[str, int]
 ) -> None:
-    grammar = tool_grammar(HARMONY, TOOLS, added.get, added)
-    assert grammar is not None
+    grammar = text_of(HARMONY, TOOLS, added)
     thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
     call = "<|channel|>commentary to=functions.write <|constrain|>json<|message|>"
     assert accepts(tokenizer, grammar, [f"{thought}<|channel|>final<|message|>Hello"])

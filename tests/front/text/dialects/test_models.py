@@ -114,7 +114,7 @@ def test_grammar_of_auto_can_be_followed(name: str, tokenizers: dict[str, Tokeni
     tokenizer = tokenizers[name]
     grammar = tokenizer.tool_grammar(TOOLS)
     assert grammar is not None
-    tokenizer.grammars.check(grammar, "tools")
+    tokenizer.grammars.check(grammar.text, "tools")
 
 
 @names
@@ -131,7 +131,7 @@ def test_grammar_of_auto_leaves_reasoning_free(name: str, tokenizers: dict[str, 
     elif reasoning is not None:
         text = f"{reasoning.start}\nhm, {{1}}\n{reasoning.end}Hello."
     folder = str(tokenizer.folder / "tokenizer.json")
-    matcher = LLMatcher(LLTokenizer(folder), grammar, log_level=0)
+    matcher = LLMatcher(LLTokenizer(folder), grammar.text, log_level=0)
     tokens = tokenizer.encode(text)
     assert matcher.try_consume_tokens(tokens) == len(tokens), matcher.get_error()
     assert matcher.is_accepting()

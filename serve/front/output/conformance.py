@@ -1,0 +1,108 @@
+"""Checks whole answers against the schemas that their grammar does not hold whole: calls against
+their tool's, and text against that of a format."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from io import StringIO
+from typing import Any
+
+from serve.core.errors import OverloadedError
+from serve.core.helper_messages import Claim, Violation
+from serve.front.output.deltas import CallBegin, CallEnd, CallText, End, Text, Update
+from serve.front.text.schema_check import SchemaChecker, unchecked
+
+MAX_WAIT_SECONDS = 5.0
+
+# Runs work of this size in a thread, when it is its client's turn.
+InTurn = Callable[[int, Callable[[], None]], Awaitable[None]]
+
+
+@dataclass(slots=True)
+class _Call:
+    name: str
+    arguments: StringIO = field(default_factory=StringIO)
+    is_whole: bool = False
+
+
+@dataclass(slots=True)
+class _Said:
+    """The text and the calls of one answer so far."""
+
+    text: StringIO = field(default_factory=StringIO)
+    calls: list[_Call] = field(default_factory=list)
+
+
+class Conformance:
+    """The check of one request's answers. parameters are the schemas of the tools' arguments by
+    name, and format_schema is that of text, if there is one. Schemas are JSON text."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, str],
+        format_schema: str | None,
+        checker: SchemaChecker,
+        in_turn: InTurn,
+    ) -> None:
+        self._parameters, self._format_schema = parameters, format_schema
+        self._checker, self._in_turn = checker, in_turn
+        self._said: dict[int, _Said] = {}
+
+    async def checked(self, update: Update) -> Update:
+        """The update; the one that ends an answer with the violations of the whole answer."""
+        said = self._said.setdefault(update.number, _Said())
+        for delta in update.deltas:
+            _note(said, delta)
+        end = update.end
+        if end is None:
+            return update
+        del self._said[update.number]
+        violations = await self._violations(said, end)
+        return replace(update, deltas=(*update.deltas[:-1], replace(end, violations=violations)))
+
+    async def _violations(self, said: _Said, end: End) -> tuple[Violation, ...]:
+        unknown = [call.name for call in said.calls if call.name not in self._parameters]
+        found = [Violation("name", f"There is no tool {name[:80]!r}.") for name in unknown]
+        if claims := self._claims(said, end):
+            found += await self._checked_claims(claims)
+        return tuple(found)
+
+    def _claims(self, said: _Said, end: End) -> list[Claim]:
+        """The texts to check. What was cut off cannot follow a schema."""
+        claims = [
+            Claim(
+                f"tool_calls[{number}] ({call.name})",
+                self._parameters[call.name],
+                call.arguments.getvalue(),
+            )
+            for number, call in enumerate(said.calls)
+            if call.is_whole and call.name in self._parameters
+        ]
+        if self._format_schema is not None and not said.calls and end.reason == "stop":
+            claims.append(Claim("content", self._format_schema, said.text.getvalue()))
+        return claims
+
+    async def _checked_claims(self, claims: Sequence[Claim]) -> list[Violation]:
+        found: list[Violation] = []
+
+        def check() -> None:
+            found.extend(self._checker.violations(claims))
+
+        size = sum(len(claim.text) for claim in claims)
+        try:
+            await asyncio.wait_for(self._in_turn(size, check), MAX_WAIT_SECONDS)
+        except (TimeoutError, OverloadedError):
+            return [unchecked("too many answers wait for this")]
+        return list(found)
+
+
+def _note(said: _Said, delta: Any) -> None:
+    match delta:
+        case Text(text):
+            said.text.write(text)
+        case CallBegin(_, name):
+            said.calls.append(_Call(name))
+        case CallText(text):
+            said.calls[-1].arguments.write(text)
+        case CallEnd():
+            said.calls[-1].is_whole = True

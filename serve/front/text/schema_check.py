@@ -1,0 +1,91 @@
+"""Checks JSON against schemas, for what a grammar cannot hold of them.
+
+A schema can be made slow to check, by a regular expression for example, so a process does it that
+can be stopped. Run as a program this is that process.
+"""
+
+import signal
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import msgspec
+
+from serve.core.helper_messages import CheckClaims, Claim, ClaimsChecked, Violation
+from serve.front.text.isolated import IsolatedPool, ProcessEnded, answer_questions
+
+MAX_SECONDS = 0.5  # of a core, for all texts of one question
+MAX_CHARACTERS = 1 << 20  # of a question
+MAX_VIOLATIONS = 5  # of one text
+_MAX_MESSAGE_CHARACTERS = 300
+
+UNCHECKED = "unchecked"
+
+
+class SchemaChecker:
+    """The check as any thread calls it. Threads that check at the same time use a process each."""
+
+    def __init__(self) -> None:
+        self._processes: IsolatedPool[ClaimsChecked] = IsolatedPool(ClaimsChecked, __name__)
+
+    def violations(self, claims: Sequence[Claim]) -> list[Violation]:
+        """The rules that the texts break. What takes too long is not checked further."""
+        size = sum(len(claim.schema) + len(claim.text) for claim in claims)
+        if size > MAX_CHARACTERS:
+            return [unchecked(f"it and its schema have {size} characters")]
+        try:
+            checked = self._processes.ask(CheckClaims(tuple(claims)))
+        except ProcessEnded as error:
+            if error.code == -signal.SIGPROF:
+                return [unchecked(f"this takes more than {MAX_SECONDS:g} s")]
+            return [unchecked(f"the check ended with {error.code}")]
+        return list(checked.violations)
+
+
+def unchecked(reason: str) -> Violation:
+    """The violation of an answer that nobody could check."""
+    return Violation(UNCHECKED, f"The answer was not checked against its schema: {reason}.")
+
+
+def main() -> None:
+    """Ends with its stdin, or by SIGPROF."""
+    # Imported here: the server itself does not need them.
+    import jsonschema
+    from referencing import Registry
+
+    def broken(claim: Claim) -> Iterator[Violation]:
+        value = msgspec.json.decode(claim.text)
+        schema = msgspec.json.decode(claim.schema)
+        kind = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
+        # An empty registry: references to other documents are never fetched.
+        registry: Any = Registry()
+        validator = kind(schema, registry=registry, format_checker=kind.FORMAT_CHECKER)
+        for error in islice(validator.iter_errors(value), MAX_VIOLATIONS):
+            message = _short(f"{claim.name} {error.json_path}: {error.message}")
+            yield Violation(str(error.validator), message)
+
+    def found(claim: Claim) -> list[Violation]:
+        try:
+            return list(broken(claim))
+        # jsonschema raises what it likes about a schema that is none.
+        except Exception as error:
+            reason = f"{claim.name} was not checked against its schema: {error!r}"
+            return [Violation(UNCHECKED, _short(reason))]
+
+    def answer(question: CheckClaims, _: bytes) -> ClaimsChecked:
+        violations: list[Violation] = []
+        for claim in question.claims:
+            violations += found(claim)
+        return ClaimsChecked(tuple(violations))
+
+    answer_questions(CheckClaims, answer, MAX_SECONDS)
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    limit = _MAX_MESSAGE_CHARACTERS
+    return line if len(line) <= limit else f"{line[: limit - 3]}..."
+
+
+if __name__ == "__main__":
+    main()
