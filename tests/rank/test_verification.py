@@ -6,13 +6,19 @@ from collections.abc import Sequence as ReadableList
 from functools import partial
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
-from serve.core.types import Reasoning, Sampling, Sequence
+from serve.core.types import Reasoning, Row, Sampling, Sequence, Step
 from serve.front.drafts.speculation import Speculation
+from serve.model.stage import Stage
+from serve.rank.batching import can_batch
+from serve.rank.cache import GroupCaches
+from tests import architectures
 from tests.rank.test_pipeline import LLAMA, PROMPTS, pipeline
 
 NUM_TOKENS = 24
+Fed = tuple[int, list[int]]
 # Most answers of this model repeat a token soon, so that random ones show more.
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
@@ -124,3 +130,63 @@ def test_drafts_of_the_real_drafters_are_right_often() -> None:
     assert speculation.counts["suffixes"].accepted > 0
     assert speculation.counts["prediction"].accepted > NUM_TOKENS / 2
     assert not speculation._guesses
+
+
+def fed(caches: GroupCaches, stage: Stage, number: int, feeds: dict[int, Fed]) -> list[mx.array]:
+    """Runs a step, and returns the logits of each row. feeds has a position and tokens by
+    sequence."""
+    rows = tuple(Row(id, position, len(tokens)) for id, (position, tokens) in feeds.items())
+    tokens = tuple(token for _, own in feeds.values() for token in own)
+    step = Step(number, 0, rows, tokens, sample=number > 1)
+    outputs: dict[int, mx.array] = {}
+    for part in caches.apply(step):
+        (logits,) = stage(part.tokens(step), part.caches, [])
+        outputs |= part.outputs_of_rows(step, logits)
+    mx.eval(outputs, caches.states(step))
+    return [outputs[n] for n in range(len(rows))]
+
+
+def check_architecture(name: str) -> bool:
+    """Whether rows of a model can go back. If so, it is checked that they do."""
+    model = architectures.build(name)
+    together = can_batch(model)
+    stage = Stage(model, 0, architectures.NUM_LAYERS)
+    with_drafts = GroupCaches(stage.make_cache, together)
+    if with_drafts.reuse != "any":
+        return False
+    without = GroupCaches(stage.make_cache, together)
+    long, short = [5, 9, 2, 6, 5, 3, 5, 8, 9], [3, 1, 4, 1]
+    for caches in (with_drafts, without):
+        fed(caches, stage, 1, {0: (0, long), 1: (0, short)})
+    expected = []
+    for n, (a, b) in enumerate([(7, 11), (12, 13), (14, 15), (16, 17)]):
+        feeds = {0: (9 + n, [a]), 1: (4 + n, [b])}
+        expected.append(fed(without, stage, 2 + n, feeds))
+    drafted = fed(with_drafts, stage, 2, {0: (9, [7, 12, 30, 31]), 1: (4, [11])})
+    close(drafted[0][:2], mx.concatenate([expected[0][0], expected[1][0]]))
+    close(drafted[1], expected[0][1])
+    drafted = fed(with_drafts, stage, 3, {0: (11, [14]), 1: (5, [13, 15, 17])})
+    close(drafted[0], expected[2][0])
+    close(drafted[1], mx.concatenate([expected[n][1] for n in (1, 2, 3)]))
+    drafted = fed(with_drafts, stage, 4, {0: (12, [16, 33]), 1: (7, [17])})
+    close(drafted[0][:1], expected[3][0])
+    close(drafted[1], expected[3][1])
+    return True
+
+
+def close(got: mx.array, wanted: mx.array) -> None:
+    assert mx.allclose(got, wanted, rtol=1e-3, atol=1e-4), mx.abs(got - wanted).max()
+
+
+@pytest.mark.parametrize(
+    ("name", "can_go_back"),
+    [("deepseek_v3", True), ("gpt2", True), ("cohere2", False), ("recurrent_gemma", False)],
+)
+def test_rows_of_an_architecture_go_back(name: str, can_go_back: bool) -> None:
+    assert check_architecture(name) == can_go_back
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", architectures.architectures())
+def test_rows_of_every_architecture_go_back_or_are_not_speculated(name: str) -> None:
+    check_architecture(name)
