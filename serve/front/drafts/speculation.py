@@ -13,6 +13,7 @@ _LEAST_GAIN = 1.05
 _WAITING_GAIN = 0.08  # tokens of a step and row for which a step waits for the front end
 _MAX_ROWS_COST = 0.5  # of a step's time, for one more token in each row: beyond, nothing pays
 _UNKNOWN_TOKEN_COST = 0.06
+_MIN_TOKEN_COST = 0.01  # Noise may make it look like nothing.
 
 
 @dataclass(slots=True)
@@ -71,7 +72,8 @@ class Speculation:
 
     def _relative_cost(self, num_rows: int) -> float:
         """The cost of one more token, as a share of a step of so many rows."""
-        return self.token_cost / (1 + (num_rows - 1) * self.token_cost)
+        token_cost = max(_MIN_TOKEN_COST, self.token_cost)
+        return token_cost / (1 + (num_rows - 1) * token_cost)
 
     def _guesses_of(self, sequence: Sequence) -> Guesses:
         guesses = self._guesses.get(sequence.id)
