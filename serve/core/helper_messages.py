@@ -41,11 +41,12 @@ class ReadBody(HelperMessage, frozen=True):
     BodyRefused or BodyNotRead.
 
     The bytes of the body, and of anything else that the reader of this kind takes, follow the
-    message; sizes has the length of each.
+    message; sizes has the length of each. finds_boundaries asks for those of the prompt.
     """
 
     kind: BodyKind
     sizes: tuple[int, ...]
+    finds_boundaries: bool = False
 
 
 class BodyRead(HelperMessage, Generic[Reading], frozen=True):

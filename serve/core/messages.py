@@ -192,7 +192,7 @@ class Planned(Message, frozen=True):
 
 class Loaded(msgspec.Struct, frozen=True, array_like=True):
     """The memory and the bytes that loading a stage took. bytes_read is None where the system does
-    not count them.
+    not count them. can_rewind says whether rows can forget their last tokens.
 
     Only the stage with the head sets the last three: the memory for the logits of one token, the
     memory that scoring a prompt needs in addition, and the numbers in a hidden state (0 if the
@@ -204,6 +204,7 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True):
     bytes_fetched: int
     free_bytes: int
     reuse: str
+    can_rewind: bool = False
     logits_bytes_per_token: int = 0
     scoring_bytes: int = 0
     hidden_size: int = 0

@@ -391,9 +391,8 @@ def room_for_tokens(
     the fixed caches of concurrency sequences. It is negative if not even those fit."""
     num_tokens = MAX_KV_TOKENS
     for stage, num_bytes in zip(stages, kv_bytes, strict=True):
-        without_slack = num_bytes * _SLACK[1] // _SLACK[0]
         fixed = concurrency * stage.cache_bytes_per_sequence
-        fitting = (without_slack - fixed) // max(1, stage.cache_bytes_per_token)
+        fitting = (_without_slack(num_bytes) - fixed) // max(1, stage.cache_bytes_per_token)
         num_tokens = min(num_tokens, fitting)
     return num_tokens
 
@@ -401,10 +400,11 @@ def room_for_tokens(
 @dataclass(frozen=True, slots=True)
 class KvRoom:
     """The number of tokens whose keys and values all stages can hold, for up to num_sequences
-    sequences."""
+    sequences. The fixed caches of one more sequence take as much room as state_tokens tokens."""
 
     num_tokens: int
     num_sequences: int
+    state_tokens: int = 0
 
 
 def kv_room(
@@ -422,7 +422,29 @@ def kv_room(
         num_sequences -= 1
         tokens = room_for_tokens(stages, kv_bytes, num_sequences)
     check_room(tokens)
-    return KvRoom(tokens, num_sequences)
+    state_tokens = _state_tokens(stages, kv_bytes, num_sequences, tokens)
+    return KvRoom(tokens, num_sequences, state_tokens)
+
+
+def _state_tokens(
+    stages: Sequence[StagePlan],
+    kv_bytes: Sequence[int],
+    num_sequences: int,
+    num_tokens: int,
+) -> int:
+    """How many of num_tokens tokens, which fill all room beside the fixed caches of num_sequences
+    sequences, have to go for those of one more sequence. A stage on which a token takes little may
+    be the one that decides."""
+    largest = 0
+    for stage, num_bytes in zip(stages, kv_bytes, strict=True):
+        fixed = stage.cache_bytes_per_sequence
+        room = _without_slack(num_bytes) - num_sequences * fixed
+        largest = max(largest, -(-fixed * num_tokens // max(1, room)))
+    return largest
+
+
+def _without_slack(num_bytes: int) -> int:
+    return num_bytes * _SLACK[1] // _SLACK[0]
 
 
 def check_room(num_tokens: int, needed: int = MIN_KV_TOKENS) -> None:

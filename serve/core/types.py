@@ -13,6 +13,9 @@ import msgspec
 # above it belong to a warm-up, which no statistic includes.
 FIRST_WARM_UP_STEP = 2**31 - 2**16
 NUM_SEQUENCE_IDS = 2**30 - 2**16  # ids of requests; a warm-up uses ids above
+# The ids of checkpoints begin above those of sequences, so one set can hold ids of both.
+FIRST_CHECKPOINT = 2**30
+NO_CHECKPOINT = -1
 LAST_TOKEN = -1  # In a step: the token that the previous step of this row samples.
 
 FinishReason = Literal["stop", "length", "abort", "error", "refused", "conflict", "overflowed"]
@@ -122,6 +125,9 @@ class Sequence:
     prompt is embedded, and has no answer. drafts are the guesses that its last step feeds behind
     the newest token, as long as it is not known which of them are right. prediction is what its
     client expects of the answer.
+
+    boundaries are the positions in the prompt behind which the next prompt of the same chat may
+    differ. stops are the positions at which prefill still has to stop for a checkpoint.
     """
 
     id: int
@@ -143,6 +149,8 @@ class Sequence:
     drafts: list[int] = field(default_factory=list)
     num_drafted: int = 0
     num_accepted: int = 0
+    boundaries: tuple[int, ...] = ()
+    stops: list[int] = field(default_factory=list)
 
     @property
     def tokens(self) -> list[int]:
@@ -220,20 +228,32 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Take(msgspec.Struct, frozen=True, array_like=True):
-    """A new sequence begins as a copy of the first num_tokens of another one."""
+    """A new sequence begins as a copy of the first num_tokens of another one. Caches that cannot
+    be cut are copied from a checkpoint at that position, which may be left out if the other one
+    has no more tokens than that."""
 
     sequence: int
     source: int
     num_tokens: int
+    checkpoint: int = NO_CHECKPOINT
+
+
+class Save(msgspec.Struct, frozen=True, array_like=True):
+    """After a step, the stages keep a checkpoint of a sequence: a copy of those of its caches that
+    cannot be cut, such as windows and recurrent states."""
+
+    checkpoint: int
+    sequence: int
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The output of the scheduler: everything that a stage needs to know for one run.
 
-    A stage first makes the copies in take, then drops the sequences in drop, and frees the adapter
-    versions in unload. After that, group holds exactly rows, in this order: a stage moves a row
-    from the group in which it finds it, and starts a row at position 0 with an empty cache. tokens
-    has the tokens of all rows, one row after the other. A step that does not sample only fills
+    A stage first makes the copies in take, then drops the sequences in drop and the checkpoints in
+    forget, and frees the adapter versions in unload. After that, group holds exactly rows, in this
+    order: a stage moves a row from the group in which it finds it, and starts a row at position 0
+    with an empty cache. tokens has the tokens of all rows, one row after the other. When the rows
+    have run, the stage makes the checkpoints in save. A step that does not sample only fills
     caches; its rows that have begun feed the same number of tokens, new rows may differ.
 
     A step that samples does so at each token that it feeds. A row feeds one token, and may feed
@@ -249,6 +269,8 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     drop: tuple[int, ...] = ()
     take: tuple[Take, ...] = ()
     unload: tuple[int, ...] = ()
+    save: tuple[Save, ...] = ()
+    forget: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if sum(row.num_tokens for row in self.rows) != len(self.tokens):
@@ -266,12 +288,16 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
         return new + [take.sequence for take in self.take]
 
     @property
-    def sequences(self) -> set[int]:
-        """Every sequence that this step computes, copies or drops."""
+    def touched(self) -> set[int]:
+        """The ids of all sequences and checkpoints that this step computes, copies or drops. Steps
+        that touch the same id have to run in order."""
         found = {row.sequence for row in self.rows}
-        found.update(self.drop)
+        found.update(self.drop, self.forget)
         for take in self.take:
-            found.update((take.sequence, take.source))
+            found.update((take.sequence, take.source, take.checkpoint))
+        for save in self.save:
+            found.update((save.checkpoint, save.sequence))
+        found.discard(NO_CHECKPOINT)
         return found
 
 

@@ -19,8 +19,9 @@ from mlx_lm.models.cache import (
 )
 
 from serve.core.errors import EngineError
-from serve.core.types import Step
-from serve.rank import placement
+from serve.core.types import NO_CHECKPOINT, Step
+from serve.rank import checkpoints, placement
+from serve.rank.checkpoints import Checkpoint
 from serve.rank.placement import Batch, Joining, Layout, Rules
 from serve.rank.slots import SlotBatch
 
@@ -91,8 +92,11 @@ class GroupCaches:
 
     def __init__(self, make_cache: Callable[[], list[Any]], can_batch: bool = True) -> None:
         self._make_cache = make_cache
-        self._is_plain = all(type(cache) in _PLAIN_CACHES for cache in make_cache())
-        self._rules = Rules(can_batch, in_slots=can_batch and self._is_plain)
+        caches = make_cache()
+        is_plain = all(type(cache) in _PLAIN_CACHES for cache in caches)
+        self._can_cut = all(checkpoints.can_cut(cache) for cache in caches)
+        self._rules = Rules(can_batch, in_slots=can_batch and is_plain)
+        self._checkpoints: dict[int, Checkpoint] = {}
         self._layout = Layout()
         self._lifted: list[Any] = []
         self._moved: list[Any] = []
@@ -106,6 +110,8 @@ class GroupCaches:
                 parts.append(self._arranged(step, move))
             else:
                 self._perform(move)
+        for checkpoint in step.forget:
+            self._checkpoints.pop(checkpoint, None)
         for row in step.rows:
             self._layout.positions[row.sequence] = row.position + row.num_tokens
             if step.sample and row.num_tokens > 1:
@@ -116,8 +122,30 @@ class GroupCaches:
 
     @property
     def reuse(self) -> str:
-        """Whether a sequence can begin as "any" part of another one, or only as the "whole"."""
-        return "any" if self._is_plain else "whole"
+        """Whether a sequence can begin as "any" part of another one, or only where there are
+        "checkpoints", and as all of it."""
+        return "any" if self._can_cut else "checkpoints"
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether every row can forget its last tokens, wherever it is."""
+        return self._can_cut and (self._rules.in_slots or not self._rules.can_batch)
+
+    def save(self, step: Step) -> list[mx.array]:
+        """Keeps the checkpoints that a step asks for, once its rows have run. Returns their arrays,
+        which have to be evaluated. Raises EngineError if a sequence is not here."""
+        saved: list[mx.array] = []
+        for save in step.save:
+            sequence = save.sequence
+            if sequence not in self._layout.key_of:
+                raise EngineError(f"Step {step.number} saves sequence {sequence}, not held here.")
+            states = self._layout.batch_of(sequence).states(sequence)
+            num_tokens = self._layout.positions[sequence]
+            arrays = checkpoints.arrays(states)
+            num_bytes = sum(array.nbytes for array in arrays)
+            self._checkpoints[save.checkpoint] = Checkpoint(num_tokens, states, num_bytes)
+            saved += arrays
+        return saved
 
     def moved(self) -> list[mx.array]:
         """Copied rows, which have to be evaluated before the forward: while a copy is lazy, MLX
@@ -135,8 +163,8 @@ class GroupCaches:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all keys and values. It is safe to read from any thread."""
-        num_bytes = 0
+        """The bytes of all keys, values and checkpoints. It is safe to read from any thread."""
+        num_bytes = sum(checkpoint.num_bytes for checkpoint in list(self._checkpoints.values()))
         for batch in list(self._layout.batches.values()):
             for cache in list(batch.caches):
                 if not cache.empty():
@@ -148,8 +176,8 @@ class GroupCaches:
     def _perform(self, move: placement.Move) -> None:
         layout = self._layout
         match move:
-            case placement.Copy(sequence, source, num_tokens):
-                self._set_apart(sequence, source, num_tokens)
+            case placement.Copy(sequence, source, num_tokens, checkpoint):
+                self._set_apart(sequence, source, num_tokens, checkpoint)
                 layout.positions[sequence] = num_tokens
             case placement.Drop(sequence):
                 self._leave(sequence)
@@ -201,23 +229,38 @@ class GroupCaches:
         for sequence in lengths:
             self._layout.key_of[sequence] = key
 
-    def _set_apart(self, sequence: int, source: int, length: int) -> None:
+    def _set_apart(
+        self, sequence: int, source: int, length: int, checkpoint: int = NO_CHECKPOINT
+    ) -> None:
         """Gives a sequence a batch of its own, with a copy of the first tokens of source."""
         layout = self._layout
         caches = layout.batch_of(source).extract(source, length)
+        num_surplus = layout.positions[source] - length
         if self._rules.in_slots:
             for cache in caches:
                 cache.keys = tree_map(mx.contiguous, cache.keys)
                 cache.values = tree_map(mx.contiguous, cache.values)
-        surplus = layout.positions[source] - length
-        if surplus and not self._rules.in_slots:
-            _trim(caches, surplus)
+        elif num_surplus or checkpoint != NO_CHECKPOINT:
+            states = self._states(checkpoint, length, len(caches))
+            pairs = zip(caches, states, strict=True)
+            caches = [checkpoints.restored(cache, state, num_surplus) for cache, state in pairs]
         self._moved.append(caches)
         self._leave(sequence)
         batch = self._new_batch()
         batch.add([(sequence, caches, length)])
         layout.key_of[sequence] = layout.next_key
         self._add_batch(layout.next_key, batch)
+
+    def _states(self, checkpoint: int, length: int, num_caches: int) -> list[Any]:
+        """The states of a checkpoint. Without one, all caches have to be such as can be cut."""
+        if checkpoint == NO_CHECKPOINT and self._can_cut:
+            return [None] * num_caches
+        found = self._checkpoints.get(checkpoint)
+        if found is None or found.num_tokens != length:
+            raise EngineError(
+                f"No checkpoint {checkpoint} of {length} tokens is held: the ranks are out of step."
+            )
+        return found.states
 
     def _leave(self, sequence: int) -> None:
         """Removes a sequence from its batch, and the batch if it is empty by then."""
@@ -295,6 +338,10 @@ class MergedBatch:
             return [copy.deepcopy(cache) for cache in self.caches]
         index = self.sequences.index(sequence)
         return [cache.extract(index) for cache in self.caches]
+
+    def states(self, sequence: int) -> list[Any]:
+        row = self.sequences.index(sequence) if self._batched else None
+        return [checkpoints.state_of(cache, row) for cache in self.caches]
 
     def arrange(self, feeds: Mapping[int, int]) -> list[int | None]:
         sequences = list(feeds)

@@ -15,7 +15,8 @@ from serve.core.types import LAST_TOKEN, Step, tokens_of_rows
 
 class Outbox:
     """Sends steps in the order in which they come, except that some have to wait for a token. A
-    step overtakes a waiting one if they have neither a sequence nor the group in common.
+    step overtakes a waiting one if they have neither a sequence, a checkpoint nor the group in
+    common.
 
     It is thread-safe.
     """
@@ -57,12 +58,12 @@ class Outbox:
             is_behind_its_group = bool(step.rows and step.group in groups)
             can_go = not has_to_be_last and not is_behind_its_group
             filled = None
-            if can_go and in_use.isdisjoint(step.sequences):
+            if can_go and in_use.isdisjoint(step.touched):
                 filled = self._filled(step)
             if filled is None:
                 waiting.append(step)
                 groups.add(step.group)
-                in_use.update(step.sequences)
+                in_use.update(step.touched)
                 continue
             self._send(filled)
         self._steps = waiting

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from serve.core.errors import EngineError
-from serve.core.types import Row, Step
+from serve.core.types import NO_CHECKPOINT, Row, Step
 
 _MANY_GROUPS = 256
 
@@ -54,6 +54,9 @@ class Batch(Protocol):
     def extract(self, sequence: int, length: int) -> list[Any]:
         """Plain caches with the first tokens of a row, or all where caches cannot be cut."""
 
+    def states(self, sequence: int) -> list[Any]:
+        """Copies of what a row's caches hold that cannot be cut, as `rank.checkpoints` has it."""
+
     def rewind(self, sequence: int, num_tokens: int) -> None:
         """Forgets the last tokens of a row. Raises EngineError if its caches cannot."""
 
@@ -67,11 +70,13 @@ class Batch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A sequence begins in a batch of its own, with the first tokens of another sequence."""
+    """A sequence begins in a batch of its own, with the first tokens of another sequence and the
+    state of a checkpoint, if there is one."""
 
     sequence: int
     source: int
     num_tokens: int
+    checkpoint: int = NO_CHECKPOINT
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +210,7 @@ def moves(step: Step, layout: Layout, rules: Rules) -> Iterator[Move]:
                 f"Step {step.number} takes {take.num_tokens} tokens of sequence {take.source}, "
                 f"this stage holds {held} tokens of it: the ranks are out of step."
             )
-        yield Copy(take.sequence, take.source, take.num_tokens)
+        yield Copy(take.sequence, take.source, take.num_tokens, take.checkpoint)
     for sequence in step.drop:
         yield Drop(sequence)
     if step.rows:

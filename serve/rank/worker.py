@@ -166,6 +166,7 @@ class StepLoop:
         self.pooled = self.embedder.pool(step, parts, hidden)
         hidden.clear()
         mx.eval(outputs, self.pooled, self.caches.states(step))
+        mx.eval(self.caches.save(step))
         return outputs
 
     def _result(self, step: Step, outputs: list[mx.array]) -> Result:
@@ -306,6 +307,7 @@ class Worker:
             bytes_fetched=loaded.bytes_fetched,
             free_bytes=free_bytes() // hosts.count(hosts[self.order.rank]),
             reuse=loop.caches.reuse,
+            can_rewind=loop.caches.can_rewind,
             logits_bytes_per_token=logits_bytes_per_token,
             scoring_bytes=bytes_to_score,
             hidden_size=hidden_size,

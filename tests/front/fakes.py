@@ -27,6 +27,8 @@ from serve.front.http.listening import bind
 from serve.front.pipeline.adapter_loader import AdapterLoader, Ranks
 from serve.front.pipeline.interface import Prompt
 from serve.front.pipeline.status import StageSpan
+from serve.front.prefixes.counts import PrefixCounts
+from serve.front.prefixes.index import PrefixIndex
 from serve.front.text.tokens import Tokenizer
 
 CONFIG = ServeConfig(model=Path("."), served_model_name="tiny", no_warm_up=True)
@@ -240,6 +242,7 @@ class FakeEngine:
         self.spans: list[StageSpan] = []  # the latest first
         self.delay = 0.0
         self.is_complete = True
+        self.makes_checkpoints = False
         self.prompts: list[list[int]] = []
         self.samplings: list[Sampling] = []
         self.cache_scopes: list[str] = []
@@ -307,7 +310,9 @@ class FakeEngine:
             "adapters": self.adapters.registry.statistics.to_json(),
             "drafts": {},
         }
-        recovery = {"num_restarts": 4, "recovery_seconds": 9.5}
+        recovery: dict[str, Any] = {"num_restarts": 4, "recovery_seconds": 9.5}
+        kept = {**PrefixCounts().to_json(), "num_bytes": 0, **PrefixIndex().to_json()}
+        recovery["prefix_cache"] = kept
         return {"model": "m", "num_ranks": 1, "stages": [], **counts, **recovery}
 
     def timeline(self, seconds: float) -> dict[str, Any]:

@@ -1,14 +1,17 @@
 """Chat: from what was decided about a request to a prompt in tokens, and to a job."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from serve.core.errors import RequestError
 from serve.front.api.context import ContextWindow
-from serve.front.api.request import ChatRequest, ToolUse
+from serve.front.api.request import ChatPrompt, ChatRequest, ToolUse
 from serve.front.api.sampling import check_min_tokens
 from serve.front.api.truncation import fitting
 from serve.front.output.answer import Job
 from serve.front.pipeline.interface import Prompt
+from serve.front.prefixes.boundaries import boundaries
+from serve.front.prefixes.checkpoints import MIN_TOKENS
 from serve.front.text.dialects.interface import Dialect
 from serve.front.text.schemas import TOOLS, left_out_of, schema_of
 from serve.front.text.tokens import Tokenizer
@@ -16,18 +19,28 @@ from serve.front.text.tokens import Tokenizer
 _FORCING = "tool_choice"  # the field that forces a call
 
 
-def prepare(request: ChatRequest, tokenizer: Tokenizer, max_context: int) -> Job:
-    """Renders and encodes the messages. This is slow: call it in a thread.
+def prepare(
+    request: ChatRequest,
+    tokenizer: Tokenizer,
+    max_context: int,
+    finds_boundaries: bool = False,
+) -> Job:
+    """Renders and encodes the messages. This is slow: call it in a thread. If finds_boundaries, the
+    prompt also gets its boundaries, which takes longer.
 
-    Raises RequestError if they do not fit into max_context tokens.
+    Raises RequestError if the messages do not fit into max_context tokens.
     """
     window = ContextWindow(max_context, "messages", request.keep)
     parts = request.prompt.with_defaults(request.thinking.variables(tokenizer))
     if request.drops_oldest:
         parts = fitting(parts, tokenizer, max_context - (request.max_tokens or 1))
     text = parts.render(tokenizer)
-    ids = window.encode(text, tokenizer, request.adds_special_tokens)
-    ids = window.cut(ids, max(1, request.max_tokens or 1))
+    all_ids = window.encode(text, tokenizer, request.adds_special_tokens)
+    ids = window.cut(all_ids, max(1, request.max_tokens or 1))
+    found: tuple[int, ...] = ()
+    if finds_boundaries and MIN_TOKENS < len(ids) == len(all_ids):
+        later = _rendered(parts.later(), tokenizer)
+        found = boundaries(text, ids, later, tokenizer, request.adds_special_tokens)
     default = tokenizer.sampling_defaults.max_new_tokens
     asked = {None: default, -1: None}.get(request.max_tokens, request.max_tokens)
     max_tokens = window.max_tokens(ids, asked)
@@ -55,6 +68,7 @@ def prepare(request: ChatRequest, tokenizer: Tokenizer, max_context: int) -> Job
         request.end_ids,
         has_marks=splitting.searches(tokenizer.dialect),
         prediction=tuple(prediction),
+        boundaries=found,
     )
     return Job(
         model=request.model,
@@ -81,6 +95,15 @@ def _is_thinking(text: str, dialect: Dialect) -> bool:
     if dialect.reasoning is None or dialect.has_messages:
         return False
     return text.rstrip().endswith(dialect.reasoning.start)
+
+
+def _rendered(prompts: Iterable[ChatPrompt], tokenizer: Tokenizer) -> Iterator[str]:
+    """The texts of those prompts that the model's template takes."""
+    for prompt in prompts:
+        try:
+            yield prompt.render(tokenizer)
+        except RequestError:
+            continue  # No prompt like this one can come.
 
 
 @dataclass(frozen=True, slots=True)

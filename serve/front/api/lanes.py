@@ -38,10 +38,12 @@ _NUM_THREADS = 2
 
 
 class Lanes:
-    """Chooses by kind and size where a body is read. For one event loop."""
+    """Chooses by kind and size where a body is read. For one event loop. finds_boundaries tells at
+    any time whether prompts are to get their boundaries."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: Reader, finds_boundaries: Callable[[], bool]) -> None:
         self._reader = reader
+        self._finds_boundaries = finds_boundaries
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "prompt")
         self._other_threads = ThreadPoolExecutor(1, "tokenize")
         self._medium = ProcessLane(reader, self._read_here)
@@ -57,6 +59,7 @@ class Lanes:
         """Calls this method of Reader with what is held: the body first, each in parts. Empties
         held, so that a body is freed when it is read or its client has left. Raises
         RequestError."""
+        self._reader.finds_boundaries = self._finds_boundaries()
         kind = cast(BodyKind, method.__name__)
         num_bytes = _num_bytes(held)
         is_answered = kind in _ANSWERED
@@ -84,6 +87,7 @@ class ProcessLane:
     """
 
     def __init__(self, reader: Reader, read_here: ReadHere | None) -> None:
+        self._reader = reader
         self._read_here = read_here
         self._turns = Turns()
         self._thread = ThreadPoolExecutor(1, "large")
@@ -150,7 +154,7 @@ class ProcessLane:
         given = list(held)
         held.clear()
         sizes = [sum(map(len, parts)) for parts in given]
-        question = ReadBody(kind, tuple(sizes))
+        question = ReadBody(kind, tuple(sizes), self._reader.finds_boundaries)
         return self.process.ask(question, *(part for parts in given for part in parts))
 
 

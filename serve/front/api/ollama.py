@@ -103,20 +103,20 @@ class OllamaChatBody(_OllamaBody):
         """Whether the request asks for nothing but a model in memory."""
         return not self.messages
 
-    def job(self, tokenizer: Tokenizer, max_context: int) -> Job:
-        """Renders and encodes the messages. Raises RequestError."""
+    def job(self, tokenizer: Tokenizer, max_context: int, finds_boundaries: bool) -> Job:
+        """Renders and encodes the messages, as `chat.prepare` does. Raises RequestError."""
         messages = [_message(message) for message in self.messages]
         fields = self.chat_fields(messages)
         if self.tools:
             fields["tools"] = [{"type": "function", **tool} for tool in self.tools]
-        return _chat_job(fields, tokenizer, max_context)
+        return _chat_job(fields, tokenizer, max_context, finds_boundaries)
 
 
-def _chat_job(fields: _Json, tokenizer: Tokenizer, max_context: int) -> Job:
+def _chat_job(fields: _Json, tokenizer: Tokenizer, max_context: int, finds_boundaries: bool) -> Job:
     """The job of a chat with these fields of OpenAI's API. Raises RequestError."""
     body = parse(ChatBody, fields)
     request = body.request(tokenizer)
-    return chat.prepare(request, tokenizer, max_context)
+    return chat.prepare(request, tokenizer, max_context, finds_boundaries)
 
 
 class OllamaGenerateBody(_OllamaBody):
@@ -134,8 +134,8 @@ class OllamaGenerateBody(_OllamaBody):
         """Whether the request asks for nothing but a model in memory."""
         return not self.prompt
 
-    def job(self, tokenizer: Tokenizer, max_context: int) -> Job:
-        """Encodes the prompt. Raises RequestError."""
+    def job(self, tokenizer: Tokenizer, max_context: int, finds_boundaries: bool) -> Job:
+        """Encodes the prompt, as `chat.prepare` does. Raises RequestError."""
         if self.raw:
             fields = {**self.shared_fields(), "prompt": self.prompt}
             body = parse(CompletionBody, fields)
@@ -143,7 +143,8 @@ class OllamaGenerateBody(_OllamaBody):
         messages = [{"role": "user", "content": self.prompt}]
         if self.system:
             messages.insert(0, {"role": "system", "content": self.system})
-        return _chat_job(self.chat_fields(messages), tokenizer, max_context)
+        fields = self.chat_fields(messages)
+        return _chat_job(fields, tokenizer, max_context, finds_boundaries)
 
 
 class ShowBody(Lenient):

@@ -91,12 +91,13 @@ AnyReading: TypeAlias = (
 
 class Reader:
     """Each method reads one kind of body and raises RequestError. Reading is slow. Several
-    threads may read at once."""
+    threads may read at once. If finds_boundaries, prompts of chats get their boundaries."""
 
     def __init__(self, tokenizer: Tokenizer, max_context: int, max_answers: int) -> None:
         self.tokenizer = tokenizer
         self.max_context = max_context
         self.max_answers = max_answers
+        self.finds_boundaries = False
 
     def chat(self, data: bytes) -> Job:
         body = parse(ChatBody, self._object(data))
@@ -173,7 +174,7 @@ class Reader:
         if body.loads_only:
             reply = loaded(body.model, is_chat)
             return FinishedReply(body.model, replies.encode(reply))
-        job = body.job(self.tokenizer, self.max_context)
+        job = body.job(self.tokenizer, self.max_context, self.finds_boundaries)
         return msgspec.structs.replace(job, ignored_fields=body.ignored_fields)
 
     def count(self, data: bytes) -> FinishedReply:
@@ -212,7 +213,7 @@ class Reader:
 
     def _prepare(self, request: ChatRequest) -> Job:
         check_num_answers(len(request.samplings), self.max_answers)
-        return chat.prepare(request, self.tokenizer, self.max_context)
+        return chat.prepare(request, self.tokenizer, self.max_context, self.finds_boundaries)
 
     def _object(self, data: bytes, param: str = "messages") -> Json:
         """Parses a body. Each entry of param makes at least one token, so more entries than the

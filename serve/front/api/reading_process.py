@@ -28,6 +28,7 @@ def main(
     reader = Reader(tokenizer, int(max_context), int(max_answers))
 
     def answer(question: ReadBody, data: bytes) -> Answer:
+        reader.finds_boundaries = question.finds_boundaries
         ends = accumulate(question.sizes, initial=0)
         given = [data[start:end] for start, end in pairwise(ends)]
         return answered(reader, question.kind, *given)

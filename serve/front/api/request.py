@@ -1,13 +1,13 @@
 """A chat as it was decided, whichever API it came through: each API's reader makes one, and
 `chat.prepare` makes a job of it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from serve.core.errors import RequestError
 from serve.core.types import Sampling
-from serve.front.api.messages import ChatMessage, template_message
+from serve.front.api.messages import CallPart, ChatMessage, FunctionPart, template_message
 from serve.front.api.thinking import Thinking
 from serve.front.api.tools import NamedTool, Tool, ToolChoice, declared, grammar_of_call
 from serve.front.output.answer import Listing, UsageInStream
@@ -17,6 +17,9 @@ from serve.front.text.tokens import Tokenizer
 
 # The name that a request means which leaves its model out.
 DEFAULT_MODEL = "default"
+# The content of messages that nobody has sent. It begins like few others.
+_PROBE = "§ What comes next?"
+_PROBE_ID = "p00000000"  # Some templates accept only ids of nine letters and digits.
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,26 @@ class ChatPrompt:
     def with_defaults(self, options: Mapping[str, Any]) -> "ChatPrompt":
         """The same parts, with these variables where the request itself sets no others."""
         return replace(self, options={**options, **self.options})
+
+    def later(self) -> Iterator["ChatPrompt"]:
+        """Prompts that may come later and share a prefix with this one: another chat with the same
+        system prompt and tools, and the next turns of this chat, without the thoughts of the
+        answer."""
+        is_system = [message["role"] in ("system", "developer") for message in self.messages]
+        num_fixed = (*is_system, False).index(False)
+        asked: ChatMessage = {"role": "user", "content": _PROBE}
+        if num_fixed or self.tools:
+            yield replace(self, messages=[*self.messages[:num_fixed], asked])
+        if self.continues or not self.adds_generation_prompt:
+            return
+        answer: ChatMessage = {"role": "assistant", "content": _PROBE}
+        yield replace(self, messages=[*self.messages, answer, asked])
+        if self.messages[-1]["role"] == "tool" and self.tools:
+            function: FunctionPart = {"name": self.tools[0].function.name, "arguments": "{}"}
+            call: CallPart = {"id": _PROBE_ID, "type": "function", "function": function}
+            calling: ChatMessage = {"role": "assistant", "content": "", "tool_calls": [call]}
+            result: ChatMessage = {"role": "tool", "content": _PROBE, "tool_call_id": _PROBE_ID}
+            yield replace(self, messages=[*self.messages, calling, result])
 
     def render(self, tokenizer: Tokenizer) -> str:
         """The prompt's text. Raises RequestError."""

@@ -113,6 +113,7 @@ class _Pipeline(Collector):
         yield from _of_stages(state["stages"])
         yield from _of_adapters(state["adapters"])
         yield from _of_drafts(state["drafts"])
+        yield from _of_prefixes(state["prefix_cache"])
         yield CounterMetricFamily(
             "brigade_restarts", "Restarts of the engines after faults", value=state["num_restarts"]
         )
@@ -170,6 +171,37 @@ def _of_drafts(drafts: dict[str, dict[str, int]]) -> Iterator[Metric]:
         for drafter, counts in drafts.items():
             family.add_metric([drafter], counts[key])
         yield family
+
+
+def _of_prefixes(cache: dict[str, Any]) -> Iterator[Metric]:
+    yield CounterMetricFamily(
+        "brigade_prefix_cache_reuses",
+        "Sequences that began with a cached prefix",
+        value=cache["num_reuses"],
+    )
+    yield CounterMetricFamily(
+        "brigade_prefix_cache_saved_tokens",
+        "Tokens that were not computed because they were cached, also after preemption",
+        value=cache["num_reused_tokens"],
+    )
+    evictions = CounterMetricFamily(
+        "brigade_prefix_cache_evictions",
+        "Cached sequences and checkpoints that were dropped to make room",
+        labels=["kind"],
+    )
+    kept = GaugeMetricFamily(
+        "brigade_prefix_cache_entries", "Cached sequences and checkpoints", labels=["kind"]
+    )
+    for kind in ("sequences", "checkpoints"):
+        evictions.add_metric([kind], cache[f"num_evicted_{kind}"])
+        kept.add_metric([kind], cache[f"num_{kind}"])
+    yield evictions
+    yield kept
+    yield GaugeMetricFamily(
+        "brigade_prefix_cache_bytes",
+        "Bytes of cached prefixes on all stages",
+        value=cache["num_bytes"],
+    )
 
 
 _BUSY = ("brigade_stage_busy_seconds", "Seconds that a stage computed")

@@ -4,6 +4,7 @@ from serve.core.config import ServeConfig
 from serve.core.plan import KvRoom, kv_budgets, kv_room, memory_of
 from serve.front.pipeline.chunks import LONGEST_CHUNK
 from serve.front.pipeline.status import StageStatus
+from serve.front.prefixes.index import PrefixIndex
 
 # A chunk of a long prompt may take so many times what a decode step does. With it a round of
 # two stages and two groups, for which a stream waits, is 2.2 times as long.
@@ -56,6 +57,15 @@ def room_under_limits(stages: list[StageStatus], config: ServeConfig) -> KvRoom:
     if memory and not kv_memory:
         budgets = [min(pair) for pair in zip(budgets, free, strict=True)]
     return kv_room(plans, budgets, config.max_num_sequences)
+
+
+def kept_bytes(kept: PrefixIndex, stages: list[StageStatus]) -> int:
+    """The bytes of all stages that the prefix cache takes, without padding."""
+    plans = [stage.plan for stage in stages if stage.plan]
+    return kept.num_bytes(
+        sum(plan.cache_bytes_per_token for plan in plans),
+        sum(plan.cache_bytes_per_sequence for plan in plans),
+    )
 
 
 def _amounts(flag: str | None, ranks: list[int]) -> list[int] | None:

@@ -54,20 +54,25 @@ def is_long(sequence: Sequence) -> bool:
     return sequence.num_to_prefill - sequence.num_cached > _SHORT_PROMPT
 
 
-def next_chunk(num_left: int, chunk: int) -> int:
-    """How many of a prompt's last tokens the next chunk takes. A short rest goes along, because a
-    step of its own would cost more."""
+def next_chunk(sequence: Sequence, chunk: int) -> int:
+    """How many of a prompt's tokens the next chunk takes, up to its next stop. A short rest goes
+    along, because a step of its own would cost more."""
+    num_left = _next_stop(sequence) - sequence.num_computed
     return num_left if num_left <= LONGEST_CHUNK * chunk else chunk
 
 
+def _next_stop(sequence: Sequence) -> int:
+    return sequence.stops[0] if sequence.stops else sequence.num_to_prefill
+
+
 def batchable(prefilling: Iterable[Sequence], chunk: int) -> Iterator[Sequence]:
-    """Prompts that can share a step with the first one: whole and new, as it is. Rows are
-    as long as the longest, which must be less than twice the shortest."""
+    """Prompts that can share a step with the first one: new, and without a stop before their end,
+    as it is. Rows are as long as the longest, which must be less than twice the shortest."""
     first, *others = prefilling
     longest = first.num_to_prefill
     shortest = longest
     num_rows = 1
-    if first.num_computed or longest > LONGEST_CHUNK * chunk:
+    if not _is_one_chunk(first) or longest > LONGEST_CHUNK * chunk:
         return
     for sequence in others:
         length = sequence.num_to_prefill
@@ -76,6 +81,10 @@ def batchable(prefilling: Iterable[Sequence], chunk: int) -> Iterator[Sequence]:
         num_rows += 1
         is_too_large = num_rows * longest > chunk
         is_too_uneven = longest >= 2 * shortest
-        if sequence.num_computed or is_too_large or is_too_uneven:
+        if not _is_one_chunk(sequence) or is_too_large or is_too_uneven:
             return
         yield sequence
+
+
+def _is_one_chunk(sequence: Sequence) -> bool:
+    return sequence.num_computed == 0 and _next_stop(sequence) == sequence.num_to_prefill

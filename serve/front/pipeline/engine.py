@@ -14,7 +14,7 @@ from typing import Any
 from serve.core.config import Cluster, ServeConfig
 from serve.core.errors import BrigadeError, UnavailableError
 from serve.front.pipeline.adapter_loader import AdapterLoader, Ranks
-from serve.front.pipeline.capacity import better_split
+from serve.front.pipeline.capacity import better_split, kept_bytes
 from serve.front.pipeline.driver import Driver, StartView
 from serve.front.pipeline.generation import Generation
 from serve.front.pipeline.interface import Prompt
@@ -92,6 +92,11 @@ class Engine:
         """Whether no rank is missing."""
         return not self._lifecycle.missing
 
+    @property
+    def makes_checkpoints(self) -> bool:
+        """Whether the boundaries of prompts are of use: the model has caches that cannot be cut."""
+        return self._requests.scheduler.reuse == "checkpoints"
+
     def ready_reason(self) -> str | None:
         """The reason why requests cannot be served, in one line, or None. A rank that is briefly
         silent still gets requests, which wait for it."""
@@ -123,6 +128,12 @@ class Engine:
             "kv_tokens": scheduler.num_held_tokens,
             "max_kv_tokens": scheduler.max_held_tokens,
             "drafts": self._requests.drafts,
+            "prefix_cache": {
+                "reuse": scheduler.reuse,
+                **scheduler.prefix_counts.to_json(),
+                "num_bytes": kept_bytes(scheduler.kept, lifecycle.stages),
+                **scheduler.kept.to_json(),
+            },
             "better_split": better_split(lifecycle.stages),
             "adapters": self.adapters.registry.statistics.to_json(),
             "num_restarts": lifecycle.number,

@@ -19,7 +19,8 @@ class Prompt:
     """A prompt in tokens. One answer is generated for each sampling. text is what an echo returns;
     has_marks says whether the answers are searched for tool calls and thoughts. With pooling the
     prompt is embedded instead: it has no samplings, and one event, which has the embedding.
-    prediction are tokens that the answers are expected to have."""
+    prediction are tokens that the answers are expected to have.
+    boundaries are the numbers of tokens behind which later prompts may differ."""
 
     ids: list[int]
     max_tokens: int
@@ -29,6 +30,7 @@ class Prompt:
     has_marks: bool = False
     pooling: Pooling | None = None
     prediction: tuple[int, ...] = ()
+    boundaries: tuple[int, ...] = ()
 
 
 class Generation(Protocol):
@@ -83,6 +85,10 @@ class Engine(Protocol):
     @property
     def is_complete(self) -> bool:
         """Whether no rank is missing."""
+
+    @property
+    def makes_checkpoints(self) -> bool:
+        """Whether the boundaries of prompts are of use: the model has caches that cannot be cut."""
 
     def submit(
         self, prompts: Sequence[Prompt], adapter_version: int = 0, cache_scope: str = ""

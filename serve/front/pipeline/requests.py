@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as ReadableList
 from dataclasses import replace
-from typing import cast
+from typing import cast, get_args
 
 from serve.core.config import ServeConfig
 from serve.core.errors import (
@@ -129,6 +129,7 @@ class Requests:
             sequence.cache_scope = cache_scope
             sequence.pooling = prompt.pooling
             sequence.prediction = prompt.prediction
+            sequence.boundaries = prompt.boundaries
             sequences.append(sequence)
         return sequences
 
@@ -165,11 +166,13 @@ class Requests:
         there is not even room for a short sequence."""
         room = room_under_limits(stages, self._config)
         self._stages = stages
-        self.scheduler.settle(len(stages), room.num_tokens, room.num_sequences)
+        self.scheduler.settle(len(stages), room.num_tokens, room.num_sequences, room.state_tokens)
         if not self._config.no_prefix_cache:
-            self.scheduler.reuse = cast(Reuse, stages[0].reuse)
-        # Caches of which a part can be reused can also forget wrong drafts.
-        self._speculation.is_possible = all(stage.reuse == "any" for stage in stages)
+            # All stages get the same steps, so the one that allows least decides.
+            reuses: list[Reuse] = [cast(Reuse, stage.reuse) for stage in stages]
+            self.scheduler.reuse = min(reuses, key=get_args(Reuse)[::-1].index)
+        # Drafts that were wrong have to be forgotten.
+        self._speculation.is_possible = all(stage.can_rewind for stage in stages)
         _logger.info(
             "event=kv_room tokens=%d sequences=%d reuse=%s",
             *(room.num_tokens, room.num_sequences, self.scheduler.reuse),

@@ -18,6 +18,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
+from msgspec.structs import replace
+
 from serve.core.errors import OverloadedError, RequestError
 from serve.core.types import (
     FAILURES,
@@ -26,6 +28,7 @@ from serve.core.types import (
     FinishReason,
     Group,
     Row,
+    Save,
     Sequence,
     Step,
     Take,
@@ -33,14 +36,17 @@ from serve.core.types import (
 )
 from serve.front.drafts.interface import Drafting
 from serve.front.pipeline.chunks import PrefillBudget, batchable, is_long, next_chunk
-from serve.front.pipeline.prefix import PrefixIndex, beginning, beginning_of_original, key_of
+from serve.front.prefixes.checkpoints import key_of, stops_of
+from serve.front.prefixes.counts import PrefixCounts
+from serve.front.prefixes.index import Gone, PrefixIndex, beginning, beginning_of_original
 
-# What of another sequence a new one can begin with: any part from its start, or only all of
-# it (some caches cannot go back), or nothing.
-Reuse = Literal["any", "whole", "none"]
+# What of another sequence a new one can begin with: any part from its start, or only what ends at
+# a checkpoint or is all of it (some caches cannot be cut), or nothing.
+Reuse = Literal["any", "checkpoints", "none"]
 
 _NUM_STEPS_OF_A_GROUP = 2  # one is computed, one waits for its tokens
 _SPARE_TOKENS = 64  # a sequence is not admitted to be sent back at once
+_MAX_STATE_SHARE = 0.25  # of all room: larger checkpoints would push out all that is kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +80,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []
         self._short_is_next = False
-        self.kept = PrefixIndex()
         self.num_steps = 0
+        self.prefix_counts = PrefixCounts()
         self.reuse: Reuse = "none"
         self.chunk_beside_decoding = prefill_chunk
         self._max_num_sequences = max_num_sequences
@@ -85,7 +91,7 @@ class Scheduler:
         self._copies: list[Sequence] = []  # live, but their originals are not prefilled yet
         self._leaving: list[Sequence] = []  # out of all groups, but steps of it are under way
         self._in_flight: dict[int, _InFlight] = {}
-        self._to_drop: list[int] = []
+        self._gone = Gone([], [])  # what the next step tells the stages to drop
         self._retired: set[int] = set()
         self._ready: deque[Step] = deque()
         self._alone: int | None = None
@@ -108,7 +114,8 @@ class Scheduler:
 
     @property
     def num_held_tokens(self) -> int:
-        """Tokens whose keys and values the stages hold, those of kept sequences too."""
+        """Tokens whose keys and values the stages hold, those of kept sequences too, and what
+        checkpoints take in such tokens."""
         ended = (s for s in self._leaving if s.id not in self._live)
         return self.kept.num_tokens + sum(
             s.num_computed for s in itertools.chain(self._live.values(), ended)
@@ -143,19 +150,21 @@ class Scheduler:
         num_stages: int,
         max_held_tokens: int | None = None,
         max_num_sequences: int | None = None,
+        state_tokens: int = 0,
     ) -> None:
         """On so many stages with room for so many tokens, of fewer sequences at once than asked
-        for if need be; nothing is under way."""
+        for if need be; nothing is under way. state_tokens is as for PrefixIndex."""
         self._num_at_once = max_num_sequences or self._max_num_sequences
         self.groups = [Group(id) for id in range(self._num_groups or num_stages)]
         self._num_stages, self.max_held_tokens = num_stages, max_held_tokens
+        self._state_tokens = state_tokens
+        self.kept = PrefixIndex(state_tokens)
 
     def retire(self, adapter_version: int) -> None:
         """Nothing new comes with this adapter version: it goes with its last sequence."""
         self._retired.add(adapter_version)
         for id in self.kept.with_adapter(adapter_version):
-            self.kept.forget(id)
-            self._to_drop.append(id)
+            self._release(Gone([id], self.kept.forget(id)))
 
     def num_with_adapter(self, adapter_version: int) -> int:
         return sum(sequence.adapter_version == adapter_version for sequence in self._live.values())
@@ -211,8 +220,8 @@ class Scheduler:
         self._in_flight.clear()
         self._ready.clear()
         self._leaving.clear()
-        self._to_drop.clear()
-        self.kept = PrefixIndex()
+        self._gone = Gone([], [])
+        self.kept = PrefixIndex(self._state_tokens)
         self.prefilling.clear()
         for group in self.groups:
             group.sequences.clear()
@@ -273,24 +282,42 @@ class Scheduler:
             return None
         chunk = budget.chunk(self.prefilling)
         sequences = [self.prefilling[0], *batchable(self.prefilling, chunk)]
-        num_tokens = [next_chunk(s.num_to_prefill - s.num_computed, chunk) for s in sequences]
+        num_tokens = [next_chunk(sequence, chunk) for sequence in sequences]
         if not self._make_room(sum(num_tokens)):
             return None
         if any(sequence not in self.prefilling for sequence in sequences):
             return self._prefill()  # One of them had to make room itself.
         self._short_is_next = is_long(sequences[0])
-        step = self._step(sequences, num_tokens)
+        save = self._checkpoints(sequences, num_tokens)
+        step = replace(self._step(sequences, num_tokens), save=save)
         for sequence in sequences:
             self._join_if_prefilled(sequence)
         return step
+
+    def _checkpoints(self, fed: list[Sequence], num_tokens: list[int]) -> tuple[Save, ...]:
+        """The checkpoints that the stages make when they have been fed so many tokens of each
+        sequence. There are fewer of them where not even what is kept leaves enough room."""
+        saves: list[Save] = []
+        num_fed = sum(num_tokens)
+        for sequence, count in zip(fed, num_tokens, strict=True):
+            position = sequence.num_computed + count
+            if sequence.stops[:1] != [position]:
+                continue
+            del sequence.stops[0]
+            if self._has_room_to_save(num_fed):
+                checkpoint = self.kept.save(sequence, position)
+                if checkpoint is not None:
+                    saves.append(Save(checkpoint, sequence.id))
+        return tuple(saves)
 
     def _emit(self, step: Step | None) -> None:
         """Emits a step. Drops and unloads go first, in a separate step that no other step waits
         for, because their room may be needed."""
         unload = self._unused_adapters()
-        if self._to_drop or unload:
-            drop, self._to_drop = tuple(self._to_drop), []
-            self._ready.append(self._step([], [], drop=drop, unload=unload))
+        if any(self._gone) or unload:
+            drop, forget = map(tuple, self._gone)
+            self._gone = Gone([], [])
+            self._ready.append(replace(self._step([], []), drop=drop, forget=forget, unload=unload))
         if step:
             self._ready.append(step)
 
@@ -304,15 +331,7 @@ class Scheduler:
         self._retired -= unused
         return tuple(unused)
 
-    def _step(
-        self,
-        fed: list[Sequence],
-        num_tokens: list[int],
-        group: Group | None = None,
-        drop: tuple[int, ...] = (),
-        take: tuple[Take, ...] = (),
-        unload: tuple[int, ...] = (),
-    ) -> Step:
+    def _step(self, fed: list[Sequence], num_tokens: list[int], group: Group | None = None) -> Step:
         """Feeds so many tokens of each sequence."""
         self.num_steps += 1
         if self.num_steps == FIRST_WARM_UP_STEP:
@@ -337,7 +356,7 @@ class Scheduler:
             group.num_in_flight += 1
         elif fed:
             key = len(self.groups) + fed[0].id
-        return Step(self.num_steps, key, tuple(rows), tuple(tokens), sample, drop, take, unload)
+        return Step(self.num_steps, key, tuple(rows), tuple(tokens), sample)
 
     # --- what becomes of sequences
 
@@ -347,6 +366,7 @@ class Scheduler:
                 return
             self.waiting.remove(sequence)
             self._reuse_prefix(sequence)
+            sequence.stops = stops_of(sequence) if self.reuse == "checkpoints" else []
             self.prefilling.append(sequence)
             self._join_if_prefilled(sequence)
 
@@ -362,14 +382,17 @@ class Scheduler:
     def _reuse_prefix(self, sequence: Sequence) -> None:
         found = beginning_of_original(sequence, self._live)
         if not found and self.reuse != "none":
-            found = beginning(sequence, self.kept, self.reuse == "whole")
+            found = beginning(sequence, self.kept, self.reuse == "checkpoints")
+            if found:
+                self.prefix_counts.reused(found.num_tokens)
         if not found:
             return
-        source, sequence.num_computed = found
+        self.kept.begun(sequence.id, found)
+        sequence.num_computed = found.num_tokens
         sequence.is_held = True
         if not sequence.output:
             sequence.num_cached = sequence.num_computed
-        self._emit(self._step([], [], take=(Take(sequence.id, source, sequence.num_computed),)))
+        self._emit(replace(self._step([], []), take=(Take(sequence.id, *found),)))
 
     def _join_if_prefilled(self, sequence: Sequence) -> None:
         if sequence.num_computed == sequence.num_to_prefill:
@@ -421,7 +444,9 @@ class Scheduler:
             is_known = sequence.num_computed <= sequence.num_tokens
             if self.reuse != "none" and is_known and sequence.adapter_version not in self._retired:
                 held = sequence.tokens[: sequence.num_computed]
-                self._to_drop += self.kept.keep(sequence.id, held, *key_of(sequence))
+                self._release(self.kept.keep(sequence.id, held, *key_of(sequence)))
+                while not self._fits(0) and self._evict():
+                    pass
             else:
                 self._forget(sequence)
         return Event(sequence.id, token, reason)
@@ -462,7 +487,7 @@ class Scheduler:
 
     def _forget(self, sequence: Sequence) -> None:
         if sequence.is_held:
-            self._to_drop.append(sequence.id)
+            self._release(Gone([sequence.id], self.kept.leave(sequence.id)))
 
     # --- room on the stages
 
@@ -477,22 +502,44 @@ class Scheduler:
         if running + promised and running + wanted > self.max_held_tokens:
             return False
         # What it begins like is used by that, so others go before.
-        beginning(sequence, self.kept, self.reuse == "whole")
+        beginning(sequence, self.kept, self.reuse == "checkpoints")
         return self._make_room(min(wanted, self.max_held_tokens - running))
 
     def _make_room(self, num_tokens: int) -> bool:
         """Whether the stages can hold so many more tokens: kept sequences go for that, and
         then some that run."""
-        while (
-            self.max_held_tokens is not None
-            and self.num_held_tokens + num_tokens > self.max_held_tokens
-        ):
-            if (oldest := self.kept.oldest()) is not None:
-                self.kept.forget(oldest)
-                self._to_drop.append(oldest)
-            elif self._leaving or not self._send_back_youngest():
+        while not self._fits(num_tokens):
+            if not self._evict() and (self._leaving or not self._send_back_youngest()):
                 return False
         return True
+
+    def _fits(self, num_tokens: int) -> bool:
+        """Whether the stages can hold so many more tokens beside all that they hold."""
+        if self.max_held_tokens is None:
+            return True
+        return self.num_held_tokens + num_tokens <= self.max_held_tokens
+
+    def _has_room_to_save(self, num_tokens: int) -> bool:
+        """Whether the stages can hold another checkpoint and so many more tokens. What was not used
+        longest goes for that, but nothing that runs."""
+        if self.max_held_tokens and self._state_tokens > _MAX_STATE_SHARE * self.max_held_tokens:
+            return False
+        while self.kept.checkpoints.is_full or not self._fits(num_tokens + self._state_tokens):
+            if not self._evict():
+                return False
+        return True
+
+    def _evict(self) -> bool:
+        """Drops what is kept and was not used longest. Returns False if nothing is kept."""
+        gone = self.kept.evict()
+        if gone:
+            self.prefix_counts.evicted(len(gone.sequences), len(gone.checkpoints))
+            self._release(gone)
+        return gone is not None
+
+    def _release(self, gone: Gone) -> None:
+        self._gone.sequences.extend(gone.sequences)
+        self._gone.checkpoints.extend(gone.checkpoints)
 
     def _send_back_youngest(self) -> bool:
         idle = [*self.waiting, *self._copies]

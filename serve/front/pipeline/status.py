@@ -69,6 +69,7 @@ class StageStatus:
     scoring_bytes: int = 0  # that scoring a prompt takes besides
     hidden_size: int = 0
     reuse: str = "none"
+    can_rewind: bool = False
     kv_bytes: int = 0
     adapter_bytes: int = 0
     num_hops: int = 0
@@ -105,6 +106,7 @@ class StageStatus:
         self.bytes_fetched = loaded.bytes_fetched
         self.free_bytes = loaded.free_bytes
         self.reuse = loaded.reuse
+        self.can_rewind = loaded.can_rewind
         self.logits_bytes_per_token = loaded.logits_bytes_per_token
         self.scoring_bytes = loaded.scoring_bytes
         self.hidden_size = loaded.hidden_size

@@ -34,7 +34,7 @@ from serve.front.output.answer import Answer, Job, UsageInStream
 from serve.front.output.conformance import Conformance
 from serve.front.output.embedding import Embeddings
 from serve.front.pipeline.interface import Engine
-from serve.front.pipeline.prefix import scope_of
+from serve.front.prefixes.index import scope_of
 from serve.front.text.grammar_queue import GrammarQueue
 from serve.front.text.pooling import PoolingKind, pooling_of
 from serve.front.text.schema_check import SchemaChecker
@@ -66,7 +66,7 @@ class Answering:
         self._metrics = metrics
         max_answers = config.max_queue + config.max_num_sequences
         self._reader = Reader(tokenizer, max_context, max_answers)
-        self._lanes = Lanes(self._reader)
+        self._lanes = Lanes(self._reader, lambda: engine.makes_checkpoints)
         self._grammars = GrammarQueue()
         self._checker = SchemaChecker()
         self._pooling = config.pooling

@@ -39,7 +39,7 @@ def reader(tokenizer: Tokenizer) -> Reader:
 
 @pytest.fixture
 async def lanes(reader: Reader) -> AsyncIterator[Lanes]:
-    made = Lanes(reader)
+    made = Lanes(reader, lambda: False)
     yield made
     made.close()
 

@@ -17,6 +17,15 @@ STATE: dict[str, Any] = {
     **{"num_running": 2, "num_waiting": 3, "stages": [], "adapters": ADAPTERS},
     **{"num_restarts": 4, "recovery_seconds": 9.5},
     "drafts": {"suffixes": {"drafted": 9, "accepted": 6}},
+    "prefix_cache": {
+        "num_reuses": 6,
+        "num_reused_tokens": 700,
+        "num_evicted_sequences": 2,
+        "num_evicted_checkpoints": 3,
+        "num_sequences": 4,
+        "num_checkpoints": 5,
+        "num_bytes": 4096,
+    },
 }
 
 
@@ -43,6 +52,15 @@ def test_recoveries_are_counted_and_timed() -> None:
     told = lines(Metrics(lambda: STATE))
     assert "brigade_restarts_total 4.0" in told
     assert "brigade_recovery_seconds_total 9.5" in told
+
+
+def test_the_prefix_cache_is_counted() -> None:
+    found = lines(Metrics(lambda: STATE))
+    assert "brigade_prefix_cache_reuses_total 6.0" in found
+    assert "brigade_prefix_cache_saved_tokens_total 700.0" in found
+    assert 'brigade_prefix_cache_evictions_total{kind="checkpoints"} 3.0' in found
+    assert 'brigade_prefix_cache_entries{kind="sequences"} 4.0' in found
+    assert "brigade_prefix_cache_bytes 4096.0" in found
 
 
 def ran(busy_seconds: float) -> dict:

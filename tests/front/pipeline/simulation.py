@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from serve.core.types import FAILURES, Event, Sampling, Sequence, Step
+from serve.core.types import FAILURES, NO_CHECKPOINT, Event, Sampling, Sequence, Step
 from serve.front.drafts.interface import Drafting
 from serve.front.pipeline.scheduler import Scheduler
 from serve.rank.outbox import Outbox
@@ -30,10 +30,13 @@ def make_sequence(
 
 @dataclass
 class StageModel:
-    """held are the tokens whose keys and values it would have."""
+    """held are the tokens whose keys and values it would have, checkpoints those whose states. If
+    can_cut is false, a sequence can begin only at a checkpoint or as all of another one."""
 
     held: dict[int, list[int]] = field(default_factory=dict)
     floors: dict[int, int] = field(default_factory=dict)
+    checkpoints: dict[int, list[int]] = field(default_factory=dict)
+    can_cut: bool = True
 
     @property
     def num_held(self) -> int:
@@ -43,7 +46,14 @@ class StageModel:
         for take in step.take:
             assert len(self.held[take.source]) >= take.num_tokens, f"{take} of too little"
             assert take.sequence not in self.held
-            self.held[take.sequence] = self.held[take.source][: take.num_tokens]
+            tokens = self.held[take.source][: take.num_tokens]
+            if take.checkpoint != NO_CHECKPOINT:
+                assert self.checkpoints[take.checkpoint] == tokens, f"{take} of another prefix"
+            elif not self.can_cut:
+                assert tokens == self.held[take.source], f"{take} without a checkpoint"
+            self.held[take.sequence] = list(tokens)
+        for checkpoint in step.forget:
+            del self.checkpoints[checkpoint]
         for sequence in step.drop:
             assert sequence in self.held, f"step {step.number} drops {sequence}, which is not here"
             del self.held[sequence]
@@ -61,6 +71,9 @@ class StageModel:
                 self.floors[row.sequence] = row.position + 1
         if len({row.num_tokens for row in step.rows}) > 1 and not step.sample:
             assert not any(row.position for row in step.rows), "begun rows of different lengths"
+        for save in step.save:
+            assert save.checkpoint not in self.checkpoints
+            self.checkpoints[save.checkpoint] = list(self.held[save.sequence])
 
 
 def verified(
@@ -148,6 +161,7 @@ class Pipeline:
         for i, step in enumerate(running):
             if step is None:
                 continue
+            self.stages[i].can_cut = self.scheduler.reuse == "any"
             self.stages[i].run(step)
             if i + 1 < self.num_stages:
                 self.queues[i + 1].append(step)

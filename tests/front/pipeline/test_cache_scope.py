@@ -10,8 +10,8 @@ import pytest
 from serve.core.config import ServeConfig, with_keys
 from serve.core.errors import UsageError
 from serve.core.types import Sampling, Sequence
-from serve.front.pipeline.prefix import scope_of
 from serve.front.pipeline.scheduler import Scheduler
+from serve.front.prefixes.index import scope_of
 from serve.front.text.tokens import Tokenizer
 from tests.front.fakes import FakeEngine, Running, byte_level, save
 

@@ -220,7 +220,7 @@ CASES = st.tuples(
     st.integers(1, 4),
     st.integers(1, 10),
     st.sampled_from([None, 150, 400]),
-    st.sampled_from(["any", "whole", "none"]),
+    st.sampled_from(["any", "checkpoints", "none"]),
     st.integers(0, 2**32),
 )
 

@@ -108,7 +108,7 @@ LIVES = st.tuples(
     st.integers(1, 12),
     st.integers(1, 20),
     st.sampled_from([None, 130, 200, 500]),
-    st.sampled_from(["any", "whole", "none"]),
+    st.sampled_from(["any", "checkpoints", "none"]),
     st.sampled_from([None, 1, 3]),
     st.integers(0, 2**32),
 )
@@ -352,7 +352,7 @@ def copies(pipeline: Pipeline, first: int, prompt: int, num: int) -> list[int]:
     return [sequence.id for sequence in sequences]
 
 
-@pytest.mark.parametrize("reuse", ["any", "whole", "none"])
+@pytest.mark.parametrize("reuse", ["any", "checkpoints", "none"])
 @pytest.mark.parametrize("prompt", [1, 2, 9, 100])
 def test_a_prompt_is_computed_once_for_all_its_copies(reuse: Reuse, prompt: int) -> None:
     pipeline = Pipeline(3)

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from serve.core.types import Sequence, Step
-from serve.front.pipeline.prefix import PrefixIndex
+from serve.front.prefixes.index import Beginning, Gone, PrefixIndex
 from tests.front.pipeline.simulation import Pipeline, StageModel, make_sequence, next_token
 from tests.front.pipeline.test_scheduler import check_all_ended, expected
 
@@ -77,7 +77,7 @@ LIVES = st.tuples(
     st.integers(1, 4),
     st.integers(1, 12),
     st.sampled_from([None, 130, 300]),
-    st.sampled_from(["any", "whole", "none"]),
+    st.sampled_from(["any", "checkpoints", "none"]),
     st.integers(0, 2**32),
 )
 
@@ -165,9 +165,9 @@ def test_what_a_retired_version_has_kept_goes_at_once() -> None:
 def test_only_the_same_version_begins_alike() -> None:
     index = PrefixIndex()
     index.keep(1, [5] * 30, adapter_version=1)
-    assert index.keep(2, [5] * 40, adapter_version=2) == []
-    assert index.longest([5] * 40, whole=False, adapter_version=1) == (1, 30)
-    assert index.longest([5] * 40, whole=False, adapter_version=2) == (2, 40)
-    assert index.longest([5] * 40, whole=False) is None
-    assert index.keep(3, [5] * 35, adapter_version=1) == [1]
+    assert index.keep(2, [5] * 40, adapter_version=2) == Gone([], [])
+    assert index.longest([5] * 40, adapter_version=1) == Beginning(1, 30)
+    assert index.longest([5] * 40, adapter_version=2) == Beginning(2, 40)
+    assert index.longest([5] * 40) is None
+    assert index.keep(3, [5] * 35, adapter_version=1) == Gone([1], [])
     assert set(index.with_adapter(1)) == {3}

@@ -42,7 +42,7 @@ def test_schedule_puts_short_embedded_prompts_into_one_step() -> None:
     assert max(len(step.rows) for step in pipeline.steps) > 1
 
 
-@pytest.mark.parametrize("reuse", ["any", "whole"])
+@pytest.mark.parametrize("reuse", ["any", "checkpoints"])
 def test_schedule_takes_no_prefix_for_or_from_an_embedded_prompt(reuse: Reuse) -> None:
     pipeline = Pipeline(2)
     pipeline.scheduler.reuse = reuse
@@ -67,7 +67,7 @@ def test_schedule_ends_each_once_whatever_happens(seed: int) -> None:
     """Chats and embeddings arrive at random, with little room, drops and lost engines."""
     chance = random.Random(seed)
     pipeline = Pipeline(chance.choice([1, 2, 3]), max_num_sequences=chance.choice([2, 5, 32]))
-    pipeline.scheduler.reuse = chance.choice(["any", "whole", "none"])
+    pipeline.scheduler.reuse = chance.choice(["any", "checkpoints", "none"])
     pipeline.scheduler.max_held_tokens = chance.choice([None, 60, 90])
     added: dict[int, Sequence] = {}
     dropped: set[int] = set()

@@ -22,7 +22,7 @@ def check_whole(pipeline: Pipeline) -> None:
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
-@pytest.mark.parametrize("reuse", ["any", "whole", "none"])
+@pytest.mark.parametrize("reuse", ["any", "checkpoints", "none"])
 def test_a_kill_at_every_tick_loses_and_repeats_nothing(num_stages: int, reuse: Any) -> None:
     for at in range(45):
         pipeline = Pipeline(num_stages, max_num_sequences=4)
@@ -113,7 +113,7 @@ LIVES = st.tuples(
     st.integers(1, 12),
     st.integers(1, 20),
     st.sampled_from([None, 130, 200, 500]),
-    st.sampled_from(["any", "whole", "none"]),
+    st.sampled_from(["any", "checkpoints", "none"]),
     st.integers(0, 2**32),
 )
 

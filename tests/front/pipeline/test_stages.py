@@ -74,7 +74,7 @@ def test_fewer_sequences_run_where_each_holds_much_whatever_its_length() -> None
     config = ServeConfig(model=Path("."), max_num_sequences=8, kv_memory="20KB")
     room = room_under_limits(stages, config)
     # Of 13,333 bytes three sequences take 3,000, and have 256 tokens each. Four would not.
-    assert room == KvRoom(1033, 3)
+    assert room == KvRoom(1033, 3, state_tokens=100)
 
 
 def test_room_leaves_out_what_scoring_a_prompt_takes() -> None:

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve.core.types import Sampling, Sequence
-from serve.front.pipeline.prefix import MAX_KEPT, MIN_TOKENS, PrefixIndex
-from serve.front.pipeline.prefix_tree import PrefixTree, common_length
+from serve.front.prefixes.index import MAX_KEPT, MIN_TOKENS, Beginning, Gone, PrefixIndex
+from serve.front.prefixes.tree import PrefixTree, common_length
 
 TOKENS = st.lists(st.integers(0, 2), max_size=60)
 
@@ -26,11 +26,11 @@ def test_the_longest_common_beginning_wins() -> None:
     index.keep(1, [*range(20), 77, 77])
     index.keep(2, [*range(30), 88])
     index.keep(3, [5] * 40)
-    assert index.longest([*range(40)], whole=False) == (2, 30)
-    assert index.longest([*range(22)], whole=False) == (2, 22)
-    assert index.longest([*range(MIN_TOKENS - 1)], whole=False) is None
-    assert index.longest([*range(40)], whole=True) is None
-    assert index.longest([*range(30), 88, 1], whole=True) == (2, 31)
+    assert index.longest([*range(40)]) == Beginning(2, 30)
+    assert index.longest([*range(22)]) == Beginning(2, 22)
+    assert index.longest([*range(MIN_TOKENS - 1)]) is None
+    assert index.latest([*range(40)]) is None
+    assert index.latest([*range(30), 88, 1]) == Beginning(2, 31)
     assert index.num_tokens == 22 + 31 + 40
 
 
@@ -38,29 +38,28 @@ def test_what_was_used_stays_longest() -> None:
     index = PrefixIndex()
     for id in range(3):
         index.keep(id, [id] * 20)
-    assert index.longest([0] * 30, whole=False) == (0, 20)
-    assert index.oldest() == 1
-    index.forget(1)
-    assert index.oldest() == 2
+    assert index.longest([0] * 30) == Beginning(0, 20)
+    assert index.evict() == Gone([1], [])
     assert index.num_tokens == 40
+    assert index.evict() == Gone([2], [])
 
 
 def test_a_longer_one_takes_the_place_of_its_beginnings() -> None:
     index = PrefixIndex()
-    assert index.keep(1, [1] * 20) == []
-    assert index.keep(2, [2] * 20) == []
-    assert index.keep(3, [1] * 25 + [2] * 9) == [1]
+    assert index.keep(1, [1] * 20) == Gone([], [])
+    assert index.keep(2, [2] * 20) == Gone([], [])
+    assert index.keep(3, [1] * 25 + [2] * 9) == Gone([1], [])
     assert sorted(index) == [2, 3]
 
 
 def test_so_many_are_kept_and_no_more() -> None:
     index = PrefixIndex()
     for id in range(MAX_KEPT):
-        assert index.keep(id, [id] * 20) == []
-    assert index.longest([0] * 20, whole=False) == (0, 20)
-    assert index.keep(MAX_KEPT, [MAX_KEPT] * 20) == [1]
-    assert index.keep(MAX_KEPT + 1, [MAX_KEPT] * 21) == [MAX_KEPT]
-    assert index.keep(MAX_KEPT + 2, [7, 7, 7]) == [2]
+        assert index.keep(id, [id] * 20) == Gone([], [])
+    assert index.longest([0] * 20) == Beginning(0, 20)
+    assert index.keep(MAX_KEPT, [MAX_KEPT] * 20) == Gone([1], [])
+    assert index.keep(MAX_KEPT + 1, [MAX_KEPT] * 21) == Gone([MAX_KEPT], [])
+    assert index.keep(MAX_KEPT + 2, [7, 7, 7]) == Gone([2], [])
     assert len(list(index)) == MAX_KEPT
     assert index.num_tokens == 20 * (MAX_KEPT - 2) + 21 + 3
 
@@ -111,15 +110,15 @@ def test_prefix_index_gives_what_comparing_with_all_gives(
     fast, slow = PrefixIndex(), SlowIndex()
     for id, (action, tokens, scope) in enumerate(actions):
         if action == "keep":
-            assert fast.keep(id, tokens, scope=scope) == slow.keep(id, tokens, scope)
+            assert fast.keep(id, tokens, scope=scope) == Gone(slow.keep(id, tokens, scope), [])
         elif action == "forget" and slow.kept:
             oldest, _ = slow.kept.popitem(last=False)
-            assert fast.oldest() == oldest
-            fast.forget(oldest)
+            assert fast.evict() == Gone([oldest], [])
         elif action != "forget":
             whole = action == "whole"
-            found = fast.longest(tokens, whole, scope=scope)
-            assert found == slow.longest(tokens, whole, scope)
+            find = fast.latest if whole else fast.longest
+            expected = slow.longest(tokens, whole, scope)
+            assert find(tokens, scope=scope) == (Beginning(*expected) if expected else None)
         assert list(fast) == list(slow.kept)
         assert fast.num_tokens == sum(len(tokens) for _, tokens in slow.kept.values())
 
@@ -155,24 +154,24 @@ def test_a_prompt_begins_as_one_that_is_decoded_while_it_is() -> None:
     index.keep(1, [1] * 20)
     running = decoded(2, [1] * 30)
     index.decoding(running)
-    assert index.longest([1] * 40, whole=False) == (2, 30)
-    assert index.longest([1] * 40, whole=True) == (1, 20)
+    assert index.longest([1] * 40) == Beginning(2, 30)
+    assert index.latest([1] * 40) == Beginning(1, 20)
     running.num_computed -= 1
-    assert index.longest([1] * 40, whole=False) == (1, 20)
+    assert index.longest([1] * 40) == Beginning(1, 20)
     running.num_computed += 1
     index.ended(2)
-    assert index.longest([1] * 40, whole=False) == (1, 20)
+    assert index.longest([1] * 40) == Beginning(1, 20)
 
 
 def test_scopes_share_nothing_kept_or_decoded() -> None:
     index = PrefixIndex()
     index.keep(1, [1] * 20, scope="a")
     index.decoding(decoded(2, [1] * 30, "a"))
-    assert index.longest([1] * 40, whole=False, scope="b") is None
-    assert index.longest([1] * 40, whole=False) is None
-    assert index.longest([1] * 40, whole=False, scope="a") == (2, 30)
-    assert index.keep(3, [1] * 40, scope="b") == []
-    assert index.longest([1] * 30, whole=False, scope="a") == (2, 30)
+    assert index.longest([1] * 40, scope="b") is None
+    assert index.longest([1] * 40) is None
+    assert index.longest([1] * 40, scope="a") == Beginning(2, 30)
+    assert index.keep(3, [1] * 40, scope="b") == Gone([], [])
+    assert index.longest([1] * 30, scope="a") == Beginning(2, 30)
 
 
 class Compared(int):
@@ -193,6 +192,6 @@ def test_prefix_index_compares_a_prompt_once_however_many_are_kept() -> None:
         index.keep(id, [*start, Compared(100 + id)])
     Compared.num_compared = 0
     asked = [*map(Compared, start), Compared(100 + 77), Compared(3)]
-    assert index.longest(asked, whole=False) == (77, 3001)
-    assert index.keep(MAX_KEPT, asked) == [77]
+    assert index.longest(asked) == Beginning(77, 3001)
+    assert index.keep(MAX_KEPT, asked) == Gone([77], [])
     assert Compared.num_compared < 10 * len(start)

@@ -36,6 +36,10 @@ class PrefixTree:
     def __len__(self) -> int:
         return len(self._ends)
 
+    def length(self, id: int) -> int:
+        """The number of tokens of a list."""
+        return self._ends[id].num_tokens
+
     def add(self, id: int, tokens: ReadableList[int]) -> None:
         *_, (node, num_common) = self._path(tokens)
         if num_common < node.num_tokens:
@@ -127,7 +131,7 @@ def _join(node: _Node) -> None:
     node.parent.children[child.tokens[0]] = child
 
 
-def common_length(a: ReadableList[int], b: ReadableList[int]) -> int:
+def common_length(a: ReadableList[object], b: ReadableList[object]) -> int:
     """How many first elements are the same: a binary search, because comparing slices is
     a hundred times faster than comparing elements."""
     low, high = 0, min(len(a), len(b))

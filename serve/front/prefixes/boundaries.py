@@ -1,0 +1,54 @@
+"""Finds where later prompts of a chat may begin to differ from this one: there a checkpoint pays.
+
+Templates rewrite history. Many leave out the reasoning of earlier answers, and the marks at the end
+of a prompt that open an answer may not come again. So prompts that may come later are rendered too,
+and compared.
+"""
+
+from collections.abc import Iterable
+
+from serve.core.errors import RequestError
+from serve.front.prefixes.tree import common_length
+from serve.front.text.tokens import Tokenizer
+
+_MARGIN = 256  # Characters around a difference, in which the tokens of both texts are compared.
+
+
+def boundaries(
+    text: str,
+    ids: list[int],
+    later: Iterable[str],
+    tokenizer: Tokenizer,
+    adds_special_tokens: bool = False,
+) -> tuple[int, ...]:
+    """The numbers of tokens that a prompt has in common with each of some later ones. ids are those
+    of text. At most half of the text is encoded again for each."""
+    found: set[int] = set()
+    for other in later:
+        num_characters = common_length(text, other)
+        try:
+            if 2 * num_characters <= len(text):
+                end = num_characters + _MARGIN
+                own = tokenizer.encode(text[:end], adds_special_tokens)
+                theirs = tokenizer.encode(other[:end], adds_special_tokens)
+                found.add(min(common_length(own, theirs), common_length(own, ids)))
+            else:
+                found.update(_from_the_end(text, ids, other, num_characters, tokenizer))
+        except RequestError:
+            continue  # The other text has a token that this model does not know.
+    return tuple(sorted(found - {0}))
+
+
+def _from_the_end(
+    text: str, ids: list[int], other: str, num_characters: int, tokenizer: Tokenizer
+) -> list[int]:
+    """The number of common tokens, found by counting from the end; none if the tokens of the last
+    part of the text are not the last tokens of the text."""
+    start = max(0, num_characters - _MARGIN)
+    own = tokenizer.encode(text[start:])
+    theirs = tokenizer.encode(other[start : num_characters + _MARGIN])
+    rest = own[common_length(own, theirs) :]
+    position = len(ids) - len(rest)
+    if position < 0 or ids[position:] != rest:
+        return []
+    return [position]

@@ -1,0 +1,142 @@
+"""Knows the checkpoints that the stages keep, and which sequences they belong to. Pure.
+
+A checkpoint is a copy of those caches that cannot be cut, at one position of a sequence. With the
+keys and values of that sequence, or of another one that begins with the same tokens, a new
+sequence can begin there.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+from collections.abc import Sequence as ReadableList
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from serve.core.types import FIRST_CHECKPOINT, Sequence
+from serve.front.prefixes.tree import PrefixTree
+
+EVERY_TOKENS = 2048  # Between two checkpoints of a long prompt, wherever its messages end.
+# A checkpoint costs a step of its own and memory. Below this it saves less than that.
+MIN_TOKENS = 64
+# Each has up to four arrays for each layer; see MAX_KEPT.
+MAX_CHECKPOINTS = 256
+
+
+class PrefixKey(NamedTuple):
+    """Sequences share prefixes only with those of the same key. Keys and values depend on the
+    version of the adapter; the scope keeps clients apart who must not learn of each other."""
+
+    adapter_version: int = 0
+    scope: str = ""
+
+
+def key_of(sequence: Sequence) -> PrefixKey:
+    return PrefixKey(sequence.adapter_version, sequence.cache_scope)
+
+
+def stops_of(sequence: Sequence) -> list[int]:
+    """The positions of a prompt, behind what is computed of it, at which the stages are to make a
+    checkpoint: at its boundaries, at fixed distances, and at its end."""
+    if sequence.pooling:
+        return []
+    end = sequence.num_to_prefill
+    boundaries = [position for position in sequence.boundaries if position <= end]
+    regular = [*range(EVERY_TOKENS, end, EVERY_TOKENS), end]
+    spare = [p for p in regular if all(abs(p - b) >= MIN_TOKENS for b in boundaries)]
+    first = max(MIN_TOKENS, sequence.num_computed + 1)
+    return sorted({position for position in [*boundaries, *spare] if position >= first})
+
+
+@dataclass(slots=True)
+class _Checkpoint:
+    """holders are the sequences that begin with its tokens."""
+
+    id: int
+    num_tokens: int
+    key: PrefixKey
+    holders: set[int] = field(default_factory=set)
+
+
+class Checkpoints:
+    """All checkpoints, and who holds them. One that no sequence holds any more has to go."""
+
+    def __init__(self) -> None:
+        self._ids = itertools.count(FIRST_CHECKPOINT)
+        self._checkpoints: dict[int, _Checkpoint] = {}
+        self._held: defaultdict[int, set[int]] = defaultdict(set)
+        self._trees: defaultdict[PrefixKey, PrefixTree] = defaultdict(PrefixTree)
+
+    def __len__(self) -> int:
+        return len(self._checkpoints)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._checkpoints)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self) >= MAX_CHECKPOINTS
+
+    def holders(self, checkpoint: int) -> set[int]:
+        """The sequences whose keys and values can be used with a checkpoint."""
+        return self._checkpoints[checkpoint].holders
+
+    def positions(self, sequence_id: int) -> list[int]:
+        """The positions of a sequence at which there are checkpoints."""
+        return sorted(self._checkpoints[id].num_tokens for id in self._held.get(sequence_id, ()))
+
+    def add(self, sequence: Sequence, num_tokens: int) -> int:
+        """Makes a sequence hold a checkpoint of its first num_tokens tokens, and returns its id.
+        If there is one of these tokens, this is the one."""
+        tokens = sequence.tokens[:num_tokens]
+        key = key_of(sequence)
+        found = self._longest(tokens, key)
+        if found is None or found.num_tokens < num_tokens:
+            found = _Checkpoint(next(self._ids), num_tokens, key)
+            self._checkpoints[found.id] = found
+            self._trees[key].add(found.id, tokens)
+        self._hold(sequence.id, found)
+        return found.id
+
+    def share(self, sequence_id: int, source_id: int, num_tokens: int) -> None:
+        """Makes a sequence hold the checkpoints of another one with the same first num_tokens
+        tokens."""
+        for id in self._held.get(source_id, ()):
+            if self._checkpoints[id].num_tokens <= num_tokens:
+                self._hold(sequence_id, self._checkpoints[id])
+
+    def leave(self, sequence_id: int) -> list[int]:
+        """Takes its checkpoints from a sequence whose keys and values go. Returns those that go
+        with it."""
+        gone: list[int] = []
+        for id in sorted(self._held.pop(sequence_id, ())):
+            checkpoint = self._checkpoints[id]
+            checkpoint.holders.remove(sequence_id)
+            if not checkpoint.holders:
+                self.remove(id)
+                gone.append(id)
+        return gone
+
+    def remove(self, checkpoint: int) -> None:
+        """Removes a checkpoint that is to go before its sequences."""
+        removed = self._checkpoints.pop(checkpoint)
+        for sequence_id in removed.holders:
+            self._held[sequence_id].remove(checkpoint)
+        tree = self._trees[removed.key]
+        tree.remove(checkpoint)
+        if not tree:
+            del self._trees[removed.key]
+
+    def longest(self, tokens: ReadableList[int], key: PrefixKey) -> tuple[int, int] | None:
+        """The latest checkpoint that tokens begin with, and its number of tokens."""
+        found = self._longest(tokens, key)
+        return (found.id, found.num_tokens) if found else None
+
+    def _longest(self, tokens: ReadableList[int], key: PrefixKey) -> _Checkpoint | None:
+        if key not in self._trees:
+            return None
+        found = self._trees[key].prefixes(tokens)
+        return self._checkpoints[max(found, key=found.__getitem__)] if found else None
+
+    def _hold(self, sequence_id: int, checkpoint: _Checkpoint) -> None:
+        checkpoint.holders.add(sequence_id)
+        self._held[sequence_id].add(checkpoint.id)

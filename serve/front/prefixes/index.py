@@ -1,0 +1,253 @@
+"""Finds sequences that the stages hold and that share a prefix with a new prompt.
+Only rank 0 decides; its steps tell the stages."""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Collection, Iterator
+from collections.abc import Sequence as ReadableList
+from typing import Any, NamedTuple
+
+from serve.core.types import FIRST_CHECKPOINT, NO_CHECKPOINT, Sequence
+from serve.front.prefixes.checkpoints import Checkpoints, PrefixKey, key_of
+from serve.front.prefixes.tree import PrefixTree
+
+MIN_TOKENS = 16  # A shorter common beginning is not worth a copy.
+# Each has two arrays for each layer, is looked at for each new prompt, and Metal has room for
+# half a million arrays in all.
+MAX_KEPT = 256
+
+
+class Beginning(NamedTuple):
+    """The copy that a sequence begins with: the first num_tokens tokens of source. Caches that
+    cannot be cut come from a checkpoint, or from source itself if it has no more tokens."""
+
+    source: int
+    num_tokens: int
+    checkpoint: int = NO_CHECKPOINT
+
+
+class Gone(NamedTuple):
+    """The sequences and checkpoints that the stages are to drop."""
+
+    sequences: list[int]
+    checkpoints: list[int]
+
+
+def scope_of(salt: str | None, api_key: str) -> str:
+    """The cache scope of a request. It is empty without salt and key: such requests share
+    prefixes."""
+    if not salt and not api_key:
+        return ""
+    # A key of the server's is written as a digest, so the two cannot be mixed up.
+    return hashlib.sha256(f"{api_key}/{salt or ''}".encode()).hexdigest()
+
+
+class PrefixIndex:
+    """The tokens of kept sequences, the prompts of those that are decoded, and the checkpoints of
+    both: a prompt can begin as a copy of each. Kept sequences and checkpoints go when they have not
+    been used for the longest time.
+
+    state_tokens is the number of tokens whose keys and values take as much memory as the caches of
+    a sequence that cannot be cut. Kept sequences and checkpoints count that much in num_tokens.
+    """
+
+    def __init__(self, state_tokens: int = 0) -> None:
+        self._kept: OrderedDict[int, PrefixKey] = OrderedDict()
+        self._num_uses: dict[int, int] = {}  # of kept sequences and checkpoints
+        self._next_use = 0
+        self._trees: dict[PrefixKey, PrefixTree] = {}
+        self._running: dict[int, Sequence] = {}
+        self._running_trees: dict[PrefixKey, PrefixTree] = {}
+        self._state_tokens = state_tokens
+        self._num_kept_tokens = 0
+        self.checkpoints = Checkpoints()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._kept)
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of kept sequences, and those that states take the memory of."""
+        num_states = len(self._kept) + len(self.checkpoints)
+        return self._num_kept_tokens + num_states * self._state_tokens
+
+    def keep(
+        self, sequence_id: int, tokens: list[int], adapter_version: int = 0, scope: str = ""
+    ) -> Gone:
+        """Keeps a sequence. Returns what goes for it: sequences that are prefixes of this one, or
+        the one that was not used longest."""
+        key = PrefixKey(adapter_version, scope)
+        tree = self._trees.setdefault(key, PrefixTree())
+        prefixes = tree.prefixes(tokens)
+        gone = Gone(sorted(prefixes, key=self._num_uses.__getitem__), [])
+        for id, num_tokens in prefixes.items():
+            self.checkpoints.share(sequence_id, id, num_tokens)
+        if not prefixes and len(self._kept) == MAX_KEPT:
+            gone.sequences.append(next(iter(self._kept)))
+        for id in gone.sequences:
+            gone.checkpoints.extend(self.forget(id))
+        # The tree goes with its last sequence.
+        self._trees.setdefault(key, tree).add(sequence_id, tokens)
+        self._kept[sequence_id] = key
+        self._use(sequence_id)
+        self._num_kept_tokens += len(tokens)
+        return gone
+
+    def forget(self, sequence_id: int) -> list[int]:
+        """Forgets a kept sequence. Returns the checkpoints that go with it."""
+        key = self._kept.pop(sequence_id)
+        del self._num_uses[sequence_id]
+        self._num_kept_tokens -= _remove(self._trees, key, sequence_id)
+        return self.leave(sequence_id)
+
+    def leave(self, sequence_id: int) -> list[int]:
+        """Forgets that the stages hold anything of a sequence. Returns the checkpoints that go with
+        it."""
+        gone = self.checkpoints.leave(sequence_id)
+        for id in gone:
+            del self._num_uses[id]
+        return gone
+
+    def evict(self) -> Gone | None:
+        """Forgets the kept sequence or the checkpoint that was not used longest; None if there is
+        neither."""
+        if not self._num_uses:
+            return None
+        id = min(self._num_uses, key=self._num_uses.__getitem__)
+        if id < FIRST_CHECKPOINT:
+            return Gone([id], self.forget(id))
+        del self._num_uses[id]
+        self.checkpoints.remove(id)
+        return Gone([], [id])
+
+    def num_bytes(self, bytes_per_token: int, bytes_per_state: int) -> int:
+        """The memory that kept sequences and checkpoints take on all stages, without padding."""
+        num_states = len(self._kept) + len(self.checkpoints)
+        return self._num_kept_tokens * bytes_per_token + num_states * bytes_per_state
+
+    def to_json(self) -> dict[str, Any]:
+        """A description of all that is kept for people, the last used sequence first. It does not
+        show who sent a sequence."""
+        kept: list[dict[str, Any]] = []
+        for id, key in reversed(self._kept.items()):
+            entry = {
+                "num_tokens": self._trees[key].length(id),
+                "adapter_version": key.adapter_version,
+                "checkpoints": self.checkpoints.positions(id),
+            }
+            kept.append(entry)
+        return {
+            "num_sequences": len(self._kept),
+            "num_checkpoints": len(self.checkpoints),
+            "num_tokens": self._num_kept_tokens,
+            "sequences": kept,
+        }
+
+    def with_adapter(self, adapter_version: int) -> list[int]:
+        return [id for id, key in self._kept.items() if key.adapter_version == adapter_version]
+
+    def decoding(self, sequence: Sequence) -> None:
+        """Marks a sequence as decoding: new prompts may start as a copy of its prompt."""
+        if sequence.id not in self._running:
+            self._running[sequence.id] = sequence
+            tree = self._running_trees.setdefault(key_of(sequence), PrefixTree())
+            tree.add(sequence.id, sequence.prompt)
+
+    def ended(self, sequence_id: int) -> None:
+        """Marks a sequence as no longer decoding."""
+        if sequence := self._running.pop(sequence_id, None):
+            _remove(self._running_trees, key_of(sequence), sequence_id)
+
+    def save(self, sequence: Sequence, num_tokens: int) -> int | None:
+        """Gives a sequence a checkpoint of its first num_tokens tokens. Returns the id of a
+        new one, which the stages have to make, or None if there is one of these tokens."""
+        id = self.checkpoints.add(sequence, num_tokens)
+        is_new = id not in self._num_uses
+        self._use(id)
+        return id if is_new else None
+
+    def begun(self, sequence_id: int, beginning: Beginning) -> None:
+        """Notes that a sequence has begun as a copy: it holds the same checkpoints."""
+        self.checkpoints.share(sequence_id, beginning.source, beginning.num_tokens)
+
+    def longest(
+        self, tokens: ReadableList[int], adapter_version: int = 0, scope: str = ""
+    ) -> Beginning | None:
+        """The sequence with the longest common prefix with tokens. Of several a kept one, of those
+        the one that was not used longest."""
+        key = PrefixKey(adapter_version, scope)
+        best: tuple[int, int] | None = None
+        if tree := self._trees.get(key):
+            best = tree.longest(tokens, self._num_uses.__getitem__)
+        if tree := self._running_trees.get(key):
+            other = tree.longest(tokens, lambda id: id, self._holds_its_prompt)
+            if other and (best is None or other[1] > best[1]):
+                best = other
+        return self._used(Beginning(*best)) if best else None
+
+    def latest(
+        self, tokens: ReadableList[int], adapter_version: int = 0, scope: str = ""
+    ) -> Beginning | None:
+        """The latest checkpoint, or end of a kept sequence, that tokens begin with."""
+        key = PrefixKey(adapter_version, scope)
+        best: Beginning | None = None
+        if tree := self._trees.get(key):
+            ends = tree.prefixes(tokens)
+            best = max((Beginning(*end) for end in ends.items()), key=_length, default=None)
+        if found := self.checkpoints.longest(tokens, key):
+            id, num_tokens = found
+            if best is None or num_tokens > best.num_tokens:
+                holders = self.checkpoints.holders(id)
+                source = max(holders, key=lambda holder: (holder in self._kept, holder))
+                best = Beginning(source, num_tokens, id)
+        return self._used(best) if best else None
+
+    def _used(self, beginning: Beginning) -> Beginning | None:
+        if beginning.num_tokens < MIN_TOKENS:
+            return None
+        if beginning.source in self._kept:
+            self._use(beginning.source)
+        if beginning.checkpoint != NO_CHECKPOINT:
+            self._use(beginning.checkpoint)
+        return beginning
+
+    def _holds_its_prompt(self, sequence_id: int) -> bool:
+        """The last token of a prompt is fed by the first step that decodes."""
+        sequence = self._running[sequence_id]
+        return sequence.num_computed >= len(sequence.prompt)
+
+    def _use(self, id: int) -> None:
+        if id in self._kept:
+            self._kept.move_to_end(id)
+        self._next_use += 1
+        self._num_uses[id] = self._next_use
+
+
+def _length(beginning: Beginning) -> int:
+    return beginning.num_tokens
+
+
+def _remove(trees: dict[PrefixKey, PrefixTree], key: PrefixKey, sequence_id: int) -> int:
+    """Removes a list from its tree, and the tree with its last list. Returns how many tokens the
+    list had."""
+    num_tokens = trees[key].remove(sequence_id)
+    if not trees[key]:
+        del trees[key]
+    return num_tokens
+
+
+def beginning(sequence: Sequence, index: PrefixIndex, at_checkpoints: bool) -> Beginning | None:
+    """The copy that a sequence can begin with: any common prefix, or only one that ends at a
+    checkpoint or where a kept sequence ends. A prompt to score or embed has to be computed."""
+    if sequence.sampling.prompt_logprobs is not None or sequence.pooling:
+        return None
+    find = index.latest if at_checkpoints else index.longest
+    return find(sequence.tokens[:-1], *key_of(sequence))
+
+
+def beginning_of_original(sequence: Sequence, live: Collection[int]) -> Beginning | None:
+    """All that an original holds that has just been prefilled: this every cache can copy."""
+    original, num_tokens = sequence.original, len(sequence.prompt) - 1
+    if original and original.id in live and original.num_computed == num_tokens > 0:
+        return Beginning(original.id, num_tokens)
+    return None

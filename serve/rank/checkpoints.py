@@ -1,0 +1,113 @@
+"""Copies of those caches of a sequence that cannot be cut to an earlier position.
+
+Keys and values of plain attention are cut where a shared prefix ends. A window, a chunk or the
+state of a recurrent layer is not what it was at an earlier position, so a copy is kept of it.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache, RotatingKVCache
+
+_CUTTABLE = (KVCache, QuantizedKVCache, BatchKVCache)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The states of all caches of a stage after a sequence's first num_tokens tokens.
+
+    A state is None for a cache that can be cut, a list for a cache that consists of several, and
+    else a copy of the cache.
+    """
+
+    num_tokens: int
+    states: list[Any]
+    num_bytes: int
+
+
+def can_cut(cache: Any) -> bool:
+    """Whether a cache with more tokens can become what it was with fewer."""
+    parts = getattr(cache, "caches", None)
+    if parts is not None:
+        return all(can_cut(part) for part in parts)
+    return type(cache) in _CUTTABLE
+
+
+def state_of(cache: Any, row: int | None) -> Any:
+    """The state of a cache, not evaluated. row is the row of a batch; None for a plain cache."""
+    parts = getattr(cache, "caches", None)
+    if parts is not None:
+        return [state_of(part, row) for part in parts]
+    if can_cut(cache):
+        return None
+    if row is None:
+        return _compact(copy.deepcopy(cache))
+    return _compact(cache.extract(row))
+
+
+def restored(cache: Any, state: Any, num_surplus: int) -> Any:
+    """A plain cache that continues from a state, which is None if all of the cache can be cut.
+
+    What can be cut comes from cache, a copy that the caller gives away, without its last
+    num_surplus tokens.
+    """
+    parts = getattr(cache, "caches", None)
+    if parts is not None:
+        pairs = zip(parts, state or [None] * len(parts), strict=True)
+        cache.caches = tuple(restored(part, of_part, num_surplus) for part, of_part in pairs)
+        return cache
+    if state is not None:
+        return copy.deepcopy(state)
+    _cut(cache, num_surplus)
+    return cache
+
+
+def arrays(states: list[Any]) -> list[mx.array]:
+    """The arrays in states."""
+    found: list[mx.array] = []
+    for state in states:
+        if isinstance(state, list):
+            found += arrays(state)
+        elif state is not None:
+            entries = tree_flatten(state.state)
+            found += [entry[1] for entry in entries if isinstance(entry[1], mx.array)]
+    return found
+
+
+def _cut(cache: Any, num_surplus: int) -> None:
+    """Cuts the arrays, too: the next token would else copy all that the source has."""
+    cache.trim(num_surplus)
+    if cache.keys is None:
+        return
+    end = cache.offset
+    cache.keys = tree_map(lambda array: mx.contiguous(array[..., :end, :]), cache.keys)
+    cache.values = tree_map(lambda array: mx.contiguous(array[..., :end, :]), cache.values)
+
+
+def _compact(cache: Any) -> Any:
+    """Frees a copy of what it does not need: the tokens of a prompt's chunk before a window, and
+    buffers that its arrays are small parts of."""
+    if type(cache) is RotatingKVCache and not cache.keep:
+        _cut_to_window(cache)
+    for name, value in vars(cache).items():
+        setattr(cache, name, tree_map(_contiguous, value))
+    return cache
+
+
+def _cut_to_window(cache: Any) -> None:
+    if cache.keys is None:
+        return
+    num_held = cache.keys.shape[-2]
+    num_surplus = num_held - cache.max_size
+    # Only a chunk of a prompt leaves more than the window, and in the order of time.
+    if num_surplus > 0 and cache._idx == num_held:
+        cache.keys = cache.keys[..., num_surplus:, :]
+        cache.values = cache.values[..., num_surplus:, :]
+        cache._idx = cache.max_size
+
+
+def _contiguous(value: Any) -> Any:
+    return mx.contiguous(value) if isinstance(value, mx.array) else value

@@ -1,0 +1,250 @@
+"""The scheduler with caches that cannot be cut: sequences begin at checkpoints of others."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve.core.types import Sequence
+from serve.front.prefixes import checkpoints
+from tests.front.pipeline.simulation import VOCABULARY, Pipeline, make_sequence
+from tests.front.pipeline.test_scheduler import check_all_ended, expected
+
+
+def chat(id: int, prompt: list[int], boundary: int, max_tokens: int = 5) -> Sequence:
+    sequence = make_sequence(id, prompt, max_tokens)
+    sequence.boundaries = (boundary,)
+    return sequence
+
+
+def with_checkpoints(num_stages: int = 2, prefill_chunk: int = 512, **more: Any) -> Pipeline:
+    pipeline = Pipeline(num_stages, prefill_chunk=prefill_chunk, **more)
+    pipeline.scheduler.reuse = "checkpoints"
+    return pipeline
+
+
+def tokens(start: int, count: int) -> list[int]:
+    return [(start * 131 + i) % VOCABULARY for i in range(count)]
+
+
+def check_checkpoints(pipeline: Pipeline) -> None:
+    """All stages have exactly those that rank 0 knows of."""
+    check_all_ended(pipeline)
+    known = sorted(pipeline.scheduler.kept.checkpoints)
+    assert all(sorted(stage.checkpoints) == known for stage in pipeline.stages)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_schedule_begins_at_the_boundary_of_the_last_prompt(num_stages: int) -> None:
+    """The answer is not part of the next prompt as it was generated."""
+    pipeline = with_checkpoints(num_stages)
+    shared = tokens(1, 300)
+    pipeline.add(chat(0, [*shared, 7, 8], 300))
+    pipeline.run()
+    pipeline.add(chat(1, [*shared, *tokens(2, 80)], 370))
+    pipeline.run()
+    assert pipeline.added[1].num_cached == 300
+    assert pipeline.output(1) == expected(1, 380, 5)
+    check_checkpoints(pipeline)
+
+
+def test_schedule_computes_little_twice_in_a_loop_of_twenty_turns() -> None:
+    """Each turn adds a call without the reasoning before it, and the result of the tool."""
+    pipeline = with_checkpoints()
+    history = tokens(1, 5000)
+    num_new, num_computed = len(history), 0
+    for turn in range(20):
+        prompt = [*history, 7, 8, 9]
+        pipeline.add(chat(turn, prompt, len(history), max_tokens=50))
+        pipeline.run()
+        num_computed += len(prompt) - pipeline.added[turn].num_cached
+        added = tokens(turn + 2, 750)
+        history += added
+        num_new += len(added)
+    assert len(history) == 20_000
+    assert num_computed <= 1.15 * num_new
+    check_checkpoints(pipeline)
+
+
+def test_schedule_makes_checkpoints_at_fixed_distances_too() -> None:
+    """For prompts that share what no boundary says."""
+    pipeline = with_checkpoints()
+    shared = tokens(1, 5000)
+    pipeline.add(make_sequence(0, [*shared, *tokens(2, 100)], 3))
+    pipeline.run()
+    pipeline.add(make_sequence(1, [*shared, *tokens(3, 100)], 3))
+    pipeline.run()
+    assert pipeline.added[1].num_cached == 2 * checkpoints.EVERY_TOKENS
+    pipeline.add(make_sequence(2, pipeline.added[1].prompt, 3))
+    pipeline.run()
+    assert pipeline.added[2].num_cached == 5099
+    check_checkpoints(pipeline)
+
+
+def test_schedule_takes_a_checkpoint_of_one_that_is_still_decoded() -> None:
+    pipeline = with_checkpoints()
+    shared = tokens(1, 300)
+    pipeline.add(chat(0, [*shared, 7, 8], 300, max_tokens=400))
+    for _ in range(40):
+        pipeline.tick()
+    for id in range(1, 4):
+        pipeline.add(chat(id, [*shared, *tokens(id + 1, 80)], 370))
+        pipeline.tick()
+    pipeline.scheduler.drop(0)
+    pipeline.run()
+    assert [pipeline.added[id].num_cached for id in (1, 2, 3)] == [300, 300, 300]
+    check_checkpoints(pipeline)
+
+
+def test_schedule_makes_a_checkpoint_once_for_the_same_tokens() -> None:
+    pipeline = with_checkpoints(max_num_sequences=8)
+    shared = tokens(1, 300)
+    for id in range(5):
+        pipeline.add(chat(id, [*shared, id], 300))
+    pipeline.run()
+    saved = [save for step in pipeline.steps for save in step.save]
+    assert len(saved) == 1
+    check_checkpoints(pipeline)
+
+
+def test_schedule_drops_the_checkpoint_that_was_not_used_longest() -> None:
+    """A checkpoint costs as much as 100 tokens here, and there is room for about 1,300."""
+    pipeline = with_checkpoints(num_stages=1)
+    pipeline.scheduler.settle(1, 1300, state_tokens=100)
+    for id in range(6):
+        pipeline.add(chat(id, tokens(id, 300), 200))
+        pipeline.run()
+        assert pipeline.scheduler.num_held_tokens <= 1300
+    check_room(pipeline)
+    pipeline.add(chat(9, [*tokens(5, 200), *tokens(77, 40)], 230))
+    pipeline.add(chat(10, [*tokens(0, 200), *tokens(77, 40)], 230))
+    pipeline.run()
+    assert (pipeline.added[9].num_cached, pipeline.added[10].num_cached) == (200, 0)
+    assert any(step.forget for step in pipeline.steps)
+
+
+def check_room(pipeline: Pipeline) -> None:
+    """What the scheduler counts is what the stages hold."""
+    scheduler = pipeline.scheduler
+    num_states = len(list(scheduler.kept)) + len(pipeline.stages[0].checkpoints)
+    held = pipeline.stages[0].num_held + 100 * num_states
+    assert scheduler.num_held_tokens == held
+
+
+def test_schedule_makes_no_checkpoint_that_would_push_out_all_that_is_kept() -> None:
+    pipeline = with_checkpoints(num_stages=1)
+    pipeline.scheduler.settle(1, 1000, state_tokens=400)
+    pipeline.add(chat(0, tokens(0, 300), 200))
+    pipeline.run()
+    assert not any(step.save for step in pipeline.steps)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_a_drop_and_a_kill_at_every_tick_leave_no_checkpoint_behind(num_stages: int) -> None:
+    for at in range(0, 45, 2):
+        pipeline = with_checkpoints(num_stages, max_num_sequences=3, prefill_chunk=100)
+        shared = tokens(1, 150)
+        for id in range(5):
+            pipeline.add(chat(id, [*shared, *tokens(id, 70 + id)], 150 + 60 * (id % 2)))
+        for _ in range(at):
+            pipeline.tick()
+        pipeline.scheduler.drop(at % 5)
+        pipeline.run()
+        check_checkpoints(pipeline)
+        pipeline.kill()
+        pipeline.add(chat(9, [*shared, *tokens(3, 90)], 200))
+        for _ in range(at % 9):
+            pipeline.tick()
+        pipeline.kill()
+        pipeline.run()
+        assert pipeline.output(9)[-5:] == expected(9, 240, 5)
+        check_checkpoints(pipeline)
+
+
+# --- random lives
+
+
+@contextmanager
+def small_distances() -> Iterator[None]:
+    """Checkpoints as close as random prompts are short."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoints, "MIN_TOKENS", 4)
+        patch.setattr(checkpoints, "EVERY_TOKENS", 12)
+        patch.setattr(checkpoints, "MAX_CHECKPOINTS", 12)
+        yield
+
+
+def next_prompt(chance: random.Random, pipeline: Pipeline) -> tuple[list[int], tuple[int, ...]]:
+    """New, or the next turn of another one, whose answer is kept, changed or left out."""
+    rest = [chance.randrange(VOCABULARY) for _ in range(chance.randint(1, 30))]
+    prompt = rest
+    if pipeline.added and chance.random() < 0.75:
+        other = chance.choice(list(pipeline.added.values()))
+        shared = chance.choice([other.tokens, other.prompt, other.prompt[: other.boundaries[0]]])
+        prompt = [*shared, *rest][-100:] if chance.random() < 0.1 else [*shared, *rest][:100]
+    boundaries = {chance.randint(1, len(prompt)) for _ in range(2)}
+    return prompt, tuple(sorted(boundaries))
+
+
+LIVES = st.tuples(
+    st.integers(1, 4),
+    st.integers(1, 8),
+    st.integers(1, 20),
+    st.sampled_from([None, 150, 250, 600]),
+    st.sampled_from([0, 5, 30]),
+    st.integers(0, 2**32),
+)
+
+
+def check_random_lives(
+    num_stages: int, most: int, chunk: int, held: int | None, state_tokens: int, seed: int
+) -> None:
+    chance = random.Random(seed)
+    pipeline = with_checkpoints(num_stages, chunk, max_num_sequences=most)
+    pipeline.scheduler.settle(num_stages, held, state_tokens=state_tokens)
+    shapes: dict[int, tuple[int, int]] = {}
+    dropped: set[int] = set()
+    for id in range(20):
+        prompt, boundaries = next_prompt(chance, pipeline)
+        shapes[id] = len(prompt), chance.randint(1, 12)
+        sequence = make_sequence(id, prompt, shapes[id][1])
+        sequence.boundaries = boundaries
+        pipeline.add(sequence)
+        for _ in range(chance.randint(0, 6)):
+            pipeline.tick()
+        if chance.random() < 0.2:
+            dropped.add(victim := chance.randint(0, id))
+            pipeline.scheduler.drop(victim)
+        if chance.random() < 0.05:
+            pipeline.kill()
+    pipeline.run()
+    for id, (prompt_length, max_tokens) in shapes.items():
+        output = pipeline.output(id)
+        whole = expected(id, prompt_length, max_tokens)
+        assert output == whole if id not in dropped else output == whole[: len(output)]
+    pipeline.run()
+    known = sorted(pipeline.scheduler.kept.checkpoints)
+    assert all(sorted(stage.checkpoints) == known for stage in pipeline.stages)
+    assert all(set(stage.held) == set(pipeline.scheduler.kept) for stage in pipeline.stages)
+    assert held is None or pipeline.scheduler.num_held_tokens <= held
+    assert not pipeline.outbox._steps
+
+
+@settings(max_examples=200, deadline=None)
+@given(LIVES)
+def test_random_lives_with_checkpoints(life: tuple[Any, ...]) -> None:
+    with small_distances():
+        check_random_lives(*life)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@settings(max_examples=10_000, deadline=None)
+@given(LIVES)
+def test_ten_thousand_random_lives_with_checkpoints(life: tuple[Any, ...]) -> None:
+    with small_distances():
+        check_random_lives(*life)

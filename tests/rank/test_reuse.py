@@ -1,0 +1,107 @@
+"""A second turn that begins at a checkpoint of the first, on the stages of every architecture: its
+answer is that of a computation from nothing."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from serve.core.types import Sampling, Sequence
+from serve.front.pipeline.scheduler import Scheduler
+from serve.model.stage import Stage
+from serve.rank.cache import GroupCaches
+from tests import architectures
+from tests.model.comparison import possible_cuts
+from tests.rank.test_pipeline import LocalPipeline, pipeline
+
+# One or more of each kind of cache, alone and beside others.
+QUICK = {
+    "deepseek_v32",
+    "deepseek_v41",
+    "falcon_h1",
+    "gemma3_text",
+    "llama4",
+    "longcat_flash_ngram",
+    "mamba2",
+    "qwen3_next",
+    "recurrent_gemma",
+}
+ALL = [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+    for name in architectures.architectures()
+]
+SHARED = [3 + i % 40 for i in range(75)] + [5, 4, 3, 2, 1]  # longer than all windows
+SCORED = Sampling(temperature=0, logprobs=3)
+
+
+def turns() -> list[Sequence]:
+    """A prompt; a second one that leaves the first answer out; one that differs before the last
+    boundary, and one that repeats the second prompt."""
+    prompts = [
+        ([*SHARED, 7, 8, 9], (66, len(SHARED))),
+        ([*SHARED, *range(10, 20)], (len(SHARED) + 8,)),
+        ([*SHARED[:70], *range(20, 30)], ()),
+        ([*SHARED, *range(10, 20)], (len(SHARED) + 8,)),
+    ]
+    return [
+        Sequence(id, prompt, 4, SCORED, frozenset(), boundaries=boundaries)
+        for id, (prompt, boundaries) in enumerate(prompts)
+    ]
+
+
+def answers(local: LocalPipeline, reuse: str, first_id: int) -> tuple[list[Sequence], list[float]]:
+    """The sequences after one turn after another, and the scores of all tokens."""
+    local.scheduler.reuse = reuse  # type: ignore[assignment]
+    sequences = [replace(turn, id=turn.id + first_id) for turn in turns()]
+    logprobs: list[float] = []
+    for sequence in sequences:
+        local.answer([sequence])
+        for position in sorted(local.scores[sequence.id]):
+            score = local.scores[sequence.id][position]
+            logprobs += [score.logprob, *(logprob for _, logprob in score.top)]
+    return sequences, logprobs
+
+
+def reuse_of(name: str) -> str:
+    model = architectures.build(name)
+    return GroupCaches(Stage(model, 0, len(model.layers)).make_cache).reuse
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_second_turn_begins_at_a_checkpoint(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        model = architectures.build(name)
+    except Exception as error:  # A newer mlx-lm may want a config that nobody has written.
+        pytest.skip(f"{name} cannot be built: {type(error).__name__}: {error}")
+    cuts = list(possible_cuts(model)[0])
+    if not cuts:
+        pytest.skip("cannot be split")
+    cut = cuts[len(cuts) // 2]
+    layers = [(cut, len(model.layers)), (0, cut)]
+    monkeypatch.setattr("tests.rank.test_pipeline.even_split", lambda *_: layers)
+    with pipeline(2, partial(architectures.build, name)) as local:
+        local.scheduler = Scheduler(2, max_num_sequences=32, max_queue=64, prefill_chunk=32)
+        computed, expected = answers(local, "none", 0)
+        reused, got = answers(local, reuse_of(name), 10)
+    assert [sequence.output for sequence in reused] == [s.output for s in computed]
+    assert got == pytest.approx(expected, abs=2e-4)
+    assert not any(sequence.num_cached for sequence in computed)
+    shared = [0, len(SHARED), 70, len(SHARED) + 9]
+    for sequence, num_shared in zip(reused, shared, strict=True):
+        assert sequence.num_cached >= 0.9 * num_shared
+
+
+@pytest.mark.parametrize(
+    ("name", "reuse", "can_rewind"),
+    [
+        ("llama", "checkpoints", False),
+        ("qwen3_moe", "any", True),
+        ("deepseek_v32", "any", False),
+        ("mamba2", "checkpoints", False),
+    ],
+)
+def test_group_caches_say_what_they_allow(name: str, reuse: str, can_rewind: bool) -> None:
+    """In a batch, only rows in slots can forget tokens one by one."""
+    model = architectures.build(name)
+    caches = GroupCaches(Stage(model, 0, len(model.layers)).make_cache, can_batch=True)
+    assert (caches.reuse, caches.can_rewind) == (reuse, can_rewind)
