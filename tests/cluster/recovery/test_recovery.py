@@ -21,7 +21,7 @@ import pytest
 
 from tests.cluster.servers import Server, alone, brigade_launch, gone, mlx_launch, running
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 NUM_STREAMS = 8
 ANSWER_TOKENS = 300
