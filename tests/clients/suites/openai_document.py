@@ -27,26 +27,22 @@ POSTED = {
 REFUSALS = ("400", "404", "413", "415", "429", "503")
 
 # What docs/api.md says is refused. Left in, nearly every body would have some of it.
-FIELDS = {
-    *("audio", "best_of", "function_call", "functions", "modalities", "moderation", "prediction"),
-    *("prompt_cache_options", "prompt_cache_retention", "reasoning_effort", "service_tier"),
-    *("store", "suffix", "verbosity", "web_search_options"),
-    *("background", "context_management", "conversation", "include", "max_tool_calls", "prompt"),
-    *("reasoning", "top_logprobs", "truncation"),
+REFUSED = {
+    *("audio", "best_of", "modalities", "moderation", "suffix", "web_search_options"),
+    *("conversation", "prompt"),
 }
-KINDS = (
-    *(
-        "Allowed",
-        "ApplyPatch",
-        "Audio",
-        "Compaction",
-        "Computer",
-        "Custom",
-        "File",
-        "FunctionMessage",
-    ),
-    *("Image", "Interpreter", "ItemReference", "Mcp", "Namespace", "Program", "Refusal", "Search"),
-    *("Shell", "ToolChoiceTypes"),
+# Any value is accepted, also one that the types do not know.
+HARMLESS = {
+    *("client_metadata", "metadata", "prediction", "prompt_cache_key", "prompt_cache_options"),
+    *("prompt_cache_retention", "safety_identifier", "service_tier", "store", "user", "verbosity"),
+    *("context_management", "max_tool_calls"),
+}
+# Types of media, of items that other servers keep, and of choices among tools that are not offered.
+REFUSED_KINDS = (
+    *("Audio", "Compaction", "Computer", "File", "Image", "ItemReference", "Program"),
+    *("ToolChoiceMcp", "ToolChoiceTypes"),
+    # Chats know functions only.
+    *("ChatCompletionCustomTool", "ChatCompletionNamedToolChoiceCustom"),
 )
 
 
@@ -61,16 +57,21 @@ def trimmed(schema: Any) -> Any:
     if isinstance(properties, dict):
         needed = schema.get("required", [])
         schema["properties"] = {
-            name: value if name in needed else {"anyOf": [value, {"type": "null"}]}
+            name: value if name in needed else loosened(name, value)
             for name, value in properties.items()
-            if name not in FIELDS
+            if name not in REFUSED or name in needed
         }
     return schema
 
 
+def loosened(name: str, schema: Any) -> dict[str, Any]:
+    """The schema of a field that may be left out."""
+    return {} if name in HARMLESS else {"anyOf": [schema, {"type": "null"}]}
+
+
 def is_refused(schema: Any) -> bool:
     name = schema.get("$ref", "") if isinstance(schema, dict) else ""
-    return any(kind in name for kind in KINDS)
+    return any(kind in name for kind in REFUSED_KINDS)
 
 
 def content(schema: Any) -> dict[str, Any]:
