@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from typing import Any
 
 from serve.front.text.calls.parts import CallBegin, CallEnd, CallPart, CallText, Source
@@ -92,14 +92,18 @@ def whole_value(source: Source) -> Generator[None, None, str]:
     return source.take(num_read + end)
 
 
-def read_json_calls(source: Source) -> Generator[CallPart | None, None, None]:
+def read_json_calls(
+    source: Source, names: Collection[str] = ()
+) -> Generator[CallPart | None, None, None]:
     """Calls as `{"name": ..., "arguments": {...}}`, or a list of them; "parameters" is understood
-    too, in any order and with an "id". The arguments are given out as they are written."""
+    too, in any order and with an "id". The arguments are given out as they are written. With names
+    a call is one of these, with arguments: where no mark says that a call follows, other JSON may
+    have a name too."""
     num_calls = 0
     while (yield from source.skip_blanks()):
         mark = source.take(1)
         if mark == "{":
-            yield from _read_call(source)
+            yield from _read_call(source, names)
             num_calls += 1
         elif mark not in "[],;":
             if num_calls:
@@ -109,7 +113,7 @@ def read_json_calls(source: Source) -> Generator[CallPart | None, None, None]:
         raise ValueError("no call")
 
 
-def _read_call(source: Source) -> Generator[CallPart | None, None, None]:
+def _read_call(source: Source, names: Collection[str]) -> Generator[CallPart | None, None, None]:
     name: str | None = None
     id: str | None = None
     waiting: str | None = None  # arguments that came before the name
@@ -130,7 +134,7 @@ def _read_call(source: Source) -> Generator[CallPart | None, None, None]:
             continue
         value = json.loads((yield from whole_value(source)))
         if key == "name":
-            name = _checked_name(value)
+            name = _checked_name(value, names)
         elif key == "id" and isinstance(value, str):
             id = value
         if name is not None and waiting is not None:
@@ -141,6 +145,8 @@ def _read_call(source: Source) -> Generator[CallPart | None, None, None]:
     if name is None:
         raise ValueError("a call without a name")
     if not has_arguments:
+        if names:
+            raise ValueError("no arguments")
         yield CallBegin(name, id)
         yield CallText("{}")
         yield CallEnd()
@@ -172,8 +178,10 @@ def _unquoted(value: str) -> str:
     return str(json.loads(value)) if value.startswith('"') else value
 
 
-def _checked_name(value: Any) -> str:
+def _checked_name(value: Any, names: Collection[str]) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError("a call without a name")
+    if names and value not in names:
+        raise ValueError(f"{value[:80]!r} is not a declared tool")
     value.encode()  # A lone surrogate is a ValueError.
     return value

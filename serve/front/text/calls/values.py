@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from serve.front.text.calls.parts import CallText, Source
 Json = dict[str, Any]
 
 _MAX_REFERENCES = 16
+_NUMBERS = ("integer", "number")
+_PADDED_NUMBER = re.compile("-?0[0-9]{1,15}")
 
 
 class Declared:
@@ -21,13 +24,40 @@ class Declared:
 
     def types(self, tool: str, parameter: str) -> frozenset[str] | None:
         """The JSON types that the parameter may have; None if the schema declares none."""
-        document = self._parameters.get(tool)
-        if not isinstance(document, dict):
-            return None
+        document = self.document(tool)
         properties = resolved(document, document).get("properties")
         if not isinstance(properties, dict) or parameter not in properties:
             return None
         return frozenset(_types(properties[parameter], document, _MAX_REFERENCES))
+
+    def document(self, tool: str) -> Json:
+        """The schema of a tool's parameters; an empty one if there is none."""
+        document = self._parameters.get(tool)
+        return document if isinstance(document, dict) else {}
+
+
+def types_of(schema: Any, document: Json) -> frozenset[str] | None:
+    """The JSON types that a value of this schema may have; None if it declares none."""
+    return frozenset(_types(schema, document, _MAX_REFERENCES)) or None
+
+
+def part_schema(schema: Any, document: Json, key: str | None, depth: int = _MAX_REFERENCES) -> Any:
+    """The schema of an object's value under a key, or of a list's items if key is None; an empty
+    one if there is none."""
+    whole = resolved(schema, document)
+    if key is None:
+        found = whole.get("items")
+    else:
+        properties = whole.get("properties")
+        others = whole.get("additionalProperties")
+        found = properties.get(key, others) if isinstance(properties, dict) else others
+    if isinstance(found, dict) or not depth:
+        return found if isinstance(found, dict) else {}
+    for name in ("anyOf", "oneOf", "allOf"):
+        for branch in whole[name] if isinstance(whole.get(name), list) else []:
+            if inner := part_schema(branch, document, key, depth - 1):
+                return inner
+    return {}
 
 
 def resolved(schema: Any, document: Json) -> Json:
@@ -98,6 +128,8 @@ def to_json(text: str, types: frozenset[str] | None) -> str:
             continue
         if (converted := _fitting(value, types)) is not None:
             return converted
+    if types is not None and types & set(_NUMBERS) and _PADDED_NUMBER.fullmatch(text):
+        return str(int(text))  # JSON and Python allow no zeros before a number.
     if types is not None and "boolean" in types and text.lower() in ("true", "false"):
         return text.lower()
     if types is not None and "null" in types and text.lower() in ("null", "none"):

@@ -4,6 +4,7 @@ import ast
 import json
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from serve.front.text.calls.json_values import read_json_calls
 from serve.front.text.calls.lark import Lark
@@ -17,7 +18,7 @@ from serve.front.text.calls.parts import (
     Source,
 )
 from serve.front.text.dialects.interface import Dialect, Tools
-from serve.front.text.dialects.json_calls import JsonCalls
+from serve.front.text.dialects.json_calls import JsonCalls, tool_name
 
 _MAX_CALL = 1 << 16  # characters of calls in Python's syntax: they are read as a whole
 _LITERALS = {"true": True, "false": False, "null": None}
@@ -32,19 +33,19 @@ class LlamaCalls:
     end: str = ""
     unmarked: str = "{["
 
-    def reader(self, _tools: Tools, /) -> CallReader:
-        return PulledReader(_read)
+    def reader(self, tools: Tools, /) -> CallReader:
+        return PulledReader(partial(_read, frozenset(map(tool_name, tools))))
 
     def grammar(self, tools: Tools, lark: Lark) -> str | None:
         calls = JsonCalls("", "", key="parameters").grammar(tools, lark)
         return f'{calls} ( ";" {calls} )*' if lark.is_parallel else str(calls)
 
 
-def _read(source: Source) -> Generator[CallPart | None, None, None]:
+def _read(names: frozenset[str], source: Source) -> Generator[CallPart | None, None, None]:
     if not (yield from source.skip_blanks()):
         raise ValueError("no call")
     if source.text[0] == "{":
-        yield from read_json_calls(source)
+        yield from read_json_calls(source, names)
         return
     while not source.is_ended:
         if len(source.text) > _MAX_CALL:

@@ -1,7 +1,8 @@
 """MiniMax: M2 writes arguments between marks; M3 puts a mark before every tag, and tags nest."""
 
+import re
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,14 @@ from serve.front.text.calls.parts import (
     Source,
 )
 from serve.front.text.calls.value_rules import ValueRules, parameters_grammar
-from serve.front.text.calls.values import Declared, is_text, to_json
+from serve.front.text.calls.values import (
+    Declared,
+    Json,
+    is_text,
+    part_schema,
+    to_json,
+    types_of,
+)
 from serve.front.text.dialects.argument_marks import ArgumentMarks, read_value
 from serve.front.text.dialects.interface import Dialect, Reasoning, Tools
 from serve.front.text.dialects.json_calls import parameters_of, tool_name
@@ -35,6 +43,7 @@ M2_CALLS = ArgumentMarks(
 _M = "]<]minimax[>["
 _INVOKE, _INVOKE_END = f'{_M}<invoke name="', f"{_M}</invoke>"
 _MAX_DEPTH = 64
+_ANY_TAG = re.compile(re.escape(_M) + r"<(/?)([^<>\n]{1,64})>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +99,9 @@ def _read(declared: Declared, source: Source) -> Generator[CallPart | None, None
             if is_text(types, when_undeclared=False):
                 is_whole = yield from read_value(source, types, end)
             else:
-                is_whole = yield from _nested(source, types, end)
+                document = declared.document(name)
+                schema = part_schema(document, document, key)
+                is_whole = yield from _nested(source, schema, document, key)
             if not is_whole:
                 return
         if not mark:
@@ -101,33 +112,72 @@ def _read(declared: Declared, source: Source) -> Generator[CallPart | None, None
         raise ValueError("no call")
 
 
+@dataclass(slots=True)
+class _Tag:
+    """A tag with what stands in it: text, or other tags."""
+
+    key: str
+    text: str = ""
+    inner: "list[_Tag]" = field(default_factory=list)
+
+
 def _nested(
-    source: Source, types: frozenset[str] | None, end: str
+    source: Source, schema: Any, document: Json, key: str
 ) -> Generator[CallText | None, None, bool]:
     """A value that is not text: tags inside are the keys of an object, or `item`s of a list."""
+    begin, end = f"{_M}<{key}>", f"{_M}</{key}>"
+    pieces: list[str] = []
+    num_open = 1
     try:
-        text = yield from source.until(end)
+        while num_open:
+            piece = yield from source.until(end)
+            num_open += piece.count(begin) - 1
+            pieces.append(piece)
     except ValueError:
         return False
-    if f"{_M}<" in text:
-        yield CallText(_nested_json(text, 0))
-    else:
-        yield CallText(to_json(text, types))
+    yield CallText(_tag_json(_tree(key, end.join(pieces)), schema, document))
     return True
 
 
-def _nested_json(text: str, depth: int) -> str:
-    if f"{_M}<" not in text or depth > _MAX_DEPTH:
-        return to_json(text, None)
-    pairs = []
-    rest = text
-    while (begin := rest.find(f"{_M}<")) >= 0:
-        key, _, rest = rest[begin + len(_M) + 1 :].partition(">")
-        value, _, rest = rest.partition(f"{_M}</{key}>")
-        pairs.append((key, _nested_json(value, depth + 1)))
-    if all(key == "item" for key, _ in pairs):
-        return "[" + ", ".join(value for _, value in pairs) + "]"
-    return "{" + ", ".join(f"{json_string(key)}: {value}" for key, value in pairs) + "}"
+def _tree(key: str, text: str) -> _Tag:
+    """The tags in a text. What does not fit together is text."""
+    opened = [_Tag(key)]
+    last = 0
+    for found in _ANY_TAG.finditer(text):
+        before, last = text[last : found.start()], found.end()
+        opened[-1].text += before
+        is_end, name = found.groups()
+        if not is_end and len(opened) < _MAX_DEPTH:
+            tag = _Tag(name)
+            opened[-1].inner.append(tag)
+            opened.append(tag)
+        elif is_end and len(opened) > 1 and name == opened[-1].key:
+            opened.pop()
+    opened[-1].text += text[last:]
+    return opened[0]
+
+
+def _tag_json(tag: _Tag, schema: Any, document: Json) -> str:
+    """The JSON of a tag's value, of the types that the schema allows."""
+    types = types_of(schema, document)
+    if not tag.inner:
+        return to_json(tag.text, types)
+    if all(each.key == "item" for each in tag.inner) and (types is None or "array" in types):
+        items = part_schema(schema, document, None)
+        return _list([_tag_json(each, items, document) for each in tag.inner])
+    values: dict[str, list[str]] = {}
+    for each in tag.inner:
+        value = _tag_json(each, part_schema(schema, document, each.key), document)
+        values.setdefault(each.key, []).append(value)
+    pairs = [
+        f"{json_string(key)}: {found[0] if len(found) == 1 else _list(found)}"
+        for key, found in values.items()
+    ]
+    return "{" + ", ".join(pairs) + "}"
+
+
+def _list(values: list[str]) -> str:
+    return "[" + ", ".join(values) + "]"
 
 
 MINIMAX_M2 = Dialect("minimax_m2", M2_CALLS, Reasoning("<think>", "</think>"))

@@ -303,9 +303,61 @@ def test_llama_calls_without_a_mark(text: str, name: str, arguments: Json | None
     assert calls_in(every_way(llama.LLAMA, text)) == [(name, expected)]
 
 
-@pytest.mark.parametrize("text", ['{"city": "Rome"}', "[1, 2]", "[link](url)", "{", "[a for"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"city": "Rome"}',
+        '{"name": "Rome", "parameters": {}}',
+        '{"size": 1, "name": "now"}',
+        "[1, 2]",
+        "[link](url)",
+        "{",
+        "[a for",
+    ],
+)
 def test_llama_text_that_begins_like_calls_stays_text(text: str) -> None:
     assert every_way(llama.LLAMA, text) == [Text(text)]
+
+
+def m3(*tags: Any) -> str:
+    """Tags of MiniMax M3: a key with a value, or with tags."""
+    mark = "]<]minimax[>["
+    return "".join(
+        f"{mark}<{key}>{value if isinstance(value, str) else m3(*value)}{mark}</{key}>"
+        for key, value in tags
+    )
+
+
+def test_minimax_m3_nested_values_have_the_types_of_their_schema() -> None:
+    """Beyond the first level every value was read as JSON if it looked like it, and a tag ended at
+    the first end tag of its name."""
+    address = {"zip": {"type": "string"}, "floor": {"type": "integer"}}
+    properties = {
+        "to": {"type": "object", "properties": address},
+        "grid": {"type": "array", "items": {"type": "array", "items": {"type": "number"}}},
+        "labels": {"type": "object", "additionalProperties": {"type": "string"}},
+        "any": {"anyOf": [{"type": "object", "properties": address}, {"type": "null"}]},
+        "node": {"type": "object", "properties": {"node": {"type": "object"}}},
+    }
+    parameters = {"type": "object", "properties": properties}
+    tools = [{"type": "function", "function": {"name": "send", "parameters": parameters}}]
+    body = m3(
+        ("to", [("zip", "018956"), ("floor", "007")]),
+        ("grid", [("item", [("item", "1"), ("item", "2")]), ("item", [("item", "3")])]),
+        ("labels", [("a", "1"), ("b", "null")]),
+        ("any", [("zip", "12")]),
+        ("node", [("node", [("tag", "x"), ("tag", "y")])]),
+    )
+    mark = "]<]minimax[>["
+    call = f'{mark}<tool_call>{mark}<invoke name="send">{body}{mark}</invoke>{mark}</tool_call>'
+    ((_, got),) = calls_in(every_way(minimax.MINIMAX_M3, call, tools=tools))
+    assert got == {
+        "to": {"zip": "018956", "floor": 7},
+        "grid": [[1, 2], [3]],
+        "labels": {"a": "1", "b": "null"},
+        "any": {"zip": "12"},
+        "node": {"node": {"tag": ["x", "y"]}},
+    }
 
 
 def test_mistral_ids_and_old_lists() -> None:
