@@ -29,7 +29,7 @@ class KimiCalls:
 
     def grammar(self, tools: Tools, lark: Lark) -> str | None:
         calls = lark.choice(
-            f"{lark.mark(f'functions.{tool_name(tool)}:')} /[0-9]+/ {lark.mark(_ARGUMENTS)} "
+            f"{lark.mark(f'functions.{tool_name(tool)}:')} /[0-9]+/ BLANK {lark.mark(_ARGUMENTS)} "
             f"{lark.json(parameters_of(tool))}"
             for tool in tools
         )
