@@ -88,6 +88,16 @@ def test_wheel_holds_every_module(wheel: Path) -> None:
 
 
 @pytest.mark.long
+def test_wheel_holds_the_web_page(wheel: Path) -> None:
+    """With the licences of its libraries."""
+    files = {path for path in (ROOT / "serve").rglob("static/**/*") if path.is_file()}
+    assert files
+    with zipfile.ZipFile(wheel) as opened:
+        names = set(opened.namelist())
+    assert {path.relative_to(ROOT).as_posix() for path in files} <= names
+
+
+@pytest.mark.long
 def test_wheel_answers_outside_any_clone(wheel: Path, tmp_path: Path) -> None:
     """Its dependencies are those of the clone; what is installed there is not found by this."""
     python = make_environment(tmp_path / "fresh")

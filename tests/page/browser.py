@@ -45,6 +45,11 @@ class Tab:
         self.page.goto(f"{url}/#{view}" if view else url)
         return self.page
 
+    def forget(self) -> None:
+        """Forgets what was complained about."""
+        self.complaints.clear()
+        self.page.evaluate("window.violations = []")
+
     def check(self, allowed: str = "") -> None:
         """Raises AssertionError for errors in the console, but for those that are allowed, and for
         violations of the content security policy."""

@@ -9,15 +9,12 @@ from typing import Any
 
 import httpx2
 import psutil
-from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Locator, Page, expect
 
 from tests.cluster.servers import Server
 from tests.page.browser import Tab, opened
 
 QUESTION = "What is the capital of France?"
-VIEWS = ("pipeline", "requests", "adapters", "chat")
-MARKUP = "<img src=x onerror=window.hurt=1><script>window.hurt=1</script>"
 # The share of the columns of pixels in which all lanes are active, of those in which one is.
 ACTIVE_TOGETHER = """
 () => {
@@ -148,7 +145,7 @@ def test_pipeline_shows_a_kill_and_its_recovery_without_a_reload(cluster: Server
     expect(page.locator("[data-state=ready]")).to_be_visible()
     expect(page.locator("[data-past-fault]")).to_contain_text("ago")
     assert page.evaluate("window.sameDocument")
-    expect(page.get_by_role("status")).to_contain_text("ready")
+    expect(page.locator("[aria-live=polite]")).to_contain_text("ready")
     tab.check()
 
 
@@ -245,41 +242,7 @@ def test_chat_compares_a_model_and_an_adapter(cluster: Server, tab: Tab) -> None
     tab.check()
 
 
-def test_chat_runs_nothing_that_was_written(cluster: Server, tab: Tab) -> None:
-    """Markup in a question, in an answer and in the names of models and tools stays text."""
-    page = tab.show(cluster.url, "chat")
-    rendered = """
-        import("/ui/lib/markdown.js").then(({ rendered }) => {
-            const holder = document.createElement("div");
-            holder.id = "tried";
-            holder.append(rendered(%s));
-            document.body.append(holder);
-            return holder.innerHTML;
-        })
-    """
-    attacks = [
-        MARKUP,
-        "[a](javascript:window.hurt=1)",
-        "![a](https://evil.example/a.png)",
-        '<a href="https://a.example" onclick="window.hurt=1" style="color:red">a</a>',
-        "`<svg/onload=window.hurt=1>`",
-        '<iframe srcdoc="<script>parent.hurt=1</script>"></iframe>',
-    ]
-    shown = page.evaluate(rendered % repr("\n\n".join(attacks)))
-    for word in ("<img", "<script", "<svg", "<iframe", "javascript:", 'onclick="', 'style="'):
-        assert word not in shown.replace("&lt;", "").replace(word, word), word
-    assert page.locator("#tried img, #tried script, #tried svg, #tried iframe").count() == 0
-    assert page.locator("#tried [onclick], #tried [style], #tried [href^=javascript]").count() == 0
-    ask(page, MARKUP)
-    expect(page.locator(".answer").last).not_to_have_attribute("data-state", "running")
-    for view in VIEWS:
-        tab.show(cluster.url, view)
-        expect(page.locator(f"[data-view={view}]")).to_be_visible()
-    assert page.evaluate("window.hurt") is None
-    tab.check()
-
-
-# --- keys, watchers, accessibility
+# --- watchers
 
 
 def watchers(server: Server) -> int:
@@ -303,20 +266,3 @@ def test_page_leaves_no_watcher_behind_when_it_is_reloaded(cluster: Server, tab:
         expect(page.locator("[data-state=ready]")).to_be_visible()
     wait_until(lambda: watchers(cluster) <= num_files + 4)
     tab.check()
-
-
-def test_page_has_no_serious_barriers(cluster: Server, browser: Browser) -> None:
-    found = []
-    for scheme in ("light", "dark"):
-        with opened(browser, color_scheme=scheme) as tab:
-            for view in VIEWS:
-                page = tab.show(cluster.url, view)
-                page.reload()
-                expect(page.locator("[data-state=ready]")).to_be_visible()
-                page.wait_for_timeout(200)
-                found += [
-                    f"{scheme} {view}: {violation['id']} {violation['nodes'][0]['html']}"
-                    for violation in Axe().run(page).response["violations"]
-                    if violation["impact"] in ("serious", "critical")
-                ]
-    assert not found, "\n".join(found)

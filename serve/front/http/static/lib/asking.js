@@ -5,7 +5,6 @@ import { call, serverSent } from "./api.js";
 /** @typedef {import("./chats.js").Chat} Chat */
 /** @typedef {import("./chats.js").Settings} Settings */
 
-const PROGRESS = /^: prompt (\d+)\/(\d+) tokens/;
 const NUM_ALTERNATIVES = 4;
 
 /**
@@ -15,7 +14,13 @@ const NUM_ALTERNATIVES = 4;
 export function bodyOf(chat, turn, model) {
   const { settings } = chat;
   /** @type {Record<string, unknown>} */
-  const body = { model, messages: messagesOf(chat, turn), stream: true, stream_options: { include_usage: true } };
+  const body = {
+    model,
+    messages: messagesOf(chat, turn),
+    stream: true,
+    stream_options: { include_usage: true },
+    return_progress: true,
+  };
   for (const name of /** @type {const} */ (["temperature", "top_p", "max_tokens", "seed"])) {
     if (settings[name] !== "") body[name] = Number(settings[name]);
   }
@@ -63,8 +68,8 @@ export async function ask(body, answer, stopped, shown) {
     const response = await call("v1/chat/completions", { body, signal: stopped, headers });
     for await (const data of serverSent(response)) {
       if (data === "[DONE]") break;
-      if (data.startsWith(":")) noteProgress(answer, data);
-      else takeChunk(answer, JSON.parse(data), since());
+      if (data.startsWith(":")) continue;
+      takeChunk(answer, JSON.parse(data), since());
       shown();
     }
     answer.state = "done";
@@ -83,15 +88,12 @@ function requestId() {
   return `page-${[...numbers].map((each) => each.toString(36)).join("")}`;
 }
 
-/** @param {Answer} answer @param {string} comment */
-function noteProgress(answer, comment) {
-  const found = PROGRESS.exec(comment);
-  if (found) answer.prompt = { done: Number(found[1]), total: Number(found[2]) };
-}
-
 /** @param {Answer} answer @param {any} chunk @param {number} seconds since the question */
 function takeChunk(answer, chunk, seconds) {
   if (chunk.error) throw new Error(chunk.error.message);
+  if (chunk.prompt_progress) {
+    answer.prompt = { done: chunk.prompt_progress.processed, total: chunk.prompt_progress.total };
+  }
   if (chunk.usage) {
     answer.speed.count = chunk.usage.completion_tokens;
     answer.speed.cached = chunk.usage.prompt_tokens_details?.cached_tokens ?? 0;

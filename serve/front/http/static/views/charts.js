@@ -9,6 +9,7 @@ import { history, now } from "../lib/store.js";
 
 const HEIGHT = 120;
 const MIN_SHOWN_SECONDS = 60;
+const SHORT_SECONDS = 300;
 const tokensPerSecond = (/** @type {number} */ value) => `${digits(value)}/s`;
 const number = (/** @type {number} */ value) => String(Math.round(value));
 
@@ -78,19 +79,22 @@ function options(width, chart) {
     cursor: { points: { size: 6 }, drag: { x: false, y: false }, sync: { key: "brigade" } },
     scales: {
       x: { range: (/** @type {any} */ _, /** @type {number} */ __, /** @type {number} */ last) => [(last ?? 0) - Math.max(MIN_SHOWN_SECONDS, history.seconds()), last ?? 0] },
-      y: { range: (/** @type {any} */ _, /** @type {number} */ __, /** @type {number} */ most) => [0, chart.top ?? Math.max(most > 0 ? most * 1.1 : 0, chart.least ?? 0) || 1] },
+      y: { range: (/** @type {any} */ _, /** @type {number} */ __, /** @type {number} */ most) => [0, chart.top ?? (Math.max(1.1 * most, chart.least ?? 0) || 1)] },
     },
     axes: [
-      { ...axis, grid: { show: false }, size: 22, values: ago },
+      { ...axis, grid: { show: false }, size: 22, space: 70, values: clock },
       { ...axis, grid, size: 58, space: 34, values: (/** @type {any} */ _, /** @type {number[]} */ marks) => marks.map(chart.show) },
     ],
     series: [{}, ...chart.series.map((_, place) => line(place))],
   };
 }
 
-/** @param {any} plot @param {number[]} marks */
-function ago(plot, marks) {
-  return marks.map((mark) => new Date(mark * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", hourCycle: "h23" }));
+/** @param {any} _ @param {number[]} marks */
+function clock(_, marks) {
+  /** @type {Intl.DateTimeFormatOptions} */
+  const shown = { hour: "2-digit", minute: "2-digit", hourCycle: "h23" };
+  if (history.seconds() < SHORT_SECONDS) shown.second = "2-digit";
+  return marks.map((mark) => new Date(mark * 1000).toLocaleTimeString([], shown));
 }
 
 /** The second line is dashed: colour is not all that tells them apart. @param {number} place */

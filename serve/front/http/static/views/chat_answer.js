@@ -109,8 +109,8 @@ function Pace({ answer }) {
 function progress(answer) {
   const known = requests.value.find((each) => each.id === answer.request);
   if (known?.state === "waiting") return "waiting in the queue";
-  const done = known?.prompt_tokens_done ?? answer.prompt?.done;
-  const total = known?.prompt_tokens ?? answer.prompt?.total;
+  const done = answer.prompt?.done ?? known?.prompt_tokens_done;
+  const total = answer.prompt?.total ?? known?.prompt_tokens;
   if (!total) return "sent";
   const share = (done ?? 0) / total;
   return html`<progress max="1" value=${share} aria-label="prompt"></progress> reading the prompt: ${percent(share)} of ${plural(total, "token")}`;

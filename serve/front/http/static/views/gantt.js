@@ -84,7 +84,7 @@ function Tools() {
       <button type="button" aria-pressed=${isPaused} onClick=${togglePause}>${isPaused ? "Go on" : "Pause"}</button>
       <span class="zoom" role="group" aria-label="Zoom">
         <button type="button" aria-label="Zoom in" onClick=${() => zoom(-1)}>+</button>
-        <output>${seconds(WINDOWS[size.value])}</output>
+        <span class="length">${seconds(WINDOWS[size.value])}</span>
         <button type="button" aria-label="Zoom out" onClick=${() => zoom(1)}>−</button>
       </span>
       <button type="button" onClick=${() => report(openInPerfetto())}>Open in Perfetto</button>

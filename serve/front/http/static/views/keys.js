@@ -23,10 +23,11 @@ export function Keys() {
   return html`<button
       class=${`keys ${wanted.value ? "wanted" : ""}`}
       type="button"
+      aria-label=${hasKeys ? "Keys (entered)" : "Keys"}
       onClick=${() => dialog.current?.showModal()}
     >
       <svg viewBox="0 0 16 16" width="16" height="16" aria-hidden="true"><path d=${LOCK} /></svg>
-      Keys${hasKeys ? html`<span class="unseen"> (entered)</span>` : ""}
+      <span>Keys</span>
     </button>
     <dialog ref=${dialog} aria-labelledby="keys-title">
       <form onSubmit=${enter}>

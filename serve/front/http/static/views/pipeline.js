@@ -85,7 +85,7 @@ function StageCard({ stage, isLast }) {
     <dl>
       <div><dt>layers</dt><dd>${layers(stage.layers)}</dd></div>
       <div><dt>weights</dt><dd>${bytes(stage.bytes_owned)}</dd></div>
-      <div><dt>keys, values</dt><dd>${bytes(stage.kv_bytes)}</dd></div>
+      <div><dt title="keys and values that the stage holds">KV</dt><dd>${bytes(stage.kv_bytes)}</dd></div>
       <div><dt>adapters</dt><dd>${bytes(stage.adapter_bytes)}</dd></div>
       <div><dt title="from a hop's header to its tensors, on average">hop in</dt><dd>${seconds(hop)}</dd></div>
       <div><dt>state</dt><dd>${stage.state}</dd></div>
