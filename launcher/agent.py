@@ -139,7 +139,12 @@ class Agent:
         for text in process.lines():
             self._write(text)
 
-    def _obey(self, process: LocalProcess, ended: threading.Event, drain_seconds: float) -> None:
+    def _obey(
+        self,
+        process: LocalProcess,
+        ended: threading.Event,
+        drain_seconds: float,
+    ) -> None:
         try:
             while (message := self._hear()) is not None:
                 match message:

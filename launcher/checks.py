@@ -224,7 +224,11 @@ def _model(facts: HostFacts) -> dict[str, str]:
     return facts.model or {}
 
 
-def check_same(hosts: Sequence[str], values: Sequence[Mapping[str, str]], fix: str) -> Finding:
+def check_same(
+    hosts: Sequence[str],
+    values: Sequence[Mapping[str, str]],
+    fix: str,
+) -> Finding:
     try:
         compare(dict(enumerate(values)))
     except DisagreementError as error:

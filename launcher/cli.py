@@ -127,7 +127,11 @@ def launch(flags: argparse.Namespace) -> int:
     times = check_words(flags.command, num_here, here or 0)
     serves = flags.command[0] == "serve"
     with connected(hostfile.hosts, ssh_access(flags), write_line, serves=serves) as connections:
-        environment = {**forwarded(os.environ), **hostfile.environment, **environment}
+        environment = {
+            **forwarded(os.environ),
+            **hostfile.environment,
+            **environment,
+        }
         check_before(on_each(connections, ask), environment)
         ranks = remote_ranks(connections, command, environment, times.drain_seconds)
         return keep(flags.command, [h.ssh for h in hostfile.hosts], ranks, times)
@@ -303,7 +307,9 @@ def add_doctor_flags(parser: argparse.ArgumentParser) -> None:
         help="JSON file with the hosts (default: only this host)",
     )
     parser.add_argument(
-        "--model", type=Path, help="folder of a model whose copies on all hosts are compared"
+        "--model",
+        type=Path,
+        help="folder of a model whose copies on all hosts are compared",
     )
     parser.add_argument(
         "--port",
@@ -318,7 +324,9 @@ def add_doctor_flags(parser: argparse.ArgumentParser) -> None:
 def add_demo_flags(parser: argparse.ArgumentParser) -> None:
     add_num_ranks(parser, 2)
     parser.add_argument(
-        "--once", action="store_true", help="exit after the answers instead of serving on"
+        "--once",
+        action="store_true",
+        help="exit after the answers instead of serving on",
     )
     parser.add_argument(
         "--port",
@@ -379,7 +387,12 @@ def build_parsers() -> tuple[Parser, dict[str, Parser]]:
     parsers = {}
     for name, subcommand in SUBCOMMANDS.items():
         purpose = subcommand.purpose
-        own = choices.add_parser(name, help=purpose, description=purpose, usage=subcommand.usage)
+        own = choices.add_parser(
+            name,
+            help=purpose,
+            description=purpose,
+            usage=subcommand.usage,
+        )
         subcommand.add_flags(own)
         parsers[name] = own
     return parser, parsers

@@ -64,7 +64,10 @@ def rank_command(words: Sequence[str], python: str = sys.executable) -> list[str
 
 
 def rank_environment(
-    base: Mapping[str, str], ring: Ring, rank: int, num_ranks: int
+    base: Mapping[str, str],
+    ring: Ring,
+    rank: int,
+    num_ranks: int,
 ) -> dict[str, str]:
     """The environment of one rank: the caller's own, without another cluster's variables."""
     environment = {name: text for name, text in base.items() if name not in RANK_VARIABLES}

@@ -55,7 +55,11 @@ class Server:
 
     def load_adapter(self, name: str, path: str) -> None:
         """Loads an adapter under this name, replacing the one that has it."""
-        body = {"lora_name": name, "lora_path": path, "load_inplace": True}
+        body = {
+            "lora_name": name,
+            "lora_path": path,
+            "load_inplace": True,
+        }
         self._right("/v1/load_lora_adapter", body)
 
     def _right(self, path: str, body: dict[str, Any] | None = None) -> str:
@@ -105,7 +109,11 @@ def ranks(count: int) -> str:
 
 
 def curl_line(port: int, model: str) -> str:
-    body = {"model": model, "stream": True, "messages": [{"role": "user", "content": QUESTION}]}
+    body = {
+        "model": model,
+        "stream": True,
+        "messages": [{"role": "user", "content": QUESTION}],
+    }
     words = ["curl", "-N", f"http://{HOST}:{port}/v1/chat/completions"]
     words += ["-H", "Content-Type: application/json", "-d", json.dumps(body)]
     return shlex.join(words)
@@ -271,7 +279,8 @@ class Demo:
         self._server.load_adapter(ADAPTER_NAME, path)
         milliseconds = (monotonic() - begin) * 1000
         self._console.print(
-            f"\nadapter    {ADAPTER_NAME} = {path}, in {milliseconds:.0f} ms", end=""
+            f"\nadapter    {ADAPTER_NAME} = {path}, in {milliseconds:.0f} ms",
+            end="",
         )
         self._ask(ADAPTER_NAME)
 

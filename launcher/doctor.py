@@ -55,7 +55,12 @@ Tell = Callable[[str], None]
 
 
 def diagnose(
-    hosts: Sequence[Host], access: SshAccess, model: Path | None, port: int, *, as_json: bool
+    hosts: Sequence[Host],
+    access: SshAccess,
+    model: Path | None,
+    port: int,
+    *,
+    as_json: bool,
 ) -> int:
     """Shows what was found. The exit code: 0 all is well, 1 warnings, 2 failures."""
     with Console(stderr=True, highlight=False).status("") as status:
@@ -99,7 +104,11 @@ def answer(connection: Connection, model: Path | None) -> Answer:
 
 
 def examine(
-    hosts: Sequence[Host], access: SshAccess, model: Path | None, port: int, tell: Tell
+    hosts: Sequence[Host],
+    access: SshAccess,
+    model: Path | None,
+    port: int,
+    tell: Tell,
 ) -> Iterator[Finding]:
     """Findings as they are made. A host that cannot be reached is one, and ends the examination:
     all that would follow is about the others only."""
@@ -113,7 +122,11 @@ def examine(
 
 
 def examine_connected(
-    connections: list[Connection], access: SshAccess, model: Path | None, port: int, tell: Tell
+    connections: list[Connection],
+    access: SshAccess,
+    model: Path | None,
+    port: int,
+    tell: Tell,
 ) -> Iterator[Finding]:
     answers = on_each(connections, lambda each: answer(each, model))
     labels = labels_of([connection.host for connection in connections])

@@ -154,7 +154,12 @@ def _environment(path: str, words: Any) -> dict[str, str]:
     return dict(check_variable(word, f"{path}: envs") for word in words)
 
 
-def _check_names(path: str, where: str, entry: Mapping[str, Any], known: set[str]) -> None:
+def _check_names(
+    path: str,
+    where: str,
+    entry: Mapping[str, Any],
+    known: set[str],
+) -> None:
     unknown = sorted(entry.keys() - known)
     if unknown:
         fix = "the names are " + ", ".join(sorted(known))

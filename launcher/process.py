@@ -48,7 +48,11 @@ class LocalProcess:
     """A process of this machine with a group of its own. Raises OSError if there is none."""
 
     def __init__(
-        self, name: str, command: Sequence[str], environment: Mapping[str, str], leash: int
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        leash: int,
     ) -> None:
         self.name = name
         self._process = subprocess.Popen(
@@ -95,7 +99,9 @@ class LocalProcess:
 
 @contextmanager
 def local_ranks(
-    command: Sequence[str], num_ranks: int, environment: Mapping[str, str] | None = None
+    command: Sequence[str],
+    num_ranks: int,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[list[Start]]:
     """Ranks of this machine, to be started and ended inside of the context."""
     # All from one call: ports asked for apart could be the same.
@@ -116,7 +122,11 @@ def local_ranks(
 
 
 @contextmanager
-def shared_ring(addresses: Sequence[Sequence[str]], control: str, secret: str) -> Iterator[Ring]:
+def shared_ring(
+    addresses: Sequence[Sequence[str]],
+    control: str,
+    secret: str,
+) -> Iterator[Ring]:
     """Writes the files that ranks on this machine read, and removes them at the end."""
     leash, our_end = os.pipe()
     try:

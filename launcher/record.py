@@ -88,7 +88,11 @@ class Record(Observer):
 
 
 @contextmanager
-def recorded(words: Sequence[str], hosts: Sequence[str], end_seconds: float) -> Iterator[Record]:
+def recorded(
+    words: Sequence[str],
+    hosts: Sequence[str],
+    end_seconds: float,
+) -> Iterator[Record]:
     file = _folder() / f"{os.getpid()}.launch"
     new = file.with_suffix(".new")
     descriptor = os.open(new, os.O_RDWR | os.O_CREAT, 0o600)

@@ -244,7 +244,11 @@ class RemoteProcess:
 
 @contextmanager
 def connected(
-    hosts: Sequence[Host], access: SshAccess, tell: Callable[[str], object], *, serves: bool = False
+    hosts: Sequence[Host],
+    access: SshAccess,
+    tell: Callable[[str], object],
+    *,
+    serves: bool = False,
 ) -> Iterator[list[Connection]]:
     """An agent on each host, which has answered. All go with the context, and so do their ranks.
     A signal ends this process. Only to what serves is SIGTERM a good end."""
@@ -287,7 +291,8 @@ def connected(
 
 
 def on_each(
-    connections: Sequence[Connection], call: Callable[[Connection], Result]
+    connections: Sequence[Connection],
+    call: Callable[[Connection], Result],
 ) -> list[Result]:
     """The results of all, at the same time. Raises HostsError."""
     results: list[Result] = []

@@ -237,7 +237,11 @@ class Supervisor:
         self._observer.ended(rank, code, comes_back)
         if comes_back:
             self._returning.add(rank)
-            threading.Thread(target=self._bring_back, args=(rank, is_early), daemon=True).start()
+            threading.Thread(
+                target=self._bring_back,
+                args=(rank, is_early),
+                daemon=True,
+            ).start()
             return
         if rank in self._unwanted or self._as_asked(returncode) or self._follows(code):
             code = 0
@@ -296,7 +300,10 @@ class Supervisor:
             self._state = "lost"
 
     def _end_all(
-        self, signum: signal.Signals, reason: str, grace_seconds: float = GRACE_SECONDS
+        self,
+        signum: signal.Signals,
+        reason: str,
+        grace_seconds: float = GRACE_SECONDS,
     ) -> None:
         self._give_up_waiting()
         self._log(f"event=ending ranks={self._alive_text()} signal={signum.name} reason='{reason}'")
@@ -356,8 +363,16 @@ class Supervisor:
         self._alive.add(rank)
         self._log(f"event=rank_started rank={rank} pid={process.pid}")
         self._observer.started(rank, process.pid)
-        reader = threading.Thread(target=self._copy_output, args=(rank, process), daemon=True)
-        waiter = threading.Thread(target=self._await, args=(rank, process, reader), daemon=True)
+        reader = threading.Thread(
+            target=self._copy_output,
+            args=(rank, process),
+            daemon=True,
+        )
+        waiter = threading.Thread(
+            target=self._await,
+            args=(rank, process, reader),
+            daemon=True,
+        )
         reader.start()
         waiter.start()
 
@@ -365,7 +380,8 @@ class Supervisor:
         """Rank 0 has the clients' connections: without it nothing is left to return to."""
         now = monotonic()
         losses = self._losses.setdefault(
-            rank, RestartWindow(self._max_restarts, RESTART_WINDOW_SECONDS)
+            rank,
+            RestartWindow(self._max_restarts, RESTART_WINDOW_SECONDS),
         )
         losses.add(now)
         return self._is_kept(rank) and losses.num_left(now) >= 0

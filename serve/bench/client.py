@@ -60,7 +60,10 @@ class Server:
         self.model = model
 
     async def ask(
-        self, messages: list[dict[str, str]], max_tokens: int, temperature: float = 0.0
+        self,
+        messages: list[dict[str, str]],
+        max_tokens: int,
+        temperature: float = 0.0,
     ) -> Record:
         """Sends one chat and reads its whole answer, which is streamed."""
         body = {
@@ -122,7 +125,10 @@ class Server:
 
 @asynccontextmanager
 async def connected(
-    url: str, model: str | None, key: str | None, timeout: float
+    url: str,
+    model: str | None,
+    key: str | None,
+    timeout: float,
 ) -> AsyncIterator[Server]:
     """Connects to a server that answers; timeout is in seconds.
 

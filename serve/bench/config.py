@@ -29,10 +29,12 @@ class BenchConfig:
         "server to measure, such as http://127.0.0.1:8080; given twice, two servers take turns"
     )
     model: str | None = flag(
-        "name of the model (default: the first one that the server lists)", None
+        "name of the model (default: the first one that the server lists)",
+        None,
     )
     concurrency: str | None = flag(
-        "closed loop: numbers of clients, one level each (default: 1,8,16,32)", None
+        "closed loop: numbers of clients, one level each (default: 1,8,16,32)",
+        None,
     )
     rate: str | None = flag("open loop: requests per second, one level each, such as 0.5,2", None)
     requests: int | None = flag(
@@ -43,7 +45,8 @@ class BenchConfig:
     rounds: int = flag("number of rounds of all levels", 2, least=1)
     prompt_tokens: int = flag("length of the prompts of random words, in tokens", 66, least=1)
     prompts: Path | None = flag(
-        "ShareGPT file whose first questions are the prompts, instead of random words", None
+        "ShareGPT file whose first questions are the prompts, instead of random words",
+        None,
     )
     max_tokens: int = flag("maximum length of an answer, in tokens", 48, least=1)
     temperature: float = flag("sampling temperature", 0.0, least=0, most=2)

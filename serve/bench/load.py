@@ -27,7 +27,12 @@ _NUM_OPEN_REQUESTS = 32
 _NUM_REQUESTS_PER_CLIENT = 4
 
 
-async def closed_loop(ask: Ask, prompts: Sequence[str], num_clients: int, seen: Seen) -> None:
+async def closed_loop(
+    ask: Ask,
+    prompts: Sequence[str],
+    num_clients: int,
+    seen: Seen,
+) -> None:
     """Runs num_clients clients at the same time until no prompt is left. seen gets each record."""
     waiting = iter(prompts)
 
@@ -39,7 +44,12 @@ async def closed_loop(ask: Ask, prompts: Sequence[str], num_clients: int, seen: 
     await asyncio.gather(*map(client, range(num_clients)))
 
 
-async def open_loop(ask: Ask, prompts: Sequence[str], times: Sequence[float], seen: Seen) -> None:
+async def open_loop(
+    ask: Ask,
+    prompts: Sequence[str],
+    times: Sequence[float],
+    seen: Seen,
+) -> None:
     """Sends each prompt at its time (seconds from the start), whatever is still unanswered."""
 
     async def arrival(prompt: str, time: float) -> None:

@@ -48,7 +48,13 @@ def draw(
         p50 = [_milliseconds(summary.itl_p50_seconds) for summary in summaries]
         (line,) = between.plot(loads, p50, marker="o", label=f"{name}, p50")
         p99 = [_milliseconds(summary.itl_p99_seconds) for summary in summaries]
-        between.plot(loads, p99, color=line.get_color(), linestyle=":", label=f"{name}, p99")
+        between.plot(
+            loads,
+            p99,
+            color=line.get_color(),
+            linestyle=":",
+            label=f"{name}, p99",
+        )
     for name, line_points in (bounds or {}).items():
         line_loads, line_rates = zip(*line_points, strict=True)
         rate.plot(line_loads, line_rates, linestyle="--", color="grey", label=name)

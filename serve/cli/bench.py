@@ -61,7 +61,11 @@ async def measure(config: BenchConfig, runs: Runs) -> None:
         console = Console()
         if console.is_terminal:
             # Seldom: it sorts all that came so far, in the process that takes the times.
-            with Live(get_renderable=lambda: table(runs), console=console, refresh_per_second=0.5):
+            with Live(
+                get_renderable=lambda: table(runs),
+                console=console,
+                refresh_per_second=0.5,
+            ):
                 await run_levels(config, targets, runs, lambda _: None)
             return
         try:
@@ -73,7 +77,10 @@ async def measure(config: BenchConfig, runs: Runs) -> None:
 
 
 async def run_levels(
-    config: BenchConfig, targets: Mapping[str, Target], runs: Runs, begin: Callable[[str], None]
+    config: BenchConfig,
+    targets: Mapping[str, Target],
+    runs: Runs,
+    begin: Callable[[str], None],
 ) -> None:
     """begin is told what comes next."""
     for level in config.levels:
@@ -93,7 +100,12 @@ def tell(text: str) -> None:
 def table(runs: Runs) -> Table:
     """One row for each load and server, seconds as milliseconds; below it, each error's reason."""
     # As narrow as its numbers are: it has to fit into 80 columns.
-    shown = Table(box=None, padding=(0, 1, 0, 0), title_justify="left", caption_justify="left")
+    shown = Table(
+        box=None,
+        padding=(0, 1, 0, 0),
+        title_justify="left",
+        caption_justify="left",
+    )
     shown.title = Text("\n".join(dict.fromkeys(name for _, name in runs)))
     shown.add_column("load", no_wrap=True)
     columns = ("answers", "errors", "prompt", "tok/s", "TTFT ms p50", "p99", "ITL ms p50", "p99")

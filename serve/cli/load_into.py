@@ -58,7 +58,11 @@ def _key() -> str | None:
 
 
 def _body(folder: Path, name: str) -> dict[str, object]:
-    return {"lora_name": name, "lora_path": str(folder.resolve()), "load_inplace": True}
+    return {
+        "lora_name": name,
+        "lora_path": str(folder.resolve()),
+        "load_inplace": True,
+    }
 
 
 def _call(

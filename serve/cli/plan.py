@@ -47,13 +47,17 @@ class PlanConfig(ModelSource):
     )
     memory: str | None = flag(MEMORY_HELP, None)
     kv_memory: str | None = flag(
-        "maximum memory for keys and values: 8GB, or 8GB,16GB for each rank", None
+        "maximum memory for keys and values: 8GB, or 8GB,16GB for each rank",
+        None,
     )
     split: str = flag(
-        "layers for each rank: auto, even, or numbers such as 20,12 from rank 0 on", "auto"
+        "layers for each rank: auto, even, or numbers such as 20,12 from rank 0 on",
+        "auto",
     )
     kv_bits: int | None = flag(
-        "quantise keys and values to 8 or 4 bits (default: no quantisation)", None, among=(4, 8)
+        "quantise keys and values to 8 or 4 bits (default: no quantisation)",
+        None,
+        among=(4, 8),
     )
     json: bool = flag("print the plan as JSON", False)
 
@@ -103,7 +107,10 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _notes(
-    stages: Sequence[StagePlan], kv_tokens: int | None, promise: Demand | None, hop_bytes: int
+    stages: Sequence[StagePlan],
+    kv_tokens: int | None,
+    promise: Demand | None,
+    hop_bytes: int,
 ) -> Iterator[str]:
     if promise:
         yield (

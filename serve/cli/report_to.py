@@ -98,7 +98,10 @@ class _WeightsAndBiases:
         folder = config.adapter_path.resolve()
         try:
             self._run = wandb.init(
-                project=config.project_name, name=folder.name, dir=str(folder), config=settings
+                project=config.project_name,
+                name=folder.name,
+                dir=str(folder),
+                config=settings,
             )
         except wandb.Error as error:
             raise UsageError(f"--report-to wandb: {str(error).rstrip('.')}.") from error

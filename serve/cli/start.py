@@ -72,10 +72,12 @@ class TerminalView:
     def ready(self) -> None:
         if self._sampling:
             Output(highlight=False, soft_wrap=True).print(
-                f"Sampling by default: {self._sampling} (generation_config.json)", markup=False
+                f"Sampling by default: {self._sampling} (generation_config.json)",
+                markup=False,
             )
         Output(highlight=False, soft_wrap=True).print(
-            f"Ready on {self._url}, model {self._model}", markup=False
+            f"Ready on {self._url}, model {self._model}",
+            markup=False,
         )
 
     def progressed(self, stage: StageStatus) -> None:

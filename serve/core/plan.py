@@ -18,7 +18,14 @@ _SLACK = 3, 2  # a ratio of whole numbers, so that sums are exact
 MAX_KV_TOKENS = 2**31 - 1
 _SHRINKAGE = 4  # the factor between two demands that are tried one after the other
 MIN_KV_TOKENS = 256  # Nothing starts with less room than this for keys and values.
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_UNITS = {
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,11 @@ class Front:
     """The application: the calls inside the door, and the door inside the guard."""
 
     def __init__(
-        self, config: ServeConfig, engine: Engine, tokenizer: Tokenizer, max_context: int
+        self,
+        config: ServeConfig,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        max_context: int,
     ) -> None:
         self._config = config
         self._engine = engine

@@ -208,7 +208,9 @@ def _read_header(remote: RemoteFile, path: Path) -> bytes:
 
 def _whole(snapshot: Snapshot, name: str) -> Path:
     _logger.warning(
-        "event=hub_without_ranges repo=%s file=%s: fetching the whole file", snapshot.repo, name
+        "event=hub_without_ranges repo=%s file=%s: fetching the whole file",
+        snapshot.repo,
+        name,
     )
     return fetch_whole(snapshot, name)
 

@@ -83,7 +83,11 @@ class Snapshot:
 
     def save(self, path: Path) -> None:
         files = [asdict(file) for file in self.files.values()]
-        fields = {"repo": self.repo, "commit": self.commit, "files": files}
+        fields = {
+            "repo": self.repo,
+            "commit": self.commit,
+            "files": files,
+        }
         write_whole(path, json.dumps(fields, indent=1).encode())
 
     def small_files(self, kind: Kind) -> list[str]:

@@ -27,7 +27,13 @@ _PEFT_NAME = re.compile(
     r"magnitude_vector)(\.weight)?"
 )
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d{1,6})(?=\.)")
-_PARTS = {"lora_a": "a", "A": "a", "embedding_A": "a", "lora_b": "b", "B": "b"}
+_PARTS = {
+    "lora_a": "a",
+    "A": "a",
+    "embedding_A": "a",
+    "lora_b": "b",
+    "B": "b",
+}
 _PARTS |= {"embedding_B": "b", "m": "m", "magnitude_vector": "m"}
 _DTYPES = ("F32", "F16", "BF16")
 _MAX_RANK = 1 << 16
@@ -170,7 +176,11 @@ def read_adapter(
     )
 
 
-def _digest(config: dict[str, Any], tensors: dict[str, TensorRange], samples: bytes) -> str:
+def _digest(
+    config: dict[str, Any],
+    tensors: dict[str, TensorRange],
+    samples: bytes,
+) -> str:
     header: list[tuple[Any, ...]] = []
     for name, tensor in sorted(tensors.items()):
         _, *described = tensor  # without the file's path, which differs between hosts

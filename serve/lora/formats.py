@@ -14,7 +14,11 @@ from serve.core.errors import AdapterError
 from serve.lora.files import CONFIG_FILE, MLX_FILE, PEFT_FILE, AdapterFiles, read_adapter
 
 _MLX_PARTS = {"a": "lora_a", "b": "lora_b", "m": "m"}
-_PEFT_PARTS = {"a": "lora_A.weight", "b": "lora_B.weight", "m": "lora_magnitude_vector"}
+_PEFT_PARTS = {
+    "a": "lora_A.weight",
+    "b": "lora_B.weight",
+    "m": "lora_magnitude_vector",
+}
 _PEFT_PARTS_OF_EMBEDDINGS = {"a": "lora_embedding_A", "b": "lora_embedding_B"}
 
 

@@ -231,7 +231,9 @@ class Adapters:
         return answer
 
     def _copy_of(
-        self, version: int, held: Collection[int]
+        self,
+        version: int,
+        held: Collection[int],
     ) -> tuple[ModuleMatrices, AdapterRead] | None:
         """The copy of a version that an earlier engine of this rank has made; None if there is
         none, or if that engine had other layers."""
@@ -386,7 +388,11 @@ def _check(name: str, place: _Place, files: AdapterFiles, target: Target) -> Non
         num_out = rows
     # None stands for the adapter's rank; all other sizes are the model's.
     shapes: dict[str, tuple[int | None, ...]]
-    shapes = {"a": (num_in, None), "b": (None, num_out), "m": (num_out,)}
+    shapes = {
+        "a": (num_in, None),
+        "b": (None, num_out),
+        "m": (num_out,),
+    }
     is_transposed = files.is_peft or bool(experts)
     for part, tensor in target.parts.items():
         shape = shapes[part]

@@ -102,7 +102,10 @@ class ControlServer:
         try:
             # No port sharing: a second cluster on the same ports is found out here.
             self._server = await asyncio.start_server(
-                self._serve, address.host, address.port, reuse_port=False
+                self._serve,
+                address.host,
+                address.port,
+                reuse_port=False,
             )
         except (OSError, UnicodeError) as error:
             raise AddressError(
@@ -287,7 +290,8 @@ async def _introduce(link: Link[ToRank], mine: Identity, address: Address) -> No
         case Refused(reason):
             raise ClusterError(f"Rank 0 refused this rank: {reason}.")
         case Welcome(proof) if hmac.compare_digest(
-            proof.encode(), mine.proof("rank 0", nonce).encode()
+            proof.encode(),
+            mine.proof("rank 0", nonce).encode(),
         ):
             return
         case _:

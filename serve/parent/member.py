@@ -36,7 +36,11 @@ _CAUSE_SECONDS = 0.05
 _STOP_SECONDS = 3.0  # how long rank 0 may take once its streams are finished
 
 
-async def run_member(config: ServeConfig, cluster: Cluster, facts: dict[str, str]) -> None:
+async def run_member(
+    config: ServeConfig,
+    cluster: Cluster,
+    facts: dict[str, str],
+) -> None:
     """Returns when rank 0 says stop, or after a signal. Raises ClusterError if rank 0 does not
     come, refuses, or is gone.
 
@@ -70,7 +74,11 @@ def _note(signalled: "asyncio.Future[signal.Signals]", number: signal.Signals) -
         signalled.set_result(number)
 
 
-async def _join_again(control: Address, mine: Identity, config: ServeConfig) -> Link[ToRank]:
+async def _join_again(
+    control: Address,
+    mine: Identity,
+    config: ServeConfig,
+) -> Link[ToRank]:
     """Joins rank 0 again. If its host refuses the connection, rank 0 has ended; if the host cannot
     be reached, the network may be at fault."""
     try:
@@ -102,7 +110,11 @@ class _Member:
     engines restart together."""
 
     def __init__(
-        self, config: ServeConfig, cluster: Cluster, control: Link[ToRank], copies: str
+        self,
+        config: ServeConfig,
+        cluster: Cluster,
+        control: Link[ToRank],
+        copies: str,
     ) -> None:
         self._config, self._rank, self._control = config, cluster.rank, control
         self._addresses, self._copies = cluster.addresses, copies

@@ -32,7 +32,11 @@ class Restarts:
         self._num_not_ready = 0  # restarts in a row without ready engines in between
 
     def wait_seconds(
-        self, fault: BrigadeError, was_ready: bool, now: float, num_explained: int = 0
+        self,
+        fault: BrigadeError,
+        was_ready: bool,
+        now: float,
+        num_explained: int = 0,
     ) -> float:
         """The seconds that the next engines have to wait. was_ready says whether the engines with
         the fault had become ready. num_explained faults, this one included, were the doing of a

@@ -79,7 +79,12 @@ class Embedder:
                 if self._num_begun[sequence] <= 0:
                     del self._num_begun[sequence], self._pools[sequence]
 
-    def pool(self, step: Step, parts: list[Part], hidden: list[mx.array | None]) -> list[mx.array]:
+    def pool(
+        self,
+        step: Step,
+        parts: list[Part],
+        hidden: list[mx.array | None],
+    ) -> list[mx.array]:
         """The arrays to evaluate after a step, from the hidden states (B, L, D) of its parts: the
         embeddings of prompts that are whole with it, and the states of others."""
         self._done = []

@@ -225,7 +225,10 @@ def moves(step: Step, layout: Layout, rules: Rules) -> Iterator[Move]:
 
 
 def _assign(
-    step: Step, layout: Layout, rules: Rules, rows_of: dict[int, list[int]]
+    step: Step,
+    layout: Layout,
+    rules: Rules,
+    rows_of: dict[int, list[int]],
 ) -> Iterator[Move]:
     """Divides the rows of a step among batches, and notes their indices by the batch's key.
 
@@ -268,7 +271,10 @@ def divide_new(step: Step, new: list[int], rules: Rules) -> list[list[int]]:
 
 
 def _gather(
-    step: Step, layout: Layout, rows: list[int], rows_of: dict[int, list[int]]
+    step: Step,
+    layout: Layout,
+    rows: list[int],
+    rows_of: dict[int, list[int]],
 ) -> Iterator[Move]:
     """Gathers the rows of a group. Rows of the group's last step stay in their batches, others
     join them where there is room."""

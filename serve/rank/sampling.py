@@ -1,7 +1,7 @@
 """Samples the next token of each row from logits. Only rank 0 samples.
 
-Each draw has a key of its own, made of the sequence's seed and the position: the
-same request gives the same tokens, whoever shares its batch.
+Each draw has its own key, made of the sequence's seed and the position, so a request gets the same
+tokens in any batch.
 """
 
 import hashlib
@@ -19,15 +19,18 @@ from serve.core.types import OVERFLOWED_TOKEN, Sampling
 from serve.rank.grammar import Constraint, Grammars
 
 _GREEDY_BELOW = 1e-5  # as in vLLM: dividing by less overflows
-# Above -inf, which is what is not allowed at all: if all that is allowed is banned, or
-# unknown to the model, it comes all the same.
+# Tokens that are not allowed get -inf. A banned token gets more: it still comes if all allowed
+# tokens are banned, or unknown to the model.
 _BANNED = -1e30
 _MIN_TOP_P = 1e-30  # 0 in float32 would leave no token
 
 
 class Sampler:
-    """Chooses the tokens of one sequence. tokens are those of its prompt and of its answer
-    so far, which only some samplings read. grammars are needed by those that have one."""
+    """Chooses the tokens of one sequence.
+
+    tokens are those of its prompt and of its answer so far, and may be empty unless
+    sampling.reads_tokens. grammars is needed if the sampling has a grammar.
+    """
 
     def __init__(
         self,
@@ -42,33 +45,36 @@ class Sampler:
         self._is_greedy = sampling.temperature <= _GREEDY_BELOW
         lists = (sampling.bias_ids, sampling.allowed_ids, sampling.bad_words)
         self._adjusts = sampling.has_penalties or any(lists)
+        answer = self.tokens[num_prompt:]
         self._constraint: Constraint | None = None
         if sampling.grammar is not None:
             assert grammars is not None
-            self._constraint = Constraint(grammars, sampling, self.tokens[num_prompt:])
+            self._constraint = Constraint(grammars, sampling, answer)
         self._reasoning: ReasoningTracker | None = None
         if sampling.reasoning is not None and sampling.has_budget:
-            self._reasoning = ReasoningTracker(sampling.reasoning, self.tokens[num_prompt:])
+            self._reasoning = ReasoningTracker(sampling.reasoning, answer)
         self._counts: mx.array | None = None
         self._prompted: mx.array | None = None
 
     @property
     def is_plain(self) -> bool:
-        """Whether it takes the likeliest token next."""
+        """Whether the next token is the one with the largest logit."""
         adjusts = self._adjusts or self.sampling.min_tokens or self._constraint
         return self._is_greedy and not adjusts and self._forced_token is None
 
     @property
     def _forced_token(self) -> int | None:
-        return self._reasoning.forced_token if self._reasoning else None
+        if self._reasoning:
+            return self._reasoning.forced_token
+        return None
 
     def num_allowed(self, drafts: tuple[int, ...]) -> int:
         """The number of drafts, from the first on, that the grammar does not forbid."""
         return self._constraint.num_allowed(drafts) if self._constraint else len(drafts)
 
     def choose(self, logits: mx.array, position: int) -> mx.array:
-        """The token at a position, lazily, from logits (vocabulary,). A token that the budget of
-        the reasoning forces comes whatever the other parameters say, and draws no random number."""
+        """Returns the token at a position, lazily, from logits (vocabulary,). A token that the
+        reasoning budget forces ignores all other parameters and draws no random number."""
         if self._forced_token is not None:
             return mx.array(self._forced_token)
         num_generated = position - self.num_prompt
@@ -85,7 +91,7 @@ class Sampler:
         return _draw(logits, self.sampling, position)
 
     def note(self, token: int) -> None:
-        """Notes the token that was chosen."""
+        """Records the chosen token."""
         if self.sampling.reads_tokens:
             self.tokens.append(token)
         if self._counts is not None:
@@ -96,7 +102,7 @@ class Sampler:
             self._reasoning.note(token)
 
     def _adjusted(self, logits: mx.array, ends: tuple[int, ...]) -> mx.array:
-        """Adjusts the logits in vLLM's order: tokens that must not come, biases, penalties."""
+        """Adjusts the logits in vLLM's order: banned tokens, biases, penalties."""
         sampling = self.sampling
         banned = [*ends, *self._ends_of_bad_words()]
         if banned:
@@ -107,76 +113,94 @@ class Sampler:
             only[allowed] = mx.maximum(logits[allowed], 2 * _BANNED)
             logits = only
         if sampling.bias_ids:
-            logits = logits.at[mx.array(sampling.bias_ids)].add(mx.array(sampling.biases))
+            ids = mx.array(sampling.bias_ids)
+            biases = mx.array(sampling.biases)
+            logits = logits.at[ids].add(biases)
         if sampling.has_penalties:
             return self._penalised(logits)
         return logits
 
     @cached_property
     def _allowed(self) -> mx.array:
-        """May be all of the vocabulary: made once, and not for each token."""
+        # Made once and not for each token, because it may be the whole vocabulary.
         return mx.array(self.sampling.allowed_ids)
 
     def _ends_of_bad_words(self) -> list[int]:
-        """Last tokens of those words of which the answer ends with all before."""
-        if self.sampling.bad_words:
-            answer = self.tokens[self.num_prompt :]
-        else:
-            answer = []
-        return [
-            last
-            for *start, last in self.sampling.bad_words
-            if not start or answer[-len(start) :] == start
-        ]
+        """Returns the last token of each bad word whose other tokens end the answer so far."""
+        if not self.sampling.bad_words:
+            return []
+        answer = self.tokens[self.num_prompt :]
+        ends = []
+        for *start, last in self.sampling.bad_words:
+            if not start or answer[-len(start) :] == start:
+                ends.append(last)
+        return ends
 
     def _penalised(self, logits: mx.array) -> mx.array:
-        counts, prompted = self._history(logits.size)
+        counts, is_in_prompt = self._history(logits.size)
+        is_in_answer = counts > 0
         sampling = self.sampling
-        came = counts > 0
         penalty = sampling.repetition_penalty
         if penalty != 1:
             weakened = mx.where(logits > 0, logits / penalty, logits * penalty)
-            logits = mx.where(came | prompted, weakened, logits)
-        return logits - sampling.frequency_penalty * counts - sampling.presence_penalty * came
+            logits = mx.where(is_in_answer | is_in_prompt, weakened, logits)
+        frequency = sampling.frequency_penalty * counts
+        presence = sampling.presence_penalty * is_in_answer
+        return logits - frequency - presence
 
     def _history(self, size: int) -> tuple[mx.array, mx.array]:
-        """How often each token of the vocabulary came in the answer, and which ones came in
-        the prompt. Kept, because making them takes time with a long prompt."""
+        """Returns how often each token of the vocabulary is in the answer, and whether it is in
+        the prompt. Both are kept, because making them takes time with a long prompt."""
         if self._counts is None or self._prompted is None:
-            prompt, answer = (
-                mx.array(tokens, dtype=mx.uint32)
-                for tokens in (self.tokens[: self.num_prompt], self.tokens[self.num_prompt :])
-            )
-            self._counts = mx.zeros(size).at[answer].add(1.0)
-            self._prompted = mx.zeros(size).at[prompt].add(1.0) > 0
+            prompt = self.tokens[: self.num_prompt]
+            answer = self.tokens[self.num_prompt :]
+            self._counts = _counts(answer, size)
+            self._prompted = _counts(prompt, size) > 0
         return self._counts, self._prompted
 
 
-def sample(logits: mx.array, samplers: Sequence[Sampler], positions: Sequence[int]) -> mx.array:
-    """The next token ids (B,), lazily, from the logits (B, vocabulary) of the rows'
-    last tokens. positions are those of the tokens to come. OVERFLOWED_TOKEN for a row that is
-    not finite: a single -inf is fine, some models have logits for tokens that do not exist."""
+def _counts(tokens: list[int], size: int) -> mx.array:
+    """Returns how often each token of a vocabulary of this size occurs: (size,)."""
+    ids = mx.array(tokens, dtype=mx.uint32)
+    return mx.zeros(size).at[ids].add(1.0)
+
+
+def sample(
+    logits: mx.array,
+    samplers: Sequence[Sampler],
+    positions: Sequence[int],
+) -> mx.array:
+    """Returns the next token ids (B,), lazily, from the logits (B, vocabulary) of the rows' last
+    tokens. positions are those of the next tokens.
+
+    A row gets OVERFLOWED_TOKEN if a logit is NaN or the largest is infinite. Logits of -inf are
+    fine: some models give them to tokens that do not exist.
+    """
     tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
-    is_finite = mx.isfinite(_largest(logits, tokens))
-    for row, (sampler, position) in enumerate(zip(samplers, positions, strict=True)):
+    largest = _largest(logits, tokens)
+    is_finite = mx.isfinite(largest)
+    rows = zip(samplers, positions, strict=True)
+    for row, (sampler, position) in enumerate(rows):
         if not sampler.is_plain:
             tokens[row] = sampler.choose(logits[row], position)
     return mx.where(is_finite, tokens, OVERFLOWED_TOKEN)
 
 
 def _largest(logits: mx.array, likeliest: mx.array) -> mx.array:
-    """(B,), NaN where a logit of the row is NaN."""
+    """Returns the largest logit of each row (B,), or NaN if one of its logits is NaN."""
     if mx.default_device() == mx.Device(mx.gpu):
-        # There argmax passes over a NaN, max does not and costs next to nothing.
+        # On a GPU, argmax ignores a NaN. max does not, and costs next to nothing.
         return logits.max(axis=-1)
-    # On the CPU argmax finds the NaN, and max takes as long as argmax.
-    return mx.take_along_axis(logits, likeliest[:, None], axis=-1)[:, 0]
+    # On a CPU, argmax finds the NaN, and max takes as long as argmax.
+    largest = mx.take_along_axis(logits, likeliest[:, None], axis=-1)
+    return largest[:, 0]
 
 
 def _draw(logits: mx.array, sampling: Sampling, position: int) -> mx.array:
-    """Draws a token. Filters apply in vLLM's order: temperature, min_p, top_k, top_p.
+    """Draws a token, after vLLM's filters in vLLM's order: temperature, min_p, top_k, top_p.
 
-    mlx_lm's apply_min_p and apply_top_k would be compiled again for each number.
+    mlx_lm's apply_min_p and apply_top_k are not used, because they would be compiled again for
+    each value.
     """
     scaled = logits.astype(mx.float32) / sampling.temperature
     if sampling.min_p > 0:
@@ -186,22 +210,28 @@ def _draw(logits: mx.array, sampling: Sampling, position: int) -> mx.array:
         threshold = mx.topk(scaled, sampling.top_k).min()
         scaled = mx.where(scaled < threshold, -math.inf, scaled)
     if sampling.top_p < 1:
-        # An array, because apply_top_p is compiled: a number would be compiled in, each anew.
-        top_p = cast(float, mx.array(max(sampling.top_p, _MIN_TOP_P)))
-        scaled = apply_top_p(scaled - mx.logsumexp(scaled), top_p)
-    token = mx.random.categorical(scaled, key=_key(sampling.seed, position))
+        # An array, because apply_top_p is compiled: it would be compiled again for each number.
+        top_p = mx.array(max(sampling.top_p, _MIN_TOP_P))
+        log_probabilities = scaled - mx.logsumexp(scaled)
+        scaled = apply_top_p(log_probabilities, cast(float, top_p))
+    key = _key(sampling.seed, position)
+    token = mx.random.categorical(scaled, key=key)
     return token.astype(mx.uint32)
 
 
 def _key(seed: int, position: int) -> mx.array:
-    digest = hashlib.blake2b(f"{seed} {position}".encode(), digest_size=8).digest()
-    return mx.array(struct.unpack("<2I", digest), dtype=mx.uint32)
+    text = f"{seed} {position}".encode()
+    digest = hashlib.blake2b(text, digest_size=8).digest()
+    halves = struct.unpack("<2I", digest)
+    return mx.array(halves, dtype=mx.uint32)
 
 
 def score(logits: mx.array, tokens: mx.array, num_top: int) -> list[mx.array]:
-    """Lazily, from logits (n, vocabulary): the log-probabilities (n,) of tokens (n,), and ids
-    and log-probabilities (n, num_top) of the likeliest tokens, best first. A log-probability is
-    NaN where the logits are not finite; those of -inf are fine."""
+    """Returns the log-probabilities (n,) of tokens (n,), lazily, from logits (n, vocabulary), and
+    the ids and log-probabilities (n, num_top) of the likeliest tokens, best first.
+
+    Log-probabilities are NaN where the logits are not finite; logits of -inf are fine.
+    """
     logits = logits.astype(mx.float32)
     total = mx.logsumexp(logits, axis=-1, keepdims=True)
     total = mx.where(mx.isfinite(total), total, mx.nan)
@@ -212,6 +242,7 @@ def score(logits: mx.array, tokens: mx.array, num_top: int) -> list[mx.array]:
         top_logits = mx.take_along_axis(logits, top, axis=-1)
         best_first = mx.argsort(-top_logits, axis=-1)
         top = mx.take_along_axis(top, best_first, axis=-1)
-    own = mx.take_along_axis(logits, tokens[:, None], axis=-1) - total
+    own_logits = mx.take_along_axis(logits, tokens[:, None], axis=-1)
     top_logits = mx.take_along_axis(logits, top, axis=-1)
+    own = own_logits - total
     return [own[:, 0], top, top_logits - total]

@@ -213,7 +213,8 @@ def among(
 
 
 def form_ring(
-    ring: Ring, stream: mx.Stream
+    ring: Ring,
+    stream: mx.Stream,
 ) -> tuple[mx.distributed.Group, socket.socket, socket.socket]:
     """Forms MLX's group and the doorbells to the left and from the right neighbour.
 

@@ -170,7 +170,8 @@ class FineTuneConfig(ModelSource):
 
     def _check_numbers(self) -> None:
         update = self.grad_accumulation_steps
-        if (self.epochs is None and self.iters % update) or self.save_every % update:
+        is_iters_uneven = self.epochs is None and self.iters % update
+        if is_iters_uneven or self.save_every % update:
             raise UsageError(
                 f"--iters {self.iters} and --save-every {self.save_every} count batches: give "
                 f"multiples of --grad-accumulation-steps {self.grad_accumulation_steps}."
@@ -211,30 +212,22 @@ class FineTuneConfig(ModelSource):
 
     def _check_structures(self) -> None:
         self._check_adapter_flags()
-        lora = self.lora
-        rank, dropout, scale = (lora[name] for name in _LORA)
-        known = set(lora) <= {*_LORA, "keys"} and isinstance(lora.get("keys"), list | None)
-        numbers = all(isinstance(number, int | float) for number in (rank, dropout, scale))
-        if not (known and numbers and isinstance(rank, int) and rank > 0 and 0 <= dropout < 1):
+        if not _is_lora(self.lora):
             raise UsageError(
-                f"lora_parameters {lora} is wrong: give rank (above 0), scale, dropout (0 "
+                f"lora_parameters {self.lora} is wrong: give rank (above 0), scale, dropout (0 "
                 "to 1) and optionally keys (names of modules)."
             )
         schedule = self.lr_schedule
-        if schedule is not None and (
-            set(schedule) - {"name", "arguments", "warmup", "warmup_init"}
-            or schedule.get("name") not in LEARNING_RATE_SCHEDULES
-            or not isinstance(schedule.get("arguments"), list)
-        ):
+        if schedule is not None and not _is_schedule(schedule):
+            names = ", ".join(LEARNING_RATE_SCHEDULES)
             raise UsageError(
-                f"lr_schedule {schedule} is wrong: give name "
-                f"({', '.join(LEARNING_RATE_SCHEDULES)}), arguments (a list), and "
+                f"lr_schedule {schedule} is wrong: give name ({names}), arguments (a list), and "
                 "optionally warmup and warmup_init."
             )
 
     @property
     def whole_path(self) -> Path:
-        """The model folder that full tuning writes."""
+        """The model folder that full fine-tuning writes."""
         return self.adapter_path / "model"
 
     @property
@@ -243,9 +236,15 @@ class FineTuneConfig(ModelSource):
 
     @property
     def lora(self) -> dict[str, Any]:
-        flags = {"rank": self.lora_rank, "dropout": self.lora_dropout, "scale": self.lora_scale}
-        given = {name: value for name, value in flags.items() if value is not None}
-        merged = {**_LORA, **(self.lora_parameters or {}), **given}
+        flags = {
+            "rank": self.lora_rank,
+            "dropout": self.lora_dropout,
+            "scale": self.lora_scale,
+        }
+        merged = {**_LORA, **(self.lora_parameters or {})}
+        for name, value in flags.items():
+            if value is not None:
+                merged[name] = value
         rank = merged["rank"]
         if self.lora_alpha is not None and isinstance(rank, int) and rank > 0:
             merged["scale"] = self.lora_alpha / rank
@@ -256,10 +255,12 @@ class FineTuneConfig(ModelSource):
         text = self.clear_cache_threshold
         if text.isdecimal():
             return int(text)
-        return parse_memory(text, 1, "--clear-cache-threshold")[0]
+        (num_bytes,) = parse_memory(text, 1, "--clear-cache-threshold")
+        return num_bytes
 
     def num_trained_layers(self, num_layers: int) -> int:
-        """Raises UsageError if there are not so many."""
+        """Returns how many of a model's layers are trained. Raises UsageError if --num-layers is
+        more than the model has."""
         asked = self.num_layers
         if asked is None:
             return min(16, num_layers)
@@ -270,8 +271,8 @@ class FineTuneConfig(ModelSource):
         return num_layers
 
     def for_examples(self, count: int) -> "FineTuneConfig":
-        """Returns the config with iters computed from its epochs over so many examples. Raises
-        UsageError."""
+        """Returns the config with iters computed from its epochs over `count` examples. Raises
+        UsageError if these are less than one update."""
         if self.epochs is None:
             return self
         batches = self.epochs * (count // self.batch_size)
@@ -289,10 +290,12 @@ class FineTuneConfig(ModelSource):
         return 1
 
     def num_micro_batches(self, num_ranks: int) -> int:
-        return self.micro_batches or (self.batch_size if num_ranks > 1 else 1)
+        if self.micro_batches:
+            return self.micro_batches
+        return self.batch_size if num_ranks > 1 else 1
 
     def decides_numbers(self) -> dict[str, Any]:
-        """The settings that a run must keep to be the same run when it is resumed."""
+        """Returns the settings that must not change when a run is resumed."""
         names = (
             "fine_tune_type num_layers lora batch_size grad_accumulation_steps optimizer "
             "optimizer_config learning_rate lr_schedule max_grad_norm mask_prompt max_seq_length "
@@ -301,8 +304,29 @@ class FineTuneConfig(ModelSource):
         return {name: getattr(self, name) for name in names.split()}
 
 
+def _is_lora(parameters: Mapping[str, Any]) -> bool:
+    """Whether these are lora_parameters that mlx_lm accepts."""
+    numbers = [parameters[name] for name in _LORA]
+    has_numbers = all(isinstance(number, int | float) for number in numbers)
+    has_keys = isinstance(parameters.get("keys"), list | None)
+    is_known = parameters.keys() <= {*_LORA, "keys"}
+    if not (has_numbers and has_keys and is_known):
+        return False
+    rank = parameters["rank"]
+    dropout = parameters["dropout"]
+    return isinstance(rank, int) and rank > 0 and 0 <= dropout < 1
+
+
+def _is_schedule(schedule: Mapping[str, Any]) -> bool:
+    """Whether this is an lr_schedule that mlx_lm accepts."""
+    is_known = schedule.keys() <= {"name", "arguments", "warmup", "warmup_init"}
+    has_name = schedule.get("name") in LEARNING_RATE_SCHEDULES
+    has_arguments = isinstance(schedule.get("arguments"), list)
+    return is_known and has_name and has_arguments
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The settings of a file of mlx_lm.lora, or of ours. Raises UsageError."""
+    """Reads the settings of a file of mlx_lm.lora, or of ours. Raises UsageError."""
     try:
         values = yaml.load(path.read_text("utf-8"), _Loader)
     except OSError as error:
@@ -311,38 +335,47 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise UsageError(f"--config {path} is not YAML: {error}.") from error
     if not isinstance(values, dict):
         raise UsageError(f"--config {path} is not a list of `name: value` lines.")
-    known = {each.name: each for each in fields(FineTuneConfig) if each.name != "config"}
+    known = {each.name: each for each in fields(FineTuneConfig)}
+    del known["config"]
     unknown = [str(name) for name in values if name not in known]
     if unknown:
-        meant = difflib.get_close_matches(unknown[0], known, 1)
-        if meant:
-            hint = f"did you mean {meant[0]}?"
+        similar = difflib.get_close_matches(unknown[0], known, 1)
+        if similar:
+            hint = f"did you mean {similar[0]}?"
         else:
             hint = f"known are {', '.join(known)}."
         raise UsageError(f"--config {path}: unknown {', '.join(unknown)}: {hint}")
     given = {name: value for name, value in values.items() if value is not None}
     for name, value in given.items():
-        _check_kind(path, name, value, known[name].metadata, known[name].type)
+        setting = known[name]
+        _check_kind(path, name, value, setting.metadata, setting.type)
     return given
 
 
-def _check_kind(path: Path, name: str, value: Any, metadata: Mapping[str, Any], kind: Any) -> None:
-    is_number = kind in (int, float, int | None, float | None)
-    plain: Any
-    if kind is bool:
-        plain = bool
+def _check_kind(
+    path: Path,
+    name: str,
+    value: Any,
+    metadata: Mapping[str, Any],
+    kind: Any,
+) -> None:
+    if metadata.get("file_only"):
+        is_right = isinstance(value, dict)
+        wanted = "`name: value` lines below it"
+    elif kind is bool:
+        is_right = isinstance(value, bool)
+        wanted = "true or false"
     else:
-        plain = str | int | float
-    wanted = dict if metadata.get("file_only") else plain
-    wrong = isinstance(value, bool) != (wanted is bool) or not isinstance(value, wanted)
-    if wrong or (isinstance(value, float) and not math.isfinite(value)):
-        words = {bool: "true or false", dict: "`name: value` lines below it"}
-        word = words.get(wanted, "a number" if is_number else "one text")
-        raise UsageError(f"--config {path}: {name}: {value!r} is wrong: give {word}.")
+        is_right = isinstance(value, str | int | float) and not isinstance(value, bool)
+        is_number = kind in (int, float, int | None, float | None)
+        wanted = "a number" if is_number else "one text"
+    is_infinite = isinstance(value, float) and not math.isfinite(value)
+    if not is_right or is_infinite:
+        raise UsageError(f"--config {path}: {name}: {value!r} is wrong: give {wanted}.")
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """YAML 1.1 takes 1e-5 for text; mlx_lm.lora does not."""
+    """Reads 1e-5 as a number, as mlx_lm.lora does. In YAML 1.1 it is text."""
 
 
 _Loader.add_implicit_resolver(

@@ -11,8 +11,8 @@ from serve.tune.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """layers are those of each stage, in the order of the model; size tells how many examples
-    there are, and in how many rows."""
+    """Training begins. layers has the range of each stage, in the order of the model. size says
+    how many examples there are, and in how many rows."""
 
     schedule: Schedule
     layers: list[LayerRange]
@@ -35,7 +35,7 @@ class NothingLeft:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """loss is the mean over all tokens learned since the last report."""
+    """A report of the updates since the last one. loss is the mean over their learned tokens."""
 
     iteration: int
     loss: float
@@ -64,9 +64,9 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The run has ended: the forecast from its start, and what was measured. expected_utilisation
-    is that of the schedule with the costs as they were measured in the run. best is the lowest
-    validation loss and its batch."""
+    """Training has ended: the forecast from its start, and the measurements. expected_utilisation
+    is that of the schedule with the measured costs. best is the batch with the lowest validation
+    loss, and this loss."""
 
     iteration: int
     is_early: bool
@@ -79,7 +79,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The run has written the files for people. without says what was left out, and why."""
+    """The run has written files for its user. without says what was left out, and why."""
 
     paths: list[Path]
     without: str | None

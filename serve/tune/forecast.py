@@ -1,5 +1,5 @@
-"""Forecasts what a schedule takes on these ranks from a measured probe, and compares it with what
-was measured. Pure."""
+"""Forecasts the time and memory of a schedule from a measured probe of each rank, and computes
+the utilisation from measured times. Pure."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -11,8 +11,8 @@ from serve.tune.schedule import Op, OpCost, Schedule, simulate
 
 
 class OpRecord(NamedTuple):
-    """The measurements of an op: seconds since the run began, waiting left out, and bytes of
-    memory before it, after it, and at most."""
+    """The measurements of an op: its start and end without waiting, in seconds since the run
+    began, and the bytes of memory before it, after it, and at its peak."""
 
     op: Op
     start: float
@@ -23,7 +23,7 @@ class OpRecord(NamedTuple):
 
 
 class Span(NamedTuple):
-    """When an op ran, in seconds since its rank began the update."""
+    """The time of an op, in seconds since its rank began the update."""
 
     kind: str
     micro_batch: int
@@ -46,7 +46,8 @@ class OpSeconds:
     def add(self, records: Iterable[OpRecord]) -> None:
         for record in records:
             key = record.op.stage, record.op.kind
-            self._sums[key] += record.end - record.start
+            seconds = record.end - record.start
+            self._sums[key] += seconds
             self._counts[key] += 1
 
     def means(self) -> list[tuple[int, str, float]]:
@@ -64,57 +65,60 @@ def utilisation(schedule: Schedule, means: Iterable[tuple[int, str, float]]) -> 
         seconds[stage][kind] = mean
     costs = []
     for stage in range(len(seconds)):
-        of_stage = seconds[stage]
-        kinds = [of_stage.get(kind, 0.0) for kind in "FBW"]
-        costs.append(OpCost(*kinds))
-    return simulate(schedule, costs).utilisation
+        by_kind = seconds[stage]
+        cost = OpCost(*(by_kind.get(kind, 0.0) for kind in "FBW"))
+        costs.append(cost)
+    timeline = simulate(schedule, costs)
+    return timeline.utilisation
 
 
 def probe_of(
-    records: Sequence[OpRecord], base: int, gradients: int, updated: int, *, clips: bool
+    records: Sequence[OpRecord],
+    base: int,
+    gradients: int,
+    updated: int,
+    *,
+    clips: bool,
 ) -> Probe:
-    """The bytes and times of a rank's largest micro-batch. updated is the number of bytes that an
-    update allocates before it frees those that they replace; clips says that gradients are
-    clipped."""
+    """Returns the bytes and times of a rank's largest micro-batch. `updated` is the number of
+    bytes that an update allocates before it frees the arrays that it replaces. `clips` says
+    that gradients are clipped."""
     seconds = OpSeconds()
     seconds.add(records)
     forwards = [record for record in records if record.op.kind == "F"]
     held = max(record.after - record.before for record in forwards)
-    extra = {kind: _most_extra(records, kind) for kind in "FBW"}
+    extra = {kind: _max_extra(records, kind) for kind in "FBW"}
     extra["update"] = updated
     if clips:
         extra["update"] += gradients
     return Probe(base, gradients, held, extra, seconds.means())
 
 
-def _most_extra(records: Sequence[OpRecord], kind: str) -> int:
-    """The most bytes that an op of this kind needed beside what there was before it."""
+def _max_extra(records: Sequence[OpRecord], kind: str) -> int:
+    """Returns the maximum number of bytes that an op of this kind allocated."""
     of_kind = [record for record in records if record.op.kind == kind]
     extra = [record.peak - record.before for record in of_kind]
     return max(extra, default=0)
 
 
 def peak_bytes(probe: Probe, num_in_flight: int, *, adds_up: bool = True) -> int:
-    """The most bytes at any time, when so many micro-batches are held at once. adds_up says that
-    an update has several, so that the sums of gradients are held beside them."""
-    sums = 0
-    if adds_up:
-        sums = probe.gradients
+    """Returns the peak memory in bytes when num_in_flight micro-batches are held at once. adds_up
+    says that an update has several micro-batches, so the sums of gradients are held too."""
+    sums = probe.gradients if adds_up else 0
     before_forward = max(0, num_in_flight - 1) * probe.held
     before_backward = num_in_flight * probe.held
-    # The first gradients are the sums.
+    # The gradients of the first micro-batch become the sums.
     new_gradients = max(0, probe.extra["W"] - sums)
-    return probe.base + max(
-        sums + before_forward + probe.extra["F"],
-        sums + before_backward + probe.extra["B"],
-        sums + before_backward + new_gradients,
-        probe.gradients + probe.extra["update"],
-    )
+    in_forward = sums + before_forward + probe.extra["F"]
+    in_backward = sums + before_backward + probe.extra["B"]
+    in_weights = sums + before_backward + new_gradients
+    in_update = probe.gradients + probe.extra["update"]
+    return probe.base + max(in_forward, in_backward, in_weights, in_update)
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """in_flight and peak_bytes are those of each rank."""
+    """The forecast of a run. in_flight and peak_bytes have one number for each rank."""
 
     utilisation: float
     in_flight: list[int]
@@ -122,10 +126,13 @@ class Forecast:
 
 
 def forecast(schedule: Schedule, probes: Sequence[Probe]) -> Forecast:
-    """probes are those of all ranks, rank 0's first."""
+    """Makes the forecast of a schedule from the probes of all ranks, rank 0's first."""
     in_flight = schedule.in_flight[::-1]
     means = [mean for probe in probes for mean in probe.means]
+    expected = utilisation(schedule, means)
     adds_up = schedule.shape.num_micro_batches > 1
-    pairs = zip(probes, in_flight, strict=True)
-    peaks = [peak_bytes(probe, count, adds_up=adds_up) for probe, count in pairs]
-    return Forecast(utilisation(schedule, means), in_flight, peaks)
+    peaks = []
+    for probe, num_in_flight in zip(probes, in_flight, strict=True):
+        peak = peak_bytes(probe, num_in_flight, adds_up=adds_up)
+        peaks.append(peak)
+    return Forecast(expected, in_flight, peaks)

@@ -6,24 +6,30 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class History:
-    """losses are (batches done, validation loss), the one before training first."""
+    """The validation losses of a run, as (batches done, loss). The first is from before
+    training."""
 
     losses: list[tuple[int, float]] = field(default_factory=list)
 
     def add(self, iteration: int, loss: float) -> bool:
-        """Whether training has made it lower than ever before."""
+        """Adds a loss. Returns whether it is the lowest so far and training has led to it."""
         self.losses.append((iteration, loss))
-        return len(self.losses) > 1 and self.best == self.losses[-1]
+        is_first = len(self.losses) == 1
+        return not is_first and self.best == self.losses[-1]
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """The lowest that is a finite number, the first of equal ones."""
-        finite = [each for each in self.losses if math.isfinite(each[1])]
-        return min(finite, key=lambda each: each[1], default=None)
+        """The lowest finite loss, the first of equal ones."""
+        lowest = None
+        for iteration, loss in self.losses:
+            if math.isfinite(loss) and (lowest is None or loss < lowest[1]):
+                lowest = iteration, loss
+        return lowest
 
     def has_stalled(self, patience: int | None) -> bool:
-        """Whether so many validations in a row were not lower than the best before them."""
-        if patience is None or self.best is None:
+        """Whether the last `patience` validations were all no lower than the best before them."""
+        best = self.best
+        if patience is None or best is None:
             return False
-        num_since_best = len(self.losses) - 1 - self.losses.index(self.best)
+        num_since_best = len(self.losses) - 1 - self.losses.index(best)
         return num_since_best >= patience

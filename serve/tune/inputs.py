@@ -18,8 +18,8 @@ from serve.tune.transport import Links, announce, exchange
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """The inputs of one rank. splits are the examples by the name of their file. With packing,
-    the rows of `train` hold several examples each, and unpacked is what they were made of."""
+    """The inputs of one rank. splits has the examples of each file, by its name. With packing,
+    each row of `train` holds several examples, and unpacked are the examples themselves."""
 
     config: FineTuneConfig
     model: Path | PartialModel
@@ -46,7 +46,7 @@ def folder_of(model: Path | PartialModel) -> Path:
 def open_inputs(config: FineTuneConfig, links: Links) -> Inputs:
     """Opens the model and reads the examples. Raises BrigadeError.
 
-    Every rank reads the examples: all need their shapes and the number of labels.
+    Every rank reads the examples, because each needs their shapes and the number of labels.
     """
     if not config.trains:
         config = of_adapter(config)
@@ -61,7 +61,7 @@ def open_inputs(config: FineTuneConfig, links: Links) -> Inputs:
         train = unpacked
         if config.packing:
             train = pack(unpacked, config.max_seq_length)
-        batch_at(train, 0, config.batch_size, config.seed)  # Raises if they fill no batch.
+        batch_at(train, 0, config.batch_size, config.seed)  # Raises if they do not fill a batch.
         config = config.for_examples(len(train.examples))
         splits["train"] = train
     return Inputs(config, model, checkpoint, splits, unpacked)
@@ -73,12 +73,13 @@ def agree(inputs: Inputs, links: Links) -> None:
     for name, split in inputs.splits.items():
         own[f"{name}.jsonl"] = split.digest
     notes = exchange(links, SameFacts(own))
-    facts.compare({rank: note.facts for rank, note in enumerate(notes)})
+    by_rank = {rank: note.facts for rank, note in enumerate(notes)}
+    facts.compare(by_rank)
 
 
 def _open_model(config: FineTuneConfig, links: Links) -> Path | PartialModel:
-    """Opens a folder, or a model on the hub: rank 0 finds its commit, and each rank fetches its
-    own part."""
+    """Opens a folder or a model on the hub. Rank 0 finds the model's commit, and each rank
+    fetches its own part."""
     if not config.hub_id:
         return config.model
     if links.rank == 0:
@@ -98,4 +99,8 @@ def _read_splits(config: FineTuneConfig, folder: Path) -> dict[str, Split]:
         names.append("test")
     if config.trains and (config.data / "valid.jsonl").exists():
         names.append("valid")
-    return {name: read_split(config.data / f"{name}.jsonl", tokenizer, config) for name in names}
+    splits = {}
+    for name in names:
+        path = config.data / f"{name}.jsonl"
+        splits[name] = read_split(path, tokenizer, config)
+    return splits

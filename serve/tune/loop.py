@@ -21,16 +21,16 @@ from serve.tune.precision import HALF, LossScale, master_weights
 from serve.tune.schedule import Op, Schedule, Shape, check, make_schedule
 from serve.tune.transport import Links, exchange, sum_arrays
 
-_FORWARD_ROUND = 8  # micro-batches for each rank that a validation sends on their way at once
+_FORWARD_ROUND = 8  # micro-batches for each rank that a validation starts at once
 _UPDATE_PARTS = 16
 _MASTER = "master"  # beside the names that optimizers give their arrays
 
 
 @dataclass(slots=True)
 class ScheduleRun:
-    """The result of a schedule on one rank. loss is the sum of all micro-batches, on the rank of
-    the last stage. Loss and gradients, which are float32, are those of the loss without its scale.
-    """
+    """The result of a schedule on one rank. loss is the sum over all micro-batches and known on
+    the rank of the last stage. The scale of the loss is divided out of the loss and of the
+    gradients, which are float32."""
 
     loss_scale: float = 1.0
     loss: float = 0.0
@@ -39,7 +39,8 @@ class ScheduleRun:
 
     @property
     def busy_seconds(self) -> float:
-        return sum(record.end - record.start for record in self.records)
+        durations = (record.end - record.start for record in self.records)
+        return sum(durations)
 
     @property
     def seconds(self) -> float:
@@ -49,7 +50,12 @@ class ScheduleRun:
 class Pipeline:
     """This rank's stages, by their number in the pipeline."""
 
-    def __init__(self, stages: dict[int, TrainedStage], links: Links, draw: DropoutKeys) -> None:
+    def __init__(
+        self,
+        stages: dict[int, TrainedStage],
+        links: Links,
+        draw: DropoutKeys,
+    ) -> None:
         self.stages = stages
         self.links = links
         self._draw = draw
@@ -62,8 +68,8 @@ class Pipeline:
         scale: float,
         loss_scale: float = 1.0,
     ) -> ScheduleRun:
-        """Receives, computes and sends as the schedule says. Each loss is multiplied by
-        scale, and so are the gradients. On its way back it is multiplied by loss_scale too."""
+        """Receives, computes and sends as the schedule says. Losses and gradients are multiplied
+        by `scale`. `loss_scale` multiplies them during the backward pass only."""
         ran = ScheduleRun(loss_scale)
         began = time.perf_counter()
         for op in schedule.of_rank(self.links.rank):
@@ -81,7 +87,8 @@ class Pipeline:
                 self._add_gradients(op, ran)
             times = start - began, time.perf_counter() - began
             memory = before, mx.get_active_memory(), mx.get_peak_memory()
-            ran.records.append(OpRecord(op, *times, *memory))
+            record = OpRecord(op, *times, *memory)
+            ran.records.append(record)
             if sent is not None:
                 self._send(op, schedule.shape, sent)
         return ran
@@ -103,26 +110,28 @@ class Pipeline:
             self._passes[op.micro_batch, op.stage] = made
         else:
             made = stage.forward(batch, given, scale)
-        # The forward alone: what it keeps for the backward stays in the graph.
+        # This evaluates the forward alone. What the backward needs of it stays in the graph.
         mx.eval(made.outputs)
         if not stage.stage.is_last:
             return made.outputs
-        ran.loss += number(made.outputs[0]) / ran.loss_scale
+        scaled_loss = number(made.outputs[0])
+        ran.loss += scaled_loss / ran.loss_scale
         return None
 
     def _backward(self, op: Op, dy: list[mx.array]) -> list[mx.array] | None:
         made = self._passes[op.micro_batch, op.stage]
         made.give(dy)
-        # dx leaves before the parameters' gradients are computed. If layers are computed again
-        # for it, what that makes serves both, and would be held from here to W.
-        again = self.stages[op.stage].grad_checkpoint
-        mx.eval(made.dx, made.gradients if again else ())
+        # dx is sent before the parameters' gradients are computed. With grad_checkpoint both need
+        # the layers computed again, and these arrays would be held from here to W.
+        is_recomputed = self.stages[op.stage].grad_checkpoint
+        gradients = made.gradients if is_recomputed else {}
+        mx.eval(made.dx, gradients)
         return made.dx or None
 
     def _add_gradients(self, op: Op, ran: ScheduleRun) -> None:
         made = self._passes.pop((op.micro_batch, op.stage))
         for name, gradient in made.gradients.items():
-            # The sum of many micro-batches in bfloat16 would lose the small ones.
+            # In bfloat16, a sum over many micro-batches would lose the small gradients.
             wide = gradient.astype(mx.float32)
             if ran.loss_scale != 1:
                 wide = wide * (1 / ran.loss_scale)
@@ -133,24 +142,31 @@ class Pipeline:
                 ran.gradients[name] = before + wide
         made.gradients.clear()
         del made
-        # At each micro-batch, so that its activations go.
+        # After each micro-batch, so that its activations are freed.
         mx.eval(ran.gradients)
 
     def _receive(self, op: Op, shape: Shape) -> list[mx.array]:
-        first_of_kind = {"F": 0, "B": shape.num_stages - 1, "W": op.stage}
+        first_of_kind = {
+            "F": 0,
+            "B": shape.num_stages - 1,
+            "W": op.stage,
+        }
         if op.stage == first_of_kind[op.kind]:
             return []
         message = self.links.receive(_tag(op))
         return message[1]
 
     def _send(self, op: Op, shape: Shape, arrays: list[mx.array]) -> None:
-        stage = op.stage + (1 if op.kind == "F" else -1)
-        to = op._replace(stage=stage)
-        self.links.send(shape.rank(to.stage), _tag(to), (), arrays)
+        if op.kind == "F":
+            receiver = op._replace(stage=op.stage + 1)
+        else:
+            receiver = op._replace(stage=op.stage - 1)
+        rank = shape.rank(receiver.stage)
+        self.links.send(rank, _tag(receiver), (), arrays)
 
 
 def _holders(notes: Sequence[TrainedNames]) -> dict[str, list[int]]:
-    """The numbers of the stages that hold each trained parameter, by its name."""
+    """Returns the stages that hold each trained parameter, by the parameter's name."""
     holders: dict[str, list[int]] = {}
     for note in notes:
         for number, names in note.stages.items():
@@ -169,9 +185,9 @@ def _tag(op: Op) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One update as all ranks know it. loss is a mean over the learned tokens; is_skipped
-    says that something was not finite and no parameter has changed. Busy seconds and peak
-    bytes are those of each rank, records this rank's."""
+    """One update as all ranks know it. loss is the mean over the learned tokens. is_skipped
+    says that something was not finite, so no parameter has changed. busy_seconds and peak_bytes
+    have one number for each rank; records are this rank's own."""
 
     loss: float
     gradient_norm: float
@@ -199,11 +215,12 @@ class Trainer:
         self.links = links
         self._draw = draw
         self.pipeline = Pipeline(stages, links, draw)
-        own_names = TrainedNames({number: stage.names for number, stage in stages.items()})
-        holders = _holders(exchange(links, own_names))
+        own_names = {number: stage.names for number, stage in stages.items()}
+        notes = exchange(links, TrainedNames(own_names))
+        holders = _holders(notes)
         if not holders:
             raise UsageError("Nothing is trained: see num_layers, and keys of lora_parameters.")
-        first_trained = min(map(min, holders.values()))
+        first_trained = min(min(numbers) for numbers in holders.values())
         self.shape = Shape(links.num_ranks, 1, len(stages), first_trained)
         self.shared: set[str] = set()
         self.owned: set[str] = set()
@@ -219,7 +236,7 @@ class Trainer:
         mx.eval(self.masters, self.optimizer.state)
         self.dtypes = self._shared_dtypes()
         self.loss_scale = LossScale.of_model(is_float16=mx.float16 in self.dtypes)
-        self._update_peak = 0  # of the update before, as ranks tell each other before theirs
+        self._update_peak = 0  # of the update before: peaks are exchanged before an update
 
     def parameters(self) -> Arrays:
         """The trained parameters of this rank, by their names."""
@@ -234,9 +251,9 @@ class Trainer:
 
     @property
     def gradient_bytes(self) -> int:
-        """The size of the sums of all micro-batches' gradients, which are float32."""
-        num_numbers = sum(array.size for array in self.parameters().values())
-        return num_numbers * mx.float32.size
+        """The size of the gradients, summed over all micro-batches in float32."""
+        sizes = (array.size for array in self.parameters().values())
+        return sum(sizes) * mx.float32.size
 
     @property
     def updated_bytes(self) -> int:
@@ -248,18 +265,18 @@ class Trainer:
 
     def owned_state(self) -> Arrays:
         """The optimizer's arrays for the parameters that this rank saves, and their master
-        weights, each by the name of the parameter and its own."""
+        weights, as PARAMETER.ARRAY."""
         states = states_of(self.optimizer)
-        state = {
-            f"{name}.{part}": array
-            for name in sorted(self.owned)
-            for part, array in states[name].items()
-        }
-        owned = sorted(self.owned & self.masters.keys())
-        return state | {f"{name}.{_MASTER}": self.masters[name] for name in owned}
+        owned: Arrays = {}
+        for name in sorted(self.owned):
+            for part, array in states[name].items():
+                owned[f"{name}.{part}"] = array
+        for name in sorted(self.owned & self.masters.keys()):
+            owned[f"{name}.{_MASTER}"] = self.masters[name]
+        return owned
 
     def restore(self, adapter: Arrays, state: Arrays, step: int) -> None:
-        """Takes its own part of what the ranks had saved after so many updates."""
+        """Takes this rank's part of what all ranks saved after `step` updates."""
         self.set_parameters(adapter)
         self.masters = master_weights(self.parameters())
         states = states_of(self.optimizer)
@@ -276,7 +293,7 @@ class Trainer:
         """The name of one of this rank's trained arrays that has an infinity or a NaN."""
         arrays = self.parameters() | self.owned_state()
         for name, array in arrays.items():
-            # One at a time, because the answers of isfinite take memory too.
+            # One at a time, because the results of isfinite take memory too.
             if not mx.issubdtype(array.dtype, mx.floating):
                 continue
             is_finite = mx.isfinite(array).all()
@@ -285,18 +302,23 @@ class Trainer:
         return None
 
     def schedule(self, num_micro_batches: int, kind: str | None = None) -> Schedule:
-        """A schedule that is proved to run."""
+        """Makes a schedule and proves that it can be run."""
         shape = replace(self.shape, num_micro_batches=num_micro_batches)
         schedule = make_schedule(kind or self.config.schedule, shape)
         check(schedule)
         return schedule
 
-    def update(self, number: int, batches: Sequence[MicroBatch], schedule: Schedule) -> Update:
-        """One update, the number-th, on the micro-batches of a whole batch."""
+    def update(
+        self,
+        number: int,
+        batches: Sequence[MicroBatch],
+        schedule: Schedule,
+    ) -> Update:
+        """Makes the update with this number, from the micro-batches of one batch."""
         self._draw.update = number
         num_labels = sum(batch.num_labels for batch in batches)
         ran, notes, loss, norm = self._gradients(batches, num_labels, schedule)
-        # All ranks see the same notes, so all skip it or none.
+        # All ranks see the same notes, so either all of them skip the update or none does.
         is_finite = math.isfinite(loss) and math.isfinite(norm)
         if is_finite:
             mx.reset_peak_memory()
@@ -319,18 +341,27 @@ class Trainer:
         )
 
     def _gradients(
-        self, batches: Sequence[MicroBatch], num_labels: int, schedule: Schedule
+        self,
+        batches: Sequence[MicroBatch],
+        num_labels: int,
+        schedule: Schedule,
     ) -> tuple[ScheduleRun, list[UpdateNote], float, float]:
         """Returns this rank's result, the notes of all ranks, the loss, and the norm of the
         gradients of all ranks. Gradients that overflow in float16 are computed again with a lower
-        scale of the loss: the batch is not lost. If no scale helps, it is left as it was."""
+        loss scale, so the batch is not lost. If no scale helps, the scale is restored."""
         before = self.loss_scale.value
         while True:
-            ran = self.pipeline.run(schedule, batches, 1 / num_labels, self.loss_scale.value)
+            ran = self.pipeline.run(
+                schedule,
+                batches,
+                scale=1 / num_labels,
+                loss_scale=self.loss_scale.value,
+            )
             self._sum_shared(ran.gradients)
-            notes = exchange(self.links, self._note(ran))
+            own_note = self._note(ran)
+            notes = exchange(self.links, own_note)
             loss = sum(note.loss for note in notes)
-            # Exactly, so that it is the same number however many ranks share the parameters.
+            # fsum is exact, so the norm does not depend on how many ranks share the parameters.
             squares = chain.from_iterable(note.squares for note in notes)
             norm = math.sqrt(math.fsum(squares))
             if math.isfinite(norm) or not math.isfinite(loss):
@@ -351,32 +382,32 @@ class Trainer:
         )
 
     def loss_of(self, batches: Sequence[MicroBatch]) -> float:
-        """The mean loss of what is learned, forward only, through the same pipeline."""
+        """Returns the mean loss over the learned tokens. Runs the same pipeline forward only."""
         self._set_training(False)
         total = 0.0
         size = _FORWARD_ROUND * self.shape.num_ranks
-        for at in range(0, len(batches), size):
-            part = batches[at : at + size]
+        for start in range(0, len(batches), size):
+            part = batches[start : start + size]
             schedule = self.schedule(len(part), "forward")
             ran = self.pipeline.run(schedule, part, 1.0)
-            # After each round all wait for all: else the first rank would run ahead.
+            # After each round all ranks wait for each other. Otherwise the first would run ahead.
             notes = exchange(self.links, LossSum(ran.loss))
             total += sum(note.loss for note in notes)
         self._set_training(True)
-        return total / sum(batch.num_labels for batch in batches)
+        num_labels = sum(batch.num_labels for batch in batches)
+        return total / num_labels
 
     def _shared_dtypes(self) -> set[mx.Dtype]:
         """The types of all weights on all ranks."""
-        stages = self.stages.values()
-        mine = set()
-        for stage in stages:
+        own: set[str] = set()
+        for stage in self.stages.values():
             for array in stage.stage.weights().values():
-                mine.add(array.dtype)
-        own = WeightTypes([str(dtype) for dtype in mine])
+                own.add(str(array.dtype))
         names: set[str] = set()
-        for note in exchange(self.links, own):
+        for note in exchange(self.links, WeightTypes(list(own))):
             names.update(note.names)
-        return {dtype for dtype in (*HALF, mx.float32) if str(dtype) in names}
+        dtypes = (*HALF, mx.float32)
+        return {dtype for dtype in dtypes if str(dtype) in names}
 
     def _set_training(self, mode: bool) -> None:
         self._draw.is_on = mode
@@ -384,16 +415,14 @@ class Trainer:
             stage.stage.model.train(mode)
 
     def _sum_shared(self, gradients: Arrays) -> None:
-        """A parameter on several ranks, such as an adapter of a tied embedding, gets the
-        gradients of all of them. Every rank passes the sum on, with or without a part."""
+        """Adds up the gradients of each parameter that several ranks have, such as an adapter of
+        a tied embedding. Every rank passes the sum on, also a rank without this parameter."""
         for name in sorted(self.shared):
-            own = gradients.get(name)
-            # An integer: a zero of float32 would make a sum of bfloat16 float32 too.
-            part = mx.array(0)
-            if own is not None:
-                part = own
-            (total,) = sum_arrays(self.links, [part])
-            if own is not None:
+            # An integer, because a float32 zero would turn a bfloat16 sum into float32.
+            zero = mx.array(0)
+            own = gradients.get(name, zero)
+            (total,) = sum_arrays(self.links, [own])
+            if name in gradients:
                 gradients[name] = total
 
     def _squares(self, gradients: Arrays) -> list[float]:

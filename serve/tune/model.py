@@ -16,7 +16,14 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from serve.core.checkpoint import read_checkpoint
 from serve.core.errors import UsageError
-from serve.core.plan import Demand, LayerRange, check_num_ranks, even_split, parse_split
+from serve.core.plan import (
+    Demand,
+    LayerCost,
+    LayerRange,
+    check_num_ranks,
+    even_split,
+    parse_split,
+)
 from serve.model.costs import measure
 from serve.model.planning import balance
 from serve.model.weights import build_model
@@ -28,9 +35,9 @@ from serve.tune.results.run_folder import ADAPTERS, CONFIG
 
 @dataclass(slots=True)
 class DropoutKeys:
-    """The random keys of dropout masks, for one update and micro-batch. A mask follows from these
-    numbers and the module's name alone: it is the same on any number of ranks, when layers are
-    computed again in the backward, and after a resume."""
+    """The random keys of dropout masks. A mask depends only on these numbers and on the name of
+    its module: it is the same on any number of ranks, when layers are computed again for the
+    backward, and after a resume."""
 
     seed: int
     update: int = 0
@@ -38,8 +45,10 @@ class DropoutKeys:
     is_on: bool = True
 
     def key(self, name: str) -> mx.array:
-        text = f"{self.seed} {self.update} {self.micro_batch} {name}".encode()
-        return mx.random.key(int.from_bytes(hashlib.sha256(text).digest()[:8], "little"))
+        text = f"{self.seed} {self.update} {self.micro_batch} {name}"
+        digest = hashlib.sha256(text.encode()).digest()
+        number = int.from_bytes(digest[:8], "little")
+        return mx.random.key(number)
 
 
 class KeyedDropout(nn.Module):
@@ -50,7 +59,7 @@ class KeyedDropout(nn.Module):
         self._draw = draw
 
     def __call__(self, x: mx.array) -> mx.array:
-        # Not `training`: cutting a stage takes what has no weights out of reach of train().
+        # Not `training`: after a cut, train() does not reach modules without weights.
         if not self._draw.is_on:
             return x
         key = self._draw.key(self._name)
@@ -59,59 +68,72 @@ class KeyedDropout(nn.Module):
 
 
 def make_trainable(config: FineTuneConfig, draw: DropoutKeys, model: nn.Module) -> None:
-    """Makes a whole lazy model what is tuned of it. It is not cut yet, so each rank draws
-    the same first adapter for a layer, which is also that of mlx_lm.lora."""
+    """Prepares a whole lazy model for training: adapter modules, frozen weights and dropout.
+
+    The model is not cut yet, so all ranks draw the same initial adapter for a layer, which is also
+    the one that mlx_lm.lora draws. Raises UsageError if the settings do not fit the model.
+    """
     num_layers = config.num_trained_layers(len(model.layers))
     mx.random.seed(config.seed)
     model.freeze()
     if config.fine_tune_type == "full":
-        # With all layers goes what is around them: embedding, final norm and head.
-        last = model.layers[len(model.layers) - num_layers :]
-        for module in [model] if num_layers == len(model.layers) else last:
-            module.unfreeze()
-        for name, array in dict(tree_flatten(model.trainable_parameters())).items():
-            if not mx.issubdtype(array.dtype, mx.floating):
-                raise UsageError(
-                    f"--fine-tune-type full: {name} is quantised, and cannot be trained: "
-                    "use the model without quantisation, or train an adapter."
-                )
+        _unfreeze(model, num_layers)
     else:
         _check_keys(config.lora.get("keys") or (), model)
+        use_dora = config.fine_tune_type == "dora"
         try:
-            use_dora = config.fine_tune_type == "dora"
             linear_to_lora_layers(model, num_layers, config.lora, use_dora=use_dora)
         except ValueError as error:
             raise UsageError(f"--fine-tune-type {config.fine_tune_type}: {error}.") from error
-    dropouts = {
-        name: KeyedDropout(name, module._p_1, draw)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Dropout) and module._p_1 < 1
-    }
-    model.update_modules(tree_unflatten(list(dropouts.items())))
+    dropouts: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module._p_1 < 1:
+            dropouts.append((name, KeyedDropout(name, module._p_1, draw)))
+    model.update_modules(tree_unflatten(dropouts))
     model.train()
 
 
+def _unfreeze(model: nn.Module, num_layers: int) -> None:
+    """Makes the last layers trainable. Raises UsageError if one of their weights is quantised."""
+    if num_layers == len(model.layers):
+        # With all layers, embedding, final norm and head are trained too.
+        model.unfreeze()
+    else:
+        num_frozen = len(model.layers) - num_layers
+        for layer in model.layers[num_frozen:]:
+            layer.unfreeze()
+    parameters = dict(tree_flatten(model.trainable_parameters()))
+    for name, array in parameters.items():
+        if not mx.issubdtype(array.dtype, mx.floating):
+            raise UsageError(
+                f"--fine-tune-type full: {name} is quantised, and cannot be trained: use the "
+                "model without quantisation, or train an adapter."
+            )
+
+
 def _check_keys(keys: Sequence[str], model: nn.Module) -> None:
-    """mlx_lm passes over a key that names no module. Raises UsageError."""
-    known = {name for layer in model.layers for name, _ in layer.named_modules() if name}
-    around = {name for name, _ in model.named_modules()}
+    """Raises UsageError for a key that names no module, which mlx_lm would ignore."""
+    in_layers: set[str] = set()
+    for layer in model.layers:
+        in_layers.update(name for name, _ in layer.named_modules() if name)
+    in_model = {name for name, _ in model.named_modules()}
     for key in keys:
-        if key not in known | around:
-            near = ", ".join(difflib.get_close_matches(str(key), sorted(known), 3, 0))
-            raise UsageError(f"lora_parameters: keys: {key} is not a module: there are {near}, ….")
+        if key in in_layers or key in in_model:
+            continue
+        similar = difflib.get_close_matches(str(key), sorted(in_layers), 3, 0)
+        raise UsageError(
+            f"lora_parameters: keys: {key} is not a module: there are {', '.join(similar)}, …."
+        )
 
 
 def load_adapter(weights: Arrays, name: str, model: nn.Module) -> None:
-    """Puts adapter weights into a model that is not cut yet, in the types of what is trained.
-    Raises UsageError if they are not all of it, by name and shape."""
+    """Puts adapter weights into a model that is not cut yet, in the types of its parameters.
+    Raises UsageError unless they are all the trained parameters, by name and shape."""
     trained = dict(tree_flatten(model.trainable_parameters()))
-    different = sorted(
-        key
-        for key in trained.keys() | weights.keys()
-        if key not in trained or key not in weights or trained[key].shape != weights[key].shape
-    )
-    if different:
-        raise UsageError(f"{name} belongs to another model or other settings: see {different[0]}.")
+    for key in sorted(trained.keys() | weights.keys()):
+        is_in_both = key in trained and key in weights
+        if not is_in_both or trained[key].shape != weights[key].shape:
+            raise UsageError(f"{name} belongs to another model or other settings: see {key}.")
     cast = []
     for key, array in weights.items():
         dtype = trained[key].dtype
@@ -119,29 +141,38 @@ def load_adapter(weights: Arrays, name: str, model: nn.Module) -> None:
     model.update(tree_unflatten(cast))
 
 
+def _adapter_file(config: FineTuneConfig) -> Path:
+    return config.resume_adapter_file or config.adapter_path / ADAPTERS
+
+
 def of_adapter(config: FineTuneConfig) -> FineTuneConfig:
     """Returns the config with the settings that the adapter to be tested was trained with. Raises
-    UsageError."""
-    path = (config.resume_adapter_file or config.adapter_path / ADAPTERS).with_name(CONFIG)
+    UsageError if they cannot be read."""
+    path = _adapter_file(config).with_name(CONFIG)
+    names = ("fine_tune_type", "num_layers", "lora_parameters")
+    flags = ("lora_rank", "lora_scale", "lora_alpha", "lora_dropout")
     try:
-        written = {"fine_tune_type": "lora", **json.loads(path.read_text())}
-        names = ("fine_tune_type", "num_layers", "lora_parameters")
-        flags = ("lora_rank", "lora_scale", "lora_alpha", "lora_dropout")
-        kept = {name: written[name] for name in names} | dict.fromkeys(flags)
+        written = json.loads(path.read_text())
+        settings = {"fine_tune_type": "lora", **written}
+        kept: dict[str, Any] = dict.fromkeys(flags)
+        for name in names:
+            kept[name] = settings[name]
         return replace(config, **kept)
     except (OSError, LookupError, TypeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        mend = "give the folder of an adapter as --adapter-path"
         raise UsageError(
-            f"{path} does not describe an adapter to test ({reason}): {mend}."
+            f"{path} does not describe an adapter to test ({reason}): give the folder of an "
+            "adapter as --adapter-path."
         ) from error
 
 
 def prepare(config: FineTuneConfig, draw: DropoutKeys, model: nn.Module) -> None:
-    """Without training, what --adapter-path has is tested. Raises UsageError if an adapter
-    does not fit the model."""
+    """Makes a model trainable and loads the adapter to resume, or without training the adapter
+    to be tested. Raises UsageError if an adapter does not fit the model."""
     make_trainable(config, draw, model)
-    path = config.resume_adapter_file or (None if config.trains else config.adapter_path / ADAPTERS)
+    path = None
+    if config.resume_adapter_file or not config.trains:
+        path = _adapter_file(config)
     if path:
         try:
             weights = load_arrays(path)
@@ -151,8 +182,8 @@ def prepare(config: FineTuneConfig, draw: DropoutKeys, model: nn.Module) -> None
 
 
 def adapter_config(config: FineTuneConfig, num_layers: int) -> dict[str, Any]:
-    """Returns the config file of an adapter: what mlx_lm reads beside the weights, and the
-    settings of the run."""
+    """Returns the contents of an adapter's config file: what mlx_lm reads beside the weights, and
+    the settings of the run."""
     settings = asdict(config)
     for name, value in settings.items():
         if isinstance(value, Path):
@@ -163,8 +194,12 @@ def adapter_config(config: FineTuneConfig, num_layers: int) -> dict[str, Any]:
     }
 
 
-def split_layers(config: FineTuneConfig, folder: Path, num_stages: int) -> list[LayerRange]:
-    """The layers of each stage, in the order of the model."""
+def split_layers(
+    config: FineTuneConfig,
+    folder: Path,
+    num_stages: int,
+) -> list[LayerRange]:
+    """Returns the layers of each stage, in the order of the model."""
     checkpoint = read_checkpoint(folder)
     num_layers = checkpoint.num_layers
     check_num_ranks(num_layers, num_stages)
@@ -175,13 +210,20 @@ def split_layers(config: FineTuneConfig, folder: Path, num_stages: int) -> list[
     model = build_model(folder)
     cost = measure(model, checkpoint)
     num_frozen = num_layers - config.num_trained_layers(num_layers)
-    # Where there is a backward, it costs as much again, and for weight gradients once more.
+    # A backward costs as much as the forward, and gradients of all weights as much again.
     trained = 3 if config.fine_tune_type == "full" else 2
-    factors = [trained if i >= num_frozen else 1 for i in range(num_layers)]
-    factors.append(2 if num_frozen else trained)
-    *layers, head = (
-        replace(c, weight_bytes=c.weight_bytes * factor, expert_bytes=c.expert_bytes * factor)
-        for c, factor in zip([*cost.layers, cost.last], factors, strict=True)
+    head = trained if num_frozen == 0 else 2
+    layers = []
+    for number, layer in enumerate(cost.layers):
+        factor = trained if number >= num_frozen else 1
+        layers.append(_times(layer, factor))
+    trained_cost = replace(cost, layers=tuple(layers), last=_times(cost.last, head))
+    return balance(model, trained_cost, num_stages, [Demand(1, 1)], None)[::-1]
+
+
+def _times(cost: LayerCost, factor: int) -> LayerCost:
+    return replace(
+        cost,
+        weight_bytes=cost.weight_bytes * factor,
+        expert_bytes=cost.expert_bytes * factor,
     )
-    cost = replace(cost, layers=tuple(layers), last=head)
-    return balance(model, cost, num_stages, [Demand(1, 1)], None)[::-1]

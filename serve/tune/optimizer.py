@@ -1,4 +1,4 @@
-"""mlx's optimizers, as mlx_lm.lora makes them. Parameters are flat: arrays by full name."""
+"""mlx's optimizers, made as mlx_lm.lora makes them. Parameters are flat: arrays by full name."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,19 +23,24 @@ class MuonAndAdamW(optimizers.MultiOptimizer):
     """Muon for the matrices of the layers, AdamW for embedding, head, norms and biases."""
 
     def _split_dictionary(self, flat: dict[str, mx.array]) -> list[dict[str, mx.array]]:
-        muon = {name: array for name, array in flat.items() if _is_matrix_of_a_layer(name, array)}
-        return [muon, {name: array for name, array in flat.items() if name not in muon}]
+        muon: dict[str, mx.array] = {}
+        adamw: dict[str, mx.array] = {}
+        for name, array in flat.items():
+            chosen = muon if _is_matrix_of_a_layer(name, array) else adamw
+            chosen[name] = array
+        return [muon, adamw]
 
 
 def _is_matrix_of_a_layer(name: str, array: mx.array) -> bool:
-    """Layers are in a list, so a number is part of the name."""
+    # Layers are in a list, so the name of a layer's array contains a number.
     parts = name.split(".")
     is_of_a_layer = any(part.isdecimal() for part in parts)
     return array.ndim == 2 and is_of_a_layer
 
 
 def make_optimizer(config: FineTuneConfig) -> Any:
-    """Raises UsageError. With muon, a learning_rate for adamw makes it the two together."""
+    """Makes the optimizer of a run. With muon, a learning_rate for adamw combines the two. Raises
+    UsageError if the options do not fit."""
     options = config.optimizer_config or {}
     try:
         own = dict(options.get(config.optimizer) or {})
@@ -43,8 +48,8 @@ def make_optimizer(config: FineTuneConfig) -> Any:
         optimizer = _OPTIMIZERS[config.optimizer](learning_rate=_rate(config), **own)
         if config.optimizer == "muon" and "learning_rate" in adamw:
             rate = _rate(config, adamw.pop("learning_rate"))
-            both = [optimizer, optimizers.AdamW(rate, **adamw)]
-            return MuonAndAdamW(both, [_is_matrix_of_a_layer])
+            rest = optimizers.AdamW(rate, **adamw)
+            return MuonAndAdamW([optimizer, rest], [_is_matrix_of_a_layer])
         return optimizer
     except (ArithmeticError, TypeError, ValueError, LookupError) as error:
         raise UsageError(
@@ -53,7 +58,8 @@ def make_optimizer(config: FineTuneConfig) -> Any:
 
 
 def _rate(config: FineTuneConfig, highest: float | None = None) -> Any:
-    """The learning rate or its schedule; with another highest rate all of it in proportion."""
+    """Returns the learning rate or its schedule. With `highest`, the schedule is scaled so that
+    this is its highest rate."""
     if not config.lr_schedule:
         if highest is None:
             return config.learning_rate
@@ -67,14 +73,19 @@ def _rate(config: FineTuneConfig, highest: float | None = None) -> Any:
 
 
 def parts_of(optimizer: Any) -> list[Any]:
-    """The optimizers that it is made of, which take their steps together."""
+    """Returns the optimizers that this one combines, or itself."""
     return list(getattr(optimizer, "optimizers", [optimizer]))
 
 
 def states_of(optimizer: Any) -> dict[str, dict[str, mx.array]]:
-    """The arrays that it keeps for each parameter, to read and to replace."""
-    states = (part.state.items() for part in parts_of(optimizer))
-    return {name: state for each in states for name, state in each if isinstance(state, dict)}
+    """Returns the arrays that the optimizer keeps for each parameter. Callers may replace
+    them."""
+    states = {}
+    for part in parts_of(optimizer):
+        for name, state in part.state.items():
+            if isinstance(state, dict):
+                states[name] = state
+    return states
 
 
 def num_steps(optimizer: Any) -> int:

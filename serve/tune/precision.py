@@ -23,9 +23,8 @@ def master_weights(parameters: Mapping[str, mx.array]) -> Arrays:
     An update of 1e-5 is lost when it is added to a bfloat16 weight of 1, and the state of Adam
     underflows in float16. So the optimizer updates these copies, and the model gets them rounded.
     """
-    return {
-        name: array.astype(mx.float32) for name, array in parameters.items() if array.dtype in HALF
-    }
+    half = {name: array for name, array in parameters.items() if array.dtype in HALF}
+    return {name: array.astype(mx.float32) for name, array in half.items()}
 
 
 @dataclass(slots=True)
@@ -39,13 +38,13 @@ class LossScale:
 
     @classmethod
     def of_model(cls, *, is_float16: bool) -> "LossScale":
-        """Only float16 needs a scale: bfloat16 has the exponents of float32."""
+        """Makes the scale of a model. Only float16 needs one: bfloat16 has float32's exponents."""
         if is_float16:
             return cls(_START_SCALE, 0, MAX_SCALE)
         return cls()
 
     def lower(self) -> bool:
-        """Whether there was a lower value to try."""
+        """Lowers the scale, and returns whether there was a lower value."""
         if self.value <= 1:
             return False
         self.value = max(1.0, self.value / _LOWER)

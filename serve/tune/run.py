@@ -1,5 +1,5 @@
 """The whole run of one rank: join the ring, agree, load, train, save. On rank 0, `show` gets
-everything to display."""
+all events for the user."""
 
 import time
 import zlib
@@ -33,9 +33,14 @@ _ROUNDING = 1e-4
 _HALF_ROUNDING = 1e-2
 
 
-def run(config: FineTuneConfig, cluster: Cluster, show: Show, command: str = "") -> Path:
-    """The folder of the weights that a server should load. Raises BrigadeError. After it all
-    ranks have done what they had to. command is what the model card says that was typed."""
+def run(
+    config: FineTuneConfig,
+    cluster: Cluster,
+    show: Show,
+    command: str = "",
+) -> Path:
+    """Runs everything and returns the folder of the weights that a server should load. It returns
+    when all ranks have finished. The model card quotes `command`. Raises BrigadeError."""
     links = join(cluster, config.stall_timeout)
     try:
         folder = run_rank(config, links, show, command)
@@ -49,20 +54,30 @@ def join(cluster: Cluster, stall_seconds: float) -> Links:
     if cluster.num_ranks == 1:
         return local_links(1)[0]
     nonce = zlib.crc32(cluster.secret.encode()) >> 1
-    return RingLinks(Ring(cluster.rank, cluster.hosts, nonce, _JOIN_SECONDS), stall_seconds)
+    ring = Ring(cluster.rank, cluster.hosts, nonce, _JOIN_SECONDS)
+    return RingLinks(ring, stall_seconds)
 
 
-def run_rank(config: FineTuneConfig, links: Links, show: Show, command: str = "") -> Path:
-    """The part of a run that one rank does over these links. The result is that of `run`."""
+def run_rank(
+    config: FineTuneConfig,
+    links: Links,
+    show: Show,
+    command: str = "",
+) -> Path:
+    """Does one rank's part of a run over these links. Returns the same folder as `run`."""
     inputs = open_inputs(config, links)
     agree(inputs, links)
-    session = load(inputs, links, show if links.rank == 0 else _show_nothing)
+    own_show = show if links.rank == 0 else _show_nothing
+    session = load(inputs, links, own_show)
     progress = saving.new_progress(session)
     ran: list[Span] = []
     if inputs.config.trains:
         check_packing(session)
-        progress = saving.resume(session) if inputs.config.resume else saving.begin(session)
-        # A run that was ended after its last checkpoint may still owe what comes below.
+        if inputs.config.resume:
+            progress = saving.resume(session)
+        else:
+            progress = saving.begin(session)
+        # A run may have been ended after its last batch and before the steps below.
         is_early = progress.history.has_stalled(inputs.config.early_stop)
         if progress.done < inputs.config.iters and not is_early:
             ran = train(session, progress)
@@ -72,11 +87,11 @@ def run_rank(config: FineTuneConfig, links: Links, show: Show, command: str = ""
 
 
 def _show_nothing(_: object) -> None:
-    """The events of a rank above 0, which has no user."""
+    """Ignores the events of a rank above 0, which has no user."""
 
 
 def check_packing(session: Session) -> None:
-    """Raises PlanError if the loss would be another one than without packing."""
+    """Raises PlanError if packing would change the loss."""
     inputs = session.inputs
     if not inputs.config.packing or inputs.unpacked is None:
         return
@@ -84,9 +99,8 @@ def check_packing(session: Session) -> None:
     trainer = session.trainer
     for stage in trainer.stages.values():
         packing.check_stage(stage.stage, name)
-    rounding = _ROUNDING
-    if trainer.dtypes & set(HALF):
-        rounding = _HALF_ROUNDING
+    is_half = not trainer.dtypes.isdisjoint(HALF)
+    rounding = _HALF_ROUNDING if is_half else _ROUNDING
     longest = int(inputs.train.lengths.max())
     packing.check_exact(inputs.unpacked, longest, name, trainer.loss_of, rounding)
 
@@ -106,9 +120,10 @@ def train(session: Session, progress: Progress) -> list[Span]:
     held_out = held_out_batches(session, progress.num_parts, "valid")
     if not progress.done:
         _validate(session, progress, held_out)
-    window = Window(session.links.num_ranks, is_float16=mx.float16 in session.trainer.dtypes)
+    is_float16 = mx.float16 in session.trainer.dtypes
+    window = Window(session.links.num_ranks, is_float16=is_float16)
     is_last = False
-    owes_save = False
+    must_save = False
     while not is_last:
         update = _update(session, progress, schedule, window)
         is_last = progress.done == config.iters
@@ -119,26 +134,33 @@ def train(session: Session, progress: Progress) -> list[Span]:
             is_last = is_last or progress.history.has_stalled(config.early_stop)
         if is_last and window.updates:
             _report(session, progress, window)
-        owes_save = owes_save or is_last or _is_due(config, progress, config.save_every)
-        # What a skipped update leaves may be what made it fail: it waits for the next one.
-        if owes_save and (is_last or not update.is_skipped):
+        must_save = must_save or is_last or _is_due(config, progress, config.save_every)
+        # The weights of a skipped update may be the reason why it failed, so saving waits.
+        if must_save and (is_last or not update.is_skipped):
             saving.check_sound(session, progress, update, window)
             saving.save(session, progress)
-            owes_save = False
+            must_save = False
     return _tell_end(session, progress, schedule, expected, window)
 
 
 def _is_due(config: FineTuneConfig, progress: Progress, every: int) -> bool:
     """Whether the last update has completed another `every` batches."""
-    return progress.done % every < config.grad_accumulation_steps
+    num_since_due = progress.done % every
+    return num_since_due < config.grad_accumulation_steps
 
 
-def _update(session: Session, progress: Progress, schedule: Schedule, window: Window) -> Update:
+def _update(
+    session: Session,
+    progress: Progress,
+    schedule: Schedule,
+    window: Window,
+) -> Update:
     """Makes the next update. Raises EngineError after too many that were not finite."""
     num_accumulated = session.config.grad_accumulation_steps
     began = time.perf_counter()
     batches = update_batches(session, progress)
-    update = session.trainer.update(progress.done // num_accumulated, batches, schedule)
+    number = progress.done // num_accumulated
+    update = session.trainer.update(number, batches, schedule)
     window.add(update, time.perf_counter() - began)
     progress.has_learned = progress.has_learned or not update.is_skipped
     if window.has_failed:
@@ -148,19 +170,18 @@ def _update(session: Session, progress: Progress, schedule: Schedule, window: Wi
 
 
 def measure(session: Session, num_parts: int, schedule: Schedule) -> Forecast:
-    """Runs the largest micro-batches and forgets the gradients, to tell what a step will take.
-    It runs them twice, because the first time everything is cold."""
+    """Runs the largest micro-batches and discards their gradients, to forecast an update. It runs
+    them twice, because the first run includes one-time costs."""
     trainer = session.trainer
     num_ranks = session.links.num_ranks
-    largest = examples.largest(session.inputs.train, session.config.batch_size // num_parts)
-    kind = "naive"
-    if schedule.shape.num_chunks > 1:
-        kind = "interleaved"
+    num_rows = session.config.batch_size // num_parts
+    largest = examples.largest(session.inputs.train, num_rows)
+    kind = "interleaved" if schedule.shape.num_chunks > 1 else "naive"
     small = trainer.schedule(num_ranks, kind)
     for _ in range(2):
         ran = trainer.pipeline.run(small, [largest] * num_ranks, 1.0)
         ran.gradients.clear()
-        exchange(session.links, Reached("warm"))  # All are done before one begins again.
+        exchange(session.links, Reached("warm"))  # All have finished before one begins again.
     probe: Probe = probe_of(
         ran.records,
         base=mx.get_active_memory(),
@@ -168,7 +189,8 @@ def measure(session: Session, num_parts: int, schedule: Schedule) -> Forecast:
         updated=trainer.updated_bytes,
         clips=session.config.max_grad_norm is not None,
     )
-    return forecast(schedule, exchange(session.links, probe))
+    probes = exchange(session.links, probe)
+    return forecast(schedule, probes)
 
 
 def _validate(session: Session, progress: Progress, batches: list[MicroBatch]) -> None:
@@ -180,27 +202,38 @@ def _validate(session: Session, progress: Progress, batches: list[MicroBatch]) -
         saving.save_best(session, progress)
 
 
-def _held_out_loss(session: Session, iteration: int, name: str, batches: list[MicroBatch]) -> float:
+def _held_out_loss(
+    session: Session,
+    iteration: int,
+    name: str,
+    batches: list[MicroBatch],
+) -> float:
     began = time.perf_counter()
     loss = session.trainer.loss_of(batches)
-    keep(session, Validated(iteration, name, loss, time.perf_counter() - began))
+    validated = Validated(iteration, name, loss, time.perf_counter() - began)
+    keep(session, validated)
     return loss
 
 
 def _report(session: Session, progress: Progress, window: Window) -> None:
     learning_rate = float(session.trainer.optimizer.learning_rate.item())
     accumulated = session.config.grad_accumulation_steps
-    keep(session, window.report(progress.done, learning_rate, accumulated))
+    reported = window.report(progress.done, learning_rate, accumulated)
+    keep(session, reported)
 
 
 def _tell_start(
-    session: Session, progress: Progress, schedule: Schedule, expected: Forecast
+    session: Session,
+    progress: Progress,
+    schedule: Schedule,
+    expected: Forecast,
 ) -> None:
     split = session.inputs.train
     trainer = session.trainer
     parameters = trainer.parameters()
-    own = NumTrained(sum(parameters[name].size for name in trainer.owned))
-    num_trained = sum(note.count for note in exchange(session.links, own))
+    num_owned = sum(parameters[name].size for name in trainer.owned)
+    notes = exchange(session.links, NumTrained(num_owned))
+    num_trained = sum(note.count for note in notes)
     started = Started(
         schedule=schedule,
         layers=session.layers,
@@ -216,9 +249,14 @@ def _tell_start(
 
 
 def _tell_end(
-    session: Session, progress: Progress, schedule: Schedule, expected: Forecast, window: Window
+    session: Session,
+    progress: Progress,
+    schedule: Schedule,
+    expected: Forecast,
+    window: Window,
 ) -> list[Span]:
-    own = OpTimes(window.ops.means(), [*spans(window.last_records)])
+    own_spans = spans(window.last_records)
+    own = OpTimes(window.ops.means(), [*own_spans])
     notes = exchange(session.links, own)
     means = [mean for note in notes for mean in note.means]
     finished = Finished(
@@ -237,32 +275,43 @@ def _tell_end(
 # --- after training
 
 
-def finish(session: Session, progress: Progress, ran: list[Span], command: str) -> Path:
-    """Tests the best weights and writes what people read. Returns the folder of these weights."""
+def finish(
+    session: Session,
+    progress: Progress,
+    ran: list[Span],
+    command: str,
+) -> Path:
+    """Tests the best weights, and writes the model card and charts. Returns the folder of these
+    weights."""
     config = session.config
     iteration, folder = _best(config, progress)
     if config.test:
         if folder != config.adapter_path:
-            best = load_arrays(folder / run_folder.ADAPTERS) if session.is_first else {}
-            session.trainer.set_parameters(share(session.links, best))
+            read = load_arrays(folder / run_folder.ADAPTERS) if session.is_first else {}
+            best = share(session.links, read)
+            session.trainer.set_parameters(best)
         batches = held_out_batches(session, progress.num_parts, "test")
         if batches:
             _held_out_loss(session, iteration, "test", batches)
     if config.trains and session.is_first:
         facts = _card_facts(session.inputs, session.links.num_ranks, command)
-        session.show(card.write(config, facts, ran))
+        written = card.write(config, facts, ran)
+        session.show(written)
         if config.fine_tune_type == "full":
             trained = folder / run_folder.ADAPTERS
-            written = whole.write(session.inputs.model, trained, config.whole_path)
-            session.show(Written([written], None))
+            model = whole.write(session.inputs.model, trained, config.whole_path)
+            session.show(Written([model], None))
     return folder
 
 
 def _best(config: FineTuneConfig, progress: Progress) -> tuple[int, Path]:
-    """Batches and folder of the weights with the lowest validation loss, or else the last."""
+    """Returns the number of batches and the folder of the weights with the lowest validation
+    loss, or of the last weights if there was no validation."""
     best = progress.history.best
-    if best and 0 < best[0] < progress.done:
-        return best[0], config.adapter_path / run_folder.BEST
+    if best:
+        iteration, _ = best
+        if 0 < iteration < progress.done:
+            return iteration, config.adapter_path / run_folder.BEST
     return progress.done, config.adapter_path
 
 

@@ -1,6 +1,6 @@
 """Saves the checkpoints of a run: all ranks send their parts to rank 0, which writes them.
 
-Nothing good is replaced by numbers that are not finite.
+Weights that are not finite never replace good ones.
 """
 
 import math
@@ -29,7 +29,7 @@ def begin(session: Session) -> Progress:
     if config.peft:
         adapter = gather_adapter(session)
     if session.is_first:
-        if adapter:  # It says whether that format has room for it.
+        if adapter:  # A trial, which fails now if PEFT's format cannot express this adapter.
             with TemporaryDirectory() as folder:
                 save_adapter(session, Path(folder), adapter)
         checkpoint.begin(config.adapter_path, _adapter_config(session))
@@ -97,7 +97,7 @@ def save_adapter(session: Session, folder: Path, adapter: Arrays) -> None:
     checkpoint.save_adapter(folder, config, adapter, peft=session.config.peft)
 
 
-# --- what must not be replaced
+# --- checks before files are replaced
 
 
 def check_finite(session: Session, progress: Progress, moment: str) -> None:
@@ -111,8 +111,13 @@ def check_finite(session: Session, progress: Progress, moment: str) -> None:
             )
 
 
-def check_sound(session: Session, progress: Progress, update: Update, window: Window) -> None:
-    """Raises EngineError if a run would end with weights that give no finite loss."""
+def check_sound(
+    session: Session,
+    progress: Progress,
+    update: Update,
+    window: Window,
+) -> None:
+    """Raises EngineError if a run would end with weights whose loss is not finite."""
     validated = dict(progress.history.losses).get(progress.done, math.nan)
     is_loss_finite = math.isfinite(update.loss) or math.isfinite(validated)
     if update.is_skipped and not is_loss_finite:
@@ -137,7 +142,12 @@ def what_is_kept(session: Session, progress: Progress) -> str:
 # --- rank 0
 
 
-def _write(session: Session, progress: Progress, adapter: Arrays, state: Arrays) -> None:
+def _write(
+    session: Session,
+    progress: Progress,
+    adapter: Arrays,
+    state: Arrays,
+) -> None:
     config = session.config
     loss_scale = session.trainer.loss_scale
     whole = checkpoint.Checkpoint(
@@ -149,18 +159,19 @@ def _write(session: Session, progress: Progress, adapter: Arrays, state: Arrays)
         losses=progress.history.losses,
         loss_scale=(loss_scale.value, loss_scale.num_finite),
     )
-    session.show(Saved(progress.done, checkpoint.save(config.adapter_path, whole)))
+    published = checkpoint.save(config.adapter_path, whole)
+    session.show(Saved(progress.done, published))
     if config.peft:
         checkpoint.export_peft(config.adapter_path)
 
 
 def _take_up(session: Session) -> checkpoint.Checkpoint:
-    """The last checkpoint, after what should follow from it in the folder does."""
+    """Returns the last checkpoint, and makes the folder's other files follow from it."""
     config = session.config
     folder = config.adapter_path
     settings = _settings(session, new_progress(session).num_parts)
     if not config.micro_batches:
-        del settings["micro_batches"]  # Those of before, on any number of ranks.
+        del settings["micro_batches"]  # The former run decides, whatever its number of ranks.
     last = checkpoint.load_last(folder, settings)
     checkpoint.forget_metrics_after(folder, last.iteration)
     checkpoint.publish(folder)

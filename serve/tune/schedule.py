@@ -2,9 +2,9 @@
 be run, and how busy it keeps the ranks. Pure.
 
 A pipeline has S stages in the order of the layers, v on each rank: stage g is on position g mod P,
-and position 0 is the last rank, which holds the first layers. Three ops a micro-batch and stage:
-F runs it forward, B gives the gradient of its input, W those of its parameters. Stages below the
-first trained one only have F."""
+and position 0 is the last rank, which holds the first layers. Each micro-batch has three ops in a
+stage: F runs it forward, B computes the gradient of its input, W those of its parameters. Stages
+below the first trained one only have F."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -23,19 +23,23 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OpCost:
-    """Seconds, or any unit, of one micro-batch in a stage."""
+    """The costs of one micro-batch in a stage, in seconds or any other unit."""
 
     forward: float = 1.0
     backward: float = 1.0
     weights: float = 1.0
 
     def of(self, kind: str) -> float:
-        return {"F": self.forward, "B": self.backward, "W": self.weights}[kind]
+        return {
+            "F": self.forward,
+            "B": self.backward,
+            "W": self.weights,
+        }[kind]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """num_chunks is the number of stages of each rank."""
+    """The size of a pipeline. num_chunks is the number of stages of each rank."""
 
     num_ranks: int
     num_micro_batches: int
@@ -53,25 +57,34 @@ class Shape:
         return self.num_ranks - 1 - self.position(stage)
 
     def stages(self, rank: int) -> list[int]:
-        return list(range(self.num_ranks - 1 - rank, self.num_stages, self.num_ranks))
+        position = self.num_ranks - 1 - rank
+        return self.stages_at(position)
+
+    def stages_at(self, position: int) -> list[int]:
+        return list(range(position, self.num_stages, self.num_ranks))
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """ops are those of each position."""
+    """The ops of each position, in the order in which it runs them."""
 
     kind: str
     shape: Shape
     ops: tuple[tuple[Op, ...], ...]
 
     def of_rank(self, rank: int) -> tuple[Op, ...]:
-        return self.ops[self.shape.num_ranks - 1 - rank]
+        position = self.shape.num_ranks - 1 - rank
+        return self.ops[position]
 
     @cached_property
     def in_flight(self) -> list[int]:
-        """The most micro-batches, times stages, whose activations each position holds at
-        once: from F to W."""
-        return [max(_held(ops, self.shape.first_trained), default=0) for ops in self.ops]
+        """The maximum number of activations that each position holds at once. Those of one
+        micro-batch in one stage are held from F to W."""
+        maxima = []
+        for ops in self.ops:
+            held = _held(ops, self.shape.first_trained)
+            maxima.append(max(held, default=0))
+        return maxima
 
 
 # --- the schedules
@@ -88,11 +101,12 @@ def make_schedule(kind: str, shape: Shape) -> Schedule:
         )
     if kind == "forward":
         shape = replace(shape, first_trained=shape.num_stages)
-    positions = range(shape.num_ranks)
-    ops = tuple(
-        tuple(op for op in _ORDERS[kind](shape, p) if _has_op(op, shape)) for p in positions
-    )
-    return Schedule(kind, shape, ops)
+    order = _ORDERS[kind]
+    ops = []
+    for position in range(shape.num_ranks):
+        own = tuple(op for op in order(shape, position) if _has_op(op, shape))
+        ops.append(own)
+    return Schedule(kind, shape, tuple(ops))
 
 
 def _has_op(op: Op, shape: Shape) -> bool:
@@ -101,23 +115,31 @@ def _has_op(op: Op, shape: Shape) -> bool:
 
 def _naive(shape: Shape, position: int) -> Iterator[Op]:
     for i in range(shape.num_micro_batches):
-        yield from (Op(kind, i, position) for kind in "FBW")
+        for kind in "FBW":
+            yield Op(kind, i, position)
 
 
 def _gpipe(shape: Shape, position: int) -> Iterator[Op]:
-    yield from (Op("F", i, position) for i in range(shape.num_micro_batches))
     for i in range(shape.num_micro_batches):
-        yield from (Op("B", i, position), Op("W", i, position))
+        yield Op("F", i, position)
+    for i in range(shape.num_micro_batches):
+        yield Op("B", i, position)
+        yield Op("W", i, position)
 
 
-def _one_forward_one_backward(shape: Shape, position: int, delay: int = 0) -> Iterator[Op]:
+def _one_forward_one_backward(
+    shape: Shape,
+    position: int,
+    delay: int = 0,
+) -> Iterator[Op]:
     """1F1B (PipeDream-flush, arXiv:2104.04473); W comes `delay` micro-batches after B."""
     count = shape.num_micro_batches
-    warm = min(shape.num_ranks - 1 - position, count)
-    yield from (Op("F", i, position) for i in range(warm))
+    num_ahead = min(shape.num_ranks - 1 - position, count)
+    for i in range(num_ahead):
+        yield Op("F", i, position)
     for i in range(count):
-        if warm + i < count:
-            yield Op("F", warm + i, position)
+        if num_ahead + i < count:
+            yield Op("F", num_ahead + i, position)
         yield Op("B", i, position)
         if i >= delay:
             yield Op("W", i - delay, position)
@@ -127,7 +149,7 @@ def _one_forward_one_backward(shape: Shape, position: int, delay: int = 0) -> It
 
 
 def _zero_bubble(shape: Shape, position: int) -> Iterator[Op]:
-    """ZB-H1 (arXiv:2401.10241): a later stage fills its wait for forwards with the W of
+    """ZB-H1 (arXiv:2401.10241): while a later stage waits for forwards, it computes the W of
     earlier micro-batches."""
     return _one_forward_one_backward(shape, position, delay=position)
 
@@ -138,32 +160,34 @@ def _interleaved(shape: Shape, position: int) -> Iterator[Op]:
     ranks = shape.num_ranks
     chunks = shape.num_chunks
     total = shape.num_micro_batches * chunks
-    warm = min((ranks - position - 1) * 2 + (chunks - 1) * ranks, total)
+    num_ahead = min((ranks - position - 1) * 2 + (chunks - 1) * ranks, total)
 
     def unit(k: int, backward: bool) -> tuple[int, int]:
-        chunk = k % (ranks * chunks) // ranks
+        """Returns the micro-batch and the stage of the position's k-th F, or B and W."""
+        num_rounds, in_round = divmod(k, ranks * chunks)
+        chunk, in_group = divmod(in_round, ranks)
         if backward:
             chunk = chunks - 1 - chunk
-        else:
-            chunk = chunk
-        micro_batch = k // (ranks * chunks) * ranks + k % ranks
+        micro_batch = num_rounds * ranks + in_group
         return micro_batch, chunk * ranks + position
 
-    yield from (Op("F", *unit(k, False)) for k in range(warm))
+    for k in range(num_ahead):
+        yield Op("F", *unit(k, False))
     for k in range(total):
-        if warm + k < total:
-            yield Op("F", *unit(warm + k, False))
+        if num_ahead + k < total:
+            yield Op("F", *unit(num_ahead + k, False))
         yield Op("B", *unit(k, True))
         yield Op("W", *unit(k, True))
 
 
 def _forward(shape: Shape, position: int) -> Iterator[Op]:
-    """P micro-batches at a time, as in the interleaved one: else a rank would wait for each
-    to go round."""
+    """Only forwards, for validation. P micro-batches go through each stage together, as in
+    the interleaved schedule: a rank would otherwise wait for each one to go around the ring."""
     for first in range(0, shape.num_micro_batches, shape.num_ranks):
-        group = range(first, min(first + shape.num_ranks, shape.num_micro_batches))
-        for stage in range(position, shape.num_stages, shape.num_ranks):
-            yield from (Op("F", i, stage) for i in group)
+        end = min(first + shape.num_ranks, shape.num_micro_batches)
+        for stage in shape.stages_at(position):
+            for i in range(first, end):
+                yield Op("F", i, stage)
 
 
 _ORDERS: dict[str, Callable[[Shape, int], Iterator[Op]]] = {
@@ -178,10 +202,10 @@ SCHEDULES = tuple(kind for kind in _ORDERS if kind != "forward")
 
 
 def most_in_flight(kind: str, shape: Shape, position: int) -> int:
-    """Returns the promised limit of Schedule.in_flight, if all stages are trained."""
+    """Returns the promised maximum of Schedule.in_flight when all stages are trained."""
     ranks = shape.num_ranks
     count = shape.num_micro_batches
-    most = {
+    promised = {
         "naive": 1,
         "gpipe": count,
         "1f1b": ranks - position,
@@ -189,15 +213,15 @@ def most_in_flight(kind: str, shape: Shape, position: int) -> int:
         "interleaved": (ranks - position - 1) * 2 + (shape.num_chunks - 1) * ranks + 1,
         "forward": 0,
     }[kind]
-    return min(most, count * shape.num_chunks)
+    return min(promised, count * shape.num_chunks)
 
 
 # --- the proof
 
 
 def check(schedule: Schedule) -> None:
-    """Raises PlanError unless every op is there once, after what it needs, no rank waits
-    forever, and none holds more than the schedule promises."""
+    """Raises PlanError unless each op is there once and after those that it needs, no rank waits
+    forever, and none holds more activations than the schedule promises."""
     shape = schedule.shape
     for position, ops in enumerate(schedule.ops):
         missing = Counter(_all_ops(schedule, position))
@@ -208,18 +232,20 @@ def check(schedule: Schedule) -> None:
         promised = most_in_flight(schedule.kind, shape, position)
         if schedule.in_flight[position] > promised:
             raise PlanError(f"{schedule.kind}: position {position} holds more than {promised}.")
-    simulate(schedule, [OpCost()] * shape.num_stages)
+    equal_costs = [OpCost()] * shape.num_stages
+    simulate(schedule, equal_costs)
 
 
 def _all_ops(schedule: Schedule, position: int) -> Iterator[Op]:
     shape = schedule.shape
-    for stage in range(position, shape.num_stages, shape.num_ranks):
+    for stage in shape.stages_at(position):
         for i in range(shape.num_micro_batches):
-            yield from (op for k in "FBW" if _has_op(op := Op(k, i, stage), shape))
+            ops = (Op(kind, i, stage) for kind in "FBW")
+            yield from (op for op in ops if _has_op(op, shape))
 
 
 def needs(op: Op, shape: Shape) -> list[Op]:
-    """The ops that must be done before this one, on whatever rank."""
+    """The ops that have to be done before this one, on any rank."""
     if op.kind == "F":
         if op.stage:
             return [op._replace(stage=op.stage - 1)]
@@ -236,7 +262,10 @@ def needs(op: Op, shape: Shape) -> list[Op]:
 def _held(ops: Sequence[Op], first_trained: int) -> Iterator[int]:
     held = 0
     for op in ops:
-        held += (op.kind == "F" and op.stage >= first_trained) - (op.kind == "W")
+        if op.kind == "F" and op.stage >= first_trained:
+            held += 1
+        if op.kind == "W":
+            held -= 1
         yield held
 
 
@@ -245,43 +274,54 @@ def _held(ops: Sequence[Op], first_trained: int) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """spans are (op, start, end) of each position."""
+    """The times at which each position runs its ops, as (op, start, end)."""
 
     spans: list[list[tuple[Op, float, float]]]
 
     @property
     def makespan(self) -> float:
-        return max(end for spans in self.spans for _, _, end in spans)
+        ends = (end for spans in self.spans for _, _, end in spans)
+        return max(ends)
 
     @property
     def utilisation(self) -> float:
         """The share of the ranks' time in which they work; the rest is the bubble."""
-        work = sum(end - start for spans in self.spans for _, start, end in spans)
+        durations = (end - start for spans in self.spans for _, start, end in spans)
+        work = sum(durations)
         if work:
             return work / (len(self.spans) * self.makespan)
         return 1.0
 
 
 def simulate(schedule: Schedule, costs: Sequence[OpCost], hop: float = 0.0) -> Timeline:
-    """When each op would run, by the costs of each stage; hop is the time from one rank to
-    the next. Raises PlanError if the ranks wait for each other forever."""
+    """Returns when each op would run, from the costs of each stage; hop is the time from one rank
+    to the next. Raises PlanError if the ranks wait for each other forever."""
     shape = schedule.shape
-    done: dict[Op, float] = {}
+    ends: dict[Op, float] = {}
     timeline = Timeline([[] for _ in schedule.ops])
     left = [list(reversed(ops)) for ops in schedule.ops]
+
+    def arrival(need: Op, op: Op) -> float:
+        """The time at which the result of one op reaches another."""
+        if need.stage == op.stage:
+            return ends[need]
+        return ends[need] + hop
+
     while any(left):
-        before = len(done)
+        num_before = len(ends)
         for ops, spans in zip(left, timeline.spans, strict=True):
-            while ops and all(need in done for need in needs(ops[-1], shape)):
+            while ops and all(need in ends for need in needs(ops[-1], shape)):
                 op = ops.pop()
-                start = max(
-                    spans[-1][2] if spans else 0.0,
-                    *(done[n] + hop * (n.stage != op.stage) for n in needs(op, shape)),
-                    0.0,
-                )
-                done[op] = start + costs[op.stage].of(op.kind)
-                spans.append((op, start, done[op]))
-        if len(done) == before:
+                earliest = [0.0]
+                if spans:
+                    _, _, previous_end = spans[-1]
+                    earliest.append(previous_end)
+                for need in needs(op, shape):
+                    earliest.append(arrival(need, op))
+                start = max(earliest)
+                ends[op] = start + costs[op.stage].of(op.kind)
+                spans.append((op, start, ends[op]))
+        if len(ends) == num_before:
             stuck = next(ops[-1] for ops in left if ops)
             raise PlanError(f"{schedule.kind}: {stuck} waits forever.")
     return timeline

@@ -20,7 +20,7 @@ from serve.tune.transport import Links
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A rank that has loaded its stages. layers are those of all stages, in the order of the
+    """A rank that has loaded its stages. layers has the range of every stage, in the order of the
     model. Only rank 0 shows events and writes files."""
 
     inputs: Inputs
@@ -40,10 +40,11 @@ class Session:
 
 @dataclass(slots=True)
 class Progress:
-    """How far a run has come: done counts batches, saved those of the last checkpoint.
+    """The progress of a run.
 
-    A batch is divided into num_parts micro-batches. has_learned says whether an update since the
-    last checkpoint has changed anything.
+    `done` counts batches; `saved` is its value at the last checkpoint. A batch is divided into
+    num_parts micro-batches. has_learned says whether an update since the last checkpoint has
+    changed a parameter.
     """
 
     num_parts: int
@@ -62,39 +63,49 @@ def load(inputs: Inputs, links: Links, show: Show) -> Session:
     make_trainable = partial(prepare, config, draw)
     stages = {}
     for number in shape.stages(links.rank):
-        loaded = load_stage(inputs.model, *layers[number], lambda *_: None, make_trainable)
+        start, end = layers[number]
+        loaded = load_stage(inputs.model, start, end, _report_nothing, make_trainable)
         stages[number] = TrainedStage(loaded.stage, config.grad_checkpoint)
     trainer = Trainer(config, stages, links, draw)
     return Session(inputs, links, show, layers, trainer)
 
 
+def _report_nothing(*_: object) -> None:
+    """Ignores the progress of loading."""
+
+
 def keep(session: Session, event: Reported | Validated | Finished) -> None:
-    """Shows an event and, of a run that trains, adds it to the metrics."""
+    """Shows an event. A run that trains also adds it to its metrics."""
     if session.is_first and session.config.trains:
         checkpoint.add_metrics(session.config.adapter_path, asdict(event))
     session.show(event)
 
 
 def update_batches(session: Session, progress: Progress) -> list[MicroBatch]:
-    """The micro-batches of all batches of the next update."""
+    """Returns the micro-batches of all batches of the next update."""
     config = session.config
     split = session.inputs.train
+    end = progress.done + config.grad_accumulation_steps
     chosen: list[int] = []
-    for number in range(progress.done, progress.done + config.grad_accumulation_steps):
+    for number in range(progress.done, end):
         chosen += batch_at(split, number, config.batch_size, config.seed)
-    return micro_batches(split, chosen, config.batch_size // progress.num_parts)
+    num_rows = config.batch_size // progress.num_parts
+    return micro_batches(split, chosen, num_rows)
 
 
 def held_out_batches(session: Session, num_parts: int, name: str) -> list[MicroBatch]:
-    """The micro-batches on which the loss of `valid` or `test` is computed."""
+    """Returns the micro-batches on which the loss of `valid` or `test` is computed."""
     config = session.config
-    num_batches = {"valid": config.val_batches, "test": config.test_batches}[name]
-    if name not in session.inputs.splits or not num_batches:
+    split = session.inputs.splits.get(name)
+    if name == "valid":
+        num_batches = config.val_batches
+    else:
+        num_batches = config.test_batches
+    if split is None or num_batches == 0:
         return []
-    split = session.inputs.splits[name]
-    num_rows = config.batch_size
     max_examples = None
     if num_batches != -1:
-        max_examples = num_batches * num_rows
+        max_examples = num_batches * config.batch_size
     chosen = some_examples(split, max_examples, config.seed)
-    return micro_batches(split, chosen, num_rows // num_parts)
+    num_rows = config.batch_size // num_parts
+    return micro_batches(split, chosen, num_rows)

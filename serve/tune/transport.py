@@ -1,9 +1,9 @@
 """Sends activations, gradients and notes from rank to rank in training.
 
-A message has a tag, by which the receiver takes it when its schedule wants it: they may come in
-any order, and no send waits for its receiver's turn. Each neighbour has a thread that sends and
-one that receives, so that two large messages pass each other. A receive is posted when its
-doorbell rings, because one that waits costs a core. Nothing here is a collective of MLX."""
+The receiver selects messages by tag when its schedule needs them, so they may arrive in any order
+and a send does not wait for its receiver's turn. Each neighbour has a sending and a receiving
+thread, so two large messages can pass each other. A receive is posted when its doorbell rings,
+because a waiting receive uses a core. Nothing here is a collective of MLX."""
 
 import math
 import queue
@@ -32,7 +32,7 @@ from serve.ring.transport import DTYPES, Ring, form_ring, pack, packed_bytes, te
 
 Payload = tuple[tuple[AnyNote, ...], list[mx.array]]
 """Notes and arrays."""
-Said = TypeVar("Said", bound=AnyNote)
+AnyKind = TypeVar("AnyKind", bound=AnyNote)
 _FLUSH_SECONDS = 5.0
 _BEAT_SECONDS = 5.0
 _TICK_SECONDS = 1.0
@@ -40,7 +40,7 @@ _PART_BYTES = 256 << 20  # of a message over the ring: MLX counts elements with 
 
 
 class Inbox:
-    """Messages that have come from so many neighbours, by their tags."""
+    """Received messages of all neighbours, by tag."""
 
     def __init__(self, num_peers: int = 1, stall_seconds: float = math.inf) -> None:
         self._num_peers = num_peers
@@ -56,18 +56,19 @@ class Inbox:
             self._changed.notify_all()
 
     def fail(self, error: ClusterError) -> None:
-        """Whoever waits from here on for what has not come gets the error."""
+        """Makes each later `take` of a message that has not arrived raise this error."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     def hear(self, peer: int) -> None:
-        """Notes that a neighbour lives. From the first time on it must be heard regularly."""
+        """Notes that a neighbour is alive. After its first call, a neighbour has to be heard
+        within every stall_seconds."""
         with self._changed:
             self._silent_seconds[peer] = 0.0
 
     def part(self, peer: int) -> None:
-        """A neighbour has done all that it had to. Another one may still have something."""
+        """Notes that a neighbour has finished. Other neighbours may still send messages."""
         with self._changed:
             self._silent_seconds.pop(peer, None)
             self._num_peers -= 1
@@ -75,117 +76,154 @@ class Inbox:
                 self.fail(ClusterError(f"Rank {peer} has ended."))
 
     def take(self, tag: str) -> Payload:
+        """Waits for a message. Raises ClusterError if a neighbour is gone or silent."""
         with self._changed:
-            while not self._messages[tag]:
+            arrived = self._messages[tag]
+            while not arrived:
                 if self._error:
                     raise self._error
-                if self._changed.wait(_TICK_SECONDS):
-                    continue
-                # By its own waiting: a rank that was stopped itself blames nobody.
-                for peer in self._silent_seconds:
-                    self._silent_seconds[peer] += _TICK_SECONDS
-                    if self._silent_seconds[peer] > self._stall_seconds:
-                        raise ClusterError(
-                            f"Rank {peer} has been silent for {self._stall_seconds:g} s: is it "
-                            "stopped, or its host or network down? See --stall-timeout."
-                        )
-            return self._messages[tag].popleft()
+                is_changed = self._changed.wait(_TICK_SECONDS)
+                if not is_changed:
+                    self._count_silence()
+            return arrived.popleft()
+
+    def _count_silence(self) -> None:
+        # Only this rank's own waiting counts: after it was stopped itself, it blames nobody.
+        for peer in self._silent_seconds:
+            self._silent_seconds[peer] += _TICK_SECONDS
+            if self._silent_seconds[peer] <= self._stall_seconds:
+                continue
+            raise ClusterError(
+                f"Rank {peer} has been silent for {self._stall_seconds:g} s: is it "
+                "stopped, or its host or network down? See --stall-timeout."
+            )
 
 
 class Links(Protocol):
-    """This rank's neighbours: rank - 1 to the left, rank + 1 to the right."""
+    """A rank's connections to its neighbours: rank - 1 to the left, rank + 1 to the right."""
 
     rank: int
     num_ranks: int
 
     def send(
-        self, to: int, tag: str, notes: tuple[AnyNote, ...], arrays: Sequence[mx.array]
+        self,
+        to: int,
+        tag: str,
+        notes: tuple[AnyNote, ...],
+        arrays: Sequence[mx.array],
     ) -> None:
-        """Starts to send evaluated arrays to a neighbour, and returns."""
+        """Starts to send evaluated arrays to a neighbour, and returns at once."""
 
     def receive(self, tag: str) -> Payload: ...
 
     def close(self) -> None: ...
 
 
-# --- what all ranks do together, made of messages to the left
+# --- what all ranks do together: every message goes to the left
 
 
-def all_reduce(links: Links, mine: Payload, add: Callable[[Payload, Payload], Payload]) -> Payload:
-    """The payloads of all ranks added up from the last rank to rank 0, on every rank. add
-    gets the rank's own and that of the ranks above."""
-    return broadcast(links, reduce(links, mine, add))
+def all_reduce(
+    links: Links,
+    mine: Payload,
+    add: Callable[[Payload, Payload], Payload],
+) -> Payload:
+    """Adds up the payloads of all ranks, from the last rank to rank 0, and returns the sum on
+    every rank. `add` gets a rank's own payload and the sum of the ranks above it."""
+    total = reduce(links, mine, add)
+    return broadcast(links, total)
 
 
-def reduce(links: Links, mine: Payload, add: Callable[[Payload, Payload], Payload]) -> Payload:
-    """The same, on rank 0; each other rank gets the sum of itself and those above."""
+def reduce(
+    links: Links,
+    mine: Payload,
+    add: Callable[[Payload, Payload], Payload],
+) -> Payload:
+    """Adds up the payloads of all ranks on rank 0. Each other rank gets the sum of its own payload
+    and those of the ranks above it."""
     if links.rank < links.num_ranks - 1:
-        mine = add(mine, links.receive("reduce"))
-        mx.eval(mine[1])  # Here, because lazy arrays cannot leave the thread they are from.
+        above = links.receive("reduce")
+        mine = add(mine, above)
+        mx.eval(mine[1])  # Here, because a lazy array cannot leave the thread that made it.
     if links.rank:
         links.send(links.rank - 1, "reduce", *mine)
     return mine
 
 
 def broadcast(links: Links, mine: Payload) -> Payload:
-    """Rank 0's payload on every rank. It goes to the left, so rank 1 is the last to get it."""
+    """Returns rank 0's payload on every rank. It travels to the left, so rank 1 is the last."""
     if links.rank:
         mine = links.receive("broadcast")
     if links.rank != 1 and links.num_ranks > 1:
-        mx.eval(mine[1])  # Here, because lazy arrays cannot leave the thread they are from.
-        links.send((links.rank - 1) % links.num_ranks, "broadcast", *mine)
+        left = (links.rank - 1) % links.num_ranks
+        mx.eval(mine[1])  # Here, because a lazy array cannot leave the thread that made it.
+        links.send(left, "broadcast", *mine)
     return mine
 
 
-def exchange(links: Links, note: Said) -> list[Said]:
-    """The note of every rank, rank 0's first. No rank returns before all have called."""
+def exchange(links: Links, note: AnyKind) -> list[AnyKind]:
+    """Returns the notes of all ranks, rank 0's first. No rank returns before all have called."""
 
     def add(own: Payload, above: Payload) -> Payload:
-        return own[0] + above[0], []
+        own_notes, _ = own
+        notes_above, _ = above
+        return own_notes + notes_above, []
 
     notes, _ = all_reduce(links, ((note,), []), add)
-    return [_expected(type(note), each) for each in notes]
+    kind = type(note)
+    return [_expected(kind, each) for each in notes]
 
 
-def announce(links: Links, note: Said | None, kind: type[Said]) -> Said:
-    """Rank 0's note, which is of this kind, on every rank."""
-    notes, _ = broadcast(links, ((note,) if note else (), []))
+def announce(links: Links, note: AnyKind | None, kind: type[AnyKind]) -> AnyKind:
+    """Returns rank 0's note, which is of this kind, on every rank."""
+    own_notes = (note,) if note else ()
+    notes, _ = broadcast(links, (own_notes, []))
     return _expected(kind, *notes)
 
 
-def _expected(kind: type[Said], note: AnyNote) -> Said:
-    """Raises ClusterError for a note of another kind, as from a rank that does something else."""
+def _expected(kind: type[AnyKind], note: AnyNote) -> AnyKind:
+    """Returns the note if it is of this kind. Raises ClusterError if it is of another, as from a
+    rank that does something else."""
     if isinstance(note, kind):
         return note
+    found = type(note).__name__
     raise ClusterError(
-        f"A rank sent {type(note).__name__} instead of {kind.__name__}: the ranks are out of step."
+        f"A rank sent {found} instead of {kind.__name__}: the ranks are out of step."
     )
 
 
 def sum_arrays(links: Links, arrays: Sequence[mx.array]) -> list[mx.array]:
+    """Returns the sums of the arrays of all ranks, on every rank."""
+
     def add(own: Payload, above: Payload) -> Payload:
-        pairs = zip(own[1], above[1], strict=True)
+        _, own_arrays = own
+        _, sums_above = above
+        pairs = zip(own_arrays, sums_above, strict=True)
         return (), [a + b for a, b in pairs]
 
-    return all_reduce(links, ((), list(arrays)), add)[1]
+    _, sums = all_reduce(links, ((), list(arrays)), add)
+    return sums
 
 
 def share(links: Links, named: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Rank 0's named arrays, on every rank."""
-    return _named(broadcast(links, _payload(named)))
+    """Returns rank 0's named arrays, on every rank."""
+    payload = broadcast(links, _payload(named))
+    return _named(payload)
 
 
 def gather(links: Links, named: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """On rank 0 the named arrays of all ranks."""
+    """Returns the named arrays of all ranks on rank 0, and those of some ranks elsewhere."""
 
     def add(own: Payload, above: Payload) -> Payload:
-        return _payload(_named(above) | _named(own))
+        gathered = _named(above) | _named(own)
+        return _payload(gathered)
 
-    return _named(reduce(links, _payload(named), add))
+    payload = reduce(links, _payload(named), add)
+    return _named(payload)
 
 
 def _payload(named: Mapping[str, mx.array]) -> Payload:
-    return (TensorNames(list(named)),), list(named.values())
+    names = TensorNames(list(named))
+    return (names,), list(named.values())
 
 
 def _named(payload: Payload) -> dict[str, mx.array]:
@@ -206,7 +244,11 @@ class LocalLinks:
         self._inboxes = inboxes
 
     def send(
-        self, to: int, tag: str, notes: tuple[AnyNote, ...], arrays: Sequence[mx.array]
+        self,
+        to: int,
+        tag: str,
+        notes: tuple[AnyNote, ...],
+        arrays: Sequence[mx.array],
     ) -> None:
         self._inboxes[to].put(tag, (notes, list(arrays)))
 
@@ -214,39 +256,51 @@ class LocalLinks:
         return self._inboxes[self.rank].take(tag)
 
     def close(self) -> None:
-        """The others get an error if they wait for more."""
+        """Ends this rank. Neighbours that wait for more of its messages get an error."""
         for peer in _neighbours(self.rank, self.num_ranks):
             self._inboxes[peer].part(self.rank)
 
 
 def local_links(num_ranks: int) -> list[LocalLinks]:
-    inboxes = [Inbox(len(_neighbours(rank, num_ranks))) for rank in range(num_ranks)]
+    """Makes the links of a ring of threads, rank 0's first."""
+    inboxes = []
+    for rank in range(num_ranks):
+        peers = _neighbours(rank, num_ranks)
+        inboxes.append(Inbox(len(peers)))
     return [LocalLinks(rank, inboxes) for rank in range(num_ranks)]
 
 
 def _neighbours(rank: int, num_ranks: int) -> set[int]:
-    return {(rank - 1) % num_ranks, (rank + 1) % num_ranks} - {rank}
+    left = (rank - 1) % num_ranks
+    right = (rank + 1) % num_ranks
+    return {left, right} - {rank}
 
 
 # --- between processes
 
 
 class RingLinks:
-    """Raises ClusterError from receive when a neighbour is gone, or silent for so long. That is
-    the end of the process: a group cannot be formed twice in one."""
+    """The links of a rank that is a process of its own.
+
+    `receive` raises ClusterError when a neighbour is gone, or silent for stall_seconds. The
+    process has to end then, because it cannot form a second group.
+    """
 
     def __init__(self, ring: Ring, stall_seconds: float) -> None:
         self.rank = ring.rank
         self.num_ranks = len(ring.hosts)
-        self._inbox = Inbox(len(_neighbours(self.rank, self.num_ranks)), stall_seconds)
+        peers = _neighbours(self.rank, self.num_ranks)
+        self._inbox = Inbox(len(peers), stall_seconds)
         self._beat_seconds = min(_BEAT_SECONDS, stall_seconds / 4)
-        self._group, self._left, self._right = form_ring(ring, mx.new_stream(mx.cpu))
+        stream = mx.new_stream(mx.cpu)
+        self._group, self._left, self._right = form_ring(ring, stream)
         left = (ring.rank - 1) % self.num_ranks
         right = (ring.rank + 1) % self.num_ranks
         writers = {left: self._left}
         readers = {right: self._right}
         if left != right:
-            writers[right], readers[left] = self._right, self._left
+            writers[right] = self._right
+            readers[left] = self._left
         self._outboxes: dict[int, queue.SimpleQueue[tuple[str, Payload] | None]] = {}
         self._senders = []
         for peer, doorbell in writers.items():
@@ -257,16 +311,21 @@ class RingLinks:
             self._start(self._receive_all, peer, doorbell)
 
     def send(
-        self, to: int, tag: str, notes: tuple[AnyNote, ...], arrays: Sequence[mx.array]
+        self,
+        to: int,
+        tag: str,
+        notes: tuple[AnyNote, ...],
+        arrays: Sequence[mx.array],
     ) -> None:
-        self._outboxes[to].put((tag, (notes, list(arrays))))
+        payload = notes, list(arrays)
+        self._outboxes[to].put((tag, payload))
 
     def receive(self, tag: str) -> Payload:
         return self._inbox.take(tag)
 
     def close(self) -> None:
-        """Closes the links. Messages that were sent go out first, if the neighbours still take
-        them."""
+        """Closes the links, after it has sent all waiting messages to neighbours that still
+        receive."""
         for outbox in self._outboxes.values():
             outbox.put(None)
         for sender in self._senders:
@@ -274,12 +333,19 @@ class RingLinks:
         for doorbell in (self._left, self._right):
             doorbell.close()
 
-    def _start(self, run: Callable[..., None], peer: int, doorbell: socket.socket) -> Thread:
+    def _start(
+        self,
+        run: Callable[..., None],
+        peer: int,
+        doorbell: socket.socket,
+    ) -> Thread:
         def top() -> None:
             try:
-                run(peer, doorbell, mx.new_stream(mx.cpu))
+                stream = mx.new_stream(mx.cpu)
+                run(peer, doorbell, stream)
             except Exception as error:  # Whatever it is, somebody waits for this thread.
-                self._inbox.fail(ClusterError(f"The link to rank {peer} broke: {error}."))
+                broken = ClusterError(f"The link to rank {peer} broke: {error}.")
+                self._inbox.fail(broken)
 
         thread = Thread(target=top, name=f"{run.__name__} {peer}", daemon=True)
         thread.start()
@@ -292,27 +358,31 @@ class RingLinks:
                 doorbell.sendall(frame(Parting()))
                 return
             tag, (notes, arrays) = message
-            header = TaggedTensors(number, tag, notes, tensor_specs(arrays))
+            specs = tensor_specs(arrays)
+            header = TaggedTensors(number, tag, notes, specs)
             with mx.stream(stream):
-                flat = [(array.reshape(-1), array.itemsize) for array in arrays]
                 parts = []
-                for a, size in flat:
-                    for i, j in _parts(a.size, size):
-                        parts.append(pack(number, [a[i:j]]))
-                mx.eval(parts[:1])  # Before the doorbell: a receive that waits costs a core.
+                for array in arrays:
+                    flat = array.reshape(-1)
+                    for start, end in _parts(flat.size, flat.itemsize):
+                        part = pack(number, [flat[start:end]])
+                        parts.append(part)
+                mx.eval(parts[:1])  # Before the doorbell: a receive that waits uses a core.
                 doorbell.sendall(frame(header))
                 while parts:
                     part = parts.pop(0)
-                    mx.eval(mx.distributed.send(part, peer, group=self._group, stream=stream))
+                    sent = mx.distributed.send(part, peer, group=self._group, stream=stream)
+                    mx.eval(sent)
 
     def _next(self, peer: int, doorbell: socket.socket) -> tuple[str, Payload] | None:
-        """Waits for the next message to send. Until there is one, the peer hears that this rank
-        lives."""
+        """Waits for the next message to send, and tells the peer meanwhile that this rank is
+        alive."""
+        outbox = self._outboxes[peer]
         while True:
             try:
-                return self._outboxes[peer].get(timeout=self._beat_seconds)
+                return outbox.get(timeout=self._beat_seconds)
             except queue.Empty:
-                # Whether the peer is gone is seen by the thread that listens to it.
+                # The receiving thread notices when the peer is gone.
                 with suppress(OSError):
                     doorbell.sendall(frame(Alive()))
 
@@ -326,31 +396,45 @@ class RingLinks:
                         self._inbox.part(peer)
                         return
                     case TaggedTensors(tag=tag, notes=notes):
-                        self._inbox.put(tag, (notes, self._arrays(peer, message, stream)))
+                        arrays = self._arrays(peer, message, stream)
+                        self._inbox.put(tag, (notes, arrays))
                     case Alive():
                         continue
-        self._inbox.fail(ClusterError(f"Rank {peer} has ended: look at its log."))
+        ended = ClusterError(f"Rank {peer} has ended: look at its log.")
+        self._inbox.fail(ended)
 
-    def _arrays(self, peer: int, header: TaggedTensors, stream: mx.Stream) -> list[mx.array]:
+    def _arrays(
+        self,
+        peer: int,
+        header: TaggedTensors,
+        stream: mx.Stream,
+    ) -> list[mx.array]:
         arrays: list[mx.array] = []
         with mx.stream(stream):
             for spec in header.tensors:
                 parts: list[mx.array] = []
-                for start, end in _parts(math.prod(spec.shape), DTYPES[spec.dtype].size):
+                num_elements = math.prod(spec.shape)
+                item_bytes = DTYPES[spec.dtype].size
+                for start, end in _parts(num_elements, item_bytes):
                     part = [TensorSpec(spec.dtype, (end - start,))]
-                    size = (packed_bytes(part),)
-                    group = self._group
-                    packed = mx.distributed.recv(size, mx.uint8, peer, group=group, stream=stream)
+                    packed = mx.distributed.recv(
+                        (packed_bytes(part),),
+                        mx.uint8,
+                        peer,
+                        group=self._group,
+                        stream=stream,
+                    )
                     parts += unpack(header.number, part, packed)
-                    mx.eval(parts)  # Here: lazy arrays cannot leave the thread they are from.
+                    mx.eval(parts)  # Here: a lazy array cannot leave the thread that made it.
                     self._inbox.hear(peer)
-                arrays.append(mx.concatenate(parts).reshape(spec.shape))
+                flat = mx.concatenate(parts)
+                arrays.append(flat.reshape(spec.shape))
             mx.eval(arrays)
         return arrays
 
 
-def _parts(count: int, item_bytes: int) -> list[tuple[int, int]]:
-    """The elements of a tensor, from and to, that go over the ring together."""
+def _parts(num_elements: int, item_bytes: int) -> list[tuple[int, int]]:
+    """Cuts the elements of a tensor into ranges [start, end) that each fit into one message."""
     step = _PART_BYTES // item_bytes
-    starts = range(0, max(1, count), step)
-    return [(start, min(start + step, count)) for start in starts]
+    starts = range(0, max(1, num_elements), step)
+    return [(start, min(start + step, num_elements)) for start in starts]

@@ -6,19 +6,22 @@ from serve.tune.events import Reported
 from serve.tune.forecast import OpRecord, OpSeconds
 from serve.tune.loop import Update
 
-_MAX_SKIPPED = 10  # updates in a row that may be not finite
+_MAX_SKIPPED = 10  # updates in a row that are not finite
 
 
 class Window:
-    """num_ranks are those of the run; is_float16 says that its model computes in float16."""
+    """The sums over the updates since the last report, and those over the whole run. is_float16
+    says that the model computes in float16."""
 
     def __init__(self, num_ranks: int, *, is_float16: bool = False) -> None:
         self._is_float16 = is_float16
         self.peak_bytes = [0] * num_ranks
         self.ops = OpSeconds()
         self.last_records: list[OpRecord] = []
-        self._busy = self._seconds = 0.0
-        self._skipped_in_row = self._num_applied = 0
+        self._busy = 0.0
+        self._seconds = 0.0
+        self._skipped_in_row = 0
+        self._num_applied = 0
         self._has_finite_loss = True
         self.updates: list[Update] = []
         self._since_report = 0.0
@@ -28,7 +31,7 @@ class Window:
         return self._busy / (len(self.peak_bytes) * self._seconds)
 
     def add(self, update: Update, seconds: float) -> None:
-        """seconds are all that it took, with making its batches."""
+        """Adds an update. `seconds` includes the time to make its batches."""
         self.updates.append(update)
         self._since_report += seconds
         self.last_records = update.records
@@ -38,20 +41,20 @@ class Window:
         peaks = zip(self.peak_bytes, update.peak_bytes, strict=True)
         self.peak_bytes = [max(pair) for pair in peaks]
         if update.is_skipped:
-            self._skipped_in_row = self._skipped_in_row + 1
+            self._skipped_in_row += 1
         else:
             self._skipped_in_row = 0
-        self._num_applied += not update.is_skipped
+            self._num_applied += 1
         self._has_finite_loss = math.isfinite(update.loss)
 
     @property
     def has_failed(self) -> bool:
-        """Whether so many updates in a row were skipped that nothing good will come."""
+        """Whether too many updates in a row were skipped for training to recover."""
         return self._skipped_in_row >= _MAX_SKIPPED
 
     @property
     def failure(self) -> str:
-        """A sentence that says what was skipped at the end, and why as far as that is known."""
+        """A sentence that says which updates were skipped at the end, and the likely cause."""
         count = self._skipped_in_row
         if count == 1:
             skipped = "The last update was"
@@ -64,14 +67,14 @@ class Window:
         else:
             cause = "this was the first update, so the learning rate is not the cause: check the "
             cause += "model, its data and --resume-adapter-file"
-        float16 = ". Or the range of float16 is too small for this model: try bfloat16 or float32"
-        return (
-            f"{skipped} not finite (the {what}), and skipped: {cause}"
-            f"{float16 if self._is_float16 else ''}."
-        )
+        if self._is_float16:
+            cause += (
+                ". Or the range of float16 is too small for this model: try bfloat16 or float32"
+            )
+        return f"{skipped} not finite (the {what}), and skipped: {cause}."
 
     def report(self, iteration: int, learning_rate: float, accumulated: int) -> Reported:
-        """And begins a new window."""
+        """Returns the means since the last report, and begins a new window."""
         updates = self.updates
         seconds = self._since_report
         good = [update for update in updates if not update.is_skipped]

@@ -201,7 +201,8 @@ class FakeRanks:
         self.paths.append(message.path)
         self.told_held.append(message.held)
         self.commits.append(message.commit)
-        self.held.add(message.version)
+        if self.refusals.keys() != {0, 1}:
+            self.held.add(message.version)
         for rank in range(1 if self.is_silent else 2):
             asyncio.get_running_loop().call_soon(self._answer, rank, message.version)
 

@@ -8,23 +8,25 @@ from serve.core.messages import AdapterRead, AdapterRefused
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """root is the folder that the path must lie below, None for one that was named at the
-    start. With a commit path is `org/name` of the hub."""
+    """The place of an adapter's files. root is the folder that the path must lie below, None for
+    an adapter that was named at the start. With a commit, path is `org/name` on the hub."""
 
     path: str
     root: str | None = None
     commit: str | None = None
 
     def __str__(self) -> str:
-        return self.path + (f"@{self.commit}" if self.commit else "")
+        if self.commit:
+            return f"{self.path}@{self.commit}"
+        return self.path
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedVersion:
-    """A version that ranks may hold: where it was read, and what of it each rank has."""
+    """A version that ranks may hold: its source, and the answer of each rank that read it."""
 
     source: Source
-    answers: dict[int, AdapterRead]  # of each rank
+    answers: dict[int, AdapterRead]  # by rank
 
     @property
     def num_bytes(self) -> list[int]:
@@ -32,17 +34,21 @@ class LoadedVersion:
         return [answer.num_bytes for _, answer in sorted(self.answers.items())]
 
     def is_same(self, answers: dict[int, AdapterRead]) -> bool:
-        """Whether what was read again is what was read before. Ranks that have other layers than
-        before can tell it from samples only."""
+        """Whether the ranks have read the same contents again. If they have other layers than
+        before, only the digests can tell, which cover samples of the file."""
         if answers.keys() != self.answers.keys():
             return answers[0].digest == self.answers[0].digest
-        checksums = {rank: answer.checksum for rank, answer in answers.items()}
-        return checksums == {rank: answer.checksum for rank, answer in self.answers.items()}
+        return _checksums(answers) == _checksums(self.answers)
+
+
+def _checksums(answers: dict[int, AdapterRead]) -> dict[int, str]:
+    return {rank: answer.checksum for rank, answer in answers.items()}
 
 
 @dataclass(slots=True)
 class Adapter:
-    """version is 0 while no stage holds it. num_bytes is what each rank holds."""
+    """An adapter by its name. version is 0 while no stage holds it. num_bytes has the bytes that
+    each rank holds."""
 
     name: str
     source: Source
@@ -56,7 +62,7 @@ class Adapter:
     is_pinned: bool = False
 
     def take(self, version: int, loaded: LoadedVersion) -> None:
-        """The ranks hold the adapter as this version."""
+        """Notes that the ranks hold the adapter as this version."""
         first = loaded.answers[0]
         self.version = version
         self.num_bytes = loaded.num_bytes
@@ -66,15 +72,16 @@ class Adapter:
 
 
 def checked(answers: dict[int, AdapterRead | AdapterRefused]) -> dict[int, AdapterRead]:
-    """The answers of all ranks. Raises AdapterError if one has refused, if they read different
-    files, or if tensors belong to no rank."""
+    """Returns the answers of all ranks. Raises AdapterError if one has refused, if they have read
+    different files, or if tensors belong to no rank."""
     read: dict[int, AdapterRead] = {}
     for rank, answer in sorted(answers.items()):
         if isinstance(answer, AdapterRefused):
             where = f"Rank {rank}: " if rank else ""
             raise AdapterError(where + answer.message, answer.status)
         read[rank] = answer
-    if len({answer.digest for answer in read.values()}) > 1:
+    digests = {answer.digest for answer in read.values()}
+    if len(digests) > 1:
         raise AdapterError(
             "The ranks have different files there: copy the same files to all hosts."
         )

@@ -43,15 +43,15 @@ class Ranks:
     """The functions of the engines that the loader calls."""
 
     ring: Callable[[], tuple[int, ...]]  # the ranks that take part
-    # Returns when the engines can be told something, which may be some seconds after a fault.
-    # Raises UnavailableError before they ever could.
+    # Waits until the engines accept messages, which may take some seconds after a fault. Raises
+    # UnavailableError before the first start has succeeded.
     loaded: Callable[[], Awaitable[None]]
     tell: Callable[[LoadAdapter], None]
-    # No new sequence has the version; the stages free it after the last one.
+    # Frees the version on all stages once its last sequence has ended.
     retire: Callable[[int], None]
     # Ends the requests that run or wait with the version.
     end_requests: Callable[[int, BrigadeError], None]
-    # How many sequences run or wait with the version.
+    # Counts the sequences that run or wait with the version.
     num_sequences: Callable[[int], int]
 
 
@@ -59,15 +59,20 @@ class _Late(AdapterError):
     """A rank has not answered in time."""
 
 
+class _RefusedByAll(AdapterError):
+    """Every rank has refused the files, so no rank holds the version."""
+
+
 class _Interrupted(Exception):
-    """The engines that were asked are gone."""
+    """The engines that were asked have ended."""
 
 
 class AdapterLoader:
-    """Changes the registry when the ranks have done what it takes."""
+    """Loads adapters on all ranks, and then changes the registry."""
 
     def __init__(self, config: ServeConfig, ranks: Ranks) -> None:
-        self._config, self._ranks = config, ranks
+        self._config = config
+        self._ranks = ranks
         self.registry = AdapterRegistry(config, ranks.num_sequences)
         self._answers: dict[int, dict[int, AdapterRead | AdapterRefused]] = {}
         self._answered = asyncio.Event()
@@ -78,8 +83,8 @@ class AdapterLoader:
     # --- for requests
 
     async def version(self, name: str) -> int:
-        """The adapter version for a new sequence of this model; 0 without an adapter. Submit the
-        sequence before awaiting anything else, because the version may change. Raises
+        """Returns the adapter version for a new sequence of this model; 0 without an adapter.
+        Submit the sequence before awaiting anything else, because the version may change. Raises
         RequestError."""
         self.registry.check(name)
         if name == self._config.model_name:
@@ -94,8 +99,8 @@ class AdapterLoader:
         return adapter.version
 
     async def _loaded(self, name: str) -> Adapter:
-        """The adapter, read again if it was evicted. Raises NotFoundError, also if the name is
-        taken away meanwhile."""
+        """Returns the adapter, which is read again if it was evicted. Raises NotFoundError, also if
+        the name is removed meanwhile."""
         while True:
             self.registry.check(name)
             adapter = self.registry.by_name[name]
@@ -108,17 +113,20 @@ class AdapterLoader:
     # --- for administrators
 
     async def load_at_start(self) -> None:
+        """Loads the adapters of --lora. Raises UsageError."""
         for word in self._config.lora:
             name, _, path = word.partition("=")
-            if name not in self.registry.by_name:  # as it is after a fault
-                try:
-                    source = Source(path, commit=await self._commit(path, Path()))
-                    await self._add(Adapter(name, source), in_place=False)
-                except AdapterError as error:
-                    raise UsageError(f"--lora {name}: {error}") from error
+            if name in self.registry.by_name:
+                continue  # It was loaded in an earlier life.
+            try:
+                commit = await self._commit(path, Path())
+                source = Source(path, commit=commit)
+                await self._add(Adapter(name, source), in_place=False)
+            except AdapterError as error:
+                raise UsageError(f"--lora {name}: {error}") from error
 
     async def load(self, name: str, path: str, in_place: bool) -> None:
-        """Raises AdapterError, and then everything is as it was."""
+        """Loads an adapter for clients. Raises AdapterError, and then nothing has changed."""
         root = self._config.adapter_root
         commit = await self._commit(path, root)
         if root is None and commit is None:
@@ -131,8 +139,8 @@ class AdapterLoader:
         await self._add(Adapter(name, source), in_place)
 
     async def _commit(self, path: str, root: Path | None) -> str | None:
-        """The commit of `org/name` on the hub, which is the same for all ranks and for later reads;
-        None for a folder. Raises AdapterError."""
+        """Returns the commit of `org/name` on the hub, so that all ranks and later reads get the
+        same files; None for a folder. Raises AdapterError."""
         repo = hub_id(Path(path), root or Path())
         if repo is None or not self._config.allow_hub_adapters:
             return None
@@ -140,7 +148,12 @@ class AdapterLoader:
             pinned = await asyncio.to_thread(pin, repo, None, self._config.cache_dir, ADAPTER)
         except ModelError as error:
             cause = error.__cause__
-            status = 404 if is_refusal(cause) else 503 if isinstance(cause, FAILURES) else 400
+            if is_refusal(cause):
+                status = 404
+            elif isinstance(cause, FAILURES):
+                status = 503
+            else:
+                status = 400
             raise AdapterError(str(error), status) from error
         return pinned.snapshot.commit
 
@@ -161,17 +174,26 @@ class AdapterLoader:
             self.registry.default = self._config.model_name
 
     async def change(
-        self, name: str, pin: bool | None, default: bool | None, preload: bool
+        self,
+        name: str,
+        pin: bool | None,
+        default: bool | None,
+        preload: bool,
     ) -> dict[str, Any]:
+        """Pins an adapter, makes it the default or loads it again, where asked. Returns all
+        adapters. Raises RequestError."""
         registry = self.registry
         registry.check(name, "lora_name")
-        if name == self._config.model_name and (preload or pin is not None):
+        is_model = name == self._config.model_name
+        if is_model and (preload or pin is not None):
             raise RequestError(
-                f"{name!r} is the base model: it is always loaded.", param="lora_name"
+                f"{name!r} is the base model: it is always loaded.",
+                param="lora_name",
             )
         if preload or pin:
             await self._loaded(name)
-        if pin is not None and (adapter := registry.by_name.get(name)):
+        adapter = registry.by_name.get(name)
+        if adapter and pin is not None:
             adapter.is_pinned = pin
         if default is not None:
             registry.default = name if default else self._config.model_name
@@ -180,22 +202,26 @@ class AdapterLoader:
     # --- loading
 
     async def _load(self, adapter: Adapter, instead_of: Adapter | None = None) -> None:
-        """Gives the adapter a version that all ranks hold. Raises AdapterError."""
-        started, version = time.monotonic(), self.registry.new_version()
+        """Has all ranks read the adapter as a new version. Raises AdapterError."""
+        started = time.monotonic()
+        version = self.registry.new_version()
         try:
             answers = await self._ask_until_answered(version, adapter)
             loaded = LoadedVersion(adapter.source, answers)
             self._make_room(loaded.num_bytes, instead_of)
         except BaseException as error:
-            self._ranks.retire(version)
-            # Its number is not used again: a rank that is late may still hold it.
+            if isinstance(error, _RefusedByAll):
+                self.registry.give_back(version)
+            else:
+                # A rank may hold the version, or still read it: the number is not used again.
+                self._ranks.retire(version)
             reason = json.dumps(str(error) or type(error).__name__)
-            refused = (adapter.name, version, reason)
-            _logger.warning("event=adapter_refused name=%s version=%d reason=%s", *refused)
+            _logger.warning("event=adapter_refused name=%s reason=%s", adapter.name, reason)
             raise
         seconds = time.monotonic() - started
         adapter.take(version, loaded)
-        adapter.loaded_at, adapter.used_at = time.time(), time.monotonic()
+        adapter.loaded_at = time.time()
+        adapter.used_at = time.monotonic()
         self.registry.hold(version, loaded)
         self.registry.statistics.num_loaded += 1
         self.registry.statistics.load_seconds += seconds
@@ -216,7 +242,8 @@ class AdapterLoader:
         )
 
     async def _ask(self, version: int, source: Source) -> dict[int, AdapterRead]:
-        """Asks every rank to read and check the files, and returns their answers."""
+        """Asks every rank to read and check the files, and returns their answers. Raises
+        AdapterError, or _Interrupted if the engines end meanwhile."""
         answers: dict[int, AdapterRead | AdapterRefused] = {}
         self._answers[version] = answers
         message = LoadAdapter(
@@ -236,7 +263,7 @@ class AdapterLoader:
                     raise self._broken
                 self._answered.clear()
                 await asyncio.wait_for(self._answered.wait(), deadline - time.monotonic())
-                # Also if all have answered: new engines hold what is registered by then.
+                # Even if all have answered: new engines hold only registered versions.
                 if self._num_interrupted != num_interrupted:
                     raise _Interrupted
         except TimeoutError as error:
@@ -244,24 +271,30 @@ class AdapterLoader:
             raise _Late(f"Rank {late[0]} does not answer (--load-timeout).", 503) from error
         finally:
             del self._answers[version]
-        return checked(answers)
+        try:
+            return checked(answers)
+        except AdapterError as error:
+            if all(isinstance(answer, AdapterRefused) for answer in answers.values()):
+                raise _RefusedByAll(str(error), error.http_status) from error
+            raise
 
     def on_answer(self, rank: int, answer: AdapterRead | AdapterRefused) -> None:
+        """Takes a rank's answer. One that comes too late frees what the rank has read."""
         if answer.version in self._answers:
             self._answers[answer.version][rank] = answer
             self._answered.set()
         elif answer.version not in self.registry.versions:  # else it is from before a fault
-            self._ranks.retire(answer.version)  # It took too long.
+            self._ranks.retire(answer.version)
 
     # --- engines that restart
 
     def interrupt(self) -> None:
-        """The engines are gone, and what they held and were asked."""
+        """Notes that the engines have ended: they hold nothing, and answer nothing."""
         self._num_interrupted += 1
         self._answered.set()
 
     async def restore(self) -> None:
-        """Every rank reads again what it is to hold, under the same versions."""
+        """Has every rank read the wanted versions again, under the same numbers."""
         for version, loaded in list(self.registry.versions.items()):
             if not self.registry.is_wanted(version):
                 self.registry.versions.pop(version, None)
@@ -277,8 +310,9 @@ class AdapterLoader:
                 self._lose(version, error)
             if not self.registry.is_wanted(version):  # It was unloaded meanwhile.
                 self._ranks.retire(version)
-        # On fewer ranks each has more layers.
-        if not self._evict([0] * len(self._ranks.ring()), None):
+        # On fewer ranks, each has more layers of every adapter.
+        nothing_more = [0] * len(self._ranks.ring())
+        if not self._evict(nothing_more, None):
             _logger.warning("event=over_adapter_memory reason='all are pinned or in use'")
 
     def _lose(self, version: int, error: AdapterError) -> None:
@@ -289,19 +323,20 @@ class AdapterLoader:
         self._ranks.retire(version)
 
     def fail(self, error: BrigadeError) -> None:
-        """Ends everybody who waits for an answer, because the cluster broke."""
+        """Makes all loads fail that wait for an answer, because the cluster broke."""
         self._broken = error
         self._answered.set()
 
     # --- memory
 
     def _retire(self, adapter: Adapter) -> None:
-        if version := self.registry.release(adapter):
+        version = self.registry.release(adapter)
+        if version:
             self._ranks.retire(version)
 
     def _make_room(self, num_bytes: list[int], old: Adapter | None) -> None:
-        """Evicts idle adapters until there is room for one more in the place of the old one.
-        Raises OverloadedError if there is none."""
+        """Evicts idle adapters until there is room for a new one in the place of the old one.
+        Raises OverloadedError if no eviction can make room."""
         if not self._evict(num_bytes, old):
             raise OverloadedError(
                 "All adapters in --adapter-memory are pinned or in use: try later, or unpin or "
@@ -309,7 +344,8 @@ class AdapterLoader:
             )
 
     def _evict(self, num_bytes: list[int], old: Adapter | None) -> bool:
-        """Whether there is room for so many bytes more on each rank, with what is idle gone."""
+        """Evicts idle adapters until each rank has room for these bytes. Returns False if evicting
+        all of them is not enough."""
         eviction = self.registry.evictions(num_bytes, old, self._ranks.ring())
         for adapter in eviction.adapters:
             _logger.info("event=adapter_evicted name=%s version=%d", adapter.name, adapter.version)

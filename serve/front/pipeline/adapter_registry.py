@@ -1,10 +1,9 @@
 """The registry of LoRA adapters: it maps the names that clients use to versions. Pure.
 
-Each time that files are read they become a new version, a number that is never used again.
+Each time that files are read they become a new version, a number that no other version gets.
 `serve.front.pipeline.adapter_loader` has the ranks read them.
 """
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from serve.front.pipeline.adapter import Adapter, LoadedVersion
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """The adapters that have to go for a new one, and whether there is room for it then."""
+    """The adapters to evict for a new one, and whether that makes enough room for it."""
 
     adapters: list[Adapter]
     is_enough: bool
@@ -43,15 +42,17 @@ class AdapterStatistics:
 
 
 class AdapterRegistry:
-    """by_name are the adapters that clients can ask for. versions are those that ranks may hold,
-    also replaced ones that are still in use: num_sequences tells how many sequences run or wait
-    with a version."""
+    """The adapters that clients can ask for, by name, and the versions that ranks may hold.
+
+    versions includes replaced ones that are still in use. num_sequences counts the sequences that
+    run or wait with a version.
+    """
 
     def __init__(self, config: ServeConfig, num_sequences: Callable[[int], int]) -> None:
         self._model_name = config.model_name
         self._memory = config.adapter_memory
         self._num_sequences = num_sequences
-        self._version_numbers = itertools.count(1)
+        self._last_version = 0
         self.by_name: dict[str, Adapter] = {}
         self.versions: dict[int, LoadedVersion] = {}
         self.default = config.model_name
@@ -61,17 +62,19 @@ class AdapterRegistry:
 
     def check(self, name: str, param: str = "model") -> None:
         """Raises NotFoundError unless it is the model's name or that of an adapter."""
-        if name != self._model_name and name not in self.by_name:
+        known = [self._model_name, *self.by_name]
+        if name not in known:
             raise NotFoundError(
                 f"The model {name[:100]!r} does not exist: this server has "
-                f"{', '.join(map(repr, [self._model_name, *self.by_name]))}.",
+                f"{', '.join(map(repr, known))}.",
                 param=param,
                 code="model_not_found",
             )
 
     def meant(self, name: str) -> str:
-        """The model or adapter that a request means: the default one if it names none, and those of
-        the prefix and the suffix that LiteLLM and Ollama put to names. Raises NotFoundError."""
+        """Returns the model or adapter that a request means: the default one if it names none. The
+        prefix that LiteLLM adds to names, and the suffix of Ollama, are ignored. Raises
+        NotFoundError."""
         for each in (name, name.removeprefix("openai/"), name.removesuffix(":latest")):
             if each == self._model_name or each in self.by_name:
                 return each
@@ -81,8 +84,9 @@ class AdapterRegistry:
         return name
 
     def check_new(self, name: str, in_place: bool) -> Adapter | None:
-        """The adapter that a new one of this name replaces, if there is one. Raises RequestError
-        if the name cannot be an adapter's, or is taken and not to be replaced."""
+        """Returns the adapter that a new one of this name replaces, if there is one. Raises
+        RequestError if an adapter cannot have this name, or if the name is taken and must not be
+        replaced."""
         if not may_name_adapter(name, self._model_name):
             raise RequestError(f"{name[:100]!r} {NO_ADAPTER_NAME}", param="lora_name")
         old = self.by_name.get(name)
@@ -95,13 +99,13 @@ class AdapterRegistry:
         return old
 
     def put(self, adapter: Adapter) -> None:
-        """Gives the name to this adapter, which is pinned if the one that it replaces was."""
+        """Registers the adapter under its name. It is pinned if the one that it replaces was."""
         old = self.by_name.get(adapter.name)
         adapter.is_pinned = old is not None and old.is_pinned
         self.by_name[adapter.name] = adapter
 
     def remove(self, name: str) -> Adapter:
-        """Takes the name away. Raises NotFoundError."""
+        """Removes the name. Raises NotFoundError."""
         adapter = self.by_name.pop(name, None)
         if adapter is None:
             raise NotFoundError(f"The lora adapter '{name}' cannot be found.", param="lora_name")
@@ -114,8 +118,8 @@ class AdapterRegistry:
         return sorted(names, key=lambda name: name != self.default)
 
     def name_of(self, version: int) -> str | None:
-        """The name that clients use for a version, or its source if no name refers to it any more;
-        None for the model without an adapter."""
+        """Returns the name that clients use for a version, or its source if no name refers to it
+        any more; None for the model without an adapter."""
         if not version:
             return None
         for adapter in self.by_name.values():
@@ -125,53 +129,62 @@ class AdapterRegistry:
         return str(loaded.source) if loaded else f"version {version}"
 
     def described(self) -> list[dict[str, Any]]:
-        """The adapters as the HTTP API lists them."""
-        return [
-            {
-                "name": adapter.name,
-                "version": adapter.version or None,
-                "rank": adapter.rank,
-                "scale": adapter.scale,
-                "targets": adapter.targets,
-                "bytes": adapter.num_bytes,
-                "num_running": self._num_running(adapter),
-                "loaded_at": adapter.loaded_at,
-                "source": str(adapter.source),
-                "pinned": adapter.is_pinned,
-            }
-            for adapter in self.by_name.values()
-        ]
+        """Returns the adapters as the HTTP API lists them."""
+        return [self._described(adapter) for adapter in self.by_name.values()]
+
+    def _described(self, adapter: Adapter) -> dict[str, Any]:
+        return {
+            "name": adapter.name,
+            "version": adapter.version or None,
+            "rank": adapter.rank,
+            "scale": adapter.scale,
+            "targets": adapter.targets,
+            "bytes": adapter.num_bytes,
+            "num_running": self._num_running(adapter),
+            "loaded_at": adapter.loaded_at,
+            "source": str(adapter.source),
+            "pinned": adapter.is_pinned,
+        }
 
     # --- versions
 
     def new_version(self) -> int:
-        return next(self._version_numbers)
+        self._last_version += 1
+        return self._last_version
+
+    def give_back(self, version: int) -> None:
+        """Makes the latest number free again, because no rank has read anything under it."""
+        assert version == self._last_version
+        self._last_version -= 1
 
     def hold(self, version: int, loaded: LoadedVersion) -> None:
-        """The ranks hold this version; on another ring than before it has other sizes."""
+        """Notes that the ranks hold this version, or hold it in other sizes on another ring."""
         self.versions[version] = loaded
         for adapter in self.by_name.values():
             if adapter.version == version:
                 adapter.num_bytes = loaded.num_bytes
 
     def is_wanted(self, version: int) -> bool:
-        """Whether a name stands for this version, or a sequence has it."""
+        """Whether a name refers to this version, or a sequence has it."""
         return version in self.loaded_versions() or self._num_sequences(version) > 0
 
     def loaded_versions(self) -> list[int]:
-        """The versions for which names stand."""
+        """The versions that names refer to."""
         return [adapter.version for adapter in self.by_name.values() if adapter.version]
 
     def release(self, adapter: Adapter) -> int:
-        """The version that the adapter had, which goes with its last sequence; 0 for none."""
-        version, adapter.version = adapter.version, 0
+        """Takes the version from an adapter and returns it; 0 for none. The ranks hold it until its
+        last sequence has ended."""
+        version = adapter.version
+        adapter.version = 0
         for held in self.versions.keys() - self.loaded_versions():
             if not self._num_sequences(held):
                 del self.versions[held]
         return version
 
     def lose(self, version: int) -> None:
-        """No rank can hold this version again: its name is read again on use, as a new one."""
+        """Forgets a version that no rank can read again. Its adapter is read as a new version when
+        it is used next."""
         for adapter in self.by_name.values():
             if adapter.version == version:
                 adapter.version = 0
@@ -179,10 +192,15 @@ class AdapterRegistry:
 
     # --- memory
 
-    def evictions(self, num_bytes: list[int], old: Adapter | None, ring: Sequence[int]) -> Eviction:
-        """The idle adapters, the least recently used first, that have to go until each rank of the
-        ring has room for so many bytes more, in the place of the old adapter. Raises AdapterError
-        if no eviction could make room."""
+    def evictions(
+        self,
+        num_bytes: list[int],
+        old: Adapter | None,
+        ring: Sequence[int],
+    ) -> Eviction:
+        """Returns the idle adapters, the least recently used first, that have to be evicted until
+        each rank of the ring has room for num_bytes more in the place of the old adapter. Raises
+        AdapterError if no eviction could make room."""
         if self._memory is None:
             return Eviction([], is_enough=True)
         limits = memory_of(self._memory, ring)
@@ -190,33 +208,40 @@ class AdapterRegistry:
             raise AdapterError(
                 f"The adapter has {max(num_bytes)} bytes, more than --adapter-memory."
             )
-        idle = [a for a in self.by_name.values() if a is not old and self._is_idle(a)]
+        others = [adapter for adapter in self.by_name.values() if adapter is not old]
+        idle = [adapter for adapter in others if self._is_idle(adapter)]
         idle.sort(key=lambda adapter: adapter.used_at)
         evicted: list[Adapter] = []
-        while not _fits([num_bytes, *self._sizes_without(old, evicted)], limits):
+        while True:
+            staying = [adapter for adapter in others if adapter not in evicted]
+            if _fits([num_bytes, *self._sizes(staying)], limits):
+                return Eviction(evicted, is_enough=True)
             if len(evicted) == len(idle):
                 return Eviction(evicted, is_enough=False)
             evicted.append(idle[len(evicted)])
-        return Eviction(evicted, is_enough=True)
 
-    def _sizes_without(self, old: Adapter | None, evicted: list[Adapter]) -> list[list[int]]:
-        """The bytes of versions that are to stay, or are retired and still in use."""
-        staying = {a.version for a in self.by_name.values() if a is not old and a not in evicted}
-        return [
-            loaded.num_bytes
-            for version, loaded in self.versions.items()
-            if version in staying or self._num_sequences(version)
-        ]
+    def _sizes(self, staying: list[Adapter]) -> list[list[int]]:
+        """Returns the bytes of these adapters' versions, and of versions that are still in use."""
+        staying_versions = {adapter.version for adapter in staying}
+        sizes = []
+        for version, loaded in self.versions.items():
+            if version in staying_versions or self._num_sequences(version):
+                sizes.append(loaded.num_bytes)
+        return sizes
 
     def _is_idle(self, adapter: Adapter) -> bool:
         return bool(adapter.version) and not adapter.is_pinned and not self._num_running(adapter)
 
     def _num_running(self, adapter: Adapter) -> int:
-        # Sequences without an adapter have version 0.
-        return self._num_sequences(adapter.version) if adapter.version else 0
+        if not adapter.version:
+            return 0  # Sequences without an adapter have version 0 too.
+        return self._num_sequences(adapter.version)
 
 
 def _fits(sizes: list[list[int]], limits: list[int]) -> bool:
-    """Whether what each rank holds is within its limit; sizes has a list of ranks for each
-    version."""
-    return all(sum(held) <= limit for *held, limit in zip(*sizes, limits, strict=True))
+    """Whether the bytes on each rank are within its limit. sizes has a list with the bytes on each
+    rank for each version."""
+    by_rank = zip(*sizes, strict=True)
+    totals = [sum(held) for held in by_rank]
+    pairs = zip(totals, limits, strict=True)
+    return all(total <= limit for total, limit in pairs)

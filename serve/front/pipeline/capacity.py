@@ -6,8 +6,8 @@ from serve.front.pipeline.chunks import LONGEST_CHUNK
 from serve.front.pipeline.status import StageStatus
 from serve.front.prefixes.index import PrefixIndex
 
-# A chunk of a long prompt may take so many times what a decode step does. With it a round of
-# two stages and two groups, for which a stream waits, is 2.2 times as long.
+# The time that a chunk of a long prompt may take, in decode steps. At 2.4, a round of two stages
+# and two groups, for which a stream waits, takes 2.2 times as long.
 _CHUNK_BY_DECODE = 2.4
 _CHUNK_BY_DECODE_ALONE = 1.6  # on one stage there is one chunk for each decode step
 _MIN_CHUNK = 8
@@ -17,16 +17,18 @@ _WORTHWHILE = 0.95
 
 
 def chunk_beside_decoding(stages: list[StageStatus], max_tokens: int) -> int:
-    """How many tokens a prefill step may have for streams to keep their pace."""
+    """Returns how many tokens a prefill step may have if streams are to keep their pace."""
     by_decode = _CHUNK_BY_DECODE if len(stages) > 1 else _CHUNK_BY_DECODE_ALONE
-    known = []
+    tokens_of_decode = []  # how many tokens each stage prefills in the time of a decode step
     for stage in stages:
-        per_token = stage.pace.prefill_seconds_per_token
-        if stage.pace.decode_seconds and per_token:
-            known.append(stage.pace.decode_seconds / per_token)
+        decode_seconds = stage.pace.decode_seconds
+        seconds_per_token = stage.pace.prefill_seconds_per_token
+        if decode_seconds and seconds_per_token:
+            tokens_of_decode.append(decode_seconds / seconds_per_token)
     chunk = _UNKNOWN_CHUNK
-    if known:
-        chunk = max(_MIN_CHUNK, int((by_decode - 1) * min(known)))
+    if tokens_of_decode:
+        chunk = int((by_decode - 1) * min(tokens_of_decode))
+        chunk = max(_MIN_CHUNK, chunk)
     return max(1, min(max_tokens, chunk))
 
 
@@ -41,9 +43,9 @@ def token_cost(stages: list[StageStatus]) -> float | None:
 
 
 def room_under_limits(stages: list[StageStatus], config: ServeConfig) -> KvRoom:
-    """The room of all stages under the flags, as a plan has it; without a limit, what is free
-    counts. Scoring a prompt needs memory too, which is left free unless --kv-memory decides.
-    Raises PlanError if that is less than has to be."""
+    """Computes the room for keys and values, as a plan does. Without a limit, all free memory
+    counts, minus what scoring a prompt needs (unless --kv-memory decides). Raises PlanError if
+    the room is less than the minimum."""
     ranks = [stage.rank for stage in stages]
     plans = [stage.plan for stage in stages if stage.plan]
     memory = _amounts(config.memory, ranks)
@@ -55,7 +57,8 @@ def room_under_limits(stages: list[StageStatus], config: ServeConfig) -> KvRoom:
     free = _less(beside_scoring, adapters)
     budgets = kv_budgets(plans, memory, kv_memory) or free
     if memory and not kv_memory:
-        budgets = [min(pair) for pair in zip(budgets, free, strict=True)]
+        pairs = zip(budgets, free, strict=True)
+        budgets = [min(pair) for pair in pairs]
     return kv_room(plans, budgets, config.max_num_sequences)
 
 
@@ -69,8 +72,10 @@ def kept_bytes(kept: PrefixIndex, stages: list[StageStatus]) -> int:
 
 
 def _amounts(flag: str | None, ranks: list[int]) -> list[int] | None:
-    """The bytes that a flag gives each rank, None without the flag."""
-    return memory_of(flag, ranks) if flag else None
+    """Returns the bytes that a flag gives each rank, or None without the flag."""
+    if flag:
+        return memory_of(flag, ranks)
+    return None
 
 
 def _less(amounts: list[int], kept: list[int]) -> list[int]:
@@ -79,30 +84,36 @@ def _less(amounts: list[int], kept: list[int]) -> list[int]:
 
 
 def _free_beside_scoring(stage: StageStatus, prefill_chunk: int) -> int:
-    """The bytes that are free while a prompt is scored in chunks of so many tokens. Only then is
-    there more than one row of logits for a sequence."""
+    """Returns the bytes that are free while a prompt is scored in chunks of this size. Only
+    scoring has more than one row of logits for a sequence."""
     num_tokens = int(LONGEST_CHUNK * prefill_chunk)
-    return stage.free_bytes - num_tokens * stage.logits_bytes_per_token - stage.scoring_bytes
+    logits_bytes = num_tokens * stage.logits_bytes_per_token
+    return stage.free_bytes - logits_bytes - stage.scoring_bytes
 
 
 def better_split(stages: list[StageStatus]) -> list[int] | None:
-    """Layers of each rank that would make the slowest stage faster, from what decode steps
-    really took; None as long as nothing is known, or nothing to gain."""
+    """Returns the number of layers for each rank that would make the slowest stage faster, by the
+    measured times of decode steps. Returns None while these are unknown, and if there is nothing
+    to gain."""
     plans = [stage.plan for stage in stages if stage.plan]
     is_warm = all(stage.pace.num_decode_steps >= _WARM_STEPS for stage in stages)
     if len(stages) < 2 or len(plans) < len(stages) or not is_warm:
         return None
-    counts = [plan.layers[1] - plan.layers[0] for plan in plans]
+    ranges = [plan.layers for plan in plans]
+    counts = [end - start for start, end in ranges]
     seconds = [stage.pace.decode_seconds or 0.0 for stage in stages]
-    layer_seconds = [t / n for t, n in zip(seconds, counts, strict=True)]
-    # Rank 0 has the head as well. Its layers take about as long as those of others.
+    pairs = zip(seconds, counts, strict=True)
+    layer_seconds = [of_stage / num_layers for of_stage, num_layers in pairs]
+    # Rank 0 has the head too. Its layers take about as long as those of other ranks.
     mean_of_others = sum(layer_seconds[1:]) / (len(stages) - 1)
     layer_seconds[0] = min(layer_seconds[0], mean_of_others)
     head_seconds = seconds[0] - counts[0] * layer_seconds[0]
 
     def stage_seconds(rank: int, num_layers: int) -> float:
-        head = head_seconds if rank == 0 else 0.0
-        return head + num_layers * layer_seconds[rank]
+        own_layers = num_layers * layer_seconds[rank]
+        if rank == 0:
+            return head_seconds + own_layers
+        return own_layers
 
     best = [1] * len(stages)
     for _ in range(sum(counts) - len(stages)):
@@ -110,4 +121,5 @@ def better_split(stages: list[StageStatus]) -> list[int] | None:
         fastest = with_one_more.index(min(with_one_more))
         best[fastest] += 1
     slowest = max(stage_seconds(rank, num) for rank, num in enumerate(best))
-    return best if slowest < _WORTHWHILE * max(seconds) else None
+    is_worthwhile = slowest < _WORTHWHILE * max(seconds)
+    return best if is_worthwhile else None

@@ -56,7 +56,13 @@ class Engine:
         )
         self.adapters = AdapterLoader(config, ranks)
         self._driver = Driver(
-            config, cluster, folder, self._lifecycle, self._requests, self.adapters, view
+            config,
+            cluster,
+            folder,
+            self._lifecycle,
+            self._requests,
+            self.adapters,
+            view,
         )
 
     async def listen(self) -> None:
@@ -76,7 +82,10 @@ class Engine:
         return await asyncio.shield(self._driver.failure)
 
     def submit(
-        self, prompts: ReadableList[Prompt], adapter_version: int = 0, cache_scope: str = ""
+        self,
+        prompts: ReadableList[Prompt],
+        adapter_version: int = 0,
+        cache_scope: str = "",
     ) -> Generation:
         """Begins a request. adapter_version is 0 for the model alone; prefixes are shared within
         cache_scope. Raises UnavailableError, OverloadedError or RequestError."""

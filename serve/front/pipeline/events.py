@@ -32,7 +32,13 @@ class State(Enum):
 
 
 # Faults are noted in these states, and judged when the ranks are there.
-NOTED = {State.PLANNING, State.GATHERING, State.REPLANNING, State.LACKING, State.RENEWING}
+NOTED = {
+    State.PLANNING,
+    State.GATHERING,
+    State.REPLANNING,
+    State.LACKING,
+    State.RENEWING,
+}
 OVER = {State.FAILED, State.CLOSED}
 # What the stages have to be to leave a state, and what a rank that is late did not do.
 AWAITED = {

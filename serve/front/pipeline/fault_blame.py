@@ -74,13 +74,13 @@ class FaultBlame:
             self._num_since_token[id] += 1
         if ids and ids == [self.alone]:
             self._num_faults_alone += 1
-            return self._blame(ids[0]) if self._num_faults_alone >= self._max_faults_alone else None
+            is_proved = self._num_faults_alone >= self._max_faults_alone
+            return self._blame(ids[0]) if is_proved else None
         # The youngest first: before it came, the others were fine.
-        self._queue += [
-            id
-            for id in reversed(ids)
-            if id not in self._queue and self._num_since_token[id] >= self._max_shared_faults
-        ]
+        for id in reversed(ids):
+            is_suspect = self._num_since_token[id] >= self._max_shared_faults
+            if is_suspect and id not in self._queue:
+                self._queue.append(id)
         return None
 
     def _blame(self, sequence_id: int) -> Blame:

@@ -16,7 +16,8 @@ class Generation:
     ranks, if it still runs."""
 
     def __init__(self, sequences: list[Sequence], drop: Callable[[int], None]) -> None:
-        self._sequences, self._drop = sequences, drop
+        self._sequences = sequences
+        self._drop = drop
         self._numbers = {sequence.id: n for n, sequence in enumerate(sequences)}
         self._running = set(self._numbers)
         self._events: asyncio.Queue[Event | BrigadeError] = asyncio.Queue()
@@ -81,13 +82,13 @@ class Generation:
 
     @property
     def adapter_version(self) -> int:
-        """The version that all its sequences have."""
+        """The adapter version of all its sequences."""
         return self._sequences[0].adapter_version
 
     @property
     def num_cached(self) -> int:
         """The number of prompt tokens that were taken from the prefix cache."""
-        return sum(s.num_cached for s in self._sequences if s.original is None)
+        return sum(sequence.num_cached for sequence in self._originals)
 
     @property
     def num_accepted(self) -> int:
@@ -103,8 +104,14 @@ class Generation:
     def progress(self) -> tuple[int, int]:
         """The number of prompt tokens that are computed, and of all. A prompt counts once, however
         many answers it has."""
-        prompts = [s for s in self._sequences if s.original is None]
-        return sum(s.num_prompt_done for s in prompts), sum(len(s.prompt) for s in prompts)
+        num_done = sum(sequence.num_prompt_done for sequence in self._originals)
+        num_tokens = sum(len(sequence.prompt) for sequence in self._originals)
+        return num_done, num_tokens
+
+    @property
+    def _originals(self) -> list[Sequence]:
+        """The first sequence of each prompt."""
+        return [sequence for sequence in self._sequences if sequence.original is None]
 
     def cancel(self, error: BrigadeError) -> None:
         """Ends all sequences at once, also if nobody takes their events, of which the last is this

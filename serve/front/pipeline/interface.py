@@ -91,7 +91,10 @@ class Engine(Protocol):
         """Whether the boundaries of prompts are of use: the model has caches that cannot be cut."""
 
     def submit(
-        self, prompts: Sequence[Prompt], adapter_version: int = 0, cache_scope: str = ""
+        self,
+        prompts: Sequence[Prompt],
+        adapter_version: int = 0,
+        cache_scope: str = "",
     ) -> Generation:
         """Prefixes are shared within cache_scope. Raises OverloadedError,
         UnavailableError or RequestError."""

@@ -47,7 +47,12 @@ class Lifecycle:
     """hosts has the host of each rank, facts those of rank 0. `deadline` is the time at which
     `Ticked` is due, None if nothing is waited for. `number` counts the lives before this one."""
 
-    def __init__(self, config: ServeConfig, hosts: Sequence[str], facts: dict[str, str]) -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        hosts: Sequence[str],
+        facts: dict[str, str],
+    ) -> None:
         self._config = config
         self.state = State.PLANNING
         self.deadline: float | None = None
@@ -528,7 +533,10 @@ class Lifecycle:
             return
         try:
             self._pause_seconds = self._restarts.wait_seconds(
-                reason, judgement.was_working, self._now, judgement.num_explained
+                reason,
+                judgement.was_working,
+                self._now,
+                judgement.num_explained,
             )
         except BrigadeError as error:
             self._fail(error)

@@ -11,7 +11,7 @@ _CONVERSATION_TOKENS = 4096
 
 
 def plan_request(config: ServeConfig, num_ranks: int) -> PlanRequest:
-    """The request for a plan over all ranks of a launch."""
+    """Makes the request for a plan over all ranks of a launch."""
     return PlanRequest(
         num_ranks=num_ranks,
         context=config.max_context,
@@ -25,14 +25,20 @@ def plan_request(config: ServeConfig, num_ranks: int) -> PlanRequest:
     )
 
 
-def replan_request(config: ServeConfig, ranks: Sequence[int], known: Sequence[int]) -> PlanRequest:
-    """The request for a plan over the ranks that are there. known is the memory of each rank in
-    bytes, or 0 if unknown: it must hold the weights and one conversation."""
+def replan_request(
+    config: ServeConfig,
+    ranks: Sequence[int],
+    known: Sequence[int],
+) -> PlanRequest:
+    """Makes the request for a plan over the ranks that are there. known is the memory of each rank
+    in bytes, or 0 if unknown. The memory must hold the weights and one conversation."""
     memory = memory_of(config.memory, ranks) if config.memory else known
+    is_known = all(memory)
+    request = plan_request(config, len(ranks))
     return replace(
-        plan_request(config, len(ranks)),
+        request,
         min_tokens=_CONVERSATION_TOKENS,
-        memory=_text(memory) if all(memory) else None,
+        memory=_text(memory) if is_known else None,
         kv_memory=_of_ranks(config.kv_memory, ranks),
         adapter_memory=_of_ranks(config.adapter_memory, ranks),
         split="even" if config.split == "even" else "auto",
@@ -40,7 +46,10 @@ def replan_request(config: ServeConfig, ranks: Sequence[int], known: Sequence[in
 
 
 def _of_ranks(amounts: str | None, ranks: Sequence[int]) -> str | None:
-    return _text(memory_of(amounts, ranks)) if amounts else None
+    if amounts is None:
+        return None
+    own = memory_of(amounts, ranks)
+    return _text(own)
 
 
 def _text(amounts: Sequence[int]) -> str:
@@ -55,8 +64,8 @@ def order(
     nonce: int,
     copies: str,
 ) -> Order:
-    """The order for the engine of one rank. ring are the ranks that take part, in order. Paths
-    and addresses are those of rank 0: other ranks put theirs in their place."""
+    """Makes the order for the engine of one rank. ring are the ranks that take part, in order.
+    Paths and addresses are those of rank 0; other ranks replace them by their own."""
     return Order(
         rank=ring.index(stage.rank),
         ring=tuple(ring),

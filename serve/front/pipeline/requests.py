@@ -70,7 +70,10 @@ class Requests:
     # --- for clients
 
     def submit(
-        self, prompts: ReadableList[Prompt], adapter_version: int, cache_scope: str
+        self,
+        prompts: ReadableList[Prompt],
+        adapter_version: int,
+        cache_scope: str,
     ) -> Generation:
         """Queues the sequences of a request. Raises OverloadedError or RequestError."""
         self._check_lengths(prompts)
@@ -115,7 +118,12 @@ class Requests:
                     param="dimensions",
                 )
 
-    def _sequences(self, prompt: Prompt, adapter_version: int, cache_scope: str) -> list[Sequence]:
+    def _sequences(
+        self,
+        prompt: Prompt,
+        adapter_version: int,
+        cache_scope: str,
+    ) -> list[Sequence]:
         """One sequence for each answer, or one to embed. The first one's prompt is computed, the
         others copy it."""
         sequences: list[Sequence] = []
@@ -123,7 +131,12 @@ class Requests:
         for sampling in prompt.samplings or (Sampling(),):
             new_id = next(self._sequence_ids)
             sequence = Sequence(
-                new_id, prompt.ids, max_tokens, sampling, prompt.end_ids, adapter_version
+                new_id,
+                prompt.ids,
+                max_tokens,
+                sampling,
+                prompt.end_ids,
+                adapter_version,
             )
             sequence.original = sequences[0] if sequences else None
             sequence.cache_scope = cache_scope
@@ -221,7 +234,9 @@ class Requests:
 
     def _give_up(self, blame: Blame) -> None:
         _logger.error(
-            "event=request_given_up sequence=%d num_faults=%d", blame.sequence, blame.num_faults
+            "event=request_given_up sequence=%d num_faults=%d",
+            blame.sequence,
+            blame.num_faults,
         )
         generation = self._generations[blame.sequence]
         generation.put(
@@ -279,7 +294,8 @@ class Requests:
         for scores in result.scores:
             self._note_scores(scores)
         self.scheduler.chunk_beside_decoding = chunk_beside_decoding(
-            self._stages, self._config.prefill_chunk
+            self._stages,
+            self._config.prefill_chunk,
         )
         if (cost := token_cost(self._stages)) is not None:
             self._speculation.token_cost = cost

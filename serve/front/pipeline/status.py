@@ -23,8 +23,8 @@ _SILENT_SECONDS = 1.5
 
 @dataclass(slots=True)
 class Pace:
-    """Running means on a stage, None before there was one. A prefill step takes as long as
-    a decode step, for reading the weights, and prefill_seconds_per_token besides."""
+    """Running means of a stage's steps; None before the first. A prefill step takes as long as a
+    decode step, which reads the weights, plus prefill_seconds_per_token for each token."""
 
     decode_seconds: float | None = None
     prefill_seconds_per_token: float | None = None
@@ -35,10 +35,14 @@ class Pace:
         for span in spans:
             seconds = span.end - span.start
             if span.num_tokens > span.num_rows + span.num_drafts:
-                per_token = max(0.0, seconds - (self.decode_seconds or 0.0)) / span.num_tokens
-                before = self.prefill_seconds_per_token
-                # Later chunks of a prompt look back further and take longer: be quick.
-                self.prefill_seconds_per_token = _mean(before, per_token, _NEW_CHUNK_SHARE)
+                seconds_of_tokens = max(0.0, seconds - (self.decode_seconds or 0.0))
+                # Later chunks of a prompt take longer, because they attend to more tokens. A large
+                # share of the latest chunk follows this quickly.
+                self.prefill_seconds_per_token = _mean(
+                    self.prefill_seconds_per_token,
+                    seconds_of_tokens / span.num_tokens,
+                    _NEW_CHUNK_SHARE,
+                )
             elif span.num_rows:
                 self.decode_cost.note(span.num_tokens, seconds)
                 self.num_decode_steps += 1
@@ -47,26 +51,28 @@ class Pace:
 
 
 def _mean(before: float | None, value: float, new_share: float = _NEW_SHARE) -> float:
-    return value if before is None else before + new_share * (value - before)
+    if before is None:
+        return value
+    return before + new_share * (value - before)
 
 
 @dataclass(slots=True)
 class StageStatus:
-    """One stage, as its engine last reported it."""
+    """The status of one stage, as its engine last reported it."""
 
     rank: int
     host: str
     plan: StagePlan | None = None
     pid: int | None = None
     state: str = "starting"
-    done: int = 0  # bytes of what it is fetching or loading,
-    total: int = 0  # and of all that it has to
+    done: int = 0  # bytes fetched or loaded so far,
+    total: int = 0  # and those to fetch or load in all
     bytes_owned: int = 0
     bytes_read: int | None = None
     bytes_fetched: int = 0
     free_bytes: int = 0
     logits_bytes_per_token: int = 0  # on rank 0, which has the head
-    scoring_bytes: int = 0  # that scoring a prompt takes besides
+    scoring_bytes: int = 0  # further bytes that scoring a prompt takes
     hidden_size: int = 0
     reuse: str = "none"
     can_rewind: bool = False
@@ -76,10 +82,9 @@ class StageStatus:
     hop_seconds: float = 0.0
     busy_seconds: float = 0.0
     num_steps: int = 0
-    waits_on: tuple[int, int] | None = (
-        None  # the hop, from rank to rank, of a tensor that is on its way
-    )
-    step: int | None = None  # the one that it computes
+    # The ranks (from, to) of the hop whose tensor has not arrived yet.
+    waits_on: tuple[int, int] | None = None
+    step: int | None = None  # the step that it computes
     pace: Pace = field(default_factory=Pace)
     heard_at: float = 0.0
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=_NUM_SPANS))
@@ -87,17 +92,21 @@ class StageStatus:
     _busy: deque[tuple[float, float]] = field(default_factory=deque)
 
     def update(self, status: Status, ring: Sequence[int], now: float) -> None:
-        """Takes a report over. ring are the ranks that take part, in order, and now is a time of
-        the monotonic clock."""
+        """Takes the values of a report. ring are the ranks that take part, in order; now is a time
+        of the monotonic clock."""
         self.state = status.state
-        self.done, self.total = status.done, status.total
+        self.done = status.done
+        self.total = status.total
         self.heard_at = now
         if status.loaded:
             self._note_loaded(status.loaded)
         if status.activity:
             self._note_activity(status.activity, ring)
         self._busy.append((now, self.busy_seconds))
-        while len(self._busy) > 2 and self._busy[1][0] < now - _WINDOW_SECONDS:
+        while len(self._busy) > 2:
+            second_time, _ = self._busy[1]
+            if second_time >= now - _WINDOW_SECONDS:
+                break
             self._busy.popleft()
 
     def _note_loaded(self, loaded: Loaded) -> None:
@@ -129,43 +138,61 @@ class StageStatus:
         self.pace.update(activity.spans)
 
     def assign(self, plan: StagePlan) -> None:
-        self.plan, self.pace = plan, Pace()
+        self.plan = plan
+        self.pace = Pace()
 
     def renew(self) -> None:
         """Resets the status: the engine was ended, and a new one will start."""
-        self.state, self.done, self.total = "renewing", 0, 0
-        self.kv_bytes, self.adapter_bytes, self.num_steps = 0, 0, 0
-        self.waits_on, self.step = None, None
+        self.state = "renewing"
+        self.done = 0
+        self.total = 0
+        self.kv_bytes = 0
+        self.adapter_bytes = 0
+        self.num_steps = 0
+        self.waits_on = None
+        self.step = None
         self._busy.clear()
 
     @property
     def memory_bytes(self) -> int:
         """The memory for weights, keys and values when the stage was loaded; 0 before that."""
-        return self.free_bytes and self.free_bytes + self.bytes_owned
+        if not self.free_bytes:
+            return 0
+        return self.free_bytes + self.bytes_owned
 
     @property
     def busy_share(self) -> float:
-        """The share of the last ten seconds that the stage was computing."""
+        """The share of the last ten seconds in which the stage was computing."""
         if len(self._busy) < 2:
             return 0.0
-        (t0, busy0), (t1, busy1) = self._busy[0], self._busy[-1]
-        return min(1.0, (busy1 - busy0) / (t1 - t0)) if t1 > t0 else 0.0
+        first_time, first_busy = self._busy[0]
+        last_time, last_busy = self._busy[-1]
+        seconds = last_time - first_time
+        if seconds <= 0:
+            return 0.0
+        return min(1.0, (last_busy - first_busy) / seconds)
 
     @property
     def doing(self) -> str:
-        percent = f" {self.done / self.total:.0%}" if self.total else ""
-        return f"rank {self.rank}: {self.state}{percent}"
+        """The state as text, with the progress of loading."""
+        if not self.total:
+            return f"rank {self.rank}: {self.state}"
+        share = self.done / self.total
+        return f"rank {self.rank}: {self.state} {share:.0%}"
 
     def line(self) -> str:
-        """The status as one line of the log, key=value."""
-        known = {
+        """Returns the status as one line of the log, key=value."""
+        words = [f"event=stage_{self.state}", f"rank={self.rank}"]
+        if self.plan:
+            start, end = self.plan.layers
+            words.append(f"layers={start}-{end - 1}")
+        counts = {
             "bytes_owned": self.bytes_owned,
             "bytes_read": self.bytes_read,
             "bytes_fetched": self.bytes_fetched,
         }
-        read = " ".join(f"{key}={value}" for key, value in known.items() if value)
-        layers = f"layers={self.plan.layers[0]}-{self.plan.layers[1] - 1} " if self.plan else ""
-        return f"event=stage_{self.state} rank={self.rank} {layers}{read}".rstrip()
+        words += [f"{key}={value}" for key, value in counts.items() if value]
+        return " ".join(words)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -196,16 +223,23 @@ def is_silent(stage: StageStatus, now: float) -> bool:
 
 
 def stall_cause(stages: list[StageStatus], now: float) -> str:
-    """The rank or hop that holds the others up: a silent rank, else a hop whose tensors do not
-    arrive, else the rank that is computing, else the rank that has finished the fewest steps."""
+    """Returns the rank or hop that holds the others up: a silent rank, else a hop whose tensors do
+    not arrive, else the rank that is computing, else the rank that has finished the fewest
+    steps."""
     for stage in stages:
-        if (silent_seconds := now - stage.heard_at) > _SILENT_SECONDS:
+        silent_seconds = now - stage.heard_at
+        if silent_seconds > _SILENT_SECONDS:
             return f"rank {stage.rank} on {stage.host} has been silent for {silent_seconds:.1f} s"
     for stage in stages:
         if stage.waits_on:
             source, target = stage.waits_on
             return f"the hop from rank {source} to rank {target} is stuck"
-    behind = min(stages, key=lambda stage: (stage.step is None, stage.num_steps, -stage.rank))
+
+    def lag(stage: StageStatus) -> tuple[bool, int, int]:
+        is_idle = stage.step is None
+        return is_idle, stage.num_steps, -stage.rank
+
+    behind = min(stages, key=lag)
     doing = "is behind" if behind.step is None else f"does not finish step {behind.step}"
     return f"rank {behind.rank} on {behind.host} {doing}"
 
@@ -259,9 +293,12 @@ def spans_after(
 
 
 def chrome_trace(stages: list[StageStatus], since: float) -> dict[str, Any]:
-    """The steps since a time in the format of chrome://tracing and Perfetto: one row a
-    stage, times in microseconds."""
-    return {"traceEvents": [event for stage in stages for event in _events(stage, since)]}
+    """Returns the steps since a time, in the format of chrome://tracing and Perfetto: one row for
+    each stage, times in microseconds."""
+    trace: list[dict[str, Any]] = []
+    for stage in stages:
+        trace += _events(stage, since)
+    return {"traceEvents": trace}
 
 
 def _events(stage: StageStatus, since: float) -> Iterator[dict[str, Any]]:
@@ -269,7 +306,12 @@ def _events(stage: StageStatus, since: float) -> Iterator[dict[str, Any]]:
         return
     start, end = stage.plan.layers
     label = f"rank {stage.rank}, layers {start} to {end - 1}"
-    yield {"name": "process_name", "ph": "M", "pid": stage.rank, "args": {"name": label}}
+    yield {
+        "name": "process_name",
+        "ph": "M",
+        "pid": stage.rank,
+        "args": {"name": label},
+    }
     for span in stage.spans:
         if span.end >= since:
             yield {

@@ -31,7 +31,13 @@ _SAMPLED = Sampling(
     logprobs=2,
 )
 # No answer of a few tokens completes it. Rank 0 reads its tokenizer for it.
-_GRAMMAR = of_schema({"type": "array", "items": {"type": "integer"}, "minItems": 100})
+_GRAMMAR = of_schema(
+    {
+        "type": "array",
+        "items": {"type": "integer"},
+        "minItems": 100,
+    }
+)
 _GREEDY = Sampling(temperature=0)
 
 _logger = logging.getLogger(__name__)
@@ -109,7 +115,12 @@ class WarmUp:
             versions = itertools.cycle([0, *self._adapters])
             yield [self._sequence(_SHORT_PROMPT, _GREEDY, next(versions)) for _ in range(num_rows)]
 
-    def _sequence(self, num_tokens: int, sampling: Sampling, adapter_version: int = 0) -> Sequence:
+    def _sequence(
+        self,
+        num_tokens: int,
+        sampling: Sampling,
+        adapter_version: int = 0,
+    ) -> Sequence:
         """Every vocabulary has a token 0."""
         prompt = [0] * max(1, min(num_tokens, self._max_tokens - _NUM_TOKENS))
         max_tokens = min(_NUM_TOKENS, self._max_tokens - len(prompt))

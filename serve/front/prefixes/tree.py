@@ -12,8 +12,8 @@ _NUM_FIRST = 16  # Most lists differ from others in their first tokens, if at al
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """tokens lead here from the parent; ids are the lists that end here. No two children begin
-    with the same token."""
+    """A node: tokens lead to it from its parent, and ids are the lists that end here. No two
+    children begin with the same token."""
 
     tokens: list[int]
     num_before: int
@@ -27,7 +27,8 @@ class _Node:
 
 
 class PrefixTree:
-    """Every node but the root is the end of a list, or has at least two children."""
+    """A radix tree of lists. Every node but the root is the end of a list, or has at least two
+    children."""
 
     def __init__(self) -> None:
         self._root = _Node([], 0)
@@ -46,12 +47,14 @@ class PrefixTree:
             node = _split(node, num_common - node.num_before)
         if num_common < len(tokens):
             rest = list(tokens[num_common:])
-            node.children[rest[0]] = node = _Node(rest, num_common, node)
+            child = _Node(rest, num_common, node)
+            node.children[rest[0]] = child
+            node = child
         node.ids.add(id)
         self._ends[id] = node
 
     def remove(self, id: int) -> int:
-        """Removes a list. Returns how many tokens it had."""
+        """Removes a list. Returns the number of its tokens."""
         node = self._ends.pop(id)
         num_tokens = node.num_tokens
         node.ids.remove(id)
@@ -64,7 +67,7 @@ class PrefixTree:
         return num_tokens
 
     def prefixes(self, tokens: ReadableList[int]) -> dict[int, int]:
-        """The lists that tokens begin with, all of them, and their lengths."""
+        """Returns the lengths of all lists that `tokens` begin with, by their ids."""
         found: dict[int, int] = {}
         for node, num_common in self._path(tokens):
             if num_common == node.num_tokens:
@@ -81,8 +84,10 @@ class PrefixTree:
         is true. If several have it, the first in order wins. Returns its id and the prefix's
         length."""
         came_from: _Node | None = None
-        for node, num_common in reversed(list(self._path(tokens))):
-            found = [id for id in _ids_below(node, came_from) if not may_be or may_be(id)]
+        path = list(self._path(tokens))
+        for node, num_common in reversed(path):
+            below = _ids_below(node, came_from)
+            found = [id for id in below if may_be is None or may_be(id)]
             if found:
                 return min(found, key=order), num_common
             came_from = node
@@ -91,12 +96,17 @@ class PrefixTree:
     def _path(self, tokens: ReadableList[int]) -> Iterator[tuple[_Node, int]]:
         """Yields the nodes from the root down, each with the number of tokens that are the same up
         to its end or within it."""
-        node, num_common = self._root, 0
+        node = self._root
+        num_common = 0
         yield node, num_common
-        while num_common < len(tokens) and (child := node.children.get(tokens[num_common])):
+        while num_common < len(tokens):
+            child = node.children.get(tokens[num_common])
+            if child is None:
+                return
             rest = tokens[num_common : num_common + len(child.tokens)]
             num_same = common_length(child.tokens, rest)
-            node, num_common = child, num_common + num_same
+            node = child
+            num_common += num_same
             yield node, num_common
             if num_same < len(child.tokens):
                 return
@@ -112,21 +122,24 @@ def _ids_below(node: _Node, known: _Node | None) -> Iterator[int]:
 
 
 def _split(node: _Node, num_tokens: int) -> _Node:
-    """A new node after so many of a node's tokens."""
+    """Splits a node after num_tokens of its tokens. Returns the new upper node."""
     assert node.parent
-    upper = _Node(node.tokens[:num_tokens], node.num_before, node.parent)
-    node.parent.children[node.tokens[0]] = upper
-    node.tokens, node.parent = node.tokens[num_tokens:], upper
+    upper_tokens = node.tokens[:num_tokens]
+    upper = _Node(upper_tokens, node.num_before, node.parent)
+    node.parent.children[upper_tokens[0]] = upper
+    node.tokens = node.tokens[num_tokens:]
+    node.parent = upper
     node.num_before += num_tokens
     upper.children[node.tokens[0]] = node
     return upper
 
 
 def _join(node: _Node) -> None:
-    """A node that no list ends at becomes a part of its only child."""
+    """Joins a node at which no list ends with its only child."""
     assert node.parent
     (child,) = node.children.values()
-    child.tokens, child.parent = node.tokens + child.tokens, node.parent
+    child.tokens = node.tokens + child.tokens
+    child.parent = node.parent
     child.num_before = node.num_before
     node.parent.children[child.tokens[0]] = child
 

@@ -1,8 +1,8 @@
 """Reads examples from jsonl files, marks the tokens to train on, and forms the batches of a run.
 
-Formats and tokens are those of mlx_lm.tuner.datasets; labels, order and padding are not: every
-turn of the assistant can be learned, padding never is, and the order follows from the seed and
-the number of the batch alone, so a run can be resumed at any batch."""
+Formats and tokens are those of mlx_lm.tuner.datasets. Labels, order and padding differ: every
+turn of the assistant can be learned, padding never is, and the order depends only on the seed and
+the number of the batch, so a run can be resumed at any batch."""
 
 import hashlib
 import json
@@ -25,30 +25,45 @@ from serve.hub.model_config import config_for_tokenizer
 from serve.tune.config import FineTuneConfig
 from serve.tune.data.lines import read_lines
 
-# What templates raise at a line that is not as they expect.
-_FAILURES = (jinja2.TemplateError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+# What templates raise for a line that is not what they expect.
+_FAILURES = (
+    jinja2.TemplateError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+Tokens = tuple[int, ...]
+Range = tuple[int, int]
+"""The first position, and the one behind the last."""
+Render = Callable[[int, bool], Tokens]
+"""Renders the first messages of a chat, with or without the prompt for the assistant's turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """labels are the ranges of tokens that are learned. Of a row of several examples starts
-    tells where each begins."""
+    """An example, or a row of several ones that begin at `starts`. labels are the ranges of tokens
+    that are learned, as (start, end)."""
 
-    tokens: tuple[int, ...]
-    labels: tuple[tuple[int, int], ...]
+    tokens: Tokens
+    labels: tuple[Range, ...]
     starts: tuple[int, ...] = (0,)
 
     def cut(self, length: int) -> "Example":
-        """The first tokens of this example."""
+        """Returns the first `length` tokens of this example."""
+        tokens = self.tokens[:length]
         labels = []
         for start, end in self.labels:
             if start < length:
                 labels.append((start, min(end, length)))
-        return Example(self.tokens[:length], tuple(labels))
+        return Example(tokens, tuple(labels))
 
     @property
     def num_labels(self) -> int:
-        """How many tokens are learned. The first one of a row never is: nothing predicts it."""
+        """The number of learned tokens, without the first of a row, which nothing predicts."""
         count = 0
         for start, end in self.labels:
             first = max(start, 1)
@@ -58,8 +73,8 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """inputs, targets and mask are (B, L); mask is 1 where a target is learned. So are the
-    segments of rows with several examples: numbers of the example that an input is of."""
+    """Rows that are trained together. inputs, targets, mask and segments are (B, L). mask is 1
+    where a target is learned. segments number the examples of rows with several."""
 
     inputs: mx.array
     targets: mx.array
@@ -70,12 +85,12 @@ class MicroBatch:
 
     @property
     def size(self) -> int:
-        """Positions that are computed, padding among them."""
+        """The number of computed positions, including padding."""
         return int(self.inputs.size)
 
     @property
     def learned(self) -> mx.array:
-        """(N,): the positions, numbered along all rows, whose target is learned."""
+        """The positions with a learned target, numbered along all rows: (N,)."""
         mask = np.array(self.mask)
         positions = np.flatnonzero(mask)
         return mx.array(positions.astype(np.int32))
@@ -83,8 +98,9 @@ class MicroBatch:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """The examples of one file, or rows of several. num_cut and num_dropped are those longer
-    than the window or without a label; digest tells whether two ranks have read the same."""
+    """The examples of one file, or packed rows of them. num_cut counts examples that were cut
+    to --max-seq-length, num_dropped those left out: too long, or nothing to learn. Ranks compare
+    their digests to find out whether they have read the same."""
 
     examples: list[Example]
     num_cut: int
@@ -94,40 +110,43 @@ class Split:
 
     @property
     def size(self) -> str:
-        """How many examples there are, and in how many rows, for people."""
-        count = sum(len(example.starts) for example in self.examples)
+        """The number of examples, and of rows if they are packed, as text."""
+        counts = [len(example.starts) for example in self.examples]
+        count = sum(counts)
         if self.is_packed:
             return f"{count} examples in {len(self.examples)} rows"
         return f"{count} examples"
 
     @cached_property
     def lengths(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """(N,): the number of tokens in each row."""
+        """The number of tokens in each row: (N,)."""
         lengths = [len(example.tokens) for example in self.examples]
         return np.array(lengths, dtype=np.int64)
 
 
 def read_tokenizer(folder: Path) -> Any:
     """Loads the tokenizer with mlx_lm. Raises ModelError."""
-    # It warns of a text longer than the model's window, which is cut here.
+    # transformers warns of texts longer than the model's context, but those are cut here.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
-        return load_tokenizer(folder, {"config": config_for_tokenizer(folder)})
+        config = config_for_tokenizer(folder)
+        return load_tokenizer(folder, {"config": config})
     except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
+        reason, _, _ = str(error).strip().partition("\n")
         raise ModelError(
             f"The tokenizer in {folder} cannot be read ({reason}): are its files there?"
         ) from error
 
 
 def read_split(path: Path, tokenizer: Any, config: FineTuneConfig) -> Split:
-    """Raises UsageError that names the file and the line of what is wrong."""
+    """Reads the examples of a file. Raises UsageError that names the file and the wrong line."""
     lines = read_lines(path, config)
     try:
         items = [item for _, item in lines]
         dataset = create_dataset(items, tokenizer, config)
-    except ValueError as error:  # --mask-prompt, which texts have not
-        raise UsageError(f"{path}:{lines[0][0]}: {error}") from error
+    except ValueError as error:  # --mask-prompt, which does not work with texts
+        first_line, _ = lines[0]
+        raise UsageError(f"{path}:{first_line}: {error}") from error
     examples = []
     num_cut = 0
     num_dropped = 0
@@ -137,12 +156,14 @@ def read_split(path: Path, tokenizer: Any, config: FineTuneConfig) -> Split:
         try:
             example = _example(dataset, item, config.mask_prompt)
         except _FAILURES as error:
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            lines_of_error = str(error).splitlines()
+            reason = lines_of_error[0] if lines_of_error else type(error).__name__
             raise UsageError(
                 f"{path}:{number}: the model's chat template rejects this chat ({reason})."
             ) from error
-        shortest = min(shortest, len(example.tokens))
-        if len(example.tokens) > config.max_seq_length:
+        length = len(example.tokens)
+        shortest = min(shortest, length)
+        if length > config.max_seq_length:
             if config.long_examples == "cut":
                 example = example.cut(config.max_seq_length)
                 num_cut += 1
@@ -159,7 +180,8 @@ def read_split(path: Path, tokenizer: Any, config: FineTuneConfig) -> Split:
             f"{path}: no example has anything to learn within --max-seq-length "
             f"{config.max_seq_length}: the shortest has {shortest} tokens."
         )
-    return Split(examples, num_cut, num_dropped, digest.hexdigest()[:16])
+    short_digest = digest.hexdigest()[:16]
+    return Split(examples, num_cut, num_dropped, short_digest)
 
 
 # --- what is learned
@@ -167,24 +189,27 @@ def read_split(path: Path, tokenizer: Any, config: FineTuneConfig) -> Split:
 
 def _example(dataset: Any, item: dict[str, Any], mask_prompt: bool) -> Example:
     if isinstance(dataset, TextDataset):
-        tokens = tuple(dataset.process(item)[0])
-        everything = 0, len(tokens)
-        return Example(tokens, (everything,))
+        text_tokens, _ = dataset.process(item)
+        everything = 0, len(text_tokens)
+        return Example(tuple(text_tokens), (everything,))
     if isinstance(dataset, ChatDataset):
         messages = item[dataset.chat_key]
     else:
-        user = {"role": "user", "content": item[dataset.prompt_key]}
-        assistant = {"role": "assistant", "content": item[dataset.completion_key]}
-        messages = [user, assistant]
+        prompt = item[dataset.prompt_key]
+        completion = item[dataset.completion_key]
+        messages = [
+            {"role": "user", "content": prompt},
+            {"role": "assistant", "content": completion},
+        ]
 
-    def render(num_messages: int, prompt: bool) -> tuple[int, ...]:
-        tokens = dataset.tokenizer.apply_chat_template(
+    def render(num_messages: int, is_prompt: bool) -> Tokens:
+        rendered = dataset.tokenizer.apply_chat_template(
             messages[:num_messages],
             tools=item.get("tools"),
-            add_generation_prompt=prompt,
+            add_generation_prompt=is_prompt,
             return_dict=False,
         )
-        return tuple(tokens)
+        return tuple(rendered)
 
     tokens = render(len(messages), False)
     if mask_prompt:
@@ -193,11 +218,9 @@ def _example(dataset: Any, item: dict[str, Any], mask_prompt: bool) -> Example:
     return Example(tokens, (everything,))
 
 
-def _turns(
-    messages: Sequence[dict[str, Any]], render: Callable[[int, bool], tuple[int, ...]]
-) -> tuple[tuple[int, int], ...]:
-    """The tokens of each turn of the assistant. Some templates show earlier turns in another way
-    than the last: then only the last is learned, if it is the assistant's."""
+def _turns(messages: Sequence[dict[str, Any]], render: Render) -> tuple[Range, ...]:
+    """Returns the tokens of each turn of the assistant. Some templates render earlier turns
+    differently from the last one. Then only the last is learned, if it is the assistant's."""
     tokens = render(len(messages), False)
     labels = []
     for n, message in enumerate(messages):
@@ -209,21 +232,19 @@ def _turns(
         else:
             first_prompt = render(1, True)
             before = _opening(after, first_prompt)
-        is_shown_alike = _begins_with(tokens, after) and _begins_with(after, before)
-        if not is_shown_alike:
+        is_same_everywhere = _begins_with(tokens, after) and _begins_with(after, before)
+        if not is_same_everywhere:
             return _last_turn(messages, render)
         labels.append((len(before), len(after)))
     return tuple(labels)
 
 
-def _begins_with(tokens: tuple[int, ...], start: tuple[int, ...]) -> bool:
+def _begins_with(tokens: Tokens, start: Tokens) -> bool:
     return tokens[: len(start)] == start
 
 
-def _last_turn(
-    messages: Sequence[dict[str, Any]], render: Callable[[int, bool], tuple[int, ...]]
-) -> tuple[tuple[int, int], ...]:
-    """The tokens of the last message, if it is the assistant's."""
+def _last_turn(messages: Sequence[dict[str, Any]], render: Render) -> tuple[Range, ...]:
+    """Returns the tokens of the last message, if it is the assistant's."""
     if messages[-1]["role"] != "assistant":
         return ()
     count = len(messages)
@@ -233,9 +254,11 @@ def _last_turn(
     return (turn,)
 
 
-def _opening(turn: tuple[int, ...], prompted: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the tokens before the assistant's words in a chat that it opens. Templates may
-    refuse to render no messages, but the prompt for a second turn also stands before the first."""
+def _opening(turn: Tokens, prompted: Tokens) -> Tokens:
+    """Returns the tokens before the assistant's words in a chat that the assistant begins.
+
+    A template may refuse to render an empty chat. But the prompt for a second turn also precedes
+    the first, so `prompted`, the turn with such a prompt behind it, shows what to look for."""
     prompt = prompted[len(turn) :]
     for start in range(len(turn)):
         end = start + len(prompt)
@@ -248,44 +271,50 @@ def _opening(turn: tuple[int, ...], prompted: tuple[int, ...]) -> tuple[int, ...
 
 
 def batch_at(split: Split, number: int, batch_size: int, seed: int) -> list[int]:
-    """The examples of a batch, counted from 0 over all epochs, shortest first.
+    """Returns the examples of a batch, shortest first. Batches are counted from 0 over all epochs.
 
-    An epoch has examples of similar length in each batch and the batches in random order;
-    what does not fill a batch, other examples in each epoch, is left out.
+    Each batch has examples of similar length, and an epoch has its batches in random order.
+    Examples that do not fill a batch are left out; these are others in each epoch.
     """
     count = len(split.examples)
     if count < batch_size:
-        found = f"{count} {'packed rows' if split.is_packed else 'examples'}"
+        unit = "packed rows" if split.is_packed else "examples"
         raise UsageError(
-            f"train.jsonl has {found} to learn from, fewer than --batch-size "
+            f"train.jsonl has {count} {unit} to learn from, fewer than --batch-size "
             f"{batch_size}: use {count} or less."
         )
-    epoch, at = divmod(number, count // batch_size)
+    num_batches = count // batch_size
+    epoch, in_epoch = divmod(number, num_batches)
     batches = _epoch(split, epoch, batch_size, seed)
-    return [int(n) for n in batches[at]]
+    return [int(n) for n in batches[in_epoch]]
 
 
 @lru_cache(maxsize=1)
 def _epoch(split: Split, epoch: int, batch_size: int, seed: int) -> Any:
-    """(N, B): all batches of an epoch in their order."""
+    """Returns all batches of an epoch, in their order: (N, B)."""
     random = np.random.default_rng([seed, epoch])
     count = len(split.examples)
-    kept = random.permutation(count)[: count - count % batch_size]
+    num_kept = count - count % batch_size
+    kept = random.permutation(count)[:num_kept]
     by_length = np.argsort(split.lengths[kept], kind="stable")
-    order = kept[by_length].reshape(-1, batch_size)
-    return order[random.permutation(len(order))]
+    batches = kept[by_length].reshape(-1, batch_size)
+    order = random.permutation(len(batches))
+    return batches[order]
 
 
-def some_examples(split: Split, most: int | None, seed: int) -> list[int]:
-    """The same examples at each call, shortest first; all of them if most is None."""
+def some_examples(split: Split, count: int | None, seed: int) -> list[int]:
+    """Returns `count` examples, or all if it is None, shortest first. The same seed always gives
+    the same examples."""
     random = np.random.default_rng(seed)
-    order = random.permutation(len(split.examples))[:most]
-    by_length = np.argsort(split.lengths[order], kind="stable")
-    return [int(n) for n in order[by_length]]
+    order = random.permutation(len(split.examples))
+    chosen = order[:count]
+    by_length = np.argsort(split.lengths[chosen], kind="stable")
+    return [int(n) for n in chosen[by_length]]
 
 
 def micro_batches(split: Split, chosen: Sequence[int], num_rows: int) -> list[MicroBatch]:
-    """Parts of so many rows, each padded to its own longest."""
+    """Divides the chosen examples into micro-batches of num_rows rows, each padded to the longest
+    of its own rows."""
     batches = []
     for start in range(0, len(chosen), num_rows):
         numbers = chosen[start : start + num_rows]
@@ -295,31 +324,34 @@ def micro_batches(split: Split, chosen: Sequence[int], num_rows: int) -> list[Mi
 
 
 def largest(split: Split, num_rows: int) -> MicroBatch:
-    """A micro-batch of the longest examples, which needs most memory."""
-    order = np.argsort(split.lengths, kind="stable")[-num_rows:]
-    return micro_batches(split, order.tolist(), num_rows)[0]
+    """Returns a micro-batch of the longest examples, which needs the most memory."""
+    by_length = np.argsort(split.lengths, kind="stable")
+    longest = by_length[-num_rows:]
+    batches = micro_batches(split, longest.tolist(), num_rows)
+    return batches[0]
 
 
 def pad(examples: Sequence[Example]) -> MicroBatch:
-    """Rows of different lengths as one micro-batch, padded on the right."""
-    length = max(len(example.tokens) for example in examples)
-    tokens = np.zeros((len(examples), length), np.int32)
-    learned = np.zeros((len(examples), length), np.float32)
-    segments = np.zeros((len(examples), length - 1), np.int32)
+    """Makes one micro-batch of rows of different lengths, padded on the right."""
+    num_rows = len(examples)
+    lengths = [len(example.tokens) for example in examples]
+    length = max(lengths)
+    tokens = np.zeros((num_rows, length), np.int32)
+    learned = np.zeros((num_rows, length), np.float32)
+    segments = np.zeros((num_rows, length - 1), np.int32)
+    positions = np.arange(length - 1)
+    num_labels = 0
+    num_tokens = 0
     for row, example in enumerate(examples):
-        tokens[row, : len(example.tokens)] = example.tokens
+        tokens[row, : lengths[row]] = example.tokens
         for start, end in example.labels:
             learned[row, start:end] = 1
-        positions = np.arange(length - 1)
         segments[row] = np.searchsorted(example.starts, positions, side="right")
+        num_labels += example.num_labels
+        num_tokens += lengths[row] - len(example.starts)
     inputs = mx.array(tokens[:, :-1])
     targets = mx.array(tokens[:, 1:])
     mask = mx.array(learned[:, 1:])
-    num_labels = 0
-    num_tokens = 0
-    for example in examples:
-        num_labels += example.num_labels
-        num_tokens += len(example.tokens) - len(example.starts)
     has_several = segments.max(initial=0) > 1
     return MicroBatch(
         inputs=inputs,

@@ -9,14 +9,16 @@ from typing import Any
 from serve.core.errors import UsageError
 from serve.tune.config import FineTuneConfig
 
-_MAX_BYTES = 64 << 20  # A second or two. The launcher, rank 0 and then every rank read them.
+# Such a file is read in a second or two. The launcher, rank 0 and then every rank read it.
+_MAX_BYTES = 64 << 20
 
-Line = tuple[int, dict[str, Any]]
+Object = dict[str, Any]
+Line = tuple[int, Object]
 """A line's number, counted from 1, and its object."""
 
 
 def read_lines(path: Path, config: FineTuneConfig) -> list[Line]:
-    """Raises UsageError that names the file and the line of what is wrong."""
+    """Reads all lines of a file. Raises UsageError that names the file and the wrong line."""
     lines = list(_parsed(path))
     if not lines:
         optional = " Or remove the file: it is optional." if path.stem == "valid" else ""
@@ -24,7 +26,8 @@ def read_lines(path: Path, config: FineTuneConfig) -> list[Line]:
     number, first = lines[0]
     keys = _keys(first, config)
     if keys is None:
-        raise UsageError(f"{path}:{number}: {_kinds(config)}")
+        kinds = _kinds(config)
+        raise UsageError(f"{path}:{number}: {kinds}")
     for number, item in lines:
         try:
             _check(keys, item, config)
@@ -34,14 +37,21 @@ def read_lines(path: Path, config: FineTuneConfig) -> list[Line]:
 
 
 def check_data(config: FineTuneConfig) -> None:
-    """Reads all the files of a run that are read in a moment; others are checked when their
-    examples are read. Raises UsageError."""
-    folder = config.data
-    names = ["train"] if config.trains else []
-    names += ["valid"] if config.trains and (folder / "valid.jsonl").exists() else []
-    names += ["test"] if config.test else []
-    for path in (folder / f"{name}.jsonl" for name in names):
-        if not path.exists() or path.stat().st_size <= _MAX_BYTES:
+    """Checks those files of a run that are small. Larger ones are checked when their examples are
+    read. Raises UsageError."""
+    train = config.data / "train.jsonl"
+    valid = config.data / "valid.jsonl"
+    test = config.data / "test.jsonl"
+    paths = []
+    if config.trains:
+        paths.append(train)
+    if config.trains and valid.exists():
+        paths.append(valid)
+    if config.test:
+        paths.append(test)
+    for path in paths:
+        is_small = not path.exists() or path.stat().st_size <= _MAX_BYTES
+        if is_small:
             read_lines(path, config)
 
 
@@ -69,8 +79,8 @@ def _parsed(path: Path) -> Iterator[Line]:
         yield number, item
 
 
-def _keys(first: dict[str, Any], config: FineTuneConfig) -> tuple[str, ...] | None:
-    """The keys that all lines must have, as mlx_lm decides it from the first one."""
+def _keys(first: Object, config: FineTuneConfig) -> tuple[str, ...] | None:
+    """Returns the keys that all lines must have. As in mlx_lm, the first line decides."""
     prompt = config.prompt_feature
     completion = config.completion_feature
     if prompt in first and completion in first:
@@ -89,32 +99,38 @@ def _kinds(config: FineTuneConfig) -> str:
     )
 
 
-def _check(keys: tuple[str, ...], item: dict[str, Any], config: FineTuneConfig) -> None:
-    """Raises UsageError. The first line decides which kind all of them must be."""
+def _check(keys: tuple[str, ...], item: Object, config: FineTuneConfig) -> None:
+    """Raises UsageError if a line does not have the keys that the first line has."""
+    is_chat = keys == (config.chat_feature,)
+    is_text = keys == (config.text_feature,)
     for key in keys:
         if key not in item:
             raise UsageError(f"has no {key!r}, but the first line has.")
-        if keys == (config.chat_feature,):
-            _check_messages(key, item[key])
-        elif not isinstance(item[key], str):
+        value = item[key]
+        if is_chat:
+            _check_messages(key, value)
+        elif not isinstance(value, str):
             raise UsageError(f"{key!r} is not a string.")
-        elif keys == (config.text_feature,) and not item[key]:
+        elif is_text and not value:
             raise UsageError(f"{key!r} is empty: remove the line.")
 
 
 def _check_messages(key: str, messages: Any) -> None:
-    """Templates pass over what they do not find, and nobody would see that it is not learned."""
+    """Raises UsageError for a message without text. Templates ignore what is missing, so nobody
+    would notice that it is not learned."""
     if not isinstance(messages, list) or not messages:
         raise UsageError(f"{key!r} is not a list of messages.")
     for number, message in enumerate(messages, start=1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        role = message.get("role") if isinstance(message, dict) else None
+        if not isinstance(role, str):
             raise UsageError(f"message {number} is not an object with role and content.")
-        content = message.get("content")
-        if isinstance(content, list):
-            parts = content
-        else:
-            parts = [{"text": content}]
-        texts = (part.get("text") for part in parts if isinstance(part, dict))
-        is_text = any(isinstance(text, str) for text in texts)
-        if not is_text and message["role"] != "tool" and not message.get("tool_calls"):
-            raise UsageError(f"message {number}, of {message['role']}, has no text in content.")
+        may_be_empty = role == "tool" or message.get("tool_calls")
+        if not may_be_empty and not _has_text(message.get("content")):
+            raise UsageError(f"message {number}, of {role}, has no text in content.")
+
+
+def _has_text(content: Any) -> bool:
+    if not isinstance(content, list):
+        return isinstance(content, str)
+    objects = (part for part in content if isinstance(part, dict))
+    return any(isinstance(part.get("text"), str) for part in objects)

@@ -1,8 +1,8 @@
 """Packs several examples into one row, in which none attends to another.
 
-An unmodified model asks its caches for the mask, so caches that hold nothing give it one
-that ends where an example begins. Positions go on along the row: that changes nothing
-where only their differences count, as with RoPE. Whether a model is such is tried."""
+A model asks its caches for the attention mask. So the caches here hold nothing, and give it a mask
+that ends where an example begins. Positions continue along the row, which changes nothing if
+only their differences count, as with RoPE. A trial shows whether this is true for a model."""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
@@ -26,19 +26,20 @@ _MIN_TOKENS_BEFORE = 8
 
 
 def pack(split: Split, length: int) -> Split:
-    """A split whose examples are rows of at most so many tokens. The longest examples come
-    first, each into the fullest row with room for it."""
+    """Returns a split whose examples are packed rows of at most `length` tokens. The longest
+    examples are placed first, each into the fullest row that has room for it."""
     rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # of each row, and its number
-    for n in np.argsort(-split.lengths, kind="stable").tolist():
+    room: list[tuple[int, int]] = []  # (free tokens, number) of each row, sorted
+    longest_first = np.argsort(-split.lengths, kind="stable")
+    for n in longest_first.tolist():
         size = len(split.examples[n].tokens)
-        at = bisect_left(room, (size, 0))
-        if at == len(room):
+        fullest = bisect_left(room, (size, 0))
+        if fullest == len(room):
+            room.append((length, len(rows)))
             rows.append([])
-            room.append((length, len(rows) - 1))
-        free, row = room.pop(at)
+        num_free, row = room.pop(fullest)
         rows[row].append(n)
-        insort(room, (free - size, row))
+        insort(room, (num_free - size, row))
     joined = []
     for numbers in rows:
         members = [split.examples[n] for n in numbers]
@@ -47,7 +48,8 @@ def pack(split: Split, length: int) -> Split:
 
 
 def join(examples: Sequence[Example]) -> Example:
-    """One row. The first token of each example is learned by nobody, as when it is alone."""
+    """Joins examples into one row. The first token of each is not learned, as when it is
+    alone."""
     tokens: list[int] = []
     labels: list[tuple[int, int]] = []
     starts: list[int] = []
@@ -56,8 +58,9 @@ def join(examples: Sequence[Example]) -> Example:
         starts.append(start)
         tokens += example.tokens
         for first, end in example.labels:
+            first_learned = max(first, 1)
             if end > 1:
-                labels.append((start + max(first, 1), start + end))
+                labels.append((start + first_learned, start + end))
     return Example(tuple(tokens), tuple(labels), tuple(starts))
 
 
@@ -97,16 +100,17 @@ def caches(stage: Stage, segments: mx.array) -> list[Packed]:
 
 
 def check_stage(stage: Stage, name: str) -> None:
-    """Raises PlanError if the model has a state that goes from token to token, or does not
-    take a mask from its caches. Evaluates nothing."""
+    """Raises PlanError if the model has a recurrent state, or does not take its mask from its
+    caches. Evaluates nothing."""
     kinds = {type(cache) for cache in stage.make_cache()}
     others = [kind.__name__ for kind in kinds.difference(_PLAIN_CACHES)]
     if others:
         raise PlanError(f"--packing: {name} keeps more than keys and values ({min(others)}).")
     cut = stage.cuts[True]
     segments = mx.zeros(cut.tokens.shape, mx.int32)
+    packed = caches(stage, segments)
     try:
-        stage(cut.tokens, caches(stage, segments), cut.example())
+        stage(cut.tokens, packed, cut.example())
     except trial.FAILURES as error:
         raise PlanError(
             f"--packing: {name} does not accept the mask that separates examples ({error})."
@@ -114,41 +118,52 @@ def check_stage(stage: Stage, name: str) -> None:
 
 
 def check_exact(
-    split: Split, length: int, name: str, loss_of: Callable[[list[MicroBatch]], float], most: float
+    split: Split,
+    length: int,
+    name: str,
+    loss_of: Callable[[list[MicroBatch]], float],
+    rounding: float,
 ) -> None:
-    """Raises PlanError if what stands before an example in its row, or its place there,
-    changes its loss by more than rounding makes of another place: a share of most. loss_of
-    runs the whole model."""
-    by_length = sorted(split.examples, key=lambda example: len(example.tokens))
-    # Long, and with as much again before it: there both show most.
-    short = [each for each in by_length if len(each.tokens) <= length // 2]
-    if short:
-        example = short[-1]
-    else:
-        example = by_length[0]
-    example = replace(example, labels=((0, len(example.tokens)),))
+    """Raises PlanError if the tokens before an example in its row, or its position there, change
+    its loss. At another position, rounding may change it by a share of `rounding`. loss_of runs
+    the whole model."""
+    example = _half_a_row(split, length)
     num_before = max(_MIN_TOKENS_BEFORE, length - len(example.tokens))
-    highest = 0
-    for each in split.examples:
-        highest = max(highest, *each.tokens)
+    highest_ids = [max(each.tokens) for each in split.examples]
+    num_ids = max(highest_ids) + 1
     random = np.random.default_rng(0)
     rows = [example]
     for _ in range(2):
-        tokens = random.integers(0, highest + 1, num_before).tolist()
+        tokens = random.integers(0, num_ids, num_before).tolist()
         before = Example(tuple(tokens), ())
         rows.append(join([before, example]))
-    batches = [pad([row]) for row in rows]
-    alone, one, other = (loss_of([batch]) for batch in batches)
-    # At the same place rounding makes next to nothing.
-    most_at_the_same_place = most / 10 * abs(alone)
-    if not abs(one - other) <= most_at_the_same_place:
+    losses = []
+    for row in rows:
+        batch = pad([row])
+        losses.append(loss_of([batch]))
+    alone, one, other = losses
+    max_difference = rounding * abs(alone)
+    # At the same position, rounding changes next to nothing.
+    if not abs(one - other) <= max_difference / 10:
         raise PlanError(
             f"--packing: in {name} an example attends to the one before it in its row "
             f"(its loss is {one:.6f} or {other:.6f}): leave out --packing."
         )
-    if not abs(one - alone) <= most * abs(alone):
+    if not abs(one - alone) <= max_difference:
         raise PlanError(
             f"--packing: in {name} the loss of an example depends on its place in the row "
             f"({alone:.6f} at the start, {one:.6f} after {num_before} tokens): leave out "
             "--packing."
         )
+
+
+def _half_a_row(split: Split, length: int) -> Example:
+    """Returns the longest example of at most half a row, all of it learned. It can have as many
+    tokens before it as it has itself, where both effects are largest."""
+    by_length = sorted(split.examples, key=lambda example: len(example.tokens))
+    chosen = by_length[0]
+    for example in by_length:
+        if len(example.tokens) <= length // 2:
+            chosen = example
+    everything = 0, len(chosen.tokens)
+    return replace(chosen, labels=(everything,))

@@ -1,6 +1,7 @@
 """Writes the model card and the charts of a run, on rank 0."""
 
 import importlib.util
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +18,8 @@ SCHEDULE = "schedule.svg"
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Facts of a run that its metrics do not have. data tells the size of each split, and its
-    digest."""
+    """Facts of a run that its metrics do not have. data has the size and the digest of each
+    split."""
 
     command: str
     model_digest: str
@@ -27,10 +28,11 @@ class Facts:
 
 
 def write(config: FineTuneConfig, facts: Facts, ran: Sequence[Span]) -> Written:
-    """The charts need matplotlib, which is an extra."""
+    """Writes the model card, and the charts if matplotlib is installed."""
     folder = config.adapter_path
     metrics = checkpoint.read_metrics(config.adapter_path)
-    checkpoint.write_text(folder / run_folder.CARD, card(config, facts, metrics))
+    text = card(config, facts, metrics)
+    checkpoint.write_text(folder / run_folder.CARD, text)
     if importlib.util.find_spec("matplotlib") is None:
         return Written([folder / run_folder.CARD], "charts: pip install matplotlib")
     from serve.tune.results.plot import draw_curves, draw_schedule
@@ -46,14 +48,13 @@ def write(config: FineTuneConfig, facts: Facts, ran: Sequence[Span]) -> Written:
 
 
 def card(config: FineTuneConfig, facts: Facts, metrics: Sequence[dict[str, Any]]) -> str:
-    """Markdown, with the header that the Hugging Face hub reads."""
+    """Returns the model card as Markdown, with the header that the Hugging Face hub reads."""
     name = config.adapter_path.resolve().name
-    rows = [
-        ("model", f"{config.model} (digest {facts.model_digest})"),
-        *((f"{split}.jsonl", f"{size} (digest {d})") for split, (size, d) in facts.data.items()),
-        ("ranks, schedule", f"{facts.num_ranks}, {config.schedule}"),
-        *_losses(metrics),
-    ]
+    rows = [("model", f"{config.model} (digest {facts.model_digest})")]
+    for split, (size, digest) in facts.data.items():
+        rows.append((f"{split}.jsonl", f"{size} (digest {digest})"))
+    rows.append(("ranks, schedule", f"{facts.num_ranks}, {config.schedule}"))
+    rows += _losses(metrics)
     table = "\n".join(f"| {what} | {value} |" for what, value in rows)
     if config.fine_tune_type == "full":
         kind = "All weights"
@@ -83,16 +84,26 @@ All settings are in `{run_folder.CONFIG}`, all losses in `{run_folder.METRICS}`.
 
 
 def _losses(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """First, best and last of each kind of loss."""
+    """Returns a row for each kind of loss, with the first, the best and the last."""
+    with_loss = [each for each in metrics if "loss" in each]
     rows = []
     for kind in ("train", "valid", "test"):
-        found = [m for m in metrics if "loss" in m and m.get("name", "train") == kind]
-        if found:
-            # A loss that is not a number is never the best.
-            best = min(found, key=lambda m: (m["loss"] != m["loss"], float(m["loss"])))
-            marked = {"first": found[0], "best": best, "last": found[-1]}
-            said = [
-                f"{m['loss']:.4f} ({word}, batch {m['iteration']})" for word, m in marked.items()
-            ]
-            rows.append((f"{kind} loss", ", ".join(dict.fromkeys(said))))
+        found = [each for each in with_loss if each.get("name", "train") == kind]
+        if not found:
+            continue
+        marked = {
+            "first": found[0],
+            "best": min(found, key=_finite_first),
+            "last": found[-1],
+        }
+        texts = []
+        for word, each in marked.items():
+            texts.append(f"{each['loss']:.4f} ({word}, batch {each['iteration']})")
+        rows.append((f"{kind} loss", ", ".join(texts)))
     return rows
+
+
+def _finite_first(metrics: dict[str, Any]) -> tuple[bool, float]:
+    """Returns a sort key with which a loss that is not a number is never the best."""
+    loss = float(metrics["loss"])
+    return math.isnan(loss), loss

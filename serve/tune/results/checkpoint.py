@@ -31,9 +31,12 @@ from serve.tune.results.run_folder import (
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Everything that the rest of a run follows from. iteration counts batches, step the
-    updates of the optimizer, settings are those that must not change, losses History's,
-    loss_scale are LossScale's value and count. optimizer has the master weights too."""
+    """Everything that a run needs to continue.
+
+    `iteration` counts batches, `step` the updates of the optimizer. `settings` must not change in
+    a resumed run. `losses` are those of History, `loss_scale` has the value and the count of
+    LossScale, and `optimizer` includes the master weights.
+    """
 
     iteration: int
     step: int
@@ -45,8 +48,8 @@ class Checkpoint:
 
 
 def begin(folder: Path, config: dict[str, Any]) -> None:
-    """Makes a new run's folder. Raises UsageError if another run, adapter or README.md is there;
-    a run that ended before its first checkpoint does not count."""
+    """Makes the folder of a new run. Raises UsageError if it already has another run, an adapter
+    or a README.md. A run that ended before its first checkpoint does not count."""
     check_free(folder)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -56,8 +59,8 @@ def begin(folder: Path, config: dict[str, Any]) -> None:
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Writes a checkpoint, and publishes it. Raises UsageError; then what was there before is
-    still whole."""
+    """Writes a checkpoint, and publishes it. Raises UsageError, which leaves the former files as
+    they were."""
     fields = ("iteration", "step", "settings", "losses", "loss_scale")
     state = {field: getattr(checkpoint, field) for field in fields}
 
@@ -71,26 +74,27 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
             _sync(part)
 
     with writing(folder):
-        # The disk never holds more than two: this one, and the one before.
+        # There are never more than two checkpoints on the disk: this one, and the one before.
         _keep_last(folder, 1)
         _replace(folder_of(folder, checkpoint.iteration), write)
     return publish(folder)
 
 
 def publish(folder: Path) -> Path:
-    """Puts the last checkpoint's adapter where mlx_lm looks. Of those before it the last one
-    stays: whether training can go on from a checkpoint only the update after it shows."""
-    final = whole_checkpoints(folder)[-1]
+    """Copies the last checkpoint's adapter to where mlx_lm looks for it. The checkpoint before it
+    is kept, because only the next update shows whether training can continue from the last."""
+    *_, final = whole_checkpoints(folder)
+    adapters = final / ADAPTERS
     with writing(folder):
-        # Also if both are there: somebody may have gone back to an earlier checkpoint.
+        # Existing files are replaced too: somebody may have gone back to an earlier checkpoint.
         for name in (ADAPTERS, f"{final.name}_{ADAPTERS}"):
-            _replace(folder / name, lambda path: shutil.copyfile(final / ADAPTERS, path))
+            _replace(folder / name, lambda path: shutil.copyfile(adapters, path))
         _keep_last(folder, 2)
     return folder / ADAPTERS
 
 
 def _keep_last(folder: Path, count: int) -> None:
-    """Removes older checkpoints, and those that are half written."""
+    """Removes all checkpoints but the last `count`, and those that are half written."""
     if not (folder / CHECKPOINTS).exists():
         return
     kept = whole_checkpoints(folder)[-count:]
@@ -99,13 +103,19 @@ def _keep_last(folder: Path, count: int) -> None:
             shutil.rmtree(old)
 
 
-def save_adapter(folder: Path, config: dict[str, Any], adapter: Arrays, *, peft: bool) -> None:
-    """A folder that mlx_lm and the server load, with one in PEFT's format in it. Raises
-    UsageError, also if that format has no room for the adapter."""
+def save_adapter(
+    folder: Path,
+    config: dict[str, Any],
+    adapter: Arrays,
+    *,
+    peft: bool,
+) -> None:
+    """Writes a folder that mlx_lm and the server load, with `peft` also one in PEFT's format
+    inside it. Raises UsageError, also if that format cannot express the adapter."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         _write_config(folder, config)
-        whole = folder / f"new.{ADAPTERS}"  # MLX looks at the end of the name
+        whole = folder / f"new.{ADAPTERS}"  # MLX requires this ending of the name.
         _save_arrays(whole, adapter)
         _replace(folder / ADAPTERS, whole.replace)
     if peft:
@@ -119,42 +129,49 @@ def export_peft(folder: Path) -> None:
         shutil.rmtree(new, ignore_errors=True)
         convert(folder, new)
         final.mkdir(exist_ok=True)
-        for path in new.iterdir():  # One by one: of a run all but the weights is the same.
+        for path in new.iterdir():  # One by one: only the weights change during a run.
             path.replace(final / path.name)
         new.rmdir()
 
 
 def load_last(folder: Path, settings: dict[str, Any]) -> Checkpoint:
-    """The last whole checkpoint. Raises UsageError if there is none, or it is of a run with
-    other settings."""
+    """Returns the last complete checkpoint. Raises UsageError if there is none, or if it is from a
+    run with other settings."""
     check_resumable(folder)
-    whole = whole_checkpoints(folder)
+    *earlier, last = whole_checkpoints(folder)
     try:
-        state = json.loads((whole[-1] / "state.json").read_text())
-        arrays = [load_arrays(whole[-1] / name) for name in (ADAPTERS, "optimizer.safetensors")]
+        text = (last / "state.json").read_text()
+        state = json.loads(text)
+        adapter = load_arrays(last / ADAPTERS)
+        optimizer = load_arrays(last / "optimizer.safetensors")
     except (OSError, ValueError, RuntimeError) as error:
-        mend = ""
-        if whole[1:]:
-            mend = f" Without that folder, --resume continues from {whole[-2]}."
-        raise UsageError(f"--resume: {whole[-1]} cannot be read: {error}.{mend}") from error
-    now = json.loads(json.dumps(settings))
+        advice = ""
+        if earlier:
+            advice = f" Without that folder, --resume continues from {earlier[-1]}."
+        raise UsageError(f"--resume: {last} cannot be read: {error}.{advice}") from error
     former = state["settings"]
-    changed = [name for name in now if now[name] != former.get(name)]
-    if changed:
-        before = ", ".join(f"{name} was {former.get(name)}" for name in changed)
+    as_json = json.loads(json.dumps(settings))
+    differences = []
+    for name, value in as_json.items():
+        if value != former.get(name):
+            differences.append(f"{name} was {former.get(name)}")
+    if differences:
+        before = ", ".join(differences)
         raise UsageError(f"--resume: {folder} belongs to a run with other settings: {before}.")
-    return Checkpoint(adapter=arrays[0], optimizer=arrays[1], **state)
+    return Checkpoint(adapter=adapter, optimizer=optimizer, **state)
 
 
 def add_metrics(folder: Path, metrics: dict[str, Any]) -> None:
+    line = json.dumps(metrics, default=str) + "\n"
     with writing(folder), (folder / METRICS).open("a") as stream:
-        stream.write(json.dumps(metrics, default=str) + "\n")
+        stream.write(line)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Without a line that a kill has cut."""
-    whole, _, _ = (folder / METRICS).read_text().rpartition("\n")
-    return [json.loads(line) for line in whole.splitlines()]
+    """Reads the metrics of a run, without a last line that a kill has cut off."""
+    text = (folder / METRICS).read_text()
+    whole_lines, _, _ = text.rpartition("\n")
+    return [json.loads(line) for line in whole_lines.splitlines()]
 
 
 def forget_metrics_after(folder: Path, iteration: int) -> None:
@@ -176,12 +193,13 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _write_config(folder: Path, config: dict[str, Any]) -> None:
-    _replace(folder / CONFIG, lambda path: path.write_text(json.dumps(config, indent=2)))
+    text = json.dumps(config, indent=2)
+    _replace(folder / CONFIG, lambda path: path.write_text(text))
 
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Any failure to write as one error."""
+    """Raises UsageError for every failure to write."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -190,7 +208,8 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Writes beside a file or folder, and puts it in its place when it is on the disk."""
+    """Replaces a file or folder: writes the new one beside it, and renames that once it is on the
+    disk."""
     partial = path.with_name(path.name + ".new")
     write(partial)
     _sync(partial)
@@ -208,7 +227,7 @@ def _sync(path: Path) -> None:
 
 def _save_arrays(path: Path, arrays: Arrays) -> None:
     mx.save_safetensors(str(path), arrays, metadata={"format": "mlx"})
-    load_arrays(path)  # MLX looks at the length of the file there, and not when it writes.
+    load_arrays(path)  # MLX checks the length of the file when it reads, not when it writes.
 
 
 def load_arrays(path: Path) -> Arrays:

@@ -8,35 +8,43 @@ from typing import Any
 from serve.tune.forecast import Span
 
 _COLOURS = {"F": "#7aa6d9", "B": "#e5a15b", "W": "#8fbf7f"}
-_WORDS = {"F": "forward", "B": "gradient of the input", "W": "gradients of the parameters"}
-_MIN_SHARE = 0.01  # of the width, below which the number of a micro-batch has no room
+_WORDS = {
+    "F": "forward",
+    "B": "gradient of the input",
+    "W": "gradients of the parameters",
+}
+_MIN_SHARE = 0.01  # of the width: narrower ops have no room for the number of the micro-batch
 
 
 def draw_curves(path: Path, metrics: Sequence[dict[str, Any]]) -> None:
-    """Loss of training and validation, gradient norm and learning rate, by batches. A learning
-    rate that stays the same is written above the loss and gets no axes of its own."""
+    """Draws the losses of training and validation, the gradient norm and the learning rate, over
+    batches. A constant learning rate is written above the loss and gets no axes of its own."""
     from matplotlib.figure import Figure
 
     reports = [each for each in metrics if "gradient_norm" in each]
-    rates = [each["learning_rate"] for each in reports]
+    validations = [each for each in metrics if each.get("name") == "valid"]
+    batches = _column(reports, "iteration")
+    rates = _column(reports, "learning_rate")
     is_constant = len(set(rates)) <= 1
     num_axes = 2 if is_constant else 3
     figure = Figure(figsize=(5 * num_axes, 4.5), layout="constrained")
     loss, norm, *rest = figure.subplots(1, num_axes)
-    x = [each["iteration"] for each in reports]
-    loss.plot(x, [each["loss"] for each in reports], label="training")
-    valid = [each for each in metrics if each.get("name") == "valid"]
-    if valid:
-        points = [each["iteration"] for each in valid], [each["loss"] for each in valid]
-        loss.plot(*points, marker="o", label="validation")
+    loss.plot(batches, _column(reports, "loss"), label="training")
+    if validations:
+        loss.plot(
+            _column(validations, "iteration"),
+            _column(validations, "loss"),
+            marker="o",
+            label="validation",
+        )
     loss.legend()
-    norm.plot(x, [each["gradient_norm"] for each in reports])
-    constant = "loss"
+    norm.plot(batches, _column(reports, "gradient_norm"))
+    title_of_loss = "loss"
     if is_constant and rates:
-        constant = f"loss, at learning rate {rates[0]:.3g}"
-    titles = {loss: constant, norm: "norm of the gradient"}
+        title_of_loss = f"loss, at learning rate {rates[0]:.3g}"
+    titles = {loss: title_of_loss, norm: "norm of the gradient"}
     for axes in rest:
-        axes.plot(x, rates)
+        axes.plot(batches, rates)
         titles[axes] = "learning rate"
     for axes, title in titles.items():
         axes.set(xlabel="batches", title=title)
@@ -44,9 +52,13 @@ def draw_curves(path: Path, metrics: Sequence[dict[str, Any]]) -> None:
     figure.savefig(path)
 
 
+def _column(metrics: Sequence[dict[str, Any]], name: str) -> list[Any]:
+    return [each[name] for each in metrics]
+
+
 def draw_schedule(path: Path, title: str, spans: Sequence[Span]) -> None:
-    """One row for each stage, the first layers at the top: what it did when, with the
-    numbers of the micro-batches."""
+    """Draws one row for each stage, the first layers at the top: the ops over time, with the
+    numbers of their micro-batches."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -59,11 +71,22 @@ def draw_schedule(path: Path, title: str, spans: Sequence[Span]) -> None:
         axes.barh(stage, width, left=start, color=_COLOURS[kind], edgecolor="white")
         if width > _MIN_SHARE * end:
             middle = start + width / 2
-            axes.text(middle, stage, str(micro_batch + 1), ha="center", va="center", fontsize=8)
+            axes.text(
+                middle,
+                stage,
+                str(micro_batch + 1),
+                ha="center",
+                va="center",
+                fontsize=8,
+            )
     axes.set(xlabel="seconds", title=title, xlim=(0, end))
-    axes.set_yticks(range(num_stages), [f"stage {stage}" for stage in range(num_stages)])
+    stages = range(num_stages)
+    axes.set_yticks(stages, [f"stage {stage}" for stage in stages])
     axes.invert_yaxis()
     seen = {span.kind for span in spans}
-    handles = [Patch(color=_COLOURS[k], label=_WORDS[k]) for k in _COLOURS if k in seen]
+    handles = []
+    for kind, colour in _COLOURS.items():
+        if kind in seen:
+            handles.append(Patch(color=colour, label=_WORDS[kind]))
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(path)

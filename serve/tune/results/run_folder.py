@@ -16,19 +16,19 @@ CHECKPOINTS = "checkpoints"
 
 
 def folder_of(folder: Path, iteration: int) -> Path:
-    """Returns the folder of a run's checkpoint after so many batches."""
+    """Returns the folder of a run's checkpoint after `iteration` batches."""
     return folder / CHECKPOINTS / f"{iteration:07d}"
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:
-    """A run's checkpoints, the oldest first, without those that are half written."""
+    """Returns a run's complete checkpoints, the oldest first."""
     paths = (folder / CHECKPOINTS).glob("*")
     return sorted(path for path in paths if path.name.isdecimal())
 
 
 def check_free(folder: Path) -> None:
-    """Raises UsageError if another run, adapter or README.md is there; a run that ended before
-    its first checkpoint does not count."""
+    """Raises UsageError if the folder has another run, an adapter or a README.md. A run that
+    ended before its first checkpoint does not count."""
     if whole_checkpoints(folder):
         raise UsageError(
             f"--adapter-path {folder} already holds a run: give another folder, or "

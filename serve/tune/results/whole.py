@@ -14,9 +14,9 @@ _WEIGHTS = (".safetensors", ".index.json", ".bin", ".gguf", ".npz", ".pt", ".pth
 
 
 def write(model: Path | PartialModel, trained: Path, final: Path) -> Path:
-    """Makes the folder final, with the model card beside it. Tensors have mlx-lm's names, which
-    are those of the base's files unless mlx-lm stacks or renames them. Raises UsageError,
-    ModelError."""
+    """Makes the folder `final`, with the model card that lies beside it. Tensors have mlx-lm's
+    names, which are those of the base model's files unless mlx-lm stacks or renames tensors.
+    Raises UsageError and ModelError."""
     if isinstance(model, PartialModel):
         base = model.folder
     else:
@@ -30,7 +30,7 @@ def write(model: Path | PartialModel, trained: Path, final: Path) -> Path:
             if path.is_file() and not path.name.endswith(_WEIGHTS):
                 shutil.copyfile(path, new / path.name)
         save_model(new, whole, donate_model=True)
-    build_model(new)  # A folder that does not load takes nobody's place.
+    build_model(new)  # A folder that cannot be loaded must not replace another one.
     with writing(final):
         shutil.rmtree(final, ignore_errors=True)
         new.replace(final)

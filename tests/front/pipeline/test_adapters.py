@@ -67,6 +67,31 @@ async def test_one_rank_that_refuses_leaves_all_as_it_was() -> None:
     await refused(ranks, AdapterError, "it changes b, which this model does not have")
 
 
+async def test_a_version_number_is_free_again_if_every_rank_has_refused() -> None:
+    ranks = FakeRanks()
+    ranks.refusals = {
+        0: {"message": "No adapter found for a.", "status": 404},
+        1: {"message": "No adapter found for a.", "status": 404},
+    }
+    for _ in range(3):
+        with pytest.raises(AdapterError, match="^No adapter found") as raised:
+            await ranks.adapters.load("x", "a", in_place=False)
+        assert raised.value.http_status == 404
+    ranks.refusals.clear()
+    await ranks.adapters.load("x", "a", in_place=False)
+    assert await ranks.adapters.version("x") == 1
+
+
+async def test_a_version_number_is_not_used_again_if_a_rank_has_read_it() -> None:
+    ranks = FakeRanks()
+    ranks.refusals[1] = {"message": "No adapter found for a.", "status": 404}
+    with pytest.raises(AdapterError, match="Rank 1: No adapter found"):
+        await ranks.adapters.load("x", "a", in_place=False)
+    ranks.refusals.clear()
+    await ranks.adapters.load("x", "a", in_place=False)
+    assert await ranks.adapters.version("x") == 2
+
+
 async def test_a_rank_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = FakeRanks(load_timeout=1.0)
     await ranks.adapters.load("x", "a", in_place=False)
