@@ -318,7 +318,7 @@ async def test_a_load_that_ends_the_engines_is_not_asked_for_without_end() -> No
             await asyncio.sleep(0)
         start_anew(ranks)
         ranks.are_loaded.set()
-    with pytest.raises(AdapterError, match="ended 2 times while they read it") as caught:
+    with pytest.raises(AdapterError, match="ended 2 times while they read the adapter") as caught:
         await loading
     assert caught.value.http_status == 503
     assert ranks.adapters.registry.names == [CONFIG.model_name]
