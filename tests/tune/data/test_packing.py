@@ -214,7 +214,7 @@ def test_models_that_packing_would_change_are_refused(name: str, said: str) -> N
 def test_a_model_that_takes_no_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     tried("llama")
     monkeypatch.setattr(packing.Packed, "make_mask", no_mask)
-    with pytest.raises(PlanError, match="in llama an example sees the one before it"):
+    with pytest.raises(PlanError, match="in llama an example attends to the one before it"):
         tried("llama")
 
 
