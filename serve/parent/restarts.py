@@ -7,6 +7,9 @@ from serve.core.restart_window import RestartWindow
 
 _FIRST_WAIT_SECONDS = 0.5
 _MAX_WAIT_SECONDS = 15.0
+# How long a fault is kept open for a better reason, and the same where clients wait.
+_REASON_SECONDS = 0.5
+_HURRIED_REASON_SECONDS = 0.1
 
 
 @dataclass(slots=True)
@@ -64,6 +67,23 @@ class Restarts:
     def num_left(self, now: float) -> int:
         """The number of restarts that are still allowed in the current window."""
         return self._window.num_left(now)
+
+
+def better_reason(known: BrigadeError | None, new: BrigadeError) -> BrigadeError:
+    """Returns the fault that explains more. This is the first one, unless it only says that a
+    neighbour is gone, or the new one is a fault that no restart can fix."""
+    if known is None or not may_pass(new):
+        return new
+    only_says_gone = type(known) is ClusterError and type(new) is not ClusterError
+    return new if only_says_gone else known
+
+
+def reason_seconds(reason: BrigadeError | None, has_clients: bool) -> float:
+    """Returns how long to wait for a better reason. That a neighbour is gone is known first and
+    says least, so it is worth a short wait even where clients wait."""
+    if not has_clients:
+        return _REASON_SECONDS
+    return _HURRIED_REASON_SECONDS if type(reason) is ClusterError else 0.0
 
 
 def may_pass(fault: BrigadeError) -> bool:

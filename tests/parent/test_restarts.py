@@ -12,7 +12,7 @@ from serve.core.errors import (
     PlanError,
     UsageError,
 )
-from serve.parent.restarts import Restarts
+from serve.parent.restarts import Restarts, better_reason, reason_seconds
 
 KILLED = EngineError("The engine of rank 1 ended by signal 9.")
 
@@ -91,3 +91,24 @@ def test_what_stays_wrong_is_not_tried_again(fault: BrigadeError) -> None:
     with pytest.raises(type(fault)) as caught:
         Restarts(5, 60).wait_seconds(fault, True, 0)
     assert caught.value is fault
+
+
+def test_better_reason_is_the_first_unless_it_only_says_that_a_neighbour_is_gone() -> None:
+    gone = ClusterError("rank 1 is gone")
+    cause = EngineError("out of memory")
+    final = PlanError("does not fit")
+    assert better_reason(None, gone) is gone
+    assert better_reason(gone, cause) is cause
+    assert better_reason(cause, gone) is cause
+    assert better_reason(gone, ClusterError("rank 2 is gone")) is gone
+    assert better_reason(cause, EngineError("another")) is cause
+    assert better_reason(cause, final) is final, "no restart can fix it"
+
+
+def test_reason_seconds_are_short_where_clients_wait() -> None:
+    gone = ClusterError("rank 1 is gone")
+    cause = EngineError("out of memory")
+    unhurried = reason_seconds(cause, has_clients=False)
+    assert unhurried == reason_seconds(gone, has_clients=False)
+    assert 0 < reason_seconds(gone, has_clients=True) < unhurried
+    assert reason_seconds(cause, has_clients=True) == 0

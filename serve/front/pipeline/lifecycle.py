@@ -34,12 +34,10 @@ from serve.front.pipeline.events import LastFault, State
 from serve.front.pipeline.orders import plan_request, replan_request
 from serve.front.pipeline.status import StageStatus, is_silent, stall_cause
 from serve.parent.control import Gone, Joined
-from serve.parent.restarts import Judgement, Restarts, may_pass
+from serve.parent.restarts import Judgement, Restarts, better_reason, may_pass, reason_seconds
 from serve.parent.roster import Roster
 
 WATCH_SECONDS = 0.5
-BLAME_SECONDS = 0.5
-GLANCE_SECONDS = 0.1  # the same where clients wait
 RENEW_SECONDS = 10.0  # for a parent to hear that it is to start an engine
 
 
@@ -398,10 +396,10 @@ class Lifecycle:
                 self._check_stages()
             case State.LOADING:
                 self._enter(State.PREPARING)
-                is_settled = self.ring == self._settled
-                self._do(
-                    actions.Prepare(self.number) if is_settled else actions.Settle(self.number)
-                )
+                if self.ring == self._settled:
+                    self._do(actions.Prepare(self.number))
+                else:
+                    self._do(actions.Settle(self.number))
 
     def _give_orders(self) -> None:
         plans = []
@@ -451,9 +449,8 @@ class Lifecycle:
             self._on_stall(timeout)
         # Not with the last restart, which is for a fault of what works.
         elif newcomers and self._restarts.num_left(self._now) > 1:
-            self._fault(
-                ClusterError(f"Ranks {sorted(newcomers)} are back: the layers are redistributed.")
-            )
+            reason = f"Ranks {sorted(newcomers)} are back: the layers are redistributed."
+            self._fault(ClusterError(reason))
         else:
             self._look_for_silence(timeout + 2 * WATCH_SECONDS)
 
@@ -461,30 +458,25 @@ class Lifecycle:
         self._is_stalled = True
         cause = stall_cause(self.stages, self._now)
         silent = [stage for stage in self.stages if is_silent(stage, self._now)]
-        self._fault(
-            ClusterError(
-                f"No step came back for {timeout:g} s: {cause}, look at its log (--stall-timeout)."
-            )
-        )
+        reason = f"No step came back for {timeout:g} s: {cause}, look at its log (--stall-timeout)."
+        self._fault(ClusterError(reason))
         self._probe(silent)
 
     def _look_for_silence(self, patience_seconds: float) -> None:
         """An engine may be at work while its parent stands still. Where steps wait, that they do
         is told first: it says more."""
-        for stage in self.stages:
-            if self._now - stage.heard_at > patience_seconds:
-                self._is_stalled = True
-                self._fault(ClusterError(f"Rank {stage.rank} on {stage.host} is silent."))
-                self._probe([stage], even_if_it_answers=True)
-                return
+        silent = [stage for stage in self.stages if self._now - stage.heard_at > patience_seconds]
+        if silent:
+            self._is_stalled = True
+            self._fault(ClusterError(f"Rank {silent[0].rank} on {silent[0].host} is silent."))
+            self._probe(silent[:1], even_if_it_answers=True)
 
     # --- from one life to the next
 
     def _fault(self, error: BrigadeError) -> None:
-        """The first fault is the reason, unless all that it says is that a neighbour is gone."""
-        is_better = type(self._reason) is ClusterError and type(error) is not ClusterError
-        if self._reason is None or is_better or not may_pass(error):
-            self._reason = error
+        reason = better_reason(self._reason, error)
+        if reason is not self._reason:
+            self._reason = reason
             self.last_fault = LastFault(str(error), self._now)
         if self.state not in events.NOTED and self.state is not State.JUDGING:
             self._end_life()
@@ -494,13 +486,8 @@ class Lifecycle:
         if self._recovering_since is None:
             self._recovering_since = self._now
         self._judgement = Judgement(was_working)
-        # That a neighbour is gone is known first and says least: a better reason replaces it.
-        seconds = 0.0
-        if not was_working or not self._restarts.num_left(self._now):
-            seconds = BLAME_SECONDS
-        elif type(self._reason) is ClusterError:
-            seconds = GLANCE_SECONDS
-        self._enter(State.JUDGING, seconds)
+        has_clients = was_working and self._restarts.num_left(self._now) > 0
+        self._enter(State.JUDGING, reason_seconds(self._reason, has_clients))
         self._do(actions.Interrupt(self.number))
 
     def _probe(self, stages: Sequence[StageStatus], even_if_it_answers: bool = False) -> None:
