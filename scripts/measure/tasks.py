@@ -1,9 +1,9 @@
 """What a single client may ask: tasks of several kinds, made of texts of this repository and of
 Python's standard library."""
 
-import functools
+import fnmatch
 import inspect
-import json
+import statistics
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ _FUNCTIONS: tuple[Callable[..., Any], ...] = (
     textwrap.wrap,
     textwrap.indent,
     textwrap.shorten,
-    functools.reduce,
-    functools.cmp_to_key,
-    json.loads,
+    textwrap.dedent,
+    fnmatch.filter,
+    statistics.median,
 )
 _PAGES = ("architecture.md", "operations.md", "access.md", "api.md", "performance.md")
 _QUESTIONS = (

@@ -194,9 +194,10 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True):
     """The memory and the bytes that loading a stage took. bytes_read is None where the system does
     not count them. can_rewind says whether rows can forget their last tokens.
 
-    Only the stage with the head sets the last three: the memory for the logits of one token, the
-    memory that scoring a prompt needs in addition, and the numbers in a hidden state (0 if the
-    model shows no hidden states).
+    is_causal says whether tokens that are fed together give the same logits as one after the other.
+    Only the stage with the head sets the three fields before it: the memory for the logits of one
+    token, the memory that scoring a prompt needs in addition, and the numbers in a hidden state (0
+    if the model shows no hidden states).
     """
 
     bytes_owned: int
@@ -208,6 +209,7 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True):
     logits_bytes_per_token: int = 0
     scoring_bytes: int = 0
     hidden_size: int = 0
+    is_causal: bool = True
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):

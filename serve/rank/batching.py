@@ -13,6 +13,9 @@ from serve.core.types import Row, Step
 from serve.model import trace, trial
 from serve.rank.cache import GroupCaches, Part
 
+# mlx-lm's architectures whose tokens see later ones of the same forward.
+_NOT_CAUSAL = {"phi3small"}
+
 # The number of tokens that each row feeds, in each step. Rows join, leave and run alone. The
 # numbers of rows are 2, 3 and 5, so that no number of heads can be broadcast to all of them.
 _TRIAL_STEPS: tuple[dict[int, int], ...] = (
@@ -33,6 +36,13 @@ def can_batch(model: nn.Module) -> bool:
     can hold them together, and it handles their positions and masks. No weights are read."""
     with trial.without_weights(model):
         return _runs_together(model)
+
+
+def is_causal(model: nn.Module) -> bool:
+    """Whether tokens that are fed together give the same logits as one after the other. Only then
+    can guesses of tokens be verified together. It cannot be tried without weights; the tests try
+    every architecture of mlx-lm."""
+    return type(model).__module__.rpartition(".")[2] not in _NOT_CAUSAL
 
 
 def _runs_together(model: nn.Module) -> bool:

@@ -53,7 +53,7 @@ from serve.model.caches import quantized
 from serve.model.planning import make_plan
 from serve.model.stage import Stage
 from serve.model.weights import LoadedStage, load_stage
-from serve.rank.batching import can_batch
+from serve.rank.batching import can_batch, is_causal
 from serve.rank.cache import GroupCaches, Part
 from serve.rank.chooser import Chooser, scoring_bytes
 from serve.rank.embedder import Embedder
@@ -271,10 +271,12 @@ class Worker:
         else:
             folder = model.folder
         batchable = True
+        causal = True
 
         def try_batches(whole: nn.Module) -> None:
-            nonlocal batchable
+            nonlocal batchable, causal
             batchable = can_batch(whole)
+            causal = is_causal(whole)
 
         loaded = load_stage(model, *order.layers, self._loading, try_batches)
         cache_dir = Path(order.cache_dir) if order.cache_dir else None
@@ -287,10 +289,11 @@ class Worker:
             Path(order.copies),
             batchable=batchable,
         )
-        self.status = Status("ready", loaded=self._what_is_loaded(loaded, self.loop))
+        what_is_loaded = self._what_is_loaded(loaded, self.loop, causal)
+        self.status = Status("ready", loaded=what_is_loaded)
         return self.loop
 
-    def _what_is_loaded(self, loaded: LoadedStage, loop: StepLoop) -> Loaded:
+    def _what_is_loaded(self, loaded: LoadedStage, loop: StepLoop, is_causal: bool) -> Loaded:
         hosts = self.order.hosts
         logits_bytes_per_token = 0
         bytes_to_score = 0
@@ -311,6 +314,7 @@ class Worker:
             logits_bytes_per_token=logits_bytes_per_token,
             scoring_bytes=bytes_to_score,
             hidden_size=hidden_size,
+            is_causal=is_causal,
         )
 
     def _model(self) -> Path | PartialModel:

@@ -9,10 +9,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from serve.core.errors import PlanError
 from serve.core.types import Reasoning, Row, Sampling, Sequence, Step
 from serve.front.drafts.speculation import Speculation
 from serve.model.stage import Stage
-from serve.rank.batching import can_batch
+from serve.rank.batching import can_batch, is_causal
 from serve.rank.cache import GroupCaches
 from tests import architectures
 from tests.rank.test_pipeline import LLAMA, PROMPTS, pipeline
@@ -147,8 +148,10 @@ def fed(caches: GroupCaches, stage: Stage, number: int, feeds: dict[int, Fed]) -
 
 
 def check_architecture(name: str) -> bool:
-    """Whether rows of a model can go back. If so, it is checked that they do."""
+    """Whether rows of a model are speculated. If so, it is checked that they can go back."""
     model = architectures.build(name)
+    if not is_causal(model):
+        return False
     together = can_batch(model)
     stage = Stage(model, 0, architectures.NUM_LAYERS)
     with_drafts = GroupCaches(stage.make_cache, together)
@@ -180,7 +183,13 @@ def close(got: mx.array, wanted: mx.array) -> None:
 
 @pytest.mark.parametrize(
     ("name", "can_go_back"),
-    [("deepseek_v3", True), ("gpt2", True), ("cohere2", False), ("recurrent_gemma", False)],
+    [
+        ("deepseek_v3", True),
+        ("gpt2", True),
+        ("cohere2", False),
+        ("recurrent_gemma", False),
+        ("phi3small", False),
+    ],
 )
 def test_rows_of_an_architecture_go_back(name: str, can_go_back: bool) -> None:
     assert check_architecture(name) == can_go_back
@@ -189,4 +198,7 @@ def test_rows_of_an_architecture_go_back(name: str, can_go_back: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", architectures.architectures())
 def test_rows_of_every_architecture_go_back_or_are_not_speculated(name: str) -> None:
-    check_architecture(name)
+    try:
+        check_architecture(name)
+    except PlanError as error:
+        pytest.skip(str(error))

@@ -185,7 +185,9 @@ class Requests:
             reuses: list[Reuse] = [cast(Reuse, stage.reuse) for stage in stages]
             self.scheduler.reuse = min(reuses, key=get_args(Reuse)[::-1].index)
         # Drafts that were wrong have to be forgotten.
-        self._speculation.is_possible = all(stage.can_rewind for stage in stages)
+        self._speculation.is_possible = all(
+            stage.can_rewind and stage.is_causal for stage in stages
+        )
         _logger.info(
             "event=kv_room tokens=%d sequences=%d reuse=%s",
             *(room.num_tokens, room.num_sequences, self.scheduler.reuse),

@@ -76,6 +76,7 @@ class StageStatus:
     hidden_size: int = 0
     reuse: str = "none"
     can_rewind: bool = False
+    is_causal: bool = True  # whether tokens fed together give the logits of one after the other
     kv_bytes: int = 0
     adapter_bytes: int = 0
     num_hops: int = 0
@@ -116,6 +117,7 @@ class StageStatus:
         self.free_bytes = loaded.free_bytes
         self.reuse = loaded.reuse
         self.can_rewind = loaded.can_rewind
+        self.is_causal = loaded.is_causal
         self.logits_bytes_per_token = loaded.logits_bytes_per_token
         self.scoring_bytes = loaded.scoring_bytes
         self.hidden_size = loaded.hidden_size
