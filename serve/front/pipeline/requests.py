@@ -206,7 +206,10 @@ class Requests:
             return
         room = self.scheduler.max_held_tokens
         assert room is not None
-        self._warm_up = WarmUp(self._config, num_stages, room, adapter_versions, self._send_step)
+        has_drafts = self._speculation.is_possible and not self._config.no_speculation
+        self._warm_up = WarmUp(
+            self._config, num_stages, room, adapter_versions, self._send_step, has_drafts
+        )
         try:
             await self._warm_up.run()
         finally:

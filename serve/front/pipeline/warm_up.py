@@ -21,6 +21,7 @@ from serve.front.text.grammars import of_schema
 _SHORT_PROMPT = 24  # tokens
 _NUM_TOKENS = 3  # of an answer; its second step has the shapes of all later ones
 _NUM_ROWS = 4  # of a group
+_NUM_DRAFTS = 2
 _SAMPLED = Sampling(
     temperature=0.7,
     top_p=0.9,
@@ -43,9 +44,34 @@ _GREEDY = Sampling(temperature=0)
 _logger = logging.getLogger(__name__)
 
 
+class _Drafting:
+    """Guesses a few tokens of each row while it is on. Whether they are right is all the same."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+
+    def propose(self, sequences: ReadableList[Sequence]) -> list[list[int]]:
+        return [self._guess(sequence) for sequence in sequences]
+
+    def _guess(self, sequence: Sequence) -> list[int]:
+        if not self.is_on or sequence.num_pending or not sequence.num_computed:
+            return []
+        return [0] * min(_NUM_DRAFTS, sequence.num_left - 1)
+
+    def is_worth_waiting(self, _: ReadableList[Sequence]) -> bool:
+        return self.is_on
+
+    def verified(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
+        """Nothing is learned from it."""
+
+    def forget(self, sequence_id: int) -> None:
+        """Nothing is remembered of it."""
+
+
 class WarmUp:
     """send gets each step, and the sequences that begin with it before that. adapters are
-    versions that are loaded; room is of how many tokens the stages hold keys and values."""
+    versions that are loaded; room is of how many tokens the stages hold keys and values. has_drafts
+    says whether later steps may have drafts."""
 
     def __init__(
         self,
@@ -54,16 +80,20 @@ class WarmUp:
         room: int,
         adapters: ReadableList[int],
         send: Callable[[Step, list[Sequence]], None],
+        has_drafts: bool = False,
     ) -> None:
         self._config, self._send, self._adapters = config, send, adapters
         self._max_tokens = min(room, config.max_context or room)
         self._num_groups = config.num_groups or num_stages
+        self._has_drafts = has_drafts
+        self._drafting = _Drafting()
         self._scheduler = Scheduler(
             num_stages,
             max_num_sequences=config.max_num_sequences,
             max_queue=config.max_queue,
             prefill_chunk=config.prefill_chunk,
             num_groups=config.num_groups,
+            drafting=self._drafting,
         )
         self._scheduler.settle(num_stages, room)
         self._scheduler.num_steps = FIRST_WARM_UP_STEP
@@ -94,7 +124,8 @@ class WarmUp:
         self._pump()
 
     def on_result(self, result: Result) -> None:
-        for event in self._scheduler.update(result.number, result.tokens):
+        tokens, num_accepted = result.tokens, result.num_accepted
+        for event in self._scheduler.update(result.number, tokens, num_accepted):
             if event.finish_reason:
                 self._live.pop(event.sequence, None)
         self._pump()
@@ -102,13 +133,18 @@ class WarmUp:
 
     def _rounds(self) -> Iterator[list[Sequence]]:
         """One row alone, by each way to choose a token; a whole chunk of a prompt; rows of each
-        group together; and the same with adapters, beside rows that have none."""
+        group together; the same with drafts; and with adapters, beside rows that have none."""
         num_rows = min(_NUM_ROWS * self._num_groups, self._config.max_num_sequences)
         yield [self._sequence(_SHORT_PROMPT, _GREEDY)]
         yield [self._sequence(_SHORT_PROMPT, _SAMPLED)]
         yield [self._sequence(_SHORT_PROMPT, Sampling(temperature=0, grammar=_GRAMMAR))]
         yield [self._sequence(self._config.prefill_chunk + 1, _GREEDY)]
         yield [self._sequence(_SHORT_PROMPT, _GREEDY) for _ in range(num_rows)]
+        if self._has_drafts:
+            self._drafting.is_on = True
+            yield [self._sequence(_SHORT_PROMPT, _GREEDY)]
+            yield [self._sequence(_SHORT_PROMPT, _GREEDY) for _ in range(num_rows)]
+            self._drafting.is_on = False
         for version in self._adapters[:1]:
             yield [self._sequence(_SHORT_PROMPT, _GREEDY, version)]
         if self._adapters:

@@ -13,7 +13,7 @@ from serve.core.messages import Result
 from serve.core.types import FIRST_WARM_UP_STEP, Sequence, Step
 from serve.front.pipeline.scheduler import Scheduler
 from serve.front.pipeline.warm_up import WarmUp
-from tests.front.pipeline.simulation import StageModel, make_sequence, next_token
+from tests.front.pipeline.simulation import StageModel, make_sequence, next_token, verified
 
 pytestmark = pytest.mark.anyio
 
@@ -21,7 +21,9 @@ pytestmark = pytest.mark.anyio
 class Stages:
     """Run each step that they are sent, in order."""
 
-    def __init__(self, num_stages: int = 2, room: int = 100_000, **flags: Any) -> None:
+    def __init__(
+        self, num_stages: int = 2, room: int = 100_000, has_drafts: bool = True, **flags: Any
+    ) -> None:
         config = ServeConfig(model=Path("."), **flags)
         adapters = flags.pop("lora", ())
         versions = list(range(1, 1 + len(adapters)))
@@ -29,7 +31,7 @@ class Stages:
         self.steps: list[Step] = []
         self.admitted: set[int] = set()
         self.todo: deque[Step] = deque()
-        self.warm_up = WarmUp(config, num_stages, room, versions, self._send)
+        self.warm_up = WarmUp(config, num_stages, room, versions, self._send, has_drafts)
 
     def _send(self, step: Step, begun: list[Sequence]) -> None:
         assert {sequence.id for sequence in begun} == set(step.begun)
@@ -40,9 +42,8 @@ class Stages:
     def run_step(self) -> None:
         step = self.todo.popleft()
         self.model.run(step)
-        ends = [(row.sequence, row.position + row.num_tokens) for row in step.rows]
-        tokens = tuple(next_token(*end) for end in ends) if step.sample else ()
-        self.warm_up.on_result(Result(step.number, tokens))
+        tokens, num_accepted = verified(step, next_token) if step.sample else ((), ())
+        self.warm_up.on_result(Result(step.number, tokens, num_accepted=num_accepted))
 
     async def run(self, stop_after: int = -1) -> None:
         running = asyncio.create_task(self.warm_up.run())
@@ -108,6 +109,14 @@ async def test_a_warm_up_that_is_stopped_leaves_nothing_either(stop_after: int) 
     await stages.run(stop_after)
     assert stages.model.held == {}
     assert len(stages.steps) <= stop_after + 12  # those under way, and what is dropped
+
+
+@pytest.mark.parametrize("has_drafts", [True, False])
+async def test_warm_up_runs_steps_with_drafts_where_there_will_be_some(has_drafts: bool) -> None:
+    stages = Stages(has_drafts=has_drafts)
+    await stages.run()
+    rows = {len(step.rows) for step in stages.steps if step.num_drafts}
+    assert rows == ({1, 4} if has_drafts else set())
 
 
 async def test_a_warm_up_whose_steps_do_not_come_back_is_a_fault() -> None:
