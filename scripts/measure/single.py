@@ -21,7 +21,8 @@ TEMPERATURES = (0.0, 0.7)
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """seconds are those of a token, from the first to the last event."""
+    """seconds are those of a token. Several tokens may come with the first event, so the time from
+    there to the last event is divided among the steps."""
 
     text: str
     seconds: float
@@ -99,13 +100,13 @@ def _ask(url: str, settings: Settings, task: Task, temperature: float, seed: int
                     text += choice["delta"]["content"]
                     times.append(time.perf_counter())
     details = usage["completion_tokens_details"]
-    return Answered(
-        text,
-        (times[-1] - times[0]) / max(1, usage["completion_tokens"] - 1),
-        usage["completion_tokens"],
-        details["accepted_prediction_tokens"],
-        details["rejected_prediction_tokens"],
-    )
+    num_tokens = usage["completion_tokens"]
+    num_accepted = details["accepted_prediction_tokens"]
+    num_steps = max(2, num_tokens - num_accepted)
+    step_seconds = (times[-1] - times[0]) / (num_steps - 1)
+    seconds = step_seconds * num_steps / num_tokens
+    num_rejected = details["rejected_prediction_tokens"]
+    return Answered(text, seconds, num_tokens, num_accepted, num_rejected)
 
 
 def _table(

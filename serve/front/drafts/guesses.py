@@ -7,18 +7,19 @@ from serve.front.drafts.suffixes import Match, Suffixes
 _MAX_INDEXED = 32_768  # tokens of a prompt, its last ones, and of a prediction
 _MAX_AT_ONCE = 4_096  # that are added between two steps, so that no stream has to wait
 _SEPARATOR = 0  # Drafts never go past the prediction's end, so that any token will do.
-_FIRST_HIT_SHARE = 0.2
+_FIRST_HIT_SHARE = 0.4
 _NEW_SHARE = 0.08
 _MATCH_OF_A_PREDICTION = 8
 
 
 class Guesses:
     """Guesses the next tokens of a sequence from those so far and from the answer that its client
-    predicts. hit_share is the share of recent tokens that were guessed, whether or not they were
-    fed as drafts."""
+    predicts. All guesses are counted, whether or not they were fed as drafts."""
 
     def __init__(self, sequence: Sequence, acceptance: Acceptance) -> None:
-        self.hit_share = _FIRST_HIT_SHARE
+        self._hit_share_behind_match = _FIRST_HIT_SHARE
+        self._hit_share_behind_none = 0.0
+        self._had_match = False  # before the newest token
         self._acceptance = acceptance
         self._suffixes = Suffixes()
         prediction = sequence.prediction[:_MAX_INDEXED]
@@ -34,6 +35,12 @@ class Guesses:
         if self._match and self._match.place < self._num_predicted:
             return "prediction"
         return "suffixes"
+
+    @property
+    def hit_share(self) -> float:
+        """The share of tokens after the next one that were guessed right, where there was a match
+        as there is one here, or none."""
+        return self._hit_share_behind_match if self._match else self._hit_share_behind_none
 
     def catch_up(self, sequence: Sequence) -> None:
         """Learns the tokens that have come, or a part of those of a long prompt."""
@@ -74,6 +81,10 @@ class Guesses:
 
     def _note(self, token: int) -> None:
         is_hit = token == self._guess
-        self.hit_share += _NEW_SHARE * (is_hit - self.hit_share)
+        if self._had_match:
+            self._hit_share_behind_match += _NEW_SHARE * (is_hit - self._hit_share_behind_match)
+        else:
+            self._hit_share_behind_none += _NEW_SHARE * (is_hit - self._hit_share_behind_none)
+        self._had_match = self._match is not None
         if self._match is not None and self._guess is not None:
             self._acceptance.note(self._match.length, is_hit)

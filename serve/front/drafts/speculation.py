@@ -10,7 +10,7 @@ from serve.front.drafts.guesses import Guesses
 
 MAX_DRAFTS = 16
 _LEAST_GAIN = 1.05
-_WAITING_GAIN = 0.08  # tokens of a step and row for which a step waits for the front end
+_WAITING_GAIN = 0.1  # tokens of a step and row for which a step waits for the front end
 _MAX_ROWS_COST = 0.5  # of a step's time, for one more token in each row: beyond, nothing pays
 _UNKNOWN_TOKEN_COST = 0.06
 _MIN_TOKEN_COST = 0.01  # Noise may make it look like nothing.
