@@ -247,7 +247,10 @@ class Demo:
                 lines = python_lines(self._port, model)
                 self._console.print(f"\nTry it:\n\n{curl}\n", markup=False)
                 self._console.print(f"Or in Python:\n\n{lines}\n", markup=False)
-                self._console.print(f"Serving on http://{HOST}:{self._port}; Ctrl-C ends.")
+                self._console.print(
+                    f"Serving on http://{HOST}:{self._port}; "
+                    "open it in a browser to see the pipeline at work. Ctrl-C ends."
+                )
 
     def _wait_until_ready(self) -> None:
         if self._is_moved:

@@ -1,5 +1,6 @@
 """The page's files and the operators' calls behind it, over real sockets."""
 
+import asyncio
 import gzip
 import json
 import threading
@@ -9,9 +10,12 @@ from typing import Any
 import httpx2
 import pytest
 
+from serve.front.app import EarlyServer
 from serve.front.http import pages
+from serve.front.http.listening import bind
 from serve.front.routes import watching
-from tests.front.fakes import FakeEngine, Running
+from serve.front.routes.events import Observation
+from tests.front.fakes import CONFIG, FakeEngine, Running
 from tests.front.test_app import CHAT, HELLO, get, wait_until
 
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
@@ -148,6 +152,36 @@ def test_events_do_not_hold_up_a_drain(server: Running) -> None:
         httpx2.post(server.url + "/admin/drain", params={"seconds": 60})
         assert server.join(10)
         assert all(state["kind"] == "change" for state in states)
+
+
+# --- before there is a server
+
+
+def test_early_server_shows_the_page_and_why_it_is_not_ready() -> None:
+    """There is no engine and no tokenizer yet."""
+
+    def look(url: str) -> None:
+        assert httpx2.get(url + "/health").status_code == 200
+        ready = httpx2.get(url + "/ready")
+        assert ready.status_code == 503
+        assert "reads the model's files" in ready.json()["error"]["message"]
+        assert httpx2.get(url + "/v1/models").status_code == 503
+        assert "<script" in httpx2.get(url + "/", headers={"accept": BROWSER}).text
+        with httpx2.stream("GET", url + "/admin/events") as stream:
+            state = next(frames(stream))
+        assert state["cluster"]["name"] == "preparing"
+        assert state["server"]["model"] == "tiny"
+
+    async def run() -> None:
+        listening = bind("127.0.0.1", 0)
+        early = EarlyServer(CONFIG, listening, Observation(CONFIG))
+        await asyncio.to_thread(look, f"http://127.0.0.1:{listening.getsockname()[1]}")
+        await early.stop()
+        await early.stop()
+        assert listening.fileno() != -1
+        listening.close()
+
+    asyncio.run(run())
 
 
 # --- cancelling

@@ -91,7 +91,7 @@ def test_a_hub_that_is_away_for_a_while_ends_no_cluster(tiny_hub: FakeHub) -> No
     """It was taken for a broken model, with which nobody starts again."""
     port = free_ports(1)[0]
     with started(command(port, 2), port) as server:
-        server.wait_for_log("event=listening")
+        server.wait_for_log("event=stage_starting rank=0")  # The headers are read by then.
         tiny_hub.faults.busy = 10**6
         server.wait_for_log("event=recovering life=1 .*cannot be fetched")
         tiny_hub.faults.busy = 0

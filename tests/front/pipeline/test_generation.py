@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from serve.core.errors import EngineError
+from serve.core.errors import EngineError, RequestCancelledError
 from serve.core.types import Event, Sampling, Sequence
 from serve.front.pipeline.generation import Generation
 from tests.front.pipeline.simulation import Pipeline, make_sequence
@@ -61,3 +61,34 @@ def test_progress_falls_back_when_a_prompt_begins_again() -> None:
     assert generation.progress == (0, 60)
     pipeline.run()
     assert generation.progress == (60, 60)
+
+
+def test_phase_is_that_of_the_sequence_that_is_furthest() -> None:
+    pipeline = Pipeline(2, prefill_chunk=8)
+    sequence = make_sequence(1, 60, 4)
+    generation = Generation([sequence], lambda _: None)
+    assert generation.phase == "waiting"
+    pipeline.add(sequence)
+    phases = []
+    while not sequence.output:
+        pipeline.tick()
+        phases.append(generation.phase)
+    assert phases[0] == "prefill"
+    assert phases[-1] == "decode"
+    pipeline.kill()
+    assert generation.phase == "waiting"
+
+
+def test_cancel_ends_sequences_that_nobody_reads() -> None:
+    dropped: list[int] = []
+    sequences = [Sequence(id, [1], 4, Sampling(), frozenset()) for id in (3, 4)]
+    generation = Generation(sequences, dropped.append)
+    generation.put(Event(3, 7))
+    generation.cancel(RequestCancelledError())
+    assert dropped == [3, 4]
+
+    async def read() -> list[int | None]:
+        return [event.token async for _, event in generation]
+
+    with pytest.raises(RequestCancelledError):
+        asyncio.run(read())

@@ -10,13 +10,20 @@ from serve.core.config import ServeConfig
 from serve.core.errors import PlanError
 from serve.core.messages import Activity, Span, Status
 from serve.core.plan import KvRoom, StagePlan
+from serve.core.types import Row, Step
 from serve.front.pipeline.capacity import (
     better_split,
     chunk_beside_decoding,
     room_under_limits,
     token_cost,
 )
-from serve.front.pipeline.status import StageStatus, chrome_trace, stall_cause
+from serve.front.pipeline.status import (
+    StageStatus,
+    StepLog,
+    chrome_trace,
+    spans_after,
+    stall_cause,
+)
 
 
 def make_stage(
@@ -186,3 +193,37 @@ def test_steps_with_drafts_are_decode_steps() -> None:
     cost = token_cost([stage])
     assert cost == pytest.approx(0.02 / 0.22, rel=0.2)
     assert token_cost([stage, StageStatus(1, "h")]) is None
+
+
+def test_spans_after_gives_each_span_once_with_its_sequences() -> None:
+    log = StepLog()
+    log.note(Step(7, 0, (Row(1, 0, 1), Row(2, 0, 1)), (5, 5), True))
+    stage = make_stage(0, (0, 4), 0.1)
+    first = [Span(n, 0, 2, 2, float(n), n + 0.5) for n in (6, 7)]
+    stage.update(ready(spans=first), [0], 1.0)
+    found = spans_after([stage], {}, 0.0, log)
+    assert [(each.number, each.span.step, each.sequences) for each in found] == [
+        (2, 7, (1, 2)),
+        (1, 6, ()),
+    ]
+    assert spans_after([stage], {0: 2}, 0.0, log) == []
+    assert [each.span.step for each in spans_after([stage], {}, 7.0, log)] == [7]
+    stage.update(ready(spans=[Span(8, 0, 1, 1, 8.0, 8.5)]), [0], 1.0)
+    assert [each.number for each in spans_after([stage], {0: 2}, 0.0, log)] == [3]
+
+
+def test_spans_after_counts_those_that_are_no_longer_kept() -> None:
+    stage = make_stage(0, (0, 4), 0.1)
+    most = stage.spans.maxlen
+    assert most
+    stage.update(ready(spans=[Span(n, 0, 1, 1, n, n + 1) for n in range(most + 9)]), [0], 1.0)
+    found = spans_after([stage], {}, 0.0, StepLog())
+    assert (found[0].number, found[-1].number) == (most + 9, 10)
+
+
+def test_step_log_forgets_old_steps() -> None:
+    log = StepLog()
+    for number in range(5000):
+        log.note(Step(number, 0, (Row(number, 0, 1),), (5,), True))
+    assert log.sequences(4999) == (4999,)
+    assert log.sequences(0) == ()

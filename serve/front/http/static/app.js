@@ -1,3 +1,4 @@
+// @ts-check
 /** The frame around the views: the header, the navigation and what is announced. */
 import { follow } from "./lib/feed.js";
 import { html, render, signal, useEffect } from "./lib/dom.js";

@@ -1,3 +1,4 @@
+// @ts-check
 /** Calls of the server. Keys are sent as headers, and never appear in an address. */
 import { signal } from "./dom.js";
 

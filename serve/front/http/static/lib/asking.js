@@ -1,3 +1,4 @@
+// @ts-check
 /** Asks the model, and adds what comes to an answer. */
 import { call, serverSent } from "./api.js";
 

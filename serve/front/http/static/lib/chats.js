@@ -1,3 +1,4 @@
+// @ts-check
 /** The chats of this browser, which are saved here only. */
 import { signal } from "./dom.js";
 

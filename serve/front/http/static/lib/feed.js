@@ -1,3 +1,4 @@
+// @ts-check
 /** Follows /admin/events, and connects again whenever the stream ends. */
 import { CallError, call, keys, serverSent } from "./api.js";
 import { announce, link, take } from "./store.js";

@@ -1,3 +1,4 @@
+// @ts-check
 /** Numbers as people read them: a few digits, and a unit. */
 
 const UNITS = ["B", "kB", "MB", "GB", "TB"];

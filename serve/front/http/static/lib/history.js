@@ -1,3 +1,4 @@
+// @ts-check
 /** The last ten minutes in steps of a second, made of the server's counters. */
 
 const KEPT_SECONDS = 600;

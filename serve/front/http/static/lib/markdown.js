@@ -1,3 +1,4 @@
+// @ts-check
 /** Text of a model as elements. Whatever it writes, nothing of it runs or is fetched. */
 import DOMPurify from "../vendor/dompurify.js";
 import { Marked } from "../vendor/marked.js";
@@ -27,9 +28,10 @@ const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").repl
 
 marked.use({
   renderer: {
-    html: ({ text }) => escaped(text),
+    html: (/** @type {{text: string}} */ { text }) => escaped(text),
     // An image would be fetched: its description is shown.
-    image: ({ text, href }) => escaped(`[image: ${text || href}]`),
+    image: (/** @type {{text: string, href: string}} */ { text, href }) =>
+      escaped(`[image: ${text || href}]`),
   },
 });
 

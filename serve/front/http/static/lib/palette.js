@@ -1,3 +1,4 @@
+// @ts-check
 /** The colours of the style sheet, for what is drawn on a canvas. */
 import { signal } from "./dom.js";
 import { NUM_COLOURS } from "./timeline.js";

@@ -1,3 +1,4 @@
+// @ts-check
 /** The state of the page: what the server sent last, and what was entered here. */
 import { batch, computed, signal } from "./dom.js";
 import { History } from "./history.js";

@@ -1,3 +1,4 @@
+// @ts-check
 /** What the stages did lately: the spans of each rank, which request each belongs to, and faults. */
 
 /** @typedef {import("./types.js").SpanRow} SpanRow */
@@ -6,7 +7,15 @@ const KEPT_SECONDS = 25;
 const BUSY_SECONDS = 5;
 const NUM_NAMES = 4000;
 export const NUM_COLOURS = 12;
-export const [RANK, STEP, KIND, ROWS, TOKENS, START, END, SEQUENCES] = [0, 1, 2, 3, 4, 5, 6, 7];
+// The places of a span's parts in its row.
+export const RANK = 0;
+export const STEP = 1;
+export const KIND = 2;
+export const ROWS = 3;
+export const TOKENS = 4;
+export const START = 5;
+export const END = 6;
+export const SEQUENCES = 7;
 
 export class Timeline {
   constructor() {

@@ -1,3 +1,4 @@
+// @ts-check
 /** The trace of the last minute, as a file or in Perfetto. */
 import { call } from "./api.js";
 

@@ -1,3 +1,4 @@
+// @ts-check
 /**
  * What /admin/events sends.
  *

@@ -1,3 +1,4 @@
+// @ts-check
 /** The LoRA adapters: load, replace, unload, pin, and the default for requests that name none. */
 import { call } from "../lib/api.js";
 import { html, signal, useSignal } from "../lib/dom.js";

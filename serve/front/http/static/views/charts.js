@@ -1,3 +1,4 @@
+// @ts-check
 /** The last ten minutes: speed, latencies, the queue, and how much is kept. */
 import uPlot from "../vendor/uplot.js";
 import { html, useEffect, useRef } from "../lib/dom.js";
@@ -49,7 +50,7 @@ function Panel({ chart }) {
 
 /** Draws a chart once a second until it is stopped. @param {HTMLElement} holder @param {Chart} chart */
 function keepDrawn(holder, chart) {
-  const plot = new uPlot(options(holder.clientWidth, chart), data(chart), holder);
+  const plot = new /** @type {any} */ (uPlot)(options(holder.clientWidth, chart), data(chart), holder);
   let drawn = history.version;
   const timer = setInterval(() => {
     if (document.hidden || drawn === history.version) return;

@@ -1,3 +1,4 @@
+// @ts-check
 /** A chat for trying the model and its adapters; everything is kept in this browser only. */
 import { call } from "../lib/api.js";
 import { ask, bodyOf, curlOf } from "../lib/asking.js";

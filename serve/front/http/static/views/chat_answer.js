@@ -1,3 +1,4 @@
+// @ts-check
 /** One answer: its reasoning, its text, its calls, and how fast it came. */
 import { html, useEffect, useRef } from "../lib/dom.js";
 import { digits, percent, plural, rate, seconds } from "../lib/format.js";

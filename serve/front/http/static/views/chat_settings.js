@@ -1,3 +1,4 @@
+// @ts-check
 /** The settings of a chat: who answers, the system prompt, sampling, tools and scores. */
 import { changed, chat } from "../lib/chats.js";
 import { html, signal } from "../lib/dom.js";

@@ -1,3 +1,4 @@
+// @ts-check
 /** The live chart of the last seconds: one lane for each stage, one colour for each request. */
 import { html, signal, useEffect, useRef, useSignal } from "../lib/dom.js";
 import { seconds } from "../lib/format.js";

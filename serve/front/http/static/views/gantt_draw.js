@@ -1,3 +1,4 @@
+// @ts-check
 /** Draws the lanes: decode solid, prefill striped, a bar for each request of a step. */
 import { colour, requestColour, scheme } from "../lib/palette.js";
 import { seconds } from "../lib/format.js";
@@ -129,7 +130,7 @@ function drawAxis(context, { from, to, width, ranks }) {
     const x = width - (back / (to - from)) * width;
     context.fillStyle = colour("line");
     context.fillRect(Math.round(x) - (back ? 0 : 1), 0, 1, top + 3);
-    const text = back ? `−${seconds(back)}` : "now";
+    const text = back ? `−${seconds(Number(back.toFixed(6)))}` : "now";
     const half = context.measureText(text).width / 2;
     context.fillStyle = colour("muted");
     context.fillText(text, Math.min(width - 2 * half, Math.max(0, x - half)), top + 15);

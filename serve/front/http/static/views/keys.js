@@ -1,3 +1,4 @@
+// @ts-check
 /** The dialog for keys. */
 import { keys, useKeys, wanted } from "../lib/api.js";
 import { html, useEffect, useRef } from "../lib/dom.js";

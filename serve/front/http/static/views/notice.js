@@ -1,3 +1,4 @@
+// @ts-check
 /** What stands above every view while something is wrong or not ready: why, and how it goes on. */
 import { html, useEffect, useRef } from "../lib/dom.js";
 import { bytes, duration, percent } from "../lib/format.js";

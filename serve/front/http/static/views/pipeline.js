@@ -1,3 +1,4 @@
+// @ts-check
 /** The stages as a chain, what they do over time, and the charts. */
 import { html } from "../lib/dom.js";
 import { bytes, layers, percent, plural, seconds, short } from "../lib/format.js";

@@ -1,3 +1,4 @@
+// @ts-check
 /** What runs and what waits, and the way to cancel it. */
 import { call } from "../lib/api.js";
 import { html, signal, useSignal } from "../lib/dom.js";
