@@ -20,6 +20,7 @@ class ShownEngine(FakeEngine):
     def __init__(self, tokenizer: Any, num_ranks: int = 2) -> None:
         super().__init__(tokenizer)
         self.num_ranks = num_ranks
+        self.num_clients = NUM_CLIENTS  # With one, the ranks take turns on its steps.
         self.cluster: dict[str, Any] = {"name": "working", "what": "the engines get steps"}
         self.stage_fields: dict[int, dict[str, Any]] = {}
 
@@ -78,14 +79,14 @@ class ShownEngine(FakeEngine):
 
     def spans_of(self, rank: int, number: int, since: float, now: float) -> Iterator[StageSpan]:
         """The spans of a rank that have ended, the latest first. Those of the rank with the head
-        come half a step later."""
-        delay = STEP_SECONDS / 2 * (self.num_ranks - 1 - rank)
-        last = math.floor((now - delay) / STEP_SECONDS)
-        for step in range(last, max(number, math.floor(since / STEP_SECONDS)), -1):
-            is_prefill = step % 8 == 0
-            start = step * STEP_SECONDS + delay - STEP_SECONDS
-            share = 0.97 if rank else 0.7
-            num_tokens = 256 if is_prefill else 1
-            sequence = step % NUM_CLIENTS
-            span = Span(step, 0, 1, num_tokens, start, start + share * STEP_SECONDS)
-            yield StageSpan(rank, step, span, (sequence,))
+        come later."""
+        is_alone = self.num_clients == 1
+        period = self.num_ranks * STEP_SECONDS if is_alone else STEP_SECONDS
+        length = 0.97 * STEP_SECONDS
+        delay = (self.num_ranks - 1 - rank) * (STEP_SECONDS if is_alone else STEP_SECONDS / 2)
+        last = math.floor((now - delay - length) / period)
+        for step in range(last, max(number, math.floor(since / period)), -1):
+            start = step * period + delay
+            num_tokens = 256 if step % 8 == 0 else 1
+            span = Span(step, 0, 1, num_tokens, start, start + length)
+            yield StageSpan(rank, step, span, (step % self.num_clients,))

@@ -13,36 +13,9 @@ from playwright.sync_api import Locator, Page, expect
 
 from tests.cluster.servers import Server
 from tests.page.browser import Tab, opened
+from tests.page.overlap import measured
 
 QUESTION = "What is the capital of France?"
-# The share of the columns of pixels in which all lanes are active, of those in which one is.
-ACTIVE_TOGETHER = """
-() => {
-    const canvas = document.querySelector(".gantt canvas");
-    const ratio = canvas.width / canvas.clientWidth;
-    const lane = Math.round(44 * ratio);
-    const context = canvas.getContext("2d");
-    const numLanes = Math.round((canvas.clientHeight - 22) / 44);
-    const rows = [...Array(numLanes).keys()].map((number) =>
-        context.getImageData(0, number * lane + Math.round(12 * ratio), canvas.width, 1).data);
-    const idle = [...context.getImageData(0, lane - 2, 1, 1).data];
-    const edge = getComputedStyle(document.documentElement).getPropertyValue("--lane");
-    const probe = document.createElement("i");
-    probe.style.color = edge;
-    document.body.append(probe);
-    const lanes = getComputedStyle(probe).color.match(/\\d+/g).map(Number);
-    probe.remove();
-    const isActive = (row, x) =>
-        [0, 1, 2].some((part) => Math.abs(row[4 * x + part] - lanes[part]) > 60);
-    let any = 0, all = 0;
-    for (let x = 0; x < canvas.width; x += 1) {
-        const active = rows.filter((row) => isActive(row, x)).length;
-        any += active > 0;
-        all += active === rows.length;
-    }
-    return { any, all };
-}
-"""
 
 
 @contextmanager
@@ -95,27 +68,6 @@ def settings(page: Page, **texts: str) -> None:
 
 
 # --- the pipeline
-
-
-def overlap(page: Page) -> float:
-    shown = page.locator("[data-overlap]").get_attribute("data-overlap")
-    return float(shown or 0)
-
-
-def measured(page: Page) -> tuple[float, float]:
-    """The overlap by the chart's data, and by its pixels, of two seconds of work."""
-    time.sleep(2.5)
-    by_data = overlap(page)
-    page.get_by_role("button", name="Pause").click()
-    for _ in range(3):
-        page.get_by_role("button", name="Zoom in").click()
-    time.sleep(0.2)
-    pixels = page.evaluate(ACTIVE_TOGETHER)
-    for _ in range(3):
-        page.get_by_role("button", name="Zoom out").click()
-    page.get_by_role("button", name="Go on").click()
-    assert pixels["any"]
-    return by_data, pixels["all"] / pixels["any"]
 
 
 def test_pipeline_shows_overlap_with_four_clients_and_none_with_one(

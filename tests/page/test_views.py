@@ -12,6 +12,7 @@ from playwright.sync_api import Browser, Page, expect
 from serve.front.text.tokens import Tokenizer
 from tests.front.fakes import Running, byte_level, save
 from tests.page.browser import Tab, opened
+from tests.page.overlap import measured
 from tests.page.shown import ShownEngine
 
 VIEWS = ("pipeline", "requests", "adapters", "chat")
@@ -102,6 +103,19 @@ def test_views_say_that_the_server_is_gone(engine: ShownEngine, tab: Tab) -> Non
         expect(page.locator("[data-state=ready]")).to_be_visible()
     expect(page.get_by_text("Not connected")).to_be_visible()
     tab.check(allowed=REFUSED)
+
+
+@pytest.mark.parametrize(("num_clients", "least", "most"), [(1, 0.9, 1.1), (4, 1.8, 2.0)])
+def test_steps_of_stages_overlap_if_they_do(
+    engine: ShownEngine, server: Running, tab: Tab, num_clients: int, least: float, most: float
+) -> None:
+    engine.num_clients = num_clients
+    page = tab.show(server.url)
+    expect(page.locator("[data-state=ready]")).to_be_visible()
+    by_data, by_pixels = measured(page)
+    assert least < by_data <= most
+    assert least - 1 <= by_pixels <= most - 1
+    tab.check()
 
 
 def test_chat_runs_nothing_that_was_written(engine: ShownEngine, server: Running, tab: Tab) -> None:
