@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
 CHROMIUM = shutil.which("chromium")
 NO_BROWSER = "chromium is not installed (Debian: apt-get install chromium)"
@@ -22,6 +22,7 @@ addEventListener("securitypolicyviolation", (event) =>
 @contextmanager
 def browsing() -> Iterator[Browser]:
     """Chromium without a window."""
+    expect.set_options(timeout=TIMEOUT_MILLISECONDS)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         try:

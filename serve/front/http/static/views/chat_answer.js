@@ -19,7 +19,7 @@ export function AnswerView({ answer, isNamed }) {
     ${answer.tokens.length && answer.state !== "running" ? html`<${Scored} tokens=${answer.tokens} />` : html`<${Text} text=${answer.text} />`}
     ${answer.calls.map((call) => html`<${Call} call=${call} />`)}
     ${answer.error && html`<p class="failure" role="alert">${answer.error}</p>`}
-    <${Pace} answer=${answer} />
+    <${Pace} answer=${{ ...answer }} />
   </div>`;
 }
 
@@ -91,7 +91,8 @@ function Call({ call }) {
   return html`<div class="call"><p>calls <code>${call.name}</code></p><pre>${shown}</pre></div>`;
 }
 
-/** @param {{answer: Answer}} props */
+/** It reads a signal, and such components are drawn again for another answer only: it is given a copy.
+ * @param {{answer: Answer}} props */
 function Pace({ answer }) {
   const { speed, state } = answer;
   if (state === "running" && speed.first == null) return html`<p class="pace">${progress(answer)}</p>`;
