@@ -37,13 +37,17 @@ function bottleneck() {
     })
     .sort((a, b) => b.share - a.share);
   if (!busy.length || busy[0].share < HARDLY_BUSY) return html`<b>Idle.</b> No stage computes.`;
-  const [first, second] = busy;
-  if (second && first.share < CLEARLY_BUSIER * second.share) {
-    return html`<b>Balanced.</b> All stages are about as busy: ${percent(first.share)} and less.`;
+  const limit = busy[0].share / CLEARLY_BUSIER;
+  const leaders = busy.filter((each) => each.share > limit);
+  const next = busy[leaders.length];
+  if (!next && leaders.length > 1) {
+    return html`<b>Balanced.</b> All stages are about as busy: ${percent(busy[0].share)} and less.`;
   }
-  const others = second ? `; the next one is busy ${percent(second.share)}` : "";
-  return html`<b>Rank ${first.rank} limits the speed:</b> busy ${percent(first.share)} of the
-    time${others}. ${advice()}`;
+  const names = leaders.map((each) => each.rank).sort().join(" and ");
+  const verb = leaders.length > 1 ? `Ranks ${names} limit` : `Rank ${names} limits`;
+  const others = next ? `; the others ${percent(next.share)} and less` : "";
+  return html`<b>${verb} the speed:</b> busy ${percent(busy[0].share)} of the time${others}.
+    ${advice()}`;
 }
 
 function advice() {
