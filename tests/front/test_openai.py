@@ -277,6 +277,8 @@ def test_a_chat_without_a_model_means_the_default() -> None:
 def test_harmless_fields_take_any_value_and_change_nothing(
     kind: Any, name: str, value: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
+    if name in kind.model_fields:
+        pytest.skip("it is a field of this body")
     given = {"messages": [USER]} if kind is ChatBody else {"prompt": "a"}
     assert parse(kind, {**given, name: value}) == parse(kind, given)
     assert not caplog.records
