@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from serve.model.stage import Stage
 from serve.rank.batching import can_batch
+from serve.rank.cache import GroupCaches
 from tests import architectures
 from tests.model.comparison import possible_cuts, split
 
@@ -36,12 +37,17 @@ gradients, over 2 ranks, 3 ranks and one layer on each rank.
   is another.
 - **rows**: *together* if rows of different lengths share one forward pass; *one by one* if mlx-lm's
   caches or masks for this architecture do not allow that. That is slower, with the same results.
+- **shared prefixes**: where a prompt that begins like another one can start as a copy of it: after
+  *any token*, or at a *checkpoint*, because a window or a state cannot be cut
+  ([prefix cache](operations.md#prefix-cache)). Over 2 ranks, the second turn of a chat reuses at
+  least 90 % of the prefix, with the answer of a computation without reuse.
 
 {summary}
 
-| architecture | splits | crosses a cut | traffic | rows |
-|---|---|---|---|---|
+| architecture | splits | crosses a cut | traffic | rows | shared prefixes |
+|---|---|---|---|---|---|
 """
+_REUSE = {"any": "any token", "checkpoints": "checkpoint"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +57,11 @@ class Line:
     crosses: str = ""
     traffic: str = ""
     rows: str = ""
+    prefixes: str = ""
 
     def __str__(self) -> str:
-        return f"| {self.name} | {self.splits} | {self.crosses} | {self.traffic} | {self.rows} |"
+        cells = self.name, self.splits, self.crosses, self.traffic, self.rows, self.prefixes
+        return f"| {' | '.join(cells)} |"
 
 
 def describe(name: str) -> Line:
@@ -68,7 +76,14 @@ def describe(name: str) -> Line:
     splits = "at any cut" if anywhere else f"before layers {_list(crossing)}: {refusal}"
     shapes = max((_probe(name, cut) for cut in crossing), key=_traffic_of)
     rows = "together" if can_batch(model) else "one by one"
-    return Line(name, splits, _crosses(shapes), _traffic(shapes), rows)
+    prefixes = _REUSE[reuse_of(name)]
+    return Line(name, splits, _crosses(shapes), _traffic(shapes), rows, prefixes)
+
+
+def reuse_of(name: str) -> str:
+    """Where sequences of an architecture can begin as a copy, as in GroupCaches."""
+    model = architectures.build(name)
+    return GroupCaches(Stage(model, 0, len(model.layers)).make_cache).reuse
 
 
 def _list(numbers: dict[int, object]) -> str:

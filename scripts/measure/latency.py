@@ -3,9 +3,11 @@
 import asyncio
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from scripts.measure import servers
+from scripts.measure.model import make_state_model, make_window_model
 from scripts.measure.settings import Asked, Row, Settings, ask_server, in_turn
 from scripts.measure.sums import gaps_in, p50, ratio
 from serve.bench.load import closed_loop
@@ -42,31 +44,47 @@ def long_prompt(settings: Settings) -> Row:
 
 
 def second_turn(settings: Settings) -> Row:
-    """A chat's second turn repeats the first one, which the server has already seen."""
-    first: list[float] = []
-    second: list[float] = []
+    """A chat's second turn repeats the first one, which the server has already seen. Windows and
+    states need checkpoints for that, plain attention does not."""
+    folder = settings.model.parent
+    models = {
+        "plain": settings.model,
+        "windows": make_window_model(folder),
+        "states": make_state_model(folder),
+    }
+    first: dict[str, list[float]] = {name: [] for name in models}
+    second: dict[str, list[float]] = {name: [] for name in models}
 
-    async def ask(asked: Asked, _: str) -> None:
-        prompts = asked.prompts(f"turn/{len(first)}", SECOND_TURN_TOKENS, 3)
-        for i, prompt in enumerate(prompts):
-            chat = [{"role": "user", "content": prompt}]
-            one = await asked.chat(chat, 16)
-            chat.append({"role": "assistant", "content": one.text})
-            chat.append({"role": "user", "content": "and the time"})
-            two = await asked.chat(chat, 16)
-            if i:  # the first chat warms up
-                first.append(_ttft(one))
-                second.append(_ttft(two))
+    def run(name: str, _: int) -> None:
+        async def ask(asked: Asked, _: str) -> None:
+            await _two_turns(asked, f"turn/{len(first[name])}", first[name], second[name])
 
-    in_turn(settings, [servers.BRIGADE_2], lambda name, _: ask_server(name, settings, ask))
-    rows = [
-        ["first", f"{p50(first):.2f}"],
-        ["second", f"{p50(second):.2f}"],
-        ["second ÷ first", f"{ratio(second, first):.3f}"],
-    ]
+        ask_server(servers.BRIGADE_2, replace(settings, model=models[name]), ask)
+
+    in_turn(settings, list(models), run)
+    rows: list[list[str]] = []
+    data: dict[str, dict[str, Any]] = {}
+    for name in models:
+        quotient = ratio(second[name], first[name])
+        data[name] = {"first": first[name], "second": second[name], "ratio": quotient}
+        times = f"{p50(first[name]):.2f}", f"{p50(second[name]):.3f}"
+        rows.append([name, *times, f"{quotient:.3f}"])
     title = f"time to first token of a {SECOND_TURN_TOKENS}-token chat's turns, s"
-    data = {"second_turn": {"first": first, "second": second, "ratio": ratio(second, first)}}
-    return Row(data, {title: (["turn", "s"], rows)})
+    return Row({"second_turn": data}, {title: (["model", "first", "second", "ratio"], rows)})
+
+
+async def _two_turns(asked: Asked, name: str, first: list[float], second: list[float]) -> None:
+    """Asks three chats with two turns each, and notes the times of the last two."""
+    prompts = asked.prompts(name, SECOND_TURN_TOKENS, 3)
+    for i, prompt in enumerate(prompts):
+        chat = [{"role": "user", "content": prompt}]
+        one = await asked.chat(chat, 16)
+        chat.append({"role": "assistant", "content": one.text})
+        chat.append({"role": "user", "content": "and the time"})
+        two = await asked.chat(chat, 16)
+        if i:  # the first chat warms up
+            first.append(_ttft(one))
+            second.append(_ttft(two))
 
 
 def interrupted(settings: Settings) -> Row:

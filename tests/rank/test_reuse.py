@@ -12,6 +12,7 @@ from serve.model.stage import Stage
 from serve.rank.cache import GroupCaches
 from tests import architectures
 from tests.model.comparison import possible_cuts
+from tests.models_page import reuse_of
 from tests.rank.test_pipeline import LocalPipeline, pipeline
 
 # One or more of each kind of cache, alone and beside others.
@@ -60,11 +61,6 @@ def answers(local: LocalPipeline, reuse: str, first_id: int) -> tuple[list[Seque
             score = local.scores[sequence.id][position]
             logprobs += [score.logprob, *(logprob for _, logprob in score.top)]
     return sequences, logprobs
-
-
-def reuse_of(name: str) -> str:
-    model = architectures.build(name)
-    return GroupCaches(Stage(model, 0, len(model.layers)).make_cache).reuse
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -1,0 +1,87 @@
+"""Which checkpoints there are, whose they are, and when they go."""
+
+from serve.core.types import Pooling, Sampling, Sequence
+from serve.front.prefixes.checkpoints import EVERY_TOKENS, MIN_TOKENS, stops_of
+from serve.front.prefixes.index import Beginning, Gone, PrefixIndex
+
+
+def sequence(id: int, length: int, *boundaries: int, scope: str = "") -> Sequence:
+    made = Sequence(id, [5] * length, 4, Sampling(), frozenset(), cache_scope=scope)
+    made.boundaries = boundaries
+    return made
+
+
+def test_stops_are_at_boundaries_at_fixed_distances_and_at_the_end() -> None:
+    assert stops_of(sequence(1, 6000, 300, 5000)) == [
+        300,
+        EVERY_TOKENS,
+        2 * EVERY_TOKENS,
+        5000,
+        5999,
+    ]
+    begun = sequence(1, 6000, 300, 5000)
+    begun.num_computed = 300
+    assert stops_of(begun)[0] == EVERY_TOKENS
+
+
+def test_stops_are_not_close_to_boundaries_or_to_the_start() -> None:
+    near = EVERY_TOKENS + MIN_TOKENS - 1
+    assert stops_of(sequence(1, near + 20, 5, near)) == [near]
+    assert stops_of(sequence(1, MIN_TOKENS, 20)) == []
+
+
+def test_stops_of_what_is_embedded_are_none() -> None:
+    embedded = sequence(1, 6000, 300)
+    embedded.pooling = Pooling("mean")
+    assert stops_of(embedded) == []
+
+
+def test_a_checkpoint_goes_with_the_last_sequence_that_holds_it() -> None:
+    index = PrefixIndex(state_tokens=10)
+    first = index.save(sequence(1, 200), 100)
+    assert first is not None
+    found = index.latest([5] * 150)
+    assert found == Beginning(1, 100, first)
+    index.begun(2, found)
+    assert index.leave(1) == []
+    assert index.latest([5] * 150) == Beginning(2, 100, first)
+    assert index.num_tokens == 10
+    assert index.leave(2) == [first]
+    assert index.latest([5] * 150) is None
+    assert index.num_tokens == 0
+
+
+def test_a_checkpoint_behind_the_copied_part_is_not_shared() -> None:
+    index = PrefixIndex()
+    index.save(sequence(1, 200), 100)
+    later = index.save(sequence(1, 200), 180)
+    index.begun(2, Beginning(1, 100))
+    assert index.leave(1) == [later]
+
+
+def test_a_longer_sequence_takes_over_the_checkpoints_of_its_prefix() -> None:
+    index = PrefixIndex()
+    saved = index.save(sequence(1, 200), 100)
+    index.keep(1, [5] * 200)
+    assert index.keep(2, [5] * 300) == Gone([1], [])
+    assert index.latest([5] * 150) == Beginning(2, 100, saved)
+    assert index.forget(2) == [saved]
+
+
+def test_checkpoints_of_the_same_tokens_are_one_within_a_scope() -> None:
+    index = PrefixIndex()
+    saved = index.save(sequence(1, 200), 100)
+    assert index.save(sequence(2, 250), 100) is None
+    assert index.save(sequence(3, 250, scope="a"), 100) not in (None, saved)
+    assert index.latest([5] * 150, scope="b") is None
+
+
+def test_evict_takes_what_was_not_used_longest_first() -> None:
+    index = PrefixIndex()
+    first = index.save(sequence(1, 200), 100)
+    second = index.save(sequence(1, 200), 150)
+    index.keep(1, [5] * 200)
+    index.latest([5] * 120)
+    assert index.evict() == Gone([], [second])
+    assert index.evict() == Gone([1], [first])
+    assert index.evict() is None
