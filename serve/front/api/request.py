@@ -41,7 +41,8 @@ class ChatPrompt:
         """Prompts that may come later and share a prefix with this one: another chat with the same
         system prompt and tools, and the next turns of this chat, without the thoughts of the
         answer."""
-        is_system = [message["role"] in ("system", "developer") for message in self.messages]
+        roles = [message["role"] for message in self.messages]
+        is_system = [role in ("system", "developer") for role in roles]
         num_fixed = (*is_system, False).index(False)
         asked: ChatMessage = {"role": "user", "content": _PROBE}
         if num_fixed or self.tools:
@@ -50,7 +51,7 @@ class ChatPrompt:
             return
         answer: ChatMessage = {"role": "assistant", "content": _PROBE}
         yield replace(self, messages=[*self.messages, answer, asked])
-        if self.messages[-1]["role"] == "tool" and self.tools:
+        if roles[-1:] == ["tool"] and self.tools:
             function: FunctionPart = {"name": self.tools[0].function.name, "arguments": "{}"}
             call: CallPart = {"id": _PROBE_ID, "type": "function", "function": function}
             calling: ChatMessage = {"role": "assistant", "content": "", "tool_calls": [call]}

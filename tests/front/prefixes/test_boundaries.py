@@ -9,6 +9,7 @@ import pytest
 from serve.core.types import Sampling, Sequence
 from serve.front.api.chat import prepare
 from serve.front.api.openai import ChatBody, parse
+from serve.front.api.request import ChatPrompt
 from serve.front.pipeline.interface import Prompt
 from serve.front.prefixes.tree import common_length
 from serve.front.text.tokens import Tokenizer
@@ -99,6 +100,11 @@ def test_boundaries_of_a_result_are_those_of_another_call_and_of_a_question(
     expected = {common_length(prompt.ids, other.ids) for other in (with_question, with_call)}
     assert len(expected) == 2
     assert expected < set(prompt.boundaries)
+
+
+def test_later_prompts_of_a_chat_without_messages_are_questions() -> None:
+    later = [prompt.messages[-1]["role"] for prompt in ChatPrompt([]).later()]
+    assert later == ["user"]
 
 
 def test_boundaries_are_not_looked_for_without_need(tokenizer: Tokenizer) -> None:
