@@ -11,7 +11,7 @@ from serve.core.types import Score
 from serve.front.api.completions import prepare
 from serve.front.api.openai import MAX_PROMPTS, CompletionBody, parse
 from serve.front.api.writers.completions import CompletionWriter, WholeCompletion
-from serve.front.api.writers.logprobs import chat_logprobs, completion_logprobs
+from serve.front.api.writers.logprobs import ScoreWriter
 from serve.front.http.metrics import Metrics
 from serve.front.http.record import Record
 from serve.front.output.answer import Answer, Job
@@ -293,7 +293,7 @@ async def test_ids_of_prompt_and_answer(engine: FakeEngine) -> None:
 def test_minus_infinity_is_a_number_in_json(tokenizer: Tokenizer) -> None:
     """Some models write -inf to the logits of tokens that do not exist."""
     score = Score(5, -math.inf, ((6, -0.5), (7, -math.inf)))
-    told = completion_logprobs([5], [score], [0], tokenizer, as_ids=False)
+    told = ScoreWriter(tokenizer).completion([5], [score], [0])
     assert told["token_logprobs"] == [-9999.0]
     assert sorted(told["top_logprobs"][0].values()) == [-9999.0, -9999.0, -0.5]
-    assert chat_logprobs([score], tokenizer, as_ids=False)["content"][0]["logprob"] == -9999.0
+    assert ScoreWriter(tokenizer).chat([score])["content"][0]["logprob"] == -9999.0

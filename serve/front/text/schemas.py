@@ -1,4 +1,4 @@
-"""JSON schemas whose objects are closed: a key that the schema does not name may not come.
+"""JSON schemas whose objects are closed: they allow only the keys that the schema names.
 
 Few schemas that people write say `additionalProperties: false`, and a model that may invent keys
 does so: the call that it writes then has arguments that the function does not take.
@@ -6,10 +6,11 @@ does so: the call that it writes then has arguments that the function does not t
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 Schema = dict[str, Any]
+Kind = TypeVar("Kind")
 
 # Stands for the schemas of all tools, among the keywords that a grammar does not hold.
 TOOLS = "tools"
@@ -18,7 +19,7 @@ TOOLS = "tools"
 # a grammar cannot hold are left out, and oneOf is taken for anyOf; the check reports both.
 GUIDANCE: Any = {"whitespace_pattern": r"[ \n\t]{0,32}", "lenient": True, "coerce_one_of": True}
 
-# Keywords that hold schemas of other values than the object itself.
+# Keywords that hold schemas of values inside an object or array.
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("prefixItems", "items")
 _SINGLE = ("items", "additionalProperties", "contains", "additionalItems", "unevaluatedItems")
@@ -26,7 +27,7 @@ _SINGLE = ("items", "additionalProperties", "contains", "additionalItems", "unev
 _ALTERNATIVES = ("anyOf", "oneOf")
 _COMBINED = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas")
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-# A schema with one of these says itself which other keys may come.
+# A schema with one of these states itself which other keys are allowed.
 _SAYS_OTHER_KEYS = (
     "additionalProperties",
     "unevaluatedProperties",
@@ -35,21 +36,29 @@ _SAYS_OTHER_KEYS = (
     "dependencies",
 )
 _INEXPRESSIBLE = {
-    *("not", "if", "then", "else", "uniqueItems", "propertyNames", "contains"),
-    *("dependentRequired", "dependentSchemas", "dependencies"),
+    "not",
+    "if",
+    "then",
+    "else",
+    "uniqueItems",
+    "propertyNames",
+    "contains",
+    "dependentRequired",
+    "dependentSchemas",
+    "dependencies",
 }
-# What it has no such option for: look-around, word boundaries, references back, and escapes that
-# its regular expressions lack.
+# Parts of patterns that llguidance's regular expressions lack: look-around, word boundaries,
+# references back, and some escapes.
 _INEXPRESSIBLE_PATTERN = re.compile(r"\(\?<?[=!]|\\[bBAZzckK1-9]")
 _VALUES = ("const", "enum", "default", "examples")
 
-# A branch with only these limits which keys must come, and names no new ones.
+# A branch with nothing but these keywords only limits the keys, and names no new ones.
 _ONLY_LIMITS = {"required", "type", "title", "description", "minProperties", "maxProperties"}
 
 
 def closed(schema: Schema) -> Schema:
-    """The schema with `additionalProperties: false` in every object that gives `properties` (also
-    empty ones) and neither says which other keys may come nor is a part of a composition."""
+    """The schema with `additionalProperties: false` in every object that has `properties` (also
+    empty ones), unless it states which other keys are allowed or is a part of a composition."""
     result: Schema = _Closing(schema).close(schema)
     return result
 
@@ -92,7 +101,8 @@ def inexpressible_keyword(schema: Any) -> str | None:
         inner = value
         if name in _MAPS and isinstance(value, dict):
             inner = list(value.values())  # Its keys are names, and no keywords.
-        if name not in _VALUES and (found := inexpressible_keyword(inner)):
+        found = None if name in _VALUES else inexpressible_keyword(inner)
+        if found:
             return found
     return None
 
@@ -103,11 +113,13 @@ def without_inexpressible_patterns(schema: Any) -> Any:
         return [without_inexpressible_patterns(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    return {
-        name: value if name in _VALUES else without_inexpressible_patterns(value)
-        for name, value in schema.items()
-        if not (name == "pattern" and is_inexpressible(value))
-    }
+    expressible: Schema = {}
+    for name, value in schema.items():
+        if name in _VALUES:
+            expressible[name] = value
+        elif name != "pattern" or not is_inexpressible(value):
+            expressible[name] = without_inexpressible_patterns(value)
+    return expressible
 
 
 def left_out_of(tools: Sequence[Schema]) -> tuple[str, ...]:
@@ -124,7 +136,7 @@ def is_inexpressible(pattern: object) -> bool:
 
 
 class _Closing:
-    """Closes one document: the schema that references like `#/$defs/...` begin at."""
+    """Closes one document: the schema at which references like `#/$defs/...` begin."""
 
     def __init__(self, document: Schema) -> None:
         self._document = document
@@ -133,35 +145,41 @@ class _Closing:
     def close(self, schema: Any) -> Any:
         if not isinstance(schema, dict) or id(schema) in self._kept_open:
             return schema
-        if isinstance(schema.get("$id"), str) and schema is not self._document:
+        if self._is_other_document(schema):
             return _Closing(schema).close(schema)  # Its references begin at itself.
         closed = dict(schema)
-        for name in _MAPS:
-            if isinstance(schema.get(name), dict):
-                closed[name] = {key: self.close(value) for key, value in schema[name].items()}
-        for name in (*_LISTS, *self._parts_to_close(schema)):
-            if isinstance(schema.get(name), list):
-                closed[name] = [self.close(each) for each in schema[name]]
-        for name in _SINGLE:
-            if isinstance(schema.get(name), dict):
-                closed[name] = self.close(schema[name])
+        for name, named in _present(schema, _MAPS, dict):
+            closed[name] = {key: self.close(part) for key, part in named.items()}
+        for name, listed in _present(schema, (*_LISTS, *self._parts_to_close(schema)), list):
+            closed[name] = [self.close(part) for part in listed]
+        for name, single in _present(schema, _SINGLE, dict):
+            closed[name] = self.close(single)
         if _can_be_closed(schema):
             closed["additionalProperties"] = False
         return closed
 
+    def _is_other_document(self, schema: Schema) -> bool:
+        return isinstance(schema.get("$id"), str) and schema is not self._document
+
     def _parts_to_close(self, schema: Schema) -> tuple[str, ...]:
-        """Parts that each describe the whole object. pydantic writes an allOf of one part."""
-        if "properties" in schema or any(name in schema for name in _REFERENCES):
+        """The keyword whose parts each describe the whole object, if there is one. pydantic writes
+        an allOf of one part."""
+        if not schema.keys().isdisjoint(("properties", *_REFERENCES)):
             return ()
-        if any(name in schema for name in ("not", "if", "dependentSchemas")):
+        if not schema.keys().isdisjoint(("not", "if", "dependentSchemas")):
             return ()
-        is_one = len(schema["allOf"]) == 1 if isinstance(schema.get("allOf"), list) else False
         kinds = [name for name in ("allOf", *_ALTERNATIVES) if name in schema]
-        return tuple(kinds) if len(kinds) == 1 and (is_one or kinds != ["allOf"]) else ()
+        if len(kinds) != 1:
+            return ()
+        if kinds == ["allOf"]:
+            parts = schema["allOf"]
+            is_one = isinstance(parts, list) and len(parts) == 1
+            return ("allOf",) if is_one else ()
+        return tuple(kinds)
 
     def _open_parts(self) -> Iterator[int]:
-        """The ids of all schemas that describe an object together with others, with what they
-        refer to: no one of them may forbid the keys of the others."""
+        """The ids of all schemas that describe an object together with others, and of the schemas
+        that they refer to: none of them may forbid the keys of the others."""
         waiting = list(self._shared_parts(self._document))
         seen: set[int] = set()
         while waiting:
@@ -171,21 +189,23 @@ class _Closing:
             seen.add(id(part))
             yield id(part)
             if isinstance(part, dict):
-                if (target := self._target(part)) is not None:
+                target = self._target(part)
+                if target is not None:
                     waiting.append(target)
                 waiting += part.values()
             elif isinstance(part, list):
                 waiting += part
 
     def _shared_parts(self, schema: Any) -> Iterator[Any]:
-        if not isinstance(schema, dict):
-            return
-        if isinstance(schema.get("$id"), str) and schema is not self._document:
+        if not isinstance(schema, dict) or self._is_other_document(schema):
             return
         to_close = self._parts_to_close(schema)
-        yield from (schema[name] for name in _COMBINED if name in schema and name not in to_close)
+        for name in _COMBINED:
+            if name in schema and name not in to_close:
+                yield schema[name]
         # Beside its own properties a reference adds those of its target.
-        if "properties" in schema and (target := self._target(schema)) is not None:
+        target = self._target(schema)
+        if "properties" in schema and target is not None:
             yield target
         for child in _children(schema, to_close):
             yield from self._shared_parts(child)
@@ -193,7 +213,8 @@ class _Closing:
     def _target(self, schema: Schema) -> Any:
         """Resolves the reference of a schema; returns the whole document if that is not
         possible."""
-        reference = next((schema[name] for name in _REFERENCES if name in schema), None)
+        references = [schema[name] for name in _REFERENCES if name in schema]
+        reference = references[0] if references else None
         if not isinstance(reference, str):
             return None
         if reference == "#" or not reference.startswith("#/"):
@@ -211,31 +232,42 @@ class _Closing:
 
 
 def _children(schema: Schema, parts: tuple[str, ...]) -> Iterator[Any]:
-    """The schemas directly inside: of other values, and the parts of its own that are named."""
-    for name in _MAPS:
-        if isinstance(schema.get(name), dict):
-            yield from schema[name].values()
-    for name in (*_LISTS, *parts):
-        if isinstance(schema.get(name), list):
-            yield from schema[name]
-    yield from (schema[name] for name in _SINGLE if isinstance(schema.get(name), dict))
+    """The schemas directly inside a schema: those of other values, and its own parts with these
+    names."""
+    for _, named in _present(schema, _MAPS, dict):
+        yield from named.values()
+    for _, listed in _present(schema, (*_LISTS, *parts), list):
+        yield from listed
+    for _, single in _present(schema, _SINGLE, dict):
+        yield single
+
+
+def _present(schema: Schema, names: Iterable[str], kind: type[Kind]) -> Iterator[tuple[str, Kind]]:
+    """The name and the value of each of these keywords that the schema has, if it is of this
+    kind."""
+    for name in names:
+        value = schema.get(name)
+        if isinstance(value, kind):
+            yield name, value
 
 
 def _can_be_closed(schema: Schema) -> bool:
     properties = schema.get("properties")
-    if not isinstance(properties, dict) or any(name in schema for name in _SAYS_OTHER_KEYS):
+    if not isinstance(properties, dict):
         return False
-    if any(name in schema for name in _REFERENCES):
+    if not schema.keys().isdisjoint((*_SAYS_OTHER_KEYS, *_REFERENCES)):
         return False
-    if not all(_only_limits(schema[name]) for name in _COMBINED if name in schema):
+    compositions = [schema[name] for name in _COMBINED if name in schema]
+    if not all(map(_only_limits, compositions)):
         return False
     # Keys that must come and are not named would leave nothing that can be followed.
     required = schema.get("required", [])
-    least = schema.get("minProperties", 0)
-    is_named = isinstance(required, list) and all(
-        isinstance(name, str) and name in properties for name in required
-    )
-    return is_named and isinstance(least, int | float) and least <= len(properties)
+    if not isinstance(required, list):
+        return False
+    if not all(isinstance(name, str) and name in properties for name in required):
+        return False
+    min_keys = schema.get("minProperties", 0)
+    return isinstance(min_keys, int | float) and min_keys <= len(properties)
 
 
 def _only_limits(parts: Any) -> bool:

@@ -29,17 +29,18 @@ from serve.hub.tiktoken_model import character_of, is_tiktoken, tokenizer_json
 
 _CONTEXT_TOKENS = 6
 _WINDOW_TOKENS = 24
-_MOST_TOKENS_OF_A_CHARACTER = 4
-_MOST_OPEN_TOKENS = 64
-_MOST_SHRINKAGE_OF_NFC = 4
+_MAX_TOKENS_OF_A_CHARACTER = 4
+_MAX_OPEN_TOKENS = 64
+_MAX_SHRINKAGE_OF_NFC = 4
 _REPLACEMENT = "\ufffd"
-_MOST_TEXTS_KEPT = 1 << 16
+_MAX_TEXTS_KEPT = 1 << 16
 _PROBE = "Hello! What is the capital of France, and how many people (0123456789) live there?"
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
 class Tokenizer:
-    """encode, decode and render may be called from several threads at once."""
+    """The model's tokenizer, chat template and dialect. encode, decode and render may be called
+    from several threads at once."""
 
     def __init__(
         self, folder: Path, tool_parser: str | None = None, generation_config: str = "auto"
@@ -47,7 +48,8 @@ class Tokenizer:
         """tool_parser names a format of calls. generation_config is "auto" if the model's
         generation_config.json gives the sampling defaults, else "none". Raises ModelError if the
         folder has no tokenizer that can be loaded, UsageError."""
-        self.folder, self.tool_parser = folder, tool_parser
+        self.folder = folder
+        self.tool_parser = tool_parser
         self.generation_config = generation_config
         is_read = generation_config == "auto"
         self.sampling_defaults = sampling_defaults(folder) if is_read else SamplingDefaults()
@@ -61,13 +63,13 @@ class Tokenizer:
         self._template_arguments = _argument_names(self._transformers.apply_chat_template)
         pre_tokenizer = _parts(self._backend.pre_tokenizer, "pretokenizers")
         self._is_byte_level = any(part["type"] == "ByteLevel" for part in pre_tokenizer)
-        self._most_bytes_of_a_token = _most_bytes_of_a_token(self._backend)
+        self._max_token_bytes = _max_token_bytes(self._backend)
         num_ids = _num_ids(self._backend)
         self.vocab_size = min(num_ids, _model_vocab_size(folder, num_ids))
         self._may_exceed = self.vocab_size < num_ids
         self._text_before = self._encode("a")
-        self.token_text = functools.lru_cache(_MOST_TEXTS_KEPT)(self._token_text)
-        self.token_bytes = functools.lru_cache(_MOST_TEXTS_KEPT)(self._token_bytes)
+        self.token_text = functools.lru_cache(_MAX_TEXTS_KEPT)(self._token_text)
+        self.token_bytes = functools.lru_cache(_MAX_TEXTS_KEPT)(self._token_bytes)
         config = _json_of(folder / "config.json")
         self.dialect = dialect_of(self._transformers, config, tool_parser)
         self.eos_ids = _read_eos_ids(folder, self._transformers.eos_token_id) | self._end_ids()
@@ -98,15 +100,18 @@ class Tokenizer:
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
         }
+        attempts: list[Callable[[], str]]
         if self.dialect.render is not None:
-            attempts = [functools.partial(self.dialect.render, messages, tools or [], **variables)]
+            render = functools.partial(self.dialect.render, messages, tools or [], **variables)
+            attempts = [render]
         else:
             shown = tools if self.dialect.shows_tools else None
             apply = functools.partial(self._apply, messages, variables)
             attempts = [functools.partial(apply, shown)]
             if tools:
-                # Some templates need what clients may leave out.
-                attempts.append(functools.partial(apply, list(map(_filled_in, tools))))
+                # Some templates need fields that clients may leave out.
+                filled_in = list(map(_filled_in, tools))
+                attempts.append(functools.partial(apply, filled_in))
         return _first_that_works(attempts)
 
     def _apply(
@@ -135,8 +140,9 @@ class Tokenizer:
         dialect = self.dialect
         if has_late_system(messages) and not self._takes_late_system:
             messages = with_early_system(messages)
-        if self._wants_text_arguments and any(each.get("tool_calls") for each in messages):
-            messages = [_with_arguments_as_text(each) for each in messages]
+        has_calls = any(message.get("tool_calls") for message in messages)
+        if has_calls and self._wants_text_arguments:
+            messages = list(map(_with_arguments_as_text, messages))
         if dialect.prepare is None:
             return messages
         prepared = dialect.prepare(messages, tools)
@@ -182,23 +188,29 @@ class Tokenizer:
         that they have to be JSON text."""
         if self.dialect.render is not None:
             return True
-        call = {"id": "functions.f:0", "type": "function"}
-        function = {"name": "f", "description": "", "parameters": {"type": "object"}}
-
-        def shown(arguments: Any) -> str | None:
-            asked = {"role": "user", "content": "Hello"}
-            called = {**call, "function": {"name": "f", "arguments": arguments}}
-            calling = {"role": "assistant", "content": None, "tool_calls": [called]}
-            try:
-                tools = [{"type": "function", "function": function}]
-                return self._apply([asked, calling], {}, tools)
-            except Exception:  # A template may raise anything.
-                return None
-
-        as_object = shown({_PROBE: "x"})
-        as_text = shown(json.dumps({_PROBE: "x"}))
+        as_object = self._prompt_with_call({_PROBE: "x"})
+        as_text = self._prompt_with_call(json.dumps({_PROBE: "x"}))
         is_python = as_object is not None and f"{{'{_PROBE}'" in as_object
         return as_text is not None and (as_object is None or is_python)
+
+    def _prompt_with_call(self, arguments: Any) -> str | None:
+        """The prompt of a chat with a call that has these arguments; None if the template refuses
+        it."""
+        declared = {"name": "f", "description": "", "parameters": {"type": "object"}}
+        tools = [{"type": "function", "function": declared}]
+        call = {
+            "id": "functions.f:0",
+            "type": "function",
+            "function": {"name": "f", "arguments": arguments},
+        }
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": "Hello"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+        ]
+        try:
+            return self._apply(messages, {}, tools)
+        except Exception:  # A template may raise anything.
+            return None
 
     @functools.cached_property
     def _knows_system(self) -> bool:
@@ -212,7 +224,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _takes_late_system(self) -> bool:
-        """Whether the template shows what the system says after the user."""
+        """Whether the template shows a message of the system that comes after one of the user."""
         apply = self._transformers.apply_chat_template
         template = self.dialect.render or functools.partial(apply, tokenize=False)
         try:
@@ -226,13 +238,12 @@ class Tokenizer:
         return frozenset(id for id in ids if id is not None)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids; special tokens written out in text become their ids. Those added are
-        what the tokenizer puts around every text.
-
-        By batch, because encoding a single text keeps Python's lock for all its time.
-        """
+        """The tokens of a text. Special tokens that are written out in it become their ids. With
+        add_special_tokens they include those that the tokenizer puts around every text. Raises
+        RequestError for a token that the model does not know."""
         ids = self._encode(text, add_special_tokens)
-        if (unknown := self._first_unknown(ids)) is not None:
+        unknown = self._first_unknown(ids)
+        if unknown is not None:
             raise RequestError(
                 f"{self.token_name(unknown)!r} is token {unknown}, but the model's "
                 f"vocabulary has only {self.vocab_size} tokens: leave it out."
@@ -240,11 +251,12 @@ class Tokenizer:
         return ids
 
     def _encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        # By batch, because encoding a single text keeps Python's lock for all its time.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 
     def _first_unknown(self, ids: list[int]) -> int | None:
-        """The model's matrices have no row for it."""
+        """The first token for which the model's matrices have no row, or None."""
         if not self._may_exceed:
             return None
         return next((id for id in ids if id >= self.vocab_size), None)
@@ -257,7 +269,8 @@ class Tokenizer:
             text = self.render([{"role": "user", "content": _PROBE}], {})
         except RequestError:
             return  # The template is for other messages than these.
-        if (unknown := self._first_unknown(self._encode(text))) is not None:
+        unknown = self._first_unknown(self._encode(text))
+        if unknown is not None:
             raise ModelError(
                 f"The tokenizer in {self.folder} does not match the model: a plain chat "
                 f"has token {unknown} ({self.token_name(unknown)!r}), and config.json "
@@ -271,14 +284,17 @@ class Tokenizer:
         """The text that a token adds to a text. Some decoders remove the space of a first token."""
         before = self.decode(self._text_before)
         text = self.decode([*self._text_before, id], skip_special_tokens=False)
-        return text.removeprefix(before) if text.startswith(before) else self.decode([id], False)
+        if text.startswith(before):
+            return text.removeprefix(before)
+        return self.decode([id], skip_special_tokens=False)
 
     def _token_bytes(self, id: int) -> list[int]:
         """The UTF-8 bytes of a token's text, also for a token that is only part of a character."""
         text = self.token_text(id)
         if _REPLACEMENT in text:
             token = self.token_name(id)
-            if byte := _BYTE_TOKEN.fullmatch(token):
+            byte = _BYTE_TOKEN.fullmatch(token)
+            if byte:
                 return [int(byte[1], 16)]
             if self._is_byte_level and all(character in _BYTES for character in token):
                 return [_BYTES[character] for character in token]
@@ -289,10 +305,10 @@ class Tokenizer:
         return self._backend.id_to_token(id) or ""
 
     def least_tokens(self, text: str) -> int:
-        """A lower bound of len(encode(text)) without encoding; 0 if none can be told."""
-        if self._most_bytes_of_a_token is None:
+        """A lower bound of len(encode(text)) without encoding; 0 if no bound is known."""
+        if self._max_token_bytes is None:
             return 0
-        return len(text.encode()) // self._most_bytes_of_a_token
+        return len(text.encode()) // self._max_token_bytes
 
     def id_of(self, token: str) -> int | None:
         """The id of a token, or None if the vocabulary does not have it."""
@@ -316,21 +332,23 @@ class Tokenizer:
         after: list[int] | None = None,
         keep_marks: bool = False,
     ) -> "TextStream":
-        """after are tokens that the text continues. Marks are those of the format."""
+        """Converts tokens to text one by one. after are tokens that the text continues. With
+        keep_marks the marks of the dialect stay in the text."""
         skipped = self._special_ids if skip_special_tokens else frozenset()
         if keep_marks:
             skipped -= self._marks
-        decode = functools.partial(self.decode, skip_special_tokens=skipped == self._special_ids)
+        skips_all = skipped == self._special_ids
+        decode = functools.partial(self.decode, skip_special_tokens=skips_all)
         return TextStream(decode, skipped, after or [])
 
 
 class TextStream:
     """The text of one sequence, token by token.
 
-    The deltas add up to decode(all ids). The exception are byte-fallback decoders, which
-    take back characters that were given out when byte tokens after them are no UTF-8;
-    tokenizers' own DecodeStream raises a bare Exception there, and never gives out what
-    is incomplete at the end.
+    The deltas add up to decode(all ids), except with byte-fallback decoders: these take back
+    characters that were given out when the byte tokens after them are not UTF-8. tokenizers' own
+    DecodeStream raises a bare Exception there, and never gives out an incomplete character at the
+    end.
     """
 
     def __init__(
@@ -341,8 +359,12 @@ class TextStream:
     ) -> None:
         self._decode = decode
         self._skipped = skipped
-        self._window = [id for id in after or () if id not in skipped][-_CONTEXT_TOKENS:]
-        self._num_given = len(decode(self._window).rstrip(_REPLACEMENT)) if self._window else 0
+        context = [id for id in after or () if id not in skipped]
+        self._window = context[-_CONTEXT_TOKENS:]
+        self._num_given = 0
+        if self._window:
+            given = decode(self._window).rstrip(_REPLACEMENT)
+            self._num_given = len(given)
         self._num_open = 0
 
     def push(self, token: int) -> str:
@@ -360,30 +382,34 @@ class TextStream:
 
     def finish(self) -> str:
         """Returns the text that was held back; an incomplete character becomes U+FFFD."""
-        rest = self._decode(self._window)[self._num_given :]
-        self._window, self._num_given, self._num_open = [], 0, 0
+        text = self._decode(self._window)
+        rest = text[self._num_given :]
+        self._window = []
+        self._num_given = 0
+        self._num_open = 0
         return rest
 
     def _num_unsettled(self, text: str) -> int:
-        """Trailing U+FFFD that may yet become characters.
+        """The number of U+FFFD at the end of text that may still become characters.
 
-        After many tokens they are taken for what they look like, but for the last few: a
-        model that repeats U+FFFD would otherwise stream nothing, ever more slowly.
+        After many tokens all but the last few are taken for real U+FFFD: a model that repeats
+        them would otherwise stream nothing, and ever more slowly.
         """
         trailing = len(text) - len(text.rstrip(_REPLACEMENT))
         self._num_open = self._num_open + 1 if trailing else 0
-        if self._num_open > _MOST_OPEN_TOKENS:
-            return min(trailing, _MOST_TOKENS_OF_A_CHARACTER - 1)
+        if self._num_open > _MAX_OPEN_TOKENS:
+            return min(trailing, _MAX_TOKENS_OF_A_CHARACTER - 1)
         return trailing
 
     def _shorten(self, text: str) -> None:
         """Keeps a few last tokens as context, if they mean the same without the others."""
         num_held = len(text) - self._num_given
-        for size in range(_CONTEXT_TOKENS, _CONTEXT_TOKENS + _MOST_TOKENS_OF_A_CHARACTER):
+        for size in range(_CONTEXT_TOKENS, _CONTEXT_TOKENS + _MAX_TOKENS_OF_A_CHARACTER):
             context = self._window[-size:]
             tail = self._decode(context)
             if len(tail) > num_held and text.endswith(tail):
-                self._window, self._num_given = context, len(tail) - num_held
+                self._window = context
+                self._num_given = len(tail) - num_held
                 return
 
 
@@ -415,21 +441,16 @@ def _filled_in(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
-    """Some templates put the arguments of earlier calls into the prompt as they are."""
-    calls = message.get("tool_calls")
-    if not calls:
+    """The message for templates that put the arguments of earlier calls into the prompt as they
+    are."""
+    if not message.get("tool_calls"):
         return message
-    written = [
-        {
-            **call,
-            "function": {
-                **call["function"],
-                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
-            },
-        }
-        for call in calls
-    ]
-    return {**message, "tool_calls": written}
+    calls: list[dict[str, Any]] = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        arguments = json.dumps(function["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return {**message, "tool_calls": calls}
 
 
 def _load(folder: Path) -> Any:
@@ -454,12 +475,15 @@ def _load(folder: Path) -> Any:
         raise
     # tokenizers raises a bare Exception for a file that it cannot read.
     except Exception as error:
-        reason = (" ".join(str(error).split()) or type(error).__name__)[:300]
+        first_words = " ".join(str(error).split())[:300]
+        reason = first_words or type(error).__name__
         mend = "check config.json, tokenizer.json and tokenizer_config.json, or fetch them again"
         if "custom code" in reason:
-            reason, mend = "its own code would have to be run", "Brigade never does that"
+            reason = "its own code would have to be run"
+            mend = "Brigade never does that"
         elif not (folder / "tokenizer.json").exists():
-            reason, mend = "there is no tokenizer.json", "fetch the model again"
+            reason = "there is no tokenizer.json"
+            mend = "fetch the model again"
         raise ModelError(
             f"The tokenizer in {folder} cannot be loaded ({reason}): {mend}."
         ) from error
@@ -472,17 +496,18 @@ def _from_tiktoken(folder: Path) -> Any:
     import transformers
 
     config = _json_of(folder / "tokenizer_config.json")
-    template = folder / "chat_template.jinja"
-    names = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template_type")
-    fields = {name: config[name] for name in names if name in config}
-    fields = {
-        name: each["content"] if isinstance(each, dict) else each for name, each in fields.items()
-    }
+    template = config.get("chat_template")
+    template_file = folder / "chat_template.jinja"
+    if template_file.exists():
+        template = template_file.read_text("utf-8")
+    fields: dict[str, Any] = {}
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template_type"):
+        value = config.get(name)
+        if name in config:
+            fields[name] = value["content"] if isinstance(value, dict) else value
     return transformers.PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=Backend.from_str(tokenizer_json(folder)),
-        chat_template=template.read_text("utf-8")
-        if template.exists()
-        else config.get("chat_template"),
+        chat_template=template,
         clean_up_tokenization_spaces=False,
         **fields,
     )
@@ -493,18 +518,25 @@ def _json_of(file: Path) -> dict[str, Any]:
 
 
 def _num_ids(backend: Any) -> int:
-    return max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    ids = backend.get_vocab(with_added_tokens=True).values()
+    return max(ids, default=-1) + 1
 
 
 def _model_vocab_size(folder: Path, default: int) -> int:
     """How many rows the model's matrices have."""
     sizes = [default]
-    if (folder / "config.json").exists():
-        config = read_json(folder / "config.json")
-        for part in (config, config.get("text_config")):
-            if isinstance(part, dict) and isinstance(part.get("vocab_size"), int):
-                sizes.append(part["vocab_size"])
+    for part in _config_parts(folder / "config.json"):
+        size = part.get("vocab_size")
+        if isinstance(size, int):
+            sizes.append(size)
     return min(sizes)
+
+
+def _config_parts(file: Path) -> list[dict[str, Any]]:
+    """A config, and the part of it that is about text if there is one; nothing without the file."""
+    config = _json_of(file)
+    parts = config, config.get("text_config")
+    return [part for part in parts if isinstance(part, dict)]
 
 
 def _argument_names(apply_chat_template: Callable[..., Any]) -> frozenset[str]:
@@ -517,38 +549,43 @@ def _argument_names(apply_chat_template: Callable[..., Any]) -> frozenset[str]:
 
 def _read_eos_ids(folder: Path, of_tokenizer: int | list[int] | None) -> frozenset[int]:
     """Every id that ends an answer: models name them in up to three files."""
-    named = [of_tokenizer]
+    named: list[Any] = [of_tokenizer]
     for file in ("config.json", "generation_config.json"):
-        if (folder / file).exists():
-            config = read_json(folder / file)
-            parts = (config, config.get("text_config"))
-            named += [part.get("eos_token_id") for part in parts if isinstance(part, dict)]
-    lists = [ids if isinstance(ids, list) else [ids] for ids in named]
-    return frozenset(id for ids in lists for id in ids if isinstance(id, int))
+        parts = _config_parts(folder / file)
+        named += [part.get("eos_token_id") for part in parts]
+    found: set[int] = set()
+    for ids in named:
+        listed = ids if isinstance(ids, list) else [ids]
+        found.update(id for id in listed if isinstance(id, int))
+    return frozenset(found)
 
 
-def _most_bytes_of_a_token(backend: Any) -> int | None:
-    """How many bytes of UTF-8 one token can stand for at most.
-
-    Told only of tokenizers that are known to keep every byte; None of all others,
-    because text that they drop, trim or join could make any prompt short.
-    """
+def _max_token_bytes(backend: Any) -> int | None:
+    """The largest number of bytes of UTF-8 that one token can stand for; None unless the tokenizer
+    is known to keep every byte, because text that it drops, trims or joins could make any prompt
+    short."""
     added = backend.get_added_tokens_decoder().values()
     base = backend.get_vocab(with_added_tokens=False)
-    normalizer = _parts(backend.normalizer, "normalizers")
-    splitting = _parts(backend.pre_tokenizer, "pretokenizers")
-    keeps_every_byte = (
-        all(part["type"] == "NFC" for part in normalizer)
-        and all(part["type"] in ("ByteLevel", "Split", "Digits") for part in splitting)
-        and all(part.get("behavior") != "Removed" for part in splitting)
-        and any(part["type"] == "ByteLevel" for part in splitting)
-        and all(character in base for character in ByteLevel.alphabet())
-        and not any(token.lstrip or token.rstrip for token in added)
-    )
-    if not keeps_every_byte:
+    normalizers = _parts(backend.normalizer, "normalizers")
+    if any(part["type"] != "NFC" for part in normalizers):
         return None
-    longest = max(max(map(len, base)), *(len(token.content.encode()) for token in added), 1)
-    return longest * _MOST_SHRINKAGE_OF_NFC if normalizer else longest
+    if not _splits_bytes_only(_parts(backend.pre_tokenizer, "pretokenizers")):
+        return None
+    if not all(character in base for character in ByteLevel.alphabet()):
+        return None
+    if any(token.lstrip or token.rstrip for token in added):
+        return None
+    base_lengths = map(len, base)  # a character for each byte
+    added_lengths = [len(token.content.encode()) for token in added]
+    longest = max([1, *base_lengths, *added_lengths])
+    return longest * _MAX_SHRINKAGE_OF_NFC if normalizers else longest
+
+
+def _splits_bytes_only(pre_tokenizers: list[dict[str, Any]]) -> bool:
+    """Whether these split text at the level of bytes, and remove nothing."""
+    kinds = {part["type"] for part in pre_tokenizers}
+    removes = any(part.get("behavior") == "Removed" for part in pre_tokenizers)
+    return "ByteLevel" in kinds and kinds <= {"ByteLevel", "Split", "Digits"} and not removes
 
 
 # What each character of a byte-level vocabulary stands for.
@@ -556,7 +593,7 @@ _BYTES = {character: byte for byte, character in enumerate(character_of)}
 
 
 def _parts(component: Any, name: str) -> list[dict[str, Any]]:
-    """A normaliser or pre-tokenizer as its JSON says it, sequences laid flat."""
+    """The JSON of a normalizer or pre-tokenizer: of each part, if it is a sequence of several."""
     if component is None:
         return []
     state: dict[str, Any] = json.loads(component.__getstate__())

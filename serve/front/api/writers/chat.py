@@ -4,16 +4,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from io import StringIO
 
-from serve.core.errors import BrigadeError
-from serve.front.api.writers.logprobs import chat_logprobs, prompt_logprobs
-from serve.front.api.writers.writer import UsageFields, head, openai_usage
-from serve.front.http.replies import Json, error_object
+from serve.front.api.writers.logprobs import ScoreWriter
+from serve.front.api.writers.writer import ChunkWriter
+from serve.front.http.replies import Json
 from serve.front.http.schemas import (
     CalledFunction,
     ChatChoice,
+    ChatLogprobs,
     ChosenScore,
     ChunkChoice,
-    ErrorReply,
     FinishReason,
     PromptProgress,
     ToolCall,
@@ -28,43 +27,24 @@ from serve.front.output.deltas import (
     Reason,
     Text,
     Thought,
-    TokenUsage,
     Update,
 )
 from serve.front.text.tokens import Tokenizer
 
 
-class ChatWriter:
+class ChatWriter(ChunkWriter):
     """Writes chat.completion.chunk: the role first, then text, thoughts and calls, then an empty
     delta with the reason, and at last the usage if it is wanted."""
 
     def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
-        self.head = head("chatcmpl", "chat.completion.chunk", job.model)
-        self.usage: TokenUsage | None = None
+        super().__init__("chatcmpl", "chat.completion.chunk", job)
         self._listing = job.listing
         self._prompt_ids = job.prompts[0].ids
         self._names_tool = job.splitting.names_tool
-        self._usage_fields = UsageFields(job.usage_in_stream)
-        self._tokenizer = tokenizer
+        self._scores = ScoreWriter(tokenizer, job.listing.as_ids)
         self._num_calls = [0] * job.num_answers
 
-    def begin(self) -> Iterator[Json]:
-        return iter(())
-
-    def feed(self, update: Update) -> Iterator[Json]:
-        tail = self._usage_fields.feed(update)
-        for chunk in self.chunks(update):
-            yield {**self.head, **chunk, **tail}
-
-    def finish(self) -> Iterator[Json]:
-        if (usage := self._usage_fields.last()) is not None:
-            yield {**self.head, "choices": [], "usage": usage}
-
-    def failed(self, error: BrigadeError) -> ErrorReply:
-        return error_object(error)
-
     def chunks(self, update: Update) -> Iterator[Json]:
-        """The chunks without the fields that all of them share. Each has one choice."""
         number = update.number
         if update.deltas and isinstance(update.deltas[0], Progress):
             waiting = _choice(number, {"role": "assistant", "content": None})
@@ -72,7 +52,10 @@ class ChatWriter:
             return
         if begin := update.begin:
             first = _choice(number, {"role": "assistant", "content": ""})
-            yield {"choices": [first], **(self._prompt_fields(begin) if number == 0 else {})}
+            chunk: Json = {"choices": [first]}
+            if number == 0:
+                chunk |= self._prompt_fields(begin)
+            yield chunk
         deltas = list(self._deltas(update))
         if not deltas and update.tokens and self._lists_tokens:
             deltas = [{"content": ""}]
@@ -82,9 +65,13 @@ class ChatWriter:
             yield {"choices": [_choice(number, delta)]}
         if end := update.end:
             self.usage = end.usage
-            last = _choice(number, {}, self._reason(end.reason))
-            told = {"warnings": end.warnings} if end.violations else {}
-            yield {"choices": [{**last, "stop_reason": end.stop}], **told}
+            last = _choice(number, {})
+            last["finish_reason"] = self._reason(end.reason)
+            last["stop_reason"] = end.stop
+            chunk = {"choices": [last]}
+            if end.violations:
+                chunk["warnings"] = end.warnings
+            yield chunk
 
     @property
     def _lists_tokens(self) -> bool:
@@ -95,24 +82,21 @@ class ChatWriter:
         if self._listing.token_ids:
             fields["prompt_token_ids"] = self._prompt_ids
         if self._listing.prompt_logprobs is not None:
-            as_ids = self._listing.as_ids
-            fields["prompt_logprobs"] = prompt_logprobs(
-                begin.prompt_scores, self._tokenizer, as_ids
-            )
+            fields["prompt_logprobs"] = self._scores.prompt(begin.prompt_scores)
         return fields
 
     def _listed(self, update: Update, delta: ChatDelta) -> ChunkChoice:
-        """The choice with an update's first delta, which brings the update's tokens and scores."""
+        """The choice with an update's first delta, and with the update's tokens and scores."""
         choice = _choice(update.number, delta)
         if self._listing.logprobs is not None:
-            as_ids = self._listing.as_ids
-            choice["logprobs"] = chat_logprobs(update.scores, self._tokenizer, as_ids)
+            choice["logprobs"] = self._scores.chat(update.scores)
         if self._listing.token_ids:
             choice["token_ids"] = list(update.tokens)
         return choice
 
     def _deltas(self, update: Update) -> Iterator[ChatDelta]:
-        """A call's name and its first arguments leave together if they came together."""
+        """The deltas in the words of OpenAI's chat. A call's name and its first arguments are one
+        delta if they came together."""
         begun: CallBegin | None = None
         for delta in update.deltas:
             if begun is not None and not isinstance(delta, CallText):
@@ -179,7 +163,8 @@ class _Whole:
         for call in delta.get("tool_calls", ()):
             if "id" in call:
                 self.calls.append((call, StringIO()))
-            self.calls[-1][1].write(call["function"]["arguments"])
+            _, arguments = self.calls[-1]
+            arguments.write(call["function"]["arguments"])
         if choice["logprobs"] is not None:
             self.scores = [] if self.scores is None else self.scores
             self.scores += choice["logprobs"]["content"]
@@ -191,23 +176,31 @@ class _Whole:
             self.stop_reason = choice.get("stop_reason")
 
     def choice(self, number: int) -> ChatChoice:
-        scores = self.scores
-        choice: ChatChoice = {
+        logprobs: ChatLogprobs | None = None
+        if self.scores is not None:
+            logprobs = {"content": self.scores, "refusal": None}
+        return {
             "index": number,
             "message": self._message(),
-            "logprobs": None if scores is None else {"content": scores, "refusal": None},
+            "logprobs": logprobs,
             "finish_reason": self.finish_reason,
+            "token_ids": self.token_ids,
+            "stop_reason": self.stop_reason,
         }
-        choice["token_ids"] = self.token_ids
-        choice["stop_reason"] = self.stop_reason
-        return choice
 
     def _message(self) -> ChatDelta:
-        content = self.content.getvalue()
-        is_absent = bool(self.calls or self.function_name) and not content
-        message: ChatDelta = {"role": "assistant", "content": None if is_absent else content}
+        content: str | None = self.content.getvalue()
+        has_calls = bool(self.calls or self.function_name)
+        if has_calls and not content:
+            content = None
         thoughts = None if self.thoughts is None else self.thoughts.getvalue()
-        message |= {"reasoning": thoughts, "reasoning_content": thoughts, "refusal": None}
+        message: ChatDelta = {
+            "role": "assistant",
+            "content": content,
+            "reasoning": thoughts,
+            "reasoning_content": thoughts,
+            "refusal": None,
+        }
         if self.function_name is not None:
             arguments = self.function_arguments.getvalue()
             message["function_call"] = {"name": self.function_name, "arguments": arguments}
@@ -230,23 +223,19 @@ class WholeChat:
             (choice,) = chunk.pop("choices")
             self._warnings += chunk.pop("warnings", ())
             self._prompt_fields |= chunk
-            self._choices.setdefault(choice["index"], _Whole()).add(choice)
+            whole = self._choices.setdefault(choice["index"], _Whole())
+            whole.add(choice)
         return iter(())
 
     def finish(self) -> Iterator[Json]:
         return iter(())
 
     def whole(self) -> Json:
-        usage = self._writer.usage
-        assert usage is not None
-        return {
-            **self._writer.head,
-            "object": "chat.completion",
-            **self._prompt_fields,
-            "usage": openai_usage(usage),
-            "choices": [whole.choice(number) for number, whole in sorted(self._choices.items())],
-            **({"warnings": self._warnings} if self._warnings else {}),
-        }
+        choices = [whole.choice(number) for number, whole in sorted(self._choices.items())]
+        reply = {**self._writer.whole("chat.completion", choices), **self._prompt_fields}
+        if self._warnings:
+            reply["warnings"] = self._warnings
+        return reply
 
 
 def _whole_call(first: ToolCall, arguments: StringIO) -> ToolCall:
@@ -268,7 +257,5 @@ def _progress(progress: Progress) -> PromptProgress:
     }
 
 
-def _choice(
-    number: int, delta: ChatDelta, finish_reason: FinishReason | None = None
-) -> ChunkChoice:
-    return {"index": number, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+def _choice(number: int, delta: ChatDelta) -> ChunkChoice:
+    return {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}

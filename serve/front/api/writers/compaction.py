@@ -10,7 +10,7 @@ from serve.front.output.deltas import End, Text, Update
 
 
 class CompactionWriter:
-    """kept are the items that stay beside the summary. There is no stream."""
+    """Writes a compaction, which has no stream. kept are the items that stay beside the summary."""
 
     def __init__(self, kept: list[Json]) -> None:
         self._kept = kept
@@ -29,10 +29,11 @@ class CompactionWriter:
         return iter(())
 
     def whole(self) -> Json:
+        summary = "".join(self._texts).strip()
         item = {
             "type": "compaction",
             "id": new_item_id("compaction"),
-            "encrypted_content": opaque("".join(self._texts).strip()),
+            "encrypted_content": opaque(summary),
         }
         return {
             "id": new_item_id("response"),

@@ -27,10 +27,10 @@ _REASONS = {"length": "max_tokens", "stop": "end_turn", "tool_calls": "tool_use"
 
 
 class MessagesWriter:
-    """message is what was sent so far. The other methods return the events of a stream.
+    """Writes the events of a stream. message is the part of the message that was sent so far.
 
-    omits_thoughts leaves thinking blocks empty, but for their signature. applied_edits is what was
-    left out of the prompt, as the client asked; None if it did not.
+    omits_thoughts leaves thinking blocks empty, except for their signature. applied_edits lists
+    what was left out of the prompt; None if the client asked for no such edits.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class MessagesWriter:
         self._is_open = False
 
     def begin(self) -> Iterator[Json]:
-        """There are none: message_start tells how many tokens were cached, which is known with the
-        first update."""
+        """Returns no events: message_start states how many tokens were cached, which is known with
+        the first update."""
         return iter(())
 
     def feed(self, update: Update) -> Iterator[Json]:
@@ -71,7 +71,8 @@ class MessagesWriter:
         match delta:
             case Begin():
                 self.message["usage"] = _usage(delta.usage)
-                yield {"type": "message_start", "message": {**self.message, "content": []}}
+                empty = {**self.message, "content": []}
+                yield {"type": "message_start", "message": empty}
             case Thought(text):
                 yield from self._think(text)
             case Text(text):
@@ -144,7 +145,8 @@ class MessagesWriter:
     def _close(self) -> Iterator[Json]:
         if not self._is_open:
             return
-        block, self._is_open = self._block, False
+        block = self._block
+        self._is_open = False
         if block["type"] == "thinking":
             block["signature"] = signature_of(self._thought, carries_it=self._omits_thoughts)
             yield self._delta("signature_delta", "signature", block["signature"])

@@ -35,7 +35,8 @@ class OllamaWriter:
     with the reason, the counts and the durations in nanoseconds."""
 
     def __init__(self, model: str, is_chat: bool) -> None:
-        self._model, self._is_chat = model, is_chat
+        self._model = model
+        self._is_chat = is_chat
         self._times = _Times()
         self._name = ""
         self._arguments = StringIO()
@@ -70,25 +71,28 @@ class OllamaWriter:
             case Thought(text):
                 yield self.line("", thinking=text)
             case CallBegin(_, name):
-                self._name, self._arguments = name, StringIO()
+                self._name = name
+                self._arguments = StringIO()
             case CallText(text):
                 self._arguments.write(text)
             case CallEnd():
-                function = {"name": self._name, "arguments": _object(self._arguments.getvalue())}
+                arguments = _object(self._arguments.getvalue())
+                function = {"name": self._name, "arguments": arguments}
                 yield self.line("", tool_calls=[{"function": function}])
             case End():
                 yield {**self.line(""), **self._last(delta)}
 
     def _last(self, end: End) -> Json:
         now = time.monotonic()
+        started = self._times.started
         first = now if self._times.first is None else self._times.first
         return {
             "done": True,
             "done_reason": "length" if end.reason == "length" else "stop",
-            "total_duration": _nanoseconds(now - self._times.started),
+            "total_duration": _nanoseconds(now - started),
             "load_duration": 0,
             "prompt_eval_count": end.usage.prompt_tokens,
-            "prompt_eval_duration": _nanoseconds(first - self._times.started),
+            "prompt_eval_duration": _nanoseconds(first - started),
             "eval_count": end.usage.completion_tokens,
             "eval_duration": _nanoseconds(now - first),
             **({"warnings": end.warnings} if end.violations else {}),
@@ -101,14 +105,16 @@ class WholeOllama:
     def __init__(self, model: str, is_chat: bool) -> None:
         self._writer = OllamaWriter(model, is_chat)
         self._is_chat = is_chat
-        self._text, self._thought = StringIO(), StringIO()
+        self._text = StringIO()
+        self._thought = StringIO()
         self._calls: list[Json] = []
         self._last: Json = {}
 
     def feed(self, update: Update) -> Iterator[Json]:
         for line in self._writer.feed(update):
             said = line["message"] if self._is_chat else line
-            self._text.write(said["content" if self._is_chat else "response"])
+            text = said["content"] if self._is_chat else said["response"]
+            self._text.write(text)
             self._thought.write(said.get("thinking", ""))
             self._calls += said.get("tool_calls", ())
             self._last = line
@@ -118,16 +124,21 @@ class WholeOllama:
         return iter(())
 
     def whole(self) -> Json:
-        others: Json = {"thinking": self._thought.getvalue(), "tool_calls": self._calls}
-        given = {name: value for name, value in others.items() if value}
-        shared = ("message", "response", "model", "created_at", "done")
-        counts = {name: value for name, value in self._last.items() if name not in shared}
-        return {**self._writer.line(self._text.getvalue(), **given), "done": True, **counts}
+        others: Json = {}
+        thought = self._thought.getvalue()
+        if thought:
+            others["thinking"] = thought
+        if self._calls:
+            others["tool_calls"] = self._calls
+        line = self._writer.line(self._text.getvalue(), **others)
+        counts = {name: value for name, value in self._last.items() if name not in line}
+        return {**line, "done": True, **counts}
 
 
 def loaded(model: str, is_chat: bool) -> Json:
     """The reply to a request that only wants the model in memory."""
-    return {**OllamaWriter(model, is_chat).line(""), "done": True, "done_reason": "load"}
+    line = OllamaWriter(model, is_chat).line("")
+    return {**line, "done": True, "done_reason": "load"}
 
 
 def _object(arguments: str) -> Json:

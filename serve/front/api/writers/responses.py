@@ -10,7 +10,7 @@ from serve.front.api.responses.body import ResponsePlan
 from serve.front.api.responses.items import new_item_id, opaque
 from serve.front.api.responses.offer import OfferedTool, call_fields
 from serve.front.api.writers.custom_input import CustomInput
-from serve.front.api.writers.logprobs import chat_logprobs
+from serve.front.api.writers.logprobs import ScoreWriter
 from serve.front.http.replies import Json, error_object
 from serve.front.output.deltas import (
     CallBegin,
@@ -31,12 +31,12 @@ _TEXT = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
 class ResponsesWriter:
-    """response is what was sent so far. The other methods return the events of a stream. Only
-    scores need the tokenizer."""
+    """Writes the events of a stream. response is the part of the response that was sent so far.
+    Only scores need the tokenizer."""
 
     def __init__(self, plan: ResponsePlan, tokenizer: Tokenizer | None = None) -> None:
         self._plan = plan
-        self._tokenizer = tokenizer
+        self._score_writer = ScoreWriter(tokenizer) if tokenizer else None
         self.response: Json = {
             "id": new_item_id("response"),
             "object": "response",
@@ -122,29 +122,35 @@ class ResponsesWriter:
     def _text(self, kind: Kind, text: str) -> Iterator[Json]:
         part_type = _TEXT[kind]
         if self._open is None or self._open["type"] != kind:
-            part: Json = {"type": part_type, "text": ""}
-            fields: Json = {"content": [], "summary": []}
-            if kind == "message":
-                part |= {"annotations": [], "logprobs": []}
-                fields = {"content": [], "role": "assistant"}
-            yield from self._begin_item(kind, **fields)
-            yield self._event("content_part.added", content_index=0, part=dict(part))
-            self._current["content"] = [part]
+            yield from self._begin_text(kind, part_type)
         part = self._current["content"][0]
         part["text"] += text
-        scores: Json = {}
+        event_fields: Json = {"delta": text}
         if kind == "message":
-            scores = {"logprobs": self._logprobs()}
-            if scores["logprobs"]:
-                part["logprobs"] = [*part["logprobs"], *scores["logprobs"]]
-        yield self._event(f"{part_type}.delta", content_index=0, delta=text, **scores)
+            logprobs = self._logprobs()
+            event_fields["logprobs"] = logprobs
+            if logprobs:
+                part["logprobs"] = [*part["logprobs"], *logprobs]
+        yield self._event(f"{part_type}.delta", content_index=0, **event_fields)
+
+    def _begin_text(self, kind: Kind, part_type: str) -> Iterator[Json]:
+        part: Json = {"type": part_type, "text": ""}
+        if kind == "message":
+            part |= {"annotations": [], "logprobs": []}
+            yield from self._begin_item(kind, content=[], role="assistant")
+        else:
+            yield from self._begin_item(kind, content=[], summary=[])
+        yield self._event("content_part.added", content_index=0, part=dict(part))
+        self._current["content"] = [part]
 
     def _logprobs(self) -> Sequence[Json]:
         """The scores of the tokens up to the text that was sent last."""
-        scores, self._scores = self._scores, []
-        if not scores or self._tokenizer is None:
+        scores = self._scores
+        self._scores = []
+        if not scores or self._score_writer is None:
             return []
-        return [dict(each) for each in chat_logprobs(scores, self._tokenizer, False)["content"]]
+        written = self._score_writer.chat(scores)
+        return [dict(each) for each in written["content"]]
 
     # --- calls
 
@@ -236,8 +242,10 @@ class ResponsesWriter:
 
     def _close_text(self, item: Json) -> Iterator[Json]:
         part = item["content"][0]
-        scores: Json = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
-        yield self._event(f"{part['type']}.done", content_index=0, text=part["text"], **scores)
+        fields: Json = {"text": part["text"]}
+        if item["type"] == "message":
+            fields["logprobs"] = part["logprobs"]
+        yield self._event(f"{part['type']}.done", content_index=0, **fields)
         yield self._event("content_part.done", content_index=0, part=part)
         if item["type"] == "reasoning" and self._plan.encrypts:
             item["encrypted_content"] = opaque(part["text"])
@@ -246,7 +254,8 @@ class ResponsesWriter:
 
     def _event(self, name: str, /, **fields: object) -> Json:
         """An event about the item that is open, with its place."""
-        place: Json = {"output_index": len(self.response["output"]) - 1}
+        num_items = len(self.response["output"])
+        place: Json = {"output_index": num_items - 1}
         if "item" not in fields:
             place["item_id"] = self._current["id"]
         return self._numbered(name, **place, **fields)
@@ -255,12 +264,16 @@ class ResponsesWriter:
         return self._numbered(name, response=dict(self.response))
 
     def _numbered(self, name: str, /, **fields: object) -> Json:
+        number = self._num_events
         self._num_events += 1
-        return {"type": f"response.{name}", "sequence_number": self._num_events - 1, **fields}
+        return {"type": f"response.{name}", "sequence_number": number, **fields}
 
 
 def _names(name: str, namespace: str | None) -> Json:
-    return {"name": name} | ({"namespace": namespace} if namespace else {})
+    names = {"name": name}
+    if namespace:
+        names["namespace"] = namespace
+    return names
 
 
 def response_usage(tokens: TokenUsage) -> Json:

@@ -1,16 +1,17 @@
-"""What every API's writer does: it turns the updates of a request's answers into JSON events."""
+"""The interface of the APIs' writers, which turn the updates of a request's answers into JSON
+events, and the common part of OpenAI's."""
 
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Protocol, TypedDict
 
 from serve import __version__
 from serve.core.errors import BrigadeError
-from serve.front.http.replies import usage
-from serve.front.http.schemas import Usage
-from serve.front.output.answer import UsageInStream
+from serve.front.http.replies import Json, error_object, usage
+from serve.front.http.schemas import ErrorReply, Usage
+from serve.front.output.answer import Job, UsageInStream
 from serve.front.output.deltas import Begin, End, TokenUsage, Update
 
 Event = Mapping[str, Any]
@@ -18,8 +19,8 @@ Event = Mapping[str, Any]
 
 class Writer(Protocol):
     """Writes the events of a stream. It consumes updates and nothing else. begin is called once
-    before the first of them and finish once after the last; failed takes the place of what is
-    still to come."""
+    before the first update and finish once after the last; failed takes the place of all events
+    that are still to come."""
 
     def begin(self) -> Iterable[Event]: ...
 
@@ -32,7 +33,7 @@ class Writer(Protocol):
 
 class WholeWriter(Protocol):
     """Adds updates up to the reply for a client that wants no stream. whole is complete after
-    finish. The events that feed and finish return are of no use here."""
+    finish. Nobody uses the events that feed and finish return."""
 
     def feed(self, update: Update) -> Iterable[Event]: ...
 
@@ -51,7 +52,7 @@ class Head(TypedDict):
     system_fingerprint: str
 
 
-def head(prefix: str, kind: str, model: str) -> Head:
+def _head(prefix: str, kind: str, model: str) -> Head:
     """The head of a new reply, with an id that begins with prefix."""
     return {
         "id": f"{prefix}-{secrets.token_hex(16)}",
@@ -80,11 +81,54 @@ class UsageFields:
             return {}
         if self._wanted is UsageInStream.LAST:
             return {"usage": None}
-        return {"usage": openai_usage(replace(self._usage, completion_tokens=self._num_tokens))}
+        so_far = replace(self._usage, completion_tokens=self._num_tokens)
+        return {"usage": openai_usage(so_far)}
 
     def last(self) -> Usage | None:
         """The usage for the chunk after the last answer; None if there is no such chunk."""
         return None if self._wanted is UsageInStream.NONE else openai_usage(self._usage)
+
+
+class ChunkWriter:
+    """The common part of the writers of OpenAI's chat and completions. Their streams are chunks
+    with the same head, and at last the usage if it is wanted. usage is known when the answer has
+    ended."""
+
+    def __init__(self, prefix: str, kind: str, job: Job) -> None:
+        self.head = _head(prefix, kind, job.model)
+        self.usage: TokenUsage | None = None
+        self._usage_fields = UsageFields(job.usage_in_stream)
+
+    def begin(self) -> Iterator[Event]:
+        return iter(())
+
+    def feed(self, update: Update) -> Iterator[Event]:
+        tail = self._usage_fields.feed(update)
+        for chunk in self.chunks(update):
+            yield {**self.head, **chunk, **tail}
+
+    def finish(self) -> Iterator[Event]:
+        usage = self._usage_fields.last()
+        if usage is not None:
+            yield {**self.head, "choices": [], "usage": usage}
+
+    def failed(self, error: BrigadeError) -> ErrorReply:
+        return error_object(error)
+
+    def chunks(self, update: Update) -> Iterator[Json]:
+        """The chunks of an update, without the fields that all of them share. Each has one
+        choice."""
+        raise NotImplementedError
+
+    def whole(self, kind: str, choices: list[Any]) -> Json:
+        """The reply with these choices, after the answer has ended."""
+        assert self.usage is not None
+        return {
+            **self.head,
+            "object": kind,
+            "usage": openai_usage(self.usage),
+            "choices": choices,
+        }
 
 
 def openai_usage(tokens: TokenUsage) -> Usage:

@@ -125,29 +125,19 @@ ReadingFunction = Callable[[Source], Iterator[CallPart | None]]
 
 
 class PulledReader:
-    """A CallReader made of a function that reads from a Source.
-
-    The function starts with the first text, so that a new reader can be pickled.
-    """
+    """A CallReader made of a function that reads from a Source."""
 
     def __init__(self, read: ReadingFunction) -> None:
-        self._read = read
-        self._source: Source | None = None
-        self._parts: Iterator[CallPart | None] = iter(())
+        self._source = Source()
+        self._parts = read(self._source)
 
     def feed(self, text: str) -> Iterator[CallPart]:
-        self._begin().text += text
+        self._source.text += text
         yield from self._run()
 
     def finish(self) -> Iterator[CallPart]:
-        self._begin().is_ended = True
+        self._source.is_ended = True
         yield from self._run()
-
-    def _begin(self) -> Source:
-        if self._source is None:
-            self._source = Source()
-            self._parts = self._read(self._source)
-        return self._source
 
     def _run(self) -> Iterator[CallPart]:
         for part in self._parts:

@@ -1,4 +1,4 @@
-"""Arguments that a model writes as text between marks: what JSON they are, by their schema."""
+"""Converts arguments that a model writes as text between marks to JSON, by their schema."""
 
 import ast
 import json
@@ -19,8 +19,10 @@ class Declared:
     """The parameters of the declared tools, as JSON schemas."""
 
     def __init__(self, tools: Sequence[dict[str, Any]]) -> None:
-        functions = [tool.get("function") or tool for tool in tools]
-        self._parameters = {each.get("name"): each.get("parameters") for each in functions}
+        self._parameters: dict[Any, Any] = {}
+        for tool in tools:
+            function = tool.get("function") or tool
+            self._parameters[function.get("name")] = function.get("parameters")
 
     def types(self, tool: str, parameter: str) -> frozenset[str] | None:
         """The JSON types that the parameter may have; None if the schema declares none."""
@@ -84,17 +86,30 @@ def _types(schema: Any, document: dict[str, Any], num_references: int) -> Iterat
     if not isinstance(schema, dict) or not num_references:
         return
     named = schema.get("type")
-    yield from (each for each in (named if isinstance(named, list) else [named]) if each)
-    values = schema["enum"] if isinstance(schema.get("enum"), list) else []
-    if "const" in schema:
-        values = [*values, schema["const"]]
+    if isinstance(named, list):
+        yield from filter(None, named)
+    elif named:
+        yield named
     if not named:
-        yield from (type_of(value) for value in values)
+        yield from map(type_of, choices_in(schema) or ())
     for name in ("anyOf", "oneOf", "allOf"):
-        for part in schema[name] if isinstance(schema.get(name), list) else []:
-            yield from _types(part, document, num_references - 1)
-    if isinstance(reference := schema.get("$ref"), str):
+        parts = schema.get(name)
+        if isinstance(parts, list):
+            for part in parts:
+                yield from _types(part, document, num_references - 1)
+    reference = schema.get("$ref")
+    if isinstance(reference, str):
         yield from _types(_target(reference, document), document, num_references - 1)
+
+
+def choices_in(schema: dict[str, Any]) -> list[Any] | None:
+    """The values that a schema lists; None if it lists none."""
+    choices = schema.get("enum")
+    if not isinstance(choices, list):
+        choices = []
+    if "const" in schema:
+        choices = [*choices, schema["const"]]
+    return choices or None
 
 
 def type_of(value: Any) -> str:
@@ -113,37 +128,42 @@ def type_of(value: Any) -> str:
 
 
 def is_text(types: frozenset[str] | None, *, when_undeclared: bool) -> bool:
-    """Whether a value is a string whatever it looks like, so that it can be given out early."""
+    """Whether any text is a string for this parameter, so that it can be given out early."""
     return when_undeclared if types is None else types == {"string"}
 
 
 def to_json(text: str, types: frozenset[str] | None) -> str:
-    """The JSON of a value that is complete: of a type that its schema allows if there is one."""
-    is_any_text = types is not None and "string" in types
-    original, text = text, text.strip()
+    """The JSON of a complete value: of a type that its schema allows, if the text can be read as
+    one."""
+    allowed = types or frozenset()
+    bare = text.strip()
     for read in (json.loads, ast.literal_eval):
         try:
-            value = read(text)
+            value = read(bare)
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
-        if (converted := _fitting(value, types)) is not None:
+        converted = _fitting(value, types)
+        if converted is not None:
             return converted
-    if types is not None and types & set(_NUMBERS) and _PADDED_NUMBER.fullmatch(text):
-        return str(int(text))  # JSON and Python allow no zeros before a number.
-    if types is not None and "boolean" in types and text.lower() in ("true", "false"):
-        return text.lower()
-    if types is not None and "null" in types and text.lower() in ("null", "none"):
+    if not allowed.isdisjoint(_NUMBERS) and _PADDED_NUMBER.fullmatch(bare):
+        return str(int(bare))  # JSON and Python allow no zeros before a number.
+    word = bare.lower()
+    if "boolean" in allowed and word in ("true", "false"):
+        return word
+    if "null" in allowed and word in ("null", "none"):
         return "null"
-    return json.dumps(original if is_any_text else text, ensure_ascii=False)
+    return json.dumps(text if "string" in allowed else bare, ensure_ascii=False)
 
 
 def _fitting(value: Any, types: frozenset[str] | None) -> str | None:
-    """The value's JSON if its type may be one of these, None otherwise."""
-    kind = type_of(value)
-    if isinstance(value, float) and value.is_integer() and types and "number" not in types:
-        value = int(value)
-    if types and kind not in types and not (kind == "integer" and "number" in types):
-        return None
+    """The value's JSON if its type is one of these, None otherwise."""
+    if types:
+        kind = type_of(value)
+        is_number = kind == "integer" and "number" in types
+        if kind not in types and not is_number:
+            return None
+        if kind == "integer" and not is_number:
+            value = int(value)  # 3.0 is a whole number in JSON, too.
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError):
@@ -155,7 +175,7 @@ def stream_text(
 ) -> Generator[CallText | None, None, bool]:
     """The text before the end mark as a JSON string, given out as it is written. With
     strips_newline one line end at each side belongs to the marks. Returns whether the end mark
-    came; if not, the string is left open, so that nobody takes it for complete."""
+    came; if not, the string is left open, so that it cannot be mistaken for a complete one."""
     yield CallText('"')
     if strips_newline:
         while not source.text and not source.is_ended:
@@ -164,21 +184,31 @@ def stream_text(
     held = f"\n{end}" if strips_newline else end
     while (found := source.text.find(end)) < 0:
         if source.is_ended:
-            rest = json.dumps(source.take(len(source.text)), ensure_ascii=False)
-            yield CallText(rest[1:-1])
+            rest = source.take(len(source.text))
+            yield CallText(_inside_quotes(rest))
             return False
         kept = max(_overlap(source.text, held), _overlap(source.text, end))
-        if text := source.take(len(source.text) - kept):
-            yield CallText(json.dumps(text, ensure_ascii=False)[1:-1])
+        text = source.take(len(source.text) - kept)
+        if text:
+            yield CallText(_inside_quotes(text))
         yield None
     text = source.take(found)
     source.take(len(end))
-    text = text.removesuffix("\n") if strips_newline else text
-    yield CallText(json.dumps(text, ensure_ascii=False)[1:])
+    if strips_newline:
+        text = text.removesuffix("\n")
+    yield CallText(_inside_quotes(text) + '"')
     return True
+
+
+def _inside_quotes(text: str) -> str:
+    """The text as JSON, without the quotes around it."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _overlap(text: str, mark: str) -> int:
     """The length of the longest end of text with which mark begins."""
-    sizes = range(min(len(text), len(mark)), 0, -1)
-    return next((size for size in sizes if text.endswith(mark[:size])), 0)
+    max_size = min(len(text), len(mark))
+    for size in range(max_size, 0, -1):
+        if text.endswith(mark[:size]):
+            return size
+    return 0

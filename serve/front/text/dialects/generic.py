@@ -28,7 +28,8 @@ To call a function, write one JSON object with its name and its arguments betwee
 
 Call a function only when it is needed; otherwise answer in plain text."""
 
-_RESULT, _RESULT_END = "<tool_response>", "</tool_response>"
+_RESULT = "<tool_response>"
+_RESULT_END = "</tool_response>"
 
 
 def prepare(messages: Messages, tools: Tools) -> Messages:
@@ -40,9 +41,10 @@ def prepare(messages: Messages, tools: Tools) -> Messages:
     for message in messages:
         is_result = message.get("role") == "tool"
         plain = _result(message) if is_result else _without_calls(message)
-        if plain.get("role") == "user" and (was_result or is_result) and _ends_with_user(prepared):
-            content = f"{prepared[-1].get('content') or ''}\n{plain.get('content') or ''}"
-            prepared[-1] = {**prepared[-1], "content": content}
+        is_beside_result = was_result or is_result
+        if plain.get("role") == "user" and is_beside_result and _ends_with_user(prepared):
+            last = prepared[-1]
+            prepared[-1] = {**last, "content": f"{_content(last)}\n{_content(plain)}"}
         else:
             prepared.append(plain)
         was_result = is_result
@@ -59,8 +61,13 @@ def _ends_with_user(messages: Messages) -> bool:
     return bool(messages) and messages[-1].get("role") == "user"
 
 
+def _content(message: dict[str, Any]) -> str:
+    return str(message.get("content") or "")
+
+
 def _result(message: dict[str, Any]) -> dict[str, Any]:
-    return {"role": "user", "content": f"{_RESULT}\n{message.get('content') or ''}\n{_RESULT_END}"}
+    content = f"{_RESULT}\n{_content(message)}\n{_RESULT_END}"
+    return {"role": "user", "content": content}
 
 
 def _without_calls(message: dict[str, Any]) -> dict[str, Any]:
@@ -79,40 +86,44 @@ def _without_calls(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe(tools: Tools) -> str:
-    functions = [tool.get("function") or tool for tool in tools]
-    shown = [
-        {
-            "name": each["name"],
-            "description": each.get("description") or "",
-            "parameters": parameters_of(each),
+    """The text that tells a model which tools it has, and how to call one."""
+    lines: list[str] = []
+    for tool in tools:
+        function = tool.get("function") or tool
+        shown = {
+            "name": function["name"],
+            "description": function.get("description") or "",
+            "parameters": parameters_of(function),
         }
-        for each in functions
-    ]
-    return _TEXT.format(tools="\n".join(json.dumps(each, ensure_ascii=False) for each in shown))
+        lines.append(json.dumps(shown, ensure_ascii=False))
+    return _TEXT.format(tools="\n".join(lines))
 
 
 def with_system(messages: Messages, text: str, *, keeps_empty: bool = False) -> Messages:
     """The messages with text at the end of the system's message, which may be a new one. With
-    keeps_empty the blank line before it stays also behind an empty message."""
+    keeps_empty the text begins with a blank line also if that message is empty."""
     if messages and messages[0].get("role") == "system":
         first, *rest = messages
     else:
-        first, rest = {"role": "system", "content": ""}, messages
-    joined = f"{first.get('content') or ''}\n\n{text}"
-    return [{**first, "content": joined if keeps_empty else joined.lstrip("\n")}, *rest]
+        first = {"role": "system", "content": ""}
+        rest = messages
+    joined = f"{_content(first)}\n\n{text}"
+    if not keeps_empty:
+        joined = joined.lstrip("\n")
+    return [{**first, "content": joined}, *rest]
 
 
 def without_system(messages: Messages) -> Messages:
     """Moves the text of system messages to the start of the user's first message, for templates
     that do not support the role system."""
-    texts = [str(each.get("content") or "") for each in messages if each.get("role") == "system"]
-    others = [each for each in messages if each.get("role") != "system"]
-    text = "\n\n".join(each for each in texts if each)
+    texts = [_content(message) for message in messages if message.get("role") == "system"]
+    others = [message for message in messages if message.get("role") != "system"]
+    text = "\n\n".join(filter(None, texts))
     if not text:
         return others
-    for index, each in enumerate(others):
-        if each.get("role") == "user":
-            joined = {**each, "content": f"{text}\n\n{each.get('content') or ''}"}
+    for index, message in enumerate(others):
+        if message.get("role") == "user":
+            joined = {**message, "content": f"{text}\n\n{_content(message)}"}
             return [*others[:index], joined, *others[index + 1 :]]
     return [{"role": "user", "content": text}, *others]
 

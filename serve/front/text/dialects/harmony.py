@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from serve.front.text.calls.lark import Lark
 from serve.front.text.calls.parts import CallBegin, CallEnd, CallText, Part, Thought
@@ -15,16 +16,22 @@ from serve.front.text.dialects.interface import (
 from serve.front.text.dialects.json_calls import parameters_of, tool_name
 from serve.front.text.dialects.marked import overlap
 
-_START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
-_END, _CALL, _RETURN, _CONSTRAIN = "<|end|>", "<|call|>", "<|return|>", "<|constrain|>"
+_START = "<|start|>"
+_CHANNEL = "<|channel|>"
+_MESSAGE = "<|message|>"
+_END = "<|end|>"
+_CALL = "<|call|>"
+_RETURN = "<|return|>"
+_CONSTRAIN = "<|constrain|>"
 _ENDS = (_END, _CALL, _RETURN, _START)
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _NAMESPACE = "functions."
 
 
 class HarmonyReader:
-    """analysis is reasoning, a recipient makes a call, all else is content, which goes to inner.
-    What has no header is content too."""
+    """Reads messages: those of the channel analysis are reasoning, those with a recipient are
+    calls, and all others are content, which goes to inner. Text without a header is content
+    too."""
 
     call_length: int | None = None
 
@@ -37,11 +44,10 @@ class HarmonyReader:
 
     def feed(self, delta: str) -> Iterator[Part]:
         self._text += delta
-        while (
-            found := self._first(_MESSAGE) if self._is_header else self._first(*_ENDS)
-        ) is not None:
+        while (found := self._next_mark()) is not None:
             place, mark = found
-            text, self._text = self._text[:place], self._text[place + len(mark) :]
+            text = self._take(place)
+            self._take(len(mark))
             if self._is_header:
                 yield from self._begin_message(text)
             else:
@@ -51,26 +57,34 @@ class HarmonyReader:
             self._is_header = not self._is_header
         if not self._is_header:
             held = max(overlap(self._text, mark) for mark in _ENDS)
-            end = len(self._text) - held
-            text, self._text = self._text[:end], self._text[end:]
+            text = self._take(len(self._text) - held)
             yield from self._given(text)
 
     def finish(self, is_whole: bool = True) -> Iterator[Part]:
         """Yields the parts that were held back. The token that ends a call also ends the answer,
         and is not part of the text."""
-        text, self._text = self._text, ""
+        text = self._take(len(self._text))
         if not self._is_header:
             yield from self._given(text)
             if self._is_call and is_whole:
                 yield CallEnd()
-        elif text and _CHANNEL not in text and _START not in text and not text.isspace():
-            self._channel, self._is_call = "final", False
+        elif _is_content(text):
+            self._channel = "final"
+            self._is_call = False
             yield from self._given(text)
         yield from self._inner.finish(is_whole)
 
-    def _first(self, *marks: str) -> tuple[int, str] | None:
-        found = [(self._text.find(mark), mark) for mark in marks]
-        return min((each for each in found if each[0] >= 0), default=None)
+    def _take(self, size: int) -> str:
+        taken = self._text[:size]
+        self._text = self._text[size:]
+        return taken
+
+    def _next_mark(self) -> tuple[int, str] | None:
+        """The place of the mark that ends the header or the message, and the mark."""
+        marks = (_MESSAGE,) if self._is_header else _ENDS
+        places = [(self._text.find(mark), mark) for mark in marks]
+        found = [(place, mark) for place, mark in places if place >= 0]
+        return min(found, default=None)
 
     def _begin_message(self, header: str) -> Iterator[Part]:
         """A header is `<|start|>assistant to=functions.f<|channel|>commentary <|constrain|>json`,
@@ -95,6 +109,12 @@ class HarmonyReader:
             yield from self._inner.feed(text)
 
 
+def _is_content(text: str) -> bool:
+    """Whether a text is content without a header, and not a header that was cut off."""
+    is_header = _CHANNEL in text or _START in text
+    return not is_header and bool(text.strip())
+
+
 def harmony_grammar(tools: Tools, lark: Lark, final: str | None = "TEXT") -> str:
     """The body of the start rule: thoughts, then a call or a final message that follows a rule.
     Without final there has to be a call."""
@@ -115,13 +135,17 @@ def harmony_grammar(tools: Tools, lark: Lark, final: str | None = "TEXT") -> str
 
 
 def _with_thoughts(messages: Messages, _tools: Tools) -> Messages:
-    """The template of gpt-oss calls reasoning `thinking`, and a call has that or content."""
-    return [
-        {**each, "thinking": each["reasoning_content"]}
-        if each.get("reasoning_content") and not (each.get("content") and each.get("tool_calls"))
-        else each
-        for each in messages
-    ]
+    """Names reasoning `thinking`, as the template of gpt-oss does. A message with calls has either
+    that or content."""
+    return list(map(_with_thought, messages))
+
+
+def _with_thought(message: dict[str, Any]) -> dict[str, Any]:
+    thought = message.get("reasoning_content")
+    has_both = message.get("content") and message.get("tool_calls")
+    if not thought or has_both:
+        return message
+    return {**message, "thinking": thought}
 
 
 HARMONY = Dialect(

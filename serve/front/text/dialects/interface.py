@@ -13,8 +13,8 @@ Messages = list[dict[str, Any]]
 
 
 class CallFormat(Protocol):
-    """How calls are written. What stands between start and end is one call or several; an empty
-    end is the end of the answer."""
+    """How a family of models writes calls: one or several between start and end. If end is empty,
+    they go on to the end of the answer."""
 
     @property
     def start(self) -> str: ...
@@ -23,11 +23,11 @@ class CallFormat(Protocol):
     def end(self) -> str: ...
 
     def reader(self, tools: Tools, /) -> CallReader:
-        """tools are the declared ones as OpenAI's JSON."""
+        """A reader for one answer. tools are the declared ones as OpenAI's JSON."""
 
     def grammar(self, tools: Tools, lark: Lark, /) -> str | None:
-        """The body of a rule for what follows the start mark, with the end mark; None if this
-        format has no grammar."""
+        """The body of a rule for the text after the start mark, up to and with the end mark; None
+        if this format has no grammar."""
 
 
 class AnswerReader(Protocol):
@@ -60,7 +60,7 @@ class Reasoning:
 
     def variables(self, effort: str | None, enabled: bool | None = None) -> dict[str, Any]:
         """The template's variables for an effort of OpenAI's API ("none" to "xhigh"), and for
-        reasoning that is wanted or not. What the template does not know is left out."""
+        reasoning that is wanted or not. Variables that the template does not know are left out."""
         if enabled is None and effort is not None:
             enabled = effort != "none"
         found: dict[str, Any] = {}
@@ -76,10 +76,10 @@ class Reasoning:
         if effort in self.efforts or effort not in EFFORTS:
             return effort
         wanted = EFFORTS.index(effort)
-        known = [each for each in self.efforts if each in EFFORTS]
-        if not known:
-            return effort
-        return min(known, key=lambda each: abs(EFFORTS.index(each) - wanted))
+        distances = {
+            name: abs(EFFORTS.index(name) - wanted) for name in self.efforts if name in EFFORTS
+        }
+        return min(distances, key=lambda name: distances[name], default=effort)
 
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
