@@ -24,15 +24,11 @@ from serve.front.text.dialects.generic import without_system
 from serve.front.text.dialects.grammar import AnswerGrammar, content_grammar, tool_grammar
 from serve.front.text.dialects.system import LATE, PROBE, has_late_system, with_early_system
 from serve.front.text.grammars import Grammars
+from serve.front.text.text_stream import REPLACEMENT, TextStream
 from serve.hub.model_config import SamplingDefaults, config_for_tokenizer, sampling_defaults
 from serve.hub.tiktoken_model import character_of, is_tiktoken, tokenizer_json
 
-_CONTEXT_TOKENS = 6
-_WINDOW_TOKENS = 24
-_MAX_TOKENS_OF_A_CHARACTER = 4
-_MAX_OPEN_TOKENS = 64
 _MAX_SHRINKAGE_OF_NFC = 4
-_REPLACEMENT = "\ufffd"
 _MAX_TEXTS_KEPT = 1 << 16
 _PROBE = "Hello! What is the capital of France, and how many people (0123456789) live there?"
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
@@ -291,7 +287,7 @@ class Tokenizer:
     def _token_bytes(self, id: int) -> list[int]:
         """The UTF-8 bytes of a token's text, also for a token that is only part of a character."""
         text = self.token_text(id)
-        if _REPLACEMENT in text:
+        if REPLACEMENT in text:
             token = self.token_name(id)
             byte = _BYTE_TOKEN.fullmatch(token)
             if byte:
@@ -331,7 +327,7 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         after: list[int] | None = None,
         keep_marks: bool = False,
-    ) -> "TextStream":
+    ) -> TextStream:
         """Converts tokens to text one by one. after are tokens that the text continues. With
         keep_marks the marks of the dialect stay in the text."""
         skipped = self._special_ids if skip_special_tokens else frozenset()
@@ -340,77 +336,6 @@ class Tokenizer:
         skips_all = skipped == self._special_ids
         decode = functools.partial(self.decode, skip_special_tokens=skips_all)
         return TextStream(decode, skipped, after or [])
-
-
-class TextStream:
-    """The text of one sequence, token by token.
-
-    The deltas add up to decode(all ids), except with byte-fallback decoders: these take back
-    characters that were given out when the byte tokens after them are not UTF-8. tokenizers' own
-    DecodeStream raises a bare Exception there, and never gives out an incomplete character at the
-    end.
-    """
-
-    def __init__(
-        self,
-        decode: Callable[[list[int]], str],
-        skipped: frozenset[int],
-        after: list[int] | None = None,
-    ) -> None:
-        self._decode = decode
-        self._skipped = skipped
-        context = [id for id in after or () if id not in skipped]
-        self._window = context[-_CONTEXT_TOKENS:]
-        self._num_given = 0
-        if self._window:
-            given = decode(self._window).rstrip(_REPLACEMENT)
-            self._num_given = len(given)
-        self._num_open = 0
-
-    def push(self, token: int) -> str:
-        """The text that is certain with this token. A character cut in two is held back."""
-        if token in self._skipped:
-            return ""
-        self._window.append(token)
-        text = self._decode(self._window)
-        num_settled = len(text) - self._num_unsettled(text)
-        delta = text[self._num_given : num_settled]
-        self._num_given = max(self._num_given, num_settled)
-        if len(self._window) % _WINDOW_TOKENS == 0:
-            self._shorten(text)
-        return delta
-
-    def finish(self) -> str:
-        """Returns the text that was held back; an incomplete character becomes U+FFFD."""
-        text = self._decode(self._window)
-        rest = text[self._num_given :]
-        self._window = []
-        self._num_given = 0
-        self._num_open = 0
-        return rest
-
-    def _num_unsettled(self, text: str) -> int:
-        """The number of U+FFFD at the end of text that may still become characters.
-
-        After many tokens all but the last few are taken for real U+FFFD: a model that repeats
-        them would otherwise stream nothing, and ever more slowly.
-        """
-        trailing = len(text) - len(text.rstrip(_REPLACEMENT))
-        self._num_open = self._num_open + 1 if trailing else 0
-        if self._num_open > _MAX_OPEN_TOKENS:
-            return min(trailing, _MAX_TOKENS_OF_A_CHARACTER - 1)
-        return trailing
-
-    def _shorten(self, text: str) -> None:
-        """Keeps a few last tokens as context, if they mean the same without the others."""
-        num_held = len(text) - self._num_given
-        for size in range(_CONTEXT_TOKENS, _CONTEXT_TOKENS + _MAX_TOKENS_OF_A_CHARACTER):
-            context = self._window[-size:]
-            tail = self._decode(context)
-            if len(tail) > num_held and text.endswith(tail):
-                self._window = context
-                self._num_given = len(tail) - num_held
-                return
 
 
 def _first_that_works(attempts: Sequence[Callable[[], str]]) -> str:

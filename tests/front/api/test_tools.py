@@ -10,8 +10,8 @@ from serve.front.api.tools import MAX_TOOLS, NamedTool, Tool, ToolChoice, gramma
 from serve.front.api.writers.chat import ChatWriter, WholeChat
 from serve.front.output.deltas import CallBegin, CallEnd, CallText
 from serve.front.text.tokens import Tokenizer
+from tests.front.api.test_chat import job
 from tests.front.api.writers.updates import begin, end
-from tests.front.test_chat import job
 
 USER = {"role": "user", "content": "hi"}
 

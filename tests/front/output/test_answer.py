@@ -17,8 +17,8 @@ from serve.front.http.record import Record
 from serve.front.output.answer import Answer, Job
 from serve.front.output.deltas import End, Text, Update
 from serve.front.routes.stream import OPENAI, sent_events
+from tests.front.api.test_chat import job
 from tests.front.fakes import FakeEngine, FakeGeneration
-from tests.front.test_chat import job
 
 pytestmark = pytest.mark.anyio
 

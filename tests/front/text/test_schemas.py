@@ -16,7 +16,7 @@ from serve.front.text.schemas import (
     inexpressible_keyword,
     without_inexpressible_patterns,
 )
-from tests.front.test_structured import MODEL, accepts
+from tests.front.api.test_structured import MODEL, accepts
 
 A = {"a": {"type": "integer"}}
 B = {"b": {"type": "integer"}}

@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 from serve.core.errors import ModelError, RequestError
-from serve.front.text.tokens import TextStream, Tokenizer
+from serve.front.text.text_stream import TextStream
+from serve.front.text.tokens import Tokenizer
 from tests.front.fakes import byte_fallback, byte_level, metaspace, save
 
 TEXTS = [

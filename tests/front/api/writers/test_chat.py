@@ -19,8 +19,8 @@ from serve.front.output.deltas import (
     Update,
 )
 from serve.front.text.tokens import Tokenizer
+from tests.front.api.test_chat import job
 from tests.front.api.writers.updates import ORDER, begin, call, end, scored, update
-from tests.front.test_chat import job
 
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
 

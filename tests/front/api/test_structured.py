@@ -25,7 +25,7 @@ from serve.front.text import grammars as grammars_module
 from serve.front.text.grammars import Grammars, of_schema
 from serve.front.text.isolated import IsolatedProcess
 
-MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny-chat"
+MODEL = Path(__file__).resolve().parents[3] / "examples" / "tiny-chat"
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},

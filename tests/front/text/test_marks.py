@@ -37,7 +37,7 @@ from serve.front.text.dialects.qwen import QWEN
 from serve.front.text.grammars import Grammars
 from serve.front.text.tokens import Tokenizer
 from serve.front.text.tool_formats import ToolFormat, parsed_calls, tool_format
-from tests.front.test_structured import MODEL, accepts, tokenizer
+from tests.front.api.test_structured import MODEL, accepts, tokenizer
 
 __all__ = ["tokenizer"]
 

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from serve.front.api.messages import plain_messages, template_message
-from tests.front.test_openai import CALL, USER, chat, refusal
+from tests.front.api.test_openai import CALL, USER, chat, refusal
 
 
 def messages(*given: Any) -> list[dict[str, Any]]:
