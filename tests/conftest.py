@@ -30,3 +30,10 @@ class FilesAndRanks(LoadScopeScheduling):
 @pytest.hookimpl
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> FilesAndRanks:
     return FilesAndRanks(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The workers of pytest-xdist collect tests on their own and must find the same names."""
+    with_address = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if with_address:
+        raise pytest.UsageError(f"tests are named by an address in memory: {with_address[:3]}")

@@ -120,3 +120,8 @@ def tool(name: str = "f", **schema: Any) -> dict[str, Any]:
     """A function with these properties, in the form of chats."""
     parameters = {"type": "object", "properties": schema, "required": list(schema)}
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def name_of(value: Any) -> str:
+    """The name of a test's parameter, the same in every process."""
+    return value.__name__ if callable(value) else str(value)[:60]

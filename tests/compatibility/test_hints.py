@@ -16,6 +16,7 @@ from tests.compatibility.asking import (
     RESPONSES,
     Asked,
     Server,
+    name_of,
     text_of,
     tool,
 )
@@ -91,10 +92,6 @@ HINTS: list[tuple[str, dict[str, Any]]] = [
     *((RESPONSES, fields) for fields in OF_RESPONSES),
     *((MESSAGES, fields) for fields in OF_MESSAGES),
 ]
-
-
-def name_of(value: Any) -> str:
-    return str(value)[:60]
 
 
 @pytest.mark.parametrize(("path", "fields"), HINTS, ids=name_of)

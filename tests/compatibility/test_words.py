@@ -17,6 +17,7 @@ from tests.compatibility.asking import (
     OLLAMA_CHAT,
     RESPONSES,
     Server,
+    name_of,
     text_of,
     tool,
 )
@@ -124,10 +125,6 @@ FORMS: list[tuple[str, dict[str, Any], str, str]] = [
     (OLLAMA_CHAT, {"format": SCHEMA}, OTHER_OBJECT, OBJECT),
     (OLLAMA_CHAT, {"format": "json"}, ANSWER, OBJECT),
 ]
-
-
-def name_of(value: Any) -> str:
-    return str(value)[:60]
 
 
 @pytest.mark.parametrize(("path", "fields", "wrong", "right"), FORMS, ids=name_of)
