@@ -105,7 +105,10 @@ def _host(path: str, rank: int, entry: Any) -> Host:
         reason = _not_an_address(ip)
         if reason:
             _wrong(
-                path, where, f"has {ip!r} among its ips, {reason}", "write it in the form 10.0.0.1"
+                path,
+                where,
+                f"has {ip!r} among its ips, {reason}",
+                "write it in the form 10.0.0.1",
             )
     if not isinstance(rdma, list):
         _wrong(path, where, f"has rdma {rdma!r}", 'write a list, or leave "rdma" out')
@@ -135,7 +138,10 @@ def _check_together(path: str, hosts: tuple[Host, ...]) -> None:
             if other.ssh != host.ssh:
                 what = f"has {ip}, and so does host {other.rank} ({other.ssh})"
                 _wrong(
-                    path, f"host {host.rank} ({host.ssh})", what, "give each host its own address"
+                    path,
+                    f"host {host.rank} ({host.ssh})",
+                    what,
+                    "give each host its own address",
                 )
     loopback = [host for host in hosts for ip in host.ips if _is_loopback(ip)]
     if loopback and not all(_is_loopback(ip) for host in hosts for ip in host.ips):

@@ -147,6 +147,7 @@ class Supervisor:
         self._losses: dict[int, RestartWindow] = {}
         self._ending = threading.Event()
         self._errors: dict[int, str] = {}  # what a rank last said of why it ends
+        self._held: dict[int, str] = {}  # this line of a rank, if it has not been written yet
         self._first_failed: tuple[int, int] | None = None
         self._is_drained = False  # rank 0 of what serves has ended well
         self._state = "running"
@@ -172,13 +173,26 @@ class Supervisor:
         return self._code
 
     def _log_failure(self) -> None:
-        """Repeats the reason of the failure as the last line, below those of other ranks."""
+        """Writes the reason of the failure as the last line, below those of other ranks."""
+        for held in list(self._held):
+            self._write_held(held)
         if self._first_failed:
             rank, code = self._first_failed
             reason = ""
             if rank in self._errors:
                 reason = f" reason={json.dumps(self._errors[rank])}"
             self._log(f"event=failed rank={rank} code={code}{reason}", "ERROR")
+
+    def _write_held(self, rank: int) -> None:
+        """Writes the line in which a rank has said why it ends, unless the last line of the launch
+        says the same."""
+        line = self._held.pop(rank, None)
+        last_reason = None
+        if self._first_failed:
+            failed, _ = self._first_failed
+            last_reason = self._errors.get(failed)
+        if line is not None and self._errors.get(rank) != last_reason:
+            self._say(line)
 
     def stop(self) -> None:
         """Asks every rank to end; does nothing when they already do."""
@@ -237,6 +251,7 @@ class Supervisor:
         self._observer.ended(rank, code, comes_back)
         if comes_back:
             self._returning.add(rank)
+            self._write_held(rank)
             threading.Thread(
                 target=self._bring_back,
                 args=(rank, is_early),
@@ -250,6 +265,7 @@ class Supervisor:
         if code and not self._code and not self.interrupted:
             self._first_failed = rank, code
         self._code = self._code or code
+        self._write_held(rank)
         if not self._alive:
             self._give_up_waiting()
             return
@@ -417,11 +433,14 @@ class Supervisor:
     def _copy_output(self, rank: int, process: Process) -> None:
         prefix = self._prefix(rank)
         for line in process.lines():
-            self._say(prefix + line)
-            self._observer.said(rank, line)
+            self._write_held(rank)
             error = _ERROR.fullmatch(line)
             if error:
                 self._errors[rank] = error[1]
+                self._held[rank] = prefix + line
+            else:
+                self._say(prefix + line)
+            self._observer.said(rank, line)
             silent = _SILENT.fullmatch(line)
             if rank == 0 and silent:
                 self._events.put(Silent(int(silent[1]), int(silent[2])))

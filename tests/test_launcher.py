@@ -853,7 +853,33 @@ def test_the_reason_of_a_failed_start_is_the_last_line(launch: Start) -> None:
     assert launched.end()[0] == 1
     lines = launched.text.splitlines()
     assert lines[-1].endswith("""event=failed rank=1 code=1 reason="the port '9' is in use\"""")
+    assert launched.text.count("the port '9' is in use") == 1
     assert launched.text.count("event=rank_ended") == 1, "the others ended because of it"
+
+
+def test_a_reason_that_two_ranks_give_is_written_once_and_another_one_beside_it(
+    launch: Start,
+) -> None:
+    said = "'brigade serve: the model is broken'"
+    same = launch(2, f"sys.exit({said})")
+    assert same.end()[0] == 1
+    assert same.text.count("the model is broken") == 1
+    assert same.text.splitlines()[-1].endswith('reason="the model is broken"')
+    other = f"if rank == 1: sys.exit({said})\ntime.sleep(1); sys.exit('brigade serve: no disk')"
+    different = launch(2, other)
+    assert different.end()[0] == 1
+    assert different.text.count("the model is broken") == 1
+
+
+def test_a_rank_that_goes_on_after_an_error_line_has_it_written_in_its_place(
+    launch: Start,
+) -> None:
+    launched = launch(
+        1, "print('brigade serve: a note', flush=True); print('more', flush=True); sys.exit(3)"
+    )
+    assert launched.end()[0] == 3
+    lines = [line for line in launched.text.splitlines() if line.startswith("[rank 0]")]
+    assert lines == ["[rank 0] brigade serve: a note", "[rank 0] more"]
 
 
 def test_a_launch_that_a_signal_ends_has_not_failed(launch: Start) -> None:

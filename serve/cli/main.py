@@ -191,7 +191,10 @@ async def _run_engines(
         engine.start()
         logging.info("event=stage_starting rank=0 what='imports MLX, then plans the layers'")
         tokenizer = await asyncio.to_thread(
-            Tokenizer, checkpoint.folder, config.tool_parser, config.generation_config
+            Tokenizer,
+            checkpoint.folder,
+            config.tool_parser,
+            config.generation_config,
         )
         view.sampling(tokenizer.sampling_defaults.own())
         await asyncio.to_thread(tokenizer.check_chat)

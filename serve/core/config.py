@@ -42,7 +42,8 @@ class ModelSource:
     model: Path = flag("folder of the model, or org/name of one on the Hugging Face hub")
     revision: str | None = flag("branch, tag or commit of a model on the hub", None)
     cache_dir: Path | None = flag(
-        "folder for downloaded parts of hub models (default: HF_HOME/brigade)", None
+        "folder for downloaded parts of hub models (default: HF_HOME/brigade)",
+        None,
     )
 
     @property
@@ -54,11 +55,14 @@ class ModelSource:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig(ModelSource):
     host: str = flag(
-        "address that the HTTP server on rank 0 listens on", "127.0.0.1", heading="server"
+        "address that the HTTP server on rank 0 listens on",
+        "127.0.0.1",
+        heading="server",
     )
     port: int = flag("port of the HTTP server; 0 picks a free one", 8080, least=0, most=65535)
     served_model_name: str | None = flag(
-        "name of the model for clients (default: org/name, or the folder's name)", None
+        "name of the model for clients (default: org/name, or the folder's name)",
+        None,
     )
     split: str = flag(
         "layers for each rank: auto, even, or numbers such as 20,12 from rank 0 on",
@@ -67,7 +71,9 @@ class ServeConfig(ModelSource):
     )
     memory: str | None = flag(f"{MEMORY_HELP} (default: what is free)", None)
     max_num_sequences: int = flag(
-        "maximum number of sequences that run at the same time", DEFAULT_NUM_SEQUENCES, least=1
+        "maximum number of sequences that run at the same time",
+        DEFAULT_NUM_SEQUENCES,
+        least=1,
     )
     max_queue: int = flag("maximum number of waiting requests; more get 429", 256, least=0)
     max_context: int | None = flag(
@@ -81,7 +87,9 @@ class ServeConfig(ModelSource):
         None,
     )
     kv_bits: int | None = flag(
-        "quantise keys and values to 8 or 4 bits (default: no quantisation)", None, among=(4, 8)
+        "quantise keys and values to 8 or 4 bits (default: no quantisation)",
+        None,
+        among=(4, 8),
     )
     pooling: str | None = flag(
         "how prompts become embeddings: mean, last or cls (default: as the model's files say)",
@@ -107,7 +115,8 @@ class ServeConfig(ModelSource):
     )
     no_prefix_cache: bool = flag("do not reuse common prefixes of prompts", False)
     no_speculation: bool = flag(
-        "do not guess the next tokens of answers; guesses never change a text", False
+        "do not guess the next tokens of answers; guesses never change a text",
+        False,
     )
     prefix_cache_scope: str = flag(
         "who shares the keys and values of common prefixes: all (all clients) or key (clients with "
@@ -122,13 +131,16 @@ class ServeConfig(ModelSource):
         heading="LoRA adapters",
     )
     adapter_root: Path | None = flag(
-        "folder below which adapters may be loaded over HTTP (default: none)", None
+        "folder below which adapters may be loaded over HTTP (default: none)",
+        None,
     )
     allow_hub_adapters: bool = flag(
-        "allow org/name of an adapter on the hub in place of a path", False
+        "allow org/name of an adapter on the hub in place of a path",
+        False,
     )
     adapter_memory: str | None = flag(
-        "maximum memory for adapters: 1GB, or 1GB,2GB for each rank (default: no limit)", None
+        "maximum memory for adapters: 1GB, or 1GB,2GB for each rank (default: no limit)",
+        None,
     )
     max_lora_rank: int = flag("maximum LoRA rank of an adapter", 64, least=1)
     no_warm_up: bool = flag(
@@ -143,16 +155,27 @@ class ServeConfig(ModelSource):
         least=1,
     )
     join_timeout: float = flag(
-        "seconds to wait for a rank to connect", 60.0, least=1, most=10**6, heading="recovery"
+        "seconds to wait for a rank to connect",
+        60.0,
+        least=1,
+        most=10**6,
+        heading="recovery",
     )
     return_timeout: float = flag(
-        "seconds to wait for a lost rank to return", 600.0, least=1, most=10**6
+        "seconds to wait for a lost rank to return",
+        600.0,
+        least=1,
+        most=10**6,
     )
     replan: bool = flag(
-        "redistribute layers if a lost rank does not return within --join-timeout", False
+        "redistribute layers if a lost rank does not return within --join-timeout",
+        False,
     )
     load_timeout: float = flag(
-        "seconds without progress until loading counts as failed", 300.0, least=1, most=10**6
+        "seconds without progress until loading counts as failed",
+        300.0,
+        least=1,
+        most=10**6,
     )
     stall_timeout: float = flag(
         "seconds without a finished step, while steps are in flight, until engines restart",
@@ -161,10 +184,15 @@ class ServeConfig(ModelSource):
         most=10**6,
     )
     max_restarts: int = flag(
-        "maximum number of engine restarts within --restart-window", 5, least=0
+        "maximum number of engine restarts within --restart-window",
+        5,
+        least=0,
     )
     restart_window: float = flag(
-        "seconds over which restarts are counted", 300.0, least=1, most=10**6
+        "seconds over which restarts are counted",
+        300.0,
+        least=1,
+        most=10**6,
     )
     api_key: tuple[str, ...] = flag(
         "API key that clients must send; also read from BRIGADE_API_KEY. Other users of this host "
@@ -182,28 +210,43 @@ class ServeConfig(ModelSource):
     )
     admin_key_file: Path | None = flag("file with admin keys, one per line", None)
     allowed_host: tuple[str, ...] = flag(
-        "additional name accepted in the Host header when there are no API keys; * for any", ()
+        "additional name accepted in the Host header when there are no API keys; * for any",
+        (),
     )
     cors_origin: tuple[str, ...] = flag(
-        "origin whose web pages may call the server, such as https://a.example; * for any", ()
+        "origin whose web pages may call the server, such as https://a.example; * for any",
+        (),
     )
     no_ui: bool = flag("do not serve the web page at /", False)
     max_connections: int = flag(
-        "maximum number of open connections; more get 503", 1024, least=1, heading="limits"
+        "maximum number of open connections; more get 503",
+        1024,
+        least=1,
+        heading="limits",
     )
     max_header_bytes: int = flag(
-        "maximum size of a request's header, in bytes", 64 << 10, least=1024
+        "maximum size of a request's header, in bytes",
+        64 << 10,
+        least=1024,
     )
     max_body_bytes: int = flag("maximum size of a request's body, in bytes", 8 << 20, least=1024)
     header_timeout: float = flag(
-        "seconds to receive a request's header", 10.0, least=0.05, most=10**6
+        "seconds to receive a request's header",
+        10.0,
+        least=0.05,
+        most=10**6,
     )
     body_timeout: float = flag("seconds to receive a request's body", 30.0, least=0.05, most=10**6)
     max_prompt_tokens: int | None = flag(
-        "maximum length of a prompt, in tokens (default: the context)", None, least=1
+        "maximum length of a prompt, in tokens (default: the context)",
+        None,
+        least=1,
     )
     drain_timeout: float = flag(
-        "seconds that requests get to finish when the server ends", 5.0, least=0.05, most=10**6
+        "seconds that requests get to finish when the server ends",
+        5.0,
+        least=0.05,
+        most=10**6,
     )
 
     def __post_init__(self) -> None:

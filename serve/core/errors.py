@@ -81,7 +81,8 @@ class RequestCancelledError(RequestError):
 
     def __init__(self) -> None:
         super().__init__(
-            "The operator of this server cancelled the request.", code="request_cancelled"
+            "The operator of this server cancelled the request.",
+            code="request_cancelled",
         )
 
 

@@ -82,7 +82,10 @@ class EarlyServer:
     `serve` begins; connections that come between the two wait."""
 
     def __init__(
-        self, config: ServeConfig, listening: socket.socket, observation: Observation
+        self,
+        config: ServeConfig,
+        listening: socket.socket,
+        observation: Observation,
     ) -> None:
         self._events = EventCalls(observation)
         routes = [*self._events.routes(), *StartingCalls(observation).routes()]
@@ -170,7 +173,9 @@ class Front:
 
 
 def _guarded(
-    routes: list[Route], config: ServeConfig, metrics: Metrics
+    routes: list[Route],
+    config: ServeConfig,
+    metrics: Metrics,
 ) -> tuple[Door, guard.Application]:
     """The calls inside the door, and the door inside the guard."""
     starlette = Starlette(routes=routes, exception_handlers=errors.HANDLERS)

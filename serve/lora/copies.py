@@ -69,12 +69,14 @@ def read(
     except RuntimeError as error:
         _logger.warning("event=adapter_copy_broken version=%d reason=%s", version, error)
         return None
+    arrays, metadata = loaded
     modules: defaultdict[str, dict[str, mx.array]] = defaultdict(dict)
-    for key, array in loaded[0].items():
+    for key, array in arrays.items():
         name, _, part = key.rpartition(".")
         modules[name][part] = array
     matrices = {name: Matrices(**parts) for name, parts in modules.items()}
-    return matrices, msgspec.json.decode(loaded[1]["answer"], type=AdapterRead)
+    answer = msgspec.json.decode(metadata["answer"], type=AdapterRead)
+    return matrices, answer
 
 
 def _file(folder: Path, version: int) -> Path:

@@ -139,17 +139,21 @@ def read_adapter(
     """Reads the description of the adapter in the folder at path. With a root, the folder must
     lie below it after resolving links. If the file is not whole, it has only the tensors of one
     rank. Raises AdapterError."""
-    folder = _resolve(Path(root or ".") / path, path, root)
+    given = Path(root or ".") / path
+    folder = _resolve(given, path, root)
     try:
-        config = read_json(_file(folder / CONFIG_FILE, path, root))
+        config_file = _file(folder / CONFIG_FILE, path, root)
+        config = read_json(config_file)
         is_peft = "peft_type" in config
         file = folder / (PEFT_FILE if is_peft else MLX_FILE)
         if not file.exists():
-            refuse_pickles(path, (entry.name for entry in folder.iterdir()))
+            names = (entry.name for entry in folder.iterdir())
+            refuse_pickles(path, names)
         stamp = None
         samples = b""
         if is_whole:
-            stamp = file_stamp(_file(file, path, root))
+            regular = _file(file, path, root)
+            stamp = file_stamp(regular)
             samples = _samples(file)
         tensors = read_header(file)
     except (ModelError, OSError) as error:
@@ -185,8 +189,10 @@ def _digest(
     for name, tensor in sorted(tensors.items()):
         _, *described = tensor  # without the file's path, which differs between hosts
         header.append((name, *described))
-    text = repr((sorted(config.items()), header, samples))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    fields = sorted(config.items())
+    text = repr((fields, header, samples))
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return digest[:16]
 
 
 def _samples(file: Path) -> bytes:
@@ -195,8 +201,10 @@ def _samples(file: Path) -> bytes:
         size = opened.seek(0, os.SEEK_END)
         parts: list[bytes] = []
         for n in range(_NUM_SAMPLES):
-            opened.seek(size * n // _NUM_SAMPLES)
-            parts.append(opened.read(_SAMPLE_BYTES))
+            start = size * n // _NUM_SAMPLES
+            opened.seek(start)
+            sample = opened.read(_SAMPLE_BYTES)
+            parts.append(sample)
     return b"".join(parts)
 
 
@@ -217,7 +225,9 @@ def _file(path: Path, given: str, root: str | None) -> Path:
 def _resolve(path: Path, given: str, root: str | None) -> Path:
     try:
         resolved = path.resolve()
-        inside = root is None or resolved.is_relative_to(Path(root).resolve())
+        inside = True
+        if root is not None:
+            inside = resolved.is_relative_to(Path(root).resolve())
         exists = resolved.exists()
     except (OSError, ValueError, RuntimeError) as error:  # too long, a null byte, a loop of links
         raise AdapterError(f"{given!r} is not a path: {error}.") from error
@@ -325,8 +335,10 @@ def _peft(config: dict[str, Any]) -> _Settings:
     is_stabilised = bool(config.get("use_rslora"))
 
     def rank_and_scale(name: str) -> tuple[int, float]:
-        own_rank = _rank(_by_pattern(ranks, name, rank))
-        own_alpha = _number("lora_alpha", _by_pattern(alphas, name, alpha))
+        configured_rank = _by_pattern(ranks, name, rank)
+        configured_alpha = _by_pattern(alphas, name, alpha)
+        own_rank = _rank(configured_rank)
+        own_alpha = _number("lora_alpha", configured_alpha)
         divisor = math.sqrt(own_rank) if is_stabilised else own_rank
         return own_rank, own_alpha / divisor
 
@@ -363,7 +375,7 @@ def _is_named(name: str, wanted: Any) -> bool:
         return wanted != "all-linear" and _matches(wanted, name)
     if not _is_all(wanted, str):
         return False
-    return any(name == end or name.endswith(f".{end}") for end in wanted)
+    return name in wanted or any(name.endswith(f".{end}") for end in wanted)
 
 
 def _pattern(config: dict[str, Any], name: str) -> dict[str, Any]:

@@ -129,7 +129,8 @@ class Adapted:
         if self._a is None:
             self._a = mx.zeros((num_slots, *new.a.shape))
             self._b = mx.zeros((num_slots, *new.b.shape))
-        added_ranks = rank - self._a.shape[-1]
+        held_rank = self._a.shape[-1]
+        added_ranks = rank - held_rank
         if added_ranks > 0:
             unpadded = [(0, 0)] * (new.a.ndim - 1)
             widths_a = [*unpadded, (0, 0), (0, added_ranks)]
@@ -154,7 +155,8 @@ class Adapted:
 
     def move(self, sources: list[int]) -> None:
         """Rearranges the slots: sources has the old slot of each new one, 0 for a free one."""
-        self._held = {new for new, old in enumerate(sources) if old in self._held}
+        held = self._held
+        self._held = {new for new, old in enumerate(sources) if old in held}
         index = mx.array(sources)
         if self._a is not None:
             self._a = self._a[index]
@@ -174,14 +176,16 @@ class Adapted:
         x = self._rows.apart(args[0], self._name)
         base = self._rows.apart(y, self._name)
         inner = self._rows.times(x, self._a)
-        delta = self._rows.times(inner, self._b).astype(y.dtype)
+        wide_delta = self._rows.times(inner, self._b)
+        delta = wide_delta.astype(y.dtype)
         output: mx.array = base + delta
         if self._gain is not None:
             # The gain is zero for a row without DoRA. Its output must not change, even if infinite.
             gain = self._rows.pick(self._gain)
             without_bias = base - self._bias + delta
             more = (gain * without_bias).astype(y.dtype)
-            output = mx.where(gain == 0, output, output + more)
+            has_none = gain == 0
+            output = mx.where(has_none, output, output + more)
         return output.reshape(y.shape)
 
     def _embed(self, call: trace.Call, args: Any, kwargs: Any) -> mx.array:
@@ -202,10 +206,14 @@ class Adapted:
         y: mx.array = call(x)
         if not self._is_used():
             return y
+        # The head multiplies with the transposed embedding.
+        a_transposed = self._a.swapaxes(1, 2)
+        b_transposed = self._b.swapaxes(1, 2)
         x = self._rows.apart(x, self._name)
-        inner = self._rows.times(x, self._b.swapaxes(1, 2))
-        delta = self._rows.times(inner, self._a.swapaxes(1, 2))
-        return y + delta.reshape(y.shape).astype(y.dtype)
+        inner = self._rows.times(x, b_transposed)
+        delta = self._rows.times(inner, a_transposed)
+        delta = delta.reshape(y.shape)
+        return y + delta.astype(y.dtype)
 
     def _ask_experts(self, call: trace.Call, args: Any, kwargs: Any) -> mx.array:
         y: mx.array = call(*args, **kwargs)
@@ -220,7 +228,8 @@ class Adapted:
         else:
             # There is one matrix for each slot and expert. The pairs are not in order.
             num_experts = self._a.shape[1]
-            experts = self._rows.for_experts(is_sorted) * num_experts + experts
+            slots = self._rows.for_experts(is_sorted)
+            experts = slots * num_experts + experts
             a = self._a.flatten(0, 1)
             b = self._b.flatten(0, 1)
             is_sorted = False

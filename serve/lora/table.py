@@ -109,9 +109,10 @@ class Adapters:
 
     @property
     def num_bytes(self) -> int:
-        waiting = sum(_num_bytes(matrices) for matrices in list(self._read.values()))
-        installed = sum(array.nbytes for array in self._arrays())
-        return waiting + installed
+        waiting = list(self._read.values())
+        waiting_bytes = sum(_num_bytes(matrices) for matrices in waiting)
+        installed_bytes = sum(array.nbytes for array in self._arrays())
+        return waiting_bytes + installed_bytes
 
     def read(
         self,
@@ -275,7 +276,8 @@ class Adapters:
         if modules is None:
             raise EngineError(f"A step names adapter version {version}, which is not here.")
         taken = set(self._slots.values())
-        slot = next(number for number in itertools.count(1) if number not in taken)
+        free = (number for number in itertools.count(1) if number not in taken)
+        slot = next(free)
         if slot >= self._num_slots:
             unchanged = {number: number for number in taken}
             self._move(unchanged, 2 * self._num_slots)

@@ -52,7 +52,8 @@ def measure(
     outside = _outside_bytes(model, layers)
     held = _fetch_bytes(checkpoint, len(layers), outside)
     try:
-        run = _run(model, layers, quantized(make_prompt_cache(model), kv_bits))
+        caches = quantized(make_prompt_cache(model), kv_bits)
+        run = _run(model, layers, caches)
     except FAILURES as error:
         if kv_bits is None:
             raise
@@ -123,7 +124,8 @@ def _outside_bytes(model: nn.Module, layers: Layers) -> dict[str, int]:
     """The bytes of each array outside of the layers, by the array's name."""
     in_layers: set[int] = set()
     for layer in layers:
-        in_layers.update(id(array) for _, array in named_arrays(layer))
+        for _, array in named_arrays(layer):
+            in_layers.add(id(array))
     outside: dict[str, int] = {}
     for name, array in named_arrays(model):
         if id(array) not in in_layers:
@@ -215,7 +217,11 @@ def growing_values(model: nn.Module, layers: Layers) -> set[Crossing]:
     caches = make_prompt_cache(model)
     first = _shapes_given(model, layers, caches)
     second = _shapes_given(model, layers, caches)
-    return {crossing for crossing, shape in second.items() if shape != first.get(crossing)}
+    growing = set()
+    for crossing, shape in second.items():
+        if shape != first.get(crossing):
+            growing.add(crossing)
+    return growing
 
 
 def _shapes_given(model: nn.Module, layers: Layers, caches: list[Any]) -> _Shapes:

@@ -79,7 +79,8 @@ def make_plan(folder: Path, request: PlanRequest) -> Plan:
     request.amounts("kv_memory")  # Raises UsageError before the model is built.
     model = build_model(folder)
     cost = measure(model, checkpoint, request.kv_bits)
-    demand = Demand(request.context or checkpoint.max_context or 4096, request.concurrency)
+    context = request.context or checkpoint.max_context or 4096
+    demand = Demand(context, request.concurrency)
     if request.min_tokens is None:
         demands = [demand]
     else:
@@ -95,7 +96,8 @@ def make_plan(folder: Path, request: PlanRequest) -> Plan:
         for start, _ in ranges:
             crossings(trials, start)  # Raises PlanError, which names possible cuts.
     # The time of a step depends on everything that may run, not on the minimum that must fit.
-    shares = [stage.step_share for stage in plan_stages(cost, ranges, demand)]
+    full = plan_stages(cost, ranges, demand)
+    shares = [stage.step_share for stage in full]
     fitting = plan_stages(cost, ranges, demands[-1], memory)
     stages: list[StagePlan] = []
     for stage, share in zip(fitting, shares, strict=True):
@@ -114,7 +116,8 @@ def _memory_for_model(request: PlanRequest) -> list[int] | None:
     memory = request.amounts("memory")
     kept = request.amounts("adapter_memory")
     if memory and kept:
-        return [amount - adapters for amount, adapters in zip(memory, kept, strict=True)]
+        pairs = zip(memory, kept, strict=True)
+        return [amount - adapters for amount, adapters in pairs]
     return memory
 
 
@@ -129,7 +132,8 @@ def _room(
     if budgets is None:
         return None
     if request.min_tokens is None:
-        room = KvRoom(room_for_tokens(stages, budgets, request.concurrency), request.concurrency)
+        num_tokens = room_for_tokens(stages, budgets, request.concurrency)
+        room = KvRoom(num_tokens, request.concurrency)
     else:
         room = kv_room(stages, budgets, request.concurrency)
     check_room(room.num_tokens, needed)
@@ -154,8 +158,10 @@ def balance(
         while True:
             # Only cuts that are wanted get a trial: there may be a hundred.
             ranges = balanced_split(cost, num_ranks, demand, memory, forbidden)
-            starts = [start for start, _ in ranges]
-            bad = [start for start in starts if not _is_possible(trial, start, accept)]
+            bad = []
+            for start, _ in ranges:
+                if not _is_possible(trial, start, accept):
+                    bad.append(start)
             if not bad:
                 return ranges
             forbidden = forbidden.union(bad)

@@ -140,7 +140,8 @@ class Stage:
         self._caches = caches or ()
         self._given = {}
         for i in range(self.start):
-            self._given[i] = trial.refill(i, cut.given[i], arrays)
+            given_in_trial = cut.given[i]
+            self._given[i] = trial.refill(i, given_in_trial, arrays)
         try:
             output = self.model(tokens, cache=caches)
             return trace.arrays_in(output)
@@ -198,8 +199,10 @@ def _backbone(model: nn.Module, layers: Layers) -> nn.Module | None:
     """The module within a model that holds the layers and calls them."""
     modules: list[nn.Module] = model.modules()
     for module in modules:
-        held = [value for value in module.values() if isinstance(value, list)]
-        if module is not model and any(each and each[0] is layers[0] for each in held):
+        if module is model:
+            continue
+        lists = [value for value in module.values() if isinstance(value, list) and value]
+        if any(first is layers[0] for first, *_ in lists):
             return module
     return None
 
@@ -293,7 +296,8 @@ def _keep_own_weights(stage: Stage, used: set[str]) -> None:
     """
     owners = _owners(stage)
     keep = used & owners.keys()  # A forward may have made arrays that are gone by now.
-    modules = {_module_of(name) for name in keep if owners[name] is None}
+    kept_outside = [name for name in keep if owners[name] is None]
+    modules = {_module_of(name) for name in kept_outside}
     own_layers = range(stage.start, stage.end)
     for name, layer in owners.items():
         if layer is None:
@@ -330,7 +334,8 @@ def _weights_in_use(stage: Stage) -> set[str]:
         outputs = stage._run(cut.tokens, caches, received)
         found |= trace.depends_on(outputs, arrays)
         inputs = dict(enumerate(received or [cut.tokens]))
-        if not trace.depends_on(outputs, inputs):
+        has_graph = bool(trace.depends_on(outputs, inputs))
+        if not has_graph:
             found |= outside
     return found
 

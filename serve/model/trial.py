@@ -82,7 +82,8 @@ class Trial:
             keys = tuple(key for key in known if key in used)
         else:
             # A forward that evaluates hides its graph. Then the last layer's values are assumed.
-            keys = tuple(key for key in known if key[0] == at - 1)
+            last_layer = at - 1
+            keys = tuple((i, place) for i, place in known if i == last_layer)
         self._check_rest(at, keys)
         return keys
 
@@ -142,14 +143,16 @@ class Trial:
             blanks[i, place] = blank(array)
         given: dict[int, Any] = {}
         for i in range(at):
-            given[i] = refill(i, self.given[i], blanks)
+            given_in_trial = self.given[i]
+            given[i] = refill(i, given_in_trial, blanks)
         caches = self.new_caches()
 
         def replay(i: int, call: trace.Call, args: Any, kwargs: Any) -> Any:
             if i >= at:
                 return call(*args, **kwargs)
             output, written = given[i]
-            trace.write_back(writable(args, kwargs, caches or ()), written)
+            targets = writable(args, kwargs, caches or ())
+            trace.write_back(targets, written)
             return output
 
         def seam(i: int) -> trace.Seam:
@@ -255,7 +258,9 @@ def without_weights(model: nn.Module) -> Iterator[None]:
     from the blanks and kept are removed too."""
     before: list[tuple[nn.Module, set[str], dict[str, Any]]] = []
     for module in model.modules():
-        before.append((module, set(module), dict(vars(module))))
+        keys = set(module)
+        attributes = dict(vars(module))
+        before.append((module, keys, attributes))
     weights = stand_in_for_weights(model)
     try:
         yield

@@ -82,7 +82,9 @@ def load_stage(
         bytes_done += _num_bytes(part)
         progress("loading", bytes_done, bytes_owned)
     after = _bytes_read()
-    bytes_read = None if before is None or after is None else after - before
+    bytes_read = None
+    if before is not None and after is not None:
+        bytes_read = after - before
     return LoadedStage(stage, bytes_owned, bytes_read, bytes_fetched)
 
 
@@ -203,7 +205,8 @@ def _evaluated(raw: Mapping[str, mx.array]) -> set[str]:
             nodes[f"in{number}"] = array
             names[f"in{number}"] = name
         lazy = {child for _, child in edges(nodes)}
-        found.update(names[node] for node in nodes.keys() - lazy)
+        evaluated = nodes.keys() - lazy
+        found.update(names[node] for node in evaluated)
     return found
 
 

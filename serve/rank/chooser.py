@@ -61,7 +61,13 @@ class Chooser:
         self._num_begun: Counter[int] = Counter()
         self._lock = threading.Lock()
 
-    def admit(self, sequence: int, sampling: Sampling, num_prompt: int, tokens: list[int]) -> None:
+    def admit(
+        self,
+        sequence: int,
+        sampling: Sampling,
+        num_prompt: int,
+        tokens: list[int],
+    ) -> None:
         """May come before the drop of the same sequence, which began before, has gone round:
         no step of that one samples any more."""
         with self._lock:
@@ -99,7 +105,10 @@ class Chooser:
         return msgspec.structs.replace(step, rows=tuple(rows), tokens=tuple(tokens))
 
     def choose(
-        self, step: Step, parts: list[Part], logits: list[mx.array]
+        self,
+        step: Step,
+        parts: list[Part],
+        logits: list[mx.array],
     ) -> Iterator[list[mx.array]]:
         """Lazily, from each part's logits (B, L, vocabulary): tokens (B,) if the step samples,
         then those of the scores. Nothing of a step that does neither, which so needs no head.
@@ -152,7 +161,12 @@ class Chooser:
                 self._samplers[row.sequence].note(token)
         return Result(step.number, tokens, tuple(scores))
 
-    def _verify(self, step: Step, parts: list[Part], logits: list[mx.array]) -> Verification:
+    def _verify(
+        self,
+        step: Step,
+        parts: list[Part],
+        logits: list[mx.array],
+    ) -> Verification:
         samplers = [self._samplers[row.sequence] for row in step.rows]
         rows = _outputs_of_rows(step, parts, logits)
         in_order = [rows[n] for n in range(len(step.rows))]
@@ -208,7 +222,11 @@ def scoring_bytes(logits_shape: tuple[int, ...]) -> int:
     return _SCORING_ARRAYS * 4 * _SCORED_AT_ONCE * logits_shape[-1]
 
 
-def _sample_each(logits: mx.array, samplers: list[Sampler], positions: list[int]) -> mx.array:
+def _sample_each(
+    logits: mx.array,
+    samplers: list[Sampler],
+    positions: list[int],
+) -> mx.array:
     """The next tokens (B,) of logits (B, vocabulary). What breaks the draw of one row is
     its request's own doing: that row gets one of FAILURES, the others what is theirs."""
     try:
@@ -232,7 +250,11 @@ def _failure(error: Exception) -> int:
     return REFUSED_TOKEN
 
 
-def _outputs_of_rows(step: Step, parts: list[Part], logits: list[mx.array]) -> dict[int, mx.array]:
+def _outputs_of_rows(
+    step: Step,
+    parts: list[Part],
+    logits: list[mx.array],
+) -> dict[int, mx.array]:
     """Splits the logits into those of each row (num_tokens, vocabulary), without padding."""
     rows: dict[int, mx.array] = {}
     for part, output in zip(parts, logits, strict=True):

@@ -33,7 +33,10 @@ class Outbox:
             self._send_ready()
 
     def sampled(
-        self, step: Step, tokens: tuple[int, ...], num_accepted: tuple[int, ...] = ()
+        self,
+        step: Step,
+        tokens: tuple[int, ...],
+        num_accepted: tuple[int, ...] = (),
     ) -> None:
         """Takes the tokens that a step has sampled, as a Result has them. A negative one says that
         the row has failed: any token can be fed instead, because nobody gets its output."""

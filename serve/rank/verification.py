@@ -21,7 +21,11 @@ class Verification:
     """
 
     def __init__(
-        self, step: Step, samplers: list[Sampler], logits: list[mx.array], draw: Draw
+        self,
+        step: Step,
+        samplers: list[Sampler],
+        logits: list[mx.array],
+        draw: Draw,
     ) -> None:
         self._step = step
         self._samplers = samplers

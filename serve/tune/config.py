@@ -31,7 +31,9 @@ class FineTuneConfig(ModelSource):
 
     data: Path = flag("folder with train.jsonl, and optionally valid.jsonl and test.jsonl")
     config: Path | None = flag(
-        "YAML file with these settings; flags override it", None, short=("-c",)
+        "YAML file with these settings; flags override it",
+        None,
+        short=("-c",),
     )
     adapter_path: Path = flag("folder for the adapter, checkpoints and reports", Path("adapters"))
     train: bool = flag("train (the default without --test)", False)
@@ -43,7 +45,9 @@ class FineTuneConfig(ModelSource):
         heading="weights to train",
     )
     num_layers: int | None = flag(
-        "number of layers to train, from the last; 0 or -1 for all (default: 16)", None, least=-1
+        "number of layers to train, from the last; 0 or -1 for all (default: 16)",
+        None,
+        least=-1,
     )
     lora_rank: int | None = flag("rank of the adapter's matrices (default: 8)", None, least=1)
     lora_scale: float | None = flag(
@@ -53,10 +57,15 @@ class FineTuneConfig(ModelSource):
         most=10**6,
     )
     lora_alpha: float | None = flag(
-        "the scale in PEFT's terms: scale times rank", None, least=0, most=10**6
+        "the scale in PEFT's terms: scale times rank",
+        None,
+        least=0,
+        most=10**6,
     )
     lora_dropout: float | None = flag(
-        "dropout rate of an adapter's inputs in training (default: 0)", None, least=0
+        "dropout rate of an adapter's inputs in training (default: 0)",
+        None,
+        least=0,
     )
     lora_parameters: dict[str, Any] | None = _from_file("rank, scale, dropout, keys")
     batch_size: int = flag(
@@ -71,15 +80,21 @@ class FineTuneConfig(ModelSource):
         least=1,
     )
     grad_accumulation_steps: int = flag(
-        "number of batches whose gradients are accumulated for one update", 1, least=1
+        "number of batches whose gradients are accumulated for one update",
+        1,
+        least=1,
     )
     iters: int = flag("number of batches to train on", 1000, least=1)
     epochs: int | None = flag("number of passes over the data; replaces --iters", None, least=1)
     early_stop: int | None = flag(
-        "stop after this many validations in a row without a lower loss", None, least=1
+        "stop after this many validations in a row without a lower loss",
+        None,
+        least=1,
     )
     optimizer: str = flag(
-        "optimizer: adam, adamw, muon, sgd or adafactor", "adam", among=OPTIMIZERS
+        "optimizer: adam, adamw, muon, sgd or adafactor",
+        "adam",
+        among=OPTIMIZERS,
     )
     optimizer_config: dict[str, Any] | None = _from_file("arguments of each optimizer")
     learning_rate: float = flag("learning rate of the optimizer", 1e-5, least=0, most=100)
@@ -102,7 +117,8 @@ class FineTuneConfig(ModelSource):
         metavar="ACTION",
     )
     packing: bool = flag(
-        "pack several examples into each row, up to --max-seq-length tokens", False
+        "pack several examples into each row, up to --max-seq-length tokens",
+        False,
     )
     seed: int = flag(
         "random seed for the order of the data, the initial adapter and dropout",
@@ -128,7 +144,8 @@ class FineTuneConfig(ModelSource):
         heading="memory and schedule",
     )
     clear_cache_threshold: str = flag(
-        "empty MLX's memory cache between updates if it is larger than this, such as 2GB", "0"
+        "empty MLX's memory cache between updates if it is larger than this, such as 2GB",
+        "0",
     )
     schedule: str = flag("pipeline schedule: " + ", ".join(SCHEDULES), "1f1b", among=SCHEDULES)
     stages_per_rank: int | None = flag(
@@ -139,10 +156,14 @@ class FineTuneConfig(ModelSource):
     )
     split: str = flag("layers of each stage: auto, even, or numbers such as 20,12", "auto")
     stall_timeout: float = flag(
-        "seconds without a message from a rank until it counts as lost", 600.0, least=1
+        "seconds without a message from a rank until it counts as lost",
+        600.0,
+        least=1,
     )
     peft: bool = flag(
-        "also write each adapter in PEFT's format, to a subfolder peft", False, heading="output"
+        "also write each adapter in PEFT's format, to a subfolder peft",
+        False,
+        heading="output",
     )
     load_into: str | None = flag(
         "running server that loads the adapter at the end, such as http://127.0.0.1:8080",
@@ -150,10 +171,13 @@ class FineTuneConfig(ModelSource):
         metavar="URL",
     )
     trust_remote_code: bool = flag(
-        "refused: Brigade does not run code from model repositories", False
+        "refused: Brigade does not run code from model repositories",
+        False,
     )
     report_to: str | None = flag(
-        "also log to tensorboard, wandb or both (separated by a comma)", None, metavar="NAMES"
+        "also log to tensorboard, wandb or both (separated by a comma)",
+        None,
+        metavar="NAMES",
     )
     project_name: str | None = flag("name of the project in W&B, with --report-to wandb", None)
 

@@ -238,7 +238,8 @@ class AdapterLoader:
             except _Interrupted:
                 continue
         raise AdapterError(
-            f"The engines ended {_MAX_TRIES} times while they read the adapter.", 503
+            f"The engines ended {_MAX_TRIES} times while they read the adapter.",
+            503,
         )
 
     async def _ask(self, version: int, source: Source) -> dict[int, AdapterRead]:

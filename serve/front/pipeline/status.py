@@ -279,7 +279,10 @@ class StageSpan:
 
 
 def spans_after(
-    stages: Sequence[StageStatus], numbers: Mapping[int, int], since: float, log: StepLog
+    stages: Sequence[StageStatus],
+    numbers: Mapping[int, int],
+    since: float,
+    log: StepLog,
 ) -> list[StageSpan]:
     """The spans of each stage that end after a time and have a higher number than numbers has for
     its rank, the latest first."""
