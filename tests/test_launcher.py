@@ -913,7 +913,7 @@ def test_output_that_nobody_takes_is_no_traceback(words: str, unbuffered: str) -
     reading, writing = os.pipe()
     os.close(reading)
     with open(writing, "wb") as broken, open("/dev/full", "wb") as full:
-        for stdout, said in ((broken, b""), (full, b"brigade: the output cannot be written: No")):
+        for stdout, said in ((broken, b""), (full, b"brigade: cannot write the output: No")):
             run = subprocess.run(
                 command, cwd=ROOT, env=environment, stdout=stdout, stderr=subprocess.PIPE
             )
