@@ -36,9 +36,11 @@ def write(
             array = getattr(own, part)
             if array is not None:
                 arrays[f"{name}.{part}"] = array
-    text = msgspec.json.encode(answer).decode()
+    encoded = msgspec.json.encode(answer)
+    text = encoded.decode()
     file = _file(folder, version)
-    partial = file.with_name(f"{version}.part.safetensors")
+    partial_name = f"{version}.part.safetensors"
+    partial = file.with_name(partial_name)
     try:
         # The engine may be killed at any time. A file under its final name is always whole.
         mx.save_safetensors(str(partial), arrays, {"answer": text})

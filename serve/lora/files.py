@@ -127,7 +127,8 @@ class AdapterFiles:
         """The smallest number of layers that its model can have, by the names of its tensors."""
         matches = [_LAYER.search(name) for name in self.targets]
         numbers = [int(match[1]) for match in matches if match]
-        return max(numbers, default=-1) + 1
+        last_layer = max(numbers, default=-1)
+        return last_layer + 1
 
 
 def read_adapter(
@@ -265,7 +266,8 @@ def _targets(
         if not match or part not in wanted:
             raise AdapterError(f"{name[:300]} is not a tensor of a LoRA adapter.")
         if tensor.dtype not in _DTYPES:
-            raise AdapterError(f"{name} is {tensor.dtype}, not one of {', '.join(_DTYPES)}.")
+            known = ", ".join(_DTYPES)
+            raise AdapterError(f"{name} is {tensor.dtype}, not one of {known}.")
         if part in parts.setdefault(match["module"], {}):
             raise AdapterError(f"{name} occurs twice, under two names.")
         parts[match["module"]][part] = name
@@ -307,7 +309,8 @@ def _mlx(config: dict[str, Any]) -> _Settings:
             return True
         if layer is None:
             return False
-        is_adapted_layer = num_layers <= 0 or layer >= total - num_layers  # the last layers
+        first_adapted = total - num_layers if num_layers > 0 else 0
+        is_adapted_layer = layer >= first_adapted
         return is_adapted_layer and (keys is None or inside in keys)
 
     return _Settings(kind == "dora", lambda _: (rank, scale), expects)
@@ -387,7 +390,8 @@ def _pattern(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _by_pattern(patterns: dict[str, Any], name: str, otherwise: Any) -> Any:
     for key, value in patterns.items():
-        if _matches(rf"(.*\.)?({key})", name):
+        pattern = rf"(.*\.)?({key})"
+        if _matches(pattern, name):
             return value
     return otherwise
 
@@ -404,7 +408,9 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _is_all(value: Any, kind: type) -> bool:
-    return isinstance(value, list) and all(type(item) is kind for item in value)
+    if not isinstance(value, list):
+        return False
+    return all(type(item) is kind for item in value)
 
 
 def _rank(value: Any) -> int:
@@ -418,7 +424,8 @@ def _rank(value: Any) -> int:
 def _number(name: str, value: Any) -> float:
     is_number = type(value) in (int, float)
     # math.isfinite fails for very large integers.
-    if not is_number or not abs(value) < _MAX_NUMBER:
+    is_usable = is_number and abs(value) < _MAX_NUMBER
+    if not is_usable:
         raise AdapterError(f"{name} in {CONFIG_FILE} is {_short(value)}, not a usable number.")
     return float(value)
 
@@ -426,4 +433,5 @@ def _number(name: str, value: Any) -> float:
 def _short(value: Any) -> str:
     if type(value) is int and abs(value) > _MAX_NUMBER:
         return "too large"
-    return repr(value)[:100]
+    text = repr(value)
+    return text[:100]

@@ -72,7 +72,7 @@ def _new_name(files: AdapterFiles, module: str, part: str) -> str:
     if files.is_peft:
         return f"{module}.{_MLX_PARTS[part]}"
     # In mlx-lm's format only the module's name says whether it is an embedding.
-    last_name = module.rpartition(".")[2]
+    _, _, last_name = module.rpartition(".")
     is_embedding = "embed" in last_name or last_name.endswith("wte")
     parts = _PEFT_PARTS_OF_EMBEDDINGS if is_embedding else _PEFT_PARTS
     return f"base_model.model.{module}.{parts[part]}"
@@ -85,7 +85,8 @@ def _mlx_config(files: AdapterFiles) -> dict[str, Any]:
     """
     (first_name, first), *others = files.targets.items()
     for name, target in others:
-        if (target.rank, target.scale) != (first.rank, first.scale):
+        is_same = target.rank == first.rank and target.scale == first.scale
+        if not is_same:
             raise AdapterError(
                 f"{name} has another rank or scale than {first_name}: mlx-lm's format "
                 "allows only one."

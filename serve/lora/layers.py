@@ -69,7 +69,8 @@ class Rows:
         pairs_per_row = self.routed.size // self.index.size
         slots = mx.repeat(self.index, pairs_per_row)
         if is_sorted:
-            order = mx.argsort(self.routed.flatten())
+            experts = self.routed.flatten()
+            order = mx.argsort(experts)
             return slots[order]
         return slots.reshape(self.routed.shape)
 
@@ -127,8 +128,10 @@ class Adapted:
         """Puts an adapter's matrices into a slot; tables grow to the largest rank."""
         rank = new.a.shape[-1]
         if self._a is None:
-            self._a = mx.zeros((num_slots, *new.a.shape))
-            self._b = mx.zeros((num_slots, *new.b.shape))
+            shape_a = (num_slots, *new.a.shape)
+            shape_b = (num_slots, *new.b.shape)
+            self._a = mx.zeros(shape_a)
+            self._b = mx.zeros(shape_b)
         held_rank = self._a.shape[-1]
         added_ranks = rank - held_rank
         if added_ranks > 0:
@@ -141,7 +144,8 @@ class Adapted:
         self._b[slot, ..., :rank, :] = new.b
         if new.gain is not None:
             if self._gain is None:
-                self._gain = mx.zeros((num_slots, *new.gain.shape))
+                shape_gain = (num_slots, *new.gain.shape)
+                self._gain = mx.zeros(shape_gain)
             self._gain[slot] = new.gain
         self._held.add(slot)
 
@@ -199,8 +203,9 @@ class Adapted:
         else:
             slots = self._rows.index[:, None]
             inner = self._a[slots, ids]
-        delta = self._rows.times(inner, self._b)
-        return y + delta.astype(y.dtype)
+        wide_delta = self._rows.times(inner, self._b)
+        delta = wide_delta.astype(y.dtype)
+        return y + delta
 
     def _as_linear(self, call: trace.Call, x: mx.array) -> mx.array:
         y: mx.array = call(x)

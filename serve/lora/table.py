@@ -364,7 +364,10 @@ def _places(stage: Stage) -> Iterator[tuple[str, _Place]]:
 
 
 def _num_bytes(modules: ModuleMatrices) -> int:
-    return sum(matrices.a.nbytes + matrices.b.nbytes for matrices in modules.values())
+    num_bytes = 0
+    for matrices in modules.values():
+        num_bytes += matrices.a.nbytes + matrices.b.nbytes
+    return num_bytes
 
 
 # --- reading

@@ -91,7 +91,8 @@ def make_plan(folder: Path, request: PlanRequest) -> Plan:
         if request.split == "even":
             ranges = even_split(len(cost.layers), request.num_ranks)
         else:
-            ranges = parse_split(request.split, len(cost.layers), request.num_ranks)
+            num_layers = len(cost.layers)
+            ranges = parse_split(request.split, num_layers, request.num_ranks)
         trials = [Trial(model, list(model.layers), cached=True)]
         for start, _ in ranges:
             crossings(trials, start)  # Raises PlanError, which names possible cuts.

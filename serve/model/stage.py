@@ -242,7 +242,10 @@ class _Caching:
             else:
                 kept = representative[kind]
             self._slots.append(index[kept])
-        self._ghosts = [n for n, j in enumerate(self._kept) if j not in own]
+        self._ghosts = []
+        for n, j in enumerate(self._kept):
+            if j not in own:
+                self._ghosts.append(n)
 
     def own_part(self, caches: list[Any]) -> list[Any]:
         return [caches[j] for j in self._kept]

@@ -188,7 +188,10 @@ def _computed_from(weights: Sequence[mx.array], raw: Mapping[str, mx.array]) -> 
             found.add(names[id(array)])
         else:
             computed.append(array)
-    others = [(name, array) for name, array in raw.items() if name not in found]
+    others = []
+    for name, array in raw.items():
+        if name not in found:
+            others.append((name, array))
     for outputs in _batches(computed):
         for sources in _batches(others):
             found |= depends_on(outputs, dict(sources))

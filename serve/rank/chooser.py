@@ -154,8 +154,9 @@ class Chooser:
         for n, scoring in enumerate(self._scorings if step.rows else ()):
             at = int(step.sample) + n * _ARRAYS_OF_A_SCORING
             chosen = scoring.tokens or [tokens[scoring.row]]
-            told = _scores(chosen, outputs[at : at + _ARRAYS_OF_A_SCORING])
-            scores.append(Scores(step.rows[scoring.row].sequence, scoring.position, told))
+            arrays = outputs[at : at + _ARRAYS_OF_A_SCORING]
+            sequence = step.rows[scoring.row].sequence
+            scores.append(Scores(sequence, scoring.position, _scores(chosen, arrays)))
         for row, token in zip(step.rows, tokens, strict=False):
             if token not in FAILURES:
                 self._samplers[row.sequence].note(token)
@@ -219,7 +220,8 @@ class Chooser:
 
 def scoring_bytes(logits_shape: tuple[int, ...]) -> int:
     """Returns the most memory that scoring takes beside the logits (..., vocabulary) themselves."""
-    return _SCORING_ARRAYS * 4 * _SCORED_AT_ONCE * logits_shape[-1]
+    bytes_per_position = 4 * logits_shape[-1]
+    return _SCORING_ARRAYS * _SCORED_AT_ONCE * bytes_per_position
 
 
 def _sample_each(
@@ -266,7 +268,8 @@ def _followers(row: Row, sampler: Sampler) -> list[int]:
     """Returns the token that follows each fed token, as far as it is part of the prompt: an answer
     that is computed again has been scored already."""
     first = row.position + 1
-    return sampler.tokens[first : min(first + row.num_tokens, sampler.num_prompt)]
+    end = min(first + row.num_tokens, sampler.num_prompt)
+    return sampler.tokens[first:end]
 
 
 def _scores(tokens: list[int], arrays: list[mx.array]) -> tuple[Score, ...]:

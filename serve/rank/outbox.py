@@ -79,7 +79,10 @@ class Outbox:
         index = 0
         for row in step.rows:
             if tokens[index] == LAST_TOKEN:
-                position, token = self._sampled.get(row.sequence, (-1, -1))
+                sampled = self._sampled.get(row.sequence)
+                if sampled is None:
+                    return None
+                position, token = sampled
                 if position != row.position:
                     return None
                 tokens[index] = token
