@@ -99,7 +99,7 @@ def test_replies_are_the_same_with_guesses(
         with ThreadPoolExecutor(6) as threads:
             together = list(threads.map(lambda body: ask(server, body), bodies()))
         drafts = server.get("/admin/pipeline")["drafts"]
-    assert sum(map(accepted, one_by_one)) > 20, drafts
+    assert sum(map(accepted, one_by_one)) > 10, drafts
     assert drafts["prediction"]["drafted"] > 0
     for body, reply, other, wanted in zip(bodies(), one_by_one, together, expected, strict=True):
         assert comparable(reply) == wanted, body

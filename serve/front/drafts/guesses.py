@@ -7,7 +7,8 @@ from serve.front.drafts.suffixes import Match, Suffixes
 _MAX_INDEXED = 32_768  # tokens of a prompt, its last ones, and of a prediction
 _MAX_AT_ONCE = 4_096  # that are added between two steps, so that no stream has to wait
 _SEPARATOR = 0  # Drafts never go past the prediction's end, so that any token will do.
-_FIRST_HIT_SHARE = 0.4
+_FIRST_HIT_SHARE_BEHIND_MATCH = 0.4
+_FIRST_HIT_SHARE_BEHIND_NONE = 0.15  # Short answers often repeat words of the prompt.
 _NEW_SHARE = 0.08
 _MATCH_OF_A_PREDICTION = 8
 
@@ -17,8 +18,8 @@ class Guesses:
     predicts. All guesses are counted, whether or not they were fed as drafts."""
 
     def __init__(self, sequence: Sequence, acceptance: Acceptance) -> None:
-        self._hit_share_behind_match = _FIRST_HIT_SHARE
-        self._hit_share_behind_none = 0.0
+        self._hit_share_behind_match = _FIRST_HIT_SHARE_BEHIND_MATCH
+        self._hit_share_behind_none = _FIRST_HIT_SHARE_BEHIND_NONE
         self._had_match = False  # before the newest token
         self._acceptance = acceptance
         self._suffixes = Suffixes()
