@@ -213,7 +213,7 @@ def test_page_leaves_no_watcher_behind_when_it_is_reloaded(cluster: Server, tab:
     page = tab.show(cluster.url)
     expect(page.locator("[data-state=ready]")).to_be_visible()
     num_files = watchers(cluster)
-    for _ in range(25):
+    for _ in range(18):
         page.reload()
         expect(page.locator("[data-state=ready]")).to_be_visible()
     wait_until(lambda: watchers(cluster) <= num_files + 4)
