@@ -10,7 +10,10 @@ ACTIVE_TOGETHER = """
     const canvas = document.querySelector(".gantt canvas");
     const ratio = canvas.width / canvas.clientWidth;
     const lane = Math.round(44 * ratio);
-    const context = canvas.getContext("2d");
+    const copy = document.createElement("canvas");
+    [copy.width, copy.height] = [canvas.width, canvas.height];
+    const context = copy.getContext("2d", { willReadFrequently: true });
+    context.drawImage(canvas, 0, 0);
     const numLanes = Math.round((canvas.clientHeight - 22) / 44);
     const image = context.getImageData(0, 0, canvas.width, canvas.height).data;
     const rows = [...Array(numLanes).keys()].map((number) => {
