@@ -125,9 +125,9 @@ class Front:
         self.observation.metrics = self._metrics
         self.events = EventCalls(self.observation)
         self.routes = self._compose(max_context)
-        if not config.no_ui:
-            self.routes += page.routes()
-        self.door, self.app = _guarded(self.routes, config, self._metrics)
+        # The page's files are no calls: /openapi.json does not describe them.
+        files = [] if config.no_ui else page.routes()
+        self.door, self.app = _guarded([*self.routes, *files], config, self._metrics)
 
     def _compose(self, max_context: int) -> list[Route]:
         config, engine = self._config, self._engine

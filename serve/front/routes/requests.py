@@ -18,17 +18,17 @@ class RequestCalls:
 
     def routes(self) -> list[Route]:
         return [
-            Route("/admin/requests", self.list),
-            Route("/admin/requests/{id}/cancel", self.cancel, methods=["POST"]),
+            Route("/admin/requests", self.list_requests),
+            Route("/admin/requests/{id}/cancel", self.cancel_request, methods=["POST"]),
         ]
 
     @endpoint(403, reply=schemas.RunningRequests, policy=ADMIN)
-    async def list(self, _: Request) -> Response:
+    async def list_requests(self, _: Request) -> Response:
         """The requests that run or wait, the oldest first."""
         return json_response({"object": "list", "data": self._answering.running()})
 
     @endpoint(403, 404, reply=schemas.Cancelled, policy=ADMIN)
-    async def cancel(self, request: Request) -> Response:
+    async def cancel_request(self, request: Request) -> Response:
         """Ends a request on all ranks; its client gets an error."""
         wanted = request.path_params["id"]
         found = [answer for answer in self._answering.open_answers() if answer.is_of(wanted)]
