@@ -109,8 +109,8 @@ class ServeConfig(ModelSource):
         among=("auto", "none"),
     )
     enable_force_include_usage: bool = flag(
-        "end every stream of chats and completions with the usage, even if the client does not ask "
-        "for it",
+        "give the usage in every chunk of the streams of chats and completions, even if the client "
+        "does not ask for it",
         False,
     )
     no_prefix_cache: bool = flag("do not reuse common prefixes of prompts", False)

@@ -57,8 +57,11 @@ OF_RESPONSES: list[dict[str, Any]] = [
     {"reasoning": {}},
     {"reasoning": {"effort": None, "summary": "auto"}},
     {"request_id": "r"},
+    {"return_progress": True},
     {"safety_identifier": "s"},
     {"service_tier": "priority"},
+    {"session_id": "s"},
+    {"timings_per_token": True},
     {"store": False},
     {"stream_options": {"include_obfuscation": False}},
     {"text": {"verbosity": "low"}},
@@ -238,11 +241,13 @@ def test_hint_of_truncation_leaves_out_the_oldest_items(server: Server) -> None:
 def test_hint_return_progress_shows_the_prompt_in_a_stream(server: Server) -> None:
     asked = server.ask(CHAT, {"stream": True, "return_progress": True})
     lines = [line[6:] for line in asked.reply.text.splitlines() if line.startswith("data: {")]
-    first, *others = (json.loads(line) for line in lines)
-    progress = first["prompt_progress"]
-    assert progress.pop("time_ms") >= 0
-    assert progress == {"total": 7, "cache": 0, "processed": 7}  # As the played engine has it.
-    assert first["choices"][0]["delta"] == {"role": "assistant", "content": None}
+    first, second, *others = (json.loads(line) for line in lines)
+    for chunk, num_processed in ((first, 0), (second, 7)):
+        progress = chunk["prompt_progress"]
+        assert progress.pop("time_ms") >= 0
+        # As the played engine has it.
+        assert progress == {"total": 7, "cache": 0, "processed": num_processed}
+        assert chunk["choices"][0]["delta"] == {"role": "assistant", "content": None}
     assert not any("prompt_progress" in chunk for chunk in others)
     text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in others)
     assert text == ANSWER

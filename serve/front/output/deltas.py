@@ -52,6 +52,10 @@ class Progress:
     cached: int
     seconds: float
 
+    def begun(self) -> "Progress":
+        """The progress before anything was computed."""
+        return replace(self, done=self.cached)
+
     def completed(self) -> "Progress":
         """The progress with all tokens done."""
         return replace(self, done=self.total)

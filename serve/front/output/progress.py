@@ -1,7 +1,7 @@
 """Shows a client that waits for its answer how much of the prompt is computed."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TypeVar
 
 from serve.front.output.deltas import Progress
@@ -14,22 +14,32 @@ Given = TypeVar("Given")
 async def with_progress(
     events: AsyncIterator[Given], read: Callable[[], Progress]
 ) -> AsyncIterator[Given | Progress]:
-    """Yields the events. Before the first of them comes the progress, each time that it has grown,
-    and at last that of the whole prompt."""
+    """Yields the events. Before the first of them comes the progress: what was cached, as soon as
+    the prompt is begun, then each time that it has grown, and at last that of the whole prompt."""
     first = asyncio.ensure_future(anext(events, None))
-    num_shown = -1
+    shown: Progress | None = None
     try:
         while not (await asyncio.wait({first}, timeout=POLL_SECONDS))[0]:
-            progress = read()
-            if progress.done > num_shown:
-                num_shown = progress.done
+            for progress in _unseen(shown, read()):
                 yield progress
+                shown = progress
         event = await first
     finally:
         first.cancel()
     if event is None:
         return
-    yield read().completed()
+    for progress in _unseen(shown, read().completed()):
+        yield progress
     yield event
     async for event in events:
         yield event
+
+
+def _unseen(shown: Progress | None, progress: Progress) -> Iterator[Progress]:
+    """Yields the steps from the progress that was shown last to the current one. Clients take the
+    first of all for what was cached."""
+    if shown is None and progress.done:
+        shown = progress.begun()
+        yield shown
+    if shown is not None and progress.done > shown.done:
+        yield progress

@@ -143,9 +143,7 @@ class Answering:
         meant = self._engine.adapters.registry.meant
         match read:
             case Job():
-                usage = read.usage_in_stream
-                if self._forces_usage and usage is UsageInStream.NONE:
-                    usage = UsageInStream.LAST
+                usage = UsageInStream.EACH if self._forces_usage else read.usage_in_stream
                 return structs.replace(read, model=meant(read.model), usage_in_stream=usage)
             case ReadResponse():
                 job = structs.replace(read.job, model=meant(read.job.model))

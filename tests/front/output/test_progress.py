@@ -14,7 +14,8 @@ pytestmark = pytest.mark.anyio
 
 
 def read_from(*counts: int) -> Iterator[Progress]:
-    """The progress at each look: of 100 tokens, 10 of which were cached."""
+    """The progress at each look: of 100 tokens, 10 of which were cached. 0 is that of a prompt that
+    waits in the queue."""
     for done in counts:
         yield Progress(total=100, done=done, cached=10, seconds=0.5)
 
@@ -30,7 +31,7 @@ async def test_with_progress_shows_what_has_grown_and_then_the_whole_prompt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(showing, "POLL_SECONDS", 0.001)
-    counts = read_from(10, 10, 40, 40, 70, 70)
+    counts = read_from(0, 20, 20, 40, 40, 70, 70)
     is_read = asyncio.Event()
 
     def read() -> Progress:
@@ -46,14 +47,14 @@ async def test_with_progress_shows_what_has_grown_and_then_the_whole_prompt(
 
     found = [each async for each in with_progress(events(), read)]
     numbers = [each.done for each in found if isinstance(each, Progress)]
-    assert (numbers, found[-2:]) == ([10, 40, 70, 100], ["a", "b"])
+    assert (numbers, found[-2:]) == ([10, 20, 40, 70, 100], ["a", "b"])
 
 
 async def test_with_progress_shows_the_whole_prompt_to_those_who_never_waited() -> None:
     async def events() -> AsyncIterator[str]:
         yield "a"
 
-    assert await shown(events(), read_from(100)) == [100, "a"]
+    assert await shown(events(), read_from(100)) == [10, 100, "a"]
 
 
 async def test_with_progress_raises_what_the_engine_raises() -> None:

@@ -108,8 +108,11 @@ class Conversation(SamplingBody):
     prompt_cache_options: Any = None
     prompt_cache_retention: str | None = None
     request_id: str | None = None
+    return_progress: bool | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
+    session_id: str | None = None
+    timings_per_token: bool | None = None
     user: str | int | None = None
 
     @property
@@ -259,7 +262,9 @@ _NOT_REPEATED = {
     "prompt_cache_options",
     "request_id",
     "response_format",
+    "return_progress",
     "service_tier",
+    "session_id",
     "skip_special_tokens",
     "stop",
     "stop_token_ids",
@@ -267,6 +272,7 @@ _NOT_REPEATED = {
     "stream_options",
     "structured_outputs",
     "thinking_token_budget",
+    "timings_per_token",
     *OtherServersGrammars.model_fields,
 }
 
