@@ -38,8 +38,10 @@ class Watched(Scheduler):
         self.reuse = "any"
         self.ends: dict[int, str] = {}
 
-    def update(self, number: int, tokens: tuple[int, ...]) -> list[Event]:
-        events = super().update(number, tokens)
+    def update(
+        self, number: int, tokens: tuple[int, ...], num_accepted: tuple[int, ...] = ()
+    ) -> list[Event]:
+        events = super().update(number, tokens, num_accepted)
         self.ends |= {e.sequence: e.finish_reason for e in events if e.finish_reason}
         return events
 
