@@ -74,6 +74,7 @@ class AdapterLoader:
         self._config = config
         self._ranks = ranks
         self.registry = AdapterRegistry(config, ranks.num_sequences)
+        self._last_version = 0
         self._answers: dict[int, dict[int, AdapterRead | AdapterRefused]] = {}
         self._answered = asyncio.Event()
         self._broken: BrigadeError | None = None
@@ -204,14 +205,16 @@ class AdapterLoader:
     async def _load(self, adapter: Adapter, instead_of: Adapter | None = None) -> None:
         """Has all ranks read the adapter as a new version. Raises AdapterError."""
         started = time.monotonic()
-        version = self.registry.new_version()
+        self._last_version += 1
+        version = self._last_version
         try:
             answers = await self._ask_until_answered(version, adapter)
             loaded = LoadedVersion(adapter.source, answers)
             self._make_room(loaded.num_bytes, instead_of)
         except BaseException as error:
             if isinstance(error, _RefusedByAll):
-                self.registry.give_back(version)
+                # No rank has read anything under this number.
+                self._last_version -= 1
             else:
                 # A rank may hold the version, or still read it: the number is not used again.
                 self._ranks.retire(version)

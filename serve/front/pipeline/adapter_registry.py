@@ -52,7 +52,6 @@ class AdapterRegistry:
         self._model_name = config.model_name
         self._memory = config.adapter_memory
         self._num_sequences = num_sequences
-        self._last_version = 0
         self.by_name: dict[str, Adapter] = {}
         self.versions: dict[int, LoadedVersion] = {}
         self.default = config.model_name
@@ -147,15 +146,6 @@ class AdapterRegistry:
         }
 
     # --- versions
-
-    def new_version(self) -> int:
-        self._last_version += 1
-        return self._last_version
-
-    def give_back(self, version: int) -> None:
-        """Makes the latest number free again, because no rank has read anything under it."""
-        assert version == self._last_version
-        self._last_version -= 1
 
     def hold(self, version: int, loaded: LoadedVersion) -> None:
         """Notes that the ranks hold this version, or hold it in other sizes on another ring."""
