@@ -151,12 +151,15 @@ class Chooser:
         if step.sample:
             tokens = tuple(outputs[0].tolist())  # type: ignore[arg-type]
         scores = []
-        for n, scoring in enumerate(self._scorings if step.rows else ()):
-            at = int(step.sample) + n * _ARRAYS_OF_A_SCORING
+        scorings = self._scorings if step.rows else ()
+        first = int(step.sample)
+        for scoring in scorings:
+            end = first + _ARRAYS_OF_A_SCORING
             chosen = scoring.tokens or [tokens[scoring.row]]
-            arrays = outputs[at : at + _ARRAYS_OF_A_SCORING]
+            scored = _scores(chosen, outputs[first:end])
             sequence = step.rows[scoring.row].sequence
-            scores.append(Scores(sequence, scoring.position, _scores(chosen, arrays)))
+            scores.append(Scores(sequence, scoring.position, scored))
+            first = end
         for row, token in zip(step.rows, tokens, strict=False):
             if token not in FAILURES:
                 self._samplers[row.sequence].note(token)
@@ -181,23 +184,27 @@ class Chooser:
             if num_top is not None:
                 logits = verification.logits[n][: len(tokens)]
                 arrays = score(logits, mx.array(tokens), num_top)
-                scores.append(Scores(row.sequence, row.position + 1, _scores(tokens, arrays)))
+                scored = _scores(tokens, arrays)
+                scores.append(Scores(row.sequence, row.position + 1, scored))
         tokens_of_all = tuple(token for tokens in rows for token in tokens)
         num_accepted = tuple(len(tokens) - 1 for tokens in rows)
         return Result(step.number, tokens_of_all, tuple(scores), num_accepted=num_accepted)
 
     def _sample(self, step: Step, parts: list[Part], logits: list[mx.array]) -> mx.array:
-        rows = [row for part in parts for row in part.rows if row is not None]
-        samplers = [self._samplers[step.rows[n].sequence] for n in rows]
+        rows: list[int] = []
+        last: list[mx.array] = []
+        for part, output in zip(parts, logits, strict=True):
+            rows += [row for row in part.rows if row is not None]
+            last_logits = output[:, -1]
+            last.append(part.own_rows(last_logits))
         fed = [step.rows[n] for n in rows]
+        samplers = [self._samplers[row.sequence] for row in fed]
         positions = [row.position + row.num_tokens for row in fed]
-        last = mx.concatenate(
-            [part.own_rows(output[:, -1]) for part, output in zip(parts, logits, strict=True)]
-        )
-        tokens = _sample_each(last, samplers, positions)
+        tokens = _sample_each(mx.concatenate(last), samplers, positions)
         if rows == sorted(rows):
             return tokens
-        return tokens[mx.argsort(mx.array(rows))]
+        order = mx.argsort(mx.array(rows))
+        return tokens[order]
 
     def _wanted_scores(self, step: Step) -> Iterator[_Scoring]:
         for n, row in enumerate(step.rows):
@@ -274,7 +281,8 @@ def _followers(row: Row, sampler: Sampler) -> list[int]:
 
 def _scores(tokens: list[int], arrays: list[mx.array]) -> tuple[Score, ...]:
     lists: list[Any] = [array.tolist() for array in arrays]
-    return tuple(
-        Score(token, logprob, tuple(zip(ids, logprobs, strict=True)))
-        for token, logprob, ids, logprobs in zip(tokens, *lists, strict=True)
-    )
+    scores = []
+    for token, logprob, ids, logprobs in zip(tokens, *lists, strict=True):
+        top = tuple(zip(ids, logprobs, strict=True))
+        scores.append(Score(token, logprob, top))
+    return tuple(scores)

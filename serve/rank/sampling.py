@@ -202,16 +202,20 @@ def _draw(logits: mx.array, sampling: Sampling, position: int) -> mx.array:
     mlx_lm's apply_min_p and apply_top_k are not used, because they would be compiled again for
     each value.
     """
-    scaled = logits.astype(mx.float32) / sampling.temperature
+    full = logits.astype(mx.float32)
+    scaled = full / sampling.temperature
     if sampling.min_p > 0:
-        threshold = scaled.max() + math.log(sampling.min_p)
+        largest = scaled.max()
+        threshold = largest + math.log(sampling.min_p)
         scaled = mx.where(scaled < threshold, -math.inf, scaled)
     if 0 < sampling.top_k < scaled.size:
-        threshold = mx.topk(scaled, sampling.top_k).min()
+        kept = mx.topk(scaled, sampling.top_k)
+        threshold = kept.min()
         scaled = mx.where(scaled < threshold, -math.inf, scaled)
     if sampling.top_p < 1:
         # An array, because apply_top_p is compiled: it would be compiled again for each number.
-        top_p = mx.array(max(sampling.top_p, _MIN_TOP_P))
+        share = max(sampling.top_p, _MIN_TOP_P)
+        top_p = mx.array(share)
         log_probabilities = scaled - mx.logsumexp(scaled)
         scaled = apply_top_p(log_probabilities, cast(float, top_p))
     key = _key(sampling.seed, position)
@@ -234,15 +238,19 @@ def score(logits: mx.array, tokens: mx.array, num_top: int) -> list[mx.array]:
     """
     logits = logits.astype(mx.float32)
     total = mx.logsumexp(logits, axis=-1, keepdims=True)
-    total = mx.where(mx.isfinite(total), total, mx.nan)
-    num_top = min(num_top, logits.shape[-1])
-    top = mx.argmax(logits, axis=-1, keepdims=True)[:, :num_top]
+    is_finite = mx.isfinite(total)
+    total = mx.where(is_finite, total, mx.nan)
+    vocabulary_size = logits.shape[-1]
+    num_top = min(num_top, vocabulary_size)
+    likeliest = mx.argmax(logits, axis=-1, keepdims=True)
+    top = likeliest[:, :num_top]
     if num_top > 1:
         top = mx.argpartition(-logits, num_top - 1, axis=-1)[:, :num_top]
         top_logits = mx.take_along_axis(logits, top, axis=-1)
         best_first = mx.argsort(-top_logits, axis=-1)
         top = mx.take_along_axis(top, best_first, axis=-1)
-    own_logits = mx.take_along_axis(logits, tokens[:, None], axis=-1)
+    columns = tokens[:, None]
+    own_logits = mx.take_along_axis(logits, columns, axis=-1)
     top_logits = mx.take_along_axis(logits, top, axis=-1)
     own = own_logits - total
     return [own[:, 0], top, top_logits - total]

@@ -56,11 +56,13 @@ def _put(held: Buffer, rows: slice, columns: slice, new: Buffer) -> None:
 
 def _put_at(held: Buffer, columns: mx.array, new: Buffer) -> None:
     """Writes new (B, heads, L, D) to the first B rows of a buffer, at columns (B, L)."""
-    rows = mx.arange(columns.shape[0])[:, None]
+    num_rows = columns.shape[0]
+    rows = mx.arange(num_rows)[:, None]
     buffers = held if isinstance(held, tuple) else (held,)
     arrays = new if isinstance(new, tuple) else (new,)
     for buffer, array in zip(buffers, arrays, strict=True):
-        buffer[rows, :, columns] = array.transpose(0, 2, 1, 3)
+        by_column = array.transpose(0, 2, 1, 3)
+        buffer[rows, :, columns] = by_column
 
 
 def _clear(held: Buffer, rows: slice, columns: slice) -> None:
@@ -124,15 +126,22 @@ class SlotCache(BatchKVCache):
             return self._update_at_ends(self.ends, keys, values)
         fed = slice(self._idx, end)
         if self.feeds_padding:
-            own = mx.arange(self._idx, end) >= self.left_padding[:, None]
+            starts = self.left_padding[:, None]
+            own = mx.arange(self._idx, end) >= starts
             own = own[:, None, :, None]
             keys = mx.where(own, keys, 0)
             values = mx.where(own, values, 0)
-        self._write(slice(num_rows), fed, self._kept(keys), self._kept(values))
+        kept_keys = self._kept(keys)
+        kept_values = self._kept(values)
+        self._write(slice(num_rows), fed, kept_keys, kept_values)
+        return self._advanced(num_rows, length)
+
+    def _advanced(self, num_rows: int, length: int) -> tuple[Buffer, Buffer]:
+        """Notes that the first rows have length more columns, and returns all they have."""
         self.offset = self.offset + length
-        self._idx = end
+        self._idx += length
         rows = slice(num_rows)
-        columns = slice(end)
+        columns = slice(self._idx)
         return _cut(self.keys, rows, columns), _cut(self.values, rows, columns)
 
     def _update_at_ends(
@@ -140,24 +149,23 @@ class SlotCache(BatchKVCache):
     ) -> tuple[Buffer, Buffer]:
         """Writes each row behind its own end."""
         num_rows, _, length, _ = keys.shape
-        end = self._idx + length
-        kept = self._kept(keys), self._kept(values)
-        self.reserve(num_rows, end, *kept)
+        kept_keys = self._kept(keys)
+        kept_values = self._kept(values)
+        self.reserve(num_rows, self._idx + length, kept_keys, kept_values)
         columns = ends[:, None] + mx.arange(length)
-        _put_at(self.keys, columns, kept[0])
-        _put_at(self.values, columns, kept[1])
-        self.offset = self.offset + length
-        self._idx = end
-        rows = slice(num_rows)
-        return _cut(self.keys, rows, slice(end)), _cut(self.values, rows, slice(end))
+        _put_at(self.keys, columns, kept_keys)
+        _put_at(self.values, columns, kept_values)
+        return self._advanced(num_rows, length)
 
     def make_mask(self, N: int, return_array: bool = False, **kwargs: Any) -> Any:  # noqa: N803
         """The mask (B, 1, N, columns) of the next N tokens."""
         if self.ends is None:
             return super().make_mask(N, return_array, **kwargs)
-        own = (self.ends[:, None] + mx.arange(N))[:, None, :, None]
+        own = self.ends[:, None] + mx.arange(N)
+        own = own[:, None, :, None]
+        starts = self.left_padding[:, None, None, None]
         columns = mx.arange(self._idx + N)
-        mask = (columns <= own) & (self.left_padding[:, None, None, None] <= columns)
+        mask = (columns <= own) & (starts <= columns)
         window_size = kwargs.get("window_size")
         if window_size is not None:
             mask = mask & (own < columns + window_size)
@@ -183,10 +191,11 @@ class SlotCache(BatchKVCache):
             return
         rows = max(num_slots(rows), held_rows)
         if columns > held:
-            spare = 0
+            spare = 1
             if held:
-                spare = int(held * (_GROWTH - 1))
-            columns = -(-(columns + max(spare, 1)) // _ROUND_TOKENS) * _ROUND_TOKENS
+                spare = max(int(held * (_GROWTH - 1)), 1)
+            num_blocks = -(-(columns + spare) // _ROUND_TOKENS)
+            columns = num_blocks * _ROUND_TOKENS
         self._move_to(rows, max(columns, held), 0, keys, values)
 
     @property
@@ -195,8 +204,10 @@ class SlotCache(BatchKVCache):
 
     def shrink(self, rows: int) -> None:
         """Gives slots back when most of them are free."""
-        if _size(self.keys)[0] > 2 * num_slots(rows):
-            kept = slice(num_slots(rows))
+        num_held, _ = _size(self.keys)
+        num_kept = num_slots(rows)
+        if num_held > 2 * num_kept:
+            kept = slice(num_kept)
             self.keys = _cut(self.keys, kept, _ALL)
             self.values = _cut(self.values, kept, _ALL)
 
@@ -204,13 +215,15 @@ class SlotCache(BatchKVCache):
         """Moves all columns to the right, or left."""
         if self.keys is not None:
             rows, columns = _size(self.keys)
-            self._move_to(rows, max(self._idx + by, columns), by, self.keys, self.values)
+            columns = max(self._idx + by, columns)
+            self._move_to(rows, columns, by, self.keys, self.values)
         self._idx += by
 
     def write(self, slot: int, start: int, keys: Buffer, values: Buffer) -> None:
         """A row of keys and values (1, heads, length, D) with nothing before it."""
+        _, length = _size(keys)
         rows = slice(slot, slot + 1)
-        columns = slice(start, start + _size(keys)[1])
+        columns = slice(start, start + length)
         self._write(rows, columns, keys, values)
         if start:
             _clear(self.keys, rows, slice(start))
@@ -243,9 +256,11 @@ class SlotCache(BatchKVCache):
         if held[0] is not None:
             source = slice(max(0, -by), end)
             target = slice(max(0, by), end + by)
-            for new, old in zip((self.keys, self.values), held, strict=True):
+            moved = (self.keys, self.values)
+            for new, old in zip(moved, held, strict=True):
                 held_rows, _ = _size(old)
-                _put(new, slice(held_rows), target, _cut(old, _ALL, source))
+                kept = _cut(old, _ALL, source)
+                _put(new, slice(held_rows), target, kept)
 
 
 class QuantizedSlotCache(SlotCache):
@@ -346,20 +361,25 @@ class SlotBatch:
             return
         if not isinstance(self.caches[0], SlotCache):
             self._make_slots()
-        lengths = [self._ends[fed] - self._starts[fed] for fed in self._fed[:-1]]
-        self._justify(max([length, *lengths]))
+        others = self._fed[:-1]
+        lengths = [self._ends[fed] - self._starts[fed] for fed in others]
+        longest = max([length, *lengths])
+        self._justify(longest)
         if None in self._slots:
             slot = self._slots.index(None)
         else:
             slot = len(self._slots)
         self._slots[slot : slot + 1] = [sequence]
-        self._starts[sequence] = start = self._end - length
+        start = self._end - length
+        self._starts[sequence] = start
         self._ends[sequence] = self._end
         for cache, joining in zip(self.caches, caches, strict=True):
-            cache.write(slot, start, *_first(joining, length))
+            keys, values = _first(joining, length)
+            cache.write(slot, start, keys, values)
 
     def remove(self, sequence: int) -> None:
-        self._slots[self._slots.index(sequence)] = None
+        slot = self._slots.index(sequence)
+        self._slots[slot] = None
         del self._starts[sequence]
         del self._ends[sequence]
         if sequence in self._fed:
@@ -380,7 +400,8 @@ class SlotBatch:
         for cache in self.caches:
             if isinstance(cache, SlotCache):
                 row = cache.lone()
-                row.keys, row.values = cache.read(slot, start, start + length)
+                end = start + length
+                row.keys, row.values = cache.read(slot, start, end)
             else:
                 row = copy.copy(cache)
                 row.keys, row.values = _first(cache, length)
@@ -398,10 +419,13 @@ class SlotBatch:
             return []
         if self._end + num_tokens > self.caches[0].num_columns:
             return [s for s in self._starts if s not in sequences]  # They must not grow as well.
-        first = self._slots[: _num_rows(sequences, num_tokens)]
+        num_rows = _num_rows(sequences, num_tokens)
+        first = self._slots[:num_rows]
         num_behind = sum(s not in first for s in sequences)
+        num_free = first.count(None)
         idle = [s for s in first if s is not None and s not in sequences]
-        return idle[: max(0, num_behind - first.count(None))]
+        num_parked = max(0, num_behind - num_free)
+        return idle[:num_parked]
 
     def arrange(self, feeds: Mapping[int, int]) -> list[int | None]:
         """Makes these the rows of the next forward. Returns them in the order of the batch, None
@@ -413,14 +437,17 @@ class SlotBatch:
             return list(sequences)
         num_rows = _num_rows(sequences, num_tokens)
         self._pack(num_rows)
-        self._slots += [None] * (num_rows - len(self._slots))
+        num_missing = num_rows - len(self._slots)
+        self._slots += [None] * num_missing
         self._align_if_no_drafts_come(num_tokens)
-        order = [s if s in sequences else None for s in self._slots[:num_rows]]
+        first = self._slots[:num_rows]
+        order = [s if s in sequences else None for s in first]
         # A free slot needs a column to look at: the mean of none is not a number.
         unused = max(0, self._end - 1)
         starts = [unused if s is None else self._starts[s] for s in order]
         ends = [self._end if s is None else self._ends[s] for s in order]
-        offset = mx.array([end - start for start, end in zip(starts, ends, strict=True)])
+        lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+        offset = mx.array(lengths)
         padding = mx.array(starts)
         own_ends = None
         if min(ends) < self._end:
@@ -439,7 +466,8 @@ class SlotBatch:
     def _note_fed(self, feeds: Mapping[int, int]) -> None:
         """New rows are padded on the left, and end together; others end with their own tokens."""
         if self._end == 0:
-            feeds = dict.fromkeys(feeds, max(feeds.values()))
+            longest = max(feeds.values())
+            feeds = dict.fromkeys(feeds, longest)
         for sequence, num_tokens in feeds.items():
             self._ends[sequence] += num_tokens
         self._end = max(self._ends.values())
@@ -461,7 +489,8 @@ class SlotBatch:
             if not by:
                 continue
             for cache in self.caches:
-                cache.write(slot, start + by, *cache.read(slot, start, end))
+                keys, values = cache.read(slot, start, end)
+                cache.write(slot, start + by, keys, values)
             self._starts[sequence] = start + by
             self._ends[sequence] = self._end
 

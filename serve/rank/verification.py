@@ -2,6 +2,7 @@
 and a draft is right if it is what was sampled there."""
 
 from collections.abc import Callable
+from typing import cast
 
 import mlx.core as mx
 
@@ -88,8 +89,8 @@ class Verification:
         tokens: list[int] = []
         for i, draft in enumerate([*self._drafts(n), None]):
             logits = self.logits[n][i : i + 1]
-            drawn: list[int] = self._draw(logits, [self._samplers[n]], [first + i]).tolist()  # type: ignore[assignment]
-            token = drawn[0]
+            drawn = self._draw(logits, [self._samplers[n]], [first + i])
+            (token,) = cast(list[int], drawn.tolist())
             tokens.append(token)
             self._note(n, token)
             if token != draft:
@@ -101,5 +102,7 @@ class Verification:
             self._samplers[n].note(token)
 
     def _drafts(self, n: int) -> tuple[int, ...]:
-        start = sum(row.num_tokens for row in self._step.rows[:n])
-        return self._step.tokens[start + 1 : start + self._step.rows[n].num_tokens]
+        rows = self._step.rows
+        start = sum(row.num_tokens for row in rows[:n])
+        end = start + rows[n].num_tokens
+        return self._step.tokens[start + 1 : end]

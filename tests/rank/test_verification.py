@@ -155,7 +155,7 @@ def check_architecture(name: str) -> bool:
     together = can_batch(model)
     stage = Stage(model, 0, architectures.NUM_LAYERS)
     with_drafts = GroupCaches(stage.make_cache, together)
-    if with_drafts.reuse != "any":
+    if not with_drafts.can_rewind:
         return False
     without = GroupCaches(stage.make_cache, together)
     long, short = [5, 9, 2, 6, 5, 3, 5, 8, 9], [3, 1, 4, 1]

@@ -20,12 +20,14 @@ class Registry:
     def __init__(self, memory: str) -> None:
         config = dataclasses.replace(CONFIG, adapter_memory=memory)
         self.running: Counter[int] = Counter()
+        self.num_added = 0
         self.registry = AdapterRegistry(config, lambda version: self.running[version])
 
     def add(self, name: str) -> Adapter:
+        self.num_added += 1
         adapter = Adapter(name, Source(name))
         read = AdapterRead(
-            version=self.registry.new_version(),
+            version=self.num_added,
             digest="d",
             checksum="c",
             targets=[],
