@@ -17,7 +17,7 @@ from tests.compatibility.asking import (
 )
 
 WEATHER = tool("weather", city={"type": "string"})
-NOT_SUPPORTED = "These parameters are refused unless they have a value without effect."
+NOT_SUPPORTED = "Chats and completions refuse these parameters unless their value has no effect."
 NO_MEDIA = "Images, audio, video and files are refused."
 
 
@@ -78,11 +78,16 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     (CHAT, {"n": 0}, "n", "1 (default) to 128 choices"),
     (CHAT, {"n": 129}, "n", "1 (default) to 128 choices"),
-    (CHAT, {"max_tokens": 0}, "max_tokens", "0 only with `echo`"),
-    (CHAT, {"max_tokens": -2}, "max_tokens", "from 1; more than fits into the context, and -1"),
-    (CHAT, {"temperature": 9}, "temperature", "0 to 2, default 1"),
+    (CHAT, {"max_tokens": 0}, "max_tokens", "Completions also accept 0 with `echo`"),
+    (CHAT, {"max_tokens": -2}, "max_tokens", "from 1. With -1, or more than fits into the context"),
+    (CHAT, {"temperature": 9}, "temperature", "0 to 2; default"),
     (CHAT, {"top_logprobs": 2}, "top_logprobs", "needs `logprobs`"),
-    (CHAT, {"thinking_token_budget": -5}, "thinking_token_budget", "from 0: the most tokens"),
+    (
+        CHAT,
+        {"thinking_token_budget": -5},
+        "thinking_token_budget",
+        "from 0: the maximum number of reasoning tokens",
+    ),
     (
         CHAT,
         {"reasoning_effort": "some"},
@@ -100,14 +105,14 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         CHAT,
         {"tools": [tool("a b")]},
         "tools[0].function.name",
-        "names of up to 128 letters, digits, or `. _ : / -`",
+        "names have up to 128 letters, digits, or `. _ : / -`",
     ),
     (CHAT, {"tools": [tool(f"t{n}") for n in range(1025)]}, "tools", "up to 1,024 functions"),
     (
         CHAT,
         {"tools": [WEATHER], "functions": [{"name": "f"}]},
         "functions",
-        "OpenAI's older word for `tools`",
+        "OpenAI's older form of `tools`",
     ),
     (
         CHAT,
@@ -122,13 +127,13 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         for name in ("grammar", "regex")
     ),
     *(
-        (CHAT, {name: ""}, name, "Empty grammars and regular expressions get 400")
+        (CHAT, {name: ""}, name, "Empty grammars and empty regular expressions get 400")
         for name in ("grammar", "regex", "guided_grammar", "guided_regex", "ebnf")
     ),
     (CHAT, {"grammar": "root ::= ("}, "grammar", "is read as GBNF and translated to Lark"),
-    (RESPONSES, {"conversation": "c"}, "conversation", "Refused: `conversation` and `prompt`"),
-    (RESPONSES, {"prompt": {"id": "p"}}, "prompt", "Refused: `conversation` and `prompt`"),
-    (RESPONSES, {"unknown": 1}, "unknown", "Unknown fields at the top level are refused"),
+    (RESPONSES, {"conversation": "c"}, "conversation", "`conversation` and `prompt`"),
+    (RESPONSES, {"prompt": {"id": "p"}}, "prompt", "`conversation` and `prompt`"),
+    (RESPONSES, {"unknown": 1}, "unknown", "and unknown fields at the top level"),
     (
         RESPONSES,
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
@@ -182,7 +187,7 @@ OF_MESSAGES: list[tuple[dict[str, Any], str, str]] = [
             "tool_choice": {"type": "tool", "name": "web_search"},
         },
         "web_search",
-        "A `tool_choice` that demands one is 400",
+        "A `tool_choice` that demands one gets 400",
     ),
     ({"tools": [{"type": "nothing_1", "name": "x"}]}, "tools[0]", "a tool of an unknown type"),
     (

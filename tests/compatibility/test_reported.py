@@ -52,14 +52,10 @@ def choice(path: str, kind: str) -> dict[str, Any]:
     return {"tool_choice": named if kind == "name" else kind}
 
 
-def written(kind: str, arguments: str) -> str:
-    """A call as a model writes it in its own format, or under the grammar of a forced one."""
-    if kind == "auto":
-        call = f'{{"name": "get_weather", "arguments": {arguments}}}'
-        return f"<tool_call>\n{call}\n</tool_call>"
-    if kind == "name":
-        return arguments
-    return f'[{{"name": "get_weather", "parameters": {arguments}}}]'
+def written(arguments: str) -> str:
+    """A call as a model writes it in its own format, forced or not."""
+    call = f'{{"name": "get_weather", "arguments": {arguments}}}'
+    return f"<tool_call>\n{call}\n</tool_call>"
 
 
 def arguments_of(path: str, asked: Asked) -> list[dict[str, Any]]:
@@ -87,7 +83,7 @@ def test_arguments_have_no_keys_that_the_schema_does_not_name(
     server: Server, path: str, kind: str, strict: bool | None
 ) -> None:
     fields = question(path, tools=[tool(path, PARAMETERS, strict=strict)], **choice(path, kind))
-    answers = written(kind, BARCELONA), written(kind, PARIS)
+    answers = written(BARCELONA), written(PARIS)
     assert arguments_of(path, server.ask(path, fields, *answers)) == [{"city": "Paris"}]
 
 
@@ -97,7 +93,7 @@ def test_a_tool_without_parameters_is_called_with_nothing(
     server: Server, path: str, kind: str
 ) -> None:
     fields = question(path, tools=[tool(path, NOTHING)], **choice(path, kind))
-    answers = written(kind, '{"location": "Barcelona"}'), written(kind, "{}")
+    answers = written('{"location": "Barcelona"}'), written("{}")
     assert arguments_of(path, server.ask(path, fields, *answers)) == [{}]
 
 
@@ -124,7 +120,7 @@ def test_a_format_has_no_keys_that_the_schema_does_not_name(server: Server, path
 @every_api
 def test_a_format_with_tools_leaves_room_for_a_call(server: Server, path: str) -> None:
     fields = question(path, tools=[tool(path, PARAMETERS)], **formatted(path))
-    called = server.ask(path, fields, "Done.", written("auto", PARIS), ANSWER)
+    called = server.ask(path, fields, "Done.", written(PARIS), ANSWER)
     assert arguments_of(path, called) == [{"city": "Paris"}]
     answered = server.ask(path, fields, "Done.", ANSWER)
     assert text_of(path, answered.body) == ANSWER
@@ -135,7 +131,7 @@ def test_a_format_with_tools_leaves_room_for_a_call(server: Server, path: str) -
 def test_a_forced_tool_comes_before_a_format(server: Server, path: str, kind: str) -> None:
     tools = [tool(path, PARAMETERS)]
     fields = question(path, tools=tools, **formatted(path), **choice(path, kind))
-    asked = server.ask(path, fields, ANSWER, written(kind, PARIS))
+    asked = server.ask(path, fields, ANSWER, written(PARIS))
     assert arguments_of(path, asked) == [{"city": "Paris"}]
     assert asked.reply.headers["x-ignored-fields"]
 
@@ -163,7 +159,7 @@ def test_a_parsed_message_can_be_sent_back(server: Server, client: openai.OpenAI
 
 
 def test_a_streamed_message_can_be_sent_back(server: Server, client: openai.OpenAI) -> None:
-    server.will_answer(written("auto", PARIS))
+    server.will_answer(written(PARIS))
     tools: list[Any] = [tool(CHAT, PARAMETERS, strict=True)]
     with client.chat.completions.stream(model="tiny", messages=[QUESTION], tools=tools) as stream:  # type: ignore[list-item]
         stream.until_done()
@@ -231,7 +227,7 @@ def test_a_response_takes_what_a_chat_takes(server: Server, name: str) -> None:
 def test_a_forced_call_that_is_cut_is_an_incomplete_item(server: Server) -> None:
     tools = [tool(RESPONSES, PARAMETERS)]
     fields = question(RESPONSES, tools=tools, tool_choice="required", max_output_tokens=55)
-    body = server.ask(RESPONSES, fields, written("required", '{"city": "Paris, France"}')).body
+    body = server.ask(RESPONSES, fields, written('{"city": "Paris, France"}')).body
     (item,) = body["output"]
     assert (body["status"], item["status"]) == ("incomplete", "incomplete")
     assert (item["type"], item["name"]) == ("function_call", "get_weather")
@@ -244,7 +240,7 @@ def test_a_call_streams_as_it_is_written(server: Server, path: str, kind: str) -
     """Its name comes first, and then its arguments in many pieces."""
     city = "Paris " * 20
     fields = question(path, tools=[tool(path, PARAMETERS)], stream=True, **choice(path, kind))
-    asked = server.ask(path, fields, written(kind, json.dumps({"city": city})))
+    asked = server.ask(path, fields, written(json.dumps({"city": city})))
     data = [line[6:] for line in asked.reply.text.splitlines() if line.startswith("data: {")]
     pieces = [piece for each in data for piece in pieces_of(path, json.loads(each))]
     name, *arguments = [piece for piece in pieces if piece]
