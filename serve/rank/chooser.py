@@ -97,9 +97,10 @@ class Chooser:
         for row in step.rows:
             own = step.tokens[start : start + row.num_tokens]
             start += row.num_tokens
-            with self._lock:
-                sampler = self._samplers[row.sequence]
-            own = own[: 1 + sampler.num_allowed(own[1:])]
+            if len(own) > 1:  # An earlier step may be choosing a token of a row without drafts.
+                with self._lock:
+                    sampler = self._samplers[row.sequence]
+                own = own[: 1 + sampler.num_allowed(own[1:])]
             rows.append(msgspec.structs.replace(row, num_tokens=len(own)))
             tokens += own
         return msgspec.structs.replace(step, rows=tuple(rows), tokens=tuple(tokens))

@@ -319,7 +319,7 @@ class SlotBatch:
         return list(self._starts)
 
     def staying(self, sequences: Collection[int]) -> list[int]:
-        """The sequences that were in the last forward, which therefore end where the batch does."""
+        """The sequences that were in the last forward."""
         return [sequence for sequence in self._fed if sequence in sequences]
 
     def keep(self, sequences: list[int]) -> None:

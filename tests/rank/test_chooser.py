@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 from serve.core.messages import Result, Scores
-from serve.core.types import OVERFLOWED_TOKEN, Reasoning, Row, Sampling, Step
+from serve.core.types import LAST_TOKEN, OVERFLOWED_TOKEN, Reasoning, Row, Sampling, Step
 from serve.rank.cache import Part
 from serve.rank.chooser import Chooser, scoring_bytes
 from serve.rank.sampling import score
@@ -191,3 +192,20 @@ def test_cut_drafts_leaves_those_that_grammars_allow() -> None:
     assert cut.rows[1] == rows[1]
     without = Step(2, 0, (Row(0, 0, 1),), (1,), True)
     assert chooser.cut_drafts(without) is without
+
+
+def test_cut_drafts_waits_for_no_grammar_of_rows_without_drafts() -> None:
+    """An earlier step may still be choosing the token that such a row feeds."""
+    chooser = Chooser(MODEL)
+    chooser.admit(0, Sampling(grammar=LLMatcher.grammar_from_regex("red blue")), 1, [1])
+    chooser.admit(1, Sampling(), 1, [1])
+    constraint = chooser._samplers[0]._constraint
+    assert constraint is not None
+    mask = constraint._mask
+    constraint._mask = Future()
+    step = Step(1, 0, (Row(0, 5, 1), Row(1, 7, 3)), (LAST_TOKEN, 2, 3, 4), True)
+    with ThreadPoolExecutor(1) as threads:
+        try:
+            assert threads.submit(chooser.cut_drafts, step).result(timeout=10) == step
+        finally:
+            constraint._mask.set_result(mask.result())

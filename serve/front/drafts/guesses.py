@@ -7,8 +7,8 @@ from serve.front.drafts.suffixes import Match, Suffixes
 _MAX_INDEXED = 32_768  # tokens of a prompt, its last ones, and of a prediction
 _MAX_AT_ONCE = 4_096  # that are added between two steps, so that no stream has to wait
 _SEPARATOR = 0  # Drafts never go past the prediction's end, so that any token will do.
-_FIRST_HIT_SHARE_BEHIND_MATCH = 0.4
-_FIRST_HIT_SHARE_BEHIND_NONE = 0.15  # Short answers often repeat words of the prompt.
+_FIRST_HIT_SHARE_AFTER_MATCH = 0.4
+_FIRST_HIT_SHARE_AFTER_NONE = 0.15  # Short answers often repeat words of the prompt.
 _NEW_SHARE = 0.08
 _MATCH_OF_A_PREDICTION = 8
 
@@ -18,8 +18,8 @@ class Guesses:
     predicts. All guesses are counted, whether or not they were fed as drafts."""
 
     def __init__(self, sequence: Sequence, acceptance: Acceptance) -> None:
-        self._hit_share_behind_match = _FIRST_HIT_SHARE_BEHIND_MATCH
-        self._hit_share_behind_none = _FIRST_HIT_SHARE_BEHIND_NONE
+        self._hit_share_after_match = _FIRST_HIT_SHARE_AFTER_MATCH
+        self._hit_share_after_none = _FIRST_HIT_SHARE_AFTER_NONE
         self._had_match = False  # before the newest token
         self._acceptance = acceptance
         self._suffixes = Suffixes()
@@ -41,7 +41,7 @@ class Guesses:
     def hit_share(self) -> float:
         """The share of tokens after the next one that were guessed right, where there was a match
         as there is one here, or none."""
-        return self._hit_share_behind_match if self._match else self._hit_share_behind_none
+        return self._hit_share_after_match if self._match else self._hit_share_after_none
 
     def catch_up(self, sequence: Sequence) -> None:
         """Learns the tokens that have come, or a part of those of a long prompt."""
@@ -83,9 +83,9 @@ class Guesses:
     def _note(self, token: int) -> None:
         is_hit = token == self._guess
         if self._had_match:
-            self._hit_share_behind_match += _NEW_SHARE * (is_hit - self._hit_share_behind_match)
+            self._hit_share_after_match += _NEW_SHARE * (is_hit - self._hit_share_after_match)
         else:
-            self._hit_share_behind_none += _NEW_SHARE * (is_hit - self._hit_share_behind_none)
+            self._hit_share_after_none += _NEW_SHARE * (is_hit - self._hit_share_after_none)
         self._had_match = self._match is not None
         if self._match is not None and self._guess is not None:
             self._acceptance.note(self._match.length, is_hit)

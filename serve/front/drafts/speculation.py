@@ -9,7 +9,7 @@ from serve.front.drafts.acceptance import Acceptance
 from serve.front.drafts.guesses import Guesses
 
 MAX_DRAFTS = 16
-_LEAST_GAIN = 1.05
+_MIN_GAIN = 1.05
 _WAITING_GAIN = 0.1  # tokens of a step and row for which a step waits for the front end
 _MAX_ROWS_COST = 0.5  # of a step's time, for one more token in each row: beyond, nothing pays
 _UNKNOWN_TOKEN_COST = 0.06
@@ -101,7 +101,7 @@ def best_length(gains: ReadableList[ReadableList[float]], token_cost: float) -> 
     tokens = float(num_rows)
     cost = 1.0
     best = 0
-    best_rate = _LEAST_GAIN * num_rows
+    best_rate = _MIN_GAIN * num_rows
     for length in range(1, max(map(len, gains), default=0) + 1):
         for chances in gains:
             if length <= len(chances):

@@ -425,7 +425,8 @@ class Scheduler:
         if self._drafting and sequence.id in self._live:
             self._drafting.verified(sequence, len(drafts), len(sampled) - 1)
         sequence.num_drafted += len(drafts)
-        sequence.num_accepted += min(len(drafts), len(sampled) - 1)
+        # Not those behind the end of the answer.
+        sequence.num_accepted += min(len(events), len(sampled) - 1)
         return events
 
     def _advance(self, sequence: Sequence, token: int) -> Event:

@@ -87,6 +87,7 @@ def test_update_ends_an_answer_within_its_drafts() -> None:
     pipeline.run()
     assert pipeline.output(0) == expected(0, 10, 3)
     assert pipeline.scheduler.kept.num_tokens == 12
+    assert (pipeline.added[0].num_drafted, pipeline.added[0].num_accepted) == (4, 3)
     check_all_ended(pipeline)
 
 
