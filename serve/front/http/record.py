@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from serve.core.errors import BrigadeError, RequestError
 
 _PLAIN = re.compile(r"[\w./:@+-]+", re.ASCII)
-_REQUEST_ID = re.compile(r"[\w.:@+-]{1,128}", re.ASCII)
+# A part of a path: clients resolve "." and ".." in it, and could not name such a request.
+_REQUEST_ID = re.compile(r"(?!\.{1,2}\Z)[\w.:@+-]{1,128}", re.ASCII)
 _MOST_PATH_CHARACTERS = 200
 _MAX_NAME_CHARACTERS = 150
 _MAX_REASON_CHARACTERS = 300

@@ -79,11 +79,11 @@ class Watchers:
                 code="too_many_watchers",
             )
         watcher = Watcher()
-        self._watchers.add(watcher)
         if self._is_closed:
             watcher.end()
         elif self._observing is None:
             self._start()
+        self._watchers.add(watcher)  # Last: nobody removes it if the start fails.
         return watcher
 
     def remove(self, watcher: Watcher) -> None:
@@ -93,8 +93,11 @@ class Watchers:
             self._observing = None
 
     def close(self) -> None:
-        """Ends all streams."""
+        """Ends all streams, and those that begin later."""
         self._is_closed = True
+        self._end_all()
+
+    def _end_all(self) -> None:
         for watcher in self._watchers:
             watcher.end()
 
@@ -125,7 +128,8 @@ class Watchers:
                 frame = self._look()
             except Exception:  # The top of the task: without it the streams would stand still.
                 _logger.exception("event=bug")
-                self.close()
+                self._end_all()
+                self._observing = None  # Those who connect again start anew.
                 return
             for watcher in self._watchers:
                 watcher.offer(frame)

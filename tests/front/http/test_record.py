@@ -41,7 +41,7 @@ def test_a_harmless_request_id_is_kept() -> None:
     assert request_id([(b"x-request-id", b"a-1:b.c")]) == "a-1:b.c"
 
 
-@pytest.mark.parametrize("value", [b"", b"a b", b"a\nb", b"x" * 129, b"\xff", b'"'])
+@pytest.mark.parametrize("value", [b"", b"a b", b"a\nb", b"x" * 129, b"\xff", b'"', b".", b".."])
 def test_other_request_ids_are_replaced(value: bytes) -> None:
     assert re.fullmatch(r"[0-9a-f]{32}", request_id([(b"x-request-id", value)]))
 

@@ -192,5 +192,23 @@ def test_watchers_whose_observation_fails_end(observed: Observed) -> None:
         observed.sections = {"a": object()}
         left = [frame async for frame in frames]
         assert len(left) <= MAX_FRAMES
+        observed.sections = {"a": 2}
+        again = watchers.frames(watchers.add())
+        assert parsed(await anext(again))["a"] == 2
+        observed.sections["a"] = 3
+        assert (await next_change(again, "a"))["a"] == 3
+
+    run(observed, test)
+
+
+def test_watcher_whose_first_observation_fails_takes_no_place(observed: Observed) -> None:
+    def fail() -> dict[str, Any]:
+        raise ZeroDivisionError
+
+    async def test(_: Watchers) -> None:
+        watchers = Watchers(fail, observed.spans_after)
+        with pytest.raises(ZeroDivisionError):
+            watchers.add()
+        assert len(watchers) == 0
 
     run(observed, test)
