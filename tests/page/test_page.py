@@ -53,6 +53,12 @@ def wait_until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
     return found
 
 
+def is_overlap_beyond(page: Page, by_data: float, in_pixels: float) -> bool:
+    """A machine that is busy with other work shows less overlap for some seconds."""
+    found_by_data, found_in_pixels = measured(page)
+    return found_by_data > by_data and found_in_pixels > in_pixels
+
+
 def ask(page: Page, question: str) -> Locator:
     """Asks in the chat, and returns the latest answer."""
     page.get_by_label("Question").fill(question)
@@ -79,11 +85,9 @@ def test_pipeline_shows_overlap_with_four_clients_and_none_with_one(
     with asking(cluster, 1):
         one, one_in_pixels = measured(page)
     with asking(cluster, 4):
-        four, four_in_pixels = measured(page)
+        wait_until(lambda: is_overlap_beyond(page, one + 0.15, one_in_pixels + 0.1))
         expect(page.locator("[data-finding=bottleneck]")).not_to_contain_text("Idle")
     assert one < 1.1
-    assert four > one + 0.15
-    assert four_in_pixels > one_in_pixels + 0.1
     tab.check()
 
 

@@ -20,7 +20,7 @@ const CHARTS = [
   { title: "Time to first token", series: [["first", "mean"]], show: seconds },
   { title: "Between two tokens", series: [["next", "mean"]], show: seconds },
   { title: "Requests", series: [["running", "running"], ["waiting", "waiting"]], show: number, least: 4 },
-  { title: "Keys and values in use", series: [["kv", "of the room"]], show: percent, top: 1 },
+  { title: "Keys and values in use", series: [["kv", "of capacity"]], show: percent, top: 1 },
   { title: "Prompt tokens from the cache", series: [["cached", "cached"]], show: percent, top: 1 },
 ];
 

@@ -103,7 +103,7 @@ function Pace({ answer }) {
   }
   if (speed.cached) parts.push(`${speed.cached} prompt tokens cached`);
   if (state === "stopped") parts.push("stopped");
-  if (answer.finish === "length") parts.push("cut at the limit of tokens");
+  if (answer.finish === "length") parts.push("cut off at the token limit");
   return html`<p class="pace">${parts.join(" · ")}</p>`;
 }
 

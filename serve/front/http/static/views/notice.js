@@ -12,7 +12,7 @@ export function Notice() {
   if (link.value.state === "full" || (link.value.state === "lost" && state)) {
     return html`<section class="notice warn">
       <h2>${link.value.state === "full" ? "Too many pages watch this server" : "Not connected"}</h2>
-      <p>${link.value.message} What you see below is what came last; trying again.</p>
+      <p>${link.value.message} Below is the last state received; trying again.</p>
     </section>`;
   }
   if (!state || state.name === "working") return server.value?.is_draining ? html`<${Draining} />` : null;
@@ -50,7 +50,7 @@ function Progress() {
     ${state.fault && html`<p class="reason">${state.fault}</p>`}
     <p>
       Now ${state.what}${state.reason ? ` (${state.reason})` : ""}.
-      ${isRecovering ? " Requests wait, and go on where they were." : ""}
+      ${isRecovering ? " Requests wait, and continue where they stopped." : ""}
     </p>
     <ul class="ranks">${stages.value.map((stage) => html`<${RankProgress} stage=${stage} />`)}</ul>
   </section>`;

@@ -46,13 +46,12 @@ function bottleneck() {
   const names = leaders.map((each) => each.rank).sort().join(" and ");
   const verb = leaders.length > 1 ? `Ranks ${names} limit` : `Rank ${names} limits`;
   const others = next ? `; the others ${percent(next.share)} and less` : "";
-  return html`<b>${verb} the speed:</b> busy ${percent(busy[0].share)} of the time${others}.
-    ${advice()}`;
+  return html`<b>${verb} the speed:</b> busy ${percent(busy[0].share)} of the time${others}.${advice()}`;
 }
 
 function advice() {
   const split = pipeline.value?.better_split;
-  return split ? html`A faster split: <code>--split ${split.join(",")}</code>.` : null;
+  return split ? html` A faster split: <code>--split ${split.join(",")}</code>.` : null;
 }
 
 function queue() {
