@@ -114,7 +114,8 @@ def test_steps_of_stages_overlap_if_they_do(
     expect(page.locator("[data-state=ready]")).to_be_visible()
     by_data, by_pixels = measured(page)
     assert least < by_data <= most
-    assert least - 1 <= by_pixels <= most - 1
+    # The gaps between the stripes of prefill look idle.
+    assert least - 1.1 <= by_pixels <= most - 1
     tab.check()
 
 
