@@ -126,9 +126,9 @@ def test_a_stream_of_several_prompts_and_choices(server: Server) -> None:
     assert [texts[i].startswith(prompts[i // 2]) for i in range(4)] == [True] * 4
     assert len({texts[0], texts[1]}) == 2, "both choices have the same seed"
     assert [bool(chunk.usage) for chunk in chunks].count(True) == 1
-    assert chunks[-1].usage == reply.usage.model_copy(
-        update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details}
-    )
+    # Which tokens were cached or guessed depends on what ran before.
+    counted = {"prompt_tokens", "completion_tokens", "total_tokens"}
+    assert chunks[-1].usage.model_dump(include=counted) == reply.usage.model_dump(include=counted)
 
 
 def test_the_first_of_several_choices_is_the_only_one(server: Server) -> None:

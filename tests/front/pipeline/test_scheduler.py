@@ -320,7 +320,7 @@ def test_a_full_queue_refuses() -> None:
     pipeline = Pipeline(2, max_num_sequences=2, max_queue=3)
     for id in range(5):
         pipeline.add(make_sequence(id, 5, 5))
-    with pytest.raises(OverloadedError, match="5 requests wait"):
+    with pytest.raises(OverloadedError, match="5 requests are already waiting"):
         pipeline.add(make_sequence(5, 5, 5))
     pipeline.run()
     assert sorted(e.sequence for e in pipeline.events if e.finish_reason) == [0, 1, 2, 3, 4]

@@ -56,7 +56,7 @@ def test_every_event_is_told(monkeypatch: pytest.MonkeyPatch, is_terminal: bool)
         "Continues after 4 batches",
         "done=50% left=50s",  # 6 batches in 30 seconds, 10 to go
         "wait for each other 25% of the time",
-        "28% of the time is the schedule's own",
+        "bubble of the schedule is 28% of the time",
         "All 20 batches are done; give more --iters",
         "--early-stop has ended this run after 12 batches",
         "skipped=1",
