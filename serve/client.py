@@ -31,7 +31,9 @@ class NoAnswerError(OSError):
 
 def bearer(key: str | None) -> dict[str, str]:
     """The header that carries an API key."""
-    return {"Authorization": f"Bearer {key}"} if key else {}
+    if key:
+        return {"Authorization": f"Bearer {key}"}
+    return {}
 
 
 def connections(

@@ -15,7 +15,10 @@ from tests.figures import (
     files_by_folder,
     hidden_cycles,
     imports,
+    nodes_per_line,
+    nodes_per_statement,
     product,
+    public_methods,
     sources_of_tests,
     stumps,
     untyped_messages,
@@ -26,6 +29,9 @@ MAX_FUNCTION_LINES_OF_95_PERCENT = 45
 MAX_MEDIAN_FUNCTION_LINES = 10
 MAX_FILE_LINES = 500
 MAX_FILES_IN_FOLDER = 20
+MAX_NODES_PER_STATEMENT = 11.05
+MAX_NODES_PER_LINE = 8.5
+MAX_PUBLIC_METHODS = 15
 
 UNOWNED = re.compile(r"\b(TODO|FIXME|XXX)\b(?!\([\w@-]+\))")
 
@@ -88,6 +94,19 @@ def test_folders_are_small() -> None:
     counts = files_by_folder(product() | sources_of_tests())
     too_large = {folder: count for folder, count in counts.items() if count > MAX_FILES_IN_FOLDER}
     assert not too_large
+
+
+def test_statements_and_lines_hold_one_thought() -> None:
+    sources = product()
+    means = nodes_per_statement(sources)
+    dense = {folder: mean for folder, mean in means.items() if mean > MAX_NODES_PER_STATEMENT}
+    assert not dense
+    assert nodes_per_line(sources) <= MAX_NODES_PER_LINE
+
+
+def test_classes_are_narrow() -> None:
+    methods = public_methods(product())
+    assert not {name: count for name, count in methods.items() if count > MAX_PUBLIC_METHODS}
 
 
 def test_no_imports_form_a_cycle() -> None:

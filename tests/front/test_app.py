@@ -450,7 +450,8 @@ def test_fields_that_nobody_knows_are_refused_elsewhere(shared: Running, path: s
 
 @pytest.mark.parametrize("length", [10, 500])
 def test_many_ignored_fields_make_no_long_header(shared: Running, length: int) -> None:
-    reply = post(shared, **{"😀" * length + str(n): 1 for n in range(2000)})
+    # Below 1 MiB: longer bodies wait until the process that reads them has started.
+    reply = post(shared, **{"😀" * length + str(n): 1 for n in range(450)})
     assert reply.status_code == 200
     named = reply.headers["x-ignored-fields"]
     assert named.endswith(", ...")

@@ -42,6 +42,8 @@ from serve.front.text.tokens import Tokenizer
 
 MAX_PROMPTS = 1024
 _MAX_NAMES_LOGGED = 8
+# A header of a reply has room for fewer.
+_MAX_NAMES_NOTED = 400
 
 _logger = logging.getLogger(__name__)
 Parsed = TypeVar("Parsed", bound=Body)
@@ -372,16 +374,16 @@ def parse(kind: type[Parsed], body: dict[str, Any]) -> Parsed:
     if not issubclass(kind, Lenient):
         return _validated(kind, body)
     known = kind.model_fields.keys() | NEUTRAL.keys() | HARMLESS
-    unknown = sorted(body.keys() - known)
+    unknown = [name[:MAX_PATH_CHARACTERS] for name in sorted(body.keys() - known)]
     if unknown:
-        names = [name[:MAX_PATH_CHARACTERS] for name in unknown[:_MAX_NAMES_LOGGED]]
+        names = unknown[:_MAX_NAMES_LOGGED]
         _logger.warning("event=ignored_fields num=%d names=%s", len(unknown), json.dumps(names))
     supported = {name: body[name] for name in body if name in kind.model_fields}
     unsupported = NEUTRAL.keys() - supported.keys()
     for name in body.keys() & unsupported:
         check_neutral(name, body[name])
     parsed = _validated(kind, supported)
-    parsed._ignored = tuple(unknown)
+    parsed._ignored = tuple(unknown[:_MAX_NAMES_NOTED])
     return parsed
 
 

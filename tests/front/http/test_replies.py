@@ -38,7 +38,7 @@ def test_a_fault_of_ours_names_no_path_or_address(kind: type[BrigadeError]) -> N
     told = json.dumps(replies.error_object(kind("/home/a/model on 10.0.0.7:31 broke")))
     assert "/home" not in told
     assert "10.0.0.7" not in told
-    assert "broke" in told or "mistake" in told
+    assert "its log" in told or "try again" in told
 
 
 @pytest.mark.parametrize(

@@ -167,11 +167,15 @@ class Conversation(SamplingBody):
         if not isinstance(choice, NamedTool):
             return None
         name = choice.function.name
-        return name if self._is_custom(name) else None
+        if self._is_custom(name):
+            return name
+        return None
 
     def _raw_tool(self) -> OfferedTool | None:
         raw_name = self._raw_name()
-        return None if raw_name is None else self.offer.tools[raw_name]
+        if raw_name is None:
+            return None
+        return self.offer.tools[raw_name]
 
     def _is_custom(self, name: str) -> bool:
         return self.offer.tools[name].kind == "custom"

@@ -327,7 +327,9 @@ def _json(value: Any) -> str:
 
 
 def _text_or_json(value: Any) -> str:
-    return value if isinstance(value, str) else _json(value)
+    if isinstance(value, str):
+        return value
+    return _json(value)
 
 
 def _as_items(given: Any) -> Any:

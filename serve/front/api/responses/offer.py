@@ -66,7 +66,9 @@ class CustomTool(Loose):
     format: Annotated[TextInput | GrammarInput, Discriminator("type")] | None = None
 
     def grammar(self) -> str | None:
-        return self.format.grammar() if isinstance(self.format, GrammarInput) else None
+        if isinstance(self.format, GrammarInput):
+            return self.format.grammar()
+        return None
 
     @property
     def is_lark(self) -> bool:
@@ -121,7 +123,9 @@ def _tag(tool: Any) -> Any:
     type = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
     if type in ("local_shell", "shell", "apply_patch"):
         return "local_shell, shell, apply_patch"
-    return "web_search, ..." if is_hosted(type) else type
+    if is_hosted(type):
+        return "web_search, ..."
+    return type
 
 
 ToolDeclaration = Annotated[
@@ -410,7 +414,9 @@ def custom_input(text: str) -> str:
     if arguments is not None and isinstance(arguments.get("input"), str):
         return str(arguments["input"])
     strings = [each for each in (arguments or {}).values() if isinstance(each, str)]
-    return strings[0] if len(strings) == 1 and len(arguments or {}) == 1 else text
+    if len(strings) == 1 and len(arguments or {}) == 1:
+        return strings[0]
+    return text
 
 
 def _object(text: str) -> Json | None:
@@ -418,4 +424,6 @@ def _object(text: str) -> Json | None:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) else None
+    if isinstance(value, dict):
+        return value
+    return None

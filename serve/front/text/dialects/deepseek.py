@@ -25,10 +25,13 @@ from serve.front.text.dialects.json_calls import parameters_of, tool_name
 
 Reading = Generator[CallPart | None, None, None]
 
-_BEGIN, _END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+_BEGIN = "<｜tool▁call▁begin｜>"
+_END = "<｜tool▁call▁end｜>"
 _SEPARATOR = "<｜tool▁sep｜>"
-_SECTION, _SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-_FENCE, _FENCE_END = "```json", "```"
+_SECTION = "<｜tool▁calls▁begin｜>"
+_SECTION_END = "<｜tool▁calls▁end｜>"
+_FENCE = "```json"
+_FENCE_END = "```"
 
 # How V3.1 is told of its tools: its template leaves that to the caller (model card, MIT).
 _V31_CALL = "tool_call_name<｜tool▁sep｜>tool_call_arguments"
@@ -123,7 +126,8 @@ def _without_calls(message: dict[str, Any]) -> dict[str, Any]:
 def _section(message: dict[str, Any]) -> str:
     calls = []
     for call in message["tool_calls"]:
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        name = call["function"]["name"]
+        arguments = call["function"]["arguments"]
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
         fenced = f"{_FENCE}\n{arguments}\n{_FENCE_END}"
@@ -161,8 +165,10 @@ class Dsml:
         return lark.rule(f"{head} {arguments} BLANK {lark.mark(_INVOKE_END)}")
 
 
-_INVOKE, _INVOKE_END = '<｜DSML｜invoke name="', "</｜DSML｜invoke>"
-_PARAMETER, _PARAMETER_END = '<｜DSML｜parameter name="', "</｜DSML｜parameter>"
+_INVOKE = '<｜DSML｜invoke name="'
+_INVOKE_END = "</｜DSML｜invoke>"
+_PARAMETER = '<｜DSML｜parameter name="'
+_PARAMETER_END = "</｜DSML｜parameter>"
 
 
 def _dsml_argument(lark: Lark, values: ValueRules, name: str | None, schema: Any) -> str:

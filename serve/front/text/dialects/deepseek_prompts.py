@@ -11,9 +11,12 @@ from serve.front.text.dialects.generic import with_system
 from serve.front.text.dialects.interface import Messages, Tools
 from serve.front.text.tool_formats import mlx_lm_module
 
-_BOS, _EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
-_USER, _ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
-_THINK, _THINK_END = "<think>", "</think>"
+_BOS = "<｜begin▁of▁sentence｜>"
+_EOS = "<｜end▁of▁sentence｜>"
+_USER = "<｜User｜>"
+_ASSISTANT = "<｜Assistant｜>"
+_THINK = "<think>"
+_THINK_END = "</think>"
 
 # What V4 was trained to read (encoding/encoding_dsv4.py of its repository, MIT).
 _MAX_EFFORT = """\

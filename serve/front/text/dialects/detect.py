@@ -163,13 +163,19 @@ def _found(model: Model, tokenizer: Any) -> Dialect:
         if applies(model):
             # Conversions of some models bring a template that shows tools itself.
             shows = dialect.shows_tools or _reads(model, "tools")
-            return dialect if shows == dialect.shows_tools else _showing(dialect)
+            if shows == dialect.shows_tools:
+                return dialect
+            return _showing(dialect)
     # Its test of JSON calls asks for less than such templates say of tools.
     name = mlx_lm_module("tokenizer_utils")._infer_tool_parser(tokenizer)
     if name is None:
         knows_calls = "tool_calls" in model.template
-        return replace(GENERIC, prepare=prepare_if_tools) if knows_calls else GENERIC
-    return NAMED[name] if name in NAMED else mlx_lm_dialect(name, None)
+        if knows_calls:
+            return replace(GENERIC, prepare=prepare_if_tools)
+        return GENERIC
+    if name in NAMED:
+        return NAMED[name]
+    return mlx_lm_dialect(name, None)
 
 
 def _showing(dialect: Dialect) -> Dialect:

@@ -25,7 +25,8 @@ from serve.front.text.dialects.interface import Dialect, Reasoning, Tools
 from serve.front.text.dialects.json_calls import parameters_of, tool_name
 from serve.front.text.schemas import closed
 
-_CALL, _QUOTE = "call:", '<|"|>'
+_CALL = "call:"
+_QUOTE = '<|"|>'
 _BARE = re.compile(r"[^\s{}\[\],:<]+")
 
 
@@ -52,7 +53,8 @@ class _Values:
     """Rules for values of one document's schemas. What has no rule may be any value."""
 
     def __init__(self, lark: Lark, document: dict[str, Any]) -> None:
-        self._lark, self._document = lark, document
+        self._lark = lark
+        self._document = document
         self._depth = 0
 
     def of(self, schema: Any) -> str:
@@ -88,7 +90,8 @@ class _Values:
         return self._any()
 
     def _array(self, schema: dict[str, Any]) -> str:
-        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        least = schema.get("minItems", 0)
+        most = schema.get("maxItems")
         if most == 0:
             return '"[" BLANK "]"'
         item = self.of(schema.get("items"))

@@ -48,13 +48,17 @@ def prepare(messages: Messages, tools: Tools) -> Messages:
         else:
             prepared.append(plain)
         was_result = is_result
-    return with_system(prepared, describe(tools)) if tools else prepared
+    if tools:
+        return with_system(prepared, describe(tools))
+    return prepared
 
 
 def prepare_if_tools(messages: Messages, tools: Tools) -> Messages:
     """Prepares messages for a template that knows calls and results of the history: without tools
     it renders them itself."""
-    return prepare(messages, tools) if tools else messages
+    if tools:
+        return prepare(messages, tools)
+    return messages
 
 
 def _ends_with_user(messages: Messages) -> bool:

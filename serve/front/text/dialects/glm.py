@@ -25,8 +25,10 @@ from serve.front.text.dialects.interface import Dialect, Reasoning, Tools
 from serve.front.text.dialects.json_calls import parameters_of, tool_name
 
 _NAME = re.compile(r"[\w.:/-]+")
-_KEY, _KEY_END = "<arg_key>", "</arg_key>"
-_VALUE, _VALUE_END = "<arg_value>", "</arg_value>"
+_KEY = "<arg_key>"
+_KEY_END = "</arg_key>"
+_VALUE = "<arg_value>"
+_VALUE_END = "</arg_value>"
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,8 +91,12 @@ def _called(calls: CallFormat, body: str, lark: Lark) -> str:
     """Calls with nothing around them."""
     call = lark.rule(f"BLANK {lark.mark(calls.start)} {body}")
     if not calls.end:
-        return f"( {call} | {body} )" if getattr(calls, "unmarked", "") else call
-    return f"{call}+ BLANK" if lark.is_parallel else f"{call} BLANK"
+        if getattr(calls, "unmarked", ""):
+            return f"( {call} | {body} )"
+        return call
+    if lark.is_parallel:
+        return f"{call}+ BLANK"
+    return f"{call} BLANK"
 
 
 def content_grammar(grammar: str, token_id: TokenId, added_tokens: Iterable[str] = ()) -> str:

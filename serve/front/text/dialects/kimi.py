@@ -15,7 +15,8 @@ from serve.front.text.calls.parts import (
 from serve.front.text.dialects.interface import Dialect, Messages, Reasoning, Tools
 from serve.front.text.dialects.json_calls import parameters_of, tool_name
 
-_BEGIN, _END = "<|tool_call_begin|>", "<|tool_call_end|>"
+_BEGIN = "<|tool_call_begin|>"
+_END = "<|tool_call_end|>"
 _ARGUMENTS = "<|tool_call_argument_begin|>"
 
 

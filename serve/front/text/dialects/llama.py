@@ -38,7 +38,9 @@ class LlamaCalls:
 
     def grammar(self, tools: Tools, lark: Lark) -> str | None:
         calls = JsonCalls("", "", key="parameters").grammar(tools, lark)
-        return f'{calls} ( ";" {calls} )*' if lark.is_parallel else str(calls)
+        if lark.is_parallel:
+            return f'{calls} ( ";" {calls} )*'
+        return str(calls)
 
 
 def _read(names: frozenset[str], source: Source) -> Generator[CallPart | None, None, None]:

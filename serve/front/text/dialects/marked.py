@@ -99,7 +99,9 @@ class MarkedReader:
         inner: AnswerReader,
         tools: Tools = (),
     ) -> None:
-        self._calls, self._reasoning, self._inner = calls, reasoning, inner
+        self._calls = calls
+        self._reasoning = reasoning
+        self._inner = inner
         self._tools = list(tools)
         self._is_thinking = is_thinking and reasoning is not None
         self._call: _OpenCall | None = None
@@ -112,7 +114,9 @@ class MarkedReader:
     @property
     def call_length(self) -> int | None:
         """The characters so far of a call that mlx-lm's parser gets, in a process of its own."""
-        return getattr(self._call.reader, "num_characters", None) if self._call else None
+        if self._call:
+            return getattr(self._call.reader, "num_characters", None)
+        return None
 
     def feed(self, delta: str) -> Iterator[Part]:
         self._text += delta
@@ -122,7 +126,8 @@ class MarkedReader:
             self._begin_unmarked()
         while (found := self._first_mark()) is not None:
             start, mark = found
-            before, self._text = self._text[:start], self._text[start + len(mark) :]
+            before = self._text[:start]
+            self._text = self._text[start + len(mark) :]
             if self._call is not None:
                 yield from self._end_call(before, mark)
             elif self._is_thinking:
@@ -133,7 +138,8 @@ class MarkedReader:
                 yield from self._begin(mark)
         held = max((overlap(self._text, mark) for mark in self._marks()), default=0)
         end = len(self._text) - held
-        given, self._text = self._text[:end], self._text[end:]
+        given = self._text[:end]
+        self._text = self._text[end:]
         was_calling = self._call is not None
         yield from self._given(given)
         if was_calling and self._call is None:  # What was read is no call: it may hold marks.
@@ -141,7 +147,8 @@ class MarkedReader:
 
     def finish(self, is_whole: bool = True) -> Iterator[Part]:
         """Yields the parts that were held back. A call may be complete without its end mark."""
-        text, self._text = self._text, ""
+        text = self._text
+        self._text = ""
         if self._call is not None:
             yield from self._end_call(text, "")
             if self._text:
@@ -229,7 +236,8 @@ class MarkedReader:
         for part in parts:
             if isinstance(part, CallBegin):
                 call.has_begun = self._has_called = True
-                call.text, self._blanks = "", ""
+                call.text = ""
+                self._blanks = ""
             yield part
 
     def _failed(self, call: _OpenCall, error: Exception, mark: str) -> Iterator[Part]:

@@ -41,7 +41,8 @@ M2_CALLS = ArgumentMarks(
 )
 
 _M = "]<]minimax[>["
-_INVOKE, _INVOKE_END = f'{_M}<invoke name="', f"{_M}</invoke>"
+_INVOKE = f'{_M}<invoke name="'
+_INVOKE_END = f"{_M}</invoke>"
 _MAX_DEPTH = 64
 _ANY_TAG = re.compile(re.escape(_M) + r"<(/?)([^<>\n]{1,64})>")
 
@@ -71,7 +72,8 @@ def _argument(lark: Lark, tool: dict[str, Any], name: str | None, schema: Any) -
         return (
             f"BLANK {lark.mark(f'{_M}<')} {lark.until(f'{_M}</')} /[^<>]{{1,64}}/ {lark.mark('>')}"
         )
-    begin, end = lark.mark(f"{_M}<{name}>"), f"{_M}</{name}>"
+    begin = lark.mark(f"{_M}<{name}>")
+    end = f"{_M}</{name}>"
     types = Declared([tool]).types(tool_name(tool), name) or frozenset()
     if types & {"object", "array"}:  # Tags nest there: any text.
         lark.left_out.add("properties")
@@ -95,7 +97,8 @@ def _read(declared: Declared, source: Source) -> Generator[CallPart | None, None
             key = yield from source.name_until(">")
             yield CallText(f"{separator}{json_string(key)}: ")
             separator = ", "
-            types, end = declared.types(name, key), f"{_M}</{key}>"
+            types = declared.types(name, key)
+            end = f"{_M}</{key}>"
             if is_text(types, when_undeclared=False):
                 is_whole = yield from read_value(source, types, end)
             else:
@@ -125,7 +128,8 @@ def _nested(
     source: Source, schema: Any, document: Json, key: str
 ) -> Generator[CallText | None, None, bool]:
     """A value that is not text: tags inside are the keys of an object, or `item`s of a list."""
-    begin, end = f"{_M}<{key}>", f"{_M}</{key}>"
+    begin = f"{_M}<{key}>"
+    end = f"{_M}</{key}>"
     pieces: list[str] = []
     num_open = 1
     try:
@@ -144,7 +148,8 @@ def _tree(key: str, text: str) -> _Tag:
     opened = [_Tag(key)]
     last = 0
     for found in _ANY_TAG.finditer(text):
-        before, last = text[last : found.start()], found.end()
+        before = text[last : found.start()]
+        last = found.end()
         opened[-1].text += before
         is_end, name = found.groups()
         if not is_end and len(opened) < _MAX_DEPTH:

@@ -17,7 +17,9 @@ from serve.front.text.calls.parts import (
 from serve.front.text.dialects.interface import Dialect, Reasoning, Tools
 from serve.front.text.dialects.json_calls import call_schema, parameters_of, tool_name
 
-_START, _ARGUMENTS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+_START = "[TOOL_CALLS]"
+_ARGUMENTS = "[ARGS]"
+_ID = "[CALL_ID]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,9 @@ class MistralCalls:
             for tool in tools
         )
         call = lark.rule(f"BLANK {named} BLANK")
-        return f"{call} ( {lark.mark(_START)} {call} )*" if lark.is_parallel else call
+        if lark.is_parallel:
+            return f"{call} ( {lark.mark(_START)} {call} )*"
+        return call
 
     def _id(self, lark: Lark) -> str:
         return f"( {lark.mark(_ID)} /[a-zA-Z0-9]{{1,32}}/ )?"
