@@ -37,10 +37,6 @@ def prepare(
     text = parts.render(tokenizer)
     all_ids = window.encode(text, tokenizer, request.adds_special_tokens)
     ids = window.cut(all_ids, max(1, request.max_tokens or 1))
-    found: tuple[int, ...] = ()
-    if finds_boundaries and MIN_TOKENS < len(ids) == len(all_ids):
-        later = _rendered(parts.later(), tokenizer)
-        found = boundaries(text, ids, later, tokenizer, request.adds_special_tokens)
     default = tokenizer.sampling_defaults.max_new_tokens
     asked = {None: default, -1: None}.get(request.max_tokens, request.max_tokens)
     max_tokens = window.max_tokens(ids, asked)
@@ -60,6 +56,11 @@ def prepare(
     splitting = request.tool_use.splitting(
         is_thinking, request.shows_thoughts, is_native=constraint.forces_native_calls
     )
+    found: tuple[int, ...] = ()
+    # Last, because it takes longest: a request that is refused above does not pay for it.
+    if finds_boundaries and MIN_TOKENS < len(ids) == len(all_ids):
+        later = _rendered(parts.later(), tokenizer)
+        found = boundaries(text, ids, later, tokenizer, request.adds_special_tokens)
     prediction = tokenizer.encode(request.prediction) if request.prediction else []
     prompt = Prompt(
         ids,

@@ -308,7 +308,7 @@ class Scheduler:
                 checkpoint = self.kept.save(sequence, position)
                 if checkpoint is not None:
                     saves.append(Save(checkpoint, sequence.id))
-        return tuple(saves)
+        return self._gone.still_wanted(saves)
 
     def _emit(self, step: Step | None) -> None:
         """Emits a step. Drops and unloads go first, in a separate step that no other step waits

@@ -22,7 +22,7 @@ def boundaries(
     adds_special_tokens: bool = False,
 ) -> tuple[int, ...]:
     """The numbers of tokens that a prompt has in common with each of some later ones. ids are those
-    of text. At most half of the text is encoded again for each."""
+    of text. For each of them, about half of either text is encoded at most."""
     found: set[int] = set()
     for other in later:
         num_characters = common_length(text, other)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from collections.abc import Sequence as ReadableList
 from typing import Any, NamedTuple
 
-from serve.core.types import FIRST_CHECKPOINT, NO_CHECKPOINT, Sequence
+from serve.core.types import FIRST_CHECKPOINT, NO_CHECKPOINT, Save, Sequence
 from serve.front.prefixes.checkpoints import Checkpoints, PrefixKey, key_of
 from serve.front.prefixes.tree import PrefixTree
 
@@ -31,6 +31,15 @@ class Gone(NamedTuple):
 
     sequences: list[int]
     checkpoints: list[int]
+
+    def still_wanted(self, saves: list[Save]) -> tuple[Save, ...]:
+        """The saves of a step whose checkpoints are not gone already, to make room for others of
+        the same step. The stages never hear of the rest: they would drop it before they make it,
+        and then keep it forever."""
+        never_made = {save.checkpoint for save in saves}.intersection(self.checkpoints)
+        for checkpoint in never_made:
+            self.checkpoints.remove(checkpoint)
+        return tuple(save for save in saves if save.checkpoint not in never_made)
 
 
 def scope_of(salt: str | None, api_key: str) -> str:

@@ -143,6 +143,23 @@ def test_schedule_makes_no_checkpoint_that_would_push_out_all_that_is_kept() -> 
     assert not any(step.save for step in pipeline.steps)
 
 
+def test_schedule_saves_no_checkpoint_that_another_one_of_its_step_pushes_out() -> None:
+    """Two short prompts share a step, and there is room for one checkpoint."""
+    pipeline = with_checkpoints(num_stages=1)
+    pipeline.scheduler.settle(1, 480, state_tokens=120)
+    pipeline.add(make_sequence(0, tokens(0, 100), 60))
+    for _ in range(20):
+        pipeline.tick()
+    for id in (1, 2):
+        pipeline.add(make_sequence(id, tokens(id, 70), 40))
+    pipeline.tick()
+    pipeline.tick()
+    shared = [step for step in pipeline.steps if len(step.rows) == 2 and not step.sample]
+    assert [len(step.save) for step in shared] == [1]
+    pipeline.run()
+    assert sorted(pipeline.stages[0].checkpoints) == sorted(pipeline.scheduler.kept.checkpoints)
+
+
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 def test_a_drop_and_a_kill_at_every_tick_leave_no_checkpoint_behind(num_stages: int) -> None:
     for at in range(0, 45, 2):

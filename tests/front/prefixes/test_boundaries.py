@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from serve.core.errors import RequestError
 from serve.core.types import Sampling, Sequence
 from serve.front.api.chat import prepare
 from serve.front.api.openai import ChatBody, parse
@@ -116,6 +117,27 @@ def test_boundaries_are_not_looked_for_without_need(tokenizer: Tokenizer) -> Non
     request = parse(ChatBody, body).request(tokenizer)
     (prompt,) = prepare(request, tokenizer, 100_000).prompts
     assert not prompt.boundaries
+
+
+def test_boundaries_are_not_looked_for_in_a_refused_prompt(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would cost as much as the prompt itself."""
+    rendered: list[ChatPrompt] = []
+    render = ChatPrompt.render
+
+    def counting(prompt: ChatPrompt, tokenizer: Tokenizer) -> str:
+        rendered.append(prompt)
+        return render(prompt, tokenizer)
+
+    monkeypatch.setattr(ChatPrompt, "render", counting)
+    body = {"model": "m", "messages": [SYSTEM, asked(1)]}
+    request = parse(ChatBody, body).request(tokenizer)
+    (prompt,) = prepare(request, tokenizer, 100_000, finds_boundaries=True).prompts
+    assert len(rendered) == 3
+    with pytest.raises(RequestError, match="maximum context length"):
+        prepare(request, tokenizer, len(prompt.ids) - 1, finds_boundaries=True)
+    assert len(rendered) == 4
 
 
 @pytest.mark.parametrize("sends_thoughts", [False, True])
