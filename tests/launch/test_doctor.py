@@ -176,7 +176,7 @@ def test_a_variable_that_does_harm_is_refused_before_a_launch(
         words = []
     words = ["launch", "-n", "2", *words, "--", "serve", "--model", str(TINY_CHAT)]
     assert cli.main(words) == ClusterError.exit_code
-    assert "wedge a GPU until the next reboot: unset" in capsys.readouterr().err
+    assert "hang a GPU until the next reboot: unset" in capsys.readouterr().err
 
 
 # --- its parts

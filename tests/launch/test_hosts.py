@@ -402,7 +402,7 @@ def test_a_profile_that_waits_is_told_after_the_deadline(
     sshd.profile.write_text("sleep 30\n")
     monkeypatch.setattr(remote, "GREETING_SECONDS", 0.5)
     monkeypatch.setattr(remote, "GOODBYE_SECONDS", 0.1)
-    with pytest.raises(ClusterError, match="no answer within 0.5 s.*shell profile"):
+    with pytest.raises(ClusterError, match="did not answer within 0.5 s.*shell profile"):
         greet(sshd)
 
 

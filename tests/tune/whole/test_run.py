@@ -457,8 +457,7 @@ def test_a_loss_that_is_no_number_ends_all_ranks(
     mx.save_safetensors(str(tmp_path / run_folder.ADAPTERS), weights)
     more = ["--resume-adapter-file", str(tmp_path / run_folder.ADAPTERS), "--iters", "12"]
     said = finish(launch(2, flags(folder, tmp_path / "out", *more)), code=7)
-    last = [line for line in said.splitlines() if not line.startswith("[launch]")]
-    assert "\n".join(last).count("10 updates in a row were not finite") == 1
+    assert said.count("10 updates in a row were not finite") == 1
     assert "the learning rate is not the cause" in said
     assert "No checkpoint was written." in said
     assert "loss=nan" in said
@@ -534,7 +533,7 @@ def test_an_adapter_is_tested_as_it_was_made(folder: Path, tmp_path: Path) -> No
     run(config, Cluster(), events.append)
     assert events[0].loss == pytest.approx(before, rel=1e-6)
     (out / run_folder.CONFIG).write_text('{"fine_tune_type": "dora"}')
-    with pytest.raises(UsageError, match=f"{out / run_folder.CONFIG} does not say .*num_layers"):
+    with pytest.raises(UsageError, match="does not describe an adapter .*num_layers"):
         run(config, Cluster(), events.append)
     (out / run_folder.CONFIG).unlink()
     said = (
