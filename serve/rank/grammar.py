@@ -158,7 +158,10 @@ class Constraint:
 
     def accept(self, token: int) -> None:
         """The token that was chosen."""
-        self._mask.result()  # The matcher must not change while it is asked.
+        # The matcher must not change while it is asked. If that failed, so will the next `apply`:
+        # a token that a reasoning budget forces was chosen without one.
+        if self._mask.exception() is not None:
+            return
         self._mask = self._grammars.threads.submit(self._advance, [token])
 
     def _advance(self, tokens: list[int]) -> Mask | None:

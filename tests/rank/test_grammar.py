@@ -121,6 +121,14 @@ def test_what_does_not_fit_is_an_error_of_the_request(grammars: Grammars) -> Non
         allowed(begin(grammars, NUMBERS, wrong))
 
 
+def test_accept_leaves_the_error_of_a_broken_grammar_to_the_next_mask(grammars: Grammars) -> None:
+    """A token that a budget forces is accepted without a look at the mask."""
+    constraint = begin(grammars, "start: nothing", [])
+    constraint.accept(5)
+    with pytest.raises(RequestError):
+        allowed(constraint)
+
+
 def test_before_it_begins_everything_but_the_end_is_allowed(grammars: Grammars) -> None:
     """An answer that ends in its thoughts would lack what was demanded."""
     thought = TOKENIZER.encode("first a thought", add_special_tokens=False).ids
