@@ -174,7 +174,7 @@ def test_chat_can_be_stopped_and_asked_again(cluster: Server, tab: Tab) -> None:
     settings(page, Tokens_at_most="3")
     answer = ask(page, "Tell me a story.")
     expect(answer).to_have_attribute("data-state", "done")
-    expect(answer.locator(".pace")).to_contain_text("cut at the limit")
+    expect(answer.locator(".pace")).to_contain_text("cut off at the token limit")
     page.get_by_role("button", name="Retry").click()
     expect(answer).to_have_attribute("data-state", "done")
     page.get_by_role("button", name="Edit").click()
