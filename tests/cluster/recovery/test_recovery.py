@@ -257,7 +257,7 @@ def test_a_rank_that_stops_for_ever_is_found_and_named(
     assert 6 < seconds[0] < 7 + 2
     assert f"No step came back for 7 s: rank {rank} on 127.0.0.1 has been silent for" in server.text
     # The one that could still speak says where it stood.
-    server.wait_for_log(r"in (_next_frame|unpack|send)\b")
+    server.wait_for_log(r"in (_next_hop|receive|unpack|send)\b")
 
 
 def test_a_rank_that_stops_with_its_parent_is_replaced(
