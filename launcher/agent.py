@@ -46,8 +46,8 @@ from serve.core.messages import (
 )
 from serve.core.wire import LineReader, line
 
-ALIVE_SECONDS = 5.0  # how often a launcher says that it lives,
-SILENCE_SECONDS = 60.0  # and how long it may be silent
+ALIVE_SECONDS = 5.0  # how often a launcher sends an empty line to say that it is alive
+SILENCE_SECONDS = 60.0  # after this time without a line, an agent assumes that its launcher is gone
 OUTPUT_SECONDS = 1.0
 
 
@@ -64,14 +64,14 @@ class Agent:
 
     def run(self) -> int:
         """Serves one launcher until it has gone or its rank has ended. Returns the exit code."""
-        self._write("")  # A shell profile may have left a line open.
+        self._write("")  # Output of a shell profile may have ended without a newline.
         self._say(AgentReady(os.getpid()))
         try:
             while (message := self._hear()) is not None:
                 if isinstance(message, RunRank):
                     return self._run(message)
                 self._say(self._answer(message))
-        except ClusterError as error:  # What comes next would be as unreadable.
+        except ClusterError as error:  # The lines after it could not be read either.
             self._say(AgentError(str(error)))
             return error.exit_code
         return 0
@@ -157,7 +157,7 @@ class Agent:
                         self._say(AgentError(f"A rank runs here already, so {name} is refused."))
         except ClusterError as error:
             self._say(AgentError(str(error)))
-        finally:  # Nobody else ends the rank when nobody is heard any more.
+        finally:  # When the launcher is gone, nobody else ends the rank.
             process.signal(signal.SIGTERM)
             if not ended.wait(drain_seconds):
                 process.kill()
@@ -177,14 +177,14 @@ class Agent:
                     return None
                 self._unread += data
             text, _, self._unread = self._unread.partition(b"\n")
-            if text.strip():  # An empty one only says that the launcher lives.
+            if text.strip():  # An empty line only says that the launcher is alive.
                 return self._messages.read(text)
 
     def _say(self, message: AgentMessage) -> None:
         self._write(f"{self._token} {line(message)}")
 
     def _write(self, text: str) -> None:
-        # The launcher may be gone; the rank must be able to end all the same.
+        # The launcher may be gone, and the rank must still be able to end.
         with self._write_lock, suppress(OSError, ValueError):
             sys.stdout.write(text + "\n")
             sys.stdout.flush()

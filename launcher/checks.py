@@ -24,7 +24,7 @@ _SLOW_ROUND_TRIP_SECONDS = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """status is ok, warn or fail; fix is what to do about the last two, in one line."""
+    """One line of the report. status is ok, warn or fail; fix is what to do about the last two."""
 
     status: str
     where: str
@@ -33,12 +33,12 @@ class Finding:
 
 
 def named(facts: HostFacts, name: str) -> HostFacts:
-    """The facts under the name that findings have for the host."""
+    """Returns the facts under the name that findings use for the host."""
     return msgspec.structs.replace(facts, host=name)
 
 
 def with_variables(facts: HostFacts, environment: Mapping[str, str]) -> HostFacts:
-    """The facts of a host whose ranks start with these environment variables as well."""
+    """Returns the facts of a host whose ranks get these environment variables in addition."""
     return msgspec.structs.replace(facts, variables={**facts.variables, **environment})
 
 
@@ -82,7 +82,7 @@ def check_memory(facts: HostFacts) -> Finding:
 def check_disk(facts: HostFacts) -> Finding:
     free = facts.free_disk_bytes
     what = f"{format_bytes(free)} of disk space are free for models"
-    if free < 10 * GB:  # No failure: a model may be all here, or its --cache-dir elsewhere.
+    if free < 10 * GB:  # Not a failure: the model may be here already, or --cache-dir elsewhere.
         fix = "free disk space, or choose another folder with HF_HOME or serve --cache-dir"
         return Finding("warn", facts.host, what, fix)
     return Finding("ok", facts.host, what)
@@ -142,7 +142,7 @@ def check_sleep(facts: HostFacts) -> Finding | None:
 
 
 def check_links(facts: HostFacts) -> Finding | None:
-    """Whether the hostfile's addresses are those of cables."""
+    """Checks whether the addresses in the hostfile belong to cables."""
     ports = facts.mac.ports if facts.mac else {}
     kinds = {ip: ports.get(name, name) for ip, name in facts.interfaces.items() if name}
     if not ports or not kinds:
@@ -199,7 +199,7 @@ HOST_CHECKS: Sequence[Callable[[HostFacts], Finding | None]] = (
 
 
 def check_hosts(facts: Sequence[HostFacts]) -> Iterator[Finding]:
-    """Every host for itself, then all together."""
+    """Checks each host alone, then all hosts together."""
     for each in facts:
         yield from filter(None, (check(each) for check in HOST_CHECKS))
     if len(facts) > 1:
@@ -214,7 +214,7 @@ def check_hosts(facts: Sequence[HostFacts]) -> Iterator[Finding]:
 
 
 def _versions(facts: HostFacts) -> dict[str, str]:
-    """The versions that hosts have in common, Python's without its patch level."""
+    """Returns the versions that must be the same on all hosts; Python's without its patch level."""
     return {"Python": facts.python.rpartition(".")[0], **facts.versions}
 
 
@@ -235,7 +235,7 @@ def check_same(
         rows = error.rows.items()
         who = [f"{name} of {hosts[n]} is {row[n]}" for name, row in rows for n in row]
         return Finding("fail", "all hosts", "they differ: " + ", ".join(who), fix)
-    # Not every model has every file: what no host has is no news.
+    # Not every model has every file. A file that no host has is not worth a line.
     names = [name for name, value in values[0].items() if value != MISSING]
     return Finding("ok", "all hosts", "the same " + ", ".join(names))
 
@@ -248,7 +248,7 @@ def check_shell(host: str, noise: Sequence[str]) -> Finding:
 
 
 def check_clock(host: str, ahead_seconds: float) -> Finding:
-    """ahead_seconds is to this machine's clock."""
+    """Checks a host's clock, which is ahead_seconds ahead of this machine's clock."""
     what = f"its clock is {abs(ahead_seconds):.1f} s {'ahead' if ahead_seconds > 0 else 'behind'}"
     if abs(ahead_seconds) > _CLOCK_SECONDS:
         fix = "sudo timedatectl set-ntp true (macOS: sudo sntp -sS time.apple.com)"
@@ -266,7 +266,7 @@ def check_hop(where: str, speed: HopSpeed) -> Finding:
 
 
 def broken_hop(where: str, reason: str) -> Finding:
-    """The finding about a hop that could not be measured for this reason."""
+    """Returns the finding about a hop that could not be measured for this reason."""
     fix = "open the firewall between them for ports above 1023, or correct the addresses"
     if "No route to host" in reason:  # another number on each system
         fix = "macOS: allow the terminal under Privacy & Security, Local Network"

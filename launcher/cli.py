@@ -3,7 +3,7 @@ runs it."""
 
 import signal
 
-# What follows takes a while; until `main` can catch it, Ctrl-C ends this process without a word.
+# The imports below take a while. Until `main` can catch Ctrl-C, it ends this process silently.
 _takes_ctrl_c = signal.getsignal(signal.SIGINT) is signal.default_int_handler
 if _takes_ctrl_c:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -43,12 +43,12 @@ from serve.core.errors import BrigadeError, UsageError
 if _takes_ctrl_c:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# What writing to standard output fails with.
+# The errors with which writing to standard output fails.
 UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EIO)
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with every error in one line."""
+    """A parser that reports every error in one line."""
 
     def __init__(self, **options: Any) -> None:
         # An abbreviation would change its meaning when a flag is added.
@@ -61,7 +61,7 @@ class Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True, slots=True)
 class Subcommand:
-    """`run` gets the parsed flags, with the words after `--` as `command`."""
+    """One subcommand. `run` gets the parsed flags, with the words after `--` as `command`."""
 
     purpose: str
     usage: str
@@ -70,7 +70,7 @@ class Subcommand:
 
 
 def serve(words: Sequence[str]) -> int:
-    # A launcher must start without what only a rank needs.
+    # Imported here, because a launcher does not need it.
     from serve.cli.main import main as serve_main
 
     return serve_main(list(words))
@@ -118,7 +118,7 @@ def launch(flags: argparse.Namespace) -> int:
         ranks = local_ranks(command, num_ranks, environment)
         return keep(flags.command, [HOST] * num_ranks, ranks, times)
     hostfile = read_hostfile(flags.hostfile)
-    # The model is where the ranks are, which is not always here.
+    # The model's files can be checked only if a rank runs on this machine.
     here = next((rank for rank, host in enumerate(hostfile.hosts) if host.is_local), None)
     if here is None:
         num_here = None
@@ -138,7 +138,7 @@ def launch(flags: argparse.Namespace) -> int:
 
 
 def check_alone(flags: argparse.Namespace) -> None:
-    """Raises UsageError for what --status and --stop would ignore."""
+    """Raises UsageError for flags that --status and --stop would ignore."""
     if flags.command:
         raise UsageError("--status and --stop take no command: leave out `--` and the rest.")
     given = {
@@ -154,15 +154,15 @@ def check_alone(flags: argparse.Namespace) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """How long ranks may take to end, and to reach rank 0."""
+    """The seconds that ranks may take to end, and to reach rank 0."""
 
     drain_seconds: float = DRAIN_SECONDS
     join_seconds: float = 0.0
 
 
 def check_words(words: Sequence[str], num_ranks: int | None, rank: int = 0) -> Times:
-    """Reports what is wrong once, before any rank has started: with num_ranks also what only
-    the model tells, and what only that rank's host has."""
+    """Checks the words after `--` once, before any rank starts. With num_ranks it also checks them
+    against the model and the files of that rank's host. Raises BrigadeError."""
     if words[0] == "fine-tune":
         from serve.cli.fine_tune import check as check_fine_tune
 
@@ -177,7 +177,7 @@ def check_words(words: Sequence[str], num_ranks: int | None, rank: int = 0) -> T
         config = parse(ServeConfig, words[1:], "brigade serve", "")
     else:
         config, _ = check(words[1:], num_ranks)
-    # Ranks above 0 wait as long as rank 0 may take to fetch what is small of a hub model.
+    # Ranks above 0 wait as long as rank 0 may take to fetch the small files of a hub model.
     if config.hub_id:
         join_seconds = config.load_timeout
     else:
@@ -191,7 +191,7 @@ def keep(
     ranks: AbstractContextManager[list[Start]],
     times: Times,
 ) -> int:
-    # A run of fine-tune continues from its checkpoint; what serves takes a rank back.
+    # A server takes a lost rank back. A run of fine-tune ends, and continues from its checkpoint.
     serves = words[0] == "serve"
     with recorded(words, hosts, times.drain_seconds) as record:
         supervisor = Supervisor(
@@ -242,7 +242,7 @@ def doctor(flags: argparse.Namespace) -> int:
 def demo(flags: argparse.Namespace) -> int:
     num_ranks = check_num_ranks(flags.num_ranks)
     for name in ("BRIGADE_API_KEY", "BRIGADE_ADMIN_KEY"):
-        os.environ.pop(name, None)  # It shows curl lines that work as they are.
+        os.environ.pop(name, None)  # The curl lines that the demo shows have no key.
     return Demo(flags.model, num_ranks, flags.port, once=flags.once).run()
 
 
@@ -341,7 +341,7 @@ def add_demo_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-# What serve.cli does, with the words after the subcommand as they are.
+# Subcommands of serve.cli, which read the words after the subcommand themselves.
 HANDED_OVER: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "serve": ("serve a model as one rank", serve),
     "fine-tune": ("train an adapter, or all weights, as one rank", fine_tune),
@@ -377,11 +377,11 @@ SUBCOMMANDS = {
 
 
 def build_parsers() -> tuple[Parser, dict[str, Parser]]:
-    """The parser of `brigade`, and those of its own subcommands."""
+    """Returns the parser of `brigade`, and the parsers of the launcher's own subcommands."""
     parser = Parser(prog="brigade", description="Pipelined language model serving on MLX.")
     parser.add_argument("--version", action="version", version=f"brigade {__version__}")
     choices = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
-    # Only for --help: these read their own flags.
+    # Only for --help: these subcommands read their own flags.
     for name, (purpose, _) in HANDED_OVER.items():
         choices.add_parser(name, help=f"{purpose}; see `brigade {name} --help`", add_help=False)
     parsers = {}
@@ -403,8 +403,8 @@ LAUNCH_FLAGS_WITH_WORD = ("-n", "--num-ranks", "--hostfile", "--env", "--python"
 
 
 def split_at_dashes(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The launcher's own words, and those after the first `--`, which are not read here. Where
-    `launch` has no `--`, its command begins with the program's name, as under mlx.launch."""
+    """Divides the words into the launcher's own and those after the first `--`, which are not read
+    here. If `launch` has no `--`, its command begins with the program's name, as in mlx.launch."""
     words = list(words)
     if "--" in words:
         at = words.index("--")
@@ -426,7 +426,7 @@ def program_at(words: Sequence[str]) -> int:
 
 
 def check_own_words(words: Sequence[str], parsers: Mapping[str, Parser]) -> None:
-    """Raises UsageError for a misspelt flag, before argparse misses one that is required."""
+    """Raises UsageError for a misspelt flag. argparse would report a missing one instead."""
     from serve.cli.flags import unknown_flags
 
     if words and words[0] in parsers:
@@ -469,7 +469,7 @@ def run(words: Sequence[str]) -> int:
             f"`brigade {name}` takes no command: leave out `--` and everything after it."
         )
     if "port" in flags:
-        check_range("port", flags.port, {"least": 0, "most": 65535})
+        check_range("port", flags.port, {"min": 0, "max": 65535})
     return SUBCOMMANDS[name].run(flags)
 
 
@@ -490,7 +490,7 @@ def answer(words: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 130
     finally:
-        print(end="", flush=True)  # Python's own, at its end, would show what fails as a traceback.
+        print(end="", flush=True)  # At the end of the process, Python would show a traceback.
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -499,9 +499,9 @@ def main(words: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in UNWRITABLE or error.filename is not None:
             raise
-        if error.errno != errno.EPIPE:  # As in `brigade … | head -1`: who reads has enough.
+        if error.errno != errno.EPIPE:  # In `brigade … | head -1` the reader has enough.
             write_line(f"brigade: cannot write the output: {error.strerror}.")
-        # For what is still kept back.
+        # The rest of the buffer, which Python writes at the end of the process, goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

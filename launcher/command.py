@@ -13,11 +13,11 @@ from serve.core.errors import UsageError
 
 HOST = "127.0.0.1"
 
-# What stands first after `--`, and the module that a rank runs for it.
+# The first word after `--`, and the module that a rank runs for it.
 PROGRAMS = {"serve": "serve.cli.main", "fine-tune": "serve.cli.fine_tune"}
 RING_CHECK = "serve.ring.check"
 
-# What a rank reads, here or in mlx: a value of the caller's own would send it to another cluster.
+# Variables that a rank or MLX reads. A value from the caller could send it to another cluster.
 RANK_VARIABLES = (
     "BRIGADE_CONTROL",
     "BRIGADE_LEASH",
@@ -29,7 +29,7 @@ RANK_VARIABLES = (
     "MLX_WORLD_SIZE",
 )
 
-# What ranks on other hosts get of the launcher's environment.
+# The launcher's variables that ranks on other hosts get too.
 FORWARDED = frozenset(
     {
         *("HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_TOKEN", "LANG", "NO_COLOR", "TZ"),
@@ -54,7 +54,7 @@ class Ring:
 
 
 def rank_command(words: Sequence[str], python: str = sys.executable) -> list[str]:
-    """The command line of every rank, from the words after `--`."""
+    """Returns the command line of every rank, from the words after `--`."""
     names = " or ".join(f"`{name} …`" for name in PROGRAMS)
     if not words:
         raise UsageError(f"there is no command to launch: write `--` and then {names}.")
@@ -69,9 +69,10 @@ def rank_environment(
     rank: int,
     num_ranks: int,
 ) -> dict[str, str]:
-    """The environment of one rank: the caller's own, without another cluster's variables."""
+    """Returns the environment of one rank: that of the caller without variables of another
+    cluster, and with those of this one."""
     environment = {name: text for name, text in base.items() if name not in RANK_VARIABLES}
-    # A rank writes into a pipe, where Python would hold its lines back.
+    # A rank writes into a pipe, into which Python would write only when its buffer is full.
     environment.setdefault("PYTHONUNBUFFERED", "1")
     environment["BRIGADE_LEASH"] = str(ring.leash)
     if num_ranks > 1:
@@ -93,7 +94,7 @@ def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_variable(word: str, where: str) -> tuple[str, str]:
-    """NAME=VALUE taken apart. Raises UsageError."""
+    """Returns the name and the value in NAME=VALUE. Raises UsageError."""
     name, equals, text = word.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or "\0" in text:
         raise UsageError(f"{where}: {word!r} is not a variable: write NAME=VALUE.")
@@ -103,12 +104,12 @@ def check_variable(word: str, where: str) -> tuple[str, str]:
 
 
 def hostfile_text(addresses: Sequence[Sequence[str]]) -> str:
-    """MLX's ring hostfile: for each rank a list of the addresses `ip:port` it listens on."""
+    """Returns MLX's ring hostfile: for each rank the addresses `ip:port` on which it listens."""
     return json.dumps(addresses)
 
 
 def exit_code(returncode: int) -> int:
-    """Python's negative code of a process that a signal ended, as a shell says it."""
+    """Converts an exit code from subprocess's form to that of a shell: 128 + n after signal n."""
     if returncode < 0:
         return 128 - returncode
     return returncode

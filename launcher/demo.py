@@ -38,7 +38,7 @@ ASKED_TO_END = exit_code(-15)
 
 
 class Server:
-    """A server of this machine; each call has a connection of its own."""
+    """A server on this machine. Each call opens a new connection."""
 
     def __init__(self, port: int) -> None:
         self._client = Client(f"http://{HOST}:{port}", uses_proxy=False)
@@ -69,7 +69,7 @@ class Server:
         return text
 
     def chat(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The chunks of one streamed answer."""
+        """Yields the chunks of one streamed answer."""
         path = "/v1/chat/completions"
         with self._client.open(path, body, ANSWER_SECONDS) as response:
             if response.status_code != 200:
@@ -79,7 +79,8 @@ class Server:
 
 
 def server_sent(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The data of server-sent events, up to `[DONE]`; a stream that just stops is an error."""
+    """Yields the data of server-sent events up to `[DONE]`. Raises an error if the stream stops
+    without it."""
     for line in lines:
         field, _, value = line.strip().partition(":")
         if field != "data":
@@ -94,7 +95,7 @@ def server_sent(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def pieces(chunks: Iterator[dict[str, Any]]) -> Iterator[tuple[str, int | None]]:
-    """Text, and the number of tokens so far where a chunk tells it."""
+    """Yields the text of each chunk, and the number of tokens so far if the chunk has it."""
     for chunk in chunks:
         usage = chunk.get("usage") or {}
         choices = chunk.get("choices") or [{}]
@@ -131,11 +132,11 @@ print()"""
 
 
 def chosen_port() -> int:
-    """The one of README's examples, or any other if it is taken."""
+    """Returns the port of README's examples, or another one if it is taken."""
     with suppress(OSError), socket.create_connection((HOST, DEFAULT_PORT), CALL_SECONDS):
         return free_ports(1)[0]
     with socket.socket() as tried:
-        # As a server does it: connections that have ended lately do not count.
+        # As the server does it: connections that ended recently do not block the port.
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             tried.bind((HOST, DEFAULT_PORT))
@@ -145,7 +146,8 @@ def chosen_port() -> int:
 
 
 def speed(num_tokens: int, first_seconds: float, all_seconds: float) -> str:
-    """`first_seconds` and `all_seconds` count from the request to the first and last token."""
+    """One answer. first_seconds and all_seconds are the times from the request to the first and to
+    the last token."""
     text = f"{num_tokens} tokens, the first after {first_seconds * 1000:.0f} ms"
     if num_tokens > 1 and all_seconds > first_seconds:
         text += f", then {(num_tokens - 1) / (all_seconds - first_seconds):.1f} tokens/s"
@@ -153,7 +155,7 @@ def speed(num_tokens: int, first_seconds: float, all_seconds: float) -> str:
 
 
 class HeldOutput:
-    """The ranks' lines; keeps them back while an answer is being written on the same screen."""
+    """Writes the ranks' lines, but not while an answer is being written on the same screen."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -178,7 +180,7 @@ class HeldOutput:
 
 
 class Demo:
-    """port None is the default one if it is free, 0 is any free one.
+    """One run of the demo. port None means the default port if it is free, 0 any free port.
 
     `command` makes a rank's command line of the words `serve …`; tests start other programs.
     """
@@ -205,7 +207,7 @@ class Demo:
         self._console = Console(highlight=False, soft_wrap=True)
         self._output = HeldOutput()
         self._failure: BrigadeError | None = None
-        self._swaps = model == DEFAULT_MODEL  # The embedded adapters fit nothing else.
+        self._swaps = model == DEFAULT_MODEL  # The embedded adapters fit no other model.
         words = ["serve", "--model", str(model), "--host", HOST, "--port", str(self._port)]
         words += ["--adapter-root", str(ADAPTERS)] if self._swaps else []
         ranks = local_ranks(command(words), num_ranks)
@@ -220,7 +222,7 @@ class Demo:
             return code
         if self._failure is not None and code in (0, ASKED_TO_END):
             raise self._failure
-        # Otherwise a rank's own code says more than a failure that only follows from it.
+        # Otherwise the rank's own exit code says more than the demo's, which follows from it.
         return 0 if code == ASKED_TO_END else code
 
     def _talk_then_end(self) -> None:
@@ -228,9 +230,9 @@ class Demo:
             self._talk()
         except BrigadeError as error:
             self._failure = error
-        except SystemExit:  # rich's word for a broken pipe
+        except SystemExit:  # what rich raises for a broken pipe
             self._failure = BrigadeError("the reader of the demo's output has gone.")
-        except Exception as error:  # the top of a thread: whatever it is ends the demo
+        except Exception as error:  # the top of a thread: every error ends the demo
             self._failure = EngineError(f"the demo's conversation failed: {error!r}.")
         if self._once or self._failure is not None:
             self._supervisor.stop()
@@ -277,7 +279,7 @@ class Demo:
         raise ClusterError(f"not ready after {READY_SECONDS:g} s; the last answer was: {last}.")
 
     def _swap(self, path: str) -> None:
-        """The same question again, to an adapter that takes the place of the one before."""
+        """Loads an adapter in place of the previous one and asks it the same question."""
         begin = monotonic()
         self._server.load_adapter(ADAPTER_NAME, path)
         milliseconds = (monotonic() - begin) * 1000

@@ -62,7 +62,8 @@ def diagnose(
     *,
     as_json: bool,
 ) -> int:
-    """Shows what was found. The exit code: 0 all is well, 1 warnings, 2 failures."""
+    """Examines the hosts and shows the findings. Returns the exit code: 0 if all is well, 1 for
+    warnings, 2 for failures."""
     with Console(stderr=True, highlight=False).status("") as status:
         findings = list(examine(hosts, access, model, port, status.update))
     show(findings, as_json)
@@ -70,8 +71,8 @@ def diagnose(
 
 
 def check_before(facts: Sequence[HostFacts], environment: Mapping[str, str]) -> None:
-    """The quick part, before ranks start with these variables. Raises ClusterError with what
-    fails; warnings are lines of the log."""
+    """Makes the quick checks before ranks start with these environment variables. Logs warnings,
+    and raises ClusterError with the failures."""
     findings = list(check_hosts([with_variables(each, environment) for each in facts]))
     for finding in findings:
         if finding.status == "warn":
@@ -83,13 +84,13 @@ def check_before(facts: Sequence[HostFacts], environment: Mapping[str, str]) -> 
 
 
 def ask(connection: Connection) -> HostFacts:
-    """One host's facts, under the name that the hostfile gives it."""
+    """Returns one host's facts, under the name that the hostfile gives it."""
     return answer(connection, None).facts
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One host's facts, and how far its clock is ahead of this machine's."""
+    """The facts of one host, and the seconds by which its clock is ahead of this machine's."""
 
     facts: HostFacts
     ahead_seconds: float
@@ -110,8 +111,8 @@ def examine(
     port: int,
     tell: Tell,
 ) -> Iterator[Finding]:
-    """Findings as they are made. A host that cannot be reached is one, and ends the examination:
-    all that would follow is about the others only."""
+    """Yields findings as they are made. If a host cannot be reached, that is the last finding: the
+    rest of the examination needs all hosts."""
     try:
         with connected(hosts, access, tell) as connections:
             yield from examine_connected(connections, access, model, port, tell)
@@ -148,18 +149,18 @@ def examine_connected(
 
 
 def labels_of(hosts: Sequence[Host]) -> list[str]:
-    """The headings of the hosts' findings."""
+    """Returns the headings under which the findings of the hosts are shown."""
     if len(hosts) == 1:
         return [str(hosts[0])]
     return [host.label for host in hosts]
 
 
 def examine_hops(connections: Sequence[Connection], tell: Tell) -> Iterator[Finding]:
-    """Both directions of each, one after the other, as they would share a wire."""
+    """Measures both directions of each hop, one after the other, because they may share a cable."""
     for rank, connection in enumerate(connections):
         neighbour = connections[rank - 1]
         if len(connections) == 2 and rank == 0:
-            continue  # The same two as rank 1 and its neighbour.
+            continue  # With two ranks this is the same pair again.
         for here, there in ((connection, neighbour), (neighbour, connection)):
             for ip in there.host.ips:
                 tell(f"measuring {here.host} to {there.host}")
@@ -176,7 +177,7 @@ def examine_hop(here: Connection, there: Connection, ip: str) -> Finding:
 
 
 def examine_ring(connections: list[Connection], python: str, tell: Tell) -> Finding:
-    """A real ring of MLX under a nonce, and what ranks send in one."""
+    """Starts a real MLX ring, in which the ranks add up a sum."""
     tell("forming a ring")
     lines: list[str] = []
     ranks = remote_ranks(connections, [python, "-m", RING_CHECK], {}, 0.0)

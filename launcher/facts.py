@@ -33,8 +33,8 @@ _TOOL_SECONDS = 5.0
 
 
 def host_facts(model: str | None, ips: list[str]) -> HostFacts:
-    """The facts of this host. ips are addresses that it ought to have, model is a folder whose
-    files are compared."""
+    """Returns the facts of this host. ips are addresses that it should have, model is a folder
+    whose files are compared."""
     memory = psutil.virtual_memory()
     digests: dict[str, str] | None = None
     model_error: str | None = None
@@ -68,16 +68,16 @@ def host_facts(model: str | None, ips: list[str]) -> HostFacts:
 
 
 def model_facts(folder: Path) -> dict[str, str]:
-    """The digests of all that ranks compare at the start. Raises BrigadeError if the folder holds
-    no whole model."""
+    """Returns the digests of the files that ranks compare at the start. Raises BrigadeError if the
+    folder has no complete model."""
     checkpoint = read_checkpoint(folder)
     return files(folder, checkpoint.digest)
 
 
 def strays() -> list[int]:
-    """Ranks and engines that nobody looks after: init, or a session's, has become their parent.
-    A service of init's own has it from the beginning, but no leash, and in a container a launcher
-    may be what stands for init."""
+    """Returns the process ids of ranks and engines whose launcher is gone: their parent is init, or
+    a session's systemd. A rank that is itself a service of init has no leash and does not count. In
+    a container the launcher may be process 1."""
     found = []
     for process in psutil.process_iter(["pid", "cmdline"]):
         modules = _RANK_MODULES.intersection(process.info["cmdline"] or ())
@@ -95,7 +95,7 @@ def strays() -> list[int]:
 
 
 def kill_former(secret: str, rank: int) -> None:
-    """Ends what is left of a rank of the same launch, whose launcher has lost its connection."""
+    """Kills what is left of a rank of the same launch after its launcher lost the connection."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             environment = process.environ()

@@ -1,6 +1,7 @@
 """Measures a hop: the round-trip time and the bandwidth between two hosts.
 
-Plain TCP, as the ring's. A message is its length and so many bytes, and its answer is one byte.
+It uses plain TCP, as the ring does. A message is a length and that number of bytes; the answer to
+it is one byte.
 """
 
 import socket

@@ -17,13 +17,13 @@ from typing import Any, NoReturn
 from launcher.command import HOST, check_variable
 from serve.core.errors import UsageError
 
-_SSH = re.compile(r"[^\s\x00-\x1f\x7f-][^\s\x00-\x1f\x7f]*")  # An ssh flag would begin with a dash.
+_SSH = re.compile(r"[^\s\x00-\x1f\x7f-][^\s\x00-\x1f\x7f]*")  # A name with a dash would be a flag.
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """One rank's host. ips are the addresses it listens on for its neighbours. is_shared: other
-    ranks are on the same host, so that its name alone does not say which rank is meant."""
+    """The host of one rank. ips are the addresses on which it listens for its neighbours.
+    is_shared says that other ranks are on the same host, so its name does not identify the rank."""
 
     rank: int
     ssh: str
@@ -32,7 +32,7 @@ class Host:
 
     @property
     def is_local(self) -> bool:
-        """Whether this host is started without ssh. As in mlx.launch, only a loopback name in the
+        """Whether this host is reached without ssh. As in mlx.launch, only a loopback name in the
         file is."""
         return self.ssh == HOST
 

@@ -20,32 +20,33 @@ LONGEST_LINE_BYTES = 65536
 
 
 class Process(Protocol):
-    """name stands before its lines, pid is its number on its own host."""
+    """The process of a rank, on this host or another. name is the prefix of its log lines, pid its
+    process id on its own host."""
 
     name: str
     pid: int
 
     @property
     def lost(self) -> bool:
-        """After its end: whether something else than itself ended it."""
+        """Whether a process that has ended was ended by something other than itself."""
 
     def lines(self) -> Iterator[str]:
-        """Yields the lines that the process writes. They end some time after the process has."""
+        """Yields the lines that the process writes. The last ones may come after its end."""
 
     def signal(self, signum: int) -> None: ...
 
     def kill(self) -> None:
-        """Ends it and all that it started, at once."""
+        """Kills the process and everything that it has started."""
 
     def wait(self) -> int:
-        """Blocks to its end, and returns its code as Python says it."""
+        """Blocks until the process has ended, and returns its code as subprocess does."""
 
 
 Start = Callable[[], Process]
 
 
 class LocalProcess:
-    """A process of this machine with a group of its own. Raises OSError if there is none."""
+    """A process of this machine, in its own process group. Raises OSError if it cannot start."""
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class LocalProcess:
                 yield shown(decoder.decode(line, final=not cut))
 
     def signal(self, signum: int) -> None:
-        # To the rank alone, not its group: a rank lets its engine finish.
+        # Only to the rank, not to its group: the rank lets its engine finish.
         self._process.send_signal(signum)
 
     def kill(self) -> None:
@@ -87,12 +88,12 @@ class LocalProcess:
 
     def wait(self) -> int:
         if hasattr(os, "waitid"):
-            # Already reaped by a `poll` in the main thread: then it has ended, too.
+            # A `poll` in the main thread has reaped it already, so it has ended.
             with suppress(ChildProcessError):
                 os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-        else:  # macOS before Python 3.13; it gives all other numbers before one comes again
+        else:  # macOS before Python 3.13. It does not reuse a process id soon.
             self._process.wait()
-        # What the rank left behind. Nobody else has its number, so no stranger can be hit.
+        # Kills what the rank left behind. The id is still the rank's, so no other process is hit.
         self.kill()
         return self._process.wait()
 
@@ -103,16 +104,16 @@ def local_ranks(
     num_ranks: int,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[list[Start]]:
-    """Ranks of this machine, to be started and ended inside of the context."""
-    # All from one call: ports asked for apart could be the same.
+    """Prepares ranks of this machine, which must start and end inside of the context."""
+    # All ports come from one call: separate calls could return the same port twice.
     control, *ports = free_ports(1 + num_ranks)
     base = os.environ if environment is None else environment
     addresses = [[f"{HOST}:{port}"] for port in ports]
     with shared_ring(addresses, f"{HOST}:{control}", secrets.token_hex(16)) as ring:
 
         def start(rank: int) -> LocalProcess:
-            # Again for one that comes back: systems clean their temporary folders. What others
-            # may just read stays as it is.
+            # Written again for a rank that comes back, because systems clean their temporary
+            # folders. A file that exists stays as it is: other ranks may be reading it.
             if not os.path.exists(ring.hostfile):
                 write_hostfile(ring.hostfile, addresses)
             environment = rank_environment(base, ring, rank, num_ranks)
@@ -145,14 +146,15 @@ def write_hostfile(path: str, addresses: Sequence[Sequence[str]]) -> None:
 
 
 def free_ports(count: int, address: str = HOST) -> list[int]:
-    """Ports of this machine that nobody uses, all different."""
+    """Returns different ports of this machine that nobody uses."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(bound(address)) for _ in range(count)]
         return [each.getsockname()[1] for each in sockets]
 
 
 def bound(address: str) -> socket.socket:
-    """A socket that keeps a free port of an address of this machine. Raises AddressError."""
+    """Returns a socket that reserves a free port of an address of this machine. Raises
+    AddressError."""
     held = socket.socket()
     try:
         held.bind((address, 0))

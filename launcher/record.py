@@ -22,11 +22,11 @@ from typing import Any
 from launcher.supervisor import Observer
 from serve.core.errors import ClusterError, UsageError
 
-STOP_SECONDS = 5.0  # beyond what ranks may take to end
+STOP_SECONDS = 5.0  # how long a launcher may take in addition to its ranks
 _POLL_SECONDS = 0.1
 
-# What rank 0 says: its URL, or what is going on; one stage that is ready says nothing of all. An
-# event comes first in its line; what stands later may be a client's word.
+# The events of rank 0 that give its URL or its state. A single stage that is ready does not count.
+# The event comes first in its line: a client may have written what comes later.
 _EVENT = re.compile(
     r"[^=]*\bevent=(?:listening url=(\S+)|(?:stage_(?=[fl]))?(fetching|loading|ready|recovering)\b)"
 )
@@ -34,8 +34,8 @@ _EVENT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """state is starting, fetching, loading, ready, recovering or ending. since is a time of the
-    epoch."""
+    """The content of a launch's file. state is starting, fetching, loading, ready, recovering or
+    ending. since is in seconds since the epoch."""
 
     pid: int
     words: list[str]
@@ -53,7 +53,7 @@ class Record(Observer):
     def __init__(self, launch: Launch, descriptor: int) -> None:
         self._launch = launch
         self._descriptor = descriptor
-        self._lock = threading.Lock()  # Ranks are read in threads of their own.
+        self._lock = threading.Lock()  # Each rank is observed from its own thread.
         self._save()
 
     def started(self, rank: int, pid: int) -> None:
@@ -73,16 +73,16 @@ class Record(Observer):
 
     def ended(self, rank: int, code: int, comes_back: bool) -> None:
         how = f"ended with {code}" + comes_back * ", comes back"
-        # Of one that comes back rank 0 says what is going on.
+        # While a rank comes back, the log lines of rank 0 set the state.
         state = self._launch.state if comes_back else "ending"
         self._save(ranks={**self._launch.ranks, str(rank): how}, state=state)
 
     def _save(self, **changes: Any) -> None:
-        """A full disk is no reason to end the ranks: the file says less then."""
+        """Updates the file. On a full disk the file stays incomplete, and the ranks go on."""
         with self._lock, suppress(OSError):
             self._launch = replace(self._launch, **changes)
             data = json.dumps(asdict(self._launch)).encode()
-            # In place, because the lock is the file's. Readers stop at the end of the object.
+            # In place, because this file is locked. Readers stop at the end of the JSON object.
             os.pwrite(self._descriptor, data, 0)
             os.ftruncate(self._descriptor, len(data))
 
@@ -100,7 +100,7 @@ def recorded(
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         launch = Launch(os.getpid(), list(words), list(hosts), time.time(), end_seconds)
         record = Record(launch, descriptor)
-        new.rename(file)  # Who looks sees it locked and written, or not at all.
+        new.rename(file)  # Other processes see it only when it is locked and written.
         yield record
     finally:
         file.unlink(missing_ok=True)
@@ -118,12 +118,12 @@ def stop(pid: int | None) -> Launch:
     launch = _chosen(pid)
     with suppress(ProcessLookupError):
         os.kill(launch.pid, signal.SIGTERM)
-    most_seconds = launch.end_seconds + STOP_SECONDS
-    deadline = time.monotonic() + most_seconds
+    max_seconds = launch.end_seconds + STOP_SECONDS
+    deadline = time.monotonic() + max_seconds
     while launch.pid in [each.pid for each in launches()]:
         if time.monotonic() > deadline:
             raise ClusterError(
-                f"launch {launch.pid} has not ended within {most_seconds:g} s "
+                f"launch {launch.pid} has not ended within {max_seconds:g} s "
                 "(--drain-timeout): wait, or run --stop again, which kills its ranks."
             )
         time.sleep(_POLL_SECONDS)
@@ -151,7 +151,7 @@ def _read(file: Path) -> Launch | None:
             fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             record, _ = json.JSONDecoder().raw_decode(opened.read().decode())
-            # It may be of another version, that is upgraded beside it.
+            # Another version of Brigade may have written it.
             known = {each.name for each in fields(Launch)} & record.keys()
             return Launch(**{name: record[name] for name in known})
         file.unlink()

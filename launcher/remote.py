@@ -66,8 +66,8 @@ class HostsError(ClusterError):
 
 @dataclass(frozen=True, slots=True)
 class SshAccess:
-    """How a launcher gets to its hosts: ssh with flags, the Python there, and the folder to work
-    in. A folder that was not asked for may be missing there."""
+    """How a launcher reaches its hosts: ssh with its flags, the Python there, and the working
+    folder. Without a folder it is the current one, if it exists there."""
 
     ssh: tuple[str, ...] = ("ssh",)
     python: str = sys.executable
@@ -104,7 +104,7 @@ class Connection:
         threading.Thread(target=self._read, daemon=True).start()
 
     def greet(self) -> None:
-        """Waits for the agent and tells it where to work."""
+        """Waits for the agent and sends it the working folder."""
         self._answer(AgentReady, GREETING_SECONDS)
         folder = self._access.folder
         if folder is None:
@@ -113,17 +113,17 @@ class Connection:
             self.ask(EnterFolder(str(folder), must_exist=True), FolderEntered)
 
     def ask(self, question: ToAgent, expected: type[Answer]) -> Answer:
-        """The agent's answer to a question, which is of the expected type."""
+        """Sends a question and returns the agent's answer, which must be of the expected type."""
         self.tell(question)
         return self._answer(expected, ANSWER_SECONDS)
 
     def tell(self, message: ToAgent | None) -> None:
-        """Sends a message. None says that the launcher lives."""
+        """Sends a message. None only says that the launcher is alive."""
         text = ""
         if message is not None:
             text = line(message)
         assert self.process.stdin is not None
-        # One that is gone is found out where its answer is missing.
+        # If the agent is gone, its missing answer will show it.
         with self._write_lock, suppress(OSError, ValueError):
             self.process.stdin.write(f"{text}\n".encode())
             self.process.stdin.flush()
@@ -132,7 +132,7 @@ class Connection:
         """A line of the rank, a message of the agent, or None at the end. Raises queue.Empty."""
         text = self._lines.get(timeout=timeout_seconds)
         if text is None:
-            self._lines.put(None)  # Whoever asks it again should not wait in vain.
+            self._lines.put(None)  # The next call returns None too, and does not wait in vain.
             return None
         token, _, message = text.partition(" ")
         if token != self._token:
@@ -143,12 +143,13 @@ class Connection:
             return AgentError(str(error))
 
     def again(self) -> "Connection":
-        """A new one in its place, yet to be greeted: an agent keeps one rank and ends with it."""
+        """Returns a new connection to the same host, without waiting for its agent. An agent runs
+        only one rank and ends with it."""
         self.close()
         return Connection(self.host, self._access)
 
     def close(self) -> None:
-        """The end of its input ends an agent, and its rank with it."""
+        """Closes the agent's input, which ends the agent and its rank."""
         assert self.process.stdin is not None
         with self._write_lock, suppress(OSError):
             self.process.stdin.close()
@@ -172,7 +173,7 @@ class Connection:
                     said = "\n".join(self.noise)
                     raise HostError(self.name, *meaning(said, self.host.ssh, self._access.python))
                 case str():
-                    self.noise += filter(None, [answer])  # of a shell profile, or ssh's own words
+                    self.noise += filter(None, [answer])  # from a shell profile, or from ssh itself
                 case AgentError(reason):
                     raise HostError(self.name, reason.rstrip("."))
                 case _ if isinstance(answer, expected):
@@ -193,7 +194,7 @@ class Connection:
 
 
 class RemoteProcess:
-    """A rank that runs under an agent; its connection is the launcher's leash."""
+    """A rank that runs under an agent. It ends when the agent's connection does."""
 
     def __init__(self, connection: Connection, order: RunRank) -> None:
         host = connection.host
@@ -230,8 +231,8 @@ class RemoteProcess:
         threading.Thread(target=self._leave_behind, daemon=True).start()
 
     def _leave_behind(self) -> None:
-        """If the agent stands still as well, such as in a frozen container, it does not obey.
-        Without its connection the rank is lost, and the agent that comes next kills it."""
+        """Closes the connection if the rank does not end in time. The agent hangs as well then, as
+        in a frozen container. The rank counts as lost, and the next agent on that host kills it."""
         if not self._read_all.wait(KILL_SECONDS):
             self._connection.close()
 
@@ -250,15 +251,16 @@ def connected(
     *,
     serves: bool = False,
 ) -> Iterator[list[Connection]]:
-    """An agent on each host, which has answered. All go with the context, and so do their ranks.
-    A signal ends this process. Only to what serves is SIGTERM a good end."""
+    """Starts an agent on each host and waits for it. At the end of the context the agents and
+    their ranks end. Until ranks run, a signal ends this process. For a server, SIGTERM is a normal
+    end with code 0."""
     connections: list[Connection] = []
     living = threading.Event()
     signals: list[int] = []
 
     def end(number: int, _: object = None) -> None:
-        """Ends the loop without raising, because an error may be lost in a callback: without
-        connections nothing goes on."""
+        """Closes the connections, so that the loop ends. It does not raise, because an error
+        may be lost in a callback."""
         signals.append(number)
         for connection in connections:
             signal_group(connection.process.pid, signal.SIGKILL)
@@ -275,7 +277,7 @@ def connected(
     try:
         for host in hosts:
             connections.append(Connection(host, access))
-            if signals:  # Before this one was there.
+            if signals:  # It came before this connection was in the list.
                 end(signals[0])
         on_each(connections, Connection.greet)
         threading.Thread(target=live, daemon=True).start()
@@ -294,12 +296,13 @@ def on_each(
     connections: Sequence[Connection],
     call: Callable[[Connection], Result],
 ) -> list[Result]:
-    """The results of all, at the same time. Raises HostsError."""
+    """Calls a function with each connection, all at the same time, and returns the results in the
+    order of the connections. Raises HostsError."""
     results: list[Result] = []
     errors = []
     pool = ThreadPoolExecutor(len(connections))
     futures = [pool.submit(call, connection) for connection in connections]
-    pool.shutdown(wait=False)  # Ctrl-C does not wait for those that still run.
+    pool.shutdown(wait=False)  # Ctrl-C does not wait for calls that still run.
     for future in futures:
         try:
             results.append(future.result())
@@ -317,7 +320,8 @@ def remote_ranks(
     environment: Mapping[str, str],
     drain_seconds: float,
 ) -> Iterator[list[Start]]:
-    """A rank that is started again gets a connection of its own, in the place of the one before."""
+    """Prepares one rank on each host. A rank that is started again gets a new connection in place
+    of the old one."""
     ports = on_each(connections, _reserve_ports)
     control = f"{connections[0].host.ips[0]}:{ports[0].pop()}"
     addresses = [
@@ -343,7 +347,8 @@ def remote_ranks(
 
     def start(rank: int) -> RemoteProcess:
         if rank in used:
-            # There before it is greeted, which may take long: so that it goes with the others.
+            # In the list before it has answered, which may take long, so that it is closed with
+            # the others.
             connections[rank] = connections[rank].again()
             if is_over.is_set():
                 connections[rank].close()
@@ -358,7 +363,7 @@ def remote_ranks(
 
 
 def _reserve_ports(connection: Connection) -> list[int]:
-    """Keeps a port for each address, and on rank 0's host one more to meet at."""
+    """Reserves a port for each address, and one more on rank 0's host, where the parents meet."""
     ips = list(connection.host.ips)
     if connection.host.rank == 0:
         ips.append(ips[0])

@@ -33,21 +33,21 @@ from launcher.process import Process, Start
 from serve.core.errors import ClusterError
 from serve.core.restart_window import RestartWindow
 
-FOLLOW_SECONDS = 5.0  # how long the others may go on once a rank has ended well
+FOLLOW_SECONDS = 5.0  # how long the others may go on after one rank has ended with code 0
 GRACE_SECONDS = 3.0  # how long a rank may take to end by itself when another failed
-END_SECONDS = 7.0  # how long after a signal, once rank 0 has let running streams finish
+END_SECONDS = 7.0  # how long a rank may take to end after a signal, besides --drain-timeout
 DRAIN_SECONDS = 5.0 + END_SECONDS
-GONE_SECONDS = 2.0  # how long the kernel, and the way to it, may take to end a killed rank
-RESTART_SECONDS = 1.0  # between two restarts; the first is at once
-RETRY_SECONDS = 2.0  # between two attempts at one
+GONE_SECONDS = 2.0  # how long a killed rank may take to disappear, on another host too
+RESTART_SECONDS = 1.0  # between two restarts of a rank; the first one is immediate
+RETRY_SECONDS = 2.0  # between two attempts at one restart
 RESTART_WINDOW_SECONDS = 300.0
 MAX_RESTARTS = 5  # of a rank in a window
-EARLY_SECONDS = 60.0  # after a return an end is that of a host that is not ready
+EARLY_SECONDS = 60.0  # a rank that ends so soon after it came back is on a host that is not ready
 OUTPUT_SECONDS = 1.0  # how long output may still come after a rank's end
 COLOURS = (36, 33, 35, 32, 34, 31)
 
-# What rank 0 logs of a rank whose parent does not answer. The whole line, so that nothing that a
-# client sends can look like it.
+# What rank 0 logs about a rank whose parent does not answer. It matches whole lines, so that
+# nothing that a client sends can look like it.
 _SILENT = re.compile(r"[\d-]+ [\d:,]+ WARNING event=rank_silent rank=(\d+) pid=(\d+)")
 
 # The one line in which a rank says why it ends.
@@ -56,7 +56,8 @@ _ERROR = re.compile(r"brigade [a-z-]+: (.+)")
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """lost: by no decision of its own, so that the same rank may be started again."""
+    """The process of a rank has ended. It is lost if it did not decide to end; a lost rank may be
+    started again."""
 
     rank: int
     returncode: int
@@ -71,7 +72,7 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class Silent:
-    """A rank that does not answer rank 0. pid is its own number for itself."""
+    """Rank 0 has logged that a rank does not answer. pid is the process id on the rank's host."""
 
     rank: int
     pid: int
@@ -79,7 +80,7 @@ class Silent:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A signal that this process got, or None when our own program asks."""
+    """Somebody asked the ranks to end: by a signal to this process, or (None) by calling stop."""
 
     signum: int | None
 
@@ -92,14 +93,15 @@ def write_line(line: str) -> None:
 
 
 def event_line(text: str, level: str = "INFO") -> str:
-    """A line of the launcher's own, with the time and the level as those of `serve` have them."""
+    """Returns a log line of the launcher itself, with time and level as in the lines of `serve`."""
     now = time.time()
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
     return f"[launch] {clock},{int(now * 1000) % 1000:03d} {level} {text}"
 
 
 class Observer:
-    """Is told what becomes of ranks, from their threads. Here it does nothing."""
+    """Called when a rank starts, writes a line or ends, from the thread of that rank. This base
+    class does nothing."""
 
     def started(self, rank: int, pid: int) -> None: ...
 
@@ -139,17 +141,17 @@ class Supervisor:
         self._processes: dict[int, Process] = {}
         self._alive: set[int] = set()
         self._returning: set[int] = set()
-        self._unwanted: set[int] = set()  # came back too late
+        self._unwanted: set[int] = set()  # ranks that came back too late
         self._came_back_at: dict[int, float] = {}
         self._max_restarts = max_restarts
         self._serves = serves
         self._early_seconds = EARLY_SECONDS + join_seconds
         self._losses: dict[int, RestartWindow] = {}
         self._ending = threading.Event()
-        self._errors: dict[int, str] = {}  # what a rank last said of why it ends
-        self._held: dict[int, str] = {}  # this line of a rank, if it has not been written yet
+        self._errors: dict[int, str] = {}  # the reason that a rank last gave for its end
+        self._held: dict[int, str] = {}  # the line with that reason, until it is written
         self._first_failed: tuple[int, int] | None = None
-        self._is_drained = False  # rank 0 of what serves has ended well
+        self._is_drained = False  # whether rank 0 of a server has ended with code 0
         self._state = "running"
         self._deadline: float | None = None
         self._code = 0
@@ -195,7 +197,7 @@ class Supervisor:
             self._say(line)
 
     def stop(self) -> None:
-        """Asks every rank to end; does nothing when they already do."""
+        """Asks every rank to end. Does nothing if they are ending already."""
         self._events.put(Asked(None))
 
     # --- events
@@ -241,7 +243,7 @@ class Supervisor:
         is_ended_from_here = self._first_failed and returncode == -signal.SIGTERM
         if not is_ended_from_here:
             self._log(f"event=rank_ended rank={rank} code={code}")
-        # One that was brought back may find that its host is not ready: a disk, an interface.
+        # A rank that comes back may find that a disk or an interface of its host is not ready yet.
         back_seconds = monotonic() - self._came_back_at.get(rank, -math.inf)
         is_early = code != 0 and back_seconds < self._early_seconds and self._is_kept(rank)
         if event.lost:
@@ -278,14 +280,14 @@ class Supervisor:
         return bool(self._serves and self._forwarded and returncode == -self._forwarded)
 
     def _follows(self, code: int) -> bool:
-        """Whether a rank ended only because rank 0 had done all its work: one without a connection
-        is not told so, and finds nobody there, or is ended from here."""
+        """Whether a rank ended only because rank 0 had done all its work. A rank that has no
+        connection to rank 0 does not hear of it: it fails to connect, or the launcher ends it."""
         ends = (ClusterError.exit_code, exit_code(-signal.SIGTERM), exit_code(-signal.SIGKILL))
         return self._is_drained and code in ends
 
     def _replace(self, silent: Silent) -> None:
-        """Kills a rank that stands still: it comes back as any other that was lost. The one that
-        rank 0 means may have ended meanwhile, and another one have taken its place."""
+        """Kills a rank that does not answer; it comes back as any other that was lost. The process
+        that rank 0 means may have ended meanwhile, and another one may have its place."""
         rank = silent.rank
         if rank in self._alive and self._is_kept(rank) and self._processes[rank].pid == silent.pid:
             self._log(f"event=rank_killed rank={rank} reason='it does not answer rank 0'")
@@ -295,7 +297,7 @@ class Supervisor:
         self.interrupted = self.interrupted or signum
         name = signal.Signals(signum).name
         if self._state in ("running", "waiting"):
-            # Only a terminal that goes away sends SIGHUP; to a rank that is a plain end.
+            # A terminal that is closed sends SIGHUP. Ranks get SIGTERM instead.
             if signum == signal.SIGHUP:
                 forwarded = signal.SIGTERM
             else:
@@ -393,7 +395,8 @@ class Supervisor:
         waiter.start()
 
     def _may_restart(self, rank: int) -> bool:
-        """Rank 0 has the clients' connections: without it nothing is left to return to."""
+        """Whether a rank may come back. Rank 0 may not: it has the clients' connections, and all
+        other ranks depend on it."""
         now = monotonic()
         losses = self._losses.setdefault(
             rank,
@@ -406,7 +409,7 @@ class Supervisor:
         return rank > 0 and 0 in self._alive and self._state == "running"
 
     def _bring_back(self, rank: int, is_early: bool) -> None:
-        """Starts a rank again, in a thread: another host may take its time, or not be there."""
+        """Starts a rank again, in a thread: another host may be slow or unreachable."""
         num_losses = len(self._losses.get(rank, ()))
         seconds = RESTART_SECONDS * (num_losses - 1)
         if is_early:

@@ -347,7 +347,7 @@ def test_a_killed_rank_is_started_again_in_the_same_ring(relaunch: Start) -> Non
     launched = relaunch(2, TELL + SLEEP).see("up", 2)
     os.kill(launched.pids[1], signal.SIGKILL)
     launched.see("up", 3)
-    first, second = (rank for rank in told(launched) if rank["MLX_RANK"] == "1")
+    first, second = (rank for rank in environments(launched) if rank["MLX_RANK"] == "1")
     assert first == second
     assert alive(launched.pids[0])
     launched.process.send_signal(signal.SIGTERM)
@@ -543,20 +543,20 @@ def test_the_next_launch_removes_the_folder_of_a_killed_one(launch: Start, tmp_p
     assert not folder.exists()
 
 
-# --- what ranks are told
+# --- the environment of ranks
 
-TELL = "print('told ' + __import__('json').dumps(dict(os.environ)), flush=True)\n"
+TELL = "print('environment ' + __import__('json').dumps(dict(os.environ)), flush=True)\n"
 
 
-def told(launched: Launch) -> list[dict[str, str]]:
-    return [json.loads(line) for line in re.findall(r"told (\{.*\})", launched.text)]
+def environments(launched: Launch) -> list[dict[str, str]]:
+    return [json.loads(line) for line in re.findall(r"environment (\{.*\})", launched.text)]
 
 
 def test_each_rank_finds_the_same_ring_and_its_own_number(launch: Start) -> None:
     program = TELL + "print('hosts ' + open(os.environ['MLX_HOSTFILE']).read(), flush=True)"
     launched = launch(3, program)
     launched.end()
-    ranks = told(launched)
+    ranks = environments(launched)
     assert sorted(rank["MLX_RANK"] for rank in ranks) == ["0", "1", "2"]
     for name in ("BRIGADE_SECRET", "BRIGADE_CONTROL", "MLX_HOSTFILE"):
         assert len({rank[name] for rank in ranks}) == 1
@@ -573,7 +573,7 @@ def test_one_rank_is_told_of_no_ring(launch: Start, monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv(name, "3")
     launched = launch(1, TELL)
     launched.end()
-    (environment,) = told(launched)
+    (environment,) = environments(launched)
     assert not [name for name in environment if name.startswith("MLX_")]
     assert "BRIGADE_CONTROL" not in environment
     assert "BRIGADE_LEASH" in environment

@@ -40,12 +40,11 @@ def make_model(folder: Path) -> Path:
 
 def make_window_model(folder: Path) -> Path:
     """The same model, without biases, in which three of four layers look back 512 tokens."""
-    layers = ["sliding_attention"] * 3 + ["full_attention"]
     config = {
         **CONFIG,
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
-        "layer_types": layers * 4,
+        "layer_types": _three_of_four("sliding_attention"),
         "sliding_window": 512,
     }
 
@@ -57,12 +56,11 @@ def make_window_model(folder: Path) -> Path:
 
 def make_state_model(folder: Path) -> Path:
     """A model of the same size in which three of four layers are convolutions with a state."""
-    layers = ["conv"] * 3 + ["full_attention"]
     config = {
-        **{key: value for key, value in CONFIG.items() if key != "rms_norm_eps"},
+        **CONFIG,
         "model_type": "lfm2",
         "architectures": ["Lfm2ForCausalLM"],
-        "layer_types": layers * 4,
+        "layer_types": _three_of_four("conv"),
         "norm_eps": 1e-6,
         "conv_bias": False,
         "conv_L_cache": 3,
@@ -73,7 +71,13 @@ def make_state_model(folder: Path) -> Path:
         "block_auto_adjust_ff_dim": False,
         "tie_word_embeddings": True,
     }
+    del config["rms_norm_eps"]
     return save_model(folder / f"random-150m-states-{SEED}", config, _state_weights)
+
+
+def _three_of_four(kind: str) -> list[str]:
+    """The types of the 16 layers: each fourth one has full attention."""
+    return [kind, kind, kind, "full_attention"] * 4
 
 
 def save_model(

@@ -41,7 +41,7 @@ class Task:
 
 
 def tasks(num_each: int) -> list[Task]:
-    """So many tasks of each kind, or as many as there are texts for."""
+    """The first num_each tasks of each kind, or fewer if the kind has no more texts."""
     kinds = (_chat, _code, _edits, _predicted_edits, _quotes, _json, _repetition, _summaries)
     chosen: list[Task] = []
     for kind in kinds:

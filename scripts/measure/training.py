@@ -64,7 +64,7 @@ def _shown(rates: dict[str, float], name: str, runs: list[dict[str, Any]]) -> li
 
 
 def _write_data(folder: Path, seed: int) -> Path:
-    """Random words, of which each example is cut to so many tokens."""
+    """Writes examples of random words, about twice as long as --max-seq-length, which cuts them."""
     folder.mkdir()
     random = Random(seed)
     lines = [json.dumps({"text": random_words(random, 2 * TOKENS)}) for _ in range(64)]

@@ -40,22 +40,22 @@ class BenchConfig:
     requests: int | None = flag(
         "requests per level and round (default: 4 for each client, or 32 with --rate)",
         None,
-        least=1,
+        min=1,
     )
-    rounds: int = flag("number of rounds of all levels", 2, least=1)
-    prompt_tokens: int = flag("length of the prompts of random words, in tokens", 66, least=1)
+    rounds: int = flag("number of rounds of all levels", 2, min=1)
+    prompt_tokens: int = flag("length of the prompts of random words, in tokens", 66, min=1)
     prompts: Path | None = flag(
         "ShareGPT file whose first questions are the prompts, instead of random words",
         None,
     )
-    max_tokens: int = flag("maximum length of an answer, in tokens", 48, least=1)
-    temperature: float = flag("sampling temperature", 0.0, least=0, most=2)
+    max_tokens: int = flag("maximum length of an answer, in tokens", 48, min=1)
+    temperature: float = flag("sampling temperature", 0.0, min=0, max=2)
     seed: int = flag("random seed for prompts and arrivals", 0)
     timeout: float = flag(
         "seconds without data from a server until a request counts as failed",
         300.0,
-        least=1,
-        most=10**6,
+        min=1,
+        max=10**6,
     )
     output: Path | None = flag("JSON file for the results", None)
     plot: Path | None = flag("picture of the results, a .png or .svg file", None)

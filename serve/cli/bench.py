@@ -82,7 +82,8 @@ async def run_levels(
     runs: Runs,
     begin: Callable[[str], None],
 ) -> None:
-    """begin is told what comes next."""
+    """Sends the load of each level to each server in turn. begin gets a line about each before it
+    starts."""
     for level in config.levels:
         for round_ in range(config.rounds):
             for name, target in targets.items():
@@ -93,7 +94,7 @@ async def run_levels(
 
 
 def tell(text: str) -> None:
-    """On stderr, because the table alone is the output, and it is shown at the end."""
+    """Writes a line to stderr. On stdout there is only the table, at the end."""
     print(f"brigade bench: {text}", file=sys.stderr, flush=True)
 
 

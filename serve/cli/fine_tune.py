@@ -57,8 +57,8 @@ _OTHER_NAMES = {
     "--steps": "--iters",
     "--use-dora": "--fine-tune-type dora",
 }
-_STOP_SECONDS = 8  # less than a launcher waits
-_SERVER = "http://127.0.0.1:8080"  # where `brigade serve` listens unless told
+_STOP_SECONDS = 8  # less than the time that a launcher waits
+_SERVER = "http://127.0.0.1:8080"  # where `brigade serve` listens by default
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             folder = run(config, cluster, show, _command(argv, cluster.num_ranks))
         except BrigadeError:
-            # Mostly all ranks see the same: then rank 0 says it.
+            # Most errors are the same on all ranks: then rank 0 reports it first.
             time.sleep(FIRST_WORD_SECONDS if cluster.rank else 0)
             raise
         finally:
@@ -110,9 +110,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _heed_signals() -> None:
-    """A handler in Python runs when MLX returns, which can take long, and what it raises in the
-    middle of a callback, such as a finaliser, is lost: a thread ends what does not end."""
-    # It is not done: whoever waits for it should know.
+    """Lets SIGTERM end the run. A Python handler runs only when MLX returns, which can take long,
+    and an error that it raises inside a callback, such as a finaliser, is lost. So a thread ends
+    the process if it has not ended by itself."""
+    # The run is not complete, and the exit code must say so.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -160,7 +161,7 @@ def _check_files(config: FineTuneConfig) -> None:
 
 
 def _parse(argv: Sequence[str]) -> FineTuneConfig:
-    """Flags come before the file that --config names."""
+    """Reads the command line and the file that --config names. Flags take precedence."""
     for word in argv:
         name = word.partition("=")[0].replace("_", "-")
         if name in _OTHER_NAMES:
@@ -211,14 +212,14 @@ def _command(argv: Sequence[str], num_ranks: int) -> str:
 
 
 def _with_fast_blas(argv: Sequence[str]) -> None:
-    """Starts this program again where it takes OpenBLAS being loaded before MLX's own BLAS."""
+    """Starts this program again if OpenBLAS has to be loaded before MLX's own BLAS."""
     environment = with_openblas(os.environ)
     if environment != dict(os.environ):
         os.execve(sys.executable, [sys.executable, "-m", "serve.cli.fine_tune", *argv], environment)
 
 
 def _end(code: int) -> int:
-    """MLX waits at the end for a ring that has lost a peer, so a rank does not let it."""
+    """Ends the process at once. At a normal end MLX would wait for a ring that has lost a peer."""
     if "MLX_HOSTFILE" in os.environ:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -21,8 +21,8 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}: see `{self.prog} --help`.")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """An unknown flag is reported first: argparse would name required ones that are missing,
-        which one that is misspelt may stand for."""
+        """Reports an unknown flag first. argparse would report missing flags instead, and the
+        unknown one may be one of them, misspelt."""
         unknown = unknown_flags(args or (), self)
         if unknown:
             hint = did_you_mean(unknown[0], self._option_string_actions)
@@ -36,7 +36,8 @@ def unknown_flags(words: Sequence[str], parser: argparse.ArgumentParser) -> list
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """The end of a sentence about an unknown word; empty when no name is like it."""
+    """Returns the end of an error message about an unknown word: the most similar name, or
+    nothing."""
     similar = difflib.get_close_matches(word, list(names), n=1, cutoff=0.7)
     if similar:
         return f" (did you mean {similar[0]}?)"
@@ -50,9 +51,10 @@ def parse(
     description: str,
     given: Mapping[str, Any] | None = None,
 ) -> Config:
-    """An instance of a config whose fields are serve.core.config.flag. Raises UsageError.
+    """Makes a config, whose fields are serve.core.config.flag, of a command line. Raises
+    UsageError.
 
-    given are values from elsewhere, such as a file; flags come first.
+    given has values from elsewhere, such as a file. Flags take precedence over them.
     """
     given = given or {}
     parser = Parser(prog=program, description=description, allow_abbrev=False)
@@ -65,10 +67,15 @@ def parse(
             group = parser.add_argument_group(heading)
         if not field.metadata.get("file_only"):
             _add_flag(group, field, kinds[field.name], field.name not in given)
-    # As text, so that what a flag refuses is refused in a file too.
-    parser.set_defaults(**{k: str(v) if type(v) in (int, float) else v for k, v in given.items()})
+    for name, value in given.items():
+        # argparse checks a default only if it is text. A flag refuses the same values of a file.
+        is_number = type(value) in (int, float)
+        parser.set_defaults(**{name: str(value) if is_number else value})
     flags = vars(parser.parse_args(argv))
-    return config(**{k: tuple(v) if isinstance(v, list) else v for k, v in flags.items()})
+    for name, value in flags.items():
+        if isinstance(value, list):
+            flags[name] = tuple(value)
+    return config(**flags)
 
 
 def _add_flag(
@@ -82,27 +89,28 @@ def _add_flag(
     if kind is bool:
         group.add_argument(*names, action="store_true", help=field.metadata["help"])
         return
-    required = field.default is dataclasses.MISSING and may_be_required
+    has_default = field.default is not dataclasses.MISSING
+    default: Any = field.default if has_default else None
+    required = may_be_required and not has_default
     if typing.get_origin(annotation) is tuple:  # may be repeated
         group.add_argument(
             *names,
             action="append",
             required=required,
-            default=None if field.default is dataclasses.MISSING else list(field.default),
+            default=None if default is None else list(default),
             metavar=_metavar(field, str),
             help=field.metadata["help"] + " (may be repeated)",
         )
         return
-    if required or field.default is None:
-        shown = ""
-    else:
-        plain = f"{field.default:g}" if kind is float else field.default
+    shown = ""
+    if default is not None:
+        plain = f"{default:g}" if kind is float else default
         shown = f" (default: {plain})"
     group.add_argument(
         *names,
         type=kind,
         required=required,
-        default=None if field.default is dataclasses.MISSING else field.default,
+        default=default,
         metavar=_metavar(field, kind),
         help=field.metadata["help"] + shown,
     )
@@ -114,13 +122,15 @@ def _metavar(field: "dataclasses.Field[Any]", kind: type) -> str:
         return str(field.metadata["metavar"])
     if kind is str:
         return field.name.rpartition("_")[2].upper()
-    if kind in (int, float):
-        return "SECONDS" if field.metadata["help"].startswith("seconds") else "N"
-    return kind.__name__.upper()
+    if kind not in (int, float):
+        return kind.__name__.upper()
+    is_duration = field.metadata["help"].startswith("seconds")
+    return "SECONDS" if is_duration else "N"
 
 
 def _plain_type(kind: Any) -> type:
-    """int of `int | None`."""
+    """Returns the type of an annotation without None: int for `int | None`."""
     if isinstance(kind, types.UnionType):
-        kind = next(part for part in typing.get_args(kind) if part is not type(None))
+        parts = typing.get_args(kind)
+        kind = next(part for part in parts if part is not type(None))
     return typing.cast(type, kind)

@@ -13,7 +13,7 @@ from serve.core.errors import BrigadeError, ClusterError, UsageError
 _PATH = "/v1/load_lora_adapter"
 _SECONDS = 60.0
 _SERVER = re.compile(r"https?://[^/?#@\s]+/?")
-_ABSENT = "asked-before-training"  # no folder that a run makes
+_ABSENT = "asked-before-training"  # a folder that no run makes
 # The server asks for an API key if it has no admin key.
 _KEYS = ("BRIGADE_ADMIN_KEY", "BRIGADE_API_KEY")
 
@@ -21,18 +21,18 @@ _KEYS = ("BRIGADE_ADMIN_KEY", "BRIGADE_API_KEY")
 def curl_line(url: str, folder: Path, name: str) -> str:
     words = ["curl", url.rstrip("/") + _PATH, "-H", "Content-Type: application/json"]
     line = shlex.join([*words, "-d", json.dumps(_body(folder, name))])
-    # Double quotes: the shell puts the key in, and nobody reads it here.
+    # In double quotes, so that the shell inserts the key and it is not shown here.
     key = _key()
     return line + (f' -H "Authorization: Bearer ${key}"' if key else "")
 
 
 def check_server(url: str, folder: Path, name: str) -> None:
-    """Raises UsageError if no server is there that would take an adapter of this name from below
-    this folder."""
+    """Raises UsageError unless a server listens at url that would load an adapter with this name
+    from below this folder."""
     if not _SERVER.fullmatch(url):
         raise UsageError(f"--load-into {url!r} is not http://HOST:PORT.")
     _call(url, "/v1/lora_adapters", None, UsageError)
-    # The server looks at the name and at where the path lies before it looks for what is there.
+    # The server checks the name and the path before it looks for the files.
     absent = _body(folder / _ABSENT, name)
     _call(url, _PATH, absent, UsageError, expected=404)
 

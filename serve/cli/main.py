@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from serve.front.routes.events import Observation
 
 _PARENT_SECONDS = 1.0
-FIRST_WORD_SECONDS = 2.0  # how long other ranks leave it to rank 0 to say what is wrong
+FIRST_WORD_SECONDS = 2.0  # how long other ranks wait for rank 0 to report an error first
 
 Result = TypeVar("Result")
 
@@ -72,7 +72,7 @@ def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint]
             )
     folder = config.model
     if config.hub_id:
-        # Imported here, because a folder needs nothing of it.
+        # Imported here, because a model in a folder does not need it.
         from serve.hub.partial import pin
 
         model = pin(config.hub_id, config.revision, config.cache_dir)
@@ -102,7 +102,7 @@ def _check_first(argv: Sequence[str], cluster: Cluster) -> Callable[[], Coroutin
     try:
         asked = parse(ServeConfig, argv, "brigade serve", __doc__)
         if asked.hub_id and cluster.rank:
-            # Rank 0 first fetches what is small, and tells the commit when all have joined.
+            # Rank 0 first fetches the small files, and sends the commit when all have joined.
             patient = dataclasses.replace(asked, join_timeout=asked.load_timeout)
             return functools.partial(run_member, patient, cluster, _facts(asked, None))
         if asked.hub_id:
@@ -140,8 +140,8 @@ async def _run_front(
     task = asyncio.current_task()
     loop = asyncio.get_running_loop()
     assert task is not None
-    # Until the HTTP server has its own. Before the imports, which nothing raised by a signal
-    # should break.
+    # These hold until the HTTP server installs its own. They come before the imports, which an
+    # error raised by a signal could break.
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)
     # Imported here, because ranks above 0 need neither HTTP nor tokenizers.
@@ -163,7 +163,8 @@ async def _run_front(
     finally:
         await early.stop()
         listening.close()
-        # The ranks are told: a second signal need not wait for threads that nobody can end.
+        # Every rank has been asked to end, so a second signal may end this process at once: its
+        # threads may hang, and nobody can end them.
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
 
@@ -235,12 +236,13 @@ def who_has_what(error: DisagreementError) -> Table:
 
 
 def _stop_before_the_start(*_: object) -> NoReturn:
-    """There is nothing to clean up, and what a handler raises may be lost in a callback."""
+    """Ends the process at once: there is nothing to clean up, and an error that a handler raises
+    may be lost in a callback."""
     os._exit(0)
 
 
 def follow_launcher(cluster: Cluster) -> None:
-    """Ends this process when what has started it is gone."""
+    """Ends this process when the process that started it is gone."""
     if cluster.leash is not None:
         _follow(cluster.leash)
     elif cluster.num_ranks > 1:
@@ -248,8 +250,8 @@ def follow_launcher(cluster: Cluster) -> None:
 
 
 def _follow_parent() -> None:
-    """mlx.launch has no leash, and ends without ending its ranks: a rank that gets
-    another parent is on its own."""
+    """Ends this process when it gets another parent. mlx.launch passes no leash, and ends without
+    ending its ranks."""
     parent = os.getppid()
 
     def wait() -> None:
@@ -261,7 +263,7 @@ def _follow_parent() -> None:
 
 
 def _follow(leash: int) -> None:
-    """Ends this process when the launcher is gone, however it went."""
+    """Ends this process when the launcher is gone, whatever ended it."""
 
     def wait() -> None:
         while os.read(leash, 1):

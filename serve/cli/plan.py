@@ -33,17 +33,17 @@ from serve.core.plan import (
 class PlanConfig(ModelSource):
     """The flags of `brigade plan`."""
 
-    num_ranks: int = flag("number of ranks", short=("-n",), least=1)
+    num_ranks: int = flag("number of ranks", short=("-n",), min=1)
     context: int | None = flag(
         "tokens of each sequence, prompt and answer (default: the model's context)",
         None,
-        least=1,
-        most=10**9,
+        min=1,
+        max=10**9,
     )
     concurrency: int | None = flag(
         "number of sequences that must fit at the same time (default with --context: 1)",
         None,
-        least=1,
+        min=1,
     )
     memory: str | None = flag(MEMORY_HELP, None)
     kv_memory: str | None = flag(
@@ -118,7 +118,6 @@ def _notes(
             f"{promise.context:,} tokens, plus half as much to spare."
         )
     if kv_tokens is None:
-        per_token = max(stage.cache_bytes_per_token for stage in stages)
         per_token = with_slack(max(stage.cache_bytes_per_token for stage in stages))
         yield f"A token's keys and values take up to {format_bytes(per_token)} on a rank."
         yield "Give --memory to see how many tokens fit."
@@ -129,8 +128,8 @@ def _notes(
 
 
 def plan_table(stages: Sequence[StagePlan], has_promise: bool = False) -> Table:
-    """One row a rank. The last column is its share of the time that a decode step takes on all
-    ranks."""
+    """Returns a table with one row for each rank. The last column is the rank's share of the time
+    that a decode step takes on all ranks."""
     has_limit = any(stage.memory_bytes for stage in stages)
     columns: dict[str, Callable[[StagePlan], str]] = {
         "rank": lambda stage: str(stage.rank),
@@ -153,7 +152,7 @@ def plan_table(stages: Sequence[StagePlan], has_promise: bool = False) -> Table:
 
 
 def print_table(table: Table, title: str = "") -> None:
-    """Without blanks at the ends of lines, which tables and titles are padded with."""
+    """Prints a table without the spaces that pad the ends of its lines."""
     output = Output(highlight=False)
     if title:
         output.print(title)

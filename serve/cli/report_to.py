@@ -29,7 +29,8 @@ def services(config: FineTuneConfig) -> list[str]:
 
 
 class Reports:
-    """Opened when training begins: a run that is refused leaves nothing there."""
+    """The services that a run reports to. They are opened when training begins, so that a refused
+    run leaves no trace in them."""
 
     def __init__(self, config: FineTuneConfig) -> None:
         self._config = config
@@ -78,7 +79,7 @@ class _TensorBoard:
     def __init__(self, config: FineTuneConfig, iteration: int) -> None:
         from tensorboardX import SummaryWriter
 
-        # What a run that was killed has reported after its last checkpoint comes again.
+        # A killed run that continues reports the batches after its last checkpoint again.
         purged = iteration + 1 if iteration else None
         self._writer = SummaryWriter(str(config.adapter_path / FOLDER), purge_step=purged)
 

@@ -24,8 +24,8 @@ _LINE_COLUMNS = 100
 
 
 class TerminalView:
-    """The plan and the end of the start on stdout, and on stderr a bar for each rank that fetches
-    or loads: live on a terminal, else a line for each now and then, without a bar."""
+    """Prints the plan and the end of the start on stdout, and the progress of each rank that
+    fetches or loads on stderr: a live bar on a terminal, otherwise an occasional line."""
 
     def __init__(self, url: str, model: str) -> None:
         self._url = url
@@ -86,7 +86,7 @@ class TerminalView:
         else:
             self._bars.update(self._task(stage), completed=stage.done, total=stage.total)
         if self._bars.console.is_terminal:
-            # A live bar holds the cursor: only as long as there is something to show.
+            # A live bar occupies the cursor, so it is there only while there is progress to show.
             if self._tasks:
                 self._bars.start()
                 self._bars.refresh()
@@ -103,7 +103,7 @@ class TerminalView:
     def _task(self, stage: StageStatus) -> TaskID:
         state, task = self._tasks.get(stage.rank, ("", TaskID(-1)))
         if not self._tasks:
-            self._shown_at = time.monotonic()  # What is quick needs no line.
+            self._shown_at = time.monotonic()  # A quick task gets no line.
         if state != stage.state:
             self._hide(stage.rank)
             task = self._bars.add_task(f"rank {stage.rank} {stage.state}")

@@ -21,7 +21,7 @@ from serve.tune.events import (
     Written,
 )
 
-_OUT = Output(highlight=False)  # What is shown is not what a run is for.
+_OUT = Output(highlight=False)
 
 
 class TrainingView:
@@ -72,7 +72,7 @@ class TrainingView:
         return {"done": done, "left": format_seconds(left)}
 
     def _move(self, iteration: int) -> None:
-        """Moves the progress bar. Without a terminal there is none, and the lines say it all."""
+        """Moves the progress bar, which exists only on a terminal."""
         self._bar.update(self._task, completed=iteration)
         if _OUT.is_terminal:
             self._bar.start()
@@ -83,7 +83,7 @@ class TrainingView:
 
 
 def format_seconds(seconds: float) -> str:
-    """Such as 45s, 3m20s or 2h05m."""
+    """Formats a duration as 45s, 3m20s or 2h05m."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
@@ -109,7 +109,7 @@ def _show_report(event: Reported, progress: dict[str, str]) -> None:
 
 
 def _say(**fields: object) -> None:
-    """A line of a log, which begins with the time as those of `brigade serve` do."""
+    """Prints a log line that begins with the time, as the lines of `brigade serve` do."""
     now = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
     pairs = (f"{name}={value}" for name, value in fields.items())
     _OUT.print(now, *pairs, soft_wrap=True, markup=False)

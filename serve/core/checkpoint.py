@@ -199,8 +199,8 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) < len(pairs):
         counts = Counter(name for name, _ in pairs)
-        ((name, _),) = counts.most_common(1)
-        raise ValueError(f"{name} occurs twice")
+        repeated, _ = counts.most_common(1)[0]
+        raise ValueError(f"{repeated} occurs twice")
     return entries
 
 

@@ -3,13 +3,14 @@
 Both are read once, checked, and frozen. No other module defines defaults.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from serve.core.errors import UsageError
 from serve.core.tool_parsers import call_formats
@@ -59,7 +60,7 @@ class ServeConfig(ModelSource):
         "127.0.0.1",
         heading="server",
     )
-    port: int = flag("port of the HTTP server; 0 picks a free one", 8080, least=0, most=65535)
+    port: int = flag("port of the HTTP server; 0 picks a free one", 8080, min=0, max=65535)
     served_model_name: str | None = flag(
         "name of the model for clients (default: org/name, or the folder's name)",
         None,
@@ -73,13 +74,13 @@ class ServeConfig(ModelSource):
     max_num_sequences: int = flag(
         "maximum number of sequences that run at the same time",
         DEFAULT_NUM_SEQUENCES,
-        least=1,
+        min=1,
     )
-    max_queue: int = flag("maximum number of waiting requests; more get 429", 256, least=0)
+    max_queue: int = flag("maximum number of waiting requests; more get 429", 256, min=0)
     max_context: int | None = flag(
         "maximum length of prompt and answer together, in tokens (default: the model's context)",
         None,
-        least=2,
+        min=2,
     )
     kv_memory: str | None = flag(
         "maximum memory for keys and values: 8GB, or 8GB,16GB for each rank (default: --memory "
@@ -142,30 +143,30 @@ class ServeConfig(ModelSource):
         "maximum memory for adapters: 1GB, or 1GB,2GB for each rank (default: no limit)",
         None,
     )
-    max_lora_rank: int = flag("maximum LoRA rank of an adapter", 64, least=1)
+    max_lora_rank: int = flag("maximum LoRA rank of an adapter", 64, min=1)
     no_warm_up: bool = flag(
         "skip the warm-up: the start is shorter, the first requests are slower",
         False,
         heading="steps",
     )
-    prefill_chunk: int = flag("maximum number of prompt tokens in one step", 512, least=1)
+    prefill_chunk: int = flag("maximum number of prompt tokens in one step", 512, min=1)
     num_groups: int | None = flag(
         "number of groups of sequences that decode in turn (default: number of ranks)",
         None,
-        least=1,
+        min=1,
     )
     join_timeout: float = flag(
         "seconds to wait for a rank to connect",
         60.0,
-        least=1,
-        most=10**6,
+        min=1,
+        max=10**6,
         heading="recovery",
     )
     return_timeout: float = flag(
         "seconds to wait for a lost rank to return",
         600.0,
-        least=1,
-        most=10**6,
+        min=1,
+        max=10**6,
     )
     replan: bool = flag(
         "redistribute layers if a lost rank does not return within --join-timeout",
@@ -174,25 +175,25 @@ class ServeConfig(ModelSource):
     load_timeout: float = flag(
         "seconds without progress until loading counts as failed",
         300.0,
-        least=1,
-        most=10**6,
+        min=1,
+        max=10**6,
     )
     stall_timeout: float = flag(
         "seconds without a finished step, while steps are in flight, until engines restart",
         30.0,
-        least=1,
-        most=10**6,
+        min=1,
+        max=10**6,
     )
     max_restarts: int = flag(
         "maximum number of engine restarts within --restart-window",
         5,
-        least=0,
+        min=0,
     )
     restart_window: float = flag(
         "seconds over which restarts are counted",
         300.0,
-        least=1,
-        most=10**6,
+        min=1,
+        max=10**6,
     )
     api_key: tuple[str, ...] = flag(
         "API key that clients must send; also read from BRIGADE_API_KEY. Other users of this host "
@@ -221,58 +222,40 @@ class ServeConfig(ModelSource):
     max_connections: int = flag(
         "maximum number of open connections; more get 503",
         1024,
-        least=1,
+        min=1,
         heading="limits",
     )
     max_header_bytes: int = flag(
         "maximum size of a request's header, in bytes",
         64 << 10,
-        least=1024,
+        min=1024,
     )
-    max_body_bytes: int = flag("maximum size of a request's body, in bytes", 8 << 20, least=1024)
+    max_body_bytes: int = flag("maximum size of a request's body, in bytes", 8 << 20, min=1024)
     header_timeout: float = flag(
         "seconds to receive a request's header",
         10.0,
-        least=0.05,
-        most=10**6,
+        min=0.05,
+        max=10**6,
     )
-    body_timeout: float = flag("seconds to receive a request's body", 30.0, least=0.05, most=10**6)
+    body_timeout: float = flag("seconds to receive a request's body", 30.0, min=0.05, max=10**6)
     max_prompt_tokens: int | None = flag(
         "maximum length of a prompt, in tokens (default: the context)",
         None,
-        least=1,
+        min=1,
     )
     drain_timeout: float = flag(
         "seconds that requests get to finish when the server ends",
         5.0,
-        least=0.05,
-        most=10**6,
+        min=0.05,
+        max=10**6,
     )
 
     def __post_init__(self) -> None:
         check_ranges(self)
         check_revision(self.model, self.revision)
-        for origin in self.cors_origin:
-            if not _ORIGIN.fullmatch(origin):
-                raise UsageError(
-                    f"--cors-origin {origin!r} is not an origin: write https://HOST[:PORT], or *."
-                )
-        for name in self.allowed_host:
-            if not _HOST_NAME.fullmatch(name):
-                raise UsageError(
-                    f"--allowed-host {name!r} is not a host: write a name such as llm.example.org "
-                    "or an address, without http:// and port, or * for any."
-                )
-        for word in self.lora:
-            if "=" not in word.strip("="):
-                raise UsageError(f"--lora {word!r} is wrong: write NAME=PATH.")
-        names = [word.partition("=")[0] for word in self.lora]
-        wrong = [name for name in names if not may_name_adapter(name, self.model_name)]
-        if wrong:
-            raise UsageError(f"--lora {wrong[0]!r} {NO_ADAPTER_NAME}")
-        twice = [name for name in names if names.count(name) > 1]
-        if twice:
-            raise UsageError(f"--lora has the name {twice[0]!r} twice: give each its own.")
+        _check_origins(self.cors_origin)
+        _check_hosts(self.allowed_host)
+        _check_adapters(self.lora, self.model_name)
 
     @property
     def url(self) -> str:
@@ -287,6 +270,36 @@ class ServeConfig(ModelSource):
         return self.served_model_name or self.hub_id or self.model.resolve().name
 
 
+def _check_origins(origins: tuple[str, ...]) -> None:
+    for origin in origins:
+        if not _ORIGIN.fullmatch(origin):
+            raise UsageError(
+                f"--cors-origin {origin!r} is not an origin: write https://HOST[:PORT], or *."
+            )
+
+
+def _check_hosts(hosts: tuple[str, ...]) -> None:
+    for name in hosts:
+        if not _HOST_NAME.fullmatch(name):
+            raise UsageError(
+                f"--allowed-host {name!r} is not a host: write a name such as llm.example.org "
+                "or an address, without http:// and port, or * for any."
+            )
+
+
+def _check_adapters(words: tuple[str, ...], model_name: str) -> None:
+    names: set[str] = set()
+    for word in words:
+        name, separator, path = word.partition("=")
+        if not (name and separator and path):
+            raise UsageError(f"--lora {word!r} is wrong: write NAME=PATH.")
+        if not may_name_adapter(name, model_name):
+            raise UsageError(f"--lora {name!r} {NO_ADAPTER_NAME}")
+        if name in names:
+            raise UsageError(f"--lora has the name {name!r} twice: give each its own.")
+        names.add(name)
+
+
 def may_name_adapter(name: str, model_name: str) -> bool:
     return name != model_name and bool(_ADAPTER_NAME.fullmatch(name))
 
@@ -294,7 +307,8 @@ def may_name_adapter(name: str, model_name: str) -> bool:
 def hub_id(path: Path, root: Path = Path()) -> str | None:
     """Returns `org/name` if path names a repository on the hub, None if it is a folder below
     root."""
-    if _HUB_ID.fullmatch(str(path)) and not (root / path).exists():
+    is_folder = (root / path).exists()
+    if _HUB_ID.fullmatch(str(path)) and not is_folder:
         return str(path)
     return None
 
@@ -305,28 +319,28 @@ def check_revision(model: Path, revision: str | None) -> None:
 
 
 def check_ranges(config: Any) -> None:
-    """Raises UsageError if the value of a field is one that its flag does not allow."""
+    """Raises UsageError if a field has a value that its flag does not allow."""
     for name, field_ in type(config).__dataclass_fields__.items():
         check_range(name, getattr(config, name), field_.metadata)
 
 
 def check_range(name: str, value: Any, checks: Mapping[str, Any]) -> None:
     flag_name = "--" + name.replace("_", "-")
-    least = checks.get("least")
-    most = checks.get("most")
+    lower = checks.get("min")
+    upper = checks.get("max")
     among = checks.get("among")
-    if value is not None and among and value not in among:
-        raise UsageError(f"{flag_name} {value} is not one of {', '.join(map(str, among))}.")
-    if value is None or (least is None and most is None):
+    if value is None:
         return
+    if among and value not in among:
+        raise UsageError(f"{flag_name} {value} is not one of {', '.join(map(str, among))}.")
     # NaN is neither larger nor smaller than a bound, and must be refused.
-    is_large_enough = least is None or value >= least
-    is_small_enough = most is None or value <= most
+    is_large_enough = lower is None or value >= lower
+    is_small_enough = upper is None or value <= upper
     if not is_large_enough or not is_small_enough:
-        if most is None:
-            bounds = f"at least {least}"
+        if upper is None:
+            bounds = f"at least {lower}"
         else:
-            bounds = f"from {least} to {most}"
+            bounds = f"from {lower} to {upper}"
         raise UsageError(f"{flag_name} {value} is out of range: it must be {bounds}.")
 
 
@@ -337,13 +351,10 @@ def with_keys(config: ServeConfig, environment: Mapping[str, str]) -> ServeConfi
     """Adds the keys of files and of the environment to those of the flags. Only rank 0 calls it:
     the other ranks need no keys, and may not have the files. Raises UsageError."""
     api_key = _keys("api", config.api_key, config.api_key_file, environment)
+    admin_key = _keys("admin", config.admin_key, config.admin_key_file, environment)
     if config.prefix_cache_scope == "key" and not api_key:
         raise UsageError("--prefix-cache-scope key needs API keys: give --api-key-file.")
-    return replace(
-        config,
-        api_key=api_key,
-        admin_key=_keys("admin", config.admin_key, config.admin_key_file, environment),
-    )
+    return replace(config, api_key=api_key, admin_key=admin_key)
 
 
 def _keys(
@@ -352,19 +363,25 @@ def _keys(
     file: Path | None,
     environment: Mapping[str, str],
 ) -> tuple[str, ...]:
+    flag_name = f"--{kind}-key"
     variable = f"BRIGADE_{kind.upper()}_KEY"
     sources: dict[str, tuple[str, ...]] = {}
     if given:
-        sources[f"--{kind}-key"] = given
+        sources[flag_name] = given
     if variable in environment:
         sources[variable] = (environment[variable],)
     if file is not None:
-        sources[f"--{kind}-key-file {file}"] = _read_lines(file, f"--{kind}-key-file")
+        sources[f"{flag_name}-file {file}"] = _read_lines(file, f"{flag_name}-file")
     for source, keys in sources.items():
-        # An empty key must not open the server to everybody.
-        if not keys or not all(_KEY.fullmatch(key) for key in keys):
-            raise UsageError(f"{source} has no key: give 1 to 512 characters without spaces.")
+        _check_keys(source, keys)
     return tuple(chain.from_iterable(sources.values()))
+
+
+def _check_keys(source: str, keys: tuple[str, ...]) -> None:
+    """Raises UsageError if a source has no key, or an empty one: it must not open the server to
+    everybody."""
+    if not keys or not all(_KEY.fullmatch(key) for key in keys):
+        raise UsageError(f"{source} has no key: give 1 to 512 characters without spaces.")
 
 
 def _read_lines(file: Path, flag_name: str) -> tuple[str, ...]:
@@ -392,9 +409,9 @@ class Address:
 class Cluster:
     """The place of this rank in its cluster.
 
-    control is the address where rank 0's parent listens for the others. secret tells one launch
-    from another. leash is a file descriptor that is closed when the launcher ends. addresses are
-    those of the hostfile when this rank started: the file may be gone when an engine restarts.
+    control is the address where rank 0's parent listens for the others. secret distinguishes one
+    launch from another. leash is a file descriptor that is closed when the launcher ends. addresses
+    are those of the hostfile when this rank started: the file may be gone when an engine restarts.
     """
 
     rank: int = 0
@@ -461,16 +478,12 @@ def _read_hostfile(path: Path) -> tuple[list[Address], tuple[tuple[str, ...], ..
     whole list."""
     try:
         text = path.read_text().strip()
-        entries = json.loads(text) if text else []
-        if not isinstance(entries, list):
-            raise ValueError("it is not a list")
-        if not all(isinstance(entry, list) for entry in entries):
-            raise ValueError("an entry is not a list")
+        entries = msgspec.json.decode(text or "[]", type=tuple[tuple[str, ...], ...])
         first = [parse_address(addresses[0], str(path)) for addresses in entries]
-        return first, tuple(map(tuple, entries))
     except OSError as error:
         raise UsageError(f"MLX_HOSTFILE={path} cannot be read: {error.strerror}.") from error
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (msgspec.MsgspecError, ValueError, LookupError) as error:
         raise UsageError(
             f"MLX_HOSTFILE={path} is not a JSON list of lists of 'ip:port': {error}."
         ) from error
+    return first, entries

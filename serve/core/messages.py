@@ -21,8 +21,8 @@ body that does not decode to a type that is expected there is an error.
                                   CallUnreadable, GrammarChecked, ClaimsChecked
 
 Messages between a launcher and its agents are lines of JSON instead, because the output of a shell
-profile may appear between them. Those to and from helper processes are in JSON, too, and stand in
-serve.core.helper_messages.
+profile may appear between them. Messages to and from helper processes are JSON, too, and are
+declared in serve.core.helper_messages.
 """
 
 import math
@@ -157,8 +157,8 @@ class Admit(Message, frozen=True):
 
 
 class Embed(Message, frozen=True):
-    """Rank 0's parent tells its engine to embed the prompt of a sequence, which has so many tokens,
-    before the sequence's first step."""
+    """Rank 0's parent asks its engine, before the first step of a sequence, to embed the sequence's
+    prompt. num_tokens is the length of the prompt."""
 
     sequence: int
     pooling: Pooling
@@ -326,8 +326,8 @@ class Result(Message, frozen=True):
     are complete with it.
 
     tokens has one token for each row (or one of serve.core.types.FAILURES), and is empty if the
-    step did not sample. If rows had drafts, num_accepted says how many of each row were right, and
-    each row has so many tokens more, one row after the other.
+    step did not sample. If rows had drafts, num_accepted says for each row how many of them were
+    right: a row then has one token more for each right draft, and the rows follow one another.
     """
 
     number: int

@@ -59,7 +59,10 @@ class Rows:
             return x
         num_rows = self.index.size
         if x.shape[0] % num_rows:
-            raise EngineError(f"{name} gets {x.shape}: its rows cannot be told apart.")
+            raise EngineError(
+                f"{name} gets an input of shape {x.shape}, which does not divide into "
+                f"{num_rows} sequences."
+            )
         return x.reshape(num_rows, -1, x.shape[-1])
 
     def for_experts(self, is_sorted: bool) -> mx.array:

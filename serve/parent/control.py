@@ -184,7 +184,7 @@ class ControlServer:
         self._on_message(rank, Gone(reason))
 
     async def _greet(self, link: Link[FromRank]) -> int | None:
-        """The rank of a caller that may join; others are told why not."""
+        """The rank of a caller that may join, or None after a refusal that says why."""
         nonce = secrets.token_hex()
         link.send(Challenge(nonce))
         try:

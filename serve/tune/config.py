@@ -47,49 +47,49 @@ class FineTuneConfig(ModelSource):
     num_layers: int | None = flag(
         "number of layers to train, from the last; 0 or -1 for all (default: 16)",
         None,
-        least=-1,
+        min=-1,
     )
-    lora_rank: int | None = flag("rank of the adapter's matrices (default: 8)", None, least=1)
+    lora_rank: int | None = flag("rank of the adapter's matrices (default: 8)", None, min=1)
     lora_scale: float | None = flag(
         "factor that the adapter's product is multiplied by (default: 20)",
         None,
-        least=0,
-        most=10**6,
+        min=0,
+        max=10**6,
     )
     lora_alpha: float | None = flag(
         "the scale in PEFT's terms: scale times rank",
         None,
-        least=0,
-        most=10**6,
+        min=0,
+        max=10**6,
     )
     lora_dropout: float | None = flag(
         "dropout rate of an adapter's inputs in training (default: 0)",
         None,
-        least=0,
+        min=0,
     )
     lora_parameters: dict[str, Any] | None = _from_file("rank, scale, dropout, keys")
     batch_size: int = flag(
         "number of examples in a batch; with --packing, number of rows",
         4,
-        least=1,
+        min=1,
         heading="training",
     )
     micro_batches: int | None = flag(
         "number of micro-batches that a batch is cut into (default: --batch-size; 1 on one rank)",
         None,
-        least=1,
+        min=1,
     )
     grad_accumulation_steps: int = flag(
         "number of batches whose gradients are accumulated for one update",
         1,
-        least=1,
+        min=1,
     )
-    iters: int = flag("number of batches to train on", 1000, least=1)
-    epochs: int | None = flag("number of passes over the data; replaces --iters", None, least=1)
+    iters: int = flag("number of batches to train on", 1000, min=1)
+    epochs: int | None = flag("number of passes over the data; replaces --iters", None, min=1)
     early_stop: int | None = flag(
         "stop after this many validations in a row without a lower loss",
         None,
-        least=1,
+        min=1,
     )
     optimizer: str = flag(
         "optimizer: adam, adamw, muon, sgd or adafactor",
@@ -97,19 +97,19 @@ class FineTuneConfig(ModelSource):
         among=OPTIMIZERS,
     )
     optimizer_config: dict[str, Any] | None = _from_file("arguments of each optimizer")
-    learning_rate: float = flag("learning rate of the optimizer", 1e-5, least=0, most=100)
+    learning_rate: float = flag("learning rate of the optimizer", 1e-5, min=0, max=100)
     lr_schedule: dict[str, Any] | None = _from_file("name, arguments, warmup, warmup_init")
     max_grad_norm: float | None = flag(
         "maximum norm of the gradient over all ranks; scaled down if larger (default: no limit)",
         None,
-        least=0,
+        min=0,
     )
     prompt_feature: str = flag("JSON key of the prompt in the data", "prompt", heading="data")
     completion_feature: str = flag("JSON key of the completion in the data", "completion")
     text_feature: str = flag("JSON key of the text in the data", "text")
     chat_feature: str = flag("JSON key of a chat's messages in the data", "messages")
     mask_prompt: bool = flag("compute the loss only on the assistant's turns", False)
-    max_seq_length: int = flag("maximum length of an example, in tokens", 2048, least=2)
+    max_seq_length: int = flag("maximum length of an example, in tokens", 2048, min=2)
     long_examples: str = flag(
         "what to do with longer examples: cut or drop",
         "cut",
@@ -123,19 +123,19 @@ class FineTuneConfig(ModelSource):
     seed: int = flag(
         "random seed for the order of the data, the initial adapter and dropout",
         0,
-        least=0,
-        most=2**32 - 1,
+        min=0,
+        max=2**32 - 1,
     )
     val_batches: int = flag(
         "number of batches in a validation; -1 for all",
         25,
-        least=-1,
+        min=-1,
         heading="validation, reports and checkpoints",
     )
-    test_batches: int = flag("number of batches in the test; -1 for all", 500, least=-1)
-    steps_per_report: int = flag("number of batches between reports", 10, least=1)
-    steps_per_eval: int = flag("number of batches between validations", 200, least=1)
-    save_every: int = flag("number of batches between checkpoints", 100, least=1)
+    test_batches: int = flag("number of batches in the test; -1 for all", 500, min=-1)
+    steps_per_report: int = flag("number of batches between reports", 10, min=1)
+    steps_per_eval: int = flag("number of batches between validations", 200, min=1)
+    save_every: int = flag("number of batches between checkpoints", 100, min=1)
     resume: bool = flag("continue from the last checkpoint in --adapter-path", False)
     resume_adapter_file: Path | None = flag("start from the weights in this adapter file", None)
     grad_checkpoint: bool = flag(
@@ -151,14 +151,14 @@ class FineTuneConfig(ModelSource):
     stages_per_rank: int | None = flag(
         "number of slices of layers on each rank, only with --schedule interleaved (default: 2)",
         None,
-        least=1,
-        most=64,
+        min=1,
+        max=64,
     )
     split: str = flag("layers of each stage: auto, even, or numbers such as 20,12", "auto")
     stall_timeout: float = flag(
         "seconds without a message from a rank until it counts as lost",
         600.0,
-        least=1,
+        min=1,
     )
     peft: bool = flag(
         "also write each adapter in PEFT's format, to a subfolder peft",

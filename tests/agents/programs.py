@@ -137,7 +137,7 @@ _SMOLAGENTS = Agent("smolagents", "smolagents", SDKS, ("python", "program.py"), 
 
 AGENTS = [_CODEX, _CLAUDE, _QWEN, _OPENCODE, _AIDER, _OPENAI_AGENTS, _SMOLAGENTS]
 
-# What the same agents send to other models, or when they are told to.
+# What the same agents send to other models, or with other settings.
 VARIANTS = [
     *map(thinking, (_CODEX, _CLAUDE, _QWEN, _OPENCODE)),
     # These names are known to Codex: it has other tools for them, some of which take free text.

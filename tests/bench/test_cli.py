@@ -32,7 +32,7 @@ def test_one_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with streaming() as (url, _):
         files = ["--output", str(output), "--plot", str(plot)]
         assert bench("--url", f"{url}/v1", *QUICK, *files) == 0
-    shown, told = capsys.readouterr()
+    shown, errors = capsys.readouterr()
     assert "1 client " in shown
     assert not [line for line in shown.splitlines() if line != line.rstrip()]
     assert "2 clients" in shown
@@ -40,7 +40,7 @@ def test_one_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert results["flags"]["max_tokens"] == 4
     assert [each["load"] for each in results["results"]] == ["1 client", "2 clients"]
     rounds = [(each, n) for each in ("1 client", "2 clients") for n in (1, 2)]
-    assert told.splitlines() == [
+    assert errors.splitlines() == [
         f"brigade bench: {load}, round {n} of 2, A: {url}/v1" for load, n in rounds
     ]
     for each in results["results"]:

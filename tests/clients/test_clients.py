@@ -72,8 +72,8 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"question": q, "choices": choices, "answer": a} for q, choices, a in QUESTIONS]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name in ("tiny_choice", "tiny_generation"):
-        told = (SUITES / f"{name}.yaml").read_text()
-        (folder / f"{name}.yaml").write_text(told.replace("DATA", str(data)))
+        text = (SUITES / f"{name}.yaml").read_text()
+        (folder / f"{name}.yaml").write_text(text.replace("DATA", str(data)))
     return folder
 
 

@@ -220,12 +220,12 @@ def check_logits(server: Server, answer: Whole) -> None:
 def scores(server: Server, model: str, prompt: list[int]) -> dict[str, Any]:
     body = {"model": model, "prompt": prompt, "echo": True, "max_tokens": 8, "temperature": 0}
     more = {"logprobs": 20, "return_tokens_as_token_ids": True}
-    told = post(server, "/v1/completions", **body, **more).json()["choices"][0]["logprobs"]
+    logprobs = post(server, "/v1/completions", **body, **more).json()["choices"][0]["logprobs"]
     number = len("token_id:")
     tops = [
-        {int(key[number:]): p for key, p in (top or {}).items()} for top in told["top_logprobs"]
+        {int(key[number:]): p for key, p in (top or {}).items()} for top in logprobs["top_logprobs"]
     ]
-    return {"tokens": [int(token[number:]) for token in told["tokens"]], "top": tops}
+    return {"tokens": [int(token[number:]) for token in logprobs["tokens"]], "top": tops}
 
 
 def check_one_rank_that_cannot_read(server: Server, folders: list[Path], answer: Whole) -> None:

@@ -32,9 +32,9 @@ def message(server: Server, messages: list[Any] = ASKED, **fields: Any) -> Any:
 
 def test_a_message_is_the_chat_in_other_words(server: Server) -> None:
     system = "Be kind and patient. " * 20
-    told: Any = [{"role": "system", "content": system}, *ASKED]
+    messages: Any = [{"role": "system", "content": system}, *ASKED]
     chat = server.client().chat.completions.create(
-        model="tiny-chat", messages=told, temperature=0, max_tokens=60
+        model="tiny-chat", messages=messages, temperature=0, max_tokens=60
     )
     whole = message(server, system=[{"type": "text", "text": system}])
     assert [block.text for block in whole.content] == [chat.choices[0].message.content]
@@ -91,14 +91,14 @@ def test_tools_are_called_and_answered(server: Server, choice: Any, stream: bool
     assert (call.type, call.name) == ("tool_use", "weather")
     assert call.input.keys() == {"city", "days"}
     assert whole.stop_reason == "tool_use" or whole.usage.output_tokens == fields["max_tokens"]
-    told = {"type": "tool_result", "tool_use_id": call.id, "content": "noon"}
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "noon"}
     turns = [
         *asked,
         {
             "role": "assistant",
             "content": [call.model_dump(include={"type", "id", "name", "input"})],
         },
-        {"role": "user", "content": [told, {"type": "text", "text": "And now?"}]},
+        {"role": "user", "content": [result, {"type": "text", "text": "And now?"}]},
     ]
     assert message(server, turns, tools=[WEATHER_TOOL], max_tokens=5, tool_choice={"type": "none"})
 

@@ -47,11 +47,11 @@ def test_logprobs_of_a_chat_are_the_models(server: Server, whole: Whole) -> None
     prompt, ids = reply.model_extra["prompt_token_ids"], choice.model_extra["token_ids"]
     assert len(choice.logprobs.content) == len(ids) == reply.usage.completion_tokens
     exact = whole(prompt + ids)[len(prompt) - 1 :]
-    for told, id, row in zip(choice.logprobs.content, ids, exact, strict=False):
-        assert told.logprob == pytest.approx(row[id], abs=1e-3)
-        best = [top.logprob for top in told.top_logprobs]
+    for entry, id, row in zip(choice.logprobs.content, ids, exact, strict=False):
+        assert entry.logprob == pytest.approx(row[id], abs=1e-3)
+        best = [top.logprob for top in entry.top_logprobs]
         assert best == pytest.approx(np.sort(row)[::-1][:3].tolist(), abs=1e-3)
-    text = b"".join(bytes(told.bytes) for told in choice.logprobs.content)
+    text = b"".join(bytes(entry.bytes) for entry in choice.logprobs.content)
     assert text.decode().startswith(choice.message.content)
 
 
@@ -59,8 +59,8 @@ def test_streamed_logprobs_are_those_of_the_reply(server: Server) -> None:
     fields = {"logprobs": True, "top_logprobs": 1, "max_tokens": 12}
     whole_reply = chat(server, **fields).choices[0]
     chunks = [chunk.choices[0] for chunk in chat(server, stream=True, **fields)]
-    told = [score for c in chunks if c.logprobs for score in c.logprobs.content]
-    assert told == whole_reply.logprobs.content
+    scores = [score for c in chunks if c.logprobs for score in c.logprobs.content]
+    assert scores == whole_reply.logprobs.content
     assert "".join(c.delta.content or "" for c in chunks) == whole_reply.message.content
 
 
@@ -76,12 +76,12 @@ def test_prompts_are_scored_as_evaluation_harnesses_ask(
         reply = complete(server, prompts, echo=True, logprobs=1, max_tokens=max_tokens)
         assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]
         for choice, ids in zip(reply.choices, prompts, strict=True):
-            told = choice.logprobs.token_logprobs
-            assert len(told) == len(ids) + max_tokens
-            assert told[0] is None
+            scores = choice.logprobs.token_logprobs
+            assert len(scores) == len(ids) + max_tokens
+            assert scores[0] is None
             exact = whole(ids)
             wanted = [exact[i, id] for i, id in enumerate(ids[1:])]
-            assert told[1 : len(ids)] == pytest.approx(wanted, abs=1e-3)
+            assert scores[1 : len(ids)] == pytest.approx(wanted, abs=1e-3)
             for top, row in zip(choice.logprobs.top_logprobs[1:], exact, strict=False):
                 assert max(top.values()) == pytest.approx(row.max(), abs=1e-3)
         assert reply.usage.completion_tokens == len(prompts) * max_tokens
@@ -91,8 +91,8 @@ def test_prompts_are_scored_as_evaluation_harnesses_ask(
 def test_completions_go_on_as_mlx_lm_does(server: Server) -> None:
     model, tokenizer = mlx_lm.load(str(TINY_CHAT))
     ids = tokenizer.encode(PROMPT)
-    told = mlx_lm.stream_generate(model, tokenizer, ids, max_tokens=12)
-    wanted = tokenizer.decode([each.token for each in told])
+    generated = mlx_lm.stream_generate(model, tokenizer, ids, max_tokens=12)
+    wanted = tokenizer.decode([each.token for each in generated])
     as_text = complete(server, PROMPT, max_tokens=12).choices[0].text
     as_ids = complete(server, ids, max_tokens=12).choices[0].text
     assert as_text == as_ids == wanted
@@ -102,11 +102,11 @@ def test_prompts_of_chats_are_scored_as_vllm_does(server: Server, whole: Whole) 
     extra = {"prompt_logprobs": 2, "return_token_ids": True}
     for _ in range(2):
         fields = chat(server, max_tokens=1, extra_body=extra).model_extra
-        ids, told = fields["prompt_token_ids"], fields["prompt_logprobs"]
+        ids, entries = fields["prompt_token_ids"], fields["prompt_logprobs"]
         exact = whole(ids)
-        assert told[0] is None
-        assert len(told) == len(ids)
-        for scores, id, row in zip(told[1:], ids[1:], exact, strict=False):
+        assert entries[0] is None
+        assert len(entries) == len(ids)
+        for scores, id, row in zip(entries[1:], ids[1:], exact, strict=False):
             assert scores[str(id)]["logprob"] == pytest.approx(row[id], abs=1e-3)
             (best,) = (score for score in scores.values() if score["rank"] == 1)
             assert best["logprob"] == pytest.approx(row.max(), abs=1e-3)
@@ -146,8 +146,8 @@ def test_parameters_do_what_they_say(server: Server) -> None:
     text = plain.choices[0].message.content
     banned = chat(server, max_tokens=40, extra_body={"bad_words": ["b", "c"]})
     assert {" b", " c"} <= {text[i : i + 2] for i in range(len(text))}
-    told = banned.choices[0].message.content
-    assert not {" b", " c"} & {told[i : i + 2] for i in range(len(told))}
+    text = banned.choices[0].message.content
+    assert not {" b", " c"} & {text[i : i + 2] for i in range(len(text))}
     (space, *_) = server_tokens(server, " b")
     biased = chat(server, max_tokens=5, logit_bias={str(space): 100})
     assert biased.choices[0].message.content.count(" b") == 5
@@ -161,8 +161,8 @@ def test_parameters_do_what_they_say(server: Server) -> None:
     )
     fields: dict[str, Any] = {"max_tokens": 24, "extra_body": {"return_token_ids": True}}
     often = complete(server, PROMPT, **fields).choices[0].model_extra["token_ids"]
-    told = complete(server, PROMPT, frequency_penalty=2, **fields).choices[0]
-    seldom = told.model_extra["token_ids"]
+    penalised = complete(server, PROMPT, frequency_penalty=2, **fields).choices[0]
+    seldom = penalised.model_extra["token_ids"]
     repeats = [Counter(ids).most_common(1)[0][1] for ids in (seldom, often)]
     assert repeats[0] < repeats[1]
 

@@ -90,10 +90,10 @@ def test_others_are_not_touched(server: Server) -> None:
 
 def test_a_hopeless_schema_is_refused(server: Server) -> None:
     format: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nil"}}}
-    with pytest.raises(openai.BadRequestError) as told:
+    with pytest.raises(openai.BadRequestError) as caught:
         ask(server, response_format=format)
-    assert told.value.param == "response_format"
-    assert "nil" in str(told.value)
+    assert caught.value.param == "response_format"
+    assert "nil" in str(caught.value)
 
 
 def test_a_named_tool_is_called(server: Server) -> None:
@@ -147,9 +147,9 @@ def test_a_schema_that_is_slow_to_prepare_stops_nobody(server: Server) -> None:
     def slow(number: int) -> int:
         schema = {"type": "integer", "multipleOf": 9_999_991 - number}
         format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-        with pytest.raises(openai.BadRequestError, match="make it simpler") as told:
+        with pytest.raises(openai.BadRequestError, match="make it simpler") as caught:
             ask(server, response_format=format, n=8)
-        return told.value.status_code
+        return caught.value.status_code
 
     with ThreadPoolExecutor(4) as pool:
         refused = [pool.submit(slow, number) for number in range(4)]
@@ -234,9 +234,9 @@ def test_with_tools_at_hand_the_model_may_just_answer(server: Server) -> None:
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(server: Server, fields: Any, param: str) -> None:
-    with pytest.raises(openai.BadRequestError) as told:
+    with pytest.raises(openai.BadRequestError) as caught:
         ask(server, **fields)
-    assert told.value.param == param
+    assert caught.value.param == param
 
 
 def explosive_grammar(num_rules: int = 40) -> str:

@@ -253,14 +253,6 @@ SAME_ITEMS: dict[str, tuple[list[Any], list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", SAME_ITEMS)
-def test_history_of_responses_changes_nothing(server: Server, name: str) -> None:
-    given, plain = SAME_ITEMS[name]
-    asked = server.ask(RESPONSES, {"input": given})
-    assert asked.prompt == server.plain(RESPONSES, {"input": plain}).prompt
-    assert text_of(RESPONSES, asked.body) == ANSWER
-
-
 # Name -> items, and the text that the model gets of them.
 SEEN_ITEMS: dict[str, tuple[list[Any], str]] = {
     "reasoning with a summary": (
@@ -366,12 +358,18 @@ SAME_TURNS: dict[str, tuple[list[Any], list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", SAME_TURNS)
-def test_history_of_messages_changes_nothing(server: Server, name: str) -> None:
-    given, plain = SAME_TURNS[name]
-    asked = server.ask(MESSAGES, {"messages": given})
-    assert asked.prompt == server.plain(MESSAGES, {"messages": plain}).prompt
-    assert text_of(MESSAGES, asked.body) == ANSWER
+SAME_HISTORIES = [
+    *((RESPONSES, "input", name) for name in SAME_ITEMS),
+    *((MESSAGES, "messages", name) for name in SAME_TURNS),
+]
+
+
+@pytest.mark.parametrize(("path", "field", "name"), SAME_HISTORIES)
+def test_history_changes_nothing(server: Server, path: str, field: str, name: str) -> None:
+    given, plain = (SAME_ITEMS if path == RESPONSES else SAME_TURNS)[name]
+    asked = server.ask(path, {field: given})
+    assert asked.prompt == server.plain(path, {field: plain}).prompt
+    assert text_of(path, asked.body) == ANSWER
 
 
 # Name -> turns before the question, and the text that the model gets of them.

@@ -1,4 +1,4 @@
-"""A broken model folder is told by one line, before anything starts."""
+"""A broken model folder is reported in one line, before anything starts."""
 
 import json
 import struct

@@ -1,4 +1,4 @@
-"""What a rank is told, read strictly: MLX itself takes MLX_RANK=abc for rank 0."""
+"""A rank reads its flags and environment strictly: MLX itself takes MLX_RANK=abc for rank 0."""
 
 import json
 from pathlib import Path

@@ -338,7 +338,7 @@ WIRE = [
          body=chunked(*(bytes([b]) for b in good_body())))], (200,)),
     Case("chunks that are too many", [post(CHUNKED, body=chunked(*[b" " * 1_000_000] * 12))],
          (413,)),
-    Case("a wish to be told to go on", [post(b"Expect: 100-continue", b"Content-Length: 9")],
+    Case("the header Expect: 100-continue", [post(b"Expect: 100-continue", b"Content-Length: 9")],
          (100, 408)),
     Case("a websocket", [get(b"Upgrade: websocket", b"Connection: upgrade")], (200, 400)),
     Case("HTTP/2 by upgrade", [get(b"Upgrade: h2c", b"HTTP2-Settings: AAMAAABkAAQAAP__")], (200,)),

@@ -51,11 +51,11 @@ def send(server: Server, seed: int) -> tuple[int, str, float]:
 def check_seeds(server: Server, seeds: Sequence[int]) -> None:
     engines = server.engines()
     with ThreadPoolExecutor(REQUESTS_AT_ONCE) as threads:
-        told = list(threads.map(lambda seed: send(server, seed), seeds))
-    ends = Counter(end for _, end, _ in told)
-    slowest, slowest_seed = max((seconds, seed) for seed, _, seconds in told)
+        outcomes = list(threads.map(lambda seed: send(server, seed), seeds))
+    ends = Counter(end for _, end, _ in outcomes)
+    slowest, slowest_seed = max((seconds, seed) for seed, _, seconds in outcomes)
     print(f"{dict(ends)}, slowest {slowest:.1f} s: seed {slowest_seed}")
-    wrong = [(seed, end) for seed, end, _ in told if end.isdigit() and end != "200"]
+    wrong = [(seed, end) for seed, end, _ in outcomes if end.isdigit() and end != "200"]
     assert not wrong
     assert server.engines() == engines, "an engine ended"
     assert server.get("/admin/pipeline")["num_restarts"] == 0
@@ -102,8 +102,10 @@ def test_grammar_and_stop_tokens_or_allowed_tokens(cluster: Server) -> None:
     """A stop token that the grammar allows ends the answer; what leaves nothing is named."""
 
     def id_of(text: str) -> int:
-        told = httpx2.post(cluster.url + "/tokenize", json={"model": "tiny-chat", "prompt": text})
-        return int(told.json()["tokens"][0])
+        tokenized = httpx2.post(
+            cluster.url + "/tokenize", json={"model": "tiny-chat", "prompt": text}
+        )
+        return int(tokenized.json()["tokens"][0])
 
     body: Json = {
         "model": "tiny-chat",

@@ -134,7 +134,7 @@ GOES_ON: dict[str, Fault] = {
     "rank 1's parent stopped": to_parent(signal.SIGSTOP, 1),
     "rank 1 stopped as a whole": stopped_rank,
     "rank 1 killed as a whole": whole_rank,
-    "rank 1's parent told to end": to_parent(signal.SIGTERM, 1),
+    "SIGTERM to rank 1's parent": to_parent(signal.SIGTERM, 1),
     "garbage on every port": garbage,
 }
 ENDS: dict[str, tuple[Fault, int]] = {
@@ -147,7 +147,7 @@ ENDS: dict[str, tuple[Fault, int]] = {
     "the launcher killed in a recovery": (launcher_in_recovery, -signal.SIGKILL),
     "a signal in a recovery": (signal_in_recovery, 0),
     "rank 0's parent killed": (to_parent(signal.SIGKILL, 0), 137),
-    "rank 0's parent told to end": (to_parent(signal.SIGTERM, 0), 0),
+    "SIGTERM to rank 0's parent": (to_parent(signal.SIGTERM, 0), 0),
     "rank 0's parent stopped, then a signal": (frozen_rank_0, 137),
     "rank 1's parent stopped, then drained": (then_drained(to_parent(signal.SIGSTOP, 1)), 0),
     "rank 1 stopped as a whole, then drained": (then_drained(stopped_rank), 0),

@@ -161,7 +161,7 @@ def scored(token: int, num_top: int | None) -> Score | None:
 
 
 class FakeRanks:
-    """Two ranks that hold what they are told to. Set refusals to make a rank refuse."""
+    """Two ranks that hold what the server asks them to hold. refusals makes ranks refuse."""
 
     def __init__(self, **flags: Any) -> None:
         config = dataclasses.replace(CONFIG, **{"adapter_root": Path("/adapters"), **flags})

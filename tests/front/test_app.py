@@ -260,12 +260,12 @@ def test_version_and_admin(server: Running, engine: FakeEngine) -> None:
 
 def test_the_root_says_what_can_be_called(shared: Running) -> None:
     """Whoever opens the address in a browser sees what this is."""
-    told = get(shared, "/").json()
-    assert (told["name"], told["model"]) == ("Brigade", "tiny")
+    shown = get(shared, "/").json()
+    assert (shown["name"], shown["model"]) == ("Brigade", "tiny")
     document = get(shared, "/openapi.json").json()["paths"]
     calls = {f"{method.upper()} {path}" for path in document for method in document[path]}
-    assert set(told["calls"]) == calls
-    assert all(told["calls"].values())
+    assert set(shown["calls"]) == calls
+    assert all(shown["calls"].values())
     assert httpx2.head(shared.url + "/").status_code == 200
 
 

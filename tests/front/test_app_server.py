@@ -351,8 +351,8 @@ def test_a_half_closed_client_gets_its_answer(
     response = final(half_closed(server, request_bytes(stream=stream), before))
     assert response.startswith(b"HTTP/1.1 200 ")
     if stream:
-        told = [line for line in response.splitlines() if line.startswith(b"data: {")]
-        chunks = [json.loads(line.removeprefix(b"data: ")) for line in told]
+        lines = [line for line in response.splitlines() if line.startswith(b"data: {")]
+        chunks = [json.loads(line.removeprefix(b"data: ")) for line in lines]
         text = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks)
         assert response.count(b"data: [DONE]") == 1
     else:
@@ -586,7 +586,7 @@ async def reply_after_a_signal(
         reply = await answering
     await asyncio.wait_for(serving_task, 5)
     unharmed = signal.getsignal(number) not in (signal.SIG_DFL, signal.default_int_handler)
-    assert unharmed, "another one would end the process before its ranks are told"
+    assert unharmed, "another one would end the process before its ranks get the message"
     assert engine.generations[0].closed.is_set()
     return reply
 

@@ -34,9 +34,9 @@ class Faults:
     cut: int = 0  # connections that end after cut_bytes
     cut_bytes: int = 10_000
     expired: int = 0  # signed addresses that are refused
-    change_after: int | None = None  # the stored file is another one after so many answers
+    change_after: int | None = None  # after this many answers the stored file changes
     moved_commit: bool = False  # the hub tells another etag than in its listing
-    wrong_length: int = 0  # so many bytes the hub says a file has more than it has
+    wrong_length: int = 0  # the hub reports files as longer by this many bytes
     no_ranges_after: int | None = None
     wrong_place: int = 0  # answers with another range than asked for
     delay_seconds: float = 0.0  # before each chunk
@@ -58,7 +58,7 @@ class FakeHub:
     requests: Counter[str] = field(default_factory=Counter)
     leaked_tokens: list[str] = field(default_factory=list)
     revisions: dict[str, str] = field(default_factory=lambda: {"main": COMMIT, "v1": COMMIT})
-    sizes: dict[str, int] = field(default_factory=dict)  # what is told instead of the truth
+    sizes: dict[str, int] = field(default_factory=dict)  # wrong sizes that it reports
     refused: set[str] = field(default_factory=set)  # addresses that have expired
     url: str = ""
     storage_url: str = ""

@@ -189,8 +189,8 @@ def test_a_cluster_loads_an_adapter_of_the_hub(
 
     def answer(model: Any) -> str:
         """mlx_lm.generate leaves out a blank at the begin."""
-        told = mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=24)
-        return tokenizer.decode([each.token for each in told], skip_special_tokens=True)
+        generated = mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=24)
+        return tokenizer.decode([each.token for each in generated], skip_special_tokens=True)
 
     expected = answer(model)
     assert expected != answer(make()[0])

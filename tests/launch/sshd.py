@@ -91,9 +91,9 @@ def running_sshd(folder: Path) -> Iterator[Sshd]:
     for name in ("host", "user"):
         key = ["-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
         subprocess.run(["ssh-keygen", *key], check=True)
-    told = {"folder": folder, "port": port, "user": getpass.getuser()}
+    settings = {"folder": folder, "port": port, "user": getpass.getuser()}
     for name, text in (("sshd", CONFIG), ("login", LOGIN), ("config", CLIENT)):
-        (folder / name).write_text(text.format(**told))
+        (folder / name).write_text(text.format(**settings))
     (folder / "login").chmod(0o700)
     (folder / "profile").touch()
     (folder / "tmp").mkdir()

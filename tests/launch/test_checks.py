@@ -139,8 +139,8 @@ def test_hosts_may_have_other_patch_levels_of_python_and_other_memory() -> None:
 def test_only_files_that_are_there_are_called_the_same() -> None:
     model = {"config.json": "1", "generation_config.json": "-", "weights": "3"}
     both = [host(model=model), host(host="mini", model=model)]
-    told = [each.what for each in check_hosts(both)]
-    assert "the same config.json, weights" in told
+    findings = [each.what for each in check_hosts(both)]
+    assert "the same config.json, weights" in findings
 
 
 def test_a_host_alone_is_compared_with_nobody() -> None:

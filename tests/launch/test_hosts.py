@@ -48,7 +48,7 @@ from tests.test_launcher import (
     TELL,
     Launch,
     alive,
-    told,
+    environments,
     wait_until,
 )
 
@@ -239,7 +239,7 @@ def test_a_killed_rank_is_started_again_on_its_host_in_the_same_ring(relaunch: S
     launched = relaunch(TELL + SLEEP).see("up", 2)
     os.kill(launched.pids[1], signal.SIGKILL)
     launched.see("up", 3)
-    first, second = (rank for rank in told(launched) if rank["MLX_RANK"] == "1")
+    first, second = (rank for rank in environments(launched) if rank["MLX_RANK"] == "1")
     assert first["BRIGADE_SECRET"] == second["BRIGADE_SECRET"]
     launched.process.send_signal(signal.SIGTERM)
     assert launched.end()[0] == 0
@@ -328,13 +328,13 @@ def test_a_signal_while_a_host_is_away_leaves_nobody(relaunch: Start, sshd: Sshd
     assert not [child for child in children if alive(child.pid)]
 
 
-# --- what ranks are told
+# --- the environment of ranks
 
 
 def test_each_rank_finds_the_same_ring_and_its_own_number(launch: Start) -> None:
     launched = launch(TELL + "print('hosts ' + open(os.environ['MLX_HOSTFILE']).read())")
     launched.end()
-    ranks = told(launched)
+    ranks = environments(launched)
     assert sorted(rank["MLX_RANK"] for rank in ranks) == ["0", "1"]
     for name in ("BRIGADE_SECRET", "BRIGADE_CONTROL"):
         assert len({rank[name] for rank in ranks}) == 1
@@ -364,7 +364,7 @@ def test_a_rank_gets_what_was_given_and_what_is_allowed(
     monkeypatch.setenv("SECRET_OF_MINE", "x")
     launched = launch(TELL)
     launched.end()
-    for environment in told(launched):
+    for environment in environments(launched):
         assert environment["GIVEN"] == "a 'b'"
         assert environment["HF_TOKEN"] == "hf_1"
         assert "SECRET_OF_MINE" not in environment
@@ -373,7 +373,7 @@ def test_a_rank_gets_what_was_given_and_what_is_allowed(
 def test_no_secret_is_on_a_command_line(launch: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_do_not_show")
     launched = launch(TELL + SLEEP).see("up", 2)
-    secrets = {told(launched)[0]["BRIGADE_SECRET"], "hf_do_not_show"}
+    secrets = {environments(launched)[0]["BRIGADE_SECRET"], "hf_do_not_show"}
     lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
     assert not [line for line in lines if any(s in word for s in secrets for word in line)]
 

@@ -319,9 +319,9 @@ def test_a_scale_that_makes_numbers_infinite_is_refused(tmp_path: Path) -> None:
 
 
 def suspicions(caplog: pytest.LogCaptureFixture) -> list[str]:
-    told = [record.getMessage() for record in caplog.records]
+    messages = [record.getMessage() for record in caplog.records]
     caplog.clear()
-    return [line for line in told if "event=adapter_suspicious" in line]
+    return [line for line in messages if "event=adapter_suspicious" in line]
 
 
 @pytest.mark.parametrize("case", CASES)

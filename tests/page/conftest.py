@@ -4,18 +4,25 @@ Playwright's loop must not be there when other tests start loops of their own.""
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from playwright.sync_api import Browser
 
 from tests.cluster.servers import ROOT, Server, running
-from tests.page.browser import CHROMIUM, NO_BROWSER, Tab, browsing, opened
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+    from tests.page.browser import Tab
 
 ADAPTERS = ROOT / "examples" / "adapters"
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser() -> "Iterator[Browser]":
+    # Imported here, because this file is also read where Playwright is not installed.
+    from tests.page.browser import CHROMIUM, NO_BROWSER, browsing
+
     if CHROMIUM is None:
         pytest.skip(NO_BROWSER)
     with browsing() as started:
@@ -23,7 +30,7 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def cluster(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def cluster(browser: "Browser", tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Two ranks, which may load the embedded adapters."""
     root: Path = tmp_path_factory.mktemp("adapters")
     for name in ("pirate", "poet"):
@@ -33,6 +40,8 @@ def cluster(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.fixture
-def tab(browser: Browser) -> Iterator[Tab]:
+def tab(browser: "Browser") -> "Iterator[Tab]":
+    from tests.page.browser import opened
+
     with opened(browser) as made:
         yield made

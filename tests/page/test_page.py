@@ -9,6 +9,10 @@ from typing import Any
 
 import httpx2
 import psutil
+import pytest
+
+pytest.importorskip("playwright", reason="Playwright is not installed")
+
 from playwright.sync_api import Locator, Page, expect
 
 from tests.cluster.servers import Server
@@ -20,7 +24,7 @@ QUESTION = "What is the capital of France?"
 
 @contextmanager
 def asking(server: Server, num_clients: int, **fields: Any) -> Iterator[None]:
-    """So many clients, each of which asks again when it is answered."""
+    """Runs num_clients clients, each of which sends the next request after the answer."""
     ended = threading.Event()
 
     def ask() -> None:

@@ -257,80 +257,116 @@ LIVES = [(0, None, None), (1, None, None), (2, None, None), (3, 8, None)]
 LIVES += [(21, None, OVERFLOWS), (24, 8, OVERFLOWS), (26, None, OVERFLOWS), (7, None, 0), (8, 8, 0)]
 
 
-@pytest.mark.parametrize(("seed", "kv_bits", "overflows"), LIVES)
-def test_random_lives(seed: int, kv_bits: int | None, overflows: int | None) -> None:
-    """Rows of very different lengths join, leave for a while, move, are copied and dropped.
-    Some overflow, and so does what fills a batch up if that is token 0."""
-    chance, rig = random.Random(seed), Rig(True, kv_bits, overflows)
-    groups: dict[int, list[int]] = {0: [], 1: []}
-    away: list[int] = []
-    ids = iter(range(1000))
+class RandomLife:
+    """Rows of two groups that join, leave for a while, return, are copied and dropped. Tokens
+    overflow with the given probability."""
 
-    def some(num: int) -> list[int]:
-        tokens = [chance.randrange(1, 90) for _ in range(num)]
-        if overflows is not None and chance.random() < 0.1:
-            tokens[chance.randrange(num)] = overflows
+    def __init__(
+        self,
+        seed: int,
+        kv_bits: int | None,
+        overflows: int | None,
+        overflow_share: float,
+    ) -> None:
+        self.chance = random.Random(seed)
+        self.rig = Rig(True, kv_bits, overflows)
+        self.groups: dict[int, list[int]] = {0: [], 1: []}
+        self.away: list[int] = []
+        self._ids = iter(range(1000))
+        self._overflows = overflows
+        self._overflow_share = overflow_share
+
+    def tokens(self, num: int) -> list[int]:
+        tokens = [self.chance.randrange(1, 90) for _ in range(num)]
+        if self._overflows is not None and self.chance.random() < self._overflow_share:
+            tokens[self.chance.randrange(num)] = self._overflows
         return tokens
 
+    def join(self, group: int, long_share: float = 0.0) -> None:
+        new = [next(self._ids) for _ in range(self.chance.randint(1, 3))]
+        longest = 700 if self.chance.random() < long_share else 20
+        feeds = {id: self.tokens(self.chance.randint(1, longest)) for id in new}
+        self.rig.step(100 + new[0], feeds)
+        self.groups[group] += new
+
+    def leave(self, group: int) -> None:
+        ids = self.groups[group]
+        if ids:
+            self.away.append(ids.pop(self.chance.randrange(len(ids))))
+
+    def come_back(self, group: int) -> None:
+        if self.away:
+            self.groups[group].append(self.away.pop())
+
+    def drop(self) -> None:
+        if self.away:
+            self.rig.step(-1, {}, drop=(self.away.pop(),))
+
+    def copy(self, group: int) -> None:
+        sources = self.groups[0] + self.groups[1] + self.away
+        if sources:
+            source = self.chance.choice(sources)
+            new_id = next(self._ids)
+            num_tokens = self.chance.randint(1, self.rig.length[source])
+            self.rig.step(-1, {}, take=(Take(new_id, source, num_tokens),))
+            self.groups[group].append(new_id)
+
+
+@pytest.mark.parametrize(("seed", "kv_bits", "overflows"), LIVES)
+def test_random_lives(seed: int, kv_bits: int | None, overflows: int | None) -> None:
+    """Rows of very different lengths share batches. Some overflow, and so does the padding of a
+    batch if that is token 0."""
+    life = RandomLife(seed, kv_bits, overflows, 0.1)
     for _ in range(60):
-        kind, group = chance.random(), chance.choice((0, 1))
+        kind = life.chance.random()
+        group = life.chance.choice((0, 1))
         if kind < 0.2:
-            new = [next(ids) for _ in range(chance.randint(1, 3))]
-            long = 700 if chance.random() < 0.1 else 20
-            rig.step(100 + new[0], {id: some(chance.randint(1, long)) for id in new})
-            groups[group] += new
-        elif kind < 0.3 and groups[group]:
-            away.append(groups[group].pop(chance.randrange(len(groups[group]))))
-        elif kind < 0.4 and away:
-            groups[group].append(away.pop())
-        elif kind < 0.45 and away:
-            victim = away.pop()
-            rig.step(-1, {}, drop=(victim,))
-        elif kind < 0.55 and (sources := groups[0] + groups[1] + away):
-            source, new_id = chance.choice(sources), next(ids)
-            rig.step(-1, {}, take=(Take(new_id, source, chance.randint(1, rig.length[source])),))
-            groups[group].append(new_id)
-        elif groups[group]:
-            rig.step(group, {id: some(1) for id in groups[group]})
+            life.join(group, long_share=0.1)
+        elif kind < 0.3:
+            life.leave(group)
+        elif kind < 0.4:
+            life.come_back(group)
+        elif kind < 0.45:
+            life.drop()
+        elif kind < 0.55:
+            life.copy(group)
+        elif life.groups[group]:
+            life.rig.step(group, {id: life.tokens(1) for id in life.groups[group]})
 
 
 @pytest.mark.parametrize(("seed", "kv_bits", "overflows"), LIVES)
 def test_random_lives_with_drafts(seed: int, kv_bits: int | None, overflows: int | None) -> None:
     """Rows feed drafts of different numbers, of which some are wrong, while others join, leave for
     a while, move, are copied and dropped."""
-    chance, rig = random.Random(seed), Rig(True, kv_bits, overflows)
-    groups: dict[int, list[int]] = {0: [], 1: []}
-    away: list[int] = []
-    ids = iter(range(1000))
-
-    def some(num: int) -> list[int]:
-        tokens = [chance.randrange(1, 90) for _ in range(num)]
-        if overflows is not None and chance.random() < 0.03:
-            tokens[chance.randrange(num)] = overflows
-        return tokens
-
+    life = RandomLife(seed, kv_bits, overflows, 0.03)
     for _ in range(60):
-        kind, group = chance.random(), chance.choice((0, 1))
+        kind = life.chance.random()
+        group = life.chance.choice((0, 1))
         if kind < 0.15:
-            new = [next(ids) for _ in range(chance.randint(1, 3))]
-            rig.step(100 + new[0], {id: some(chance.randint(1, 20)) for id in new})
-            groups[group] += new
-        elif kind < 0.2 and groups[group]:
-            away.append(groups[group].pop(chance.randrange(len(groups[group]))))
-        elif kind < 0.25 and away:
-            groups[group].append(away.pop())
-        elif kind < 0.3 and away:
-            rig.step(-1, {}, drop=(away.pop(),))
-        elif kind < 0.4 and (sources := groups[0] + groups[1] + away):
-            source, new_id = chance.choice(sources), next(ids)
-            rig.step(-1, {}, take=(Take(new_id, source, chance.randint(1, rig.length[source])),))
-            groups[group].append(new_id)
-        elif groups[group]:
-            feeds = {id: some(chance.choice((1, 1, chance.randint(1, 9)))) for id in groups[group]}
-            rig.step(group, feeds)
-            for id, fed in feeds.items():
-                if len(fed) > 1:
-                    rig.reject(id, chance.randrange(len(fed)))
+            life.join(group)
+        elif kind < 0.2:
+            life.leave(group)
+        elif kind < 0.25:
+            life.come_back(group)
+        elif kind < 0.3:
+            life.drop()
+        elif kind < 0.4:
+            life.copy(group)
+        else:
+            feed_drafts(life, group)
+
+
+def feed_drafts(life: RandomLife, group: int) -> None:
+    feeds = {}
+    for id in life.groups[group]:
+        lengths = (1, 1, life.chance.randint(1, 9))
+        feeds[id] = life.tokens(life.chance.choice(lengths))
+    if not feeds:
+        return
+    life.rig.step(group, feeds)
+    for id, fed in feeds.items():
+        if len(fed) > 1:
+            life.rig.reject(id, life.chance.randrange(len(fed)))
 
 
 @pytest.mark.slow

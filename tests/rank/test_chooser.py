@@ -66,7 +66,7 @@ def test_choose_fails_rows_that_are_not_finite_and_no_other(
     assert {n for n, token in enumerate(got.tokens) if token == OVERFLOWED_TOKEN} == {0, 2, 3, 5}
     assert [got.tokens[n] for n in (1, 4)] == [alone.tokens[n] for n in (1, 4)]
     assert got.tokens[6] == 3
-    bad = {told.sequence for told in got.scores if not told.is_finite}
+    bad = {each.sequence for each in got.scores if not each.is_finite}
     assert bad == ({0, 2, 3, 5} if sampling.logprobs else set())
 
 
@@ -89,9 +89,9 @@ def test_choose_scores_a_prompt_in_slices(length: int) -> None:
     logits = mx.random.normal((1, length - 1, VOCABULARY), key=mx.random.key(2))
     step = Step(1, 9, (Row(3, 0, length - 1),), tuple(prompt[:-1]), False)
     scores = run(chooser, step, logits).scores
-    assert max(len(told.scores) for told in scores) <= 64
-    assert [told.position for told in scores] == list(range(1, length, 64))
-    every = [score for told in scores for score in told.scores]
+    assert max(len(each.scores) for each in scores) <= 64
+    assert [each.position for each in scores] == list(range(1, length, 64))
+    every = [score for each in scores for score in each.scores]
     assert [score.token for score in every] == prompt[1:]
     own, ids, values = score(logits[0], mx.array(prompt[1:]), 4)
     assert np.allclose([score.logprob for score in every], own)
@@ -108,7 +108,7 @@ def test_scores_of_a_prompt_that_overflows_say_so() -> None:
     logits[1, 20:, 7] = mx.inf
     rows = (Row(1, 0, 39), Row(2, 0, 39))
     scores = run(chooser, Step(1, 9, rows, tuple(prompt[:-1]) * 2, False), logits).scores
-    assert {told.sequence: told.is_finite for told in scores} == {1: True, 2: False}
+    assert {each.sequence: each.is_finite for each in scores} == {1: True, 2: False}
     assert scores[0].scores[2].logprob == -math.inf
 
 
@@ -123,7 +123,7 @@ def test_choose_takes_no_more_memory_than_is_planned(num_top: int) -> None:
     mx.reset_peak_memory()
     step = Step(1, 9, (Row(3, 0, length - 1),), tuple(prompt[:-1]), False)
     scores: tuple[Scores, ...] = run(chooser, step, logits).scores
-    assert sum(len(told.scores) for told in scores) == length - 1
+    assert sum(len(each.scores) for each in scores) == length - 1
     small = 2**20
     assert mx.get_peak_memory() - held <= scoring_bytes(logits.shape) + small
 

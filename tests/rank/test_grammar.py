@@ -176,9 +176,9 @@ def test_grammar_without_any_allowed_token_is_a_conflict(grammars: Grammars) -> 
     sampling = Sampling(grammar=first_a, end_ids=(END,), allowed_ids=(a, c))
     constraint = Constraint(grammars, sampling, [])
     assert allowed(constraint)[a].item()
-    with pytest.raises(RequestError) as told:
+    with pytest.raises(RequestError) as caught:
         allowed(Constraint(grammars, Sampling(grammar=first_a, allowed_ids=(b, c)), []))
-    assert told.value.code == grammar.CONFLICT
+    assert caught.value.code == grammar.CONFLICT
 
 
 FOLLOW_PROGRAM = """
@@ -199,8 +199,8 @@ def test_threads_follow_deeper_grammars_than_the_check_accepts(limit: str) -> No
     text = "\n".join(["start: r0", *rules, f'r{num_rules}: "b"'])
     shell = ["bash", "-c", f'ulimit -s {limit} && exec "$@"', "bash"]
     command = [*shell, sys.executable, "-c", FOLLOW_PROGRAM, str(MODEL)]
-    told = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
-    assert (told.returncode, told.stdout) == (0, "1\n"), told.stderr
+    completed = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
+    assert (completed.returncode, completed.stdout) == (0, "1\n"), completed.stderr
 
 
 SPECIAL = ["<tool_call>", "a<|end|>b", "[<tool_call>, <|end|>]"]

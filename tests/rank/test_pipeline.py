@@ -91,8 +91,8 @@ class LocalPipeline:
         self._pump()
         while self.scheduler.num_running or self.scheduler.waiting:
             result = self.results.get(timeout=30)
-            for told in result.scores:
-                self.scores[told.sequence] |= dict(enumerate(told.scores, told.position))
+            for each in result.scores:
+                self.scores[each.sequence] |= dict(enumerate(each.scores, each.position))
             for embedding in result.embeddings:
                 self.embeddings[embedding.sequence] = embedding.numbers
             self.scheduler.update(result.number, result.tokens, result.num_accepted)

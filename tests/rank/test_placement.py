@@ -37,7 +37,7 @@ def step(*rows: tuple[int, int, int], **fields: tuple[object, ...]) -> Step:
 
 
 def layout(*batches: dict[int, int]) -> Layout:
-    """Batches of sequences with so many tokens each. The first one is group 0's."""
+    """Batches of sequences, each with its number of tokens. The first batch is group 0's."""
     made = Layout(keys_of_group={0: [0]}, next_key=len(batches))
     for key, lengths in enumerate(batches):
         batch = MergedBatch()

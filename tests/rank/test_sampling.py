@@ -170,8 +170,8 @@ def test_each_way_of_sampling_follows_its_definition(sampling: Sampling) -> None
 
 
 def test_a_sampler_remembers_what_it_chose() -> None:
-    """Token by token the same as one that was told the whole history at once, as when a
-    sequence begins again."""
+    """It chooses the same tokens as a sampler that gets the whole history at once, as it does when
+    a sequence begins again."""
     chance = random.Random(4)
     sampling = Sampling(
         temperature=0, frequency_penalty=0.7, repetition_penalty=1.2, bad_words=((1, 2),)

@@ -24,16 +24,16 @@ def test_caches_are_looked_at_after_steps_alone() -> None:
         worker = Worker(Parent(theirs), ORDER)
         worker.loop = loop = StepLoop(Stage(build("llama"), 0, 4), LocalTransport(), batchable=True)
 
-        def told() -> Activity:
+        def activity() -> Activity:
             worker._report()
             (status,) = FrameReader(Status).feed(ours.recv(1 << 16))
             assert status.activity
             return status.activity
 
         loop.chooser.admit(5, Sampling(), 3, [])
-        assert told().kv_bytes is None
+        assert activity().kv_bytes is None
         loop.transport.send(Step(1, 7, (Row(5, 0, 2),), (1, 2), False), [])
         assert next(loop.run()).number == 1
-        assert (told().kv_bytes or 0) > 0
-        idle = told()
+        assert (activity().kv_bytes or 0) > 0
+        idle = activity()
         assert (idle.num_steps, idle.spans, idle.kv_bytes) == (1, [], None)

@@ -16,8 +16,8 @@ def biased(**marks: float) -> dict[str, float]:
     """Within JSON a model that knows no JSON ends no text and no number, unless it is led to."""
     url = BASE_URL.removesuffix("/v1") + "/tokenize"
     named = {"quote": '"', "brace": "}", "bracket": "]"}
-    told = {name: httpx.post(url, json={"prompt": named[name]}).json() for name in marks}
-    return {str(told[name]["tokens"][-1]): bias for name, bias in marks.items()}
+    tokenized = {name: httpx.post(url, json={"prompt": named[name]}).json() for name in marks}
+    return {str(tokenized[name]["tokens"][-1]): bias for name, bias in marks.items()}
 
 
 # Asked for once: some tests record what their model sends.

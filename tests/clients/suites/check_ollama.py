@@ -55,9 +55,9 @@ def test_a_history_with_calls_is_taken() -> None:
 
 
 def test_errors_are_ollamas() -> None:
-    with pytest.raises(ollama.ResponseError, match="does not exist") as told:
+    with pytest.raises(ollama.ResponseError, match="does not exist") as caught:
         CLIENT.chat("nobody", SAID)
-    assert told.value.status_code == 404
+    assert caught.value.status_code == 404
     with pytest.raises(ollama.ResponseError, match="temperature"):
         CLIENT.chat("tiny-chat", SAID, options={"temperature": 9})
 

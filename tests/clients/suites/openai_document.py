@@ -89,15 +89,17 @@ def document() -> dict[str, Any]:
     refusals = {status: {"description": "", **content(refused)} for status in REFUSALS}
     paths: dict[str, Any] = {}
     for path, body, reply in zip(POSTED, posted[::2], posted[1::2], strict=True):
-        told = {"description": "", **content(reply)}
+        documented = {"description": "", **content(reply)}
         # schemathesis asks each event.
-        told["content"]["text/event-stream"] = {"schema": {"type": "object", "required": ["data"]}}
+        documented["content"]["text/event-stream"] = {
+            "schema": {"type": "object", "required": ["data"]}
+        }
         asked = {"required": True, **content(trimmed(body))}
-        call = {"requestBody": asked, "responses": {"200": told, **refusals}}
+        call = {"requestBody": asked, "responses": {"200": documented, **refusals}}
         paths[path] = {"post": call}
-    told = {"description": "", **content(model)}
+    described = {"description": "", **content(model)}
     named = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-    call = {"parameters": [named], "responses": {"200": told, **refusals}}
+    call = {"parameters": [named], "responses": {"200": described, **refusals}}
     paths["/v1/models/{model}"] = {"get": call}
     return {
         "openapi": "3.1.0",

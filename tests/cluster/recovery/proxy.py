@@ -27,7 +27,7 @@ class Proxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def freeze(self) -> None:
-        """Nothing goes through, and nobody is told."""
+        """Drops all data silently."""
         self._open.clear()
 
     def thaw(self) -> None:

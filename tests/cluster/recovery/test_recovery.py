@@ -79,8 +79,8 @@ class Stream(threading.Thread):
         self.times.append(time.monotonic())
         for choice in chunk["choices"]:
             self.text += choice["delta"].get("content") or ""
-            for told in (choice.get("logprobs") or {}).get("content") or []:
-                self.scores.append(told["logprob"])
+            for entry in (choice.get("logprobs") or {}).get("content") or []:
+                self.scores.append(entry["logprob"])
 
 
 def run_streams(server: Server, disturb: Any = lambda: None) -> list[Stream]:
@@ -146,8 +146,8 @@ def check_kills(
             check_same(streams, expected)
             seconds += killer.seconds_to_next_token(streams)
         pipeline = server.get("/admin/pipeline")
-        told = "\n".join(line for line in server.log if "event=recovering" in line)
-        assert pipeline["num_restarts"] == num_rounds * kills_of_a_round, told
+        recoveries = "\n".join(line for line in server.log if "event=recovering" in line)
+        assert pipeline["num_restarts"] == num_rounds * kills_of_a_round, recoveries
         assert pipeline["num_running"] == 0
         family = server.family()
         assert len(family) == num_processes, "engines were left behind, or are missing"

@@ -43,17 +43,19 @@ def test_prepare_encodes_the_prediction(tokenizer: Tokenizer, content: Any) -> N
 
 @pytest.mark.parametrize("prediction", ["x", {"content": "x"}, {"type": "content", "content": 5}])
 def test_prediction_that_is_none_is_refused(tokenizer: Tokenizer, prediction: Any) -> None:
-    with pytest.raises(RequestError) as told:
+    with pytest.raises(RequestError) as caught:
         prepared(tokenizer, 200, prediction=prediction)
-    assert (told.value.param or "").startswith("prediction")
+    assert (caught.value.param or "").startswith("prediction")
 
 
 def test_a_prompt_leaves_room_for_one_token(tokenizer: Tokenizer) -> None:
     length = len(prepared(tokenizer, 200).ids)
     assert prepared(tokenizer, length + 1).max_tokens == 1
-    with pytest.raises(RequestError, match=f"{length} tokens. Your messages have {length}") as told:
+    with pytest.raises(
+        RequestError, match=f"{length} tokens. Your messages have {length}"
+    ) as caught:
         prepared(tokenizer, length)
-    assert told.value.code == "context_length_exceeded"
+    assert caught.value.code == "context_length_exceeded"
 
 
 def test_a_limit_above_the_context_is_what_fits(tokenizer: Tokenizer) -> None:
@@ -67,9 +69,9 @@ def test_an_absurd_prompt_is_not_encoded(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer, "encode", lambda *_: pytest.fail("encoded"))
-    with pytest.raises(RequestError, match="at least") as told:
+    with pytest.raises(RequestError, match="at least") as caught:
         prepared(tokenizer, 200, "hello " * 100_000)
-    assert told.value.code == "context_length_exceeded"
+    assert caught.value.code == "context_length_exceeded"
 
 
 def test_defaults_of_sampling(tokenizer: Tokenizer) -> None:
@@ -152,9 +154,9 @@ def test_choices_have_seeds_of_their_own(tokenizer: Tokenizer) -> None:
 def test_what_only_the_tokenizer_can_tell_is_refused(
     tokenizer: Tokenizer, fields: dict[str, Any], param: str
 ) -> None:
-    with pytest.raises(RequestError) as told:
+    with pytest.raises(RequestError) as caught:
         prepared(tokenizer, 200, **fields)
-    assert told.value.param == param
+    assert caught.value.param == param
 
 
 def test_a_final_message_is_continued(tokenizer: Tokenizer) -> None:
@@ -173,9 +175,9 @@ def test_a_prompt_is_cut_from_the_left(tokenizer: Tokenizer) -> None:
     assert cut.ids == whole.ids[-20:]
     fitted = prepared(tokenizer, 50, "hello " * 100, truncate_prompt_tokens=-1, max_tokens=10)
     assert fitted.ids == whole.ids[-40:]
-    with pytest.raises(RequestError) as told:
+    with pytest.raises(RequestError) as caught:
         prepared(tokenizer, 50, "hello", truncate_prompt_tokens=-1, max_tokens=50)
-    assert told.value.param == "truncate_prompt_tokens"
+    assert caught.value.param == "truncate_prompt_tokens"
 
 
 def test_a_grammar_needs_to_know_where_thoughts_end(
@@ -185,9 +187,9 @@ def test_a_grammar_needs_to_know_where_thoughts_end(
     marks = ("<|assistant|>", "<|close|>think<|sep|>")
     monkeypatch.setattr(tokenizer, "dialect", Dialect("k", reasoning=Reasoning(*marks)))
     assert prepared(tokenizer, 200).samplings[0].free_until is None
-    with pytest.raises(RequestError, match="not end its reasoning with a single token") as told:
+    with pytest.raises(RequestError, match="not end its reasoning with a single token") as caught:
         prepared(tokenizer, 200, response_format={"type": "json_object"})
-    assert told.value.param == "response_format"
+    assert caught.value.param == "response_format"
     monkeypatch.setattr(tokenizer, "dialect", Dialect("k", reasoning=Reasoning(marks[0], "a")))
     asked = prepared(tokenizer, 200, response_format={"type": "json_object"})
     assert asked.samplings[0].free_until == tokenizer.id_of("a")

@@ -89,15 +89,15 @@ async def test_prompts_as_text_and_as_ids(
     ],
 )
 def test_a_prompt_that_is_none_is_refused(prompt: Any) -> None:
-    with pytest.raises(RequestError) as told:
+    with pytest.raises(RequestError) as caught:
         body(prompt=prompt)
-    assert told.value.param == "prompt"
+    assert caught.value.param == "prompt"
 
 
 def test_an_id_outside_of_the_vocabulary_is_refused(tokenizer: Tokenizer) -> None:
-    with pytest.raises(RequestError, match=str(tokenizer.vocab_size)) as told:
+    with pytest.raises(RequestError, match=str(tokenizer.vocab_size)) as caught:
         job(tokenizer, prompt=[1, tokenizer.vocab_size])
-    assert told.value.param == "prompt"
+    assert caught.value.param == "prompt"
 
 
 def test_text_and_ids_may_be_mixed_in_one_request(tokenizer: Tokenizer) -> None:
@@ -130,9 +130,9 @@ def test_the_default_limit_is_sixteen_or_what_is_left(tokenizer: Tokenizer) -> N
     ],
 )
 def test_what_is_wrong_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(RequestError) as told:
+    with pytest.raises(RequestError) as caught:
         body(**fields)
-    assert told.value.param == param
+    assert caught.value.param == param
 
 
 async def test_prompts_and_choices_are_numbered_in_order(engine: FakeEngine) -> None:
@@ -140,12 +140,12 @@ async def test_prompts_and_choices_are_numbered_in_order(engine: FakeEngine) -> 
     asked = job(engine.tokenizer, prompt=["hello", "one two"], n=2, **fields)
     writer = CompletionWriter(asked, engine.tokenizer)
     updates = start(engine, asked).updates()
-    told = [chunk async for update in updates for chunk in writer.feed(update)]
-    told += writer.finish()
-    assert {c["index"] for chunk in told for c in chunk["choices"]} == {0, 1, 2, 3}
-    assert [bool(chunk["choices"]) for chunk in told[-2:]] == [True, False]
-    assert [bool(chunk["usage"]) for chunk in told].count(True) == 1
-    assert told[-1]["usage"]["prompt_tokens"] == sum(map(len, engine.prompts))
+    events = [chunk async for update in updates for chunk in writer.feed(update)]
+    events += writer.finish()
+    assert {c["index"] for chunk in events for c in chunk["choices"]} == {0, 1, 2, 3}
+    assert [bool(chunk["choices"]) for chunk in events[-2:]] == [True, False]
+    assert [bool(chunk["usage"]) for chunk in events].count(True) == 1
+    assert events[-1]["usage"]["prompt_tokens"] == sum(map(len, engine.prompts))
     assert len(engine.prompts) == 2, "a prompt is computed once for all its choices"
 
 
@@ -161,18 +161,18 @@ async def test_an_echo_comes_first(engine: FakeEngine) -> None:
 async def test_an_echo_alone_generates_nothing(engine: FakeEngine) -> None:
     """What lm-evaluation-harness and others score prompts with."""
     ids = engine.tokenizer.encode("one two three")
-    told = await reply(engine, prompt=ids, echo=True, max_tokens=0, logprobs=1)
-    (choice,) = told["choices"]
+    completion = await reply(engine, prompt=ids, echo=True, max_tokens=0, logprobs=1)
+    (choice,) = completion["choices"]
     assert choice["text"] == "one two three"
     assert choice["finish_reason"] == "length"
-    assert told["usage"]["completion_tokens"] == 0
+    assert completion["usage"]["completion_tokens"] == 0
     assert choice["logprobs"]["token_logprobs"] == [None, *(-id for id in ids[1:])]
 
 
 async def test_scores_of_prompt_and_answer_side_by_side(engine: FakeEngine) -> None:
     ids = engine.tokenizer.encode("one two three")
-    told = await reply(engine, prompt=ids, echo=True, max_tokens=2, logprobs=2)
-    (choice,) = told["choices"]
+    completion = await reply(engine, prompt=ids, echo=True, max_tokens=2, logprobs=2)
+    (choice,) = completion["choices"]
     logprobs = choice["logprobs"]
     answer = engine.tokenizer.encode(engine.answer)[:2]
     assert logprobs["token_logprobs"] == [None, *(-id for id in [*ids[1:], *answer])]
@@ -198,8 +198,8 @@ async def test_an_answers_offsets_begin_at_zero_without_an_echo(engine: FakeEngi
 
 
 async def test_choices_share_the_scores_of_their_prompt(engine: FakeEngine) -> None:
-    told = await reply(engine, prompt="one two", n=2, echo=True, logprobs=1, max_tokens=1)
-    first, second = told["choices"]
+    completion = await reply(engine, prompt="one two", n=2, echo=True, logprobs=1, max_tokens=1)
+    first, second = completion["choices"]
     assert first["logprobs"] == second["logprobs"]
     assert [s.prompt_logprobs for s in engine.samplings] == [1, None]
 
@@ -207,8 +207,8 @@ async def test_choices_share_the_scores_of_their_prompt(engine: FakeEngine) -> N
 async def test_prompts_are_scored_without_an_echo(engine: FakeEngine) -> None:
     """vLLM's prompt_logprobs: by id, each with its rank, the first token without."""
     prompt = [3, 0, 2, 9]
-    told = await reply(engine, prompt=prompt, prompt_logprobs=2, logprobs=1, echo=True)
-    (choice,) = told["choices"]
+    completion = await reply(engine, prompt=prompt, prompt_logprobs=2, logprobs=1, echo=True)
+    (choice,) = completion["choices"]
     first, *others = choice["prompt_logprobs"]
     assert first is None
     assert [set(each) for each in others] == [{"0", "1"}, {"0", "1", "2"}, {"0", "1", "9"}]
@@ -224,15 +224,15 @@ async def test_prompts_are_scored_without_an_echo(engine: FakeEngine) -> None:
 
 @pytest.mark.parametrize("prompt_logprobs", [-2, 21, True, "1", 0.5])
 def test_prompt_logprobs_that_are_refused(prompt_logprobs: Any) -> None:
-    with pytest.raises(RequestError) as told:
+    with pytest.raises(RequestError) as caught:
         body(prompt_logprobs=prompt_logprobs)
-    assert told.value.param == "prompt_logprobs"
+    assert caught.value.param == "prompt_logprobs"
 
 
 def test_prompt_logprobs_do_not_come_in_a_stream() -> None:
-    with pytest.raises(RequestError, match="stream=true") as told:
+    with pytest.raises(RequestError, match="stream=true") as caught:
         body(prompt_logprobs=0, stream=True)
-    assert told.value.param == "prompt_logprobs"
+    assert caught.value.param == "prompt_logprobs"
 
 
 @pytest.mark.parametrize(("seed", "num"), [(None, 4), (5, 2)])
@@ -255,9 +255,9 @@ def test_a_prompt_that_is_cut_to_fit_leaves_room_for_the_default_answer(
     assert cut(100, max_tokens=40) == (60, 40)
     assert cut(100, max_tokens=0, echo=True) == (100, 0)
     assert cut(10) == (1, 9)
-    with pytest.raises(RequestError) as told:
+    with pytest.raises(RequestError) as caught:
         cut(100, max_tokens=100)
-    assert told.value.param == "truncate_prompt_tokens"
+    assert caught.value.param == "truncate_prompt_tokens"
 
 
 def test_what_prompts_share_is_made_once(
@@ -293,7 +293,7 @@ async def test_ids_of_prompt_and_answer(engine: FakeEngine) -> None:
 def test_minus_infinity_is_a_number_in_json(tokenizer: Tokenizer) -> None:
     """Some models write -inf to the logits of tokens that do not exist."""
     score = Score(5, -math.inf, ((6, -0.5), (7, -math.inf)))
-    told = ScoreWriter(tokenizer).completion([5], [score], [0])
-    assert told["token_logprobs"] == [-9999.0]
-    assert sorted(told["top_logprobs"][0].values()) == [-9999.0, -9999.0, -0.5]
+    scores = ScoreWriter(tokenizer).completion([5], [score], [0])
+    assert scores["token_logprobs"] == [-9999.0]
+    assert sorted(scores["top_logprobs"][0].values()) == [-9999.0, -9999.0, -0.5]
     assert ScoreWriter(tokenizer).chat([score])["content"][0]["logprob"] == -9999.0

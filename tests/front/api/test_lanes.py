@@ -153,9 +153,9 @@ async def test_large_bodies_are_read_in_a_process_of_their_own(
             patched.setattr(Reader, kind, never)
             assert described(await lanes.read(method, [(data,)], "client")) == expected[kind]
     many = b'{"model": "m", "messages": [' + b"{}," * 39999 + b"{}]}"
-    with pytest.raises(RequestError, match="messages: has 40000 entries") as told:
+    with pytest.raises(RequestError, match="messages: has 40000 entries") as caught:
         await lanes.read(Reader.chat, [(many,)], "client")
-    assert told.value.code == "context_length_exceeded"
+    assert caught.value.code == "context_length_exceeded"
 
 
 async def test_texts_of_a_few_kilobytes_are_read_in_the_process_unless_they_are_answered(
@@ -228,9 +228,9 @@ async def test_what_is_too_long_to_be_a_prompt_is_not_encoded(
         ("count", {"model": "m", "messages": [{"role": "user", "content": text}]}),
         ("detokenize", {"tokens": [1] * (1 << 21)}),
     ):
-        with pytest.raises(RequestError) as told:
+        with pytest.raises(RequestError) as caught:
             getattr(reader, kind)(json.dumps(body).encode())
-        assert told.value.code == "context_length_exceeded"
+        assert caught.value.code == "context_length_exceeded"
 
 
 class Slow:

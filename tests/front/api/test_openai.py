@@ -226,10 +226,10 @@ def test_every_field_of_sampling_is_tried_with_wrong_values() -> None:
 def test_every_wrong_value_is_refused_by_name(name: str, kind: Any) -> None:
     given = {"messages": [USER]} if kind is ChatBody else {"prompt": "a"}
     for value in WRONG[name]:
-        with pytest.raises(RequestError) as told:
+        with pytest.raises(RequestError) as caught:
             parse(kind, {"model": "m", **given, name: value})
-        assert (told.value.param or "").startswith(name), value
-        assert len(str(told.value)) < 400
+        assert (caught.value.param or "").startswith(name), value
+        assert len(str(caught.value)) < 400
     parse(kind, {"model": "m", **given, name: None})
 
 
@@ -332,7 +332,7 @@ def test_a_long_wrong_name_makes_no_long_error() -> None:
 
 @pytest.mark.parametrize(("given", "body"), [(of_chat, ChatBody), (of_text, CompletionBody)])
 def test_every_field_of_the_official_client_is_known(given: Any, body: type[ChatBody]) -> None:
-    """Else it would be ignored, and nobody told."""
+    """Otherwise it would be ignored silently."""
     fields = {*given.CompletionCreateParamsBase.__annotations__, "stream"}
     assert len(fields) > 15
     assert not fields - body.model_fields.keys() - NEUTRAL.keys() - HARMLESS
@@ -361,7 +361,7 @@ BODIES = (ChatBody, CompletionBody, ResponsesBody, MessagesBody, TokenizeChatBod
 
 
 def lists(schema: Any) -> Iterator[dict[str, Any]]:
-    """All lists in a schema of pydantic's, but for those that are only told to clients."""
+    """Yields all lists in a schema of pydantic's, except those that only clients see."""
     if isinstance(schema, dict):
         if schema.get("type") == "list":
             yield schema
@@ -373,7 +373,7 @@ def lists(schema: Any) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("body", BODIES)
 def test_every_list_ends_at_its_first_fault(body: Any) -> None:
-    """Else eight megabytes of them are gigabytes of errors, of which one is told."""
+    """Otherwise eight megabytes of them would make gigabytes of errors, of which one is shown."""
     found = list(lists(body.__pydantic_core_schema__))
     assert found
     for each in found:
@@ -389,9 +389,9 @@ def test_many_wrong_items_are_one_error(body: Any, name: str) -> None:
         pytest.skip("it has no such field")
     given = {"model": "m", "messages": [USER], "input": "a", "prompt": "a", "max_tokens": 1}
     given = {name: value for name, value in given.items() if name in body.model_fields}
-    with pytest.raises(ValidationError) as told:
+    with pytest.raises(ValidationError) as caught:
         body.model_validate({**given, name: [{"type": []}] * 100_000})
-    assert told.value.error_count() <= 3, "those of the first"
+    assert caught.value.error_count() <= 3, "those of the first"
 
 
 def test_an_object_of_very_many_fields_is_refused() -> None:

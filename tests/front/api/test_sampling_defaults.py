@@ -32,7 +32,7 @@ def tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer(folder)
 
 
-def told(sampling: Sampling) -> dict[str, Any]:
+def chosen_fields(sampling: Sampling) -> dict[str, Any]:
     return {name: getattr(sampling, name) for name in OWN}
 
 
@@ -42,18 +42,20 @@ def chat(tokenizer: Tokenizer, **fields: Any) -> Sampling:
 
 
 def test_defaults_hold_in_every_api(tokenizer: Tokenizer) -> None:
-    assert told(chat(tokenizer)) == OWN
+    assert chosen_fields(chat(tokenizer)) == OWN
     completion = parse(CompletionBody, {"model": "m", "prompt": "hi"})
-    assert told(prepare_completion(completion, tokenizer, 200).prompts[0].samplings[0]) == OWN
+    assert (
+        chosen_fields(prepare_completion(completion, tokenizer, 200).prompts[0].samplings[0]) == OWN
+    )
     messages = parse(MessagesBody, {"model": "m", "max_tokens": 5, "messages": SAID})
     edited = messages.edited(lambda _: 0)
-    assert told(messages.request(tokenizer, edited).samplings[0]) == OWN
+    assert chosen_fields(messages.request(tokenizer, edited).samplings[0]) == OWN
     response = parse(ResponsesBody, {"model": "m", "input": "hi"})
-    assert told(response.request(SAID, tokenizer).samplings[0]) == OWN
+    assert chosen_fields(response.request(SAID, tokenizer).samplings[0]) == OWN
 
 
 def test_defaults_give_way_to_the_request(tokenizer: Tokenizer) -> None:
-    assert told(chat(tokenizer, **CHOSEN)) == CHOSEN
+    assert chosen_fields(chat(tokenizer, **CHOSEN)) == CHOSEN
     assert chat(tokenizer, top_k=-1).top_k == 0
     assert chat(tokenizer, temperature=0).temperature == 0
 
@@ -66,6 +68,6 @@ def test_defaults_limit_answers_that_name_no_limit(tokenizer: Tokenizer) -> None
 
 
 def test_defaults_can_be_left_out(folder: Path) -> None:
-    assert told(chat(Tokenizer(folder, generation_config="none"))) == told(
+    assert chosen_fields(chat(Tokenizer(folder, generation_config="none"))) == chosen_fields(
         Sampling(temperature=1.0, top_p=1.0)
     )

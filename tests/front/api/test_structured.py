@@ -310,10 +310,10 @@ def test_what_is_slow_to_prepare_is_refused_and_others_are_not(body: Any) -> Non
 def checkers() -> set[int]:
     """Processes that check grammars for this one."""
     gc.collect()
-    told = subprocess.run(
+    completed = subprocess.run(
         ["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True
     ).stdout
-    return {int(line.split()[0]) for line in told.splitlines() if "grammar_check" in line}
+    return {int(line.split()[0]) for line in completed.splitlines() if "grammar_check" in line}
 
 
 def test_a_check_leaves_no_process_behind_and_brings_no_mlx() -> None:
@@ -349,9 +349,9 @@ def test_check_that_a_signal_ends_refuses_the_grammar(
     grammars, real_read = Grammars(MODEL), IsolatedProcess._read
     with monkeypatch.context() as dying:
         dying.setattr(IsolatedProcess, "_read", read)
-        with pytest.raises(RequestError, match="followed: it .*: make it simpler") as told:
+        with pytest.raises(RequestError, match="followed: it .*: make it simpler") as caught:
             grammars.check(of_schema(multiple_of(2)), "response_format")
-    assert (told.value.http_status, told.value.param) == (400, "response_format")
+    assert (caught.value.http_status, caught.value.param) == (400, "response_format")
     grammars.check(of_schema(multiple_of(3)), "response_format")
 
 
@@ -364,9 +364,9 @@ def test_check_that_is_killed_while_idle_is_replaced() -> None:
 
 
 def test_check_that_cannot_start_is_the_servers_fault(tmp_path: Path) -> None:
-    with pytest.raises(BrigadeError) as told:
+    with pytest.raises(BrigadeError) as caught:
         Grammars(tmp_path).check(of_schema(PERSON), "response_format")
-    assert told.value.http_status == 500
+    assert caught.value.http_status == 500
 
 
 def chain_of_rules(length: int) -> str:
@@ -437,8 +437,8 @@ def test_check_has_the_same_stack_whatever_the_systems_limit(tmp_path: Path, lim
         path = tmp_path / f"{number}.txt"
         path.write_text(grammar)
         command = [sys.executable, "-c", STACK_PROGRAM, str(limit), str(path), str(MODEL)]
-        told = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        answers.append(told.stdout.strip() or told.stderr)
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        answers.append(completed.stdout.strip() or completed.stderr)
     assert answers == ["accepted", "accepted"]
 
 
@@ -451,9 +451,9 @@ def test_it_ends_with_its_server() -> None:
         "print(grammars._processes.idle[0].pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     command = [sys.executable, "-c", program, str(MODEL)]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=60)
     deadline = time.monotonic() + 10
-    while Path(f"/proc/{int(told.stdout)}").exists():
+    while Path(f"/proc/{int(completed.stdout)}").exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

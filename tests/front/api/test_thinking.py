@@ -27,7 +27,7 @@ def harmony(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def prepared(tokenizer: Tokenizer, **fields: object) -> tuple[str, Reasoning | None]:
-    """The prompt's text and the reasoning that the engine is told of."""
+    """Returns the prompt's text and the reasoning that the engine gets."""
     body = parse(ChatBody, {"model": "m", "messages": MESSAGES, **fields})
     (prompt,) = chat.prepare(body.request(tokenizer), tokenizer, 4096).prompts
     text = tokenizer.decode(prompt.ids, skip_special_tokens=False)

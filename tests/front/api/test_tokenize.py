@@ -16,20 +16,20 @@ def post(server: Running, path: str, **body: Any) -> httpx2.Response:
 
 def test_a_prompt_there_and_back(shared: Running) -> None:
     tokenizer = shared.engine.tokenizer
-    told = post(shared, "/tokenize", model="tiny", prompt="hello <s>world").json()
-    assert told["tokens"] == tokenizer.encode("hello <s>world")
-    assert told["count"] == len(told["tokens"])
-    assert told["max_model_len"] == MAX_CONTEXT
-    assert told["token_strs"] is None
-    back = post(shared, "/detokenize", tokens=told["tokens"]).json()
+    tokenized = post(shared, "/tokenize", model="tiny", prompt="hello <s>world").json()
+    assert tokenized["tokens"] == tokenizer.encode("hello <s>world")
+    assert tokenized["count"] == len(tokenized["tokens"])
+    assert tokenized["max_model_len"] == MAX_CONTEXT
+    assert tokenized["token_strs"] is None
+    back = post(shared, "/detokenize", tokens=tokenized["tokens"]).json()
     assert back == {"prompt": "hello <s>world"}
 
 
 def test_messages_as_the_chat_sees_them(shared: Running) -> None:
     messages = [{"role": "user", "content": "hi"}]
-    told = post(shared, "/tokenize", messages=messages, return_token_strs=True).json()
-    assert shared.engine.tokenizer.decode(told["tokens"]) == "<|user|>hi<|assistant|>"
-    assert "".join(told["token_strs"]) == "<|user|>hi<|assistant|>"
+    tokenized = post(shared, "/tokenize", messages=messages, return_token_strs=True).json()
+    assert shared.engine.tokenizer.decode(tokenized["tokens"]) == "<|user|>hi<|assistant|>"
+    assert "".join(tokenized["token_strs"]) == "<|user|>hi<|assistant|>"
     bare = post(shared, "/tokenize", messages=messages, add_generation_prompt=False).json()
     assert shared.engine.tokenizer.decode(bare["tokens"]) == "<|user|>hi"
 

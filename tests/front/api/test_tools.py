@@ -36,9 +36,9 @@ def test_tool_names_of_gateways_are_taken(name: str) -> None:
 
 def test_tools_may_be_very_many() -> None:
     assert len(offered(tools=[tool(f"f{n}") for n in range(MAX_TOOLS)])[0]) == MAX_TOOLS == 1024
-    with pytest.raises(RequestError) as told:
+    with pytest.raises(RequestError) as caught:
         body(tools=[tool("f")] * (MAX_TOOLS + 1))
-    assert told.value.param == "tools"
+    assert caught.value.param == "tools"
 
 
 def test_tools_have_further_keys() -> None:
@@ -57,9 +57,9 @@ def test_allowed_tools_are_those_that_are_offered(mode: str) -> None:
     allowed = {"mode": mode, "tools": [tool("b")]}
     choice = {"type": "allowed_tools", "allowed_tools": allowed}
     assert offered(tools=[tool("a"), tool("b")], tool_choice=choice) == (["b"], mode)
-    with pytest.raises(RequestError) as told:
+    with pytest.raises(RequestError) as caught:
         offered(tools=[tool("a")], tool_choice=choice)
-    assert told.value.param == "tool_choice"
+    assert caught.value.param == "tool_choice"
 
 
 def test_functions_are_the_older_word_for_tools() -> None:
@@ -70,9 +70,9 @@ def test_functions_are_the_older_word_for_tools() -> None:
     assert names == ["f"]
     assert isinstance(choice, NamedTool)
     assert not body(functions=functions).is_parallel
-    with pytest.raises(RequestError) as told:
+    with pytest.raises(RequestError) as caught:
         body(functions=functions, tools=[tool("g")])
-    assert told.value.param == "functions"
+    assert caught.value.param == "functions"
 
 
 def test_writer_answers_functions_in_the_older_words(tokenizer: Tokenizer) -> None:

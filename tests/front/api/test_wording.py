@@ -1,4 +1,4 @@
-"""What clients are told about a wrong body: never in pydantic's words."""
+"""The messages about wrong bodies, which are never in pydantic's words."""
 
 import json
 import random
@@ -154,7 +154,7 @@ def changed(body: Any, path: tuple[Any, ...], value: Any) -> Any:
     return body
 
 
-def told(kind: Any, body: dict[str, Any]) -> RequestError | None:
+def refusal(kind: Any, body: dict[str, Any]) -> RequestError | None:
     try:
         parse(kind, body)
     except RequestError as error:
@@ -174,11 +174,11 @@ def check(error: RequestError, given: Any) -> None:
 @pytest.mark.parametrize(("kind", "good"), GOOD, ids=lambda each: getattr(each, "__name__", ""))
 def test_no_body_is_refused_in_pydantics_words(kind: Any, good: dict[str, Any]) -> None:
     fits = {name: value for name, value in good.items() if name != "structured_outputs"}
-    assert told(kind, fits) is None
+    assert refusal(kind, fits) is None
     num_refused = 0
     for path in places(good):
         for value in WRONG:
-            error = told(kind, changed(good, path, value))
+            error = refusal(kind, changed(good, path, value))
             if error is not None:
                 num_refused += 1
                 check(error, (path, value))
@@ -192,7 +192,7 @@ def test_no_body_with_two_faults_is(kind: Any, good: dict[str, Any]) -> None:
         body = good
         for _ in range(2):
             body = changed(body, chance.choice(places(body)), chance.choice(WRONG[:-1]))
-        if error := told(kind, body):
+        if error := refusal(kind, body):
             check(error, body)
 
 
@@ -260,5 +260,5 @@ def test_a_sentence_names_the_field_what_it_may_be_and_what_came(
 ) -> None:
     good = dict(next(body for each, body in GOOD if each is kind))
     good.pop("structured_outputs", None)
-    error = told(kind, {**good, **fields})
+    error = refusal(kind, {**good, **fields})
     assert message in str(error)

@@ -340,11 +340,11 @@ def test_the_start_says_once_what_is_open(
     caplog.set_level(logging.INFO)
     with Running(engine, **flags) as server:
         wait_until(lambda: get(server, "/health").status_code == 200)
-    (told,) = [r for r in caplog.records if r.getMessage().startswith("event=access ")]
-    said = told.getMessage().partition(" calls=")[2]
+    (record,) = [r for r in caplog.records if r.getMessage().startswith("event=access ")]
+    said = record.getMessage().partition(" calls=")[2]
     assert said.startswith(json.dumps(calls)[:-1])
     assert f"admin={json.dumps(admin)[:-1]}" in said
-    assert told.levelname == level
+    assert record.levelname == level
     assert "sk-a" not in said
     assert "root" not in said
 
@@ -434,7 +434,7 @@ async def test_what_clients_have_left_takes_room_while_it_is_under_way() -> None
 
 
 def test_a_crowd_is_turned_away(engine: FakeEngine) -> None:
-    """Beyond what can be told: without a bound, silent connections would use up all files."""
+    """Connections over this limit get no answer: silent ones would use up all file descriptors."""
     with Running(engine, max_connections=1) as server:
         with server.connect(), server.connect(), server.connect() as third:
             assert third.recv(1) == b""

@@ -43,15 +43,15 @@ def test_gauges_are_read_when_asked() -> None:
 
 
 def test_drafts_are_counted_by_what_guessed_them() -> None:
-    told = lines(Metrics(lambda: STATE))
-    assert 'brigade_draft_tokens_total{drafter="suffixes"} 9.0' in told
-    assert 'brigade_accepted_draft_tokens_total{drafter="suffixes"} 6.0' in told
+    shown = lines(Metrics(lambda: STATE))
+    assert 'brigade_draft_tokens_total{drafter="suffixes"} 9.0' in shown
+    assert 'brigade_accepted_draft_tokens_total{drafter="suffixes"} 6.0' in shown
 
 
 def test_recoveries_are_counted_and_timed() -> None:
-    told = lines(Metrics(lambda: STATE))
-    assert "brigade_restarts_total 4.0" in told
-    assert "brigade_recovery_seconds_total 9.5" in told
+    shown = lines(Metrics(lambda: STATE))
+    assert "brigade_restarts_total 4.0" in shown
+    assert "brigade_recovery_seconds_total 9.5" in shown
 
 
 def test_the_prefix_cache_is_counted() -> None:

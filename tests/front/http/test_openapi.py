@@ -44,8 +44,8 @@ def test_every_route_is_told_and_no_other(engine: FakeEngine, document: Any) -> 
         for route in routes
         for method in (route.methods or set()) - {"HEAD"}
     }
-    told = {(path, method) for path, calls in document["paths"].items() for method in calls}
-    assert told == wanted
+    documented = {(path, method) for path, calls in document["paths"].items() for method in calls}
+    assert documented == wanted
     calls = [call for path in document["paths"].values() for call in path.values()]
     assert all(call["summary"] for call in calls)
     assert len({call["operationId"] for call in calls}) == len(calls)

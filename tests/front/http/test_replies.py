@@ -35,10 +35,10 @@ def test_a_requests_fault_is_told_in_full() -> None:
 
 @pytest.mark.parametrize("kind", [ClusterError, EngineError, ModelError, BrigadeError])
 def test_a_fault_of_ours_names_no_path_or_address(kind: type[BrigadeError]) -> None:
-    told = json.dumps(replies.error_object(kind("/home/a/model on 10.0.0.7:31 broke")))
-    assert "/home" not in told
-    assert "10.0.0.7" not in told
-    assert "its log" in told or "try again" in told
+    text = json.dumps(replies.error_object(kind("/home/a/model on 10.0.0.7:31 broke")))
+    assert "/home" not in text
+    assert "10.0.0.7" not in text
+    assert "its log" in text or "try again" in text
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Answers on their way: text that stops, ends that are told, several choices at once."""
+"""Answers in progress: text that stops, the events of their ends, several choices at once."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -345,9 +345,9 @@ async def test_scores_come_with_their_tokens(engine: FakeEngine, record: Record)
     chunks = await chunks_of(engine, record, stops=["zzz"], **fields)
     ids = [*engine.tokenizer.encode(engine.answer), min(engine.tokenizer.eos_ids)]
     assert chunks[0]["prompt_token_ids"] == engine.prompts[0]
-    told = [chunk["choices"][0] for chunk in chunks[1:-1]]
-    assert [choice["token_ids"] for choice in told] == [[id] for id in ids]
-    scores = [score for choice in told for score in choice["logprobs"]["content"]]
+    choices = [chunk["choices"][0] for chunk in chunks[1:-1]]
+    assert [choice["token_ids"] for choice in choices] == [[id] for id in ids]
+    scores = [score for choice in choices for score in choice["logprobs"]["content"]]
     assert [score["logprob"] for score in scores] == [-id for id in ids]
     assert {tuple(top["logprob"] for top in score["top_logprobs"]) for score in scores} == {(0, -1)}
     joined = b"".join(bytes(score["bytes"]) for score in scores[:-1])

@@ -4,9 +4,14 @@ Each stage keeps what a real one would (which sequence is where, how many tokens
 are held) and refuses a step that does not fit, so a scheduler that loses track fails.
 """
 
+import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis.strategies import SearchStrategy
 
 from serve.core.types import FAILURES, NO_CHECKPOINT, Event, Sampling, Sequence, Step
 from serve.front.drafts.interface import Drafting
@@ -203,3 +208,51 @@ class Pipeline:
     @property
     def busy_share(self) -> float:
         return self.num_busy / (self.num_ticks * self.num_stages)
+
+
+def expected(id: int, prompt: int, max_tokens: int) -> list[int]:
+    return [next_token(id, position) for position in range(prompt, prompt + max_tokens)]
+
+
+def live(
+    pipeline: Pipeline,
+    chance: random.Random,
+    next_sequence: Callable[[int], Sequence],
+    max_ticks: int = 4,
+    drop_share: float = 0.3,
+    kill_share: float = 0.0,
+) -> set[int]:
+    """Adds 25 sequences at random times. Now and then a sequence is dropped, or the engines are
+    killed. Returns the dropped sequences."""
+    dropped = set()
+    for id in range(25):
+        pipeline.add(next_sequence(id))
+        for _ in range(chance.randint(0, max_ticks)):
+            pipeline.tick()
+        if chance.random() < kill_share:
+            pipeline.kill()
+        if chance.random() < drop_share:
+            victim = chance.randint(0, id)
+            dropped.add(victim)
+            pipeline.scheduler.drop(victim)
+    return dropped
+
+
+def check_outputs(pipeline: Pipeline, dropped: set[int]) -> None:
+    """Every sequence has exactly its tokens; a dropped one may have only the first of them."""
+    for id, sequence in pipeline.added.items():
+        output = pipeline.output(id)
+        whole = expected(id, len(sequence.prompt), sequence.max_tokens)
+        if id in dropped:
+            whole = whole[: len(output)]
+        assert output == whole
+
+
+def check_examples(
+    check: Callable[..., None],
+    lives: SearchStrategy[tuple[Any, ...]],
+    num_examples: int,
+) -> None:
+    """Calls check with num_examples random tuples of arguments."""
+    test = given(lives)(lambda life: check(*life))
+    settings(max_examples=num_examples, deadline=None)(test)()

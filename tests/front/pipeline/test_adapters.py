@@ -1,4 +1,4 @@
-"""Names, versions, memory: the registry with two ranks that do as they are told."""
+"""Names, versions, memory: the registry with two simulated ranks."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

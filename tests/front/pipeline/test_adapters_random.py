@@ -26,8 +26,8 @@ from serve.core.messages import AdapterRead, AdapterRefused, LoadAdapter
 from serve.front.pipeline.adapter_loader import AdapterLoader, Ranks
 from serve.front.pipeline.driver import cancelled
 from tests.front.fakes import CONFIG
-from tests.front.pipeline.simulation import make_sequence
-from tests.front.pipeline.test_scheduler import check_all_ended, expected
+from tests.front.pipeline.simulation import expected, make_sequence
+from tests.front.pipeline.test_scheduler import check_all_ended
 from tests.front.pipeline.test_scheduler_adapters import AdapterPipeline, AdapterStage, drain
 
 NUM_BYTES, MEMORY, MOST_HELD = 100_000, "250KB", 2
@@ -35,7 +35,7 @@ NAMES = "wxyz"
 
 
 class RandomRanks:
-    """Stages that read what they are told to, each when chance lets it answer. A file's content
+    """Stages that read the requested adapters and answer at random times. A file's content
     is how often it was written over. copies are what each rank's parent keeps for the next engine,
     by version."""
 

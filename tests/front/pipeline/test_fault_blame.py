@@ -11,8 +11,8 @@ from serve.core.errors import EngineError
 from serve.core.types import Step
 from serve.front.pipeline.fault_blame import MAX_FAULTS_ALONE, MAX_SHARED_FAULTS, Blame, FaultBlame
 from serve.parent.restarts import Restarts
-from tests.front.pipeline.simulation import Pipeline, StageModel, make_sequence
-from tests.front.pipeline.test_scheduler import check_all_ended, copies, expected
+from tests.front.pipeline.simulation import Pipeline, StageModel, expected, make_sequence
+from tests.front.pipeline.test_scheduler import check_all_ended, copies
 
 MAX_RESTARTS = 5
 NUM_FAULTS = MAX_SHARED_FAULTS + MAX_FAULTS_ALONE

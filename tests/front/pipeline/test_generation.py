@@ -12,18 +12,18 @@ from tests.front.pipeline.simulation import Pipeline, make_sequence
 
 def test_an_error_comes_after_the_events_before_it() -> None:
     generation = Generation([Sequence(3, [1], 4, Sampling(), frozenset())], lambda _: None)
-    told = []
+    seen = []
 
     async def run() -> None:
         generation.put(Event(3, 7))
         generation.put(EngineError("It broke."))
         generation.put(Event(3, 8))
         async for number, event in generation:
-            told.append((number, event.token))
+            seen.append((number, event.token))
 
     with pytest.raises(EngineError, match="broke"):
         asyncio.run(run())
-    assert told == [(0, 7)]
+    assert seen == [(0, 7)]
 
 
 def test_progress_counts_each_prompt_once_and_grows_to_its_whole_length() -> None:

@@ -237,8 +237,8 @@ def test_the_better_reason_is_told() -> None:
     cluster.say(2, life, Fault(EngineError.exit_code, "The engine ran out of memory."))
     cluster.say(0, life, Fault(EngineError.exit_code, "Rank 2 sends nothing."))
     assert cluster.run(60, lambda: cluster.is_quiet)
-    told = next(line for line in cluster.logged if "event=recovering" in line)
-    assert "ran out of memory" in told
+    line = next(line for line in cluster.logged if "event=recovering" in line)
+    assert "ran out of memory" in line
 
 
 def test_a_process_that_stood_still_takes_nobody_for_silent() -> None:

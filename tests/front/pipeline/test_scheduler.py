@@ -2,20 +2,23 @@
 
 import itertools
 import random
-from typing import Any
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve.core.errors import OverloadedError
 from serve.core.types import FAILURES
 from serve.front.pipeline.scheduler import Reuse
-from tests.front.pipeline.simulation import VOCABULARY, Pipeline, make_sequence, next_token
-
-
-def expected(id: int, prompt: int, max_tokens: int) -> list[int]:
-    return [next_token(id, position) for position in range(prompt, prompt + max_tokens)]
+from tests.front.pipeline.simulation import (
+    VOCABULARY,
+    Pipeline,
+    check_examples,
+    check_outputs,
+    expected,
+    live,
+    make_sequence,
+    next_token,
+)
 
 
 def check_all_ended(pipeline: Pipeline) -> None:
@@ -116,7 +119,7 @@ LIVES = st.tuples(
 
 def check_random_lives(
     num_stages: int,
-    most: int,
+    max_num_sequences: int,
     chunk: int,
     held: int | None,
     reuse: Reuse,
@@ -125,42 +128,30 @@ def check_random_lives(
 ) -> None:
     chance = random.Random(seed)
     pipeline = Pipeline(
-        num_stages, max_num_sequences=most, prefill_chunk=chunk, num_groups=num_groups
+        num_stages,
+        max_num_sequences=max_num_sequences,
+        prefill_chunk=chunk,
+        num_groups=num_groups,
     )
     pipeline.scheduler.max_held_tokens, pipeline.scheduler.reuse = held, reuse
-    dropped, shapes = set(), {}
-    for id in range(25):
-        prompt, max_tokens = make_prompt(chance, pipeline)[:100], chance.randint(1, 12)
-        shapes[id] = len(prompt), max_tokens
-        pipeline.add(make_sequence(id, prompt, max_tokens))
-        for _ in range(chance.randint(0, 4)):
-            pipeline.tick()
-        if chance.random() < 0.3:
-            dropped.add(victim := chance.randint(0, id))
-            pipeline.scheduler.drop(victim)
+    dropped = live(
+        pipeline,
+        chance,
+        lambda id: make_sequence(id, make_prompt(chance, pipeline)[:100], chance.randint(1, 12)),
+    )
     pipeline.run()
-    for id, (prompt, max_tokens) in shapes.items():
-        output = pipeline.output(id)
-        whole = expected(id, prompt, max_tokens)
-        assert output == whole if id not in dropped else output == whole[: len(output)]
+    check_outputs(pipeline, dropped)
     # A copy may wait for its source, and what makes room for it behind it.
     assert held is None or pipeline.most_held <= held + 100
     check_all_ended(pipeline)
 
 
-@pytest.mark.long
-@settings(max_examples=300, deadline=None)
-@given(LIVES)
-def test_random_lives(life: tuple[Any, ...]) -> None:
-    check_random_lives(*life)
+TEN_THOUSAND = pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@settings(max_examples=10_000, deadline=None)
-@given(LIVES)
-def test_ten_thousand_random_lives(life: tuple[Any, ...]) -> None:
-    check_random_lives(*life)
+@pytest.mark.parametrize("num_examples", [pytest.param(300, marks=pytest.mark.long), TEN_THOUSAND])
+def test_random_lives(num_examples: int) -> None:
+    check_examples(check_random_lives, LIVES, num_examples)
 
 
 def test_eos_ends_a_sequence_and_counts_as_its_last_token() -> None:

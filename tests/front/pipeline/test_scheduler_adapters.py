@@ -10,8 +10,14 @@ from hypothesis import strategies as st
 
 from serve.core.types import Sequence, Step
 from serve.front.prefixes.index import Beginning, Gone, PrefixIndex
-from tests.front.pipeline.simulation import Pipeline, StageModel, make_sequence, next_token
-from tests.front.pipeline.test_scheduler import check_all_ended, expected
+from tests.front.pipeline.simulation import (
+    Pipeline,
+    StageModel,
+    expected,
+    make_sequence,
+    next_token,
+)
+from tests.front.pipeline.test_scheduler import check_all_ended
 
 
 @dataclass

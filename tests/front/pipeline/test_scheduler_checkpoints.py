@@ -6,13 +6,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve.core.types import Sequence
 from serve.front.prefixes import checkpoints
-from tests.front.pipeline.simulation import VOCABULARY, Pipeline, make_sequence
-from tests.front.pipeline.test_scheduler import check_all_ended, expected
+from tests.front.pipeline.simulation import (
+    VOCABULARY,
+    Pipeline,
+    check_examples,
+    check_outputs,
+    expected,
+    live,
+    make_sequence,
+)
+from tests.front.pipeline.test_scheduler import TEN_THOUSAND, check_all_ended
 
 
 def chat(id: int, prompt: list[int], boundary: int, max_tokens: int = 5) -> Sequence:
@@ -218,32 +225,35 @@ LIVES = st.tuples(
 
 
 def check_random_lives(
-    num_stages: int, most: int, chunk: int, held: int | None, state_tokens: int, seed: int
+    num_stages: int,
+    max_num_sequences: int,
+    chunk: int,
+    held: int | None,
+    state_tokens: int,
+    seed: int,
 ) -> None:
     chance = random.Random(seed)
-    pipeline = with_checkpoints(num_stages, chunk, max_num_sequences=most)
+    pipeline = with_checkpoints(num_stages, chunk, max_num_sequences=max_num_sequences)
     pipeline.scheduler.settle(num_stages, held, state_tokens=state_tokens)
-    shapes: dict[int, tuple[int, int]] = {}
-    dropped: set[int] = set()
-    for id in range(20):
+
+    def next_sequence(id: int) -> Sequence:
         prompt, boundaries = next_prompt(chance, pipeline)
-        shapes[id] = len(prompt), chance.randint(1, 12)
-        sequence = make_sequence(id, prompt, shapes[id][1])
+        sequence = make_sequence(id, prompt, chance.randint(1, 12))
         sequence.boundaries = boundaries
-        pipeline.add(sequence)
-        for _ in range(chance.randint(0, 6)):
-            pipeline.tick()
-        if chance.random() < 0.2:
-            dropped.add(victim := chance.randint(0, id))
-            pipeline.scheduler.drop(victim)
-        if chance.random() < 0.05:
-            pipeline.kill()
-    pipeline.run()
-    for id, (prompt_length, max_tokens) in shapes.items():
-        output = pipeline.output(id)
-        whole = expected(id, prompt_length, max_tokens)
-        assert output == whole if id not in dropped else output == whole[: len(output)]
-    pipeline.run()
+        return sequence
+
+    with small_distances():
+        dropped = live(
+            pipeline,
+            chance,
+            next_sequence,
+            max_ticks=6,
+            drop_share=0.2,
+            kill_share=0.05,
+        )
+        pipeline.run()
+        pipeline.run()  # the last drops
+    check_outputs(pipeline, dropped)
     known = sorted(pipeline.scheduler.kept.checkpoints)
     assert all(sorted(stage.checkpoints) == known for stage in pipeline.stages)
     assert all(set(stage.held) == set(pipeline.scheduler.kept) for stage in pipeline.stages)
@@ -251,17 +261,6 @@ def check_random_lives(
     assert not pipeline.outbox._steps
 
 
-@settings(max_examples=200, deadline=None)
-@given(LIVES)
-def test_random_lives_with_checkpoints(life: tuple[Any, ...]) -> None:
-    with small_distances():
-        check_random_lives(*life)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@settings(max_examples=10_000, deadline=None)
-@given(LIVES)
-def test_ten_thousand_random_lives_with_checkpoints(life: tuple[Any, ...]) -> None:
-    with small_distances():
-        check_random_lives(*life)
+@pytest.mark.parametrize("num_examples", [200, TEN_THOUSAND])
+def test_random_lives_with_checkpoints(num_examples: int) -> None:
+    check_examples(check_random_lives, LIVES, num_examples)

@@ -2,25 +2,32 @@
 
 import random
 from collections.abc import Sequence as ReadableList
-from typing import Any
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve.core.types import Sequence
 from serve.front.pipeline.scheduler import Reuse
-from tests.front.pipeline.simulation import VOCABULARY, Pipeline, make_sequence, next_token
-from tests.front.pipeline.test_scheduler import check_all_ended, expected, make_prompt
+from tests.front.pipeline.simulation import (
+    VOCABULARY,
+    Pipeline,
+    check_examples,
+    check_outputs,
+    expected,
+    live,
+    make_sequence,
+    next_token,
+)
+from tests.front.pipeline.test_scheduler import TEN_THOUSAND, check_all_ended, make_prompt
 
 
 class RandomDrafting:
     """Guesses some tokens of some rows, and some of them right."""
 
-    def __init__(self, chance: random.Random, right: float = 0.7, most: int = 4) -> None:
+    def __init__(self, chance: random.Random, right: float = 0.7, max_drafts: int = 4) -> None:
         self.chance = chance
         self.right = right
-        self.most = most
+        self.max_drafts = max_drafts
         self.known: set[int] = set()
         self.num_drafts = 0
         self.num_accepted = 0
@@ -33,7 +40,7 @@ class RandomDrafting:
             return []
         self.known.add(sequence.id)
         first = sequence.num_tokens
-        num_drafts = min(self.chance.randint(0, self.most), sequence.num_left - 1)
+        num_drafts = min(self.chance.randint(0, self.max_drafts), sequence.num_left - 1)
         drafts = [next_token(sequence.id, first + i) for i in range(num_drafts)]
         return [
             token if self.chance.random() < self.right else self.chance.randrange(VOCABULARY)
@@ -62,7 +69,7 @@ class CertainDrafting(RandomDrafting):
         if sequence.num_pending or not sequence.num_computed:
             return []
         first = sequence.num_tokens
-        num_drafts = min(self.most, sequence.num_left - 1)
+        num_drafts = min(self.max_drafts, sequence.num_left - 1)
         return [next_token(sequence.id, first + i) for i in range(num_drafts)]
 
     def is_worth_waiting(self, sequences: ReadableList[Sequence]) -> bool:
@@ -106,7 +113,7 @@ def test_schedule_sends_steps_ahead_while_waiting_is_not_worth_it() -> None:
         def is_worth_waiting(self, sequences: ReadableList[Sequence]) -> bool:
             return False
 
-    with_drafts = Pipeline(2, drafting=Hopeless(random.Random(0), most=0))
+    with_drafts = Pipeline(2, drafting=Hopeless(random.Random(0), max_drafts=0))
     without = Pipeline(2)
     for pipeline in (with_drafts, without):
         for id in range(5):
@@ -129,43 +136,32 @@ def test_schedule_makes_no_room_for_drafts() -> None:
 
 def check_random_lives(
     num_stages: int,
-    most: int,
+    max_num_sequences: int,
     chunk: int,
     held: int | None,
     reuse: Reuse,
     num_groups: int | None,
-    num_kills: int,
+    kill_share: float,
     seed: int,
 ) -> None:
     chance = random.Random(seed)
     drafting = RandomDrafting(chance)
     pipeline = Pipeline(
         num_stages,
-        max_num_sequences=most,
+        max_num_sequences=max_num_sequences,
         prefill_chunk=chunk,
         num_groups=num_groups,
         drafting=drafting,
     )
     pipeline.scheduler.max_held_tokens, pipeline.scheduler.reuse = held, reuse
-    dropped = set()
-    shapes = {}
-    kills = {chance.randrange(25) for _ in range(num_kills)}
-    for id in range(25):
-        prompt, max_tokens = make_prompt(chance, pipeline)[:100], chance.randint(1, 16)
-        shapes[id] = len(prompt), max_tokens
-        pipeline.add(make_sequence(id, prompt, max_tokens))
-        for _ in range(chance.randint(0, 4)):
-            pipeline.tick()
-        if chance.random() < 0.3:
-            dropped.add(victim := chance.randint(0, id))
-            pipeline.scheduler.drop(victim)
-        if id in kills:
-            pipeline.kill()
+    dropped = live(
+        pipeline,
+        chance,
+        lambda id: make_sequence(id, make_prompt(chance, pipeline)[:100], chance.randint(1, 16)),
+        kill_share=kill_share,
+    )
     pipeline.run()
-    for id, (prompt, max_tokens) in shapes.items():
-        output = pipeline.output(id)
-        whole = expected(id, prompt, max_tokens)
-        assert output == whole if id not in dropped else output == whole[: len(output)]
+    check_outputs(pipeline, dropped)
     assert drafting.num_drafts >= drafting.num_accepted > 0
     assert not drafting.known, "an ended sequence is not forgotten"
     check_all_ended(pipeline)
@@ -178,20 +174,11 @@ LIVES = st.tuples(
     st.sampled_from([None, 130, 200, 500]),
     st.sampled_from(["any", "none"]),  # Caches that need checkpoints cannot go back.
     st.sampled_from([None, 1, 3]),
-    st.integers(0, 3),
+    st.sampled_from([0.0, 0.04, 0.12]),
     st.integers(0, 2**32),
 )
 
 
-@settings(max_examples=40, deadline=None)
-@given(LIVES)
-def test_random_lives_with_drafts(life: tuple[Any, ...]) -> None:
-    check_random_lives(*life)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@settings(max_examples=10_000, deadline=None)
-@given(LIVES)
-def test_ten_thousand_random_lives_with_drafts(life: tuple[Any, ...]) -> None:
-    check_random_lives(*life)
+@pytest.mark.parametrize("num_examples", [40, TEN_THOUSAND])
+def test_random_lives_with_drafts(num_examples: int) -> None:
+    check_examples(check_random_lives, LIVES, num_examples)

@@ -4,12 +4,19 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve.core.types import LAST_TOKEN, Sequence
-from tests.front.pipeline.simulation import Pipeline, make_sequence
-from tests.front.pipeline.test_scheduler import check_all_ended, copies, expected, make_prompt
+from serve.front.pipeline.scheduler import Reuse
+from tests.front.pipeline.simulation import (
+    Pipeline,
+    check_examples,
+    check_outputs,
+    expected,
+    live,
+    make_sequence,
+)
+from tests.front.pipeline.test_scheduler import check_all_ended, copies, make_prompt
 
 
 def check_whole(pipeline: Pipeline) -> None:
@@ -118,31 +125,35 @@ LIVES = st.tuples(
 )
 
 
-@pytest.mark.long
-@settings(max_examples=200, deadline=None)
-@given(LIVES)
-def test_random_kills(life: tuple[Any, ...]) -> None:
-    num_stages, most, chunk, held, reuse, seed = life
+def check_random_kills(
+    num_stages: int,
+    max_num_sequences: int,
+    chunk: int,
+    held: int | None,
+    reuse: Reuse,
+    seed: int,
+) -> None:
     chance = random.Random(seed)
-    pipeline = Pipeline(num_stages, max_num_sequences=most, prefill_chunk=chunk)
+    pipeline = Pipeline(num_stages, max_num_sequences=max_num_sequences, prefill_chunk=chunk)
     pipeline.scheduler.max_held_tokens, pipeline.scheduler.reuse = held, reuse
-    dropped = set()
-    for id in range(20):
-        pipeline.add(make_sequence(id, make_prompt(chance, pipeline)[:100], chance.randint(1, 12)))
-        for _ in range(chance.randint(0, 4)):
-            pipeline.tick()
-        if chance.random() < 0.3:
-            pipeline.kill()
-        if chance.random() < 0.2:
-            dropped.add(victim := chance.randint(0, id))
-            pipeline.scheduler.drop(victim)
+    dropped = live(
+        pipeline,
+        chance,
+        lambda id: make_sequence(id, make_prompt(chance, pipeline)[:100], chance.randint(1, 12)),
+        drop_share=0.2,
+        kill_share=0.3,
+    )
     for _ in range(chance.randint(0, 30)):
         pipeline.tick()
     pipeline.kill()
     pipeline.run()
-    for id in dropped:
-        sequence = pipeline.added.pop(id)
-        whole = expected(id, len(sequence.prompt), sequence.max_tokens)
-        assert pipeline.output(id) == whole[: len(pipeline.output(id))]
+    check_outputs(pipeline, dropped)
     assert held is None or pipeline.most_held <= held + 100
+    for id in dropped:
+        del pipeline.added[id]
     check_whole(pipeline)
+
+
+@pytest.mark.long
+def test_random_kills() -> None:
+    check_examples(check_random_kills, LIVES, 200)

@@ -1,5 +1,5 @@
-"""Calls over HTTP in all three APIs: how they stream, and what is told of schemas that no grammar
-holds whole. An engine plays answers that the real grammar allows."""
+"""Calls over HTTP in all three APIs: how they stream, and what they report of schemas that a
+grammar can only partly enforce. An engine plays answers that the real grammar allows."""
 
 import json
 from collections.abc import Callable, Iterator

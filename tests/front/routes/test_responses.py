@@ -136,9 +136,9 @@ def test_a_grammar_that_cannot_be_read_is_refused(
     client: OpenAI, definition: str, syntax: str, choice: Any
 ) -> None:
     format = {"type": "grammar", "syntax": syntax, "definition": definition}
-    with pytest.raises(BadRequestError) as told:
+    with pytest.raises(BadRequestError) as caught:
         ask(client, tools=[{**CUSTOM, "format": format}], tool_choice=choice)
-    assert told.value.param in ("tool_choice", "tools")
+    assert caught.value.param in ("tool_choice", "tools")
 
 
 def test_a_grammar_that_is_not_enforced_is_named(client: OpenAI, played: Played) -> None:
@@ -261,9 +261,9 @@ def test_a_tool_that_the_server_would_run_is_not_offered(
     ],
 )
 def test_a_choice_of_a_tool_that_is_not_offered_is_refused(client: OpenAI, choice: Any) -> None:
-    with pytest.raises(BadRequestError) as told:
+    with pytest.raises(BadRequestError) as caught:
         ask(client, tools=[CLOSE, {"type": "web_search"}], tool_choice=choice)
-    assert told.value.param == "tool_choice"
+    assert caught.value.param == "tool_choice"
 
 
 def test_allowed_tools_are_the_only_ones_that_are_offered(client: OpenAI, played: Played) -> None:
@@ -328,9 +328,9 @@ def test_an_item_of_a_stored_response_can_be_referred_to(client: OpenAI, played:
     again = [{"type": "item_reference", "id": first.output[0].id}, {"id": first.output[0].id}]
     ask(client, [*again, {"role": "user", "content": "And?"}])
     assert played.prompts[1].count("The capital.") == 2
-    with pytest.raises(BadRequestError) as told:
+    with pytest.raises(BadRequestError) as caught:
         ask(client, [{"type": "item_reference", "id": "msg_unknown"}])
-    assert told.value.param == "input"
+    assert caught.value.param == "input"
 
 
 def test_calls_can_be_continued_by_the_id_of_the_response(client: OpenAI, played: Played) -> None:
@@ -440,9 +440,9 @@ def test_truncation_leaves_out_the_oldest_items(client: OpenAI, played: Played) 
         {"role": "user", "content": "newer"},
         {"role": "user", "content": "newest"},
     ]
-    with pytest.raises(BadRequestError) as told:
+    with pytest.raises(BadRequestError) as caught:
         ask(client, history)
-    assert (told.value.code, told.value.param) == ("context_length_exceeded", "input")
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "input")
     ask(client, history, truncation="auto", max_output_tokens=20)
     assert "old old" not in played.prompts[0]
     assert all(text in played.prompts[0] for text in ("Be kind.", "first", "result", "newest"))
@@ -542,9 +542,9 @@ def test_items_of_the_input_are_listed(client: OpenAI) -> None:
     listed = list(client.responses.input_items.list(reply.id, order="asc", limit=2))
     assert [item.content[0].text for item in listed] == texts
     for wrong in ({"limit": 0}, {"limit": 101}, {"order": "up"}, {"after": "nobody"}):
-        with pytest.raises(BadRequestError) as told:
+        with pytest.raises(BadRequestError) as caught:
             page(**wrong)
-        assert told.value.param == next(iter(wrong))
+        assert caught.value.param == next(iter(wrong))
 
 
 # --- compaction
@@ -570,9 +570,9 @@ def test_a_compaction_takes_the_place_of_a_conversation(client: OpenAI, played: 
 
 
 def test_a_compaction_of_another_server_is_refused(client: OpenAI) -> None:
-    with pytest.raises(BadRequestError) as told:
+    with pytest.raises(BadRequestError) as caught:
         ask(client, [{"type": "compaction", "encrypted_content": "gAAAA"}])
-    assert told.value.param == "input"
+    assert caught.value.param == "input"
 
 
 def test_unknown_parameters_in_the_address_are_refused(client: OpenAI) -> None:

@@ -75,9 +75,9 @@ async def test_queue_refuses_what_is_too_much(monkeypatch: pytest.MonkeyPatch) -
     checks = Checks()
     tasks = [checks.send("a", "a") for _ in range(4)]
     await checks.until_begun(1)
-    with pytest.raises(OverloadedError) as told:
+    with pytest.raises(OverloadedError) as caught:
         await checks.queue.run("a", 1, checks.work("a"))
-    assert (told.value.http_status, told.value.code) == (429, "grammar_queue_full")
+    assert (caught.value.http_status, caught.value.code) == (429, "grammar_queue_full")
     tasks += [checks.send("b", "b") for _ in range(3)]
     await checks.until_begun(2)
     with pytest.raises(OverloadedError):

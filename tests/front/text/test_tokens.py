@@ -192,7 +192,7 @@ def test_a_broken_folder_is_one_line(spoil: Callable[[Path], None], tmp_path: Pa
     assert "\n" not in str(raised.value)
 
 
-# --- lengths told without encoding
+# --- lengths without encoding
 
 
 @pytest.mark.parametrize("normalizer", [None, normalizers.NFC()])
@@ -268,7 +268,7 @@ def test_texts_of_tokens_add_up(kind: Callable[[], Backend], tmp_path: Path) -> 
     tokenizer = load(kind(), tmp_path)
     ids = tokenizer.encode("hello world how are you")
     assert "".join(map(tokenizer.token_text, ids)).strip() == "hello world how are you"
-    assert tokenizer.token_text(1) == "</s>", "special tokens are told, too"
+    assert tokenizer.token_text(1) == "</s>", "special tokens have a text, too"
 
 
 @pytest.mark.parametrize("kind", [byte_level, byte_fallback])
@@ -279,8 +279,8 @@ def test_bytes_of_tokens_add_up_where_texts_cannot(
     text = "hello 日本語 👍🏽 grüße"
     ids = tokenizer.encode(text)
     assert any("\ufffd" in tokenizer.token_text(id) for id in ids)
-    told = b"".join(bytes(tokenizer.token_bytes(id)) for id in ids)
-    assert told.decode().strip() == text
+    spelled = b"".join(bytes(tokenizer.token_bytes(id)) for id in ids)
+    assert spelled.decode().strip() == text
 
 
 def test_the_vocabulary_is_no_larger_than_the_models(tmp_path: Path) -> None:

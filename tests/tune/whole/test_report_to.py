@@ -34,7 +34,7 @@ def scalars_of(folder: Path) -> dict[str, dict[int, float]]:
             length = int.from_bytes(data[:8], "little")
             event = Event.FromString(data[12 : 12 + length])
             data = data[16 + length :]
-            if event.HasField("session_log"):  # what is told anew from here on
+            if event.HasField("session_log"):  # the steps from here on are reported again
                 for steps in found.values():
                     for step in [step for step in steps if step >= event.step]:
                         del steps[step]

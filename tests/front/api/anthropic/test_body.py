@@ -404,10 +404,10 @@ def test_body_drops_what_the_system_said_for_one_turn() -> None:
     ],
 )
 def test_everything_else_is_refused_by_name(fields: dict[str, Any], named: str) -> None:
-    with pytest.raises(RequestError) as told:
+    with pytest.raises(RequestError) as caught:
         as_chat(**fields)
-    assert named in str(told.value)
-    assert told.value.http_status == 400
+    assert named in str(caught.value)
+    assert caught.value.http_status == 400
 
 
 anything = st.recursive(

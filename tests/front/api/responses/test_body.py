@@ -130,9 +130,9 @@ def test_a_format_is_a_grammar(tokenizer: Tokenizer, schema: Any) -> None:
     ],
 )
 def test_everything_else_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(RequestError) as told:
+    with pytest.raises(RequestError) as caught:
         body(**fields)
-    assert (told.value.param or "").startswith(param)
+    assert (caught.value.param or "").startswith(param)
 
 
 def test_effort_and_budget_reach_the_chat(tokenizer: Tokenizer) -> None:

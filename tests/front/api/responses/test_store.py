@@ -21,9 +21,9 @@ def test_what_was_used_longest_ago_is_forgotten_first() -> None:
     assert store.get("a").response == b'{"id":"a"}'
     with pytest.raises(NotFoundError):
         store.get("b")
-    with pytest.raises(RequestError) as told:
+    with pytest.raises(RequestError) as caught:
         store.earlier("b", ())
-    assert (told.value.http_status, told.value.param) == (400, "previous_response_id")
+    assert (caught.value.http_status, caught.value.param) == (400, "previous_response_id")
 
 
 def test_bytes_are_bounded() -> None:
