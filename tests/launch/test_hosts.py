@@ -146,10 +146,10 @@ def test_grandchildren_of_a_crashed_rank_are_gone(launch: Start) -> None:
 
 
 def test_a_grandchild_that_escaped_does_not_hold_the_launcher(launch: Start) -> None:
-    escape = "subprocess.Popen(['sleep', '6'], start_new_session=True)"
+    escape = "subprocess.Popen(['sleep', '20'], start_new_session=True)"
     code, seconds = launch(f"import subprocess\n{escape}\nos._exit(0)").end()
     assert code == 0
-    assert seconds < 5
+    assert seconds < 15
 
 
 # --- what breaks
@@ -321,7 +321,7 @@ def test_a_signal_while_a_host_is_away_leaves_nobody(relaunch: Start, sshd: Sshd
     launched.see("code=137")
     time.sleep(1)
     children = psutil.Process(launched.process.pid).children(recursive=True)
-    launched.process.send_signal(signal.SIGTERM)
+    launched.mark().process.send_signal(signal.SIGTERM)
     code, seconds = launched.end()
     assert code == 0
     assert seconds < 5

@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -140,8 +141,12 @@ def silent() -> None:
     if RANK == NUM_RANKS - 1:
         time.sleep(4.0)
     exchange(links, Reached("still there"))
+    # The last rank must not stop before its words have reached all others.
+    folder = Path(os.environ["MLX_HOSTFILE"]).parent
+    (folder / f"reached-{RANK}").touch()
     if RANK == NUM_RANKS - 1:
-        time.sleep(0.5)  # The last word goes out first.
+        while len(list(folder.glob("reached-*"))) < NUM_RANKS:
+            time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGSTOP)
     try:
         links.receive("never")

@@ -24,7 +24,7 @@ class Stages:
     def __init__(
         self, num_stages: int = 2, room: int = 100_000, has_drafts: bool = True, **flags: Any
     ) -> None:
-        config = ServeConfig(model=Path("."), **flags)
+        config = ServeConfig(model=Path("model"), **flags)
         adapters = flags.pop("lora", ())
         versions = list(range(1, 1 + len(adapters)))
         self.model = StageModel()
