@@ -326,8 +326,9 @@ class Result(Message, frozen=True):
     are complete with it.
 
     tokens has one token for each row (or one of serve.core.types.FAILURES), and is empty if the
-    step did not sample. If rows had drafts, num_accepted says for each row how many of them were
-    right: a row then has one token more for each right draft, and the rows follow one another.
+    step did not sample. If the step fed drafts, num_drafts has their number for each row, and
+    num_accepted how many of them were right. Then each row has that many tokens more, one row after
+    the other.
     """
 
     number: int
@@ -335,6 +336,7 @@ class Result(Message, frozen=True):
     scores: tuple[Scores, ...] = ()
     embeddings: tuple[Embedding, ...] = ()
     num_accepted: tuple[int, ...] = ()
+    num_drafts: tuple[int, ...] = ()
 
 
 FromEngine: TypeAlias = Planned | Status | Fault | AdapterRead | AdapterRefused | Result

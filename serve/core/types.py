@@ -122,9 +122,10 @@ class Sequence:
     whether they hold anything. The first num_cached tokens were copied from another sequence.
     adapter_version is 0 without an adapter. original has the same prompt, which is computed once
     for both. Keys and values of the prompt are shared only within cache_scope. With pooling the
-    prompt is embedded, and has no answer. drafts are the guesses that its last step feeds behind
-    the newest token, as long as it is not known which of them are right. prediction is what its
-    client expects of the answer.
+    prompt is embedded, and has no answer. drafts are the guesses that its last step feeds after
+    the newest token, until it is known which of them are right; drafter is what they were made
+    from. num_drafted and num_accepted count the drafts that were verified and those that became
+    part of the answer. prediction is the answer that its client expects.
 
     boundaries are the positions in the prompt behind which the next prompt of the same chat may
     differ. stops are the positions at which prefill still has to stop for a checkpoint.
@@ -147,6 +148,7 @@ class Sequence:
     pooling: Pooling | None = None
     prediction: tuple[int, ...] = ()
     drafts: list[int] = field(default_factory=list)
+    drafter: str = ""
     num_drafted: int = 0
     num_accepted: int = 0
     boundaries: tuple[int, ...] = ()

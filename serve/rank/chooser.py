@@ -188,8 +188,13 @@ class Chooser:
                 scored = _scores(tokens, arrays)
                 scores.append(Scores(row.sequence, row.position + 1, scored))
         tokens_of_all = tuple(token for tokens in rows for token in tokens)
-        num_accepted = tuple(len(tokens) - 1 for tokens in rows)
-        return Result(step.number, tokens_of_all, tuple(scores), num_accepted=num_accepted)
+        return Result(
+            step.number,
+            tokens_of_all,
+            tuple(scores),
+            num_accepted=tuple(len(tokens) - 1 for tokens in rows),
+            num_drafts=tuple(row.num_tokens - 1 for row in step.rows),
+        )
 
     def _sample(self, step: Step, parts: list[Part], logits: list[mx.array]) -> mx.array:
         rows: list[int] = []

@@ -1,7 +1,7 @@
-"""Decides which drafts of a step are right: each position is sampled as it would be without drafts,
-and a draft is right if it is what was sampled there."""
+"""Decides which drafts of a step are right. Each position is sampled as it would be without drafts,
+and a draft is right if it equals the token that is sampled there."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import cast
 
 import mlx.core as mx
@@ -16,9 +16,9 @@ Draw = Callable[[mx.array, list[Sampler], list[int]], mx.array]
 class Verification:
     """The rows of one step, some of which have drafts.
 
-    logits has those of each row, (num_tokens, vocabulary). Rows whose sampling depends on the
-    tokens before are drawn one token after the other, when arrays has been evaluated; all other
-    tokens are drawn at once.
+    logits has an array (num_tokens, vocabulary) for each row. If the sampling of a row depends on
+    the tokens before it, `tokens` draws its tokens one by one. All other tokens are drawn at once,
+    as part of `arrays`.
     """
 
     def __init__(
@@ -39,13 +39,13 @@ class Verification:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """The arrays that have to be evaluated before tokens are asked for."""
+        """The arrays that the caller has to evaluate before it calls `tokens`."""
         drawn = [] if self._drawn is None else [self._drawn]
         return [*drawn, *self.logits]
 
     def tokens(self) -> list[list[int]]:
-        """The tokens of each row: the drafts that are right, then the one that is no draft or one
-        of FAILURES. The samplers have noted them."""
+        """Returns the tokens of each row: its right drafts, and then one more token or one of
+        FAILURES. Its sampler takes note of all of them."""
         drawn: list[int] = []
         if self._drawn is not None:
             drawn = self._drawn.tolist()  # type: ignore[assignment]
@@ -53,7 +53,7 @@ class Verification:
         start = 0
         for n, row in enumerate(self._step.rows):
             if self._is_sequential(n):
-                tokens.append(self._in_turn(n))
+                tokens.append(self._right_ones(n, self._one_by_one(n)))
                 continue
             own = drawn[start : start + row.num_tokens]
             start += row.num_tokens
@@ -74,32 +74,26 @@ class Verification:
             positions += range(first, first + row.num_tokens)
         return self._draw(mx.concatenate([self.logits[n] for n in rows]), samplers, positions)
 
-    def _right_ones(self, n: int, drawn: list[int]) -> list[int]:
+    def _right_ones(self, n: int, drawn: Iterable[int]) -> list[int]:
+        """Takes the tokens drawn for a row until one of them differs from the draft."""
         tokens: list[int] = []
         for token, draft in zip(drawn, [*self._drafts(n), None], strict=True):
             tokens.append(token)
-            self._note(n, token)
+            if token not in FAILURES:
+                self._samplers[n].note(token)
             if token != draft:
                 break
         return tokens
 
-    def _in_turn(self, n: int) -> list[int]:
-        """Draws the next token only when the one before is known and right."""
-        first = self._step.rows[n].position + 1
-        tokens: list[int] = []
-        for i, draft in enumerate([*self._drafts(n), None]):
+    def _one_by_one(self, n: int) -> Iterator[int]:
+        """Draws the tokens of a row lazily: its sampler has to know each token before the next is
+        drawn."""
+        row = self._step.rows[n]
+        for i in range(row.num_tokens):
             logits = self.logits[n][i : i + 1]
-            drawn = self._draw(logits, [self._samplers[n]], [first + i])
+            drawn = self._draw(logits, [self._samplers[n]], [row.position + 1 + i])
             (token,) = cast(list[int], drawn.tolist())
-            tokens.append(token)
-            self._note(n, token)
-            if token != draft:
-                break
-        return tokens
-
-    def _note(self, n: int, token: int) -> None:
-        if token not in FAILURES:
-            self._samplers[n].note(token)
+            yield token
 
     def _drafts(self, n: int) -> tuple[int, ...]:
         rows = self._step.rows

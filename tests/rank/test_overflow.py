@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+from serve.core.messages import Result
 from serve.core.types import Event, Sampling, Sequence
 from serve.front.pipeline.scheduler import Scheduler
 from tests import adapters
@@ -38,10 +39,8 @@ class Watched(Scheduler):
         self.reuse = "any"
         self.ends: dict[int, str] = {}
 
-    def update(
-        self, number: int, tokens: tuple[int, ...], num_accepted: tuple[int, ...] = ()
-    ) -> list[Event]:
-        events = super().update(number, tokens, num_accepted)
+    def update(self, result: Result) -> list[Event]:
+        events = super().update(result)
         self.ends |= {e.sequence: e.finish_reason for e in events if e.finish_reason}
         return events
 
@@ -70,7 +69,7 @@ def num_changed(local: LocalPipeline, expected: list[list[int]], num: int, adapt
         answers = [sequence.output for sequence in asked]
         wrong += sum(got != expected[n] for n, got in zip(numbers, answers, strict=True))
         assert all(scheduler.ends[s.id] == "overflowed" and not s.output for s in bad)
-        assert not {s.id for s in bad}.intersection(scheduler.kept)
+        assert not {s.id for s in bad}.intersection(scheduler.room.kept)
     return wrong
 
 

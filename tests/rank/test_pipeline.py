@@ -95,7 +95,7 @@ class LocalPipeline:
                 self.scores[each.sequence] |= dict(enumerate(each.scores, each.position))
             for embedding in result.embeddings:
                 self.embeddings[embedding.sequence] = embedding.numbers
-            self.scheduler.update(result.number, result.tokens, result.num_accepted)
+            self.scheduler.update(result)
             self._pump()
         return {sequence.id: sequence.output for sequence in sequences}
 
@@ -289,7 +289,7 @@ def test_penalties_follow_what_was_generated_also_when_it_begins_anew() -> None:
     wanted = Sampling(0, frequency_penalty=0.6, presence_penalty=0.4, repetition_penalty=1.3)
     prompts = PROMPTS[2:7]
     with pipeline(2) as local:
-        local.scheduler.max_held_tokens = 36
+        local.scheduler.room.max_tokens = 36
         sequences = [Sequence(i, p, 14, wanted, frozenset()) for i, p in enumerate(prompts)]
         num_sent_back = count_calls(local.scheduler, "_send_back_youngest")
         answers = local.answer(sequences)

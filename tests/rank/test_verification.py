@@ -11,6 +11,7 @@ import pytest
 
 from serve.core.errors import PlanError
 from serve.core.types import Reasoning, Row, Sampling, Sequence, Step
+from serve.front.drafts.interface import Draft
 from serve.front.drafts.speculation import Speculation
 from serve.model.stage import Stage
 from serve.rank.batching import can_batch, is_causal
@@ -56,11 +57,9 @@ class Guessing:
     def __init__(self, answers: dict[int, list[int]], seed: int) -> None:
         self.answers = answers
         self.chance = random.Random(seed)
-        self.num_drafts = 0
-        self.num_accepted = 0
 
-    def propose(self, sequences: ReadableList[Sequence]) -> list[list[int]]:
-        return [self.guess(sequence) for sequence in sequences]
+    def propose(self, sequences: ReadableList[Sequence]) -> list[Draft]:
+        return [Draft(self.guess(sequence)) for sequence in sequences]
 
     def guess(self, sequence: Sequence) -> list[int]:
         if sequence.num_pending or not sequence.num_computed:
@@ -73,9 +72,8 @@ class Guessing:
     def is_worth_waiting(self, sequences: ReadableList[Sequence]) -> bool:
         return self.chance.random() < 0.9
 
-    def verified(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
-        self.num_drafts += num_drafts
-        self.num_accepted += num_accepted
+    def learn(self, sequence: Sequence) -> None:
+        """It knows the answers already."""
 
     def forget(self, sequence_id: int) -> None:
         """It knows answers by their number."""
@@ -105,7 +103,9 @@ def test_drafts_change_no_answer_and_no_score(
         alone = [local.answer([sequence]) for sequence in make_sequences(samplings)]
         together = local.answer(make_sequences(samplings))
         scores_of_drafts = dict(local.scores)
-    assert guessing.num_drafts > guessing.num_accepted > 0.4 * guessing.num_drafts
+        counts = local.scheduler.draft_counts
+    num_drafted = counts.drafted["suffixes"]
+    assert num_drafted > counts.accepted["suffixes"] > 0.4 * num_drafted
     assert together == expected
     assert {id: tokens for answer in alone for id, tokens in answer.items()} == expected
     for id, of_one in scores.items():
@@ -128,8 +128,9 @@ def test_drafts_of_the_real_drafters_are_right_often() -> None:
         sequences = make_sequences(samplings)
         sequences[2].prediction = tuple(expected[2])
         assert local.answer(sequences) == expected
-    assert speculation.counts["suffixes"].accepted > 0
-    assert speculation.counts["prediction"].accepted > NUM_TOKENS / 2
+        counts = local.scheduler.draft_counts
+    assert counts.accepted["suffixes"] > 0
+    assert counts.accepted["prediction"] > NUM_TOKENS / 2
     assert not speculation._guesses
 
 

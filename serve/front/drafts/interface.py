@@ -1,25 +1,35 @@
-"""What the scheduler asks about drafts: guesses of the tokens that follow, which a step feeds and
-verifies together with the newest token."""
+"""The scheduler's view of drafts: guesses of the next tokens of a row, which a step feeds after the
+newest token and verifies."""
 
 from collections.abc import Sequence as ReadableList
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from serve.core.types import Sequence
 
+# What a draft was made from: the text so far, or the answer that the client predicts.
+Drafter = Literal["suffixes", "prediction"]
+
+
+class Draft(NamedTuple):
+    """The guesses of the tokens that follow the newest token of a row, and their source."""
+
+    tokens: ReadableList[int] = ()
+    drafter: Drafter = "suffixes"
+
 
 class Drafting(Protocol):
-    """Decides what is guessed. It is pure: no clock, socket or array."""
+    """Makes drafts. It is pure: no clock, socket or array."""
 
-    def propose(self, sequences: ReadableList[Sequence]) -> list[list[int]]:
-        """The drafts of each of these rows, which share a step. A row whose newest token is not
-        known, or that has not begun, gets none."""
+    def propose(self, sequences: ReadableList[Sequence]) -> list[Draft]:
+        """Returns the draft of each row of a step. It is empty for a row whose newest token is not
+        known, and for a row of which the stages hold nothing."""
 
     def is_worth_waiting(self, sequences: ReadableList[Sequence]) -> bool:
         """Whether the next step of these rows should wait until their newest tokens are known, so
         that it can have drafts."""
 
-    def verified(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """Notes how many drafts of a step were right. The sequence has its new tokens."""
+    def learn(self, sequence: Sequence) -> None:
+        """Takes note of a sequence's new tokens."""
 
     def forget(self, sequence_id: int) -> None:
-        """Forgets a sequence. Unknown ones are fine."""
+        """Forgets a sequence. Unknown sequences are ignored."""

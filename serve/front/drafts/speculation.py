@@ -1,52 +1,44 @@
-"""Decides which rows get drafts, and how many: those that pay, by how often the guesses of each row
-came true and by what a token more costs on this cluster."""
+"""Decides how many drafts each row gets. Drafts have to pay: this depends on how often the guesses
+about a row were right, and on what one more token costs on this cluster."""
 
 from collections.abc import Sequence as ReadableList
-from dataclasses import dataclass
 
 from serve.core.types import Sequence
 from serve.front.drafts.acceptance import Acceptance
 from serve.front.drafts.guesses import Guesses
+from serve.front.drafts.interface import Draft
 
 MAX_DRAFTS = 16
 _MIN_GAIN = 1.05
-_WAITING_GAIN = 0.1  # tokens of a step and row for which a step waits for the front end
-_MAX_ROWS_COST = 0.5  # of a step's time, for one more token in each row: beyond, nothing pays
+_WAITING_GAIN = 0.1  # tokens per step and row that make up for waiting for the front end
+_MAX_ROWS_COST = 0.5  # With more, as a share of a step for a token more in each row, nothing pays.
 _UNKNOWN_TOKEN_COST = 0.06
-_MIN_TOKEN_COST = 0.01  # Noise may make it look like nothing.
-
-
-@dataclass(slots=True)
-class Counts:
-    """How many drafts were sent, and how many of them were right."""
-
-    drafted: int = 0
-    accepted: int = 0
+_MIN_TOKEN_COST = 0.01  # Because of noise, it can be measured as nothing.
 
 
 class Speculation:
-    """Drafts for the rows of the scheduler's steps. token_cost is what a step takes longer with one
-    token more, as a share of the time of a step with one token; it is set from what was measured.
-    is_possible says whether the stages can forget wrong drafts.
+    """Makes the drafts for the scheduler's steps.
+
+    is_possible says whether the stages can forget wrong drafts. token_cost is the time that one
+    more token takes, as a share of a step with one token. The caller sets both.
     """
 
     def __init__(self) -> None:
         self.is_possible = False
         self.token_cost = _UNKNOWN_TOKEN_COST
-        self.counts: dict[str, Counts] = {"suffixes": Counts(), "prediction": Counts()}
         self._acceptance = Acceptance()
         self._guesses: dict[int, Guesses] = {}
 
-    def propose(self, sequences: ReadableList[Sequence]) -> list[list[int]]:
-        nothing: list[list[int]] = [[] for _ in sequences]
+    def propose(self, sequences: ReadableList[Sequence]) -> list[Draft]:
         if not self._can_pay(len(sequences)):
-            return nothing
-        proposed = [self._guess(sequence) for sequence in sequences]
+            return [Draft() for _ in sequences]
+        drafts = [self._longest(sequence) for sequence in sequences]
         gains = []
-        for sequence, drafts in zip(sequences, proposed, strict=True):
-            gains.append(self._guesses[sequence.id].gains(len(drafts)) if drafts else [])
+        for sequence, draft in zip(sequences, drafts, strict=True):
+            num_tokens = len(draft.tokens)
+            gains.append(self._guesses[sequence.id].gains(num_tokens) if num_tokens else [])
         num_drafts = best_length(gains, self._relative_cost(len(sequences)))
-        return [drafts[:num_drafts] for drafts in proposed]
+        return [draft._replace(tokens=draft.tokens[:num_drafts]) for draft in drafts]
 
     def is_worth_waiting(self, sequences: ReadableList[Sequence]) -> bool:
         if not self._can_pay(len(sequences)):
@@ -54,15 +46,9 @@ class Speculation:
         shares = [self._guesses_of(sequence).hit_share for sequence in sequences]
         return sum(shares) > _WAITING_GAIN * len(shares)
 
-    def verified(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
-        guesses = self._guesses.get(sequence.id)
-        if guesses is None:
-            return
-        if num_drafts:
-            counts = self.counts[guesses.drafter]
-            counts.drafted += num_drafts
-            counts.accepted += num_accepted
-        guesses.catch_up(sequence)
+    def learn(self, sequence: Sequence) -> None:
+        if guesses := self._guesses.get(sequence.id):
+            guesses.catch_up(sequence)
 
     def forget(self, sequence_id: int) -> None:
         self._guesses.pop(sequence_id, None)
@@ -71,7 +57,7 @@ class Speculation:
         return self.is_possible and num_rows * self._relative_cost(num_rows) < _MAX_ROWS_COST
 
     def _relative_cost(self, num_rows: int) -> float:
-        """The cost of one more token, as a share of a step of so many rows."""
+        """The time that one more token takes, as a share of a step of num_rows rows."""
         token_cost = max(_MIN_TOKEN_COST, self.token_cost)
         return token_cost / (1 + (num_rows - 1) * token_cost)
 
@@ -81,21 +67,23 @@ class Speculation:
             guesses = self._guesses[sequence.id] = Guesses(sequence, Acceptance(self._acceptance))
         return guesses
 
-    def _guess(self, sequence: Sequence) -> list[int]:
-        """The longest draft of a row that may have one. The newest token has to be known, and a
-        stage has to hold something of the row."""
+    def _longest(self, sequence: Sequence) -> Draft:
+        """The longest draft that a row may have: its newest token has to be known, and the stages
+        have to hold some of the row."""
         max_drafts = min(MAX_DRAFTS, sequence.num_left - 1)
         if sequence.num_pending or not sequence.num_computed or max_drafts < 1:
-            return []
+            return Draft()
         guesses = self._guesses_of(sequence)
-        guesses.catch_up(sequence)
-        return guesses.draft(max_drafts)
+        is_ready = guesses.catch_up(sequence)
+        return guesses.draft(max_drafts) if is_ready else Draft()
 
 
 def best_length(gains: ReadableList[ReadableList[float]], token_cost: float) -> int:
-    """The number of drafts of each row, as far as it has so many, with which a step gives the most
-    tokens in its time. gains has the chance of each draft of each row to be accepted; token_cost is
-    what one more token costs, as a share of a step without drafts. 0 if nothing gives clearly more.
+    """Returns the number of drafts for each row (rows with fewer drafts get all of theirs) at which
+    a step gives the most tokens per time. Returns 0 if drafts do not clearly help.
+
+    gains has the chance of each draft of each row to be accepted. token_cost is the time that one
+    more token takes, as a share of a step without drafts.
     """
     num_rows = len(gains)
     tokens = float(num_rows)

@@ -1,31 +1,29 @@
-"""Finds where the end of a text came before, and guesses that it goes on in the same way."""
+"""Finds earlier occurrences of the last tokens of a text, and guesses that it continues as it did
+there."""
 
 from dataclasses import dataclass
 
-_MAX_MATCH = 32  # A longer match says no more.
+_MAX_MATCH = 32  # A longer match makes the guess no better.
 _MAX_PLACES = 8
-_DRAFTS_BY_MATCH = 2  # The longer a match, the longer what follows is the same.
+_DRAFTS_BY_MATCH = 2  # The longer a match, the longer the two places stay the same.
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The last `length` tokens of a text came before, ending just before the token at `place`."""
+    """An earlier occurrence of the last `length` tokens of a text. It ends before `place`."""
 
     length: int
     place: int
 
 
 class Suffixes:
-    """A text to which tokens are added. A match has at least two tokens: a single one says too
-    little. It can be found in a time that does not depend on the length of the text."""
+    """A text to which tokens are added. A match has at least two tokens, because one token says too
+    little. Finding it takes a time that does not depend on the length of the text."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
-        self._last_place: dict[int, int] = {}  # behind each pair of tokens
-        self._earlier_places: list[int] = []  # behind the same pair as each place, or -1
-
-    def __len__(self) -> int:
-        return len(self._tokens)
+        self._last_place: dict[int, int] = {}  # after each pair of tokens
+        self._earlier_places: list[int] = []  # after the same pair as each place, or -1
 
     def add(self, token: int) -> None:
         place = len(self._tokens)
@@ -38,7 +36,7 @@ class Suffixes:
         self._tokens.append(token)
 
     def match(self) -> Match | None:
-        """The longest match, and of several the latest."""
+        """Returns the longest match among the latest places, and the latest of several."""
         if len(self._tokens) < 2:
             return None
         best: Match | None = None
@@ -55,8 +53,8 @@ class Suffixes:
         return best
 
     def draft(self, match: Match, max_tokens: int) -> list[int]:
-        """The tokens that followed a match, as many as its length promises. Behind the end of the
-        text, the part since the match is repeated."""
+        """Returns the tokens that followed a match; the longer the match, the more. Where the text
+        ends, the part since the match is repeated."""
         num_tokens = min(max_tokens, _DRAFTS_BY_MATCH * match.length)
         period = len(self._tokens) - match.place
         if num_tokens <= period:

@@ -1,6 +1,6 @@
-"""What the life cycle of the engines has its driver do.
+"""The actions that the life cycle of the engines has its driver perform.
 
-An action that takes time has one answer, an event with the same number of a life.
+An action that takes time is answered by one event, with the number of the same life.
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from serve.core.plan import PlanRequest, StagePlan
 
 @dataclass(frozen=True, slots=True)
 class ReplaceEngine:
-    """Ends rank 0's engine process, if there is one, and starts another. dump asks the old one for
-    its stacks first. Answered by EngineStarted or EngineFailed."""
+    """Ends rank 0's engine process, if there is one, and starts another. With dump, the old one
+    writes its stacks first. Answered by EngineStarted or EngineFailed."""
 
     life: int
     dump: bool = False
@@ -22,7 +22,7 @@ class ReplaceEngine:
 
 @dataclass(frozen=True, slots=True)
 class AskForPlan:
-    """Sends rank 0's engine a request, which it answers by a report of Planned or Fault."""
+    """Asks rank 0's engine for a plan. It answers with a report of Planned or Fault."""
 
     request: PlanRequest
 
@@ -38,7 +38,7 @@ class RenewRank:
 
 @dataclass(frozen=True, slots=True)
 class GiveOrders:
-    """Sends the engines of a ring what to load."""
+    """Sends the engines of a ring their orders, which say what to load."""
 
     stages: tuple[StagePlan, ...]
 
@@ -59,8 +59,8 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Lets the scheduler send steps. seconds is how long the recovery took, None for the first
-    start."""
+    """Lets the scheduler send steps. seconds is the time that the recovery took, or None for the
+    first start."""
 
     life: int
     seconds: float | None
@@ -83,8 +83,8 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Ends the connection of a rank, which may join again. is_silent says that its parent does not
-    answer, so that its launcher has to replace it."""
+    """Ends the connection of a rank, which may join again. If is_silent, its parent does not
+    answer, and its launcher has to replace it."""
 
     rank: int
     pid: int
@@ -108,7 +108,7 @@ class ShowPlan:
 
 @dataclass(frozen=True, slots=True)
 class ShowProgress:
-    """Shows people that the stage of a rank has moved."""
+    """Shows people that the stage of a rank has made progress."""
 
     rank: int
 

@@ -1,4 +1,4 @@
-"""One adapter: its source, what the ranks hold of it, and the facts they report about its files."""
+"""One adapter: its source, the versions that the ranks hold, and their reports about its files."""
 
 from dataclasses import dataclass, field
 
@@ -8,8 +8,8 @@ from serve.core.messages import AdapterRead, AdapterRefused
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The place of an adapter's files. root is the folder that the path must lie below, None for
-    an adapter that was named at the start. With a commit, path is `org/name` on the hub."""
+    """The place of an adapter's files. path must lie below the folder root, unless root is None,
+    as for adapters of --lora. With a commit, path is `org/name` on the hub."""
 
     path: str
     root: str | None = None
@@ -35,7 +35,7 @@ class LoadedVersion:
 
     def is_same(self, answers: dict[int, AdapterRead]) -> bool:
         """Whether the ranks have read the same contents again. If they have other layers than
-        before, only the digests can tell, which cover samples of the file."""
+        before, only the digests can be compared, which cover samples of the files."""
         if answers.keys() != self.answers.keys():
             return answers[0].digest == self.answers[0].digest
         return _checksums(answers) == _checksums(self.answers)

@@ -1,8 +1,8 @@
 """Loads LoRA adapters: asks all ranks, waits for their answers, and restores after faults.
 
-All ranks read and check the files first. When all are satisfied, the name gets the new version:
-sequences that begin from then on have it, and running ones keep theirs until they end. Which name
-stands for which version is in `serve.front.pipeline.adapter_registry`.
+All ranks read and check the files first. If none refuses them, the name gets the new version:
+later sequences have it, and running sequences keep theirs until they end.
+`serve.front.pipeline.adapter_registry` knows which name stands for which version.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from serve.hub.repo import ADAPTER
 
 _logger = logging.getLogger(__name__)
 
-# An adapter that ends the engines would end the next ones, too.
+# An adapter that crashes the engines would crash the next ones, too.
 _MAX_TRIES = 2
 
 
@@ -127,7 +127,7 @@ class AdapterLoader:
                 raise UsageError(f"--lora {name}: {error}") from error
 
     async def load(self, name: str, path: str, in_place: bool) -> None:
-        """Loads an adapter for clients. Raises AdapterError, and then nothing has changed."""
+        """Loads an adapter for clients. Raises AdapterError; then nothing has changed."""
         root = self._config.adapter_root
         commit = await self._commit(path, root)
         if root is None and commit is None:
@@ -140,8 +140,8 @@ class AdapterLoader:
         await self._add(Adapter(name, source), in_place)
 
     async def _commit(self, path: str, root: Path | None) -> str | None:
-        """Returns the commit of `org/name` on the hub, so that all ranks and later reads get the
-        same files; None for a folder. Raises AdapterError."""
+        """Returns the commit of `org/name` on the hub, so that all ranks get the same files now and
+        later. Returns None for a folder. Raises AdapterError."""
         repo = hub_id(Path(path), root or Path())
         if repo is None or not self._config.allow_hub_adapters:
             return None
@@ -287,13 +287,13 @@ class AdapterLoader:
         if answer.version in self._answers:
             self._answers[answer.version][rank] = answer
             self._answered.set()
-        elif answer.version not in self.registry.versions:  # else it is from before a fault
+        elif answer.version not in self.registry.versions:  # Otherwise it is from before a fault.
             self._ranks.retire(answer.version)
 
     # --- engines that restart
 
     def interrupt(self) -> None:
-        """Notes that the engines have ended: they hold nothing, and answer nothing."""
+        """Notes that the engines have ended. They will not answer."""
         self._num_interrupted += 1
         self._answered.set()
 
@@ -327,7 +327,7 @@ class AdapterLoader:
         self._ranks.retire(version)
 
     def fail(self, error: BrigadeError) -> None:
-        """Makes all loads fail that wait for an answer, because the cluster broke."""
+        """Makes all loads fail that wait for an answer, because the cluster has failed."""
         self._broken = error
         self._answered.set()
 

@@ -1,7 +1,7 @@
 """The registry of LoRA adapters: it maps the names that clients use to versions. Pure.
 
-Each time that files are read they become a new version, a number that no other version gets.
-`serve.front.pipeline.adapter_loader` has the ranks read them.
+Each time that files are read, they become a new version, with a number that no other version gets.
+`serve.front.pipeline.adapter_loader` makes the ranks read them.
 """
 
 from collections import Counter
@@ -71,7 +71,7 @@ class AdapterRegistry:
             )
 
     def meant(self, name: str) -> str:
-        """Returns the model or adapter that a request means: the default one if it names none. The
+        """Returns the model or adapter that a request means, or the default if it names none. The
         prefix that LiteLLM adds to names, and the suffix of Ollama, are ignored. Raises
         NotFoundError."""
         for each in (name, name.removeprefix("openai/"), name.removesuffix(":latest")):
@@ -148,7 +148,7 @@ class AdapterRegistry:
     # --- versions
 
     def hold(self, version: int, loaded: LoadedVersion) -> None:
-        """Notes that the ranks hold this version, or hold it in other sizes on another ring."""
+        """Notes that the ranks hold this version. After a change of the ring, its sizes differ."""
         self.versions[version] = loaded
         for adapter in self.by_name.values():
             if adapter.version == version:
@@ -163,8 +163,8 @@ class AdapterRegistry:
         return [adapter.version for adapter in self.by_name.values() if adapter.version]
 
     def release(self, adapter: Adapter) -> int:
-        """Takes the version from an adapter and returns it; 0 for none. The ranks hold it until its
-        last sequence has ended."""
+        """Takes the version from an adapter and returns it, or 0 if it has none. The ranks hold it
+        until its last sequence has ended."""
         version = adapter.version
         adapter.version = 0
         for held in self.versions.keys() - self.loaded_versions():

@@ -1,8 +1,9 @@
-"""The capacity of the stages: tokens in memory, prompt tokens beside decoding, layers."""
+"""Computes the capacity of the stages: the tokens that fit in memory, the prompt tokens that fit
+beside decoding, and a better split of the layers."""
 
 from serve.core.config import ServeConfig
 from serve.core.plan import KvRoom, kv_budgets, kv_room, memory_of
-from serve.front.pipeline.chunks import LONGEST_CHUNK
+from serve.front.pipeline.chunks import MAX_CHUNK_SHARE
 from serve.front.pipeline.status import StageStatus
 from serve.front.prefixes.index import PrefixIndex
 
@@ -17,9 +18,9 @@ _WORTHWHILE = 0.95
 
 
 def chunk_beside_decoding(stages: list[StageStatus], max_tokens: int) -> int:
-    """Returns how many tokens a prefill step may have if streams are to keep their pace."""
+    """Returns the number of tokens that a prefill step may have while streams keep their pace."""
     by_decode = _CHUNK_BY_DECODE if len(stages) > 1 else _CHUNK_BY_DECODE_ALONE
-    tokens_of_decode = []  # how many tokens each stage prefills in the time of a decode step
+    tokens_of_decode = []  # the tokens that each stage prefills in the time of a decode step
     for stage in stages:
         decode_seconds = stage.pace.decode_seconds
         seconds_per_token = stage.pace.prefill_seconds_per_token
@@ -33,8 +34,8 @@ def chunk_beside_decoding(stages: list[StageStatus], max_tokens: int) -> int:
 
 
 def token_cost(stages: list[StageStatus]) -> float | None:
-    """The cost of one more token in a decode step, as a share of a step with one token. None as
-    long as a stage has not decoded."""
+    """Returns the time that one more token takes in a decode step, as a share of a step with one
+    token. Returns None until every stage has decoded."""
     costs = [stage.pace.decode_cost for stage in stages]
     seconds = sum(cost.seconds(1) for cost in costs)
     if not seconds or not all(cost.is_known for cost in costs):
@@ -63,7 +64,7 @@ def room_under_limits(stages: list[StageStatus], config: ServeConfig) -> KvRoom:
 
 
 def kept_bytes(kept: PrefixIndex, stages: list[StageStatus]) -> int:
-    """The bytes of all stages that the prefix cache takes, without padding."""
+    """Returns the bytes that the prefix cache takes on all stages, without padding."""
     plans = [stage.plan for stage in stages if stage.plan]
     return kept.num_bytes(
         sum(plan.cache_bytes_per_token for plan in plans),
@@ -86,7 +87,7 @@ def _less(amounts: list[int], kept: list[int]) -> list[int]:
 def _free_beside_scoring(stage: StageStatus, prefill_chunk: int) -> int:
     """Returns the bytes that are free while a prompt is scored in chunks of this size. Only
     scoring has more than one row of logits for a sequence."""
-    num_tokens = int(LONGEST_CHUNK * prefill_chunk)
+    num_tokens = int(MAX_CHUNK_SHARE * prefill_chunk)
     logits_bytes = num_tokens * stage.logits_bytes_per_token
     return stage.free_bytes - logits_bytes - stage.scoring_bytes
 

@@ -7,33 +7,34 @@ from dataclasses import dataclass
 
 from serve.core.types import Sequence
 
-LONGEST_CHUNK = 1.25  # with the rest of a prompt, as a share of what was asked for
+MAX_CHUNK_SHARE = 1.25  # of the intended chunk, where a chunk takes the rest of a prompt along
 _MIN_CHUNK = 64
-_CHUNKS_OF_A_STAGE = 4  # of what waits for prefill: with fewer, stages would wait for each other
-_SHORT_PROMPT = 128  # cut up it would cost everybody more
-_SHORT_PROMPTS = 264  # tokens of several together: their step costs less than one for each
+_CHUNKS_PER_STAGE = 4  # that waiting prompts are cut into: with fewer, stages wait for each other
+_SHORT_PROMPT = 128  # tokens; cutting a shorter prompt costs more than it helps
+_SHORT_PROMPTS = 264  # tokens of short prompts in one step, which costs less than one step each
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillBudget:
-    """The prompt tokens that the stages take. max_tokens are those of a step, and beside_decoding
-    those of a step beside sequences that decode; None if none does."""
+    """How many prompt tokens the stages take. max_tokens limits those of a step; beside_decoding
+    limits them further while sequences decode, and is None while none does."""
 
     num_stages: int
     max_tokens: int
     beside_decoding: int | None
 
     def max_chunks(self, first: Sequence) -> int:
-        """The number of chunks under way: one for each stage, so that chunks of one prompt follow
-        each other through them. Beside decoding they are fewer and larger, because each has to read
-        all that is before it."""
+        """The number of chunks that may be under way: one for each stage, so that the chunks of a
+        prompt follow each other through the stages. While sequences decode, a long prompt has fewer
+        and larger chunks, because each chunk reads the keys and values of all earlier ones."""
         if self._must_make_way(first):
             return max(1, self.num_stages // 2)
         return self.num_stages
 
     def chunk(self, prefilling: ReadableList[Sequence]) -> int:
-        """How many tokens the next prefill step may have. Beside sequences that decode,
-        few enough for them to keep their pace; else so few that all stages get their share."""
+        """The number of tokens that the next prefill step may have. While sequences decode, it is
+        so small that their streams keep their pace. Otherwise it is so small that all stages are
+        busy."""
         if self.beside_decoding is not None:
             if self._must_make_way(prefilling[0]):
                 return min(self.max_tokens, self.beside_decoding)
@@ -41,12 +42,12 @@ class PrefillBudget:
         if self.num_stages == 1:
             return self.max_tokens
         num_left = sum(s.num_to_prefill - s.num_computed for s in prefilling)
-        num_chunks = _CHUNKS_OF_A_STAGE * self.num_stages
+        num_chunks = _CHUNKS_PER_STAGE * self.num_stages
         share = math.ceil(num_left / num_chunks)
         return min(self.max_tokens, max(_MIN_CHUNK, share))
 
     def _must_make_way(self, first: Sequence) -> bool:
-        """Whether the next prompt is a long one beside sequences that decode."""
+        """Whether the next prompt is long and sequences decode."""
         return is_long(first) and self.beside_decoding is not None
 
 
@@ -55,10 +56,10 @@ def is_long(sequence: Sequence) -> bool:
 
 
 def next_chunk(sequence: Sequence, chunk: int) -> int:
-    """How many of a prompt's tokens the next chunk takes, up to its next stop. A short rest goes
-    along, because a step of its own would cost more."""
+    """The number of tokens of a prompt that the next step takes, up to its next stop. A short rest
+    is taken along, because another step would cost more."""
     num_left = _next_stop(sequence) - sequence.num_computed
-    return num_left if num_left <= LONGEST_CHUNK * chunk else chunk
+    return num_left if num_left <= MAX_CHUNK_SHARE * chunk else chunk
 
 
 def _next_stop(sequence: Sequence) -> int:
@@ -66,13 +67,14 @@ def _next_stop(sequence: Sequence) -> int:
 
 
 def batchable(prefilling: Iterable[Sequence], chunk: int) -> Iterator[Sequence]:
-    """Prompts that can share a step with the first one: new, and without a stop before their end,
-    as it is. Rows are as long as the longest, which must be less than twice the shortest."""
+    """Yields the prompts that can share a step with the first one. All of them, the first included,
+    have to be new and without a stop before their end. Rows are padded to the longest prompt, which
+    must be less than twice as long as the shortest."""
     first, *others = prefilling
     longest = first.num_to_prefill
     shortest = longest
     num_rows = 1
-    if not _is_one_chunk(first) or longest > LONGEST_CHUNK * chunk:
+    if not _is_one_chunk(first) or longest > MAX_CHUNK_SHARE * chunk:
         return
     for sequence in others:
         length = sequence.num_to_prefill

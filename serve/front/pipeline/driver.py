@@ -1,7 +1,7 @@
 """Drives the life cycle of the engines: turns what happens into events, and performs the actions.
 
-It decides nothing itself (`serve.front.pipeline.lifecycle` does), but owns what is decided about:
-rank 0's engine process, the connections to the other ranks, tasks and timers.
+The decisions are made in `serve.front.pipeline.lifecycle`. The driver owns rank 0's engine process,
+the connections to the other ranks, tasks and timers.
 """
 
 import asyncio
@@ -56,8 +56,8 @@ class StartView(Protocol):
 
 
 class Driver:
-    """Runs the engines for requests and adapters. folder is where the model's config is, also that
-    of a hub model. view is told how the start goes on."""
+    """Runs the engines for requests and adapters. folder has the model's config, also for a model
+    on the hub. view shows the progress of the start."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Driver:
         self._events: deque[events.Event] = deque()
         self._is_taking = False
         self._timer: asyncio.TimerHandle | None = None
-        self._loaded = asyncio.Event()  # adapters can be asked for
+        self._loaded = asyncio.Event()  # The engines can read adapters.
         self.failure: asyncio.Future[BrigadeError] = asyncio.get_running_loop().create_future()
 
     async def listen(self) -> None:
@@ -106,8 +106,8 @@ class Driver:
         self._copies.cleanup()
 
     async def until_loaded(self) -> None:
-        """Returns when the engines can be told something, which may be some seconds after a fault.
-        Raises UnavailableError before they ever could."""
+        """Returns when the engines accept messages, which may be some seconds after a fault. Raises
+        UnavailableError if the first start has not succeeded yet."""
         if not self._lifecycle.has_worked and (late := self._lifecycle.late()):
             raise UnavailableError(f"The cluster is not ready ({late}): try again later.")
         await self._loaded.wait()
@@ -125,8 +125,8 @@ class Driver:
     # --- events
 
     def on(self, event: events.Event) -> None:
-        """Takes an event, and performs what follows. An action may bring the next event: it waits
-        until all actions before it are done."""
+        """Takes an event and performs the actions that follow. If an action causes another event,
+        this waits until all actions of the first one are done."""
         self._events.append(event)
         if self._is_taking:
             return
@@ -136,7 +136,7 @@ class Driver:
                 taken = self._events.popleft()
                 for action in self._lifecycle.on(taken, time.monotonic()):
                     self._perform(action)
-        except Exception as error:  # Wherever it came from, without this nobody would be told.
+        except Exception as error:  # Wherever it came from, it has to be reported.
             _logger.exception("event=bug")
             self._fail(EngineError(f"{type(error).__name__}: {error}"))
         finally:
@@ -211,7 +211,7 @@ class Driver:
         self.on(events.EngineStarted(life))
 
     async def _read(self, process: EngineProcess, life: int) -> None:
-        """Reads what rank 0's engine says, until it ends."""
+        """Reads the messages of rank 0's engine until it ends."""
         has_said_why = False
         try:
             while message := await process.link.receive():
@@ -220,23 +220,23 @@ class Driver:
                     continue
                 has_said_why |= isinstance(message, Fault)
                 self.on(events.Heard(0, Report(life, message)))
-        except Exception as error:  # The top of the task: without it nobody would be told.
+        except Exception as error:  # The top of the task: nobody else would report it.
             self.on(events.Broken(life, _as_fault(error)))
             return
         if not has_said_why:
             self.on(events.Heard(0, Report(life, engine_ended(0, await process.wait()))))
 
     def _give_orders(self, stages: tuple[StagePlan, ...]) -> None:
-        """Sends the orders under a new nonce, so that no rest of an older ring can join."""
+        """Sends the orders with a new nonce, so that no engine of an older ring can join."""
         nonce = secrets.randbits(31)
         ring = tuple(stage.rank for stage in stages)
         for stage in stages:
-            told = order(self._config, self._cluster, ring, stage, nonce, self._copies.name)
+            message = order(self._config, self._cluster, ring, stage, nonce, self._copies.name)
             if stage.rank:
-                self._control.send(stage.rank, Start(told))
+                self._control.send(stage.rank, Start(message))
             else:
                 self._lifecycle.ranks[0].pid = os.getpid()
-                self._send_to_engine(told)
+                self._send_to_engine(message)
 
     def _settle(self, life: int) -> None:
         stages = self._lifecycle.stages
@@ -256,7 +256,7 @@ class Driver:
                 await self._adapters.load_at_start()
             versions = self._adapters.registry.loaded_versions()
             await self._requests.warm_up(len(self._lifecycle.ring), versions)
-        except Exception as error:  # The top of the task: without it nobody would be told.
+        except Exception as error:  # The top of the task: nobody else would report it.
             self.on(events.Broken(life, _as_fault(error)))
         else:
             self.on(events.Prepared(life))
@@ -272,7 +272,7 @@ class Driver:
 
     def _interrupt(self, life: int) -> None:
         if self._preparing and not self._preparing.done():
-            # First, so that it does not take what the end of the engines breaks for a reason of it.
+            # It is cancelled first, so that it does not report errors that the fault has caused.
             self._spawn(self._interrupt_preparing(self._preparing, life))
         else:
             self._interrupt_work(life)
@@ -295,7 +295,7 @@ class Driver:
         self.on(events.Probed(life, silent))
 
     def _fail(self, error: BrigadeError) -> None:
-        """Every running request ends with the reason, which the command's last line says."""
+        """Ends every request with the reason, which is also the command's last line."""
         if self.failure.done():
             return
         _logger.error("event=failed exit_code=%d", error.exit_code)
@@ -317,7 +317,7 @@ def _as_fault(error: Exception) -> BrigadeError:
 
 
 async def cancelled(task: "asyncio.Task[None]") -> None:
-    """Returns when the task has ended, however often that takes: wait_for before Python 3.12 loses
+    """Cancels a task until it has ended. Once may not be enough: before Python 3.12, wait_for loses
     a cancellation that comes together with its result."""
     while not task.done():
         task.cancel()

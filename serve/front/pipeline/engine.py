@@ -26,8 +26,8 @@ from serve.front.pipeline.status import StageSpan, chrome_trace, is_silent, span
 class Engine:
     """The engines of all ranks. Requests that come while engines restart wait for them.
 
-    folder is where the model's config is, facts are those of this rank, and view is told how the
-    start goes on.
+    folder has the model's config, facts are those of this rank, and view shows the progress of the
+    start.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class Engine:
         )
 
     async def listen(self) -> None:
-        """Opens the door for the other ranks. Raises AddressError."""
+        """Starts to listen for the other ranks. Raises AddressError."""
         await self._driver.listen()
 
     def start(self) -> None:
-        """Starts the ranks in the background; ready_reason tells how far they are."""
+        """Starts the ranks in the background. ready_reason says how far they are."""
         self._driver.start()
 
     async def close(self) -> None:
@@ -78,7 +78,7 @@ class Engine:
         await self._driver.close()
 
     async def failed(self) -> BrigadeError:
-        """Returns when the cluster broke for good, with the reason."""
+        """Returns the reason when the cluster has failed for good."""
         return await asyncio.shield(self._driver.failure)
 
     def submit(
@@ -103,17 +103,18 @@ class Engine:
 
     @property
     def makes_checkpoints(self) -> bool:
-        """Whether the boundaries of prompts are of use: the model has caches that cannot be cut."""
+        """Whether the boundaries of prompts are needed, because the model has caches that cannot be
+        cut."""
         return self._requests.scheduler.reuse == "checkpoints"
 
     def ready_reason(self) -> str | None:
-        """The reason why requests cannot be served, in one line, or None. A rank that is briefly
-        silent still gets requests, which wait for it."""
+        """Returns the reason why requests cannot be served, in one line, or None. Requests are
+        still accepted while a rank is silent for a short time, and wait for it."""
         return self._not_ready() or self._silent()
 
     def _not_ready(self) -> str | None:
         if self._driver.failure.done():
-            return "the cluster failed"  # The reason may name hosts: it is for the log.
+            return "the cluster failed"  # The reason may name hosts, so only the log has it.
         if late := self._lifecycle.late():
             return late
         if self._lifecycle.is_working:
@@ -135,13 +136,13 @@ class Engine:
             "num_running": scheduler.num_running,
             "num_waiting": scheduler.num_waiting,
             "kv_tokens": scheduler.num_held_tokens,
-            "max_kv_tokens": scheduler.max_held_tokens,
-            "drafts": self._requests.drafts,
+            "max_kv_tokens": scheduler.room.max_tokens,
+            "drafts": scheduler.draft_counts.to_json(),
             "prefix_cache": {
                 "reuse": scheduler.reuse,
                 **scheduler.prefix_counts.to_json(),
-                "num_bytes": kept_bytes(scheduler.kept, lifecycle.stages),
-                **scheduler.kept.to_json(),
+                "num_bytes": kept_bytes(scheduler.room.kept, lifecycle.stages),
+                **scheduler.room.kept.to_json(),
             },
             "better_split": better_split(lifecycle.stages),
             "adapters": self.adapters.registry.statistics.to_json(),
@@ -168,7 +169,7 @@ class Engine:
         }
 
     def spans_after(self, numbers: Mapping[int, int], seconds: float) -> list[StageSpan]:
-        """The spans of the stages in the last seconds, with a higher number than numbers has
-        for their rank, the latest first."""
+        """Returns the spans of the stages in the last seconds that have a higher number than
+        numbers has for their rank, the latest first."""
         since = time.time() - seconds
         return spans_after(self._lifecycle.stages, numbers, since, self._requests.step_log)

@@ -1,6 +1,6 @@
-"""The states of the engines' life cycle, and the events that move it from one to the next.
+"""The states of the engines' life cycle, and the events that move it from one state to the next.
 
-Some events answer an action, and carry the number of its life.
+Some events answer an action and carry the number of its life.
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,8 @@ NOTED = {
     State.RENEWING,
 }
 OVER = {State.FAILED, State.CLOSED}
-# What the stages have to be to leave a state, and what a rank that is late did not do.
+# The states of all stages that end a state of the cluster, and the words for what a late rank has
+# not done.
 AWAITED = {
     State.STARTING: ({"starting"}, "start an engine"),
     State.JOINING: ({"fetching", "loading", "ready"}, "join the ring"),
@@ -63,7 +64,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """A rank has joined, is gone, or reports what its engine said. Rank 0 only reports."""
+    """A rank has joined, is gone, or passes on a message of its engine. Rank 0 only does that."""
 
     rank: int
     message: Joined | Gone | Report
@@ -71,7 +72,7 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to an action of a life. It changes nothing when that life is over."""
+    """The answer to an action of a life. It changes nothing once that life is over."""
 
     life: int
 
@@ -107,15 +108,15 @@ class Prepared(Answer):
 
 @dataclass(frozen=True, slots=True)
 class Broken(Answer):
-    """Rank 0 has failed in what it does for this life."""
+    """Rank 0 has failed to prepare this life, or to read from its engine."""
 
     error: BrigadeError
 
 
 @dataclass(frozen=True, slots=True)
 class Interrupted(Answer):
-    """The requests wait for the next life. num_explained faults, the latest one included, were the
-    doing of a request that has been found and given up; 0 if there is no such request."""
+    """The requests wait for the next life. num_explained faults, including the latest one, were
+    caused by a request that has been given up; 0 if there is no such request."""
 
     num_explained: int
 
@@ -129,8 +130,8 @@ class Probed(Answer):
 
 @dataclass(frozen=True, slots=True)
 class Ticked:
-    """The deadline has passed. Steps have been under way for waiting_seconds without one coming
-    back."""
+    """The deadline has passed. For waiting_seconds, steps have been under way without a
+    result."""
 
     waiting_seconds: float
 

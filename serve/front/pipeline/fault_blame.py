@@ -1,10 +1,9 @@
 """Decides which request may have crashed the engines. Pure.
 
-A request that ends an engine would end the next one too, and the cluster after some restarts.
-Requests under which engines ended twice without a token for them are suspects: each runs alone
-until it gets a token. A suspect under which the engines end twice more is given up. One fault may
-have another cause, such as a kill or a broken link. What holds up a step that does not come back
-is another question: `serve.front.pipeline.status`.
+A request that crashes an engine would crash the next one too, until no restart is left. A request
+is a suspect after two faults without a token for it. Then it runs alone until it gets a token. If
+the engines end twice more, it is given up. A single fault may have another cause, such as a kill or
+a broken link. (`serve.front.pipeline.status` finds out which rank delays a step.)
 """
 
 from collections import Counter
@@ -26,8 +25,8 @@ class Blame:
 
 
 class FaultBlame:
-    """The suspects, and the faults that each sequence saw. With fewer restarts than the faults that
-    it takes to be sure, fewer faults suffice."""
+    """The suspects, and the faults that each sequence saw. If max_restarts is less than the number
+    of faults that a proof takes, fewer faults suffice."""
 
     def __init__(self, max_restarts: int) -> None:
         self._max_shared_faults = max(1, min(MAX_SHARED_FAULTS, max_restarts))
@@ -42,11 +41,11 @@ class FaultBlame:
 
     @property
     def alone(self) -> int | None:
-        """The sequence that runs while all others wait, if there is a suspect."""
+        """The sequence that runs while all others wait; None if there is no suspect."""
         return self._queue[0] if self._queue else None
 
     def is_clear(self, sequence_id: int) -> bool:
-        """Whether the engines did not end since its last token."""
+        """Whether the engines have not ended since its last token."""
         return sequence_id not in self._num_since_token
 
     def clear(self, sequence_id: int) -> None:
@@ -65,8 +64,9 @@ class FaultBlame:
             self._explained.clear()
 
     def after_fault(self, running: Iterable[int]) -> Blame | None:
-        """running are the sequences of which the stages held something, the oldest first.
-        Returns the one to give up, if it is known; the caller ends and forgets it."""
+        """Takes note of a fault. running has the sequences of which the stages held something, the
+        oldest first. Returns the sequence to give up, which the caller ends and forgets, or
+        None."""
         ids = list(running)
         self._num_faults += 1
         for id in ids:
@@ -76,7 +76,7 @@ class FaultBlame:
             self._num_faults_alone += 1
             is_proved = self._num_faults_alone >= self._max_faults_alone
             return self._blame(ids[0]) if is_proved else None
-        # The youngest first: before it came, the others were fine.
+        # The youngest first, because the others did no harm before it came.
         for id in reversed(ids):
             is_suspect = self._num_since_token[id] >= self._max_shared_faults
             if is_suspect and id not in self._queue:

@@ -45,8 +45,8 @@ class Generation:
         self._events.put_nowait(event)
 
     def _scored(self, event: Event) -> Event:
-        """The event with its token's score, if there is one. The sequence does not say which token
-        that is: several of it may be known before their events come."""
+        """Returns the event with its token's score, if there is one. The position of the token
+        cannot be taken from the sequence, which may already have later tokens."""
         id = event.sequence
         index = self._num_put[id]
         self._num_put[id] += event.token is not None
@@ -56,14 +56,14 @@ class Generation:
         return replace(event, score=self._scores[id].get(position))
 
     def put_scores(self, scores: Scores) -> None:
-        """Stores the scores of tokens whose event comes later. A prompt that is computed again
-        gives the same scores again."""
+        """Stores the scores of tokens whose events come later. They may come twice, if a prompt is
+        computed again, and are the same then."""
         for position, score in enumerate(scores.scores, scores.position):
             self._scores[scores.sequence][position] = score
 
     def prompt_scores(self, number: int) -> list[Score]:
-        """The scores of all tokens of the prompt but the first. They are complete before the first
-        event."""
+        """The scores of all tokens of the prompt except the first. They are complete before the
+        first event."""
         original = self._sequences[number].original or self._sequences[number]
         scores = self._scores[original.id]
         return [scores[position] for position in range(1, len(original.prompt))]
@@ -92,18 +92,18 @@ class Generation:
 
     @property
     def num_accepted(self) -> int:
-        """The number of tokens that were right guesses."""
+        """The number of tokens that were right drafts."""
         return sum(s.num_accepted for s in self._sequences)
 
     @property
     def num_rejected(self) -> int:
-        """The number of guesses that were wrong."""
+        """The number of drafts that were wrong."""
         return sum(s.num_drafted - s.num_accepted for s in self._sequences)
 
     @property
     def progress(self) -> tuple[int, int]:
-        """The number of prompt tokens that are computed, and of all. A prompt counts once, however
-        many answers it has."""
+        """The number of prompt tokens that are computed, and the number of all. A prompt counts
+        once, however many answers it has."""
         num_done = sum(sequence.num_prompt_done for sequence in self._originals)
         num_tokens = sum(len(sequence.prompt) for sequence in self._originals)
         return num_done, num_tokens
@@ -114,7 +114,7 @@ class Generation:
         return [sequence for sequence in self._sequences if sequence.original is None]
 
     def cancel(self, error: BrigadeError) -> None:
-        """Ends all sequences at once, also if nobody takes their events, of which the last is this
+        """Ends all sequences at once, even if nobody takes their events. The last event is this
         error."""
         self.put(error)
         for sequence in self._sequences:

@@ -10,17 +10,17 @@ from serve.core.types import Event, Pooling, Sampling, Score
 from serve.front.pipeline.adapter_loader import AdapterLoader
 from serve.front.pipeline.status import StageSpan
 
-# Whether a request is in the queue, its prompt is computed, or its answer is generated.
+# A request is in the queue, or its prompt is computed, or its answer is generated.
 Phase: TypeAlias = Literal["waiting", "prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt in tokens. One answer is generated for each sampling. text is what an echo returns;
+    """A prompt in tokens. One answer is generated for each sampling. text is what an echo returns.
     has_marks says whether the answers are searched for tool calls and thoughts. With pooling the
-    prompt is embedded instead: it has no samplings, and one event, which has the embedding.
-    prediction are tokens that the answers are expected to have.
-    boundaries are the numbers of tokens behind which later prompts may differ."""
+    prompt is embedded instead; then it has no samplings, and its only event has the embedding.
+    prediction has the tokens of the answer that the client expects. boundaries are the positions
+    after which later prompts of the same chat may differ."""
 
     ids: list[int]
     max_tokens: int
@@ -38,9 +38,9 @@ class Generation(Protocol):
     a sequence has a finish reason. Sequences are numbered in the order of prompts and, within a
     prompt, of samplings.
 
-    Iteration raises the BrigadeError that broke the engine or that was put, after the events
-    before it. num_cached counts the prompt tokens that were taken from the prefix cache,
-    num_accepted and num_rejected the right and the wrong guesses of its tokens.
+    Iteration raises the BrigadeError that ended the request, after all earlier events. num_cached
+    counts the prompt tokens from the prefix cache, num_accepted and num_rejected the right and the
+    wrong drafts.
     """
 
     @property
@@ -70,7 +70,7 @@ class Generation(Protocol):
     def put(self, event: BrigadeError) -> None: ...
 
     def cancel(self, error: BrigadeError) -> None:
-        """Ends all sequences on all ranks at once; the last event is this error."""
+        """Ends all sequences on all ranks at once. The last event is this error."""
 
     def close(self, number: int | None = None) -> None:
         """Ends one sequence, or all of them, on all ranks. It may be called more than once."""
@@ -88,7 +88,8 @@ class Engine(Protocol):
 
     @property
     def makes_checkpoints(self) -> bool:
-        """Whether the boundaries of prompts are of use: the model has caches that cannot be cut."""
+        """Whether the boundaries of prompts are needed, because the model has caches that cannot be
+        cut."""
 
     def submit(
         self,
@@ -110,8 +111,8 @@ class Engine(Protocol):
         """The state of the cluster's life cycle, and the latest fault."""
 
     def spans_after(self, numbers: Mapping[int, int], seconds: float) -> list[StageSpan]:
-        """The spans of the stages in the last seconds, with a higher number than numbers has
-        for their rank, the latest first."""
+        """Returns the spans of the stages in the last seconds that have a higher number than
+        numbers has for their rank, the latest first."""
 
     async def failed(self) -> BrigadeError:
-        """Returns when the cluster broke for good."""
+        """Returns the reason when the cluster has failed for good."""

@@ -1,8 +1,8 @@
 """The life cycle of the engines: a state machine that takes events and answers with actions. Pure.
 
-All engines start, work and end together, and that is a life. The ranks' parents outlive it, with
-what they hold: sequences and connections. docs/architecture.md draws the states. The caller has
-the clock, performs the actions in order, and sends `Ticked` when `deadline` has passed.
+All engines start, work and end together, and this period is a life. The ranks' parents outlive it,
+and so do the sequences and connections that they hold. docs/architecture.md shows the states. The
+caller has the clock, performs the actions in order, and sends `Ticked` when `deadline` has passed.
 """
 
 import json
@@ -38,12 +38,12 @@ from serve.parent.restarts import Judgement, Restarts, better_reason, may_pass, 
 from serve.parent.roster import Roster
 
 WATCH_SECONDS = 0.5
-RENEW_SECONDS = 10.0  # for a parent to hear that it is to start an engine
+RENEW_SECONDS = 10.0  # for a parent to start an engine
 
 
 class Lifecycle:
-    """hosts has the host of each rank, facts those of rank 0. `deadline` is the time at which
-    `Ticked` is due, None if nothing is waited for. `number` counts the lives before this one."""
+    """hosts has the host of each rank; facts are those of rank 0. `deadline` is the time at which
+    `Ticked` is due, or None. `number` counts the lives before this one."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Lifecycle:
         self._tried: tuple[int, ...] = ()  # the ranks of the latest plan
         self._settled: tuple[int, ...] = ()  # the ring that has had room
         self._restarts = Restarts(config.max_restarts, config.restart_window)
-        # How long a state may last in which no stage moves.
+        # For how many seconds a state may last without progress of any stage.
         self._patience = {
             State.STARTING: RENEW_SECONDS,
             State.JOINING: config.join_timeout,
@@ -95,11 +95,11 @@ class Lifecycle:
 
     @property
     def missing(self) -> list[int]:
-        """The ranks that take part and are not there."""
+        """The ranks that take part and have not joined."""
         return self.roster.missing(self.ring)
 
     def late(self) -> str | None:
-        """One line that says which rank is awaited for what; None if all stages are ready."""
+        """Returns one line that says which rank is awaited, or None if all stages are ready."""
         if self.missing:
             return f"waiting for rank {self.missing[0]}"
         return next((stage.doing for stage in self.stages if stage.state != "ready"), None)
@@ -107,7 +107,7 @@ class Lifecycle:
     # --- events
 
     def on(self, event: events.Event, now: float) -> list[actions.Action]:
-        """The actions that follow from an event at a time of the monotonic clock."""
+        """Returns the actions that follow from an event. now is a time of the monotonic clock."""
         if self.state not in events.OVER:
             self._now = now
             self._take(event)
@@ -163,14 +163,14 @@ class Lifecycle:
 
     def _on_gone(self, rank: int, reason: str) -> None:
         self.roster.joined.pop(rank, None)
-        # While a rank is waited for it may come and go.
+        # A rank that is awaited may come and go.
         self._warn(f"event=rank_gone rank={rank}", reason)
         if rank in self.ring and self.ranks[rank].state != "renewing":
             self._fault(ClusterError(reason))
 
     def _on_reported_fault(self, rank: int, life: int, error: BrigadeError) -> None:
-        """A fault of engines that have been ended is of no interest, unless no restart can fix
-        it."""
+        """Takes a fault that an engine has reported. Faults of engines that have been ended are
+        ignored, unless no restart can fix them."""
         is_planning = self.state in (State.PLANNING, State.REPLANNING)
         if not rank and life == self.number:
             self._has_engine = False
@@ -179,7 +179,7 @@ class Lifecycle:
                 return
         self._warn(f"event=fault rank={rank}", error)
         if rank and self._config.replan and self.has_worked and not may_pass(error):
-            self.roster.unfit.add(rank)  # The others have a model that works.
+            self.roster.unfit.add(rank)  # The other ranks have a model that works.
             error = ClusterError(str(error))
         if (life == self.number and rank in self.ring) or not may_pass(error):
             self._fault(error)
@@ -269,7 +269,7 @@ class Lifecycle:
             self._pause()
 
     def _on_plan_overdue(self, what: str) -> None:
-        """The model has been planned before where ranks were lost, so the engine hangs."""
+        """Finds the fault: the engine hangs if it has planned this model before."""
         if self.state is State.REPLANNING:
             self._is_stalled = True
             self._on_no_plan(EngineError(f"{what}: the engine of rank 0 hangs (--load-timeout)."))
@@ -288,8 +288,8 @@ class Lifecycle:
 
     @property
     def _return_terms(self) -> tuple[float, str]:
-        """How long ranks are waited for, and the flag that says so. Without --replan lost ranks are
-        waited for longer, as nobody can take their place."""
+        """The time in seconds for which ranks are awaited, and its flag. Without --replan, lost
+        ranks are awaited for longer, because no other rank can take their place."""
         if self.number and not self._config.replan:
             return self._config.return_timeout, "--return-timeout"
         return self._config.join_timeout, "--join-timeout"
@@ -320,7 +320,7 @@ class Lifecycle:
 
     def _replan(self) -> None:
         """Divides the layers among the ranks that are there, if they have the memory."""
-        if not self._has_engine:  # It has ended meanwhile: that is a fault of its own.
+        if not self._has_engine:  # It has ended meanwhile, which is another fault.
             self._pause()
             return
         there = (0, *sorted(self.roster.fit))
@@ -355,8 +355,8 @@ class Lifecycle:
         self._pause()
 
     def _on_no_room(self, error: PlanError) -> None:
-        """The ranks that worked before go on without those that came to them; if there are none,
-        more ranks are waited for."""
+        """Continues with the ranks that worked before, without those that joined them. If there
+        are none, waits for more ranks."""
         newcomers = set(self.ring).difference(self._settled) if self._settled else set()
         if newcomers:
             self.roster.unfit |= newcomers
@@ -370,7 +370,7 @@ class Lifecycle:
     # --- from new engines to working ones
 
     def _pause(self) -> None:
-        """Here a life begins, and faults that were noted before are judged."""
+        """Begins a life, or judges the faults that were noted before it."""
         self._enter(State.PAUSING, self._pause_seconds)
         if self._reason is not None:
             self._end_life()
@@ -419,10 +419,10 @@ class Lifecycle:
             f"Rank {stage.rank} on {stage.host} did not {what}: it made no progress for "
             f"{self._patience[self.state]:g} s, look at its log."
         )
-        # A parent that hears nothing has to join again.
-        hears_nothing = stage.state == "renewing"
+        # A parent that does not react has to join again.
+        does_not_react = stage.state == "renewing"
         self._fault(error)
-        if hears_nothing:
+        if does_not_react:
             self._probe([stage], even_if_it_answers=True)
 
     def _work(self) -> None:
@@ -436,18 +436,18 @@ class Lifecycle:
         self._do(actions.Work(self.number, seconds))
 
     def _watch(self, waiting_seconds: float) -> None:
-        """Notices steps under way of which none comes back, as a rank that is stopped breaks no
-        connection; ranks that were gone and are there again; and ranks that are silent."""
+        """Notices three things: steps that do not come back (a stopped rank breaks no connection),
+        ranks that have returned, and silent ranks."""
         assert self.deadline is not None
         has_stood_still = self._now - self.deadline > WATCH_SECONDS
         self.deadline = self._now + WATCH_SECONDS
         if has_stood_still:
-            return  # It was this process: what came meanwhile is read first.
+            return  # This process itself was stopped: it has to read its messages first.
         timeout = self._config.stall_timeout
         newcomers = self.roster.fit - set(self.ring)
         if waiting_seconds > timeout:
             self._on_stall(timeout)
-        # Not with the last restart, which is for a fault of what works.
+        # The last restart is reserved for a real fault.
         elif newcomers and self._restarts.num_left(self._now) > 1:
             reason = f"Ranks {sorted(newcomers)} are back: the layers are redistributed."
             self._fault(ClusterError(reason))
@@ -463,8 +463,8 @@ class Lifecycle:
         self._probe(silent)
 
     def _look_for_silence(self, patience_seconds: float) -> None:
-        """An engine may be at work while its parent stands still. Where steps wait, that they do
-        is told first: it says more."""
+        """Notices a parent that has stopped while its engine still works. A stall is noticed
+        earlier, because it says more."""
         silent = [stage for stage in self.stages if self._now - stage.heard_at > patience_seconds]
         if silent:
             self._is_stalled = True
@@ -491,7 +491,7 @@ class Lifecycle:
         self._do(actions.Interrupt(self.number))
 
     def _probe(self, stages: Sequence[StageStatus], even_if_it_answers: bool = False) -> None:
-        """Finds out whose parents hang, before new engines are asked of them."""
+        """Finds out which parents hang, before they are asked for new engines."""
         ranks = frozenset(stage.rank for stage in stages) & self.roster.joined.keys()
         if ranks and self.state is State.JUDGING:
             self._judgement.is_probing = True
@@ -510,7 +510,7 @@ class Lifecycle:
             self._do(actions.Forget(rank, self.roster.joined[rank].pid, is_silent))
 
     def _judge(self) -> None:
-        """Whether there is another life, once everything is known that decides it."""
+        """Decides whether there is another life, once everything is known that this depends on."""
         judgement, reason = self._judgement, self._reason
         assert reason is not None
         if self.deadline is not None and self._now < self.deadline:
@@ -531,7 +531,7 @@ class Lifecycle:
             self._renew(reason)
 
     def _renew(self, reason: BrigadeError) -> None:
-        """New engines on all ranks."""
+        """Begins the next life: all ranks get new engines."""
         self.number += 1
         self._warn(f"event=recovering life={self.number}", reason)
         self._reason = None

@@ -30,15 +30,16 @@ def replan_request(
     ranks: Sequence[int],
     known: Sequence[int],
 ) -> PlanRequest:
-    """Makes the request for a plan over the ranks that are there. known is the memory of each rank
-    in bytes, or 0 if unknown. The memory must hold the weights and one conversation."""
-    memory = memory_of(config.memory, ranks) if config.memory else known
-    is_known = all(memory)
+    """Makes the request for a plan over these ranks, whose memory must hold the weights and one
+    conversation. known has the measured memory of each rank in bytes, or 0 if it is unknown."""
+    memory = _of_ranks(config.memory, ranks)
+    if memory is None and all(known):
+        memory = _text(known)
     request = plan_request(config, len(ranks))
     return replace(
         request,
         min_tokens=_CONVERSATION_TOKENS,
-        memory=_text(memory) if is_known else None,
+        memory=memory,
         kv_memory=_of_ranks(config.kv_memory, ranks),
         adapter_memory=_of_ranks(config.adapter_memory, ranks),
         split="even" if config.split == "even" else "auto",
@@ -46,6 +47,7 @@ def replan_request(
 
 
 def _of_ranks(amounts: str | None, ranks: Sequence[int]) -> str | None:
+    """The amounts of these ranks alone, out of a flag that has those of all ranks."""
     if amounts is None:
         return None
     own = memory_of(amounts, ranks)
@@ -53,7 +55,8 @@ def _of_ranks(amounts: str | None, ranks: Sequence[int]) -> str | None:
 
 
 def _text(amounts: Sequence[int]) -> str:
-    return ",".join(f"{amount // 1000}KB" for amount in amounts)
+    words = [f"{amount // 1000}KB" for amount in amounts]
+    return ",".join(words)
 
 
 def order(
@@ -64,13 +67,15 @@ def order(
     nonce: int,
     copies: str,
 ) -> Order:
-    """Makes the order for the engine of one rank. ring are the ranks that take part, in order.
+    """Makes the order for the engine of one rank. ring has the ranks that take part, in order.
     Paths and addresses are those of rank 0; other ranks replace them by their own."""
+    hosts = [cluster.hosts[rank] for rank in ring]
+    addresses = [list(of_rank) for of_rank in cluster.addresses]
     return Order(
         rank=ring.index(stage.rank),
         ring=tuple(ring),
-        hosts=tuple(cluster.hosts[rank] for rank in ring),
-        addresses=[list(own) for own in cluster.addresses],
+        hosts=tuple(hosts),
+        addresses=addresses,
         nonce=nonce,
         model=str(config.model),
         commit=config.revision,

@@ -36,7 +36,8 @@ _logger = logging.getLogger(__name__)
 
 
 class Requests:
-    """send passes a message on to rank 0's engine; adapter_name has the name of a version."""
+    """All requests that run or wait. send passes a message on to rank 0's engine; adapter_name
+    returns the name of a version."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class Requests:
         self._stages: list[StageStatus] = []
         self._generations: dict[int, Generation] = {}
         self._fault_blame = FaultBlame(config.max_restarts)
-        # Not by cycle, which keeps all that it has given.
+        # Not itertools.cycle, which keeps everything that it has yielded.
         self._sequence_ids = (number % NUM_SEQUENCE_IDS for number in itertools.count())
         self._is_running = False
         self._warm_up: WarmUp | None = None  # while it runs
@@ -124,10 +125,10 @@ class Requests:
         adapter_version: int,
         cache_scope: str,
     ) -> list[Sequence]:
-        """One sequence for each answer, or one to embed. The first one's prompt is computed, the
-        others copy it."""
+        """Makes one sequence for each answer, or one to embed. The prompt of the first one is
+        computed, and the others copy it."""
         sequences: list[Sequence] = []
-        max_tokens = max(1, prompt.max_tokens)  # For an echo alone a token is computed, too.
+        max_tokens = max(1, prompt.max_tokens)  # Even a mere echo computes one token.
         for sampling in prompt.samplings or (Sampling(),):
             new_id = next(self._sequence_ids)
             sequence = Sequence(
@@ -147,9 +148,9 @@ class Requests:
         return sequences
 
     def _leave(self, sequence_id: int) -> None:
-        """Ends a sequence whose client has gone. One that may be what ended the engines stays until
-        its next token: else nobody would know, and clients that do not wait could use up the
-        restarts."""
+        """Ends a sequence whose client has disconnected. A sequence that may have crashed the
+        engines stays until its next token. Otherwise it would never be found out, and clients that
+        do not wait could use up the restarts."""
         if sequence_id not in self._generations or self._fault_blame.is_clear(sequence_id):
             self._drop(sequence_id)
             return
@@ -164,27 +165,19 @@ class Requests:
             self.scheduler.run_alone(self._fault_blame.alone)
             self._pump()
 
-    @property
-    def drafts(self) -> dict[str, dict[str, int]]:
-        """How many drafts of each drafter were sent, and how many of them were right."""
-        return {
-            name: {"drafted": counts.drafted, "accepted": counts.accepted}
-            for name, counts in self._speculation.counts.items()
-        }
-
     # --- from one life of the engines to the next
 
     def settle(self, stages: list[StageStatus]) -> KvRoom:
-        """Prepares for other stages than before. Sequences that do not fit end. Raises PlanError if
-        there is not even room for a short sequence."""
+        """Prepares for other stages than before, and ends the sequences that do not fit them.
+        Raises PlanError if there is not even room for a short sequence."""
         room = room_under_limits(stages, self._config)
         self._stages = stages
         self.scheduler.settle(len(stages), room.num_tokens, room.num_sequences, room.state_tokens)
         if not self._config.no_prefix_cache:
-            # All stages get the same steps, so the one that allows least decides.
+            # All stages get the same steps, so the one that can reuse the least decides.
             reuses: list[Reuse] = [cast(Reuse, stage.reuse) for stage in stages]
             self.scheduler.reuse = min(reuses, key=get_args(Reuse)[::-1].index)
-        # Drafts that were wrong have to be forgotten.
+        # All stages must be able to forget wrong drafts.
         self._speculation.is_possible = all(
             stage.can_rewind and stage.is_causal for stage in stages
         )
@@ -200,11 +193,11 @@ class Requests:
         return room
 
     async def warm_up(self, num_stages: int, adapter_versions: ReadableList[int]) -> None:
-        """Runs a few steps, unless requests wait: theirs are steps as good. Raises ClusterError if
-        one does not come back."""
+        """Warms the engines up, unless requests wait, because their steps do the same. Raises
+        ClusterError if a step does not come back."""
         if self._config.no_warm_up or self._generations:
             return
-        room = self.scheduler.max_held_tokens
+        room = self.scheduler.room.max_tokens
         assert room is not None
         has_drafts = self._speculation.is_possible and not self._config.no_speculation
         self._warm_up = WarmUp(
@@ -217,17 +210,18 @@ class Requests:
 
     @property
     def is_warming_up(self) -> bool:
-        """Whether steps run that belong to nobody."""
+        """Whether the steps of a warm-up run."""
         return self._warm_up is not None
 
     def resume(self) -> None:
-        """Sends steps from here on: the engines have nothing of what those before them had."""
+        """Starts sending steps to engines that hold nothing yet."""
         self._is_running = True
         self._pump()
 
     def interrupt(self) -> int:
-        """Returns all sequences to the queue: nothing that is under way comes back. Returns how
-        many faults, this one included, were the doing of a request that is found and given up."""
+        """Returns all sequences to the queue, because no step under way comes back. If a request
+        turns out to be the cause, gives it up. Returns the number of faults that it caused,
+        including this one, or 0."""
         self._is_running = False
         sequences = [self.scheduler.sequence(id) for id in self._generations]
         blame = self._fault_blame.after_fault(s.id for s in sequences if s.is_held)
@@ -258,7 +252,7 @@ class Requests:
                 self._drop(sequence_id)
 
     def fail(self, error: BrigadeError) -> None:
-        """Ends every request, because the cluster broke."""
+        """Ends every request with an error, because the cluster has failed."""
         self._is_running = False
         for generation in set(self._generations.values()):
             generation.put(error)
@@ -267,15 +261,15 @@ class Requests:
     # --- adapters
 
     def retire_adapter(self, version: int) -> None:
-        """No new sequence has the version; the stages free it after the last one."""
+        """Notes that no new sequence has the version. The stages free it after its last one."""
         self.scheduler.retire(version)
         self._pump()
 
     def end_with_adapter(self, version: int, error: BrigadeError) -> None:
-        """Ends the requests that run or wait with an adapter's version."""
+        """Ends the requests that run or wait with this version of an adapter."""
         for sequence_id, generation in list(self._generations.items()):
             if sequence_id not in self._generations:
-                continue  # It has ended with another one.
+                continue  # It has ended together with another sequence of its request.
             if self.scheduler.sequence(sequence_id).adapter_version == version:
                 generation.put(error)
                 self._drop(sequence_id)
@@ -283,11 +277,11 @@ class Requests:
     # --- steps
 
     def waiting_seconds(self) -> float:
-        """How long steps have been under way without one coming back."""
+        """Returns for how long steps have been under way without any result."""
         return self._clock() - self._progress_at if self.scheduler.num_in_flight else 0.0
 
     def on_result(self, result: Result) -> None:
-        """Takes what a step gave. A result of engines that have been ended comes too late."""
+        """Takes the result of a step. Results of engines that have been ended are ignored."""
         if self._warm_up:
             self._warm_up.on_result(result)
         elif self._is_running:
@@ -310,7 +304,7 @@ class Requests:
                 embeddings[embedding.sequence] = embedding.numbers
             elif generation := self._generations.get(embedding.sequence):
                 generation.put(self._overflowed(generation, embedding.sequence))
-        for event in self.scheduler.update(result.number, result.tokens, result.num_accepted):
+        for event in self.scheduler.update(result):
             self._on_event(replace(event, embedding=embeddings.get(event.sequence)))
 
     def _on_event(self, event: Event) -> None:
@@ -343,7 +337,7 @@ class Requests:
         return OverflowedError(sequence_id, name)
 
     def _pump(self) -> None:
-        """Sends every step that can go at once."""
+        """Sends all steps that can be sent already."""
         while self._is_running:
             if not self.scheduler.num_in_flight:
                 self._progress_at = self._clock()
@@ -359,8 +353,8 @@ class Requests:
         self._send(step)
 
     def _admit(self, sequence: Sequence) -> None:
-        """Tells rank 0's engine how a sequence's tokens are chosen, before its first step, and
-        again if it begins again."""
+        """Tells rank 0's engine how to choose the tokens of a sequence. This comes before its first
+        step, and again whenever it begins again."""
         if sequence.pooling:
             self._send(Embed(sequence.id, sequence.pooling, len(sequence.prompt)))
             return

@@ -1,16 +1,16 @@
 """Decides the next step. Pure: no clock, socket, array or asyncio.
 
-`schedule` is called until it returns None, `update` with each result. The stages run
-steps that have a sequence in common in the order in which they are scheduled: what a
-step says about the caches (take, drop, join, move) holds for every later one at once.
+`schedule` is called until it returns None, and `update` with each result. Stages run steps that
+share a sequence in the order in which they are scheduled. So later steps can rely on what a step
+does to the caches (take, drop, join, move) as soon as it is scheduled.
 
-A prompt is prefilled up to its last token in steps of its own, which need no
-result. Then the sequence joins the smallest group, and the last prompt token is
-the first one that it feeds there. When the stages have no room, kept sequences go
-first, then the youngest running one goes back to the queue and is computed again later.
+A prompt is prefilled up to its last token, in steps that need no result. Then the sequence joins
+the smallest group, where it feeds the last token of the prompt first. When the stages have no room
+left, kept sequences are dropped first. Then the youngest running sequence returns to the queue and
+is computed again later.
 
-A step may feed drafts behind the newest tokens of its rows. Then the next step of the group waits
-for the result, because only that says where each row goes on.
+A step may feed drafts after the newest tokens of its rows. Then the group's next step waits for the
+result, because only the result says at which position each row continues.
 """
 
 import itertools
@@ -21,6 +21,7 @@ from typing import Literal
 from msgspec.structs import replace
 
 from serve.core.errors import OverloadedError, RequestError
+from serve.core.messages import Result
 from serve.core.types import (
     FAILURES,
     FIRST_WARM_UP_STEP,
@@ -34,25 +35,27 @@ from serve.core.types import (
     Take,
     tokens_of_rows,
 )
+from serve.front.drafts.counts import DraftCounts
 from serve.front.drafts.interface import Drafting
 from serve.front.pipeline.chunks import PrefillBudget, batchable, is_long, next_chunk
-from serve.front.prefixes.checkpoints import key_of, stops_of
+from serve.front.prefixes.checkpoints import stops_of
 from serve.front.prefixes.counts import PrefixCounts
-from serve.front.prefixes.index import Gone, PrefixIndex, beginning, beginning_of_original
+from serve.front.prefixes.index import beginning, beginning_of_original
+from serve.front.prefixes.room import Room
 
-# What of another sequence a new one can begin with: any part from its start, or only what ends at
-# a checkpoint or is all of it (some caches cannot be cut), or nothing.
+# Which part of another sequence a new one can start as a copy of: any prefix; or only a prefix that
+# ends at a checkpoint or where the other sequence ends (some caches cannot be cut); or none.
 Reuse = Literal["any", "checkpoints", "none"]
 
 _NUM_STEPS_OF_A_GROUP = 2  # one is computed, one waits for its tokens
-_SPARE_TOKENS = 64  # a sequence is not admitted to be sent back at once
-_MAX_STATE_SHARE = 0.25  # of all room: larger checkpoints would push out all that is kept
+_SPARE_TOKENS = 64  # so that a sequence is not sent back soon after it was admitted
 
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """A step without a result so far. group is None for prefill. ends are how many tokens of each
-    sequence are computed after it; embedded are the sequences whose embedding comes with it."""
+    """A step whose result has not come back. group is None for prefill. ends has the number of
+    tokens of each sequence that are computed once it has run. embedded are the sequences whose
+    embedding comes with the result."""
 
     group: Group | None
     sequences: tuple[Sequence, ...]
@@ -61,10 +64,11 @@ class _InFlight:
 
 
 class Scheduler:
-    """There is a group for each stage unless num_groups is given: with fewer a stage idles.
+    """There is a group for each stage unless num_groups is given. With fewer groups, a stage idles.
 
-    Known only when the stages run: max_held_tokens, of keys and values; reuse; and how many
-    tokens a prefill step may have beside sequences that decode.
+    Three things are known only when the stages run: the room for keys and values, what can be
+    reused, and chunk_beside_decoding, which is how many tokens a prefill step may have while
+    other sequences decode.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class Scheduler:
         self._short_is_next = False
         self.num_steps = 0
         self.prefix_counts = PrefixCounts()
+        self.draft_counts = DraftCounts()
         self.reuse: Reuse = "none"
         self.chunk_beside_decoding = prefill_chunk
         self._max_num_sequences = max_num_sequences
@@ -91,7 +96,6 @@ class Scheduler:
         self._copies: list[Sequence] = []  # live, but their originals are not prefilled yet
         self._leaving: list[Sequence] = []  # out of all groups, but steps of it are under way
         self._in_flight: dict[int, _InFlight] = {}
-        self._gone = Gone([], [])  # what the next step tells the stages to drop
         self._retired: set[int] = set()
         self._ready: deque[Step] = deque()
         self._alone: int | None = None
@@ -114,31 +118,33 @@ class Scheduler:
 
     @property
     def num_held_tokens(self) -> int:
-        """Tokens whose keys and values the stages hold, those of kept sequences too, and what
-        checkpoints take in such tokens."""
+        """The tokens whose keys and values the stages hold, including those of kept sequences. A
+        checkpoint counts as the tokens that would take as much memory."""
+        return self.room.kept.num_tokens + self._num_running_tokens
+
+    @property
+    def _num_running_tokens(self) -> int:
         ended = (s for s in self._leaving if s.id not in self._live)
-        return self.kept.num_tokens + sum(
-            s.num_computed for s in itertools.chain(self._live.values(), ended)
-        )
+        return sum(s.num_computed for s in itertools.chain(self._live.values(), ended))
 
     def sequence(self, sequence_id: int) -> Sequence:
         return self._live[sequence_id]
 
     def add(self, *sequences: Sequence) -> None:
-        """All or none. Raises OverloadedError if too many wait already, RequestError if the
-        stages could not even hold one of them alone."""
+        """Adds all of these sequences or none. Raises OverloadedError if too many are waiting
+        already, and RequestError if the stages could not hold one of them even alone."""
         max_live = self._max_queue + self._max_num_sequences
         if self.num_waiting + self.num_running + len(sequences) > max_live:
             raise OverloadedError(
                 f"{self.num_waiting} requests are already waiting: try again later.",
                 code="queue_full",
             )
+        max_tokens = self.room.max_tokens
         for sequence in sequences:
-            if self.max_held_tokens is not None and not sequence.fit(self.max_held_tokens):
+            if max_tokens is not None and not sequence.fit(max_tokens):
                 raise RequestError(
                     f"The prompt has {len(sequence.prompt)} tokens, but the memory for "
-                    f"keys and values has room for only {self.max_held_tokens}: shorten "
-                    "it.",
+                    f"keys and values has room for only {max_tokens}: shorten it.",
                     code="context_length_exceeded",
                 )
         for sequence in sequences:
@@ -152,32 +158,33 @@ class Scheduler:
         max_num_sequences: int | None = None,
         state_tokens: int = 0,
     ) -> None:
-        """On so many stages with room for so many tokens, of fewer sequences at once than asked
-        for if need be; nothing is under way. state_tokens is as for PrefixIndex."""
+        """Adapts to other stages while no step is under way. They have room for max_held_tokens,
+        and for max_num_sequences at once (None: as many as configured). state_tokens is as for
+        PrefixIndex."""
         self._num_at_once = max_num_sequences or self._max_num_sequences
         self.groups = [Group(id) for id in range(self._num_groups or num_stages)]
-        self._num_stages, self.max_held_tokens = num_stages, max_held_tokens
-        self._state_tokens = state_tokens
-        self.kept = PrefixIndex(state_tokens)
+        self._num_stages = num_stages
+        self.room = Room(self.prefix_counts, max_held_tokens, state_tokens)
 
     def retire(self, adapter_version: int) -> None:
-        """Nothing new comes with this adapter version: it goes with its last sequence."""
+        """Notes that no new sequence has this adapter version. The stages free it after its last
+        sequence."""
         self._retired.add(adapter_version)
-        for id in self.kept.with_adapter(adapter_version):
-            self._release(Gone([id], self.kept.forget(id)))
+        self.room.drop_adapter(adapter_version)
 
     def num_with_adapter(self, adapter_version: int) -> int:
         return sum(sequence.adapter_version == adapter_version for sequence in self._live.values())
 
     def drop(self, sequence_id: int) -> None:
-        """Ends a sequence wherever it is; unknown and ended ones are fine."""
+        """Ends a sequence, in whatever state it is. Unknown and ended sequences are ignored."""
         if sequence := self._take_out(sequence_id):
             self._free_copies(sequence)
             self._leaving.append(sequence)
             self._let_go()
 
     def run_alone(self, sequence_id: int | None) -> None:
-        """All others wait while this one runs, also those that run; None for nobody."""
+        """Makes all other sequences wait while this one runs, including those that are running.
+        None lets all run."""
         if sequence_id == self._alone:
             return
         self._alone = sequence_id
@@ -188,40 +195,39 @@ class Scheduler:
                     self._send_back(sequence)
 
     def schedule(self) -> Step | None:
-        """The next step, or None until another result or sequence comes."""
+        """Returns the next step, or None if there is none until another result or sequence
+        comes."""
         if not self._ready:
             self._admit()
             self._emit(self._decode() or self._prefill())
         return self._ready.popleft() if self._ready else None
 
-    def update(
-        self, number: int, tokens: tuple[int, ...], num_accepted: tuple[int, ...] = ()
-    ) -> list[Event]:
-        """The events of a step's result, which has these tokens and accepted drafts."""
-        done = self._in_flight.pop(number)
+    def update(self, result: Result) -> list[Event]:
+        """Returns the events that follow from the result of a step."""
+        done = self._in_flight.pop(result.number)
         if done.group is None:
             for sequence, end in zip(done.sequences, done.ends, strict=True):
-                if end <= sequence.num_computed:  # Otherwise it began again since.
+                if end <= sequence.num_computed:  # Otherwise it has begun again since then.
                     sequence.num_done = end
             return self._end_embedded(done.embedded)
         done.group.num_in_flight -= 1
         events: list[Event] = []
-        rows = tokens_of_rows(tokens, num_accepted)
-        for sequence, sampled in zip(done.sequences, rows, strict=True):
-            events += self._take_sampled(sequence, sampled)
+        rows = tokens_of_rows(result.tokens, result.num_accepted)
+        num_verified = result.num_drafts or (0,) * len(rows)
+        for sequence, sampled, num in zip(done.sequences, rows, num_verified, strict=True):
+            events += self._take_sampled(sequence, sampled, num)
         self._balance()
         self._let_go()
         return events
 
     def restart(self) -> None:
-        """The stages hold nothing any more, and no step that they were given comes back. All
-        that runs is computed again, from its prompt and what it has answered, in the order in
-        which it came and before what waits."""
+        """Starts again with engines that hold nothing; no step under way comes back. All running
+        sequences return to the front of the queue, in the order in which they came, to be computed
+        again from their prompts and their answers so far."""
         self._in_flight.clear()
         self._ready.clear()
         self._leaving.clear()
-        self._gone = Gone([], [])
-        self.kept = PrefixIndex(self._state_tokens)
+        self.room.clear()
         self.prefilling.clear()
         for group in self.groups:
             group.sequences.clear()
@@ -233,23 +239,24 @@ class Scheduler:
         self.waiting.extendleft(reversed(running))
         self._retired.intersection_update([s.adapter_version for s in self._live.values()])
 
-    # --- the kinds of steps
+    # --- steps
 
     def _decode(self) -> Step | None:
         for num_in_flight in range(_NUM_STEPS_OF_A_GROUP):
             for group in self.groups:
                 if group.num_in_flight != num_in_flight or self._must_wait(group):
                     continue
-                if self._make_room(len(self._who_can_decode(group))) and (
-                    sequences := self._who_can_decode(group)
-                ):
+                if not self._make_room(len(_unfinished(group))):
+                    continue
+                sequences = _unfinished(group)  # One of them may have had to make room itself.
+                if sequences:
                     self._draft(sequences)
                     num_tokens = [1 + len(sequence.drafts) for sequence in sequences]
                     return self._step(sequences, num_tokens, group)
         return None
 
     def _must_wait(self, group: Group) -> bool:
-        """Whether the next step of a group waits for the result of the one that is under way."""
+        """Whether the next step of a group waits for the result of the step under way."""
         if self._drafting is None:
             return False
         if any(sequence.drafts for sequence in group.sequences):
@@ -257,22 +264,20 @@ class Scheduler:
         return group.num_in_flight > 0 and self._drafting.is_worth_waiting(group.sequences)
 
     def _draft(self, sequences: list[Sequence]) -> None:
-        """Gives drafts to rows that are about to be fed. Nothing goes to make room for them."""
+        """Gives drafts to the rows of a step. Nothing is dropped to make room for them."""
         if self._drafting is None:
             return
         proposed = self._drafting.propose(sequences)
-        num_tokens = len(sequences) + sum(map(len, proposed))
-        if self.max_held_tokens and self.num_held_tokens + num_tokens > self.max_held_tokens:
+        num_tokens = len(sequences) + sum(len(draft.tokens) for draft in proposed)
+        if not self.room.fits(self._num_running_tokens + num_tokens):
             return
-        for sequence, drafts in zip(sequences, proposed, strict=True):
-            sequence.drafts = drafts
-
-    def _who_can_decode(self, group: Group) -> list[Sequence]:
-        return [sequence for sequence in group.sequences if sequence.num_left > 0]
+        for sequence, draft in zip(sequences, proposed, strict=True):
+            sequence.drafts = list(draft.tokens)
+            sequence.drafter = draft.drafter
 
     def _prefill(self) -> Step | None:
-        """A chunk of the oldest prompt, or several short ones together; of long and short ones
-        in turn, so that neither wait until all of the others are through."""
+        """Returns a step with a chunk of the oldest prompt, or with several short prompts. Long and
+        short prompts take turns, so that neither kind waits until the other is done."""
         self.prefilling.sort(key=lambda sequence: is_long(sequence) == self._short_is_next)
         num_in_flight = sum(f.group is None and bool(f.sequences) for f in self._in_flight.values())
         is_decoding = any(group.sequences for group in self.groups)
@@ -295,34 +300,31 @@ class Scheduler:
         return step
 
     def _checkpoints(self, fed: list[Sequence], num_tokens: list[int]) -> tuple[Save, ...]:
-        """The checkpoints that the stages make when they have been fed so many tokens of each
-        sequence. There are fewer of them where not even what is kept leaves enough room."""
+        """Returns the checkpoints that the stages make after a step that feeds so many tokens of
+        each sequence. Those that do not fit beside running sequences are left out."""
         saves: list[Save] = []
-        num_fed = sum(num_tokens)
+        num_running_tokens = self._num_running_tokens + sum(num_tokens)
         for sequence, count in zip(fed, num_tokens, strict=True):
             position = sequence.num_computed + count
             if sequence.stops[:1] != [position]:
                 continue
             del sequence.stops[0]
-            if self._has_room_to_save(num_fed):
-                checkpoint = self.kept.save(sequence, position)
-                if checkpoint is not None:
-                    saves.append(Save(checkpoint, sequence.id))
-        return self._gone.still_wanted(saves)
+            if save := self.room.save(sequence, position, num_running_tokens):
+                saves.append(save)
+        return self.room.still_wanted(saves)
 
     def _emit(self, step: Step | None) -> None:
-        """Emits a step. Drops and unloads go first, in a separate step that no other step waits
-        for, because their room may be needed."""
+        """Emits a step. Drops and unloads go first, because their room may be needed, and in a
+        separate step, which waits for no other step."""
         unload = self._unused_adapters()
-        if any(self._gone) or unload:
-            drop, forget = map(tuple, self._gone)
-            self._gone = Gone([], [])
+        drop, forget = map(tuple, self.room.take_gone())
+        if drop or forget or unload:
             self._ready.append(replace(self._step([], []), drop=drop, forget=forget, unload=unload))
         if step:
             self._ready.append(step)
 
     def _unused_adapters(self) -> tuple[int, ...]:
-        """The retired adapter versions that no running or future step uses."""
+        """Returns the retired adapter versions that no running or future step uses, once each."""
         if not self._retired:
             return ()
         under_way = (s for step in self._in_flight.values() for s in step.sequences)
@@ -332,7 +334,7 @@ class Scheduler:
         return tuple(unused)
 
     def _step(self, fed: list[Sequence], num_tokens: list[int], group: Group | None = None) -> Step:
-        """Feeds so many tokens of each sequence."""
+        """Makes a step that feeds so many tokens of each sequence."""
         self.num_steps += 1
         if self.num_steps == FIRST_WARM_UP_STEP:
             self.num_steps = 1
@@ -358,7 +360,7 @@ class Scheduler:
             key = len(self.groups) + fed[0].id
         return Step(self.num_steps, key, tuple(rows), tuple(tokens), sample)
 
-    # --- what becomes of sequences
+    # --- sequences
 
     def _admit(self) -> None:
         while (sequence := self._next()) and self.num_running < self._num_at_once:
@@ -371,8 +373,8 @@ class Scheduler:
             self._join_if_prefilled(sequence)
 
     def _next(self) -> Sequence | None:
-        """The oldest one that waits. One that is to run alone comes when steps of no other one
-        are under way."""
+        """Returns the oldest waiting sequence. If one has to run alone, returns that one, as soon
+        as no step of another sequence is under way."""
         if self._alone is None:
             return self.waiting[0] if self.waiting else None
         if any(step.sequences for step in self._in_flight.values()):
@@ -382,12 +384,12 @@ class Scheduler:
     def _reuse_prefix(self, sequence: Sequence) -> None:
         found = beginning_of_original(sequence, self._live)
         if not found and self.reuse != "none":
-            found = beginning(sequence, self.kept, self.reuse == "checkpoints")
+            found = beginning(sequence, self.room.kept, self.reuse == "checkpoints")
             if found:
                 self.prefix_counts.reused(found.num_tokens)
         if not found:
             return
-        self.kept.begun(sequence.id, found)
+        self.room.kept.begun(sequence.id, found)
         sequence.num_computed = found.num_tokens
         sequence.is_held = True
         if not sequence.output:
@@ -402,17 +404,24 @@ class Scheduler:
             smallest = min(self.groups, key=lambda g: (len(g.sequences), g.num_in_flight))
             smallest.sequences.append(sequence)
             if self.reuse == "any":
-                self.kept.decoding(sequence)
+                self.room.kept.decoding(sequence)
             self._free_copies(sequence)
 
     def _free_copies(self, original: Sequence) -> None:
-        """To the front of the queue: so they begin before the original goes on."""
+        """Moves the copies to the front of the queue, so that they begin before their original
+        decodes."""
         free = [copy for copy in self._copies if copy.original is original]
         self._copies = [copy for copy in self._copies if copy.original is not original]
         self.waiting.extendleft(reversed(free))
 
-    def _take_sampled(self, sequence: Sequence, sampled: tuple[int, ...]) -> list[Event]:
-        """Takes what a step has sampled for a row: its right drafts, and one token more."""
+    def _take_sampled(
+        self,
+        sequence: Sequence,
+        sampled: tuple[int, ...],
+        num_verified: int,
+    ) -> list[Event]:
+        """Takes what a step has sampled for a row: its right drafts, and one more token. The stages
+        have verified num_verified drafts; the others were not fed."""
         drafts, sequence.drafts = sequence.drafts, []
         sequence.num_pending -= 1 + len(drafts)
         sequence.num_computed -= len(drafts)
@@ -423,10 +432,13 @@ class Scheduler:
             sequence.num_computed += n > 0
             events.append(self._advance(sequence, token))
         if self._drafting and sequence.id in self._live:
-            self._drafting.verified(sequence, len(drafts), len(sampled) - 1)
-        sequence.num_drafted += len(drafts)
-        # Not those behind the end of the answer.
-        sequence.num_accepted += min(len(events), len(sampled) - 1)
+            self._drafting.learn(sequence)
+        if num_verified:
+            # Right drafts after the end of the answer do not count.
+            num_accepted = min(len(events), len(sampled) - 1)
+            sequence.num_drafted += num_verified
+            sequence.num_accepted += num_accepted
+            self.draft_counts.verified(sequence.drafter, num_verified, num_accepted)
         return events
 
     def _advance(self, sequence: Sequence, token: int) -> Event:
@@ -441,32 +453,29 @@ class Scheduler:
             reason = "length"
         if reason:
             self._take_out(sequence.id)
-            # With two more steps under way it is not known what the last one feeds.
+            # If two more steps are under way, it is not known which token the last one feeds.
             is_known = sequence.num_computed <= sequence.num_tokens
             if self.reuse != "none" and is_known and sequence.adapter_version not in self._retired:
-                held = sequence.tokens[: sequence.num_computed]
-                self._release(self.kept.keep(sequence.id, held, *key_of(sequence)))
-                while not self._fits(0) and self._evict():
-                    pass
+                self.room.keep(sequence, self._num_running_tokens)
             else:
-                self._forget(sequence)
+                self.room.forget(sequence)
         return Event(sequence.id, token, reason)
 
     def _end_embedded(self, sequences: tuple[Sequence, ...]) -> list[Event]:
-        """Ends sequences whose embedding is there. Nothing of them is kept: they would only take
-        the room of prompts that others continue."""
+        """Ends sequences whose embedding has come. They are not kept, because nobody continues
+        their prompts."""
         events = []
         for sequence in sequences:
             sequence.num_pending -= 1
             if sequence.id in self._live:
                 self._take_out(sequence.id)
-                self._forget(sequence)
+                self.room.forget(sequence)
                 events.append(Event(sequence.id, None, "stop"))
         self._let_go()
         return events
 
     def _balance(self) -> None:
-        """Moves rows from the largest to the smallest group while it has two fewer."""
+        """Moves rows from the largest to the smallest group until they differ by at most one."""
         while True:
             smallest = min(self.groups, key=lambda g: len(g.sequences))
             largest = max(self.groups, key=lambda g: len(g.sequences))
@@ -476,7 +485,7 @@ class Scheduler:
 
     def _take_out(self, sequence_id: int) -> Sequence | None:
         sequence = self._live.pop(sequence_id, None)
-        self.kept.ended(sequence_id)
+        self.room.kept.ended(sequence_id)
         if self._drafting:
             self._drafting.forget(sequence_id)
         if sequence:
@@ -486,61 +495,31 @@ class Scheduler:
                     queue.remove(sequence)
         return sequence
 
-    def _forget(self, sequence: Sequence) -> None:
-        if sequence.is_held:
-            self._release(Gone([sequence.id], self.kept.leave(sequence.id)))
-
     # --- room on the stages
 
     def _has_room_for(self, sequence: Sequence) -> bool:
-        """Beside what runs and is still to be prefilled. Kept sequences go only if that helps."""
-        if self.max_held_tokens is None:
+        """Whether a sequence fits beside all that run and the prompts that are prefilled. Kept
+        sequences are dropped only if that makes enough room."""
+        max_tokens = self.room.max_tokens
+        if max_tokens is None:
             return True
         promised = sum(s.num_tokens - s.num_computed for s in self.prefilling)
         wanted = sequence.num_tokens + min(_SPARE_TOKENS, sequence.num_left) + promised
-        running = self.num_held_tokens - self.kept.num_tokens
+        running = self._num_running_tokens
         # Alone it fits, even if there is nothing to spare.
-        if running + promised and running + wanted > self.max_held_tokens:
+        if running + promised and running + wanted > max_tokens:
             return False
-        # What it begins like is used by that, so others go before.
-        beginning(sequence, self.kept, self.reuse == "checkpoints")
-        return self._make_room(min(wanted, self.max_held_tokens - running))
+        # This marks the prefix that it can start from as used, so that others are dropped first.
+        beginning(sequence, self.room.kept, self.reuse == "checkpoints")
+        return self._make_room(min(wanted, max_tokens - running))
 
     def _make_room(self, num_tokens: int) -> bool:
-        """Whether the stages can hold so many more tokens: kept sequences go for that, and
-        then some that run."""
-        while not self._fits(num_tokens):
-            if not self._evict() and (self._leaving or not self._send_back_youngest()):
+        """Makes room for so many more tokens: drops kept sequences, and then sends running ones
+        back. Returns False if there is no room until another result comes."""
+        while not self.room.make(self._num_running_tokens + num_tokens):
+            if self._leaving or not self._send_back_youngest():
                 return False
         return True
-
-    def _fits(self, num_tokens: int) -> bool:
-        """Whether the stages can hold so many more tokens beside all that they hold."""
-        if self.max_held_tokens is None:
-            return True
-        return self.num_held_tokens + num_tokens <= self.max_held_tokens
-
-    def _has_room_to_save(self, num_tokens: int) -> bool:
-        """Whether the stages can hold another checkpoint and so many more tokens. What was not used
-        longest goes for that, but nothing that runs."""
-        if self.max_held_tokens and self._state_tokens > _MAX_STATE_SHARE * self.max_held_tokens:
-            return False
-        while self.kept.checkpoints.is_full or not self._fits(num_tokens + self._state_tokens):
-            if not self._evict():
-                return False
-        return True
-
-    def _evict(self) -> bool:
-        """Drops what is kept and was not used longest. Returns False if nothing is kept."""
-        gone = self.kept.evict()
-        if gone:
-            self.prefix_counts.evicted(len(gone.sequences), len(gone.checkpoints))
-            self._release(gone)
-        return gone is not None
-
-    def _release(self, gone: Gone) -> None:
-        self._gone.sequences.extend(gone.sequences)
-        self._gone.checkpoints.extend(gone.checkpoints)
 
     def _send_back_youngest(self) -> bool:
         idle = [*self.waiting, *self._copies]
@@ -551,18 +530,23 @@ class Scheduler:
         return True
 
     def _send_back(self, sequence: Sequence) -> None:
-        """To the queue, where it waits to be computed again."""
+        """Returns a running sequence to the queue, to be computed again."""
         self._take_out(sequence.id)
         self._live[sequence.id] = sequence
         self._leaving.append(sequence)
         self._let_go()
 
     def _let_go(self) -> None:
-        """Lets sequences go whose steps are all back. Those that have not ended return to the
-        queue."""
+        """Forgets the leaving sequences whose steps have all come back. Those that have not ended
+        return to the queue."""
         for sequence in [s for s in self._leaving if not s.num_pending]:
             self._leaving.remove(sequence)
-            self._forget(sequence)
+            self.room.forget(sequence)
             if sequence.id in self._live:
                 sequence.begin_anew()
                 self.waiting.appendleft(sequence)
+
+
+def _unfinished(group: Group) -> list[Sequence]:
+    """The sequences of a group for which another token may be sampled."""
+    return [sequence for sequence in group.sequences if sequence.num_left > 0]

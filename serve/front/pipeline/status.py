@@ -23,8 +23,9 @@ _SILENT_SECONDS = 1.5
 
 @dataclass(slots=True)
 class Pace:
-    """Running means of a stage's steps; None before the first. A prefill step takes as long as a
-    decode step, which reads the weights, plus prefill_seconds_per_token for each token."""
+    """The running means of a stage's step times, in seconds; None before the first step. A prefill
+    step takes as long as a decode step, which reads the weights, and prefill_seconds_per_token more
+    for each token."""
 
     decode_seconds: float | None = None
     prefill_seconds_per_token: float | None = None
@@ -65,8 +66,8 @@ class StageStatus:
     plan: StagePlan | None = None
     pid: int | None = None
     state: str = "starting"
-    done: int = 0  # bytes fetched or loaded so far,
-    total: int = 0  # and those to fetch or load in all
+    done: int = 0  # bytes fetched or loaded so far
+    total: int = 0  # bytes to fetch or load in all
     bytes_owned: int = 0
     bytes_read: int | None = None
     bytes_fetched: int = 0
@@ -76,7 +77,7 @@ class StageStatus:
     hidden_size: int = 0
     reuse: str = "none"
     can_rewind: bool = False
-    is_causal: bool = True  # whether tokens fed together give the logits of one after the other
+    is_causal: bool = True  # whether tokens fed together give the same logits as one by one
     kv_bytes: int = 0
     adapter_bytes: int = 0
     num_hops: int = 0
@@ -85,16 +86,16 @@ class StageStatus:
     num_steps: int = 0
     # The ranks (from, to) of the hop whose tensor has not arrived yet.
     waits_on: tuple[int, int] | None = None
-    step: int | None = None  # the step that it computes
+    step: int | None = None  # the step that the stage is computing
     pace: Pace = field(default_factory=Pace)
     heard_at: float = 0.0
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=_NUM_SPANS))
-    num_spans: int = 0  # since the server started, also those that are no longer in spans
+    num_spans: int = 0  # since the server started, including those no longer in spans
     _busy: deque[tuple[float, float]] = field(default_factory=deque)
 
     def update(self, status: Status, ring: Sequence[int], now: float) -> None:
-        """Takes the values of a report. ring are the ranks that take part, in order; now is a time
-        of the monotonic clock."""
+        """Takes over the values of a report. ring has the ranks that take part, in order. now is a
+        time of the monotonic clock."""
         self.state = status.state
         self.done = status.done
         self.total = status.total
@@ -144,7 +145,7 @@ class StageStatus:
         self.pace = Pace()
 
     def renew(self) -> None:
-        """Resets the status: the engine was ended, and a new one will start."""
+        """Resets the status: the engine has been ended, and a new one will start."""
         self.state = "renewing"
         self.done = 0
         self.total = 0
@@ -225,8 +226,8 @@ def is_silent(stage: StageStatus, now: float) -> bool:
 
 
 def stall_cause(stages: list[StageStatus], now: float) -> str:
-    """Returns the rank or hop that holds the others up: a silent rank, else a hop whose tensors do
-    not arrive, else the rank that is computing, else the rank that has finished the fewest
+    """Returns the rank or hop that delays the others: a silent rank, or else a hop whose tensors do
+    not arrive, or else a rank that is computing, or else the rank that has finished the fewest
     steps."""
     for stage in stages:
         silent_seconds = now - stage.heard_at
@@ -250,7 +251,7 @@ def stall_cause(stages: list[StageStatus], now: float) -> str:
 
 
 class StepLog:
-    """The sequences of the latest steps, by the number of the step."""
+    """Remembers which sequences the latest steps computed."""
 
     def __init__(self) -> None:
         self._sequences: OrderedDict[int, tuple[int, ...]] = OrderedDict()
@@ -263,14 +264,14 @@ class StepLog:
             self._sequences.popitem(last=False)
 
     def sequences(self, step: int) -> tuple[int, ...]:
-        """The ids of the sequences that a step computes; none for a step of long ago."""
+        """The ids of the sequences that a step computes; none if the step is too old."""
         return self._sequences.get(step, ())
 
 
 @dataclass(frozen=True, slots=True)
 class StageSpan:
-    """The span of one step on a stage, and the ids of the sequences that it computed. number counts
-    the spans of the stage up to this one."""
+    """The span of one step on a stage, and the ids of the sequences that it computed. The spans of
+    a stage are numbered from 1."""
 
     rank: int
     number: int
@@ -284,8 +285,8 @@ def spans_after(
     since: float,
     log: StepLog,
 ) -> list[StageSpan]:
-    """The spans of each stage that end after a time and have a higher number than numbers has for
-    its rank, the latest first."""
+    """Returns the spans of each stage that end after `since` and have a higher number than numbers
+    has for its rank, the latest first."""
     found: list[StageSpan] = []
     for stage in stages:
         number = stage.num_spans
@@ -298,8 +299,8 @@ def spans_after(
 
 
 def chrome_trace(stages: list[StageStatus], since: float) -> dict[str, Any]:
-    """Returns the steps since a time, in the format of chrome://tracing and Perfetto: one row for
-    each stage, times in microseconds."""
+    """Returns the steps that end after `since`, in the format of chrome://tracing and Perfetto: one
+    row for each stage, times in microseconds."""
     trace: list[dict[str, Any]] = []
     for stage in stages:
         trace += _events(stage, since)

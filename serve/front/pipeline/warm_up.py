@@ -1,7 +1,7 @@
 """Runs a few steps before clients come, so that every rank has its graphs and kernels.
 
-The steps are ordinary ones of a scheduler that goes away with all that it knows. Their sequences
-are nobody's, and are dropped on all ranks in the end.
+They are ordinary steps, from a scheduler that is used for nothing else. Their sequences belong to
+no request, and all ranks drop them at the end.
 """
 
 import asyncio
@@ -15,11 +15,12 @@ from serve.core.config import ServeConfig
 from serve.core.errors import ClusterError
 from serve.core.messages import Result
 from serve.core.types import FIRST_WARM_UP_STEP, NUM_SEQUENCE_IDS, Sampling, Sequence, Step
+from serve.front.drafts.interface import Draft
 from serve.front.pipeline.scheduler import Scheduler
 from serve.front.text.grammars import of_schema
 
 _SHORT_PROMPT = 24  # tokens
-_NUM_TOKENS = 3  # of an answer; its second step has the shapes of all later ones
+_NUM_TOKENS = 3  # of an answer: later steps have the same shapes as the second one
 _NUM_ROWS = 4  # of a group
 _NUM_DRAFTS = 2
 _SAMPLED = Sampling(
@@ -31,7 +32,7 @@ _SAMPLED = Sampling(
     presence_penalty=0.1,
     logprobs=2,
 )
-# No answer of a few tokens completes it. Rank 0 reads its tokenizer for it.
+# An answer of a few tokens cannot complete it. It makes rank 0 read the tokenizer.
 _GRAMMAR = of_schema(
     {
         "type": "array",
@@ -45,33 +46,33 @@ _logger = logging.getLogger(__name__)
 
 
 class _Drafting:
-    """Guesses a few tokens of each row while it is on. Whether they are right is all the same."""
+    """Guesses a few tokens of each row while it is on. They need not be right."""
 
     def __init__(self) -> None:
         self.is_on = False
 
-    def propose(self, sequences: ReadableList[Sequence]) -> list[list[int]]:
+    def propose(self, sequences: ReadableList[Sequence]) -> list[Draft]:
         return [self._guess(sequence) for sequence in sequences]
 
-    def _guess(self, sequence: Sequence) -> list[int]:
+    def _guess(self, sequence: Sequence) -> Draft:
         if not self.is_on or sequence.num_pending or not sequence.num_computed:
-            return []
-        return [0] * min(_NUM_DRAFTS, sequence.num_left - 1)
+            return Draft()
+        return Draft([0] * min(_NUM_DRAFTS, sequence.num_left - 1))
 
     def is_worth_waiting(self, _: ReadableList[Sequence]) -> bool:
         return self.is_on
 
-    def verified(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """Nothing is learned from it."""
+    def learn(self, sequence: Sequence) -> None:
+        """Learns nothing, because its guesses do not depend on the text."""
 
     def forget(self, sequence_id: int) -> None:
-        """Nothing is remembered of it."""
+        """Forgets nothing, because it remembers nothing."""
 
 
 class WarmUp:
-    """send gets each step, and the sequences that begin with it before that. adapters are
-    versions that are loaded; room is of how many tokens the stages hold keys and values. has_drafts
-    says whether later steps may have drafts."""
+    """send takes a step and the sequences that begin with it. adapters are the loaded versions.
+    room is the number of tokens whose keys and values the stages can hold. has_drafts says whether
+    steps of requests may have drafts."""
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class WarmUp:
         self._progressed = asyncio.Event()
 
     async def run(self) -> None:
-        """Raises ClusterError if a step does not come back."""
+        """Runs the steps. Raises ClusterError if one does not come back."""
         started = time.monotonic()
         for sequences in self._rounds():
             if self._is_stopped:
@@ -116,7 +117,7 @@ class WarmUp:
         _logger.info("event=warmed_up num_steps=%d seconds=%.2f", self._num_steps, seconds)
 
     def stop(self) -> None:
-        """Ends as soon as the steps under way are back: somebody waits."""
+        """Ends the warm-up as soon as the steps under way are back, because a request waits."""
         self._is_stopped = True
         for sequence_id in list(self._live):
             self._scheduler.drop(sequence_id)
@@ -124,16 +125,16 @@ class WarmUp:
         self._pump()
 
     def on_result(self, result: Result) -> None:
-        tokens, num_accepted = result.tokens, result.num_accepted
-        for event in self._scheduler.update(result.number, tokens, num_accepted):
+        for event in self._scheduler.update(result):
             if event.finish_reason:
                 self._live.pop(event.sequence, None)
         self._pump()
         self._progressed.set()
 
     def _rounds(self) -> Iterator[list[Sequence]]:
-        """One row alone, by each way to choose a token; a whole chunk of a prompt; rows of each
-        group together; the same with drafts; and with adapters, beside rows that have none."""
+        """Yields the sequences of each round: one row alone for each way to choose a token, a whole
+        chunk of a prompt, several rows in each group, both with drafts, and rows with adapters
+        beside rows without."""
         num_rows = min(_NUM_ROWS * self._num_groups, self._config.max_num_sequences)
         yield [self._sequence(_SHORT_PROMPT, _GREEDY)]
         yield [self._sequence(_SHORT_PROMPT, _SAMPLED)]
@@ -157,7 +158,7 @@ class WarmUp:
         sampling: Sampling,
         adapter_version: int = 0,
     ) -> Sequence:
-        """Every vocabulary has a token 0."""
+        """A sequence of tokens 0, which every vocabulary has."""
         prompt = [0] * max(1, min(num_tokens, self._max_tokens - _NUM_TOKENS))
         max_tokens = min(_NUM_TOKENS, self._max_tokens - len(prompt))
         return Sequence(next(self._ids), prompt, max_tokens, sampling, frozenset(), adapter_version)

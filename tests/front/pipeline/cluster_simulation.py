@@ -16,7 +16,7 @@ from typing import Any
 
 from serve.core.config import ServeConfig
 from serve.core.errors import BrigadeError, EngineError, PlanError
-from serve.core.messages import Admit, Fault, FromEngine, Loaded, Planned, Report, Result, Status
+from serve.core.messages import Admit, Fault, FromEngine, Loaded, Planned, Report, Status
 from serve.core.plan import StagePlan, even_split
 from serve.core.types import Event as Answer
 from serve.core.types import Sampling, Step
@@ -28,7 +28,7 @@ from serve.front.pipeline.lifecycle import Lifecycle
 from serve.front.pipeline.requests import Requests
 from serve.parent.control import Gone, Joined
 from serve.rank.outbox import Outbox
-from tests.front.pipeline.simulation import StageModel, next_token, verified
+from tests.front.pipeline.simulation import StageModel, next_token, result_of
 
 FACTS = {"mlx": "1"}
 POISON = 1500  # no token of the model's own
@@ -381,15 +381,13 @@ class PlayedCluster:
         for engine in engines:
             assert engine
             engine.model.run(step)
-        tokens: tuple[int, ...] = ()
-        num_accepted: tuple[int, ...] = ()
+        result = result_of(step, next_token)
         if step.sample:
-            tokens, num_accepted = verified(step, next_token)
-            self._outbox.sampled(step, tokens, num_accepted)
+            self._outbox.sampled(step, result.tokens, result.num_accepted)
         if self._todo:
             self.after(STEP_SECONDS, lambda: self.compute(life))
         was_idle = not self._todo
-        self.requests.on_result(Result(step.number, tokens, num_accepted=num_accepted))
+        self.requests.on_result(result)
         assert was_idle or self._todo
 
     # --- faults

@@ -13,6 +13,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis.strategies import SearchStrategy
 
+from serve.core.messages import Result
 from serve.core.types import FAILURES, NO_CHECKPOINT, Event, Sampling, Sequence, Step
 from serve.front.drafts.interface import Drafting
 from serve.front.pipeline.scheduler import Scheduler
@@ -81,11 +82,10 @@ class StageModel:
             self.checkpoints[save.checkpoint] = list(self.held[save.sequence])
 
 
-def verified(
-    step: Step, draw: Callable[[int, int], int]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The tokens that a step samples and how many drafts of each row are right, as in a Result.
-    draw gives the token of a sequence at a position."""
+def result_of(step: Step, draw: Callable[[int, int], int]) -> Result:
+    """The result of a step. draw gives the token of a sequence at a position."""
+    if not step.sample:
+        return Result(step.number, ())
     tokens: list[int] = []
     num_accepted: list[int] = []
     start = 0
@@ -98,7 +98,15 @@ def verified(
             accepted += 1
             tokens.append(draw(row.sequence, row.position + 1 + accepted))
         num_accepted.append(accepted)
-    return tuple(tokens), tuple(num_accepted) if step.num_drafts else ()
+    if not step.num_drafts:
+        return Result(step.number, tuple(tokens))
+    num_drafts = tuple(row.num_tokens - 1 for row in step.rows)
+    return Result(
+        step.number,
+        tuple(tokens),
+        num_accepted=tuple(num_accepted),
+        num_drafts=num_drafts,
+    )
 
 
 @dataclass
@@ -181,8 +189,6 @@ class Pipeline:
             assert max_ticks, "the scheduler does not come to an end"
 
     def _finish(self, step: Step) -> None:
-        tokens: tuple[int, ...] = ()
-        num_accepted: tuple[int, ...] = ()
         for row in step.rows:
             # What a stage holds is what the sequence says, however it came there.
             held, prompt = self.stages[-1].held[row.sequence], self.added[row.sequence].prompt
@@ -190,10 +196,10 @@ class Pipeline:
                 held = held[: row.position + 1]
             answer = [max(self._draw(row.sequence, i), 0) for i in range(len(prompt), len(held))]
             assert held == (prompt + answer)[: len(held)]
+        result = result_of(step, self._draw)
         if step.sample:
-            tokens, num_accepted = verified(step, self._draw)
-            self.outbox.sampled(step, tokens, num_accepted)
-        self.events += self.scheduler.update(step.number, tokens, num_accepted)
+            self.outbox.sampled(step, result.tokens, result.num_accepted)
+        self.events += self.scheduler.update(result)
         sizes = [len(group.sequences) for group in self.scheduler.groups]
         assert not step.sample or max(sizes) - min(sizes) <= 1, f"groups of {sizes} rows"
 

@@ -23,7 +23,6 @@ from serve.core.messages import (
     MakePlan,
     Order,
     Planned,
-    Result,
     Status,
     ToEngine,
 )
@@ -31,7 +30,7 @@ from serve.core.plan import StagePlan, even_split
 from serve.core.types import Step
 from serve.core.wire import FrameReader, frame
 from serve.rank.outbox import Outbox
-from tests.front.pipeline.simulation import StageModel, next_token, verified
+from tests.front.pipeline.simulation import StageModel, next_token, result_of
 
 STATUS_SECONDS = 0.1
 
@@ -73,12 +72,10 @@ class Standin:
             if os.environ.get("POISON") in map(str, step.tokens):
                 os.abort()
             self.model.run(step)
-            tokens: tuple[int, ...] = ()
-            num_accepted: tuple[int, ...] = ()
+            result = result_of(step, next_token)
             if step.sample:
-                tokens, num_accepted = verified(step, next_token)
-                self.outbox.sampled(step, tokens, num_accepted)
-            self.send(Result(step.number, tokens, num_accepted=num_accepted))
+                self.outbox.sampled(step, result.tokens, result.num_accepted)
+            self.send(result)
 
     def obey(self, message: ToEngine) -> None:
         match message:

@@ -9,6 +9,7 @@ import pytest
 
 from serve.core.config import ServeConfig, with_keys
 from serve.core.errors import UsageError
+from serve.core.messages import Result
 from serve.core.types import Sampling, Sequence
 from serve.front.pipeline.scheduler import Scheduler
 from serve.front.prefixes.index import scope_of
@@ -99,6 +100,7 @@ def test_a_scheduler_copies_no_prefix_of_another_scope() -> None:
         while scheduler.num_running or scheduler.num_waiting:
             step = scheduler.schedule()
             assert step
-            scheduler.update(step.number, (7,) * len(step.rows) if step.sample else ())
+            tokens = (7,) * len(step.rows) if step.sample else ()
+            scheduler.update(Result(step.number, tokens))
         cached.append(sequence.num_cached)
     assert cached == [0, 39, 0, 0, 39]

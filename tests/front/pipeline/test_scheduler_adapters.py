@@ -97,7 +97,7 @@ def test_random_loads_unloads_requests_and_aborts(
     num_stages, most, held, reuse, seed = life
     chance = random.Random(seed)
     pipeline = AdapterPipeline(num_stages, max_num_sequences=most, prefill_chunk=8)
-    pipeline.scheduler.max_held_tokens, pipeline.scheduler.reuse = held, reuse
+    pipeline.scheduler.room.max_tokens, pipeline.scheduler.reuse = held, reuse
     wanted: dict[int, list[int]] = {}
     dropped = set()
     for id in range(30):
@@ -160,7 +160,7 @@ def test_what_a_retired_version_has_kept_goes_at_once() -> None:
         sequence.adapter_version = version
         pipeline.add(sequence)
         pipeline.run()
-    assert set(pipeline.scheduler.kept) == {0, 1}, "versions share a prefix"
+    assert set(pipeline.scheduler.room.kept) == {0, 1}, "versions share a prefix"
     pipeline.unload("x")
     pipeline.pump()
     drain(pipeline)

@@ -41,7 +41,7 @@ def tokens(start: int, count: int) -> list[int]:
 def check_checkpoints(pipeline: Pipeline) -> None:
     """All stages have exactly those that rank 0 knows of."""
     check_all_ended(pipeline)
-    known = sorted(pipeline.scheduler.kept.checkpoints)
+    known = sorted(pipeline.scheduler.room.kept.checkpoints)
     assert all(sorted(stage.checkpoints) == known for stage in pipeline.stages)
 
 
@@ -137,7 +137,7 @@ def test_schedule_drops_the_checkpoint_that_was_not_used_longest() -> None:
 def check_room(pipeline: Pipeline) -> None:
     """What the scheduler counts is what the stages hold."""
     scheduler = pipeline.scheduler
-    num_states = len(list(scheduler.kept)) + len(pipeline.stages[0].checkpoints)
+    num_states = len(list(scheduler.room.kept)) + len(pipeline.stages[0].checkpoints)
     held = pipeline.stages[0].num_held + 100 * num_states
     assert scheduler.num_held_tokens == held
 
@@ -164,7 +164,9 @@ def test_schedule_saves_no_checkpoint_that_another_one_of_its_step_pushes_out() 
     shared = [step for step in pipeline.steps if len(step.rows) == 2 and not step.sample]
     assert [len(step.save) for step in shared] == [1]
     pipeline.run()
-    assert sorted(pipeline.stages[0].checkpoints) == sorted(pipeline.scheduler.kept.checkpoints)
+    assert sorted(pipeline.stages[0].checkpoints) == sorted(
+        pipeline.scheduler.room.kept.checkpoints
+    )
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
@@ -254,9 +256,9 @@ def check_random_lives(
         pipeline.run()
         pipeline.run()  # the last drops
     check_outputs(pipeline, dropped)
-    known = sorted(pipeline.scheduler.kept.checkpoints)
+    known = sorted(pipeline.scheduler.room.kept.checkpoints)
     assert all(sorted(stage.checkpoints) == known for stage in pipeline.stages)
-    assert all(set(stage.held) == set(pipeline.scheduler.kept) for stage in pipeline.stages)
+    assert all(set(stage.held) == set(pipeline.scheduler.room.kept) for stage in pipeline.stages)
     assert held is None or pipeline.scheduler.num_held_tokens <= held
     assert not pipeline.outbox._steps
 

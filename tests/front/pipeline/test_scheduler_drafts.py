@@ -5,8 +5,10 @@ from collections.abc import Sequence as ReadableList
 
 import pytest
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from serve.core.types import Sequence
+from serve.core.types import Sequence, Step
+from serve.front.drafts.interface import Draft
 from serve.front.pipeline.scheduler import Reuse
 from tests.front.pipeline.simulation import (
     VOCABULARY,
@@ -29,11 +31,9 @@ class RandomDrafting:
         self.right = right
         self.max_drafts = max_drafts
         self.known: set[int] = set()
-        self.num_drafts = 0
-        self.num_accepted = 0
 
-    def propose(self, sequences: ReadableList[Sequence]) -> list[list[int]]:
-        return [self.guess(sequence) for sequence in sequences]
+    def propose(self, sequences: ReadableList[Sequence]) -> list[Draft]:
+        return [Draft(self.guess(sequence)) for sequence in sequences]
 
     def guess(self, sequence: Sequence) -> list[int]:
         if sequence.num_pending or not sequence.num_computed:
@@ -50,10 +50,9 @@ class RandomDrafting:
     def is_worth_waiting(self, sequences: ReadableList[Sequence]) -> bool:
         return self.chance.random() < 0.8
 
-    def verified(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
-        assert 0 <= num_accepted <= num_drafts
-        self.num_drafts += num_drafts
-        self.num_accepted += num_accepted
+    def learn(self, sequence: Sequence) -> None:
+        assert sequence.output
+        assert not sequence.drafts
 
     def forget(self, sequence_id: int) -> None:
         self.known.discard(sequence_id)
@@ -76,6 +75,13 @@ class CertainDrafting(RandomDrafting):
         return True
 
 
+def check_counts(pipeline: Pipeline) -> None:
+    """Every draft is counted, also those of steps with which an answer ends."""
+    counts, sequences = pipeline.scheduler.draft_counts, pipeline.added.values()
+    assert counts.drafted["suffixes"] == sum(s.num_drafted for s in sequences) > 0
+    assert counts.accepted["suffixes"] == sum(s.num_accepted for s in sequences) > 0
+
+
 def test_schedule_takes_all_right_drafts_of_a_row() -> None:
     pipeline = Pipeline(2, drafting=CertainDrafting())
     pipeline.add(make_sequence(0, 10, 21))
@@ -83,6 +89,7 @@ def test_schedule_takes_all_right_drafts_of_a_row() -> None:
     assert pipeline.output(0) == expected(0, 10, 21)
     assert [len(step.tokens) for step in pipeline.steps if step.sample] == [5, 5, 5, 5, 1]
     assert (pipeline.added[0].num_drafted, pipeline.added[0].num_accepted) == (16, 16)
+    check_counts(pipeline)
     check_all_ended(pipeline)
 
 
@@ -93,9 +100,28 @@ def test_update_ends_an_answer_within_its_drafts() -> None:
     pipeline.add(make_sequence(0, 10, 100, frozenset({next_token(0, 12)})))
     pipeline.run()
     assert pipeline.output(0) == expected(0, 10, 3)
-    assert pipeline.scheduler.kept.num_tokens == 12
+    assert pipeline.scheduler.room.kept.num_tokens == 12
     assert (pipeline.added[0].num_drafted, pipeline.added[0].num_accepted) == (4, 3)
+    check_counts(pipeline)
     check_all_ended(pipeline)
+
+
+def test_update_does_not_count_drafts_that_were_not_fed() -> None:
+    """Rank 0's engine removes drafts that a grammar forbids."""
+
+    class FirstDraftOnly(Pipeline):
+        def _send(self, step: Step) -> None:
+            if step.num_drafts:
+                row = replace(step.rows[0], num_tokens=2)
+                step = replace(step, rows=(row,), tokens=step.tokens[:2])
+            super()._send(step)
+
+    pipeline = FirstDraftOnly(2, drafting=CertainDrafting())
+    pipeline.add(make_sequence(0, 10, 11))
+    pipeline.run()
+    assert pipeline.output(0) == expected(0, 10, 11)
+    assert (pipeline.added[0].num_drafted, pipeline.added[0].num_accepted) == (5, 5)
+    check_counts(pipeline)
 
 
 def test_update_fails_a_row_within_its_drafts() -> None:
@@ -124,7 +150,7 @@ def test_schedule_sends_steps_ahead_while_waiting_is_not_worth_it() -> None:
 
 def test_schedule_makes_no_room_for_drafts() -> None:
     pipeline = Pipeline(2, drafting=CertainDrafting())
-    pipeline.scheduler.max_held_tokens = 60
+    pipeline.scheduler.room.max_tokens = 60
     for id in range(2):
         pipeline.add(make_sequence(id, 12, 16))
     pipeline.run()
@@ -153,7 +179,7 @@ def check_random_lives(
         num_groups=num_groups,
         drafting=drafting,
     )
-    pipeline.scheduler.max_held_tokens, pipeline.scheduler.reuse = held, reuse
+    pipeline.scheduler.room.max_tokens, pipeline.scheduler.reuse = held, reuse
     dropped = live(
         pipeline,
         chance,
@@ -162,7 +188,7 @@ def check_random_lives(
     )
     pipeline.run()
     check_outputs(pipeline, dropped)
-    assert drafting.num_drafts >= drafting.num_accepted > 0
+    check_counts(pipeline)
     assert not drafting.known, "an ended sequence is not forgotten"
     check_all_ended(pipeline)
 

@@ -135,7 +135,7 @@ def check_random_kills(
 ) -> None:
     chance = random.Random(seed)
     pipeline = Pipeline(num_stages, max_num_sequences=max_num_sequences, prefill_chunk=chunk)
-    pipeline.scheduler.max_held_tokens, pipeline.scheduler.reuse = held, reuse
+    pipeline.scheduler.room.max_tokens, pipeline.scheduler.reuse = held, reuse
     dropped = live(
         pipeline,
         chance,

@@ -9,11 +9,10 @@ import pytest
 
 from serve.core.config import ServeConfig
 from serve.core.errors import ClusterError
-from serve.core.messages import Result
 from serve.core.types import FIRST_WARM_UP_STEP, Sequence, Step
 from serve.front.pipeline.scheduler import Scheduler
 from serve.front.pipeline.warm_up import WarmUp
-from tests.front.pipeline.simulation import StageModel, make_sequence, next_token, verified
+from tests.front.pipeline.simulation import StageModel, make_sequence, next_token, result_of
 
 pytestmark = pytest.mark.anyio
 
@@ -42,8 +41,7 @@ class Stages:
     def run_step(self) -> None:
         step = self.todo.popleft()
         self.model.run(step)
-        tokens, num_accepted = verified(step, next_token) if step.sample else ((), ())
-        self.warm_up.on_result(Result(step.number, tokens, num_accepted=num_accepted))
+        self.warm_up.on_result(result_of(step, next_token))
 
     async def run(self, stop_after: int = -1) -> None:
         running = asyncio.create_task(self.warm_up.run())

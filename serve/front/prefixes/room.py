@@ -1,0 +1,108 @@
+"""The room for keys and values on the stages: decides what is kept for later prompts, and what is
+dropped when running sequences need the room. Pure."""
+
+from serve.core.types import Save, Sequence
+from serve.front.prefixes.checkpoints import key_of
+from serve.front.prefixes.counts import PrefixCounts
+from serve.front.prefixes.index import Gone, PrefixIndex
+
+_MAX_STATE_SHARE = 0.25  # of all room: larger checkpoints would push out everything that is kept
+
+
+class Room:
+    """The room in tokens, and the sequences and checkpoints that are kept in it.
+
+    max_tokens is None without a limit. state_tokens is as for PrefixIndex. Running sequences come
+    first: num_running_tokens is always the number of tokens that they take or are about to take.
+    """
+
+    def __init__(
+        self,
+        counts: PrefixCounts,
+        max_tokens: int | None = None,
+        state_tokens: int = 0,
+    ) -> None:
+        self.max_tokens = max_tokens
+        self.kept = PrefixIndex(state_tokens)
+        self._counts = counts
+        self._state_tokens = state_tokens
+        self._gone = Gone([], [])
+
+    def clear(self) -> None:
+        """Notes that the stages hold nothing any more, and so have nothing to drop."""
+        self.kept = PrefixIndex(self._state_tokens)
+        self._gone = Gone([], [])
+
+    def take_gone(self) -> Gone:
+        """Returns what the stages have to drop since the last call."""
+        gone, self._gone = self._gone, Gone([], [])
+        return gone
+
+    # --- what stays and what goes
+
+    def keep(self, sequence: Sequence, num_running_tokens: int) -> None:
+        """Keeps an ended sequence, with all tokens that the stages hold of it, as far as there is
+        room."""
+        held = sequence.tokens[: sequence.num_computed]
+        self._drop(self.kept.keep(sequence.id, held, *key_of(sequence)))
+        self.make(num_running_tokens)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Has the stages drop a sequence, if they hold any of it."""
+        if sequence.is_held:
+            self._drop(Gone([sequence.id], self.kept.leave(sequence.id)))
+
+    def drop_adapter(self, adapter_version: int) -> None:
+        """Drops the kept sequences of an adapter version."""
+        for id in self.kept.with_adapter(adapter_version):
+            self._drop(Gone([id], self.kept.forget(id)))
+
+    def save(self, sequence: Sequence, position: int, num_running_tokens: int) -> Save | None:
+        """Returns the order to make a checkpoint of a sequence; None if it is not worth its room or
+        exists already."""
+        if not self._make_for_checkpoint(num_running_tokens):
+            return None
+        checkpoint = self.kept.save(sequence, position)
+        return None if checkpoint is None else Save(checkpoint, sequence.id)
+
+    def still_wanted(self, saves: list[Save]) -> tuple[Save, ...]:
+        """The saves of one step whose checkpoints have not been dropped again already."""
+        return self._gone.still_wanted(saves)
+
+    # --- room
+
+    def fits(self, num_running_tokens: int) -> bool:
+        """Whether there is room for these tokens beside everything that is kept."""
+        if self.max_tokens is None:
+            return True
+        return self.kept.num_tokens + num_running_tokens <= self.max_tokens
+
+    def make(self, num_running_tokens: int) -> bool:
+        """Drops what was not used for the longest time until these tokens fit. Returns False if
+        dropping everything is not enough."""
+        while not self.fits(num_running_tokens):
+            if not self._evict():
+                return False
+        return True
+
+    def _make_for_checkpoint(self, num_running_tokens: int) -> bool:
+        """Whether there is room for another checkpoint, once older kept things are dropped."""
+        if self.max_tokens and self._state_tokens > _MAX_STATE_SHARE * self.max_tokens:
+            return False
+        while self.kept.checkpoints.is_full:
+            if not self._evict():
+                return False
+        return self.make(num_running_tokens + self._state_tokens)
+
+    def _evict(self) -> bool:
+        """Drops what was not used for the longest time. Returns False if nothing is kept."""
+        gone = self.kept.evict()
+        if gone is None:
+            return False
+        self._counts.evicted(len(gone.sequences), len(gone.checkpoints))
+        self._drop(gone)
+        return True
+
+    def _drop(self, gone: Gone) -> None:
+        self._gone.sequences.extend(gone.sequences)
+        self._gone.checkpoints.extend(gone.checkpoints)
