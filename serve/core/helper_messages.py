@@ -8,7 +8,7 @@ from typing import Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-# The names of the methods of serve.front.api.reading.Reader.
+# The names of the methods of serve.front.api.reading.reader.Reader.
 BodyKind = Literal[
     "chat",
     "completion",
@@ -51,7 +51,7 @@ class ReadBody(HelperMessage, frozen=True):
 
 class BodyRead(HelperMessage, Generic[Reading], frozen=True):
     """A reading process returns the content of a body: one of the types in
-    serve.front.api.reading.AnyReading."""
+    serve.front.api.reading.reader.AnyReading."""
 
     result: Reading
 

@@ -21,8 +21,8 @@ from serve.core.helper_messages import (
     ToHelper,
 )
 from serve.core.types import Sampling
-from serve.front.api import reading_process
-from serve.front.api.reading import AnyReading, ReadCompaction, ReadMessage
+from serve.front.api.reading import process
+from serve.front.api.reading.reader import AnyReading, ReadCompaction, ReadMessage
 from serve.front.api.responses.body import ResponsePlan
 from serve.front.api.responses.offer import OfferedTool
 from serve.front.output.splitter import Splitting
@@ -58,7 +58,7 @@ st.register_type_strategy(ReadMessage, st.builds(ReadMessage, applied_edits=st.n
 READINGS = typing.get_args(AnyReading)
 FROM_HELPER = (
     HelperReady,
-    *typing.get_args(reading_process.Answer),
+    *typing.get_args(process.Answer),
     CallsParsed,
     CallUnreadable,
     GrammarChecked,

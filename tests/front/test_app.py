@@ -27,7 +27,7 @@ from serve.core.errors import (
 )
 from serve.core.helper_messages import ParsedCall
 from serve.front.api import chat
-from serve.front.api.reading import Reader
+from serve.front.api.reading.reader import Reader
 from serve.front.api.writers.chat import ChatWriter
 from serve.front.api.writers.messages import MessagesWriter
 from serve.front.api.writers.responses import ResponsesWriter

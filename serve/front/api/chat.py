@@ -1,10 +1,11 @@
-"""Chat: from what was decided about a request to a prompt in tokens, and to a job."""
+"""Turns the request of a chat into a job: renders and encodes its prompt, and finds its grammar."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from serve.core.errors import RequestError
-from serve.front.api.context import ContextWindow
+from serve.core.types import Sampling
+from serve.front.api.context import ContextWindow, asked_tokens
 from serve.front.api.request import ChatPrompt, ChatRequest, ToolUse
 from serve.front.api.sampling import check_min_tokens
 from serve.front.api.truncation import fitting
@@ -30,46 +31,22 @@ def prepare(
 
     Raises RequestError if the messages do not fit into max_context tokens.
     """
-    window = ContextWindow(max_context, "messages", request.keep)
-    parts = request.prompt.with_defaults(request.thinking.variables(tokenizer))
-    if request.drops_oldest:
-        parts = fitting(parts, tokenizer, max_context - (request.max_tokens or 1))
-    text = parts.render(tokenizer)
-    all_ids = window.encode(text, tokenizer, request.adds_special_tokens)
-    ids = window.cut(all_ids, max(1, request.max_tokens or 1))
-    default = tokenizer.sampling_defaults.max_new_tokens
-    asked = {None: default, -1: None}.get(request.max_tokens, request.max_tokens)
-    max_tokens = window.max_tokens(ids, asked)
-    check_min_tokens(request.stop.min_tokens, max_tokens)
-    is_thinking = _is_thinking(text, tokenizer.dialect)
+    encoded = _encoded(request, tokenizer, max_context)
+    is_thinking = _is_thinking(encoded.text, tokenizer.dialect)
     constraint = _constraint(request, tokenizer, is_thinking)
-    reasoning = request.thinking.reasoning(tokenizer, text)
-    samplings = tuple(
-        replace(
-            sampling,
-            reasoning=reasoning,
-            grammar=constraint.grammar,
-            free_until=constraint.free_until,
-        )
-        for sampling in request.samplings
-    )
     splitting = request.tool_use.splitting(
         is_thinking, request.shows_thoughts, is_native=constraint.forces_native_calls
     )
-    found: tuple[int, ...] = ()
-    # Last, because it takes longest: a request that is refused above does not pay for it.
-    if finds_boundaries and MIN_TOKENS < len(ids) == len(all_ids):
-        later = _rendered(parts.later(), tokenizer)
-        found = boundaries(text, ids, later, tokenizer, request.adds_special_tokens)
     prediction = tokenizer.encode(request.prediction) if request.prediction else []
     prompt = Prompt(
-        ids,
-        max_tokens,
-        samplings,
+        encoded.ids,
+        encoded.max_tokens,
+        _samplings(request, tokenizer, encoded.text, constraint),
         request.end_ids,
         has_marks=splitting.searches(tokenizer.dialect),
         prediction=tuple(prediction),
-        boundaries=found,
+        # Last, because it takes longest: a request that is refused above does not pay for it.
+        boundaries=_boundaries(encoded, request, tokenizer) if finds_boundaries else (),
     )
     return Job(
         model=request.model,
@@ -91,6 +68,59 @@ def prepare(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """A prompt: its parts, its text and its tokens, and the limit of the answer's tokens. is_cut
+    says that the tokens are not all of the text."""
+
+    parts: ChatPrompt
+    text: str
+    ids: list[int]
+    is_cut: bool
+    max_tokens: int
+
+
+def _encoded(request: ChatRequest, tokenizer: Tokenizer, max_context: int) -> _Encoded:
+    window = ContextWindow(max_context, "messages", request.keep)
+    num_answer = max(1, request.max_tokens or 1)
+    parts = request.prompt.with_defaults(request.thinking.variables(tokenizer))
+    if request.drops_oldest:
+        parts = fitting(parts, tokenizer, max_context - num_answer)
+    text = parts.render(tokenizer)
+    all_ids = window.encode(text, tokenizer, request.adds_special_tokens)
+    ids = window.cut(all_ids, num_answer)
+    asked = asked_tokens(request.max_tokens, tokenizer.sampling_defaults.max_new_tokens)
+    max_tokens = window.max_tokens(ids, asked)
+    check_min_tokens(request.stop.min_tokens, max_tokens)
+    return _Encoded(parts, text, ids, len(ids) < len(all_ids), max_tokens)
+
+
+def _samplings(
+    request: ChatRequest, tokenizer: Tokenizer, text: str, constraint: "_Constraint"
+) -> tuple[Sampling, ...]:
+    """The samplings of the request with the marks of reasoning and the grammar of the answers."""
+    reasoning = request.thinking.reasoning(tokenizer, text)
+    return tuple(
+        replace(
+            sampling,
+            reasoning=reasoning,
+            grammar=constraint.grammar,
+            free_until=constraint.free_until,
+        )
+        for sampling in request.samplings
+    )
+
+
+def _boundaries(encoded: _Encoded, request: ChatRequest, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The places at which later prompts may leave this one. A short prompt has none, and neither
+    has one of which only the end is left."""
+    if encoded.is_cut or len(encoded.ids) <= MIN_TOKENS:
+        return ()
+    later = _rendered(encoded.parts.later(), tokenizer)
+    adds_special_tokens = request.adds_special_tokens
+    return boundaries(encoded.text, encoded.ids, later, tokenizer, adds_special_tokens)
+
+
 def _is_thinking(text: str, dialect: Dialect) -> bool:
     """Whether a prompt ends in an open thought."""
     if dialect.reasoning is None or dialect.has_messages:
@@ -99,12 +129,12 @@ def _is_thinking(text: str, dialect: Dialect) -> bool:
 
 
 def _rendered(prompts: Iterable[ChatPrompt], tokenizer: Tokenizer) -> Iterator[str]:
-    """The texts of those prompts that the model's template takes."""
+    """The texts of the prompts that the model's template accepts."""
     for prompt in prompts:
         try:
             yield prompt.render(tokenizer)
         except RequestError:
-            continue  # No prompt like this one can come.
+            continue  # The template would refuse such a prompt later, too.
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import secrets
 from dataclasses import replace
 
 from serve.core.types import Sampling
-from serve.front.api.context import ContextWindow
+from serve.front.api.context import ContextWindow, asked_tokens
 from serve.front.api.openai import CompletionBody
 from serve.front.api.sampling import check_ids, check_min_tokens
 from serve.front.output.answer import Job
@@ -22,7 +22,7 @@ def prepare(body: CompletionBody, tokenizer: Tokenizer, max_context: int) -> Job
     samplings = body.samplings(tokenizer, body.logprobs, body.num_scored)
     end_ids = body.end_ids(tokenizer)
     default = min(_DEFAULT_MAX_TOKENS, max_context - 1)
-    asked = {None: default, -1: None}.get(body.max_tokens, body.max_tokens)
+    asked = asked_tokens(body.max_tokens, default)
     prompts = []
     for given in body.prompt:
         ids = _encode(given, body, asked, window, tokenizer)

@@ -12,6 +12,13 @@ _WHOSE = {
 }
 
 
+def asked_tokens(given: int | None, default: int | None) -> int | None:
+    """The limit of an answer that a request asks for; None for as many tokens as fit, which a
+    request writes as -1."""
+    limit = default if given is None else given
+    return None if limit == -1 else limit
+
+
 @dataclass(frozen=True, slots=True)
 class ContextWindow:
     """The max_context tokens that a prompt and its answer share. param is the field that holds the
@@ -26,7 +33,7 @@ class ContextWindow:
     def encode(self, text: str, tokenizer: Tokenizer, add_special_tokens: bool) -> list[int]:
         """The tokens of a text. This is slow: call it in a thread. Raises RequestError for a text
         that is certainly too long, without encoding it."""
-        min_tokens = tokenizer.least_tokens(text)
+        min_tokens = tokenizer.min_tokens(text)
         is_too_long = min_tokens + self.min_answer > self.max_context
         if is_too_long and self.keep is None:
             raise self._too_long(f"{_WHOSE[self.param]} at least {min_tokens} tokens")

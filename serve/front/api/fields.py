@@ -1,5 +1,5 @@
-"""Names of fields of chats and completions that have no field of a body: those that are harmless,
-and those that are not supported and must hold the value that changes nothing."""
+"""The fields of chats and completions that Brigade does not use: harmless ones, which accept any
+value, and unsupported ones, which accept only values without effect."""
 
 import json
 from typing import Any
@@ -27,7 +27,7 @@ HARMLESS = frozenset(
     }
 )
 
-# Fields of OpenAI and vLLM that are not supported. Nothing but null changes nothing in these.
+# Unsupported fields of OpenAI and vLLM of which only null has no effect.
 _ONLY_NULL = (
     "audio",
     "chat_template",
@@ -47,8 +47,8 @@ _ONLY_NULL = (
     "watermarking",
     "web_search_options",
 )
-# The values that change nothing, beside null, for each field that is not supported. A body that
-# has such a field of its own is asked first.
+# The values without effect, beside null, of each unsupported field. If the kind of body does
+# support the field, it validates the field itself.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_ONLY_NULL, ()),
     "add_generation_prompt": (True,),
@@ -76,7 +76,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def check_neutral(name: str, value: Any) -> None:
-    """Raises RequestError if a field that is not supported asks for something."""
+    """Raises RequestError unless this value of an unsupported field has no effect."""
     for neutral in NEUTRAL[name]:
         same_kind = isinstance(value, bool) == isinstance(neutral, bool)  # True == 1 in Python.
         if same_kind and value == neutral:

@@ -1,5 +1,5 @@
-"""The messages of a chat: those of OpenAI's request, those that every API's request becomes, and
-what a chat template gets of them."""
+"""The messages of a chat: as OpenAI's request has them, in the form that all APIs share, and as a
+chat template gets them."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -127,8 +127,8 @@ class ToolCall(Echoed):
 
 
 class Message(Echoed):
-    """A message of any role. function_call and the role function are OpenAI's older words for a
-    call and its result; reasoning is vLLM's word for reasoning_content."""
+    """A message of any role. function_call and the role function are OpenAI's older names for a
+    call and its result; reasoning is vLLM's name for reasoning_content."""
 
     role: Annotated[str, Field(min_length=1, max_length=MAX_ROLE_CHARACTERS)]
     content: AnyContent = None
@@ -173,7 +173,7 @@ _FIELDS_OF_ASSISTANT = {
 Empty = Annotated[list[Any], Field(max_length=0)]
 
 
-# --- what every API's messages become
+# --- the form that all APIs share
 
 
 class FunctionPart(TypedDict):
@@ -190,7 +190,7 @@ class CallPart(TypedDict):
 
 
 class ChatMessage(TypedDict):
-    """A message in the words of OpenAI's chat. Fields that say nothing are absent. parts is set if
+    """A message in the form of OpenAI's chat. Empty fields are absent. parts is set if
     a part of the content has fields beside its text."""
 
     role: str
@@ -219,8 +219,8 @@ def called(id: str, name: str, arguments: str) -> AssistantPart:
 
 
 def plain_messages(given: Iterable[Message]) -> list[ChatMessage]:
-    """The messages of a validated request of OpenAI's API, without fields that say nothing. The
-    older words for calls and their results become those for tools."""
+    """The messages of a validated request of OpenAI's API, without empty fields. The older fields
+    for calls and their results become those for tools."""
     messages: list[ChatMessage] = []
     last_id = ""
     for number, message in enumerate(given):

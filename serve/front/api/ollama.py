@@ -47,7 +47,7 @@ class Options(Body):
 
 
 class _OllamaBody(Lenient):
-    """keep_alive says how long Ollama keeps a model in memory. This server always does."""
+    """keep_alive says how long Ollama keeps a model in memory. This server always keeps it."""
 
     model: str = DEFAULT_MODEL
     stream: bool | None = None
@@ -155,7 +155,7 @@ class ShowBody(Lenient):
 
 
 def _message(message: _Json) -> _Json:
-    """A message in OpenAI's words."""
+    """Converts a message to OpenAI's form."""
     if message.get("images"):
         raise RequestError("images: this model reads text only.", param="messages")
     read = dict(message)

@@ -1,4 +1,4 @@
-"""Validates the bodies of OpenAI's requests, and words their refusals.
+"""Validates the bodies of OpenAI's requests.
 
 A field of OpenAI or vLLM that is not supported must hold the value that changes nothing, unless
 it is harmless (`serve.front.api.fields`). Unknown fields are ignored with a line in the log, as
@@ -42,7 +42,7 @@ from serve.front.text.tokens import Tokenizer
 
 MAX_PROMPTS = 1024
 _MAX_NAMES_LOGGED = 8
-# A header of a reply has room for fewer.
+# The header of a reply that lists them is shorter still.
 _MAX_NAMES_NOTED = 400
 
 _logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-# Of an answer. -1 is llama.cpp's and LM Studio's word for as many as fit.
+# The limit of an answer. -1 means as many as fit, as in llama.cpp and LM Studio.
 MaxTokens = Annotated[int, Field(ge=-1), AfterValidator(_not_zero)]
 
 
@@ -98,7 +98,7 @@ CacheSalt = Annotated[str, Field(min_length=1)]
 
 
 class GenerationBody(SamplingBody, Lenient):
-    """The body of a request for answers. stream_options say nothing without stream."""
+    """The body of a request for answers. Without stream, stream_options have no effect."""
 
     model: str = DEFAULT_MODEL
     max_tokens: MaxTokens | None = None
@@ -117,7 +117,7 @@ class GenerationBody(SamplingBody, Lenient):
             refuse("prompt_logprobs are not available with stream=true", "prompt_logprobs")
         if self.truncate_prompt_tokens == 0:
             refuse(
-                "truncate_prompt_tokens must not be 0: it would leave nothing of the prompt",
+                "truncate_prompt_tokens must not be 0: no token of the prompt would be left",
                 "truncate_prompt_tokens",
             )
         return self
@@ -217,7 +217,7 @@ class ChatBody(Templated, GenerationBody):
 
     @property
     def is_parallel(self) -> bool:
-        """Whether an answer may have several calls. The older words have room for one."""
+        """Whether an answer may have several calls. The older fields have room for one."""
         return self.parallel_tool_calls is not False and self.functions is None
 
     @property

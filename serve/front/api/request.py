@@ -1,5 +1,5 @@
-"""A chat as it was decided, whichever API it came through: each API's reader makes one, and
-`chat.prepare` makes a job of it."""
+"""The request of a chat, independent of the API that it came through. Each API's body becomes one,
+and `chat.prepare` turns it into a job."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,9 +15,9 @@ from serve.front.output.choice import StopRules
 from serve.front.output.splitter import Splitting
 from serve.front.text.tokens import Tokenizer
 
-# The name that a request means which leaves its model out.
+# The model of a request that names none.
 DEFAULT_MODEL = "default"
-# The content of messages that nobody has sent. It begins like few others.
+# The content of made-up messages. Few real ones begin like it.
 _PROBE = "§ What comes next?"
 _PROBE_ID = "p00000000"  # Some templates accept only ids of nine letters and digits.
 
@@ -127,8 +127,8 @@ class ToolUse:
         *,
         is_native: bool = False,
     ) -> Splitting:
-        """How the text of answers is taken apart. is_native says that forced calls are in the
-        format of the model's dialect, and not the JSON that any model can be held to."""
+        """How the text of answers is split. is_native says that forced calls are in the format
+        of the model's dialect, and not in the JSON that a grammar can force on any model."""
         named = self.choice.function.name if isinstance(self.choice, NamedTool) else None
         return Splitting(
             reads_marks=True,

@@ -1,4 +1,4 @@
-"""Structured output as a request asks for it, in the words of OpenAI and of other servers."""
+"""Structured output, with the fields of OpenAI and of other servers."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -125,7 +125,7 @@ class ResponseFormat(Body):
         return format_grammar("json_schema", schema or {})
 
 
-# The fields that may come with each type: one of these sets.
+# For each type, the sets of fields that may come with it.
 _FIELDS_OF_TYPES: dict[str, list[set[str]]] = {
     "text": [set()],
     "json_object": [set(), {"schema"}],

@@ -1,4 +1,4 @@
-"""What a request asks of the model's reasoning: whether, how hard, and with how many tokens."""
+"""The reasoning that a request asks for: whether, with which effort, and how many tokens."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,8 +8,8 @@ from serve.core.types import Reasoning
 from serve.front.text.dialects import interface
 from serve.front.text.tokens import Tokenizer
 
-# The most tokens of reasoning for an effort of OpenAI's API, where the model's template knows no
-# effort; xhigh and max have no limit.
+# The limit of reasoning, in tokens, for an effort of OpenAI's API, if the model's template has no
+# variable for it; xhigh and max have no limit.
 BUDGETS = {"none": 0, "minimal": 512, "low": 1024, "medium": 8192, "high": 24576}
 
 # The variables that most templates have, for a model whose marks of reasoning are not known.
@@ -38,13 +38,13 @@ class Thinking:
 
     def variables(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """The variables of the chat template that turn reasoning on or off. Those that it does not
-        read change nothing."""
+        read have no effect."""
         marks = tokenizer.dialect.reasoning or _UNMARKED
         return marks.variables(self.effort, self.is_wanted)
 
     def reasoning(self, tokenizer: Tokenizer, prompt: str) -> Reasoning | None:
         """The marks and the budget of the answers; None if the model marks no reasoning, so that a
-        budget changes nothing. prompt is the rendered text. Raises RequestError if the
+        budget has no effect. prompt is the rendered text. Raises RequestError if the
         request's budget cannot be kept."""
         marks = tokenizer.dialect.reasoning
         if marks is None:

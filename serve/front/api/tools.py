@@ -13,6 +13,7 @@ from serve.core.errors import RequestError
 from serve.front.http.body import Body
 from serve.front.text.grammars import of_tool_schema
 from serve.front.text.schemas import inexpressible_keyword
+from serve.front.text.sound_schemas import sound, sound_tools
 
 MAX_TOOLS = 1024
 
@@ -91,7 +92,13 @@ def chosen(tools: list[Tool], given: GivenChoice | None) -> tuple[list[Tool], To
 
 def declared(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """The tools as JSON, in the form that chat templates take."""
-    return [tool.model_dump(exclude_none=True) for tool in tools]
+    return [_declared(tool) for tool in tools]
+
+
+def _declared(tool: Tool) -> dict[str, Any]:
+    """A tool as JSON. Schemas keep their nulls: a constant may be one."""
+    fields = {name: value for name, value in tool.function if value is not None}
+    return {"type": tool.type, "function": fields}
 
 
 def grammar_of_call(tools: Sequence[Tool], choice: ToolChoice, is_parallel: bool) -> str | None:
@@ -132,6 +139,13 @@ def _check_strict(tools: Sequence[Tool]) -> None:
     for number, tool in enumerate(tools):
         if not tool.function.strict:
             continue
+        _, changed = sound_tools(declared([tool]))
+        if changed:
+            raise RequestError(
+                f"tools[{number}] is strict, but {min(changed)!r} in its schema has a value that "
+                "is not valid: mend it, or leave out strict.",
+                param=f"tools[{number}]",
+            )
         keyword = inexpressible_keyword(_parameters(tool))
         if keyword:
             raise RequestError(
@@ -157,4 +171,5 @@ def _call_schema(number: int, tool: Tool) -> dict[str, Any]:
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
-    return tool.function.parameters or {"type": "object", "properties": {}}
+    """The sound schema of a tool's arguments; without parameters they are `{}`."""
+    return sound(tool.function.parameters or {"type": "object", "properties": {}})

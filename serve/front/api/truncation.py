@@ -8,7 +8,7 @@ from serve.front.text.tokens import Tokenizer
 
 
 def fitting(prompt: ChatPrompt, tokenizer: Tokenizer, max_tokens: int) -> ChatPrompt:
-    """The prompt with as few messages left out as it needs to have at most max_tokens tokens.
+    """The prompt without its oldest messages: as few are left out as max_tokens tokens require.
 
     System messages at the start and the last message stay; a call and its results go together.
     If even that is too long, the shortest prompt is returned.
@@ -31,7 +31,7 @@ def fitting(prompt: ChatPrompt, tokenizer: Tokenizer, max_tokens: int) -> ChatPr
 
 def _fits(prompt: ChatPrompt, tokenizer: Tokenizer, max_tokens: int) -> bool:
     text = prompt.render(tokenizer)
-    if tokenizer.least_tokens(text) > max_tokens:
+    if tokenizer.min_tokens(text) > max_tokens:
         return False
     return len(tokenizer.encode(text)) <= max_tokens
 

@@ -1,6 +1,6 @@
 """Turns pydantic's errors into plain sentences: the field, what it may be, and what came.
 
-pydantic's own words never reach a client: it speaks of inputs, validation and Python's types.
+pydantic's own messages never reach a client: they are about inputs, validation and Python's types.
 """
 
 import json
@@ -23,7 +23,7 @@ _PATTERNS = {r"^[a-zA-Z0-9_.:/-]{1,128}$": "1 to 128 letters, digits, or . _ : /
 Context = dict[str, Any]
 Location = tuple[int | str, ...]
 
-# What the value must be, by the type of pydantic's error.
+# The kind of value that is required, by the type of pydantic's error.
 _WANTED: dict[str, str] = {
     "string_type": "a string",
     "string_unicode": "a string",
@@ -163,8 +163,8 @@ def _wrong_length(context: Context, value: Any) -> str:
 
 
 def _shown(value: Any, errors: Sequence[ErrorDetails] = ()) -> str:
-    """The value that came, for people. Text is shown only where the field allows a few fixed words,
-    because elsewhere it may be private."""
+    """The value that was sent, as the message shows it. Text is shown only where the field allows a
+    few fixed words, because elsewhere it may be private."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, int | float):

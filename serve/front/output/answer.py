@@ -1,4 +1,4 @@
-"""A request's answers on their way to its client: one stream of updates, in no API's words."""
+"""A request's answers on their way to its client: one stream of updates, independent of any API."""
 
 import asyncio
 import json
@@ -45,8 +45,8 @@ class UsageInStream(Enum):
 class Listing:
     """The details that a reply lists beside the text. logprobs and prompt_logprobs say how many of
     the likeliest tokens come with each token; None for no scores. as_ids writes tokens as
-    `token_id:5`; function_call writes calls in OpenAI's older words. progress shows in a stream how
-    much of the prompt is computed."""
+    `token_id:5`; function_call writes calls in OpenAI's older fields. progress shows in a stream
+    how much of the prompt is computed."""
 
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -58,8 +58,8 @@ class Listing:
 
 
 class Job(msgspec.Struct, frozen=True, tag=True):
-    """Everything that was decided about a request: what to generate, how answers are taken apart,
-    and what the reply lists. Nothing below looks into the client's body again. It can be sent to
+    """The decisions about a request: what to generate, how answers are split, and what the reply
+    lists. The client's body is not used again after this. It can be sent to
     another process.
 
     continues says whether an answer's text continues the prompt's. grammar_param is the field
@@ -216,7 +216,7 @@ class Answer:
         return describe(self._record, self._generation)
 
     def cancel(self, error: BrigadeError) -> None:
-        """Ends the generation at once, also if nobody reads the answer, whose end is this error."""
+        """Ends the generation at once, even if the answer is not read. error becomes its end."""
         self._generation.cancel(error)
 
     def close(self) -> None:

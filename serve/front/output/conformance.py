@@ -1,5 +1,5 @@
-"""Checks whole answers against the schemas that their grammar does not hold whole: calls against
-their tool's, and text against that of a format."""
+"""Checks whole answers against schemas that their grammar enforces only in part: calls against
+their tool's schema, and text against that of a format."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -68,7 +68,7 @@ class Conformance:
         return tuple(found)
 
     def _claims(self, said: _Said, end: End) -> list[Claim]:
-        """The texts to check. What was cut off cannot follow a schema."""
+        """The texts to check. A text that was cut off cannot follow a schema."""
         claims = [
             Claim(
                 f"tool_calls[{number}] ({call.name})",

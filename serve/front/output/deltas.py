@@ -1,4 +1,4 @@
-"""Typed deltas: what an answer consists of while it is generated, in no API's words.
+"""The typed deltas of an answer while it is generated, independent of any API.
 
 The writer of each API turns them into its events. Readers of dialects make some of them.
 """

@@ -36,8 +36,8 @@ async def with_progress(
 
 
 def _unseen(shown: Progress | None, progress: Progress) -> Iterator[Progress]:
-    """Yields the steps from the progress that was shown last to the current one. Clients take the
-    first of all for what was cached."""
+    """Yields the steps from the progress that was shown last to the current one. Clients read the
+    number of cached tokens from the first one."""
     if shown is None and progress.done:
         shown = progress.begun()
         yield shown

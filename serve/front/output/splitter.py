@@ -1,4 +1,4 @@
-"""Takes the text of an answer apart into deltas, as the request decided. It knows no tokens."""
+"""Splits the text of an answer into deltas, as the request demands. It knows no tokens."""
 
 import secrets
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ Part = Text | Thought | CallBegin | CallText | CallEnd
 
 @dataclass(frozen=True, slots=True)
 class Splitting:
-    """How the text of answers is taken apart. Without reads_marks it is left as it is, as in
+    """How the text of answers is split. Without reads_marks it is left as it is, as in
     completions, but for calls that a grammar enforces as JSON: one of forced_tool, or any if
     forces_calls. finds_calls says whether the model may call tools. is_thinking says that the
     prompt ends in an open thought. declared are the request's tools as JSON. names_tool says that
@@ -99,5 +99,5 @@ class Splitter:
 
 
 def new_call_id() -> str:
-    """An id of nine letters and digits: Mistral's templates accept nothing else."""
+    """An id of nine letters and digits: Mistral's templates accept no other ids."""
     return "".join(secrets.choice(ascii_letters + digits) for _ in range(9))

@@ -1,4 +1,4 @@
-"""Finds stop strings in text that arrives in pieces. Pure; it knows nothing about tokens."""
+"""Finds stop strings in text that arrives in pieces. Pure; it knows no tokens."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -91,12 +91,3 @@ def borders(text: str) -> tuple[int, ...]:
         length += text[length] == character
         found.append(length)
     return tuple(found)
-
-
-def overlap(text: str, mark: str) -> int:
-    """Length of the longest beginning of mark, short of all of it, that text ends with. Takes
-    time that is quadratic in the length of mark."""
-    for length in range(min(len(mark) - 1, len(text)), 0, -1):
-        if text.endswith(mark[:length]):
-            return length
-    return 0

@@ -17,8 +17,8 @@ from serve.core.config import ServeConfig
 from serve.core.errors import BrigadeError, ModelError, OverloadedError, RequestError
 from serve.core.types import Pooling
 from serve.front.api.embeddings import EmbeddingJob
-from serve.front.api.lanes import Lanes, Read
-from serve.front.api.reading import (
+from serve.front.api.reading.lanes import Lanes, Read
+from serve.front.api.reading.reader import (
     FinishedReply,
     ReadCompaction,
     Reader,

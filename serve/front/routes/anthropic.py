@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from serve.front.api.anthropic.body import CountBody, MessagesBody
-from serve.front.api.reading import Reader
+from serve.front.api.reading.reader import Reader
 from serve.front.api.writers.messages import MessagesWriter
 from serve.front.http import guard, schemas
 from serve.front.http.access import Dialect, Policy

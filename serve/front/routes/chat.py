@@ -5,7 +5,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from serve.front.api.openai import ChatBody, CompletionBody, DetokenizeBody, Tokenizable
-from serve.front.api.reading import Reader
+from serve.front.api.reading.reader import Reader
 from serve.front.api.writers.chat import ChatWriter, WholeChat
 from serve.front.api.writers.completions import CompletionWriter, WholeCompletion
 from serve.front.http import schemas

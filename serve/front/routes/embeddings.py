@@ -7,7 +7,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from serve.front.api.embeddings import EmbeddingBody, encode
-from serve.front.api.reading import Reader
+from serve.front.api.reading.reader import Reader
 from serve.front.http import schemas
 from serve.front.http.openapi import endpoint
 from serve.front.routes.answering import Answering

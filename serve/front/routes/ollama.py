@@ -10,7 +10,7 @@ from starlette.routing import Route
 from serve import __version__
 from serve.front.api.ollama import OllamaChatBody, OllamaGenerateBody, ShowBody
 from serve.front.api.openai import parse
-from serve.front.api.reading import FinishedReply, Reader
+from serve.front.api.reading.reader import FinishedReply, Reader
 from serve.front.api.writers.ollama import OllamaWriter, WholeOllama
 from serve.front.http import guard, replies
 from serve.front.http.access import Dialect, Policy

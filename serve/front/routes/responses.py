@@ -10,8 +10,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from serve.core.errors import BrigadeError, RequestError
-from serve.front.api.lanes import Read
-from serve.front.api.reading import NeedsEarlier, Reader, ReadResponse
+from serve.front.api.reading.lanes import Read
+from serve.front.api.reading.reader import NeedsEarlier, Reader, ReadResponse
 from serve.front.api.responses.body import ResponsesBody, joined, output_messages, own_names
 from serve.front.api.responses.compaction import CompactBody
 from serve.front.api.responses.offer import Offer

@@ -1,6 +1,6 @@
 """Runs mlx-lm's parsers of tool calls in processes that can be stopped.
 
-They read what a request can have a model write, and some take quadratic time. Run as a program
+They read text that a client can make a model write, and some take quadratic time. Run as a program
 this is the process in which one of them works.
 """
 
@@ -11,17 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from serve.core.helper_messages import CallsParsed, CallUnreadable, ParseCall, ParsedCall
-from serve.front.text.dialects.interface import Tools
+from serve.front.text.calls.parts import Tools
 from serve.front.text.isolated import IsolatedPool, ProcessEnded, answer_questions
 from serve.front.text.tool_formats import parsed_calls, tool_format
 
 MAX_CHARACTERS = 256 << 10
 MAX_SECONDS = 0.5  # of a core
-# Even quadratic parsers read so much in a tenth of a second, and few real calls are longer.
+# Even quadratic parsers read this much in a tenth of a second, and few real calls are longer.
 MAX_SHORT_CHARACTERS = 2048
 
-# For all models of this process: answers wait for a thread here, and for nobody else's work. Many
-# long calls that end at the same time hold up no short ones.
+# Shared by all models of this process, and used for nothing else. Many long calls that end at the
+# same time do not delay short ones.
 _threads_of_short_calls = ThreadPoolExecutor(2, "short-calls")
 _threads_of_long_calls = ThreadPoolExecutor(2, "long-calls")
 

@@ -59,7 +59,7 @@ def _watch_memory(checked: "Future[GrammarChecked]", max_bytes: int) -> None:
 
 
 def _resident_bytes() -> int:
-    """The memory of this process. On Linux getrusage does not tell it: its maximum includes the
+    """The memory of this process. On Linux getrusage cannot be used: its maximum includes the
     server's memory from before the exec."""
     if _MEMORY_FILE.exists():
         return int(_MEMORY_FILE.read_text().split()[1]) * resource.getpagesize()

@@ -1,5 +1,5 @@
-"""Decides whose grammar is checked next: clients take turns, so that one with many grammars delays
-nobody.
+"""Decides whose grammar is checked next: clients take turns, so that one with many grammars does
+not delay the others.
 
 A check takes up to a second of a core. A client has one thread at a time and of its grammars the
 shortest first; those that were checked before pass at once. All of it runs in one event loop.
@@ -30,7 +30,7 @@ class _Turn:
 class GrammarQueue:
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "grammar")
-        # What is known takes milliseconds, and may not wait for what is not.
+        # Known grammars take milliseconds, and must not wait for unknown ones.
         self._known_thread = ThreadPoolExecutor(1, "known-grammar")
         self._waiting: dict[str, list[_Turn]] = {}  # the client served longest ago first
         self._running: set[str] = set()
@@ -90,7 +90,7 @@ class GrammarQueue:
         self._threads.submit(turn.work).add_done_callback(on_end)
 
     def _end(self, client: str, turn: _Turn, ended: "Future[None]") -> None:
-        # Only here: the thread works on when the client of its request has left.
+        # Only here: the thread goes on working after its client has left.
         self._running.remove(client)
         self._start()
         if turn.done.done():

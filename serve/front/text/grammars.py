@@ -95,7 +95,7 @@ def _lark_of_gbnf(text: str, param: str) -> str:
         reason = "it is nested too deeply"
     except GbnfToLarkError as error:
         reason = str(error)
-    except Exception as error:  # It raises nothing more special for a rule that is missing.
+    except Exception as error:  # For a missing rule it raises a bare Exception.
         reason = str(error)
     detail = reason[:_MAX_REASON_CHARACTERS]
     raise RequestError(
@@ -124,8 +124,11 @@ class Grammars:
         answer can follow the grammar, if it is invalid, or if it takes too much memory or
         time."""
         if len(grammar) > MAX_GRAMMAR_CHARACTERS:
-            most = f"{MAX_GRAMMAR_CHARACTERS} are allowed"
-            raise RequestError(f"The grammar has {len(grammar)} characters, {most}.", param=param)
+            raise RequestError(
+                f"The grammar has {len(grammar)} characters, but only "
+                f"{MAX_GRAMMAR_CHARACTERS} are allowed.",
+                param=param,
+            )
         checked = self._checked(grammar)
         if checked.reason is not None:
             raise RequestError(

@@ -1,5 +1,5 @@
-"""A process that answers questions for this one, so that slow work for one client delays nobody
-else and can be stopped. Both of its ends are here: questions and answers are messages of
+"""A process that answers questions for this one, so that slow work for one client does not delay
+others and can be stopped. Both of its ends are here: questions and answers are messages of
 serve.core.messages in JSON, in frames over its standard input and output."""
 
 import os

@@ -1,4 +1,4 @@
-"""How a model's prompts become embeddings, by the files of its folder: those of
+"""Finds out how a model pools hidden states into embeddings, from the files in its folder: those of
 sentence-transformers, else config.json."""
 
 import json
@@ -28,7 +28,7 @@ _FIELDS = ("pooling_mode", "pooling", "emb_pooler")
 
 
 def pooling_of(folder: Path) -> PoolingKind:
-    """The pooling of the model in a folder. A model that says nothing of it is taken to be a causal
+    """The pooling of the model in a folder. A model whose files do not say is taken to be a causal
     one: only its last token sees the whole prompt. Raises ModelError if the files ask for something
     else than the three kinds."""
     modules = folder / "modules.json"

@@ -1,4 +1,4 @@
-"""Checks JSON against schemas, for what a grammar cannot hold of them.
+"""Checks JSON against those keywords of schemas that a grammar cannot enforce.
 
 A schema can be made slow to check, by a regular expression for example, so a process does it that
 can be stopped. Run as a program this is that process.
@@ -43,7 +43,7 @@ class SchemaChecker:
 
 
 def unchecked(reason: str) -> Violation:
-    """The violation of an answer that nobody could check."""
+    """The violation of an answer that could not be checked."""
     return Violation(UNCHECKED, f"The answer was not checked against its schema: {reason}.")
 
 
@@ -67,7 +67,7 @@ def main() -> None:
     def found(claim: Claim) -> list[Violation]:
         try:
             return list(broken(claim))
-        # jsonschema raises what it likes about a schema that is none.
+        # For an invalid schema jsonschema may raise anything.
         except Exception as error:
             reason = f"{claim.name} was not checked against its schema: {error!r}"
             return [Violation(UNCHECKED, _short(reason))]

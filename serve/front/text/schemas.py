@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
+from serve.front.text.sound_schemas import sound_tools
+
 Schema = dict[str, Any]
 Kind = TypeVar("Kind")
 
@@ -52,7 +54,7 @@ _INEXPRESSIBLE = {
 _INEXPRESSIBLE_PATTERN = re.compile(r"\(\?<?[=!]|\\[bBAZzckK1-9]")
 _VALUES = ("const", "enum", "default", "examples")
 
-# A branch with nothing but these keywords only limits the keys, and names no new ones.
+# A branch that has only these keywords limits the keys, and names no new ones.
 _ONLY_LIMITS = {"required", "type", "title", "description", "minProperties", "maxProperties"}
 
 
@@ -125,9 +127,12 @@ def without_inexpressible_patterns(schema: Any) -> Any:
 def left_out_of(tools: Sequence[Schema]) -> tuple[str, ...]:
     """The keywords of the tools' schemas that grammars of `expressible_text` do not hold, beside
     those that llguidance itself leaves out."""
+    tools, left_out = sound_tools(tools)
     schemas = [tool["function"].get("parameters") or {} for tool in tools]
     is_whole = all(without_inexpressible_patterns(schema) == schema for schema in schemas)
-    return () if is_whole else ("pattern",)
+    if not is_whole:
+        left_out.add("pattern")
+    return tuple(sorted(left_out))
 
 
 def is_inexpressible(pattern: object) -> bool:
@@ -260,7 +265,7 @@ def _can_be_closed(schema: Schema) -> bool:
     compositions = [schema[name] for name in _COMBINED if name in schema]
     if not all(map(_only_limits, compositions)):
         return False
-    # Keys that must come and are not named would leave nothing that can be followed.
+    # If a required key is not among the properties, nothing could follow a closed schema.
     required = schema.get("required", [])
     if not isinstance(required, list):
         return False

@@ -60,7 +60,7 @@ class TextStream:
         """The number of U+FFFD at the end of text that may still become characters.
 
         After many tokens all but the last few are taken for real U+FFFD: a model that repeats
-        them would otherwise stream nothing, and ever more slowly.
+        them would otherwise stream no text, and take ever more time.
         """
         trailing = len(text) - len(text.rstrip(REPLACEMENT))
         self._num_open = self._num_open + 1 if trailing else 0

@@ -300,7 +300,7 @@ class Tokenizer:
         """The token as it is in the vocabulary, with marks for spaces and bytes."""
         return self._backend.id_to_token(id) or ""
 
-    def least_tokens(self, text: str) -> int:
+    def min_tokens(self, text: str) -> int:
         """A lower bound of len(encode(text)) without encoding; 0 if no bound is known."""
         if self._max_token_bytes is None:
             return 0
@@ -381,7 +381,7 @@ def _with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
 def _load(folder: Path) -> Any:
     if not folder.is_dir():
         raise ModelError(not_a_folder(folder))
-    # It advises to install PyTorch, which nothing here needs.
+    # It advises to install PyTorch, which is not needed here.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     # Imported here: it takes two seconds, in which the engine can start already.
     import transformers

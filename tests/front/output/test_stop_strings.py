@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.front.output.stop_strings import StopMatcher, borders, overlap
+from serve.front.output.stop_strings import StopMatcher, borders
+
+
+def overlap(text: str, mark: str) -> int:
+    """The length of the longest beginning of mark, but not all of it, with which text ends."""
+    sizes = range(min(len(mark) - 1, len(text)), 0, -1)
+    return next((size for size in sizes if text.endswith(mark[:size])), 0)
 
 
 def slow_cut(text: str, stops: list[str]) -> str:

@@ -202,8 +202,8 @@ def test_the_lower_bound_is_one(normalizer: object, tmp_path: Path) -> None:
         backend.normalizer = normalizer
     tokenizer = load(backend, tmp_path)
     for text in [*TEXTS, "</s>" * 100, "e\u0301" * 200, "\u212b" * 99, "are" * 1000]:
-        assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text))
-    assert tokenizer.least_tokens("x" * 100_000) > 1000
+        assert tokenizer.min_tokens(text) <= len(tokenizer.encode(text))
+    assert tokenizer.min_tokens("x" * 100_000) > 1000
 
 
 def drop_spaces(backend: Backend) -> None:
@@ -225,11 +225,11 @@ def test_no_bound_where_text_may_vanish(change: Callable[[Backend], None], tmp_p
     """Each of these makes a prompt of any length fit."""
     backend = byte_level()
     change(backend)
-    assert load(backend, tmp_path).least_tokens("x " * 100_000) == 0
+    assert load(backend, tmp_path).min_tokens("x " * 100_000) == 0
 
 
 def test_no_bound_for_what_is_not_known_to_keep_text(tmp_path: Path) -> None:
-    assert load(metaspace(), tmp_path).least_tokens("x" * 100_000) == 0
+    assert load(metaspace(), tmp_path).min_tokens("x" * 100_000) == 0
 
 
 @pytest.mark.anyio

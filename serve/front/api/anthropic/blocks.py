@@ -1,4 +1,4 @@
-"""The blocks and turns of Anthropic's messages, and what they are in a chat.
+"""The blocks and turns of Anthropic's messages, and their conversion to messages of a chat.
 
 Unknown fields of blocks change nothing: clients send back what servers gave them.
 """
@@ -176,8 +176,8 @@ class ServerResultBlock(Tolerant):
 
 
 def _plain_text(content: Any) -> str:
-    """The content of a result as text. Encrypted fields are left out: they tell another model
-    nothing."""
+    """The content of a result as text. Encrypted fields are left out: no other model can
+    read them."""
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, list):

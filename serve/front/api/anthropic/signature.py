@@ -1,4 +1,4 @@
-"""Signatures of thinking blocks. Clients keep no thought without one, and send it back as it is.
+"""Signatures of thinking blocks. Clients drop a block without one, and send it back unchanged.
 
 If a client wants no thoughts (`display: omitted`), the signature carries the thought, as it does at
 Anthropic: a model that calls tools between its thoughts needs them in the next request.
@@ -12,7 +12,7 @@ _PREFIX = "thought:"
 
 
 def signature_of(thought: str, carries_it: bool) -> str:
-    """A signature for a thought. It says something only if it carries the thought."""
+    """A signature for a thought. It is random unless it carries the thought."""
     if not carries_it:
         return secrets.token_hex(16)
     return _PREFIX + base64.b64encode(thought.encode()).decode()

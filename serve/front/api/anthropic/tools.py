@@ -126,7 +126,7 @@ class ToolChoice(Body):
         return self
 
     def as_chat(self) -> ChatToolChoice:
-        """The same choice in the words of a chat."""
+        """The same choice as a chat has it."""
         if self.name is not None:
             return NamedTool(type="function", function=FunctionName(name=self.name))
         if self.type == "any":
@@ -161,7 +161,7 @@ def offer(
 ) -> Offer:
     """Decides which of the declared tools the model is offered after these turns. A tool whose
     loading is deferred is offered once a turn refers to it. If the search that would find it is
-    hosted, it is offered at once, because nothing here can find it."""
+    hosted, it is offered at once, because this server cannot search."""
     hosted = [tool for tool in declared if isinstance(tool, HostedTool)]
     has_hosted_search = any(tool.type.startswith("tool_search_tool_") for tool in hosted)
     changes = _changes(turns)

@@ -40,7 +40,6 @@ from serve.front.text.tokens import Tokenizer
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
 
-
 Strings = Annotated[list[str], Field(fail_fast=True)]
 
 
@@ -101,7 +100,7 @@ class Conversation(SamplingBody):
     cache_salt: CacheSalt | None = None
     n: Literal[1] | None = None
     response_format: None = None
-    # These change no answer.
+    # These have no effect on the answer.
     client_metadata: Any = None
     context_management: Any = None
     prompt_cache_key: str | None = None
@@ -382,7 +381,7 @@ class ResponsePlan:
         return cls(body.repeated(held_inputs), body.offered, body.encrypts)
 
 
-# What a chat's fields are called here.
+# The fields of a response, by the names of a chat's.
 _FIELDS = {
     "messages": "input",
     "response_format": "text.format",

@@ -1,5 +1,5 @@
-"""The items of a response's input: what was said, thought and called before, each as what a chat
-has in its place."""
+"""The items of a response's input (messages, reasoning, calls and results), and their conversion
+to messages of a chat."""
 
 import base64
 import binascii
@@ -25,7 +25,7 @@ def opaque(text: str) -> str:
 
 
 def opened(content: str | None) -> str | None:
-    """The text of `opaque`; None for what another server encrypted."""
+    """The text of `opaque`; None for a text that another server encrypted."""
     if not content or not content.startswith(_OPAQUE):
         return None
     try:
@@ -59,7 +59,7 @@ def as_parts(content: Any) -> Any:
 
 
 def listed(given: Any) -> Any:
-    """Fails validation for what is no list."""
+    """Fails validation unless it is a list."""
     if not isinstance(given, list):
         refuse("must be a string or a list")
     return given
@@ -108,7 +108,7 @@ class _Item(Loose):
         return {"role": "tool", "content": text, "tool_call_id": self.call}
 
     def parts(self, offer: Offer) -> Iterator[Given]:
-        """Yields what a chat has in the place of this item."""
+        """Yields the messages of a chat, or parts of them, that stand for this item."""
         raise NotImplementedError
 
 
@@ -298,7 +298,7 @@ class FileSearchCall(_Item):
 
 
 class HostedItem(_Item):
-    """Something that another server did, without its result: the message after it has that."""
+    """An action of another server, without its result, which the next message contains."""
 
     type: Literal[
         "web_search_call",

@@ -1,5 +1,5 @@
-"""The tools of a response: which of them the model is offered, under which names, and what a call
-of each becomes.
+"""The tools of a response: which of them the model is offered, under which names, and how calls of
+them become items.
 
 A model knows functions only. A custom tool is offered as a function with one string, and a tool
 that OpenAI defines (a shell, a patch) as a function with the parameters of its call's item.
@@ -33,7 +33,7 @@ _HOSTED = (
 
 
 class Loose(Body):
-    """A part of a request whose unknown fields change nothing, and are ignored."""
+    """A part of a request whose unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -408,8 +408,8 @@ def _is_operation(arguments: Json) -> bool:
 
 
 def custom_input(text: str) -> str:
-    """The input of a custom tool by the arguments that the model wrote: its one string, or else all
-    that it wrote."""
+    """The input of a custom tool by the arguments that the model wrote: its one string, or else the
+    whole text."""
     arguments = _object(text)
     if arguments is not None and isinstance(arguments.get("input"), str):
         return str(arguments["input"])

@@ -95,7 +95,7 @@ class ChatWriter(ChunkWriter):
         return choice
 
     def _deltas(self, update: Update) -> Iterator[ChatDelta]:
-        """The deltas in the words of OpenAI's chat. A call's name and its first arguments are one
+        """The deltas of OpenAI's chat. A call's name and its first arguments are one
         delta if they came together."""
         begun: CallBegin | None = None
         for delta in update.deltas:
@@ -248,7 +248,7 @@ def _whole_call(first: ToolCall, arguments: StringIO) -> ToolCall:
 
 
 def _progress(progress: Progress) -> PromptProgress:
-    """The progress of a prompt in the words of llama.cpp's server."""
+    """The progress of a prompt, as llama.cpp's server reports it."""
     return {
         "total": progress.total,
         "cache": progress.cached,

@@ -1,4 +1,4 @@
-"""Scores in the words of OpenAI's chat and completions, and of vLLM's prompt_logprobs."""
+"""Writes scores as OpenAI's chat and completions list them, and as vLLM's prompt_logprobs."""
 
 from collections.abc import Sequence
 

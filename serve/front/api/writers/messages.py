@@ -91,10 +91,10 @@ class MessagesWriter:
     def finish(self) -> Iterator[Json]:
         yield from self._close()
         delta = {name: self.message[name] for name in ("stop_reason", "stop_sequence")}
-        told: Json = {"usage": self.message["usage"], **self._edits}
+        others: Json = {"usage": self.message["usage"], **self._edits}
         if "warnings" in self.message:
-            told["warnings"] = self.message["warnings"]
-        yield {"type": "message_delta", "delta": delta, **told}
+            others["warnings"] = self.message["warnings"]
+        yield {"type": "message_delta", "delta": delta, **others}
         yield {"type": "message_stop"}
 
     def failed(self, error: BrigadeError) -> AnthropicErrorReply:
@@ -163,8 +163,8 @@ class MessagesWriter:
 
 
 def _input(arguments: str) -> Json:
-    """The arguments of a call as an object; its beginning, if the answer was cut. What a model
-    wrote that is no JSON object is wrapped, as Anthropic advises."""
+    """The arguments of a call as an object; its beginning, if the answer was cut. Text
+    that is not a JSON object is wrapped in one, as Anthropic advises."""
     try:
         read = from_json(arguments or "{}", allow_inf_nan=False, allow_partial=True)
         json.dumps(read, allow_nan=False)  # from_json takes 1e999 for inf.

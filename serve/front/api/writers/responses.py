@@ -82,8 +82,8 @@ class ResponsesWriter:
                 self._is_cut = delta.reason == "length"
                 self.response["usage"] = response_usage(delta.usage)
                 if delta.violations:
-                    told = [*self.response.get("warnings", ()), *delta.warnings]
-                    self.response["warnings"] = told
+                    warnings = self.response.get("warnings", ())
+                    self.response["warnings"] = [*warnings, *delta.warnings]
 
     def finish(self) -> Iterator[Json]:
         status = "incomplete" if self._is_cut else "completed"
@@ -196,8 +196,8 @@ class ResponsesWriter:
         yield from self._end_items("completed")
 
     def _end_items(self, status: str) -> Iterator[Json]:
-        """Ends what is open. The call of a defined tool whose arguments are not those of the tool
-        is a call of a function, so that nothing of it is lost."""
+        """Ends the item that is open. If the arguments of a defined tool do not fit the tool, its
+        call is written as a call of a function, so that the client sees all of it."""
         if self._defined is not None:
             call, offered, texts = self._defined
             self._defined = None
@@ -277,7 +277,7 @@ def _names(name: str, namespace: str | None) -> Json:
 
 
 def response_usage(tokens: TokenUsage) -> Json:
-    """Token counts in the words of OpenAI's responses."""
+    """The token counts, as OpenAI's responses state them."""
     return {
         "input_tokens": tokens.prompt_tokens,
         "input_tokens_details": {"cached_tokens": tokens.cached_tokens, "cache_write_tokens": 0},

@@ -132,7 +132,7 @@ class ChunkWriter:
 
 
 def openai_usage(tokens: TokenUsage) -> Usage:
-    """Token counts in the words of OpenAI's chat and completions."""
+    """The token counts, as OpenAI's chat and completions state them."""
     return usage(
         tokens.prompt_tokens,
         tokens.completion_tokens,

@@ -14,7 +14,7 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 def json_string(text: str) -> str:
-    """The text as JSON."""
+    """The JSON string that stands for a text."""
     return json.dumps(text, ensure_ascii=False)
 
 

@@ -1,4 +1,4 @@
-"""Writes llguidance's variant of Lark: free text in which marks begin what must follow a rule."""
+"""Writes llguidance's variant of Lark: free text in which marks begin text that follows a rule."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping

@@ -1,12 +1,14 @@
-"""What an answer consists of: text, thoughts, and calls whose name comes before their arguments.
+"""The parts of an answer: text, thoughts, and calls whose name comes before their arguments.
 
 Readers turn the text of an answer into parts while it is generated. How the text was cut into
 pieces changes only how the parts are cut.
 """
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+Tools = Sequence[dict[str, Any]]  # declarations of tools, as in OpenAI's requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,3 +146,9 @@ class PulledReader:
             if part is None:
                 return
             yield part
+
+
+def overlap(text: str, mark: str) -> int:
+    """The length of the longest end of text with which mark begins, but not all of mark."""
+    sizes = range(min(len(text), len(mark) - 1), 0, -1)
+    return next((size for size in sizes if text.endswith(mark[:size])), 0)

@@ -86,8 +86,9 @@ class ValueRules:
             self._lark.left_out.add("format")
         if not any(name in schema for name in _TEXT_LIMITS):
             return "TEXT"
-        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-        parts = [f"/(.|\\n){{{least},{most}}}/"]
+        min_length = schema.get("minLength", 0)
+        max_length = schema.get("maxLength", "")
+        parts = [f"/(.|\\n){{{min_length},{max_length}}}/"]
         if isinstance(pattern := schema.get("pattern"), str):
             found = searching(pattern)
             if found is None:

@@ -6,7 +6,8 @@ import re
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
-from serve.front.text.calls.parts import CallText, Source
+from serve.front.text.calls.parts import CallText, Source, overlap
+from serve.front.text.sound_schemas import sound
 
 Json = dict[str, Any]
 
@@ -20,6 +21,7 @@ class Declared:
 
     def __init__(self, tools: Sequence[dict[str, Any]]) -> None:
         self._parameters: dict[Any, Any] = {}
+        self._sound: dict[str, Json] = {}
         for tool in tools:
             function = tool.get("function") or tool
             self._parameters[function.get("name")] = function.get("parameters")
@@ -33,9 +35,11 @@ class Declared:
         return frozenset(_types(properties[parameter], document, _MAX_REFERENCES))
 
     def document(self, tool: str) -> Json:
-        """The schema of a tool's parameters; an empty one if there is none."""
-        document = self._parameters.get(tool)
-        return document if isinstance(document, dict) else {}
+        """The sound schema of a tool's parameters; an empty one if there is none."""
+        if tool not in self._sound:
+            document = self._parameters.get(tool)
+            self._sound[tool] = sound(document) if isinstance(document, dict) else {}
+        return self._sound[tool]
 
 
 def types_of(schema: Any, document: Json) -> frozenset[str] | None:
@@ -187,7 +191,7 @@ def stream_text(
             rest = source.take(len(source.text))
             yield CallText(_inside_quotes(rest))
             return False
-        kept = max(_overlap(source.text, held), _overlap(source.text, end))
+        kept = max(overlap(source.text, held), overlap(source.text, end))
         text = source.take(len(source.text) - kept)
         if text:
             yield CallText(_inside_quotes(text))
@@ -203,12 +207,3 @@ def stream_text(
 def _inside_quotes(text: str) -> str:
     """The text as JSON, without the quotes around it."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def _overlap(text: str, mark: str) -> int:
-    """The length of the longest end of text with which mark begins."""
-    max_size = min(len(text), len(mark))
-    for size in range(max_size, 0, -1):
-        if text.endswith(mark[:size]):
-            return size
-    return 0

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from serve.front.text.calls.json_calls import parameters_of, tool_name
 from serve.front.text.calls.json_values import json_string, stream_arguments
 from serve.front.text.calls.lark import Lark
 from serve.front.text.calls.parts import (
@@ -16,12 +17,12 @@ from serve.front.text.calls.parts import (
     CallText,
     PulledReader,
     Source,
+    Tools,
 )
 from serve.front.text.calls.value_rules import ValueRules, named, parameters_grammar
 from serve.front.text.calls.values import Declared, stream_text, to_json
 from serve.front.text.dialects.generic import with_system
-from serve.front.text.dialects.interface import Dialect, Messages, Reasoning, Tools
-from serve.front.text.dialects.json_calls import parameters_of, tool_name
+from serve.front.text.dialects.interface import Dialect, Messages, Reasoning
 
 Reading = Generator[CallPart | None, None, None]
 
@@ -33,7 +34,7 @@ _SECTION_END = "<｜tool▁calls▁end｜>"
 _FENCE = "```json"
 _FENCE_END = "```"
 
-# How V3.1 is told of its tools: its template leaves that to the caller (model card, MIT).
+# The text that describes tools to V3.1, whose template leaves it to the caller (model card, MIT).
 _V31_CALL = "tool_call_name<｜tool▁sep｜>tool_call_arguments"
 _V3_CALL = "function<｜tool▁sep｜>tool_call_name\n```json\ntool_call_arguments\n```"
 _SHOWN_TOOLS = """\
@@ -96,7 +97,7 @@ def _read_section(source: Source) -> Reading:
 
 
 def _with_tools(call: str, messages: Messages, tools: Tools) -> Messages:
-    """V3 and V3.1 read of their tools in the system's message."""
+    """Describes the tools in the system's message, where V3 and V3.1 expect them."""
     if not tools:
         return messages
     functions = [tool.get("function") or tool for tool in tools]

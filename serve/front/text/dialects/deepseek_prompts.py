@@ -1,14 +1,15 @@
-"""Prompts of DeepSeek V3.2 and V4, which have programs in the place of chat templates.
+"""Prompts of DeepSeek V3.2 and V4, which have programs instead of chat templates.
 
-V3.2's is mlx-lm's. V4 joins results of tools with the user's messages.
+V3.2 uses mlx-lm's program. V4 joins results of tools with the user's messages.
 """
 
 import json
 from collections.abc import Sequence
 from typing import Any
 
+from serve.front.text.calls.parts import Tools
 from serve.front.text.dialects.generic import with_system
-from serve.front.text.dialects.interface import Messages, Tools
+from serve.front.text.dialects.interface import Messages
 from serve.front.text.tool_formats import mlx_lm_module
 
 _BOS = "<｜begin▁of▁sentence｜>"
@@ -131,7 +132,7 @@ def _turns(messages: Messages) -> list[dict[str, Any]]:
 
 
 def _ordered(messages: Messages) -> Messages:
-    """Results in the order of their calls, wherever ids tell it."""
+    """Sorts results in the order of their calls, as far as their ids allow it."""
     order: dict[str, int] = {}
     ordered: Messages = []
     results: Messages = []

@@ -1,4 +1,4 @@
-"""Which dialect a model speaks, by its template, its vocabulary and its config."""
+"""Detects the dialect of a model from its template, its vocabulary and its config."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ from serve.front.text.dialects.nemotron import NEMOTRON
 from serve.front.text.dialects.qwen import QWEN, QWEN_CODER
 from serve.front.text.tool_formats import mlx_lm_module
 
-# Also mlx-lm's names for the formats that have a file here.
+# The dialects by name. Formats that mlx-lm knows too have its names.
 NAMED = {
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v31": DEEPSEEK_V31,
@@ -92,7 +92,7 @@ def _is_hermes(model: Model) -> bool:
     return has_calls and "<tool_calls>" not in model.template
 
 
-# The first that holds decides. What looks alike stands in the order of the more special one.
+# The first rule that applies decides. Of similar rules the more specific one comes first.
 _RULES: tuple[tuple[Callable[[Model], bool], Dialect], ...] = (
     (_is_harmony, HARMONY),
     (_has("]<]minimax[>["), MINIMAX_M3),
@@ -117,8 +117,8 @@ def dialect_of(tokenizer: Any, config: Mapping[str, Any], tool_parser: str | Non
     """The dialect of a tokenizer of transformers, with the fields of the model's config.json.
     tool_parser names a format of calls instead of the one that is found. Raises UsageError.
 
-    For formats that have no file here it is found as mlx-lm finds it, which is private there and
-    still better than a list of our own.
+    Formats without a file here are detected by mlx-lm's own function, which is private but better
+    than a second list.
     """
     model = _model_of(tokenizer, config)
     found = _found(model, tokenizer)
@@ -166,7 +166,7 @@ def _found(model: Model, tokenizer: Any) -> Dialect:
             if shows == dialect.shows_tools:
                 return dialect
             return _showing(dialect)
-    # Its test of JSON calls asks for less than such templates say of tools.
+    # After our own rules: its test for JSON calls is less strict than `_is_hermes`.
     name = mlx_lm_module("tokenizer_utils")._infer_tool_parser(tokenizer)
     if name is None:
         knows_calls = "tool_calls" in model.template

@@ -9,6 +9,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
+from serve.front.text.calls.json_calls import parameters_of, tool_name
 from serve.front.text.calls.lark import Lark
 from serve.front.text.calls.parts import (
     CallBegin,
@@ -18,11 +19,11 @@ from serve.front.text.calls.parts import (
     CallText,
     PulledReader,
     Source,
+    Tools,
 )
 from serve.front.text.calls.value_rules import ValueRules, branches
 from serve.front.text.calls.values import resolved, stream_text
-from serve.front.text.dialects.interface import Dialect, Reasoning, Tools
-from serve.front.text.dialects.json_calls import parameters_of, tool_name
+from serve.front.text.dialects.interface import Dialect, Reasoning
 from serve.front.text.schemas import closed
 
 _CALL = "call:"
@@ -90,14 +91,14 @@ class _Values:
         return self._any()
 
     def _array(self, schema: dict[str, Any]) -> str:
-        least = schema.get("minItems", 0)
-        most = schema.get("maxItems")
-        if most == 0:
+        min_items = schema.get("minItems", 0)
+        max_items = schema.get("maxItems")
+        if max_items == 0:
             return '"[" BLANK "]"'
         item = self.of(schema.get("items"))
-        others = "" if most is None else max(0, most - 1)
-        more = f'( BLANK "," BLANK {item} ){{{max(0, least - 1)},{others}}}'
-        items = f"{item} {more}" if least else f"( {item} {more} )?"
+        max_others = "" if max_items is None else max(0, max_items - 1)
+        more = f'( BLANK "," BLANK {item} ){{{max(0, min_items - 1)},{max_others}}}'
+        items = f"{item} {more}" if min_items else f"( {item} {more} )?"
         return f'"[" BLANK {items} BLANK "]"'
 
     def _object(self, schema: dict[str, Any]) -> str:

@@ -4,8 +4,9 @@ ordinary text is a call. Calls and results of the history are written in the sam
 import json
 from typing import Any
 
-from serve.front.text.dialects.interface import Dialect, Messages, Tools
-from serve.front.text.dialects.json_calls import JsonCalls, parameters_of
+from serve.front.text.calls.json_calls import JsonCalls, parameters_of
+from serve.front.text.calls.parts import Tools
+from serve.front.text.dialects.interface import Dialect, Messages
 
 GENERIC_CALLS = JsonCalls("<tool_call>", "</tool_call>")
 
@@ -90,7 +91,7 @@ def _without_calls(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe(tools: Tools) -> str:
-    """The text that tells a model which tools it has, and how to call one."""
+    """The text that describes the tools to a model, and how to call one."""
     lines: list[str] = []
     for tool in tools:
         function = tool.get("function") or tool

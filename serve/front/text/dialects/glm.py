@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from serve.front.text.calls.argument_marks import read_value
+from serve.front.text.calls.json_calls import parameters_of, tool_name
 from serve.front.text.calls.json_values import json_string, read_json_calls
 from serve.front.text.calls.lark import Lark
 from serve.front.text.calls.parts import (
@@ -17,12 +19,11 @@ from serve.front.text.calls.parts import (
     CallText,
     PulledReader,
     Source,
+    Tools,
 )
 from serve.front.text.calls.value_rules import ValueRules, named, parameters_grammar
 from serve.front.text.calls.values import Declared
-from serve.front.text.dialects.argument_marks import read_value
-from serve.front.text.dialects.interface import Dialect, Reasoning, Tools
-from serve.front.text.dialects.json_calls import parameters_of, tool_name
+from serve.front.text.dialects.interface import Dialect, Reasoning
 
 _NAME = re.compile(r"[\w.:/-]+")
 _KEY = "<arg_key>"

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from serve.front.text.calls.lark import Lark, TokenId
+from serve.front.text.calls.parts import Tools
 from serve.front.text.dialects.harmony import harmony_grammar
-from serve.front.text.dialects.interface import CallFormat, Dialect, Reasoning, Tools
+from serve.front.text.dialects.interface import CallFormat, Dialect, Reasoning
 from serve.front.text.schemas import TOOLS
+from serve.front.text.sound_schemas import sound_tools
 
 _CONTENT = "@content"  # the name of a grammar
 # How calls without a mark begin: other JSON is an ordinary answer.
@@ -43,6 +45,8 @@ def tool_grammar(
     an answer ends after its first call. inputs are grammars for the one text that some tools
     take."""
     lark = Lark(token_id, added_tokens, is_parallel=is_parallel, inputs=inputs)
+    tools, changed = sound_tools(tools)
+    lark.left_out |= changed
     if dialect.has_messages:
         final = None if is_forced else "TEXT" if content is None else _CONTENT
         lark.start(harmony_grammar(tools, lark, final))

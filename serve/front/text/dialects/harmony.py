@@ -4,17 +4,15 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from serve.front.text.calls.json_calls import parameters_of, tool_name
 from serve.front.text.calls.lark import Lark
-from serve.front.text.calls.parts import CallBegin, CallEnd, CallText, Part, Thought
+from serve.front.text.calls.parts import CallBegin, CallEnd, CallText, Part, Thought, Tools, overlap
 from serve.front.text.dialects.interface import (
     AnswerReader,
     Dialect,
     Messages,
     Reasoning,
-    Tools,
 )
-from serve.front.text.dialects.json_calls import parameters_of, tool_name
-from serve.front.text.dialects.marked import overlap
 
 _START = "<|start|>"
 _CHANNEL = "<|channel|>"

@@ -1,14 +1,13 @@
-"""The interface of a dialect: how a family of models writes thoughts and calls, and what its
-template can be told."""
+"""The interface of a dialect: how a family of models writes thoughts and calls, and the
+variables of its template."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from serve.front.text.calls.lark import Lark
-from serve.front.text.calls.parts import CallReader, Part
+from serve.front.text.calls.parts import CallReader, Part, Tools
 
-Tools = Sequence[dict[str, Any]]
 Messages = list[dict[str, Any]]
 
 
@@ -49,7 +48,7 @@ class AnswerReader(Protocol):
 class Reasoning:
     """How a model reasons. The marks stand around its thoughts. A template's variable `switch`
     turns reasoning on and off (None: it cannot be) with the values in `states`, and `effort` takes
-    one of the efforts, from the least to the greatest."""
+    one of the efforts, from the lowest to the highest."""
 
     start: str
     end: str

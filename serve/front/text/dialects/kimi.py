@@ -3,6 +3,7 @@
 from collections.abc import Generator
 from dataclasses import dataclass
 
+from serve.front.text.calls.json_calls import parameters_of, tool_name
 from serve.front.text.calls.json_values import stream_arguments
 from serve.front.text.calls.lark import Lark
 from serve.front.text.calls.parts import (
@@ -11,9 +12,9 @@ from serve.front.text.calls.parts import (
     CallReader,
     PulledReader,
     Source,
+    Tools,
 )
-from serve.front.text.dialects.interface import Dialect, Messages, Reasoning, Tools
-from serve.front.text.dialects.json_calls import parameters_of, tool_name
+from serve.front.text.dialects.interface import Dialect, Messages, Reasoning
 
 _BEGIN = "<|tool_call_begin|>"
 _END = "<|tool_call_end|>"

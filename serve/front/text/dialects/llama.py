@@ -6,6 +6,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from serve.front.text.calls.json_calls import JsonCalls, tool_name
 from serve.front.text.calls.json_values import read_json_calls
 from serve.front.text.calls.lark import Lark
 from serve.front.text.calls.parts import (
@@ -16,9 +17,9 @@ from serve.front.text.calls.parts import (
     CallText,
     PulledReader,
     Source,
+    Tools,
 )
-from serve.front.text.dialects.interface import Dialect, Tools
-from serve.front.text.dialects.json_calls import JsonCalls, tool_name
+from serve.front.text.dialects.interface import Dialect
 
 _MAX_CALL = 1 << 16  # characters of calls in Python's syntax: they are read as a whole
 _LITERALS = {"true": True, "false": False, "null": None}

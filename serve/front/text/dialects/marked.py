@@ -15,10 +15,13 @@ from serve.front.text.calls.parts import (
     PulledReader,
     Text,
     Thought,
+    Tools,
+    overlap,
 )
-from serve.front.text.dialects.interface import AnswerReader, CallFormat, Reasoning, Tools
+from serve.front.text.dialects.interface import AnswerReader, CallFormat, Reasoning
 
-# After so many texts that look like calls and are none, the rest is text: each is read again.
+# After this many texts that begin like calls but are none, the rest is taken for text, because each
+# of them is read a second time.
 _MAX_FAILURES = 16
 
 _logger = logging.getLogger(__name__)
@@ -58,8 +61,8 @@ class NamedCallReader(PlainReader):
 
 
 class ListedCallsReader(PlainReader):
-    """The answer is a JSON list of {"name", "parameters"}, which a grammar enforces. Behind what
-    cannot be read, such as JSON that is nested too deeply, nothing more comes."""
+    """The answer is a JSON list of {"name", "parameters"}, which a grammar enforces. After text
+    that cannot be read, such as JSON that is nested too deeply, it yields nothing more."""
 
     def __init__(self) -> None:
         self._calls = PulledReader(read_json_calls)
@@ -89,7 +92,7 @@ class _OpenCall:
 
 class MarkedReader:
     """Gives content to inner. What cannot be read as a call is content, and blanks between calls
-    are dropped. tools are the declared ones, whose schemas tell which arguments are numbers."""
+    are dropped. tools are the declared ones, whose schemas say which arguments are numbers."""
 
     def __init__(
         self,
@@ -180,7 +183,7 @@ class MarkedReader:
         return min((each for each in found if each[0] >= 0), default=None)
 
     def _begin_unmarked(self) -> None:
-        """Some models write no mark before a call, but nothing else before it either."""
+        """Begins a call without a mark: some models write none, and put no text before the call."""
         if self._calls and self._text.lstrip()[0] in self._unmarked:
             self._call = _OpenCall(self._calls.reader(self._tools), "")
         self._unmarked = ""
@@ -252,9 +255,3 @@ class MarkedReader:
         # The rest may hold marks: it is read again, behind the start mark.
         self._text = call.text + mark + self._text
         call.text = ""
-
-
-def overlap(text: str, mark: str) -> int:
-    """The length of the longest end of text with which mark begins, but not all of mark."""
-    sizes = range(min(len(text), len(mark) - 1), 0, -1)
-    return next((size for size in sizes if text.endswith(mark[:size])), 0)

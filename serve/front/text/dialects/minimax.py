@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from serve.front.text.calls.argument_marks import ArgumentMarks, read_value
+from serve.front.text.calls.json_calls import parameters_of, tool_name
 from serve.front.text.calls.json_values import json_string
 from serve.front.text.calls.lark import Lark
 from serve.front.text.calls.parts import (
@@ -16,6 +18,7 @@ from serve.front.text.calls.parts import (
     CallText,
     PulledReader,
     Source,
+    Tools,
 )
 from serve.front.text.calls.value_rules import ValueRules, parameters_grammar
 from serve.front.text.calls.values import (
@@ -26,9 +29,7 @@ from serve.front.text.calls.values import (
     to_json,
     types_of,
 )
-from serve.front.text.dialects.argument_marks import ArgumentMarks, read_value
-from serve.front.text.dialects.interface import Dialect, Reasoning, Tools
-from serve.front.text.dialects.json_calls import parameters_of, tool_name
+from serve.front.text.dialects.interface import Dialect, Reasoning
 
 M2_CALLS = ArgumentMarks(
     start="<minimax:tool_call>",

@@ -4,6 +4,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
+from serve.front.text.calls.json_calls import call_schema, parameters_of, tool_name
 from serve.front.text.calls.json_values import read_json_calls, stream_arguments
 from serve.front.text.calls.lark import Lark
 from serve.front.text.calls.parts import (
@@ -13,9 +14,9 @@ from serve.front.text.calls.parts import (
     CallReader,
     PulledReader,
     Source,
+    Tools,
 )
-from serve.front.text.dialects.interface import Dialect, Reasoning, Tools
-from serve.front.text.dialects.json_calls import call_schema, parameters_of, tool_name
+from serve.front.text.dialects.interface import Dialect, Reasoning
 
 _START = "[TOOL_CALLS]"
 _ARGUMENTS = "[ARGS]"

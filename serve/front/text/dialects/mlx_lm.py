@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from serve.core.helper_messages import ParsedCall
 from serve.front.text.call_parser import MAX_CHARACTERS, CallParser
 from serve.front.text.calls.lark import Lark
-from serve.front.text.calls.parts import CallBegin, CallEnd, CallPart, CallReader, CallText
-from serve.front.text.dialects.interface import Dialect, Reasoning, Tools
+from serve.front.text.calls.parts import CallBegin, CallEnd, CallPart, CallReader, CallText, Tools
+from serve.front.text.dialects.interface import Dialect, Reasoning
 from serve.front.text.tool_formats import tool_format
 
 # Returns the calls in the text between two marks. It may raise anything.

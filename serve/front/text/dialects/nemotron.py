@@ -1,7 +1,7 @@
 """Nemotron Nano 2 and Super 1.5: a JSON list of calls between marks. Nemotron 3 writes Qwen's."""
 
+from serve.front.text.calls.json_calls import JsonCalls
 from serve.front.text.dialects.interface import Dialect, Reasoning
-from serve.front.text.dialects.json_calls import JsonCalls
 
 NEMOTRON = Dialect(
     "nemotron",

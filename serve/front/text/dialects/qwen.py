@@ -3,9 +3,9 @@
 Nemotron 3 uses the marks of Qwen3-Coder.
 """
 
-from serve.front.text.dialects.argument_marks import ArgumentMarks
+from serve.front.text.calls.argument_marks import ArgumentMarks
+from serve.front.text.calls.json_calls import JsonCalls
 from serve.front.text.dialects.interface import Dialect, Reasoning
-from serve.front.text.dialects.json_calls import JsonCalls
 
 REASONING = Reasoning("<think>", "</think>", switch="enable_thinking")
 

@@ -1,11 +1,11 @@
-"""Messages of the system for templates that expect one, at the start. Agents send more of them:
-hints in the midst of a conversation, or a developer's message after the system's."""
+"""System messages, for templates that accept only one, at the start. Agents send more of them:
+hints in the middle of a conversation, or a developer's message after the system's."""
 
 from typing import Any
 
 from serve.front.text.dialects.interface import Messages
 
-# What a template is asked to show, to find out where it lets the system speak.
+# A conversation that shows whether a template accepts system messages after the start.
 LATE = "The system says this late."
 PROBE: Messages = [
     {"role": "system", "content": "The system says this first."},
@@ -15,14 +15,14 @@ PROBE: Messages = [
 
 
 def has_late_system(messages: Messages) -> bool:
-    """Whether the system speaks again after the first message."""
+    """Whether there is a system message after the first message."""
     return any(each.get("role") == "system" for each in messages[1:])
 
 
 def with_early_system(messages: Messages) -> Messages:
-    """The messages with what the system says at the start as one message. What it says later
-    becomes a part of the user's message beside it: moved to the start, it would change the prefix
-    that earlier requests have computed."""
+    """Joins the system messages at the start. Later ones become parts of the user's message beside
+    them: moved to the start, they would change the prefix that earlier requests have
+    computed."""
     is_first = True
     was_late = False
     found: Messages = []

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from serve.core.errors import RequestError
 from serve.core.helper_messages import BodyKind, BodyNotRead, BodyRead, BodyRefused, ReadBody
-from serve.front.api.reading import AnyReading, Reader
+from serve.front.api.reading.reader import AnyReading, Reader
 from serve.front.text.isolated import answer_questions
 from serve.front.text.tokens import Tokenizer
 

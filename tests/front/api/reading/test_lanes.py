@@ -15,10 +15,10 @@ import pytest
 
 from serve.core.errors import BrigadeError, OverloadedError, RequestError
 from serve.core.helper_messages import BodyKind, BodyNotRead, BodyRead, BodyRefused
-from serve.front.api.lanes import MAX_MEDIUM_BYTES, MAX_SMALL_TEXT_BYTES, Lanes, ProcessLane
-from serve.front.api.reading import FinishedReply, Reader, ReadMessage, ReadResponse
-from serve.front.api.reading_process import Answer, answered
-from serve.front.api.turns import MAX_SMALL_BYTES, MAX_WAITING
+from serve.front.api.reading.lanes import MAX_MEDIUM_BYTES, MAX_SMALL_TEXT_BYTES, Lanes, ProcessLane
+from serve.front.api.reading.process import Answer, answered
+from serve.front.api.reading.reader import FinishedReply, Reader, ReadMessage, ReadResponse
+from serve.front.api.reading.turns import MAX_SMALL_BYTES, MAX_WAITING
 from serve.front.http.guard import Parts
 from serve.front.output.answer import Job
 from serve.front.text.tokens import Tokenizer

@@ -6,7 +6,7 @@ from contextlib import suppress
 import pytest
 
 from serve.core.errors import OverloadedError
-from serve.front.api.turns import MAX_SMALL_BYTES, MAX_WAITING, Turns
+from serve.front.api.reading.turns import MAX_SMALL_BYTES, MAX_WAITING, Turns
 
 pytestmark = pytest.mark.anyio
 

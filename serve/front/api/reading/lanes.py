@@ -12,9 +12,9 @@ from typing import TypeVar, cast
 
 from serve.core.errors import BrigadeError, RequestError
 from serve.core.helper_messages import BodyKind, BodyNotRead, BodyRead, BodyRefused, ReadBody
-from serve.front.api import reading_process
-from serve.front.api.reading import AnyReading, Reader
-from serve.front.api.turns import MAX_SMALL_BYTES, Turns
+from serve.front.api.reading import process
+from serve.front.api.reading.reader import AnyReading, Reader
+from serve.front.api.reading.turns import MAX_SMALL_BYTES, Turns
 from serve.front.http.guard import Parts
 from serve.front.text.isolated import IsolatedProcess, ProcessEnded
 
@@ -38,8 +38,8 @@ _NUM_THREADS = 2
 
 
 class Lanes:
-    """Chooses by kind and size where a body is read. For one event loop. finds_boundaries tells at
-    any time whether prompts are to get their boundaries."""
+    """Chooses by kind and size where a body is read. For one event loop. finds_boundaries is asked
+    before each body whether prompts are to get their boundaries."""
 
     def __init__(self, reader: Reader, finds_boundaries: Callable[[], bool]) -> None:
         self._reader = reader
@@ -92,10 +92,10 @@ class ProcessLane:
         self._turns = Turns()
         self._thread = ThreadPoolExecutor(1, "large")
         tokenizer = reader.tokenizer
-        self.process: IsolatedProcess[reading_process.Answer]
+        self.process: IsolatedProcess[process.Answer]
         self.process = IsolatedProcess(
-            reading_process.Answer,
-            reading_process.__name__,
+            process.Answer,
+            process.__name__,
             str(tokenizer.folder),
             tokenizer.tool_parser or "",
             tokenizer.generation_config,
@@ -117,7 +117,7 @@ class ProcessLane:
         except BaseException:
             self._turns.end()
             raise
-        # Whoever leaves now leaves the process busy: the next one waits for it.
+        # If the client leaves now, the process stays busy, and the next body waits for it.
         return await asyncio.shield(reading)
 
     def _finished(self, reading: "asyncio.Future[AnyReading]") -> None:
@@ -133,7 +133,7 @@ class ProcessLane:
         except ProcessEnded as error:
             if error.code == -signal.SIGPROF:
                 raise RequestError(
-                    f"The request takes more than {reading_process.MAX_SECONDS:g} s to read: "
+                    f"The request takes more than {process.MAX_SECONDS:g} s to read: "
                     "make it smaller."
                 ) from None
             raise BrigadeError(f"The process that parses requests failed: {error}") from None
@@ -150,7 +150,7 @@ class ProcessLane:
             case BodyNotRead(reason):
                 raise BrigadeError(reason)
 
-    def _ask(self, kind: BodyKind, held: list[Parts]) -> reading_process.Answer:
+    def _ask(self, kind: BodyKind, held: list[Parts]) -> process.Answer:
         given = list(held)
         held.clear()
         sizes = [sum(map(len, parts)) for parts in given]

@@ -1,7 +1,7 @@
-"""Reads the bodies of requests: from bytes to a job for the model or a finished reply.
+"""Reads the bodies of requests: turns bytes into a job for the model, or into a finished reply.
 
 It knows no HTTP and no cluster. Long bodies are read in a process of their own
-(`serve.front.api.reading_process`), so the results can be sent as messages. Only the server knows
+(`serve.front.api.reading.process`), so the results can be sent as messages. Only the server knows
 which models exist, and it checks them afterwards.
 """
 

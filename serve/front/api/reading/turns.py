@@ -1,4 +1,4 @@
-"""Whose large body is read next: one at a time, in turn by client. It reads no bodies itself."""
+"""Decides which large body is read next: one at a time, and the clients take turns."""
 
 import asyncio
 import itertools
@@ -74,8 +74,8 @@ class Turns:
         return waiting.is_only_text, self._last_turns.get(waiting.client, -1), waiting
 
     def _refuse_last(self) -> None:
-        """Refuses the last body of the client with the most, if too many wait: whoever fills the
-        queue keeps neither other clients' bodies nor smaller ones out."""
+        """If too many wait, refuses the last body of the client that has the most of them: a client
+        that fills the queue does not keep out the bodies of others, or its own smaller ones."""
         large = [each for each in self._waiting if each.num_bytes > MAX_SMALL_BYTES]
         if len(large) <= MAX_WAITING:
             return

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from serve.front.text.calls.json_calls import parameters_of, tool_name
 from serve.front.text.calls.json_values import json_string
 from serve.front.text.calls.lark import Lark
 from serve.front.text.calls.parts import (
@@ -15,11 +16,10 @@ from serve.front.text.calls.parts import (
     CallText,
     PulledReader,
     Source,
+    Tools,
 )
 from serve.front.text.calls.value_rules import ValueRules, named, parameters_grammar
 from serve.front.text.calls.values import Declared, is_text, stream_text, to_json
-from serve.front.text.dialects.interface import Tools
-from serve.front.text.dialects.json_calls import parameters_of, tool_name
 
 Reading = Generator[CallPart | None, None, None]
 

@@ -5,8 +5,7 @@ from typing import Any
 
 from serve.front.text.calls.json_values import read_json_calls
 from serve.front.text.calls.lark import Lark
-from serve.front.text.calls.parts import CallReader, PulledReader
-from serve.front.text.dialects.interface import Tools
+from serve.front.text.calls.parts import CallReader, PulledReader, Tools
 
 
 @dataclass(frozen=True, slots=True)

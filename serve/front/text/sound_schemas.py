@@ -1,0 +1,199 @@
+"""Schemas of tools as clients write them: what is not valid in them is left out.
+
+Such a schema still describes a tool, and one of them must not cost all tools of a request their
+grammar. Typical are keywords that are null, `required: true` of a single parameter, and types of
+programming languages.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+Schema = dict[str, Any]
+Cleaned = Callable[[Any], Any]  # Returns the valid part of a keyword's value; None for nothing.
+
+_TYPES = ("string", "integer", "number", "boolean", "object", "array", "null")
+# The keywords that hold schemas: one, a list of them, or several by name.
+_ONE = (
+    "additionalItems",
+    "additionalProperties",
+    "contains",
+    "else",
+    "if",
+    "items",
+    "not",
+    "propertyNames",
+    "then",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+)
+_SEVERAL = ("allOf", "anyOf", "oneOf", "prefixItems")
+_NAMED = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
+_HOLDING_SCHEMAS = {*_ONE, *_SEVERAL, *_NAMED}
+_MAX_NUMBER = 2**53  # A larger one is not exact in JSON.
+_DRAFT = re.compile(r"https?://json-schema\.org/(draft-0[4-7]|draft/20(19-09|20-12))/schema#?")
+_CATEGORY = re.compile(r"\\[pP](?:\{[^}]*\}|[A-Z])")
+_URI = re.compile(r"[\w.~:/?#@!$&'()*+,;=%-]+", re.ASCII)
+
+
+def sound_tools(tools: Sequence[Schema]) -> tuple[list[Schema], set[str]]:
+    """The tools, as OpenAI's JSON, with sound parameters; and the keywords that were changed."""
+    found: list[Schema] = []
+    changed: set[str] = set()
+    for tool in tools:
+        function = tool.get("function") or tool
+        if isinstance(function.get("parameters"), dict):
+            cleaner = _Cleaner(function["parameters"])
+            function = {**function, "parameters": cleaner.schema(function["parameters"])}
+            changed |= cleaner.changed
+        found.append({**tool, "function": function} if "function" in tool else function)
+    return found, changed
+
+
+def sound(document: Schema) -> Schema:
+    """The schema without keywords that are not valid. It must be a whole document, in which its
+    references are resolved."""
+    result: Schema = _Cleaner(document).schema(document)
+    return result
+
+
+class _Cleaner:
+    """Cleans the schemas of one document, and collects the keywords that it has changed."""
+
+    def __init__(self, document: Schema) -> None:
+        self._document = document
+        self.changed: set[str] = set()
+        sizes = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+        self._cleaners: dict[str, Cleaned] = {
+            **{name: partial(self._one, name) for name in _ONE},
+            **{name: partial(self._several, name) for name in _SEVERAL},
+            **{name: partial(self._named, name) for name in _NAMED},
+            **dict.fromkeys(sizes, _size),
+            **dict.fromkeys(("minimum", "maximum", "multipleOf"), _number),
+            **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), _number_or_bool),
+            "$id": _uri,
+            "$ref": self._reference,
+            "$schema": _draft,
+            "enum": _filled_list,
+            "format": _string,
+            "pattern": _pattern,
+            "required": _names,
+            "type": _types,
+        }
+
+    def schema(self, schema: Any) -> Any:
+        """The valid part of a schema."""
+        if isinstance(schema, bool):
+            return schema
+        found: Schema = {}
+        for name, value in schema.items():
+            clean = self._cleaners.get(name)
+            if clean is None:
+                found[name] = value
+                continue
+            cleaned = clean(value)
+            if cleaned is not None:
+                found[name] = cleaned
+            if cleaned is None or (name not in _HOLDING_SCHEMAS and cleaned != value):
+                self.changed.add(name)
+        return found
+
+    def _inner(self, keyword: str, value: Any) -> Any:
+        """The valid part of what stands for a schema; an empty one for anything else."""
+        if isinstance(value, dict | bool):
+            return self.schema(value)
+        self.changed.add(keyword)
+        return {}
+
+    def _one(self, keyword: str, value: Any) -> Any:
+        if keyword == "items" and isinstance(value, list):
+            return self._several(keyword, value)
+        return self.schema(value) if isinstance(value, dict | bool) else None
+
+    def _several(self, keyword: str, value: Any) -> Any:
+        if not isinstance(value, list) or not value:
+            return None
+        return [self._inner(keyword, each) for each in value]
+
+    def _named(self, keyword: str, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return None
+        names = list(value)
+        if keyword == "patternProperties":
+            names = [name for name in names if _pattern(name) is not None]
+        if len(names) < len(value):
+            self.changed.add(keyword)
+        return {name: self._inner(keyword, value[name]) for name in names}
+
+    def _reference(self, value: Any) -> Any:
+        """A reference to a part of the document."""
+        if not isinstance(value, str) or not value.startswith("#"):
+            return None
+        target: Any = self._document
+        for step in value.removeprefix("#").split("/")[1:]:
+            name = step.replace("~1", "/").replace("~0", "~")
+            target = target.get(name) if isinstance(target, dict) else None
+        return value if isinstance(target, dict | bool) else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> Any:
+    return value if _is_number(value) and abs(value) <= _MAX_NUMBER else None
+
+
+def _number_or_bool(value: Any) -> Any:
+    return value if isinstance(value, bool) else _number(value)
+
+
+def _size(value: Any) -> Any:
+    is_size = _number(value) is not None and value >= 0 and value == int(value)
+    return int(value) if is_size else None
+
+
+def _string(value: Any) -> Any:
+    return value if isinstance(value, str) else None
+
+
+def _uri(value: Any) -> Any:
+    return value if isinstance(value, str) and _URI.fullmatch(value) else None
+
+
+def _draft(value: Any) -> Any:
+    return value if isinstance(value, str) and _DRAFT.fullmatch(value) else None
+
+
+def _filled_list(value: Any) -> Any:
+    return value if isinstance(value, list) and value else None
+
+
+def _pattern(value: Any) -> Any:
+    """A regular expression, as far as Python can tell: its dialect differs little from others."""
+    if not isinstance(value, str):
+        return None
+    python = _CATEGORY.sub(".", value).replace("(?<", "(?P<")
+    python = python.replace("(?P<=", "(?<=").replace("(?P<!", "(?<!")
+    try:
+        re.compile(python)
+    except (re.error, RecursionError, OverflowError):
+        return None
+    return value
+
+
+def _names(value: Any) -> Any:
+    if not isinstance(value, list):
+        return None
+    return [name for name in value if isinstance(name, str)]
+
+
+def _types(value: Any) -> Any:
+    """A type or several, which some clients write in capitals."""
+    given = value if isinstance(value, list) else [value]
+    names = [name.lower() for name in given if isinstance(name, str)]
+    known = [name for name in names if name in _TYPES]
+    if not known:
+        return None
+    return known if isinstance(value, list) else known[0]
