@@ -226,11 +226,11 @@ class Supervisor:
                     event.process.kill()
             case Silent():
                 self._replace(event)
-            case Asked(signum=None):
-                if self._state in ("running", "waiting"):
+            case Asked(signum):
+                if signum is not None:
+                    self._signalled(signum)
+                elif self._state in ("running", "waiting"):
                     self._end_all(signal.SIGTERM, "asked by the program")
-            case Asked(signum=int(signum)):
-                self._signalled(signum)
             case None:
                 self._deadline_passed()
 

@@ -7,7 +7,16 @@ from typing import Protocol
 
 from serve.core.errors import UsageError
 from serve.tune.config import FineTuneConfig
-from serve.tune.events import Event, Reported, Started, Validated
+from serve.tune.events import (
+    Event,
+    Finished,
+    NothingLeft,
+    Reported,
+    Saved,
+    Started,
+    Validated,
+    Written,
+)
 
 FOLDER = "tensorboard"  # in --adapter-path
 _LIBRARIES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
@@ -51,6 +60,8 @@ class Reports:
                     name = f"{event.name}_loss"
                 for service in self._services:
                     service.add(event.iteration, {name: event.loss})
+            case NothingLeft() | Saved() | Written() | Finished():
+                pass  # They have no metrics.
 
     def close(self) -> None:
         for service in self._services:

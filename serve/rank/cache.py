@@ -173,7 +173,7 @@ class GroupCaches:
 
     # --- moves
 
-    def _perform(self, move: placement.Move) -> None:
+    def _perform(self, move: placement.CacheMove) -> None:
         layout = self._layout
         match move:
             case placement.Copy(sequence, source, num_tokens, checkpoint):

@@ -153,7 +153,8 @@ class Run:
     rows: list[int]
 
 
-Move = Copy | Drop | Rewind | Begin | Keep | Park | Lift | Join | Own | ForgetGroups | Run
+CacheMove = Copy | Drop | Rewind | Begin | Keep | Park | Lift | Join | Own | ForgetGroups
+Move = CacheMove | Run
 
 
 # --- decisions

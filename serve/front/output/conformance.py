@@ -5,11 +5,21 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from io import StringIO
-from typing import Any
 
 from serve.core.errors import OverloadedError
 from serve.core.helper_messages import Claim, Violation
-from serve.front.output.deltas import CallBegin, CallEnd, CallText, End, Text, Update
+from serve.front.output.deltas import (
+    Begin,
+    CallBegin,
+    CallEnd,
+    CallText,
+    Delta,
+    End,
+    Progress,
+    Text,
+    Thought,
+    Update,
+)
 from serve.front.text.schema_check import SchemaChecker, unchecked
 
 MAX_WAIT_SECONDS = 5.0
@@ -96,7 +106,7 @@ class Conformance:
         return list(found)
 
 
-def _note(said: _Said, delta: Any) -> None:
+def _note(said: _Said, delta: Delta) -> None:
     match delta:
         case Text(text):
             said.text.write(text)
@@ -106,3 +116,5 @@ def _note(said: _Said, delta: Any) -> None:
             said.calls[-1].arguments.write(text)
         case CallEnd():
             said.calls[-1].is_whole = True
+        case Progress() | Begin() | Thought() | End():
+            pass  # No schema applies to them.

@@ -151,6 +151,15 @@ class Lifecycle:
                     self._on_tick(waiting_seconds)
             case events.Close():
                 self._enter(State.CLOSED)
+            case (
+                events.Heard()
+                | events.Settled()
+                | events.NoRoom()
+                | events.Prepared()
+                | events.Interrupted()
+                | events.Probed()
+            ):
+                pass  # They come too late for this state or life.
 
     def _on_joined(self, rank: int, hello: Joined) -> None:
         self.roster.joined[rank] = hello
@@ -233,6 +242,8 @@ class Lifecycle:
                 self._watch(waiting_seconds)
             case State.JUDGING:
                 self._judge()
+            case State.PREPARING | State.RENEWING | State.FAILED | State.CLOSED:
+                pass  # They have no deadline.
 
     # --- who takes part
 
@@ -248,6 +259,8 @@ class Lifecycle:
                 self._gather()
             case State.LACKING:
                 self._check_more()
+            case _:
+                pass  # The other states do not wait for the engine.
 
     def _on_plan(self, stages: Sequence[StagePlan]) -> None:
         ring = self._tried
@@ -400,6 +413,8 @@ class Lifecycle:
                     self._do(actions.Prepare(self.number))
                 else:
                     self._do(actions.Settle(self.number))
+            case _:
+                pass  # The other states do not wait for all stages.
 
     def _give_orders(self) -> None:
         plans = []

@@ -229,6 +229,8 @@ def _offered(declared: ToolDeclaration) -> Iterable[tuple[OfferedTool, Function]
             yield OfferedTool("tool_search", "tool_search"), function
         case DefinedTool():
             yield OfferedTool(declared.type, declared.type), _DEFINED[declared.type]
+        case HostedTool():
+            pass  # A client learns from a warning that it is not offered.
 
 
 def _member(
@@ -394,7 +396,8 @@ def call_fields(kind: Kind, text: str) -> Json | None:
             return {"operation": arguments}
         case "tool_search":
             return {"execution": "client", "arguments": arguments}
-    return None
+        case _:
+            return None
 
 
 def _are_strings(value: object) -> bool:

@@ -22,7 +22,9 @@ from serve.front.output.answer import Job
 from serve.front.output.deltas import (
     Begin,
     CallBegin,
+    CallEnd,
     CallText,
+    End,
     Progress,
     Reason,
     Text,
@@ -113,6 +115,8 @@ class ChatWriter(ChunkWriter):
                 case CallText(text):
                     yield self._call(update.number, text, begun)
                     begun = None
+                case Progress() | Begin() | CallEnd() | End():
+                    pass  # They are no part of a choice's delta.
         if begun is not None:
             yield self._call(update.number, "", begun)
 

@@ -17,6 +17,7 @@ from serve.front.output.deltas import (
     CallText,
     Delta,
     End,
+    Progress,
     Text,
     Thought,
     TokenUsage,
@@ -87,6 +88,8 @@ class MessagesWriter:
                 yield from self._close()
             case End():
                 self._end(delta)
+            case Progress():
+                pass  # Anthropic has no event for it.
 
     def finish(self) -> Iterator[Json]:
         yield from self._close()

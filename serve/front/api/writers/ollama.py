@@ -11,11 +11,13 @@ from pydantic_core import from_json
 from serve.core.errors import BrigadeError
 from serve.front.http.replies import Json, ollama_error
 from serve.front.output.deltas import (
+    Begin,
     CallBegin,
     CallEnd,
     CallText,
     Delta,
     End,
+    Progress,
     Text,
     Thought,
     Update,
@@ -81,6 +83,8 @@ class OllamaWriter:
                 yield self.line("", tool_calls=[{"function": function}])
             case End():
                 yield {**self.line(""), **self._last(delta)}
+            case Progress() | Begin():
+                pass  # Ollama has no events for them.
 
     def _last(self, end: End) -> Json:
         now = time.monotonic()

@@ -13,11 +13,13 @@ from serve.front.api.writers.custom_input import CustomInput
 from serve.front.api.writers.logprobs import ScoreWriter
 from serve.front.http.replies import Json, error_object
 from serve.front.output.deltas import (
+    Begin,
     CallBegin,
     CallEnd,
     CallText,
     Delta,
     End,
+    Progress,
     Text,
     Thought,
     TokenUsage,
@@ -84,6 +86,8 @@ class ResponsesWriter:
                 if delta.violations:
                     warnings = self.response.get("warnings", ())
                     self.response["warnings"] = [*warnings, *delta.warnings]
+            case Progress() | Begin():
+                pass  # Responses have no events for them.
 
     def finish(self) -> Iterator[Json]:
         status = "incomplete" if self._is_cut else "completed"
@@ -230,6 +234,8 @@ class ResponsesWriter:
                 yield from self._close_input()
             case "message" | "reasoning":
                 yield from self._close_text(item)
+            case _:
+                pass  # Calls of other tools have no event of this kind.
         item["status"] = status
         yield self._event("output_item.done", item=item)
         self._open = None
