@@ -128,6 +128,16 @@ class Probed(Answer):
     silent: frozenset[int]
 
 
+# Answers that count only in one state. In any other state they come too late.
+EXPECTED_IN: dict[type[Answer], State] = {
+    Settled: State.PREPARING,
+    NoRoom: State.PREPARING,
+    Prepared: State.PREPARING,
+    Interrupted: State.JUDGING,
+    Probed: State.JUDGING,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Ticked:
     """The deadline has passed. For waiting_seconds, steps have been under way without a

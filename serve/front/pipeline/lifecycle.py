@@ -5,7 +5,6 @@ and so do the sequences and connections that they hold. docs/architecture.md sho
 caller has the clock, performs the actions in order, and sends `Ticked` when `deadline` has passed.
 """
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,6 +30,7 @@ from serve.core.messages import (
 from serve.core.plan import StagePlan
 from serve.front.pipeline import actions, events
 from serve.front.pipeline.events import LastFault, State
+from serve.front.pipeline.machine import Machine
 from serve.front.pipeline.orders import plan_request, replan_request
 from serve.front.pipeline.status import StageStatus, is_silent, stall_cause
 from serve.parent.control import Gone, Joined
@@ -41,9 +41,9 @@ WATCH_SECONDS = 0.5
 RENEW_SECONDS = 10.0  # for a parent to start an engine
 
 
-class Lifecycle:
-    """hosts has the host of each rank; facts are those of rank 0. `deadline` is the time at which
-    `Ticked` is due, or None. `number` counts the lives before this one."""
+class Lifecycle(Machine):
+    """The life cycle of the engines of all ranks. hosts has the host of each rank; facts are those
+    of rank 0."""
 
     def __init__(
         self,
@@ -51,12 +51,9 @@ class Lifecycle:
         hosts: Sequence[str],
         facts: dict[str, str],
     ) -> None:
+        super().__init__()
         self._config = config
-        self.state = State.PLANNING
-        self.deadline: float | None = None
-        self.number = 0
         self.recovery_seconds = 0.0
-        self.last_fault: LastFault | None = None
         self.roster = Roster(facts)
         self.ranks = [StageStatus(rank, host) for rank, host in enumerate(hosts)]
         self.stages = list(self.ranks)  # of the ranks that take part, in order
@@ -78,8 +75,6 @@ class Lifecycle:
         self._recovering_since: float | None = None
         self._pause_seconds = 0.0
         self._gather_until = 0.0
-        self._now = 0.0
-        self._actions: list[actions.Action] = []
 
     # --- what is seen from outside
 
@@ -87,11 +82,6 @@ class Lifecycle:
     def ring(self) -> tuple[int, ...]:
         """The ranks that take part, in order."""
         return tuple(stage.rank for stage in self.stages)
-
-    @property
-    def is_working(self) -> bool:
-        """Whether the engines get steps."""
-        return self.state is State.WORKING
 
     @property
     def missing(self) -> list[int]:
@@ -115,51 +105,48 @@ class Lifecycle:
         return actions
 
     def _take(self, event: events.Event) -> None:
-        if isinstance(event, events.Answer) and event.life != self.number:
+        if isinstance(event, events.Answer) and self._is_late(event):
             return
         match event:
             case events.Begin():
                 self._do(actions.ReplaceEngine(self.number))
-            case events.Heard(rank, Joined() as hello):
-                self._on_joined(rank, hello)
-            case events.Heard(rank, Gone(reason)):
-                self._on_gone(rank, reason)
-            case events.Heard(rank, Report(life, Fault(exit_code, reason))):
-                self._on_reported_fault(rank, life, from_exit_code(exit_code, reason))
-            case events.Heard(rank, Report(life, message)) if life == self.number:
-                self._on_report(rank, message)
+            case events.Heard(rank, message):
+                self._on_heard(rank, message)
             case events.EngineStarted():
                 self._on_engine_started()
             case events.EngineFailed(error):
                 self._fail(error)
-            case events.Settled() if self.state is State.PREPARING:
+            case events.Settled():
                 self._settled = self.ring
                 self._do(actions.Prepare(self.number))
-            case events.NoRoom(_, reason) if self.state is State.PREPARING:
+            case events.NoRoom(_, reason):
                 self._on_no_room(PlanError(reason))
-            case events.Prepared() if self.state is State.PREPARING:
+            case events.Prepared():
                 self._work()
             case events.Broken(_, error):
                 self._fault(error)
-            case events.Interrupted(_, num_explained) if self.state is State.JUDGING:
+            case events.Interrupted(_, num_explained):
                 self._judgement.num_explained = num_explained
                 self._judge()
-            case events.Probed(_, silent) if self.state is State.JUDGING:
+            case events.Probed(_, silent):
                 self._on_probed(silent)
             case events.Ticked(waiting_seconds):
                 if self.deadline is not None and self._now >= self.deadline:
                     self._on_tick(waiting_seconds)
             case events.Close():
                 self._enter(State.CLOSED)
-            case (
-                events.Heard()
-                | events.Settled()
-                | events.NoRoom()
-                | events.Prepared()
-                | events.Interrupted()
-                | events.Probed()
-            ):
-                pass  # They come too late for this state or life.
+
+    def _on_heard(self, rank: int, message: Joined | Gone | Report) -> None:
+        match message:
+            case Joined():
+                self._on_joined(rank, message)
+            case Gone(reason):
+                self._on_gone(rank, reason)
+            case Report(life, Fault(exit_code, reason)):
+                self._on_reported_fault(rank, life, from_exit_code(exit_code, reason))
+            case Report(life, report):
+                if life == self.number:
+                    self._on_report(rank, report)
 
     def _on_joined(self, rank: int, hello: Joined) -> None:
         self.roster.joined[rank] = hello
@@ -561,23 +548,3 @@ class Lifecycle:
         stage.renew()
         if stage.rank in self.roster.joined:
             self._do(actions.RenewRank(stage.rank, self.number, self._is_stalled))
-
-    # --- small steps
-
-    def _enter(self, state: State, seconds: float | None = None) -> None:
-        self.state = state
-        self.deadline = None if seconds is None else self._now + seconds
-
-    def _fail(self, error: BrigadeError) -> None:
-        self.last_fault = LastFault(str(error), self._now)
-        self._enter(State.FAILED)
-        self._do(actions.Fail(error))
-
-    def _log(self, level: int, line: str) -> None:
-        self._do(actions.Log(level, line))
-
-    def _warn(self, line: str, reason: BrigadeError | str) -> None:
-        self._log(logging.WARNING, f"{line} reason={json.dumps(str(reason))}")
-
-    def _do(self, action: actions.Action) -> None:
-        self._actions.append(action)

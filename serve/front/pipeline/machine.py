@@ -1,0 +1,51 @@
+"""The base of the life cycle: its state, its deadline, and the actions that it asks for."""
+
+import json
+import logging
+
+from serve.core.errors import BrigadeError
+from serve.front.pipeline import actions, events
+from serve.front.pipeline.events import LastFault, State
+
+
+class Machine:
+    """A state machine. `deadline` is the time at which `Ticked` is due, or None. `number` counts
+    the lives before this one."""
+
+    def __init__(self) -> None:
+        self.state = State.PLANNING
+        self.deadline: float | None = None
+        self.number = 0
+        self.last_fault: LastFault | None = None
+        self._now = 0.0
+        self._actions: list[actions.Action] = []
+
+    @property
+    def is_working(self) -> bool:
+        """Whether the engines get steps."""
+        return self.state is State.WORKING
+
+    def _is_late(self, answer: events.Answer) -> bool:
+        """Whether the life or the state to which an answer belongs is over."""
+        expected = events.EXPECTED_IN.get(type(answer), self.state)
+        return answer.life != self.number or self.state is not expected
+
+    def _enter(self, state: State, seconds: float | None = None) -> None:
+        """Changes the state. The deadline is after this many seconds, if any."""
+        self.state = state
+        self.deadline = None if seconds is None else self._now + seconds
+
+    def _fail(self, error: BrigadeError) -> None:
+        """Ends the life cycle for this reason."""
+        self.last_fault = LastFault(str(error), self._now)
+        self._enter(State.FAILED)
+        self._do(actions.Fail(error))
+
+    def _log(self, level: int, line: str) -> None:
+        self._do(actions.Log(level, line))
+
+    def _warn(self, line: str, reason: BrigadeError | str) -> None:
+        self._log(logging.WARNING, f"{line} reason={json.dumps(str(reason))}")
+
+    def _do(self, action: actions.Action) -> None:
+        self._actions.append(action)
