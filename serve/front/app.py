@@ -50,7 +50,7 @@ async def serve(
     log_access(config)
     front = Front(config, engine, tokenizer, max_context)
     if not config.no_warm_up:
-        # In Starlette's threads: at its first use it imports what streams need.
+        # In Starlette's thread pool: its first use imports the modules that streams need.
         await run_in_threadpool(front.answering.warm_up)
     server = Server(front.app, config, lambda: front.begin_drain(config.drain_timeout))
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
@@ -77,9 +77,9 @@ async def serve(
 
 
 class EarlyServer:
-    """Listens before there is a tokenizer, or even a model: it shows browsers the page with the
-    state of the start, answers probes, and refuses everything else with 503. It must end before
-    `serve` begins; connections that come between the two wait."""
+    """The HTTP server while the cluster starts, when there may be neither a tokenizer nor a model.
+    It shows browsers the page with the state of the start, answers probes, and refuses everything
+    else with 503. It must end before `serve` begins; connections that arrive in between wait."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ def _guarded(
     config: ServeConfig,
     metrics: Metrics,
 ) -> tuple[Door, guard.Application]:
-    """The calls inside the door, and the door inside the guard."""
+    """Wraps the calls in the door, and the door in the guard. Returns the door and the whole."""
     starlette = Starlette(routes=routes, exception_handlers=errors.HANDLERS)
     starlette.router.redirect_slashes = False
     door = Door(starlette, config)
@@ -192,8 +192,9 @@ def _guarded(
 
 
 def _with_cors(app: guard.Application, config: ServeConfig) -> guard.Application:
-    """Outside of the door, because a browser's preflight request has no key. Never with
-    credentials: keys are headers, so no page can use what a browser remembers."""
+    """Allows the origins of --cors-origin. This is outside of the door, because a browser's
+    preflight request has no key. Credentials are never allowed: keys are headers, so no page can
+    use what a browser has stored."""
     if not config.cors_origin:
         return app
     return CORSMiddleware(

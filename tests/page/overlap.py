@@ -55,6 +55,6 @@ def measured(page: Page) -> tuple[float, float]:
     pixels = page.evaluate(ACTIVE_TOGETHER)
     for _ in range(3):
         page.get_by_role("button", name="Zoom out").click()
-    page.get_by_role("button", name="Go on").click()
+    page.get_by_role("button", name="Resume").click()
     assert pixels["any"]
     return by_data, pixels["all"] / pixels["any"]

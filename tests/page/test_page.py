@@ -114,7 +114,7 @@ def test_pipeline_shows_a_kill_and_its_recovery_without_a_reload(cluster: Server
 
 def test_requests_can_be_cancelled(cluster: Server, tab: Tab) -> None:
     page = tab.show(cluster.url, "requests")
-    expect(page.get_by_text("Nothing runs and nothing waits.")).to_be_visible()
+    expect(page.get_by_text("No request runs or waits.")).to_be_visible()
     replies: list[httpx2.Response] = []
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4000, "ignore_eos": True}
 
@@ -175,7 +175,7 @@ def test_chat_streams_and_saves_in_the_browser_only(cluster: Server, tab: Tab) -
 
 def test_chat_can_be_stopped_and_asked_again(cluster: Server, tab: Tab) -> None:
     page = tab.show(cluster.url, "chat")
-    settings(page, Tokens_at_most="3")
+    settings(page, Max_tokens="3")
     answer = ask(page, "Tell me a story.")
     expect(answer).to_have_attribute("data-state", "done")
     expect(answer.locator(".pace")).to_contain_text("cut off at the token limit")
@@ -192,7 +192,7 @@ def test_chat_compares_a_model_and_an_adapter(cluster: Server, tab: Tab) -> None
     httpx2.post(f"{cluster.url}/v1/load_lora_adapter", json=load).raise_for_status()
     page = tab.show(cluster.url, "chat")
     page.get_by_role("button", name="Settings").click()
-    page.get_by_label("Beside it").select_option("guest")
+    page.get_by_label("Second model").select_option("guest")
     ask(page, QUESTION)
     answers = page.locator(".answer")
     expect(answers).to_have_count(2)

@@ -95,7 +95,7 @@ def test_views_show_a_fault_and_the_end(engine: ShownEngine, server: Running, ta
     expect(page.locator("[data-notice=recovering]")).to_contain_text("Rank 1 died.")
     expect(page.locator("[aria-live=polite]")).to_contain_text("Recovering")
     engine.cluster = {"name": "failed", "what": "it cannot go on", "fault": "Rank 1 died again."}
-    expect(page.get_by_role("heading", name="The cluster has ended")).to_be_visible()
+    expect(page.get_by_role("heading", name="The cluster has stopped")).to_be_visible()
     expect(page.locator(".reason")).to_have_text("Rank 1 died again.")
     tab.check()
 

@@ -25,8 +25,9 @@ class Dialect(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """ignores_load says whether the call is answered also by a server that is draining or has too
-    many connections. is_endless marks a stream without an end, for which a drain does not wait."""
+    """The rules for a call. With ignores_load it is answered even while the server is draining or
+    has too many connections. is_endless marks a stream without an end: a drain does not wait for
+    it."""
 
     access: Access = Access.CLIENT
     dialect: Dialect = Dialect.OPENAI
@@ -46,31 +47,29 @@ class Policies:
     slash; their policies apply to unknown paths below them."""
 
     def __init__(self, routes: Iterable[Route], folders: Mapping[str, Policy]) -> None:
-        self._of_paths: dict[str, Policy] = {}
-        self._of_patterns: list[tuple[re.Pattern[str], Policy]] = []
+        self._by_path: dict[str, Policy] = {}
+        self._by_pattern: list[tuple[re.Pattern[str], Policy]] = []
         self._folders = folders
         for route in routes:
             policy: Policy = route.endpoint.call.policy  # type: ignore[attr-defined]
             if "{" in route.path:
-                self._of_patterns.append((route.path_regex, policy))
+                self._by_pattern.append((route.path_regex, policy))
             else:
-                self._of_paths[route.path] = policy
+                self._by_path[route.path] = policy
 
     def address(self, path: str) -> str:
-        """The path of the call that a client means. Some clients leave out /v1, and others put it
-        after a base URL that ends with it."""
+        """The path of the call that a client means. Some clients leave out /v1, and others append
+        it to a base URL that ends with /v1 already."""
         others = (path.removeprefix("/v1"), f"/v1{path}")
         return next((each for each in (path, *others) if self._exists(each)), path)
 
     def _exists(self, path: str) -> bool:
-        return path in self._of_paths or any(
-            pattern.match(path) for pattern, _ in self._of_patterns
-        )
+        return path in self._by_path or any(pattern.match(path) for pattern, _ in self._by_pattern)
 
-    def of(self, path: str) -> Policy:
-        if path in self._of_paths:
-            return self._of_paths[path]
-        for pattern, policy in self._of_patterns:
+    def policy(self, path: str) -> Policy:
+        if path in self._by_path:
+            return self._by_path[path]
+        for pattern, policy in self._by_pattern:
             if pattern.match(path):
                 return policy
         for folder, policy in self._folders.items():

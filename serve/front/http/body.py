@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError, from_json
 
 from serve.core.errors import RequestError
 
-# Of one object. Validation collects an error for each unknown field, though only one is reported.
+# In one object: validation makes an error for each unknown field, although only one is reported.
 MAX_FIELDS = 4096
 
 
@@ -28,17 +28,18 @@ class Tolerant(Body):
 
 
 def refuse(message: str, param: str | None = None) -> NoReturn:
-    """Fails validation, when called in a validator. param is the field at fault, where pydantic
-    cannot know it."""
+    """Makes a validator fail with this message. param names the wrong field where pydantic cannot
+    know it."""
     raise PydanticCustomError("refused", "{message}", {"message": message, "param": param})
 
 
 def json_object(data: bytes) -> dict[str, Any]:
-    """Raises RequestError for what is no JSON object by RFC 8259, for a field that is given
-    twice, for an object of very many fields and for a number that no float can hold."""
+    """Parses a body. Raises RequestError if it is not a JSON object by RFC 8259, or if it has a
+    field twice, an object with more than MAX_FIELDS fields, or a number too large for a float."""
     try:
         body: Any = from_json(data, allow_inf_nan=False)
-        # from_json knows surrogates and depth, but takes the last of two, and 1e999 for inf.
+        # from_json checks surrogates and depth, but of two equal fields it takes the last one, and
+        # it reads 1e999 as infinity.
         json.loads(data.decode(), object_pairs_hook=_unique, parse_float=_finite)
     except ValueError as error:
         raise RequestError(f"The body is not JSON: {error}") from error

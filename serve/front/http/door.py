@@ -15,13 +15,13 @@ from serve.front.http.guard import POLICY, Application, Receive, Scope, Send, an
 from serve.front.http.origin import Hosts, check_local, host_of, is_loopback_name
 from serve.front.http.replies import StatusError
 
-_CONNECTIONS = "connections"  # in the state that a server gives: all that are open
+_CONNECTIONS = "connections"  # the key of the open connections in a request's state
 
 _logger = logging.getLogger(__name__)
 
 
 class Keys:
-    """The API keys of the server, for telling clients apart."""
+    """The API keys of the server, by which it distinguishes clients."""
 
     def __init__(self, config: ServeConfig) -> None:
         self._api_keys = [_digest(key.encode()) for key in config.api_key]
@@ -72,12 +72,12 @@ class Door:
             await self._inner(scope, receive, send)
         finally:
             self._num_inside -= 1
-            self._tell_if_drained()
+            self._end_drain_if_empty()
 
     def drain(self) -> None:
         """Refuses every new request from here on."""
         self._draining = True
-        self._tell_if_drained()
+        self._end_drain_if_empty()
 
     def give_up(self) -> None:
         """Makes `drained` return, although requests are still under way."""
@@ -87,7 +87,7 @@ class Door:
         """Returns when all requests from before `drain` are answered, or after `give_up`."""
         await self._drained.wait()
 
-    def _tell_if_drained(self) -> None:
+    def _end_drain_if_empty(self) -> None:
         if self._draining and not self._num_inside:
             self._drained.set()
 
@@ -108,8 +108,8 @@ class Door:
             self._hosts.check(scope)
 
     def _check_room(self, scope: Scope) -> None:
-        """Raises UnavailableError. Probes are answered all the same: a supervisor that kills a busy
-        server loses its answers."""
+        """Raises UnavailableError. Probes are always answered, because a supervisor might kill a
+        server that does not answer them, and all its answers would be lost."""
         policy: Policy = scope[POLICY]
         if policy.ignores_load:
             return
@@ -139,7 +139,7 @@ def log_access(config: ServeConfig) -> None:
 
 def _check_tokens(scope: Scope, keys: Collection[bytes], kind: str) -> None:
     """Raises StatusError 401 unless the request carries one of the keys."""
-    # A list, so that all are compared and the time reveals nothing.
+    # A list, so that all keys are compared and the time reveals nothing.
     if any([_is_one_of(token, keys) for token in _tokens(scope)]):
         return
     raise StatusError(
@@ -166,7 +166,8 @@ def _check_framing(scope: Scope) -> None:
 
 
 def _digest(key: bytes) -> bytes:
-    """The hash of a key. All have one length, so comparing reveals nothing, not even the length."""
+    """The hash of a key. All hashes have the same length, so comparing them does not even reveal
+    the length of a key."""
     return hashlib.sha256(key).digest()
 
 
@@ -177,7 +178,8 @@ def _is_one_of(token: bytes, keys: Collection[bytes]) -> bool:
 
 
 def _tokens(scope: Scope) -> list[bytes]:
-    """OpenAI's bearer token and Anthropic's key. A header that is given twice does not count."""
+    """The bearer token and the value of X-Api-Key, empty if missing. A header that is given twice
+    does not count."""
     given = [
         [value for name, value in scope["headers"] if name == wanted]
         for wanted in (b"authorization", b"x-api-key")

@@ -62,9 +62,9 @@ class Guard:
             scope["path"],
             client=client[0] if client else None,
         )
-        if record.method == "POST":  # All that asks the model does.
+        if record.method == "POST":  # The method of all calls that use the model.
             record.model = self._limits.model_name
-        policy = self._policies.of(record.path)
+        policy = self._policies.policy(record.path)
         scope[RECORD] = record
         scope[LIMITS] = self._limits
         scope[PACE] = self._pace
@@ -84,7 +84,7 @@ class Guard:
             await self._inner(scope, receive, watched)
         except Exception:
             record.status, record.finish_reason = 500, "error"
-            # On one line: what an exception says may be a client's words.
+            # On one line, because an exception may quote a client's text.
             trace = json.dumps(traceback.format_exc())
             _logger.error("request=%s event=bug trace=%s", record.request, trace)
         finally:
@@ -95,7 +95,7 @@ class Guard:
             record.status = CLIENT_LEFT
         endpoint = record.path if record.path in self._paths else "other"
         self._metrics.request(endpoint, record.status)
-        # Polling a cluster that starts must not fill the log.
+        # Probes of a cluster that is starting must not fill the log.
         quiet = policy.access is Access.OPEN and record.status in (200, 304, 503)
         _logger.log(logging.DEBUG if quiet else logging.INFO, "%s", record.line())
 
@@ -131,7 +131,7 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
 
 
 async def read_parts(scope: Scope, receive: Receive) -> Parts:
-    """The body as it came: joining megabytes would stop the event loop.
+    """The body in the parts that arrived, because joining megabytes would block the event loop.
 
     Raises StatusError: before reading, 415 for another type than JSON and 413 for an announced size
     over the limit; later 408 for a slow body.
@@ -185,7 +185,7 @@ def _too_large(max_bytes: int) -> StatusError:
 
 
 async def unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:
-    """The result of work, which is cancelled if the client leaves before it is there."""
+    """The result of work. If the client leaves first, work is cancelled and StatusError raised."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_gone(receive))
     try:

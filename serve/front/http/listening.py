@@ -17,7 +17,7 @@ def bind(host: str, port: int) -> socket.socket:
         listening = socket.socket(family, kind, protocol)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
-        # Immediately: of two sockets that are only bound to a port, neither gets an error.
+        # At once: two sockets can be bound to the same port without an error until one listens.
         listening.listen(BACKLOG)
         listening.setblocking(False)
     except (OSError, UnicodeError) as error:

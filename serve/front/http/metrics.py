@@ -17,10 +17,13 @@ from prometheus_client.registry import Collector
 _FIRST_TOKEN_SECONDS = (0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
 _TOKEN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)
 _REQUEST_SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480)
+_BUSY = ("brigade_stage_busy_seconds", "Seconds that a stage computed")
+_HOPS = ("brigade_hop_seconds", "Time from a hop's header to its tensors")
 
 
 class Metrics:
-    """pipeline gives what /admin/pipeline says whenever the numbers are read."""
+    """The counters and histograms of the server. pipeline returns what /admin/pipeline shows; it is
+    called whenever the metrics are read."""
 
     def __init__(self, pipeline: Callable[[], dict[str, Any]]) -> None:
         self._registry = registry = CollectorRegistry()
@@ -71,7 +74,8 @@ class Metrics:
         self._request.observe(seconds)
 
     def request(self, endpoint: str, status: int) -> None:
-        """status is HTTP's, or 499 for a client that left. endpoint is one of few."""
+        """Counts a request. status is the HTTP status, or 499 if the client left. endpoint is a
+        path of this server or `other`, so that clients cannot add metrics."""
         self._requests.labels(endpoint=endpoint, status=str(status)).inc()
 
     def totals(self) -> dict[str, float]:
@@ -106,14 +110,17 @@ class _Pipeline(Collector):
 
     def collect(self) -> Iterator[Metric]:
         state = self._pipeline()
-        for name, meaning in (("running", "being generated"), ("waiting", "in the queue")):
-            # A request may want several.
-            metric, meaning = f"brigade_num_requests_{name}", f"Answers {meaning}"
-            yield GaugeMetricFamily(metric, meaning, value=state[f"num_{name}"])
-        yield from _of_stages(state["stages"])
-        yield from _of_adapters(state["adapters"])
-        yield from _of_drafts(state["drafts"])
-        yield from _of_prefixes(state["prefix_cache"])
+        # These count answers: a request may ask for several.
+        yield GaugeMetricFamily(
+            "brigade_num_requests_running", "Answers being generated", value=state["num_running"]
+        )
+        yield GaugeMetricFamily(
+            "brigade_num_requests_waiting", "Answers in the queue", value=state["num_waiting"]
+        )
+        yield from _stage_families(state["stages"])
+        yield from _adapter_families(state["adapters"])
+        yield from _draft_families(state["drafts"])
+        yield from _prefix_families(state["prefix_cache"])
         yield CounterMetricFamily(
             "brigade_restarts", "Restarts of the engines after faults", value=state["num_restarts"]
         )
@@ -124,7 +131,7 @@ class _Pipeline(Collector):
         )
 
 
-def _of_stages(stages: list[dict[str, Any]]) -> Iterator[Metric]:
+def _stage_families(stages: list[dict[str, Any]]) -> Iterator[Metric]:
     """The metrics of each stage; a value that is not known is left out."""
     for key, family in (
         ("bytes_owned", _gauge("owned_bytes", "Bytes of weights that a stage has")),
@@ -144,7 +151,7 @@ def _of_stages(stages: list[dict[str, Any]]) -> Iterator[Metric]:
     yield hops
 
 
-def _of_adapters(counted: dict[str, Any]) -> Iterator[Metric]:
+def _adapter_families(counted: dict[str, Any]) -> Iterator[Metric]:
     requests = CounterMetricFamily(
         "brigade_adapter_requests", "Requests for a LoRA adapter", labels=["adapter"]
     )
@@ -162,7 +169,7 @@ def _of_adapters(counted: dict[str, Any]) -> Iterator[Metric]:
     )
 
 
-def _of_drafts(drafts: dict[str, dict[str, int]]) -> Iterator[Metric]:
+def _draft_families(drafts: dict[str, dict[str, int]]) -> Iterator[Metric]:
     for key, name, meaning in (
         ("drafted", "draft_tokens", "Guesses of tokens that were verified"),
         ("accepted", "accepted_draft_tokens", "Guesses of tokens that were right"),
@@ -173,7 +180,7 @@ def _of_drafts(drafts: dict[str, dict[str, int]]) -> Iterator[Metric]:
         yield family
 
 
-def _of_prefixes(cache: dict[str, Any]) -> Iterator[Metric]:
+def _prefix_families(cache: dict[str, Any]) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "brigade_prefix_cache_reuses",
         "Sequences that began with a cached prefix",
@@ -202,10 +209,6 @@ def _of_prefixes(cache: dict[str, Any]) -> Iterator[Metric]:
         "Bytes of cached prefixes on all stages",
         value=cache["num_bytes"],
     )
-
-
-_BUSY = ("brigade_stage_busy_seconds", "Seconds that a stage computed")
-_HOPS = ("brigade_hop_seconds", "Time from a hop's header to its tensors")
 
 
 def _gauge(name: str, meaning: str) -> Any:

@@ -30,13 +30,25 @@ _REASONS = {
 _RETRY = {"Retry-After": {"required": True, "schema": {"type": "integer"}}}
 _WITH_BODY = {400, 408, 413, 415}
 
+_KEYS = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+}
+_ERRORS = {
+    Dialect.OPENAI: ErrorReply,
+    Dialect.ANTHROPIC: AnthropicErrorReply,
+    Dialect.OLLAMA: OllamaErrorReply,
+}
+
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
+Schemas = Mapping[Any, JsonSchemaValue]
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """body and reply are types; None means no body, or a reply that is text. chunk is the type of a
-    stream's events. errors are statuses beside those that follow from the rest."""
+    """What a call takes and returns. body and reply are types; None means no body, or a reply that
+    is text. chunk is the type of a stream's events. errors are the statuses of this call's errors,
+    without those that follow from the other fields."""
 
     body: Any = None
     reply: Any = None
@@ -48,8 +60,18 @@ class Call:
 
     @property
     def error(self) -> Any:
-        errors = {Dialect.ANTHROPIC: AnthropicErrorReply, Dialect.OLLAMA: OllamaErrorReply}
-        return errors.get(self.policy.dialect, ErrorReply)
+        return _ERRORS[self.policy.dialect]
+
+    @property
+    def types(self) -> set[Any]:
+        """The types whose schemas describe the call."""
+        return {self.body, self.reply, self.chunk, self.error} - {None}
+
+    @property
+    def statuses(self) -> list[int]:
+        """The statuses of all errors that the call may return."""
+        of_body = _WITH_BODY if self.body else set()
+        return sorted(self.errors | of_body | {401, 403, 503})
 
 
 def endpoint(*errors: int, **fields: Any) -> Callable[[Endpoint], Endpoint]:
@@ -63,50 +85,57 @@ def endpoint(*errors: int, **fields: Any) -> Callable[[Endpoint], Endpoint]:
 
 
 def summaries(routes: Iterable[Route]) -> dict[str, str]:
-    """One line for each call, such as `GET /ready`."""
+    """The first line of each call's docstring, by its method and path, such as `GET /ready`."""
     return {
-        f"{method} {re.sub(r':[a-z]+}', '}', route.path)}": _summary(route)
+        f"{method} {_template(route)}": _summary(route)
         for route in routes
-        for method in sorted(set(route.methods or ()) - {"HEAD"})
+        for method in _methods(route)
     }
+
+
+def _methods(route: Route) -> list[str]:
+    return sorted(set(route.methods or ()) - {"HEAD"})
+
+
+def _template(route: Route) -> str:
+    """The path of a route without the types of its parameters."""
+    return re.sub(r":\w+}", "}", route.path)
 
 
 def _summary(route: Route) -> str:
-    return (route.endpoint.__doc__ or "").strip().partition("\n")[0]
+    docstring = (route.endpoint.__doc__ or "").strip()
+    return docstring.partition("\n")[0]
+
+
+def _call(route: Route) -> Call:
+    call: Call = route.endpoint.call  # type: ignore[attr-defined]
+    return call
 
 
 def document(routes: Iterable[Route], version: str) -> Json:
-    calls = [
-        (route, method.lower(), route.endpoint.call)  # type: ignore[attr-defined]
-        for route in routes
-        for method in sorted(set(route.methods or ()) - {"HEAD"})
-    ]
-    types = {
-        kind for *_, c in calls for kind in (c.body, c.reply, c.chunk, c.error) if kind is not None
-    }
+    """The OpenAPI document of the routes."""
+    routes = list(routes)
+    types: set[Any] = set()
+    for route in routes:
+        types |= _call(route).types
     schemas, components = _schemas(list(types))
     paths: Json = {}
-    for route, method, call in calls:
-        path = re.sub(r":\w+}", "}", route.path)
-        paths.setdefault(path, {})[method] = _operation(route, method, call, schemas)
+    for route in routes:
+        operations = paths.setdefault(_template(route), {})
+        for method in _methods(route):
+            operations[method.lower()] = _operation(route, method.lower(), schemas)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Brigade", "version": version},
         "security": [{}, {"bearer": []}, {"key": []}],
         "paths": paths,
-        "components": {
-            "schemas": components,
-            "securitySchemes": {
-                "bearer": {"type": "http", "scheme": "bearer"},
-                "key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
-            },
-        },
+        "components": {"schemas": components, "securitySchemes": _KEYS},
     }
 
 
 def _schemas(types: list[Any]) -> tuple[dict[Any, JsonSchemaValue], Json]:
-    """The schema of each type, and the schemas that these refer to. An object allows no other
-    fields unless its schema says so."""
+    """The schema of each type, and the schemas that these refer to. An object allows no further
+    fields unless its schema says otherwise."""
     found, whole = TypeAdapter.json_schemas(
         [(kind, "validation", TypeAdapter(kind)) for kind in types],
         ref_template="#/components/schemas/{model}",
@@ -118,45 +147,77 @@ def _schemas(types: list[Any]) -> tuple[dict[Any, JsonSchemaValue], Json]:
     return {kind: schema for (kind, _), schema in found.items()}, components
 
 
-def _operation(route: Route, method: str, call: Call, schemas: dict[Any, JsonSchemaValue]) -> Json:
+def _operation(route: Route, method: str, schemas: Schemas) -> Json:
+    call = _call(route)
+    responses = {str(call.status): _reply(call, schemas)}
+    for status in call.statuses:
+        responses[str(status)] = _error(status, schemas[call.error])
     operation: Json = {
         "operationId": f"{method}_{route.endpoint.__name__}",
         "summary": _summary(route),
-        "responses": {str(call.status): _reply(call, schemas)},
+        "responses": responses,
     }
-    named = re.findall(r"{(\w+)", route.path)
-    parameters = [
-        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        for name in named
-    ]
-    for name, schema in (call.query or {}).items():
-        parameters.append({"name": name, "in": "query", "required": False, "schema": schema})
+    parameters = _parameters(route, call)
     if parameters:
         operation["parameters"] = parameters
     if call.body is not None:
-        content = {"application/json": {"schema": schemas[call.body]}}
+        content = _json_content(schemas[call.body])
         operation["requestBody"] = {"required": True, "content": content}
-    for status in sorted(call.errors | (_WITH_BODY if call.body else set()) | {401, 403, 503}):
-        content = {"application/json": {"schema": schemas[call.error]}}
-        error: Json = {"description": _REASONS[status], "content": content}
-        operation["responses"][str(status)] = error
-        if status in (429, 503):
-            error["headers"] = _RETRY
     return operation
 
 
-def _reply(call: Call, schemas: dict[Any, JsonSchemaValue]) -> Json:
+def _parameters(route: Route, call: Call) -> list[Json]:
+    """The parameters of a call in its path and its query."""
+    parameters: list[Json] = []
+    for name in re.findall(r"{(\w+)", route.path):
+        parameters.append(
+            {
+                "name": name,
+                "in": "path",
+                "required": True,
+                "schema": {"type": "string"},
+            }
+        )
+    for name, schema in (call.query or {}).items():
+        parameters.append(
+            {
+                "name": name,
+                "in": "query",
+                "required": False,
+                "schema": schema,
+            }
+        )
+    return parameters
+
+
+def _error(status: int, schema: JsonSchemaValue) -> Json:
+    error: Json = {"description": _REASONS[status], "content": _json_content(schema)}
+    if status in (429, 503):
+        error["headers"] = _RETRY
+    return error
+
+
+def _reply(call: Call, schemas: Schemas) -> Json:
     content: Json = {"text/plain": {"schema": {"type": "string"}}}
     if call.reply is not None:
-        content = {"application/json": {"schema": schemas[call.reply]}}
+        content = _json_content(schemas[call.reply])
     if call.chunk is not None:
-        data = {"contentMediaType": "application/json", "contentSchema": schemas[call.chunk]}
-        events = "Data of events: chunks, perhaps an error, then [DONE]."
-        schema, data_of_event = (
-            {"type": "string", "description": events},
-            [data, {"const": "[DONE]"}],
-        )
-        if call.chunk is Json:  # Events with types of their own, of which one is the last.
-            schema["description"], data_of_event = "Data of events.", [data]
-        content["text/event-stream"] = {"schema": schema, "x-event": {"anyOf": data_of_event}}
+        content["text/event-stream"] = _stream(call, schemas[call.chunk])
     return {"description": "The answer.", "content": content}
+
+
+def _stream(call: Call, chunk: JsonSchemaValue) -> Json:
+    """The description of a stream; OpenAPI has no field for the data of its events."""
+    data: Json = {"contentMediaType": "application/json", "contentSchema": chunk}
+    if call.chunk is Json:  # Events with types of their own; the last type ends the stream.
+        description = "Data of events."
+        event = [data]
+    else:
+        description = "Data of events: chunks, perhaps an error, then [DONE]."
+        event = [data, {"const": "[DONE]"}]
+    schema = {"type": "string", "description": description}
+    return {"schema": schema, "x-event": {"anyOf": event}}
+
+
+def _json_content(schema: JsonSchemaValue) -> Json:
+    return {"application/json": {"schema": schema}}

@@ -16,8 +16,8 @@ from serve.front.http.replies import StatusError
 _AUTHORITY = re.compile(r"(?P<host>\[[0-9a-f:.]+(%[\w.]+)?\]|[\w.-]+)(:\d{0,5})?", re.ASCII)
 _MAX_SHOWN_CHARACTERS = 100
 _SAME_PAGE = {b"same-origin", b"none"}
-# Headers that proxies, load balancers and tunnels add: words in their names, and how those of
-# some makers begin.
+# Headers that proxies, load balancers and tunnels add, recognised by a word in the name, by the
+# whole name, or by the prefix of a product.
 _FORWARDING = re.compile(
     r".*(forward|proxy|gateway|tunnel|backend|surrogate|varnish"
     r"|client-?ip|real-?ip|remote-?(ip|addr)|ssl-client|rewrite-url|coming-from|host-override).*"
@@ -45,8 +45,8 @@ class Hosts:
             self._names.update(own_names(socket.gethostname()))
 
     def check(self, scope: Scope) -> None:
-        """Raises StatusError 403. Without a Host, which no browser leaves out, there was no name
-        to be misled by."""
+        """Raises StatusError 403 if Host names another server. A request without Host is allowed:
+        DNS rebinding needs a browser, and browsers always send one."""
         named = _values(scope, b"host")
         if self._allows_all or not named:
             return
@@ -68,14 +68,14 @@ class Hosts:
 
 
 def own_names(host_name: str) -> set[str]:
-    """A host's name as it says it, without its domain, and as multicast DNS says it."""
+    """The name of a host as it is given, without its domain, and as in multicast DNS."""
     short = host_name.lower().partition(".")[0]
     return {host_name.lower(), short, f"{short}.local"} if short else set()
 
 
 def check_local(scope: Scope) -> None:
     """Raises StatusError 403 unless a process on this host sent the request directly: over
-    loopback, to a loopback name, with no trace of a proxy or of another web page."""
+    loopback, to a loopback name, with no sign of a proxy or of another site's web page."""
     client = scope.get("client")
     is_here = client is not None and _is_loopback(client[0])
     if not (is_here and _names_loopback(scope) and not _was_forwarded(scope)):
@@ -99,8 +99,8 @@ def is_loopback_name(host: str) -> bool:
 
 
 def _names_loopback(scope: Scope) -> bool:
-    """Whether the one Host is a loopback name, and the page that asks, if any, is of this very
-    server."""
+    """Whether the only Host is a loopback name, and the request comes from no other site's web
+    page."""
     hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
     if len(hosts) != 1 or len(origins) > 1:
         return False

@@ -1,4 +1,4 @@
-"""The files of the web page, with the headers that keep it from doing anything else."""
+"""The files of the web page, and the headers that limit what it may do."""
 
 import gzip
 import hashlib
@@ -31,8 +31,7 @@ HEADERS = {
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    # A browser asks each time whether the file has changed: a new version is never mixed with files
-    # of the one before.
+    # A browser asks each time whether the file has changed, so it never mixes two versions.
     "cache-control": "no-cache",
     "vary": "accept, accept-encoding",
 }
@@ -40,7 +39,7 @@ HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class PageFile:
-    """A file as it is sent."""
+    """A file of the page, in the two forms in which it is sent."""
 
     data: bytes
     compressed: bytes
@@ -50,14 +49,14 @@ class PageFile:
 
 @cache
 def names() -> frozenset[str]:
-    """The paths of all files below the root."""
+    """The paths of all files that browsers may fetch, relative to the root."""
     files = (path for path in ROOT.rglob("*") if path.suffix in _TYPES)
     return frozenset(path.relative_to(ROOT).as_posix() for path in files)
 
 
 @cache
 def page_file(name: str) -> PageFile | None:
-    """The file of this name; None if there is none. A client cannot name other files."""
+    """The file with this name, or None if there is none. A client cannot name other files."""
     if name not in names():
         return None
     data = (ROOT / name).read_bytes()

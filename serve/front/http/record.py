@@ -12,12 +12,12 @@ from serve.core.errors import BrigadeError, RequestError
 _PLAIN = re.compile(r"[\w./:@+-]+", re.ASCII)
 # A part of a path: clients resolve "." and ".." in it, and could not name such a request.
 _REQUEST_ID = re.compile(r"(?!\.{1,2}\Z)[\w.:@+-]{1,128}", re.ASCII)
-_MOST_PATH_CHARACTERS = 200
+_MAX_PATH_CHARACTERS = 200
 _MAX_NAME_CHARACTERS = 150
 _MAX_REASON_CHARACTERS = 300
-_MAX_MESSAGE_CHARACTERS = 3000  # of an error's message: what is behind them is not looked at
+_MAX_MESSAGE_CHARACTERS = 3000  # of an error's message; the rest is dropped before the search below
 # One character of a quotation, as repr and JSON escape it. A backslash matches in one way only, and
-# what was matched is kept: a client's text must not make the search for the closing mark slow.
+# the quantifier is possessive, so no client's text makes the search for the closing mark slow.
 _CHARACTER = r"(?:\\.|(?!(?P=mark))[^\\])"
 _LONG_QUOTE = re.compile(
     rf"""(?P<mark>['"])(?P<start>{_CHARACTER}{{40}}+){_CHARACTER}++(?P=mark)"""
@@ -26,7 +26,8 @@ _LONG_QUOTE = re.compile(
 
 @dataclass(slots=True)
 class Record:
-    """Filled in by whoever knows. Clocks are time.perf_counter's."""
+    """The facts about a request that its log line shows; None if unknown. started is a time of
+    time.perf_counter."""
 
     request: str
     method: str
@@ -45,12 +46,12 @@ class Record:
     reason: str | None = None
 
     def fail(self, error: BrigadeError) -> None:
-        """Notes why the request failed. What a client wrote may be private, so long quotations
-        are cut, and what was told to the client alone is left out."""
+        """Notes why the request failed. A client's text may be private, so long quotations are
+        cut, and details that are for the client only are left out."""
         if error.http_status == BrigadeError.http_status:
-            return  # A fault of our own has a line with its trace.
-        told = error.logged if isinstance(error, RequestError) else str(error)
-        text = told[:_MAX_MESSAGE_CHARACTERS].rstrip(":")
+            return  # An internal error has a log line with its traceback.
+        message = error.logged if isinstance(error, RequestError) else str(error)
+        text = message[:_MAX_MESSAGE_CHARACTERS].rstrip(":")
         cut = _LONG_QUOTE.sub(r"\g<mark>\g<start>...\g<mark>", text)
         self.reason = cut[:_MAX_REASON_CHARACTERS]
 
@@ -58,12 +59,12 @@ class Record:
         return time.perf_counter() - self.started
 
     def line(self) -> str:
-        """key=value, unknown ones left out. Nothing in it can begin a line of its own."""
+        """The log line, as key=value without unknown values. No value can contain a line break."""
         pairs = {
             "request": self.request,
             "client": self.client,
             "method": self.method,
-            "path": self.path[:_MOST_PATH_CHARACTERS],
+            "path": self.path[:_MAX_PATH_CHARACTERS],
             "status": self.status,
             "model": self.model and self.model[:_MAX_NAME_CHARACTERS],
             "adapter": self.adapter and self.adapter[:_MAX_NAME_CHARACTERS],

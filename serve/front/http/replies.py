@@ -16,7 +16,7 @@ from serve.front.http.schemas import AnthropicError, AnthropicErrorReply, ErrorR
 
 Json = dict[str, Any]
 
-_SLICE = 64
+_SLICE = 64  # items of a list that are encoded at a time
 
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -34,8 +34,8 @@ def encode(body: Mapping[str, Any] | Sequence[Any]) -> bytes:
 
 
 def encode_in_slices(body: Mapping[str, Any]) -> bytes:
-    """Encodes a long reply in a thread, with the result of `encode`. json holds Python's lock until
-    it is done, so it encodes a part at a time."""
+    """Encodes a long reply in a thread, with the same result as `encode`. It encodes a part at a
+    time, because json holds Python's lock for the whole of a call."""
     return "".join(_slices(body)).encode()
 
 
@@ -83,7 +83,7 @@ def json_line(event: Mapping[str, Any]) -> bytes:
 
 
 class StatusError(RequestError):
-    """An error of HTTP itself, such as 405 or 413. 499 means that the client left."""
+    """An error that HTTP itself defines, such as 405 or 413. 499 means that the client left."""
 
     def __init__(
         self, status: int, message: str, headers: Mapping[str, str] = {}, code: str | None = None
@@ -146,8 +146,8 @@ def ignored_fields(names: Sequence[str]) -> dict[str, str]:
 
 
 def listed(header: str, names: Sequence[str]) -> dict[str, str]:
-    """A header that lists names, percent-encoded so that none escapes it. `...` stands for those
-    that do not fit. There is no header without names."""
+    """A header that lists names; `...` replaces those that do not fit, and without names there is
+    no header. The names are percent-encoded, because some of them are a client's text."""
     shown: list[str] = []
     left = MAX_IGNORED_CHARACTERS
     for name in names:

@@ -6,8 +6,8 @@ from typing_extensions import TypedDict
 
 
 class RunningRequest(TypedDict):
-    """A request that runs or waits. state is that of the sequence that is furthest. sequences are
-    their ids in the steps of the engines."""
+    """A request that runs or waits. state is the state of its most advanced sequence. sequences
+    are the ids of its sequences in the steps of the engines."""
 
     id: str
     client: str | None
@@ -146,7 +146,7 @@ class ToolCall(TypedDict):
 
 
 class Delta(TypedDict, total=False):
-    """A message, or a part of one."""
+    """A message, or the part of a message that a chunk adds."""
 
     role: Literal["assistant"]
     content: str | None
@@ -220,7 +220,8 @@ class ChatChunk(_Reply):
 
 
 class CompletionReply(_Reply):
-    """A completion, or a chunk of its stream: there usage is null except in the last chunk."""
+    """A completion, or a chunk of its stream. In a stream, usage is null except in the last
+    chunk."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]

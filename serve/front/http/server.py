@@ -22,10 +22,10 @@ from serve.front.http.record import Record, request_id
 BACKLOG = 2048
 LINGER_SECONDS = 10.0
 SEND_SECONDS = 60.0
-HALF_CLOSED = "half_closed"  # in a request's state: an event
+HALF_CLOSED = "half_closed"  # the key of an event in a request's state
 _PROBE_SECONDS = 0.1
 _MAX_PROBE_SECONDS = 5.0
-# A read of this size is parsed in one go, and no other client is served meanwhile.
+# While a read is parsed, no other client is served.
 MAX_READ_BYTES = 16 << 10
 # A body that was refused is dropped in larger reads with pauses, to spare the event loop.
 MAX_DISCARDED_BYTES = 128 << 10  # in one read
@@ -34,10 +34,10 @@ MAX_HEADERS = 256
 _HEADER_TOO_LARGE = 431
 _MAX_REASON_CHARACTERS = 200
 _TLS_HANDSHAKE = b"\x16\x03"
-# Each chunk of a body costs as much as kilobytes of it do.
+# A chunk of a body takes as long to parse as some kilobytes.
 MAX_FREE_CHUNKS = 1024
 MIN_CHUNK_BYTES = 64  # on average, of those after them
-# In these seconds a client has to take so much of what waits for it, and so large a share.
+# A client must read this many bytes, and this share, of its waiting output in SEND_SECONDS.
 MIN_SENT_BYTES = 4096
 MIN_SENT_SHARE = 0.1
 _CANCEL_SECONDS = 2  # for what still runs after the drain
@@ -49,7 +49,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Config(uvicorn.Config):
-    """uvicorn's, with limits that it does not have."""
+    """uvicorn's configuration, with Brigade's limits."""
 
     def __init__(self, app: Application, limits: ServeConfig) -> None:
         super().__init__(
@@ -76,7 +76,8 @@ class TooManyError(h11.RemoteProtocolError):
 
 
 class Connection(h11.Connection):
-    """h11's, with bounds on what costs time for each header line and for each chunk of a body."""
+    """h11's connection, with bounds on the number of headers and of chunks, because each of them
+    takes time to parse."""
 
     _num_chunks = 0
     _num_bytes = 0
@@ -106,20 +107,20 @@ class Connection(h11.Connection):
 
 
 class Protocol(H11Protocol):
-    """One connection. A deadline runs while its client owes a header or, after an early
-    answer, the rest of a body that nobody reads any more. Another one runs while it has not
-    taken all that was sent: a transport that is closed waits for that, forever.
+    """One connection. One deadline runs while its client has to send a header or, after an early
+    answer, the rest of a body that is dropped. Another one runs while output waits to be sent,
+    because a transport that is being closed would wait for that forever.
 
-    A client that closes its sending side after a request looks like one that has left, until
-    something is written to it: one that has left answers with a reset, and the write after
-    that fails. So such a client is written to until its answer is complete."""
+    A client that closes its sending side after a request looks like one that has left. They differ
+    when something is written: the machine of a client that has left answers with a reset, and the
+    next write fails. So the server writes to such a client until its answer is complete."""
 
     config: Config
     _probing: asyncio.TimerHandle | None = None
     _deadline: asyncio.TimerHandle | None = None
-    _is_refused = False  # What still comes is not read.
-    _is_tls = False  # The bytes that came last begin as https:// does.
-    _owed: object = None  # of their states in h11, the one with the deadline
+    _is_refused = False  # Further input is dropped.
+    _is_tls = False  # The latest input begins like a TLS handshake.
+    _watched_state: object = None  # the client's state in h11 to which the deadline belongs
     _sending: asyncio.TimerHandle | None = None
     _pausing: asyncio.TimerHandle | None = None
 
@@ -130,7 +131,7 @@ class Protocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._set_max_read(MAX_READ_BYTES)
-        # Of whatever is not taken at once, pause_writing tells.
+        # With this limit, pause_writing is called as soon as any output has to wait.
         transport.set_write_buffer_limits(0)
         self._half_closed = asyncio.Event()
         self.app_state = {"connections": self.connections, HALF_CLOSED: self._half_closed}
@@ -152,7 +153,7 @@ class Protocol(H11Protocol):
             self._pausing = self.loop.call_later(DISCARD_PAUSE_SECONDS, resume)
 
     def _set_max_read(self, num_bytes: int) -> None:
-        # asyncio's selector transports read so much at once.
+        # The largest read of asyncio's selector transports.
         self.transport.max_size = num_bytes  # type: ignore[attr-defined]
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -183,8 +184,8 @@ class Protocol(H11Protocol):
         return is_whole and self.cycle is not None and not self.cycle.response_complete
 
     def _probe(self, intervals: Iterator[float]) -> None:
-        """Before an answer begins, an interim response is all that HTTP lets a server write, and
-        HTTP/1.0 does not have even that. Streams write comments when they see half_closed."""
+        """Writes to a client that may have left. Before an answer begins, HTTP allows interim
+        responses only, and HTTP/1.0 does not have these. Streams write comments themselves."""
         if not self._owes_answer() or self.cycle.response_started:
             return
         if self.conn.their_http_version != b"1.1":
@@ -211,13 +212,13 @@ class Protocol(H11Protocol):
         self._sending = self.loop.call_later(SEND_SECONDS, self._check_progress, left)
 
     def _check_progress(self, num_before: int) -> None:
-        """Gives a client up that took too little since so many bytes were left. Nothing is
-        written meanwhile: what is taken is missing in the buffer."""
-        taken = num_before - self.transport.get_write_buffer_size()
-        if taken >= max(MIN_SENT_BYTES, MIN_SENT_SHARE * num_before):
+        """Disconnects a client that has read too little since num_before bytes waited for it.
+        Meanwhile nothing was added to them, so the buffer shows what it has read."""
+        num_read = num_before - self.transport.get_write_buffer_size()
+        if num_read >= max(MIN_SENT_BYTES, MIN_SENT_SHARE * num_before):
             self._expect_progress()
             return
-        _logger.warning("event=slow_client bytes=%d seconds=%g", max(0, taken), SEND_SECONDS)
+        _logger.warning("event=slow_client bytes=%d seconds=%g", max(0, num_read), SEND_SECONDS)
         self.transport.abort()
 
     def _stop_sending(self) -> None:
@@ -225,7 +226,8 @@ class Protocol(H11Protocol):
             self._sending.cancel()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuses input that is not HTTP or has too many parts. h11 says which status fits."""
+        """Refuses input that is not HTTP or has too many parts, with the status that h11
+        suggests."""
         error = sys.exc_info()[1]
         status = getattr(error, "error_status_hint", 400)
         self._refuse(replies.StatusError(status, self._objection(status, error or msg)))
@@ -241,9 +243,9 @@ class Protocol(H11Protocol):
         return f"The request is not valid HTTP: {str(error)[:_MAX_REASON_CHARACTERS]}."
 
     def _watch(self) -> None:
-        if self.conn.their_state is not self._owed:
+        if self.conn.their_state is not self._watched_state:
             self._clear()
-        self._owed = self.conn.their_state
+        self._watched_state = self.conn.their_state
         if self.conn.their_state is h11.IDLE:
             self._arm(self.config.limits.header_timeout)
         elif self._is_discarding():
@@ -291,8 +293,8 @@ class Protocol(H11Protocol):
         self._hang_up()
 
     def _hang_up(self) -> None:
-        """Closed at once, with something unread, the connection would be reset, and the client
-        might not get what was written."""
+        """Closes the sending side and drops further input. If the connection were closed with
+        unread input, it would be reset, and the client might not get the answer."""
         self._is_refused = True
         self._clear()
         self._arm(LINGER_SECONDS)
@@ -304,8 +306,8 @@ class Protocol(H11Protocol):
 
 
 def probe_intervals() -> Iterator[float]:
-    """Seconds between writes to a client that may have left. The second write detects it;
-    those after that are for clients that leave later."""
+    """Seconds between writes to a client that may have left. If it has left, the second write
+    fails; the later ones find clients that leave later."""
     seconds = _PROBE_SECONDS
     while True:
         yield seconds
@@ -313,20 +315,20 @@ def probe_intervals() -> Iterator[float]:
 
 
 class QuietServer(uvicorn.Server):
-    """uvicorn's, which leaves signals to whoever runs it."""
+    """uvicorn's server without handlers of signals."""
 
     def __init__(self, app: Application, limits: ServeConfig) -> None:
         super().__init__(Config(app, limits))
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Captures nothing."""
+        """Leaves the handlers of signals as they are."""
         yield
 
 
 class Server(uvicorn.Server):
-    """drain is called at the first signal. It has should_exit set when nothing runs any more,
-    and until then whoever comes is told so, and not met by a closed port."""
+    """uvicorn's server, which calls drain at the first signal. The port stays open until
+    should_exit is set, so that new clients get an answer with the reason."""
 
     def __init__(self, app: Application, limits: ServeConfig, drain: Callable[[], None]) -> None:
         super().__init__(Config(app, limits))
@@ -336,8 +338,9 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """uvicorn's own raises the signal once more at the end, which kills the process
-        before its ranks are told. So would another one that comes then: these stay."""
+        """Installs handlers that are never removed. uvicorn's own handlers raise the signal again
+        at the end, which would kill the process before it has stopped its ranks; so would another
+        signal after they are removed."""
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 asyncio.get_running_loop().add_signal_handler(number, self._stop, number)
@@ -351,7 +354,8 @@ class Server(uvicorn.Server):
 
 
 def _allow_files(wanted: int) -> None:
-    """A connection is a file, and systems allow a process as few as 256 unless it asks."""
+    """Raises the limit of open files, because each connection is one, and some systems allow a
+    process only 256 by default."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < allowed:

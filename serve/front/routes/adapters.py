@@ -16,7 +16,7 @@ from serve.front.http.openapi import endpoint
 from serve.front.pipeline.adapter_loader import AdapterLoader
 from serve.front.routes.stream import json_response
 
-# vLLM's calls, which are not answered while the server drains.
+# The policy of vLLM's calls, which are refused while the server drains.
 _ADMIN = Policy(access=Access.ADMIN)
 ADMIN = Policy(access=Access.ADMIN, ignores_load=True)
 
@@ -26,7 +26,7 @@ Parsed = TypeVar("Parsed", bound=Body)
 
 
 class LoadBody(Body):
-    """vLLM's. base_model_name is the model's or absent."""
+    """The body of vLLM's call. base_model_name is absent or the name of the model."""
 
     lora_name: Name
     lora_path: Path
@@ -35,14 +35,14 @@ class LoadBody(Body):
 
 
 class UnloadBody(Body):
-    """vLLM's; its lora_int_id says nothing that the name does not."""
+    """The body of vLLM's call. lora_int_id has no effect, because the name is enough."""
 
     lora_name: Name
     lora_int_id: int | None = None
 
 
 class ChangeBody(Body):
-    """default false makes the model itself the default again."""
+    """The changes to an adapter. With default false, the model itself becomes the default."""
 
     lora_name: Name
     pin: bool | None = None
@@ -73,7 +73,7 @@ class AdapterCalls:
 
     @endpoint(403, 404, 409, body=UnloadBody, policy=_ADMIN)
     async def unload(self, request: Request) -> Response:
-        """Takes an adapter's name away; its requests end with it."""
+        """Unloads an adapter; its running requests finish first."""
         missing = "'lora_name' needs to be provided to unload a LoRA adapter."
         body = await _read(request, UnloadBody, missing)
         await self._adapters.unload(body.lora_name)
@@ -94,7 +94,7 @@ class AdapterCalls:
 
 
 async def _read(request: Request, kind: type[Parsed], missing: str) -> Parsed:
-    """missing is what vLLM says when a name or path is."""
+    """The validated body. missing is vLLM's message for a body without a name or path."""
     fields = json_object(await guard.read_body(request.scope, request.receive))
     for name, field in kind.model_fields.items():
         if field.is_required() and fields.get(name) in (None, ""):

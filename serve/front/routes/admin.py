@@ -14,13 +14,14 @@ from serve.front.pipeline.interface import Engine
 from serve.front.routes.adapters import ADMIN
 from serve.front.routes.stream import json_response
 
-# Unknown paths below are treated as admin calls, too.
+# Unknown paths below this folder are admin calls, too.
 FOLDERS = {"/admin/": ADMIN}
 _MAX_SECONDS = 3600.0
 
 
 class AdminCalls:
-    """begin_drain takes the seconds that running answers get."""
+    """The calls of operators. begin_drain takes the number of seconds in which running answers may
+    finish."""
 
     def __init__(
         self, engine: Engine, drain_seconds: float, begin_drain: Callable[[float], None]

@@ -105,8 +105,8 @@ class Answering:
     async def read(
         self, request: Request, method: Callable[..., Read], *given: guard.Parts
     ) -> Read:
-        """The body of a request, read by this method of Reader. What the method takes may be given;
-        otherwise it is the request's own body."""
+        """Reads a request with a method of Reader. given are the arguments of the method; without
+        them, it gets the request's body."""
         held = list(given) or [await guard.read_parts(request.scope, request.receive)]
         client = self._keys.client_of(request.scope)
         try:
@@ -138,8 +138,8 @@ class Answering:
         return Conformance(parameters, job.format_schema, self._checker, in_turn)
 
     def _named(self, read: Any) -> Any:
-        """Puts the name of the model that the request means into what was read. Raises
-        NotFoundError: only the server knows which adapters there are."""
+        """Puts the name of the model that the request means into what was read. Readers cannot do
+        that, because they do not know the adapters. Raises NotFoundError."""
         meant = self._engine.adapters.registry.meant
         match read:
             case Job():
@@ -199,8 +199,8 @@ class Answering:
             raise RequestError(str(error), param="model") from error
 
     async def _with_grammar(self, request: Request, job: Job) -> tuple[Job, tuple[str, ...]]:
-        """The job with a grammar that can be followed, or with none, and what it does not hold:
-        keywords of schemas, or all of the tools'. Raises RequestError."""
+        """The job with a grammar that can be followed, or without one, and the keywords of schemas
+        that are not enforced; TOOLS stands for all of the tools' schemas. Raises RequestError."""
         if job.grammar is None:
             return job, job.left_out
         not_enforced = list(job.left_out)

@@ -24,7 +24,7 @@ _FRAMING = Framing(named_event, ping=_PING)
 _logger = logging.getLogger(__name__)
 
 _POLICY = Policy(dialect=Dialect.ANTHROPIC)
-# Errors of unknown paths below are in Anthropic's words, too.
+# Unknown paths below this folder get Anthropic's error objects, too.
 FOLDERS = {"/v1/messages/": _POLICY}
 
 
@@ -46,7 +46,7 @@ class MessageCalls:
         policy=_POLICY,
     )
     async def create(self, request: Request) -> Response:
-        """Answers a chat in Anthropic's words."""
+        """Answers a chat of Anthropic's API."""
         read = await self._answering.read(request, Reader.message)
         job = read.job
         answer, headers = await self._answering.begin(request, job)
@@ -62,5 +62,5 @@ class MessageCalls:
 
     @endpoint(*(404, 500), body=CountBody, reply=schemas.MessageTokens, policy=_POLICY)
     async def count(self, request: Request) -> Response:
-        """How many tokens a prompt has, of a chat in Anthropic's words."""
+        """Counts the tokens of a prompt of Anthropic's API."""
         return await self._answering.reply(request, Reader.count)

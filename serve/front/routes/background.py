@@ -1,5 +1,5 @@
-"""Responses that are generated in the background: they go on when their clients leave, and their
-events can be read again."""
+"""Responses that are generated in the background: they continue when their clients leave, and
+their events can be read again."""
 
 import asyncio
 import json
@@ -19,7 +19,8 @@ _logger = logging.getLogger(__name__)
 
 
 class Run:
-    """One response under way. events are encoded; the number of each is its index."""
+    """One response that is or was generated. events are encoded; the number of an event is its
+    index."""
 
     def __init__(self, answer: Answer, writer: ResponsesWriter) -> None:
         self._answer = answer
@@ -50,7 +51,7 @@ class Run:
         await asyncio.wait({self._task})
 
     async def read(self, start: int) -> AsyncIterator[bytes]:
-        """The events from this number on, as they come."""
+        """The events from this number on, as they are generated."""
         while True:
             is_done = self.is_done
             new = self.events[start:]
@@ -81,11 +82,12 @@ class Run:
     def _add(self, event: bytes) -> None:
         self.events.append(event)
         self._is_changed.set()
-        self._is_changed = asyncio.Event()  # Whoever comes later waits for the next change.
+        self._is_changed = asyncio.Event()  # Later readers wait for the next change.
 
 
 class Background:
-    """The runs under way, and those that ended last: their events are kept within bounds."""
+    """The running responses, and those that ended last. The events of ended ones are kept up to
+    max_num responses and max_bytes."""
 
     def __init__(self, max_num: int = MAX_KEPT, max_bytes: int = MAX_KEPT_BYTES) -> None:
         self._max_num, self._max_bytes = max_num, max_bytes

@@ -53,10 +53,10 @@ class ChatCalls:
 
     @endpoint(404, body=Tokenizable, reply=schemas.Tokenized)
     async def tokenize(self, request: Request) -> Response:
-        """Token ids of a text or of messages."""
+        """Returns the token ids of a text or of messages."""
         return await self._answering.reply(request, Reader.tokenize)
 
     @endpoint(404, body=DetokenizeBody, reply=schemas.Detokenized)
     async def detokenize(self, request: Request) -> Response:
-        """The text of token ids."""
+        """Returns the text of token ids."""
         return await self._answering.reply(request, Reader.detokenize)

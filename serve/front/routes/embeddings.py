@@ -22,7 +22,7 @@ class EmbeddingCalls:
 
     @endpoint(404, 429, 500, body=EmbeddingBody, reply=schemas.EmbeddingReply)
     async def embeddings(self, request: Request) -> Response:
-        """Returns a vector for each input, which says what the input is about."""
+        """Returns a vector for each input, which represents its meaning."""
         job = await self._answering.read(request, Reader.embedding)
         vectors, headers = await self._answering.embed(request, job)
         body = await asyncio.to_thread(encode, job, vectors)

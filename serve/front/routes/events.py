@@ -1,4 +1,4 @@
-"""The stream of the cluster's state over HTTP, and what it shows."""
+"""The stream of the cluster's state over HTTP, and the state that it sends."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,8 +23,8 @@ _WATCHING = Policy(access=Access.ADMIN, ignores_load=True, is_endless=True)
 
 
 class Observation:
-    """The state that watchers see. Its parts come one after the other while the server starts;
-    doing says in words what happens while there is no engine."""
+    """The state that watchers see. Its parts are set one after the other while the server starts;
+    doing says what happens while there is no engine."""
 
     def __init__(self, config: ServeConfig) -> None:
         self._config = config
@@ -35,7 +35,7 @@ class Observation:
         self.is_draining = False
 
     def sections(self) -> dict[str, Any]:
-        """The sections of the state, each of which is sent when it has changed."""
+        """The sections of the state by name. A section is sent whenever it has changed."""
         found: dict[str, Any] = {"server": self._server(), "cluster": self._cluster()}
         if self.engine is not None:
             pipeline = self.engine.pipeline()
@@ -55,7 +55,7 @@ class Observation:
         return self.engine.spans_after(numbers, seconds) if self.engine else []
 
     def ready_reason(self) -> str | None:
-        """The reason why requests cannot be served, or None."""
+        """The reason why requests cannot be answered, or None."""
         if self.engine is None:
             return self.doing
         return self.engine.ready_reason()
@@ -96,7 +96,7 @@ class EventCalls:
 
 
 class _Watching(Stream):
-    """The stream of one watcher, who leaves it however it ends."""
+    """The stream of one watcher, which is removed however the stream ends."""
 
     def __init__(self, watchers: Watchers) -> None:
         self._watchers = watchers

@@ -46,12 +46,12 @@ class OllamaCalls:
 
     @endpoint(404, 429, 500, body=OllamaChatBody, reply=Json, policy=_POLICY)
     async def ollama_chat(self, request: Request) -> Response:
-        """Answers a chat in Ollama's words, by default as lines of JSON."""
+        """Answers a chat of Ollama's API, by default as lines of JSON."""
         return await self._answer(request, Reader.ollama_chat, is_chat=True)
 
     @endpoint(404, 429, 500, body=OllamaGenerateBody, reply=Json, policy=_POLICY)
     async def ollama_generate(self, request: Request) -> Response:
-        """Answers a prompt in Ollama's words, by default as lines of JSON."""
+        """Answers a prompt of Ollama's API, by default as lines of JSON."""
         return await self._answer(request, Reader.ollama_generate, is_chat=False)
 
     async def _answer(
@@ -70,7 +70,7 @@ class OllamaCalls:
 
     @endpoint(404, body=ShowBody, reply=Json, policy=_POLICY)
     async def show(self, request: Request) -> Response:
-        """Describes the model in Ollama's words."""
+        """Describes the model for clients of Ollama."""
         body = parse(ShowBody, json_object(await guard.read_body(request.scope, request.receive)))
         name = self._engine.adapters.registry.meant(body.model or body.name or "")
         dialect = self._answering.tokenizer.dialect
@@ -95,17 +95,17 @@ class OllamaCalls:
 
     @endpoint(reply=Json, policy=_POLICY)
     async def tags(self, _: Request) -> Response:
-        """The model and its adapters in Ollama's words."""
+        """Lists the model and its adapters for clients of Ollama."""
         return json_response({"models": self._all()})
 
     @endpoint(reply=Json, policy=_POLICY)
     async def running(self, _: Request) -> Response:
-        """The models in memory in Ollama's words: all of them."""
+        """Lists the models in memory for clients of Ollama: all of them."""
         return json_response({"models": self._all()})
 
     @endpoint(reply=Json, policy=_POLICY)
     async def ollama_version(self, _: Request) -> Response:
-        """The version of Brigade, for clients of Ollama."""
+        """Returns the version of Brigade, for clients of Ollama."""
         return json_response({"version": __version__})
 
     def _all(self) -> list[Json]:

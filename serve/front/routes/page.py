@@ -11,7 +11,7 @@ from serve.front.http.guard import Application, Receive, Scope, Send
 from serve.front.http.openapi import endpoint
 
 PATH = "/ui"
-# The files hold nothing of this server, so that they need no key.
+# The files are the same on every server and hold no secrets, so they need no key.
 _FILES = Policy(access=Access.OPEN, ignores_load=True)
 
 
@@ -32,13 +32,13 @@ def with_page(app: Application) -> Application:
 
 @endpoint(policy=_FILES)
 async def index(request: Request) -> Response:
-    """The page itself."""
+    """Returns the HTML of the page."""
     return _reply(request, pages.INDEX)
 
 
 @endpoint(404, policy=_FILES)
 async def file(request: Request) -> Response:
-    """A file of the page."""
+    """Returns a script, style sheet or picture of the page."""
     return _reply(request, request.path_params["name"])
 
 

@@ -24,7 +24,7 @@ class RequestCalls:
 
     @endpoint(403, reply=schemas.RunningRequests, policy=ADMIN)
     async def list_requests(self, _: Request) -> Response:
-        """The requests that run or wait, the oldest first."""
+        """Lists the requests that run or wait, the oldest first."""
         return json_response({"object": "list", "data": self._answering.running()})
 
     @endpoint(403, 404, reply=schemas.Cancelled, policy=ADMIN)

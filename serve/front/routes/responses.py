@@ -51,7 +51,7 @@ class ResponseCalls:
 
     @endpoint(404, 429, 500, body=ResponsesBody, reply=Json, chunk=Json)
     async def respond(self, request: Request) -> Response:
-        """Answers with items: text, thoughts, calls of functions."""
+        """Answers with items: text, reasoning, calls of functions."""
         read = await self._read(request, Reader.response)
         _log_warnings(request, read)
         for grammar in read.tool_grammars:
@@ -71,7 +71,7 @@ class ResponseCalls:
 
     @endpoint(404, 429, 500, body=CompactBody, reply=Json)
     async def compact(self, request: Request) -> Response:
-        """Summarizes a conversation, for an item that takes its place."""
+        """Summarizes a conversation in an item that can replace it."""
         read = await self._read(request, Reader.compact)
         with own_names():
             answer, headers = await self._answering.begin(request, read.job)
@@ -104,12 +104,12 @@ class ResponseCalls:
         },
     )
     async def kept(self, request: Request) -> Response:
-        """A response that is kept; DELETE forgets it."""
+        """Returns or deletes a stored response."""
         id = request.path_params["id"]
         if request.method == "DELETE":
             _check_query(request, ())
             self._store.get(id)
-            await self.background.forget(id)  # It stores its last state.
+            await self.background.forget(id)  # Before delete, because it stores the last state.
             self._store.delete(id)
             return json_response({"id": id, "object": "response", "deleted": True})
         _check_query(request, type(self).kept.call.query)  # type: ignore[attr-defined]
@@ -136,7 +136,7 @@ class ResponseCalls:
 
     @endpoint(400, 404, reply=Json)
     async def cancel(self, request: Request) -> Response:
-        """Ends a background response."""
+        """Ends a background response that is still generated."""
         id = request.path_params["id"]
         stored = self._store.get(id)
         run = self.background.get(id)
@@ -163,7 +163,7 @@ class ResponseCalls:
         },
     )
     async def input_items(self, request: Request) -> Response:
-        """The items of a stored response's input."""
+        """Lists the items of a stored response's input."""
         _check_query(request, type(self).input_items.call.query)  # type: ignore[attr-defined]
         order = request.query_params.get("order", "desc")
         if order not in ("asc", "desc"):
@@ -208,12 +208,15 @@ def _check_query(request: Request, known: Any) -> None:
         raise RequestError(f"The parameter {name!r} is not supported: leave it out.", param="query")
 
 
-def _number(request: Request, name: str, default: int, least: int, most: int) -> int:
+def _number(request: Request, name: str, default: int, minimum: int, maximum: int) -> int:
     text = request.query_params.get(name)
     if text is None:
         return default
-    if not (text.isascii() and text.isdigit() and len(text) < 12 and least <= int(text) <= most):
-        raise RequestError(f"{name} must be a whole number from {least} to {most}.", param=name)
+    is_short_number = text.isascii() and text.isdigit() and len(text) < 12
+    if not is_short_number or not minimum <= int(text) <= maximum:
+        raise RequestError(
+            f"{name} must be a whole number from {minimum} to {maximum}.", param=name
+        )
     return int(text)
 
 
@@ -237,12 +240,12 @@ class _StoringWriter(ResponsesWriter):
 
     def failed(self, error: BrigadeError) -> Json:
         last = super().failed(error)
-        if self._read.is_background:  # Its client asks for it later.
+        if self._read.is_background:  # Its client will ask for it later.
             self.store()
         return last
 
     def store(self) -> None:
-        """Stores the response as it is, unless the client wants it not to be stored."""
+        """Stores the response in its current state, unless the request has store=false."""
         if not self.response["store"]:
             return
         own = output_messages(self.response["output"], Offer(self._read.plan.offered))

@@ -63,13 +63,13 @@ class ServerCalls:
 
     @endpoint(reply=schemas.ModelList)
     async def models(self, _: Request) -> Response:
-        """The model and its adapters."""
+        """Lists the model and its adapters."""
         described = [self._described(name) for name in self._engine.adapters.registry.names]
         return json_response({"object": "list", "data": described})
 
     @endpoint(404, reply=schemas.Model)
     async def model(self, request: Request) -> Response:
-        """The model or an adapter by its name."""
+        """Describes the model or an adapter."""
         name = request.path_params["name"]
         return json_response(self._described(self._engine.adapters.registry.meant(name)))
 
@@ -94,12 +94,12 @@ class ServerCalls:
 
     @endpoint(reply=schemas.Status, policy=_PROBE)
     async def ping(self, _: Request) -> Response:
-        """The same as /health, for SageMaker and SGLang's probes."""
+        """Answers while the process is alive, for the probes of SageMaker and SGLang."""
         return json_response({"status": "alive"})
 
     @endpoint(reply=schemas.Properties)
     async def props(self, _: Request) -> Response:
-        """Properties of the model that llama.cpp's clients ask for first."""
+        """Returns the properties of the model that llama.cpp's clients ask for first."""
         properties: schemas.Properties = {
             "default_generation_settings": {"n_ctx": self._max_context},
             "total_slots": self._num_slots,
@@ -111,7 +111,7 @@ class ServerCalls:
 
     @endpoint(reply=schemas.ServerInfo)
     async def info(self, _: Request) -> Response:
-        """The server's name and version, its model and its limits."""
+        """Returns the server's name and version, its model and its limits."""
         info: schemas.ServerInfo = {
             "name": "Brigade",
             "version": __version__,
@@ -123,7 +123,7 @@ class ServerCalls:
 
     @endpoint(reply=schemas.Status, policy=_READY)
     async def ready(self, _: Request) -> Response:
-        """Whether requests can be answered; 503 says what the server waits for."""
+        """Answers 200 if the cluster can answer requests, and otherwise 503 with the reason."""
         reason = self._engine.ready_reason()
         if reason is not None:
             raise UnavailableError(reason)
@@ -149,12 +149,12 @@ class ServerCalls:
 
     @endpoint(reply=schemas.Version)
     async def version(self, _: Request) -> Response:
-        """The version of Brigade."""
+        """Returns the version of Brigade."""
         return json_response({"version": __version__})
 
     @endpoint(reply=replies.Json)
     async def openapi(self, _: Request) -> Response:
-        """Every call, its parameters and replies, for programs."""
+        """Describes every call, its parameters and its replies for programs."""
         return json_response(self._document)
 
 

@@ -1,5 +1,5 @@
-"""The HTTP calls that are answered before the server itself is there: probes, and why it is not
-ready."""
+"""The HTTP calls that are answered before the server itself is ready: probes, and the reason why
+it is not ready."""
 
 from typing import NoReturn
 
@@ -39,17 +39,17 @@ class StartingCalls:
 
     @endpoint(reply=schemas.Version)
     async def version(self, _: Request) -> Response:
-        """The version of Brigade."""
+        """Returns the version of Brigade."""
         return json_response({"version": __version__})
 
     @endpoint(reply=schemas.Status, policy=Policy(access=Access.OPEN))
     async def ready(self, _: Request) -> Response:
-        """Says what the server waits for."""
+        """Answers 503 with the reason why the cluster is not ready."""
         self._refuse()
 
     @endpoint(reply=schemas.Status)
     async def later(self, _: Request) -> Response:
-        """Any other call has to wait."""
+        """Refuses every other call until the cluster is ready."""
         self._refuse()
 
     def _refuse(self) -> NoReturn:

@@ -33,14 +33,14 @@ class Space(ServerSentEvent):
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """How the events of an API are sent: each as encode has it, end after the last one, and ping
-    while nothing else is to be sent."""
+    """The form in which the events of an API are sent: encode turns an event into bytes, end
+    follows the last one, and ping is sent while there are no events."""
 
     encode: Callable[[Event], bytes]
     end: bytes = b""
     ping: ServerSentEvent = KEEP_ALIVE
     media_type: str = "text/event-stream"
-    comment: bytes = b":\n\n"  # The shortest text that says nothing.
+    comment: bytes = b":\n\n"  # the shortest text that clients ignore
 
 
 # As in vLLM, [DONE] ends a stream also after an error.
@@ -58,7 +58,7 @@ def json_response(
 def stream_reply(
     answer: Answer, writer: Writer, headers: dict[str, str], framing: Framing
 ) -> "Stream":
-    """The events of a writer, as they come. An error midway is the last of them."""
+    """A reply that streams the events of a writer. An error midway is the last event."""
     return Stream(answer, sent_events(answer, writer, framing), headers, framing)
 
 
@@ -86,7 +86,8 @@ async def _add_up(answer: Answer, writer: WholeWriter) -> None:
 
 
 async def sent_events(answer: Answer, writer: Writer, framing: Framing) -> AsyncIterator[bytes]:
-    """The events of a writer as they are sent. An error midway is the last of them."""
+    """The encoded events of a writer, with the end of the framing. An error midway is the last
+    event."""
     events = _encoded_events(answer, writer, framing)
     async for event in answer.guarded(events, lambda error: framing.encode(writer.failed(error))):
         yield event
@@ -119,7 +120,8 @@ async def _unless_long(is_long: bool, make: Callable[[], Made]) -> Made:
 
 
 class Stream(EventSourceResponse):
-    """Ends the answer, if one is given, also when the client is gone before its first event."""
+    """A reply of encoded events. It ends the answer, if one is given, even if the client leaves
+    before the first event."""
 
     def __init__(
         self,
@@ -139,8 +141,8 @@ class Stream(EventSourceResponse):
         self._comment = framing.comment
 
     def _sign_of_life(self) -> ServerSentEvent:
-        """A comment with the progress of the prompt while the answer has not begun. An API whose
-        pings are events gets those."""
+        """The ping: a comment with the progress of the prompt while the answer has not begun, or
+        the event that an API uses as a ping."""
         progress = self._answer.prompt_progress if self._answer else None
         if progress is None or self._plain_ping is not KEEP_ALIVE:
             return self._plain_ping

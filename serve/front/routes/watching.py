@@ -1,4 +1,4 @@
-"""The stream of what the cluster is doing, for web pages: the whole state, then changes.
+"""The stream of the cluster's state for web pages: the whole state first, then the changes.
 
 All watchers share one observation, which runs only while somebody watches. A watcher that reads too
 slowly loses frames; it then gets the whole state again.
@@ -19,15 +19,16 @@ from serve.front.pipeline.status import StageSpan
 PERIOD_SECONDS = 0.25  # the pace at which engines report
 MAX_WATCHERS = 16
 MAX_FRAMES = 8  # of one watcher that has not taken them
-_SHOWN_SECONDS = 20.0  # of spans that a new watcher gets
+_SHOWN_SECONDS = 20.0  # A new watcher gets the spans of this time.
 _NUM_SHOWN_SPANS = 6000
-_END = 6  # of a span, in its row
+_END = 6  # the place of a span's end in its row
 
 _logger = logging.getLogger(__name__)
 
 
 class Watcher:
-    """One reader of the stream. It is behind at first, and after frames were lost."""
+    """One reader of the stream. It is behind at first, and whenever it has lost frames: then it
+    needs the whole state."""
 
     def __init__(self) -> None:
         self.is_behind = True
@@ -52,8 +53,8 @@ class Watcher:
 
 
 class Watchers:
-    """All readers of the stream. observe returns the sections of the state, spans_after is the
-    engine's."""
+    """All readers of the stream. observe returns the sections of the state, and spans_after is the
+    engine's method of that name."""
 
     def __init__(
         self,
@@ -72,10 +73,10 @@ class Watchers:
         return len(self._watchers)
 
     def add(self) -> Watcher:
-        """A new watcher, which must be removed. Raises OverloadedError."""
+        """Adds a watcher, which the caller must remove. Raises OverloadedError."""
         if len(self._watchers) >= MAX_WATCHERS:
             raise OverloadedError(
-                f"{MAX_WATCHERS} watchers follow this server already: close one of their pages.",
+                f"{MAX_WATCHERS} pages watch this server already: close one of them.",
                 code="too_many_watchers",
             )
         watcher = Watcher()
@@ -93,7 +94,7 @@ class Watchers:
             self._observing = None
 
     def close(self) -> None:
-        """Ends all streams, and those that begin later."""
+        """Ends all streams; streams that begin later end at once."""
         self._is_closed = True
         self._end_all()
 
@@ -114,7 +115,7 @@ class Watchers:
             yield frame
 
     def _start(self) -> None:
-        # What happened while nobody watched is found in the stages.
+        # The stages remember the spans of the time in which nobody watched.
         self._numbers.clear()
         self._recent.clear()
         self._sections = {}
@@ -126,10 +127,10 @@ class Watchers:
             await asyncio.sleep(PERIOD_SECONDS)
             try:
                 frame = self._look()
-            except Exception:  # The top of the task: without it the streams would stand still.
+            except Exception:  # The top of the task: without it the streams would hang.
                 _logger.exception("event=bug")
                 self._end_all()
-                self._observing = None  # Those who connect again start anew.
+                self._observing = None  # The next watcher starts a new observation.
                 return
             for watcher in self._watchers:
                 watcher.offer(frame)
@@ -155,7 +156,7 @@ class Watchers:
 
 
 def _row(found: StageSpan) -> list[Any]:
-    """A list is a third of the size of an object with names."""
+    """A span as it is sent: a list is a third of the size of an object with names."""
     span = found.span
     return [
         found.rank,

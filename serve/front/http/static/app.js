@@ -1,5 +1,5 @@
 // @ts-check
-/** The frame around the views: the header, the navigation and what is announced. */
+/** The frame around the views: the header, the navigation and the announcements. */
 import { follow } from "./lib/feed.js";
 import { html, render, signal, useEffect } from "./lib/dom.js";
 import { wanted } from "./lib/api.js";
@@ -80,7 +80,7 @@ function Page() {
     <main id="main" data-view=${id} tabindex="-1">
       <${Notice} />
       ${needsFeed && !cluster.value && wanted.value !== "admin"
-        ? html`<p class="empty">${link.value.message || "Asking the server how it is …"}</p>`
+        ? html`<p class="empty">${link.value.message || "Connecting to the server …"}</p>`
         : html`<${View} />`}
     </main>
     <div class="unseen" role="status" aria-live="polite">${announcement.value}</div>`;

@@ -4,9 +4,9 @@ import { signal } from "./dom.js";
 
 const STORED = "brigade-keys";
 
-/** API and admin key; kept until the tab is closed if that was asked for. */
+/** The API key and the admin key. They are kept until the tab is closed only if the user wants it. */
 export const keys = signal(read());
-/** The kind of key that a call lacked, if one did. */
+/** The kind of key that the latest refused call needed. */
 export const wanted = signal(/** @type {"" | "api" | "admin"} */ (""));
 
 function read() {
@@ -26,7 +26,7 @@ export function useKeys(entered, isKept) {
   wanted.value = "";
 }
 
-/** An answer of the server that is an error. */
+/** An error that the server returned. */
 export class CallError extends Error {
   /** @param {number} status @param {string} message */
   constructor(status, message) {
@@ -52,7 +52,7 @@ async function refusal(response) {
 }
 
 /**
- * A reply, which is not read yet. Throws CallError.
+ * Calls the server, and returns the reply before its body is read. Throws CallError.
  * @param {string} path without a leading slash, so that it works below a proxy's folder
  * @param {{body?: unknown, method?: string, isAdmin?: boolean, signal?: AbortSignal,
  *   headers?: Record<string, string>}} [options]
@@ -75,7 +75,7 @@ export async function call(path, options = {}) {
 }
 
 /**
- * The data of server-sent events, and their comments behind a colon, as they come.
+ * The data of server-sent events, and comments with their colon, as they arrive.
  * @param {Response} response
  */
 export async function* serverSent(response) {

@@ -1,5 +1,5 @@
 // @ts-check
-/** Asks the model, and adds what comes to an answer. */
+/** Sends a question to the model, and adds the streamed reply to an answer. */
 import { call, serverSent } from "./api.js";
 
 /** @typedef {import("./chats.js").Answer} Answer */
@@ -83,7 +83,7 @@ export async function ask(body, answer, stopped, shown) {
   shown();
 }
 
-/** Names the request as this page's: the pipeline's views show it. */
+/** An id by which the other views show that the request comes from this page. */
 function requestId() {
   const numbers = crypto.getRandomValues(new Uint32Array(2));
   return `page-${[...numbers].map((each) => each.toString(36)).join("")}`;

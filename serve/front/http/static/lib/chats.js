@@ -1,5 +1,5 @@
 // @ts-check
-/** The chats of this browser, which are saved here only. */
+/** The chats, which are saved in this browser only. */
 import { signal } from "./dom.js";
 
 /**
@@ -10,7 +10,7 @@ import { signal } from "./dom.js";
  *
  * @typedef {object} Answer
  * @property {string} model
- * @property {string} request the id that it has in the pipeline
+ * @property {string} request the id of its request
  * @property {string} text
  * @property {string} reasoning
  * @property {{id: string, name: string, arguments: string}[]} calls
@@ -21,7 +21,7 @@ import { signal } from "./dom.js";
  * @property {{done: number, total: number} | null} prompt
  * @property {{count: number, first: number | null, seconds: number, cached: number}} speed
  *
- * A question has the answers of one or two models; the first one is continued.
+ * A question has the answers of one or two models; the chat continues from the first one.
  * @typedef {{question: string, answers: Answer[]}} Turn
  *
  * @typedef {object} Settings
@@ -70,7 +70,7 @@ function read() {
   return [fresh()];
 }
 
-/** What was interrupted by a reload has ended. @param {Chat} chat @returns {Chat} */
+/** Marks answers that a reload interrupted as stopped. @param {Chat} chat @returns {Chat} */
 function repaired(chat) {
   for (const turn of chat.turns) {
     for (const answer of turn.answers) if (answer.state === "running") answer.state = "stopped";
@@ -85,7 +85,7 @@ function fresh(settings = DEFAULTS) {
 
 export const chat = () => chats.value.find((each) => each.id === current.value) ?? chats.value[0];
 
-/** Shows what has changed. @param {boolean} [isSaved] */
+/** Draws the chats again. @param {boolean} [isSaved] */
 export function changed(isSaved = true) {
   chats.value = [...chats.value];
   if (isSaved) save();
@@ -95,7 +95,7 @@ function save() {
   try {
     localStorage.setItem(STORED, JSON.stringify(chats.value.slice(0, MAX_CHATS)));
   } catch {
-    chats.value = chats.value.slice(0, Math.max(1, chats.value.length - 1)); // The browser's room is used up.
+    chats.value = chats.value.slice(0, Math.max(1, chats.value.length - 1)); // The storage is full.
   }
 }
 

@@ -1,5 +1,5 @@
 // @ts-check
-/** What the views build elements with. */
+/** The functions of the libraries with which the views are built. */
 import { h, render as renderInto } from "../vendor/preact.js";
 import htm from "../vendor/htm.js";
 import * as hooks from "../vendor/hooks.js";

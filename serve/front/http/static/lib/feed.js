@@ -56,7 +56,7 @@ async function followOnce() {
   return frames;
 }
 
-/** Waits, but not longer than until another key is entered. @param {number} seconds */
+/** Waits some seconds, or until another key is entered. @param {number} seconds */
 function pause(seconds) {
   return new Promise((resolve) => {
     let isFirst = true;

@@ -1,5 +1,5 @@
 // @ts-check
-/** Numbers as people read them: a few digits, and a unit. */
+/** Formats numbers for readers: a few digits and a unit. */
 
 const UNITS = ["B", "kB", "MB", "GB", "TB"];
 export const NOTHING = "–";

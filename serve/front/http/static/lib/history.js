@@ -1,5 +1,5 @@
 // @ts-check
-/** The last ten minutes in steps of a second, made of the server's counters. */
+/** The charts' data: the last ten minutes in steps of a second, computed from the counters. */
 
 const KEPT_SECONDS = 600;
 const NAMES = {
@@ -29,8 +29,8 @@ export class History {
   }
 
   /**
-   * @param {import("./types.js").Frame} frame
-   * @param {import("./types.js").Pipeline | null} pipeline
+   * @param {import("./types.d.ts").Frame} frame
+   * @param {import("./types.d.ts").Pipeline | null} pipeline
    */
   take(frame, pipeline) {
     if (frame.totals) this.totals = frame.totals;
@@ -51,7 +51,7 @@ export class History {
 
   /**
    * @param {number} time @param {number} seconds @param {Counters} counters
-   * @param {import("./types.js").Pipeline | null} pipeline
+   * @param {import("./types.d.ts").Pipeline | null} pipeline
    */
   add(time, seconds, counters, pipeline) {
     const last = /** @type {Counters} */ (this.last);
@@ -88,7 +88,7 @@ export class History {
     return this.series[name].findLast((value) => value != null) ?? null;
   }
 
-  /** How long the series go back. */
+  /** The seconds that the series cover. */
   seconds() {
     const { time } = this.series;
     return time.length ? /** @type {number} */ (time.at(-1)) - /** @type {number} */ (time[0]) : 0;

@@ -1,5 +1,5 @@
 // @ts-check
-/** Text of a model as elements. Whatever it writes, nothing of it runs or is fetched. */
+/** Turns a model's text into elements. Nothing in the text is run or fetched. */
 import DOMPurify from "../vendor/dompurify.js";
 import { Marked } from "../vendor/marked.js";
 
@@ -23,13 +23,13 @@ DOMPurify.addHook("afterSanitizeAttributes", (/** @type {Element} */ node) => {
   node.setAttribute("rel", "noopener noreferrer nofollow");
 });
 
-/** HTML of the model is shown as the text that it is. @param {string} text */
+/** HTML in the text is shown and not interpreted. @param {string} text */
 const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 
 marked.use({
   renderer: {
     html: (/** @type {{text: string}} */ { text }) => escaped(text),
-    // An image would be fetched: its description is shown.
+    // An image would be fetched, so only its description is shown.
     image: (/** @type {{text: string, href: string}} */ { text, href }) =>
       escaped(`[image: ${text || href}]`),
   },

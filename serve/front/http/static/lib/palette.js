@@ -1,5 +1,5 @@
 // @ts-check
-/** The colours of the style sheet, for what is drawn on a canvas. */
+/** The colours of the style sheet, for drawing on a canvas. */
 import { signal } from "./dom.js";
 import { NUM_COLOURS } from "./timeline.js";
 
@@ -27,7 +27,7 @@ export function colour(name) {
   return value;
 }
 
-/** What light-dark() stands for now: a canvas does not know it. @param {string} value */
+/** The current value of light-dark(), which a canvas does not understand. @param {string} value */
 function resolve(value) {
   const probe = document.createElement("i");
   probe.style.color = value;

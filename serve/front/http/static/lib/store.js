@@ -1,20 +1,20 @@
 // @ts-check
-/** The state of the page: what the server sent last, and what was entered here. */
+/** The state of the page: the latest sections that the server sent. */
 import { batch, computed, signal } from "./dom.js";
 import { History } from "./history.js";
 import { Timeline } from "./timeline.js";
 
-/** @typedef {import("./types.js").Frame} Frame */
+/** @typedef {import("./types.d.ts").Frame} Frame */
 
-/** How the stream of events is: connecting, live, lost, refused (a key is needed) or full. */
+/** The stream of events: connecting, live, lost, refused (a key is needed), full or old (no such call). */
 export const link = signal({ state: "connecting", message: "" });
 
-export const server = signal(/** @type {import("./types.js").ServerInfo | null} */ (null));
-export const cluster = signal(/** @type {import("./types.js").Cluster | null} */ (null));
-export const stages = signal(/** @type {import("./types.js").Stage[]} */ ([]));
-export const pipeline = signal(/** @type {import("./types.js").Pipeline | null} */ (null));
-export const requests = signal(/** @type {import("./types.js").RunningRequest[]} */ ([]));
-export const adapters = signal(/** @type {import("./types.js").Adapter[]} */ ([]));
+export const server = signal(/** @type {import("./types.d.ts").ServerInfo | null} */ (null));
+export const cluster = signal(/** @type {import("./types.d.ts").Cluster | null} */ (null));
+export const stages = signal(/** @type {import("./types.d.ts").Stage[]} */ ([]));
+export const pipeline = signal(/** @type {import("./types.d.ts").Pipeline | null} */ (null));
+export const requests = signal(/** @type {import("./types.d.ts").RunningRequest[]} */ ([]));
+export const adapters = signal(/** @type {import("./types.d.ts").Adapter[]} */ ([]));
 export const defaultModel = signal("");
 export const now = signal(0);
 
@@ -25,7 +25,7 @@ export const waiting = computed(() => requests.value.filter((each) => each.state
 
 const SECTIONS = { server, cluster, stages, pipeline, requests, adapters, default: defaultModel };
 
-/** Takes a frame of the stream over. @param {Frame} frame */
+/** Updates the state with a frame of the stream. @param {Frame} frame */
 export function take(frame) {
   batch(() => {
     for (const [name, section] of Object.entries(SECTIONS)) {
@@ -38,7 +38,7 @@ export function take(frame) {
   });
 }
 
-// --- what is announced to screen readers
+// --- announcements to screen readers
 
 export const announcement = signal("");
 

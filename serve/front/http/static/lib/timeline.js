@@ -1,7 +1,7 @@
 // @ts-check
-/** What the stages did lately: the spans of each rank, which request each belongs to, and faults. */
+/** The recent activity of the stages: the spans of each rank, their requests, and recoveries. */
 
-/** @typedef {import("./types.js").SpanRow} SpanRow */
+/** @typedef {import("./types.d.ts").SpanRow} SpanRow */
 
 const KEPT_SECONDS = 25;
 const BUSY_SECONDS = 5;
@@ -21,26 +21,26 @@ export class Timeline {
   constructor() {
     /** @type {Map<number, SpanRow[]>} by rank, in the order of their ends */
     this.lanes = new Map();
-    /** @type {{start: number, end: number | null}[]} when the engines did not work */
+    /** @type {{start: number, end: number | null}[]} the times without working engines */
     this.recoveries = [];
     /** @type {Map<number, {id: string, colour: number}>} the request of each sequence */
     this.owners = new Map();
     /** @type {Map<string, number>} */
     this.colours = new Map();
-    /** The server's clock and this page's, in seconds. */
+    /** The server's time in the latest frame in seconds, and this page's when it arrived in ms. */
     this.time = 0;
     this.takenAt = 0;
     this.isComplete = false;
   }
 
-  /** The server's time, as far as it is known. */
+  /** The server's time, extrapolated from the latest frame. */
   now() {
     return this.time + (performance.now() - this.takenAt) / 1000;
   }
 
   /**
-   * @param {import("./types.js").Frame} frame
-   * @param {import("./types.js").RunningRequest[]} requests
+   * @param {import("./types.d.ts").Frame} frame
+   * @param {import("./types.d.ts").RunningRequest[]} requests
    * @param {boolean} isWorking
    */
   take(frame, requests, isWorking) {
@@ -55,7 +55,7 @@ export class Timeline {
     if (isWorking && last && !last.end) last.end = frame.time;
   }
 
-  /** @param {import("./types.js").RunningRequest} request */
+  /** @param {import("./types.d.ts").RunningRequest} request */
   name(request) {
     for (const sequence of request.sequences) {
       if (this.owners.get(sequence)?.id !== request.id) {
@@ -121,7 +121,7 @@ export class Timeline {
   }
 
   /**
-   * How many ranks compute at the same time, on average while any does; 0 without any.
+   * The mean number of ranks that compute while at least one does; 0 if none does.
    * @param {number} from @param {number} to
    */
   overlap(from, to) {

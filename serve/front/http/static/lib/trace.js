@@ -25,7 +25,7 @@ export function save(data, name) {
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }
 
-/** Perfetto's page shows the trace in this browser: it is handed over when the page answers. */
+/** Opens Perfetto's page, and passes it the trace within this browser once the page answers. */
 export async function openInPerfetto() {
   const page = window.open(PERFETTO);
   if (!page) throw new Error("The browser did not open a window: allow it, or save the trace.");

@@ -5,7 +5,7 @@ import { html, signal, useSignal } from "../lib/dom.js";
 import { NOTHING, bytes, plural, seconds } from "../lib/format.js";
 import { adapters, announce, defaultModel, server } from "../lib/store.js";
 
-/** @typedef {import("../lib/types.js").Adapter} Adapter */
+/** @typedef {import("../lib/types.d.ts").Adapter} Adapter */
 
 const busy = signal("");
 const said = signal({ isBad: false, text: "" });
@@ -57,7 +57,7 @@ function LoadForm() {
     <label>Folder, or org/name on the hub<input name="path" required maxlength="4096" autocomplete="off" spellcheck=${false} /></label>
     <label class="check"><input type="checkbox" name="replace" /> Replace an adapter of this name</label>
     <button class="first" type="submit" disabled=${Boolean(busy.value)}>${busy.value ? `${busy.value} …` : "Load on all ranks"}</button>
-    <p class="hint">Paths lie below --adapter-root. What runs with an adapter that is replaced ends with the version it began with.</p>
+    <p class="hint">Paths must be below --adapter-root. Running requests finish with the version they started with.</p>
   </form>`;
 }
 

@@ -1,5 +1,5 @@
 // @ts-check
-/** A chat for trying the model and its adapters; everything is kept in this browser only. */
+/** A chat for trying the model and its adapters. */
 import { call } from "../lib/api.js";
 import { ask, bodyOf, curlOf } from "../lib/asking.js";
 import { begin, changed, chat, chats, current, emptyAnswer, remove } from "../lib/chats.js";
@@ -12,7 +12,7 @@ import { Settings, models } from "./chat_settings.js";
 /** @typedef {import("../lib/chats.js").Chat} Chat */
 /** @typedef {import("../lib/chats.js").Turn} Turn */
 
-/** What stops the answers that are under way, by chat. */
+/** The controllers that stop running answers, by chat. */
 const asked = signal(/** @type {ReadonlyMap<string, AbortController>} */ (new Map()));
 const trouble = signal("");
 const draft = signal("");
@@ -205,7 +205,7 @@ async function answer(own, number) {
   }
 }
 
-/** Calls an action at most once for each frame on the screen. @param {() => void} action */
+/** Calls an action at most once in each frame of the screen. @param {() => void} action */
 function oncePerFrame(action) {
   let isDue = false;
   return () => {

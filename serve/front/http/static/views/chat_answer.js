@@ -35,7 +35,7 @@ function Text({ text }) {
   return html`<div class="markdown" ref=${holder}></div>`;
 }
 
-/** An answer that is JSON is laid out as such. @param {string} text */
+/** Indents an answer that is JSON. @param {string} text */
 function pretty(text) {
   if (!/^\s*[[{]/.test(text)) return text;
   try {
@@ -70,7 +70,7 @@ function Scored({ tokens }) {
       return html`<span class=${`l${level}`} title=${described(token)}>${token.token}</span>`;
     })}
   </p>
-  <p class="hint">The more a token is underlined, the less likely it was: point at it for its alternatives.</p>`;
+  <p class="hint">The stronger the underline, the less likely the token. Hover over a token for its alternatives.</p>`;
 }
 
 /** @param {Token} token */
@@ -91,7 +91,7 @@ function Call({ call }) {
   return html`<div class="call"><p>calls <code>${call.name}</code></p><pre>${shown}</pre></div>`;
 }
 
-/** It reads a signal, and such components are drawn again for another answer only: it is given a copy.
+/** Gets a copy of the answer: a component that reads a signal is drawn again only if its props differ.
  * @param {{answer: Answer}} props */
 function Pace({ answer }) {
   const { speed, state } = answer;

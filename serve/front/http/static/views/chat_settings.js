@@ -1,5 +1,5 @@
 // @ts-check
-/** The settings of a chat: who answers, the system prompt, sampling, tools and scores. */
+/** The settings of a chat: models, system prompt, sampling, tools, format and log-probabilities. */
 import { changed, chat } from "../lib/chats.js";
 import { html, signal } from "../lib/dom.js";
 
@@ -11,7 +11,7 @@ export const models = signal(/** @type {string[]} */ ([]));
 const NUMBERS = /** @type {const} */ ([
   { name: "temperature", title: "Temperature", min: 0, max: 2, step: 0.1 },
   { name: "top_p", title: "Top p", min: 0, max: 1, step: 0.05 },
-  { name: "max_tokens", title: "Tokens at most", min: 1, max: 1000000, step: 1 },
+  { name: "max_tokens", title: "Max tokens", min: 1, max: 1000000, step: 1 },
   { name: "seed", title: "Seed", min: 0, max: 4294967295, step: 1 },
 ]);
 
@@ -26,7 +26,7 @@ export function Settings() {
   return html`<fieldset class="panel settings">
     <legend class="unseen">Settings of this chat</legend>
     <label>Model or adapter<${Choice} value=${settings.model} none="the default" onChange=${set("model")} /></label>
-    <label>Beside it<${Choice} value=${settings.second} none="nobody" onChange=${set("second")} /></label>
+    <label>Second model<${Choice} value=${settings.second} none="none" onChange=${set("second")} /></label>
     ${NUMBERS.map(
       ({ name, title, ...limits }) => html`<label>${title}<input type="number" ...${limits} placeholder="default" value=${settings[name]} onInput=${set(name)} /></label>`,
     )}

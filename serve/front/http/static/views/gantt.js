@@ -8,13 +8,13 @@ import { END, KIND, ROWS, SEQUENCES, START, STEP, TOKENS } from "../lib/timeline
 import { openInPerfetto, saveTrace } from "../lib/trace.js";
 import { draw, heightOf, stepAt } from "./gantt_draw.js";
 
-/** @typedef {import("../lib/types.js").SpanRow} SpanRow */
+/** @typedef {import("../lib/types.d.ts").SpanRow} SpanRow */
 
 const WINDOWS = [0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20];
 const DEFAULT_WINDOW = 2;
-const DELAY_SECONDS = 0.35; // Reports of the stages are this late at most, nearly always.
+const DELAY_SECONDS = 0.35; // Nearly all reports of the stages arrive within this time.
 const FRAME_SECONDS = 1 / 15;
-// A short window would only flicker if it moved: it is shown still for a while, as on a scope.
+// A short window would flicker if it moved all the time, so it moves in steps.
 const STILL_BELOW = 1.5;
 const STILL_SECONDS = 1;
 
@@ -82,7 +82,7 @@ function Tools() {
       <b>${overlap.toFixed(1)}</b> of ${stages.value.length} stages at once
     </p>
     <div class="buttons">
-      <button type="button" aria-pressed=${isPaused} onClick=${togglePause}>${isPaused ? "Go on" : "Pause"}</button>
+      <button type="button" aria-pressed=${isPaused} onClick=${togglePause}>${isPaused ? "Resume" : "Pause"}</button>
       <span class="zoom" role="group" aria-label="Zoom">
         <button type="button" aria-label="Zoom in" onClick=${() => zoom(-1)}>+</button>
         <span class="length">${seconds(WINDOWS[size.value])}</span>
@@ -110,7 +110,7 @@ function Tip({ row, x, y, width }) {
   </div>`;
 }
 
-// --- what the controls do
+// --- the controls
 
 function togglePause() {
   pausedAt.value = pausedAt.value === null ? timeline.now() - DELAY_SECONDS : null;

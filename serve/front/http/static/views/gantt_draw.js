@@ -4,7 +4,7 @@ import { colour, requestColour, scheme } from "../lib/palette.js";
 import { seconds } from "../lib/format.js";
 import { END, KIND, RANK, SEQUENCES, START } from "../lib/timeline.js";
 
-/** @typedef {import("../lib/types.js").SpanRow} SpanRow */
+/** @typedef {import("../lib/types.d.ts").SpanRow} SpanRow */
 /** @typedef {{from: number, to: number, width: number, ranks: number[]}} Frame */
 
 export const LANE = 44;

@@ -14,6 +14,6 @@ export function Lazy({ load }) {
   if (module) return html`<${module.View} />`;
   if (!isFailed) return html`<p class="empty">Loading …</p>`;
   return html`<p class="empty">
-    This part of the page did not come.<br /><button type="button" onClick=${fetchModule}>Try again</button>
+    This part of the page could not be loaded.<br /><button type="button" onClick=${fetchModule}>Try again</button>
   </p>`;
 }

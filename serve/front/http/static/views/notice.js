@@ -1,5 +1,5 @@
 // @ts-check
-/** What stands above every view while something is wrong or not ready: why, and how it goes on. */
+/** The notice above every view while the cluster is not ready: the reason, and the progress. */
 import { html, useEffect, useRef } from "../lib/dom.js";
 import { bytes, duration, percent } from "../lib/format.js";
 import { announce, cluster, link, server, stages } from "../lib/store.js";
@@ -37,13 +37,13 @@ function Draining() {
 
 function Failed() {
   return html`<section class="notice bad">
-    <h2>The cluster has ended</h2>
+    <h2>The cluster has stopped</h2>
     <p class="reason">${cluster.value?.fault ?? "The log of rank 0 says why."}</p>
   </section>`;
 }
 
 function Progress() {
-  const state = /** @type {import("../lib/types.js").Cluster} */ (cluster.value);
+  const state = /** @type {import("../lib/types.d.ts").Cluster} */ (cluster.value);
   const isRecovering = state.has_worked;
   return html`<section class="notice warn" data-notice=${isRecovering ? "recovering" : "starting"}>
     <h2>${isRecovering ? "Recovering from a fault" : "The cluster is starting"}</h2>
@@ -56,7 +56,7 @@ function Progress() {
   </section>`;
 }
 
-/** @param {{stage: import("../lib/types.js").Stage}} props */
+/** @param {{stage: import("../lib/types.d.ts").Stage}} props */
 function RankProgress({ stage }) {
   const share = stage.bytes_total ? stage.bytes_done / stage.bytes_total : null;
   const isMissing = cluster.value?.missing.includes(stage.rank);
@@ -71,7 +71,7 @@ function RankProgress({ stage }) {
   </li>`;
 }
 
-/** Tells screen readers when the state changes, and nothing else. */
+/** Announces only changes of the state to screen readers. */
 function useAnnouncements() {
   const last = useRef("");
   const state = cluster.value;
@@ -82,10 +82,10 @@ function useAnnouncements() {
   }, [word]);
 }
 
-/** @param {import("../lib/types.js").Cluster} state */
+/** @param {import("../lib/types.d.ts").Cluster} state */
 function sentence(state) {
   if (state.name === "working") return "The cluster is ready.";
-  if (state.name === "failed") return `The cluster has ended: ${state.fault ?? ""}`;
+  if (state.name === "failed") return `The cluster has stopped: ${state.fault ?? ""}`;
   return state.has_worked ? `Recovering: ${state.what}.` : `Starting: ${state.what}.`;
 }
 

@@ -1,5 +1,5 @@
 // @ts-check
-/** The stages as a chain, what they do over time, and the charts. */
+/** The stages as a chain, the chart of their steps, and the charts of the last minutes. */
 import { html } from "../lib/dom.js";
 import { bytes, layers, percent, plural, seconds, short } from "../lib/format.js";
 import { now, pipeline, stages, timeline, waiting } from "../lib/store.js";
@@ -20,7 +20,7 @@ export function PipelineView() {
     <${Lazy} load=${() => import("./charts.js")} />`;
 }
 
-/** The sentences that an operator looks for: what limits the speed, and who waits. */
+/** Two sentences for operators: which stage limits the speed, and which request waits. */
 function Findings() {
   void now.value;
   return html`<ul class="findings">
@@ -56,7 +56,7 @@ function advice() {
 
 function queue() {
   const queued = waiting.value;
-  if (!queued.length) return html`<b>Nobody waits.</b> ${plural(pipeline.value?.num_running ?? 0, "answer")} running.`;
+  if (!queued.length) return html`<b>No request waits.</b> ${plural(pipeline.value?.num_running ?? 0, "answer")} running.`;
   const oldest = queued[0];
   return html`<b>${plural(queued.length, "request waits", "requests wait")}:</b> the oldest,
     <a href="#requests"><code title=${oldest.id}>${short(oldest.id)}</code></a>, for
@@ -77,7 +77,7 @@ function Chain() {
   </section>`;
 }
 
-/** @param {{stage: import("../lib/types.js").Stage, isLast: boolean}} props */
+/** @param {{stage: import("../lib/types.d.ts").Stage, isLast: boolean}} props */
 function StageCard({ stage, isLast }) {
   void now.value;
   const shares = timeline.shares(stage.rank);

@@ -1,13 +1,13 @@
 // @ts-check
-/** What runs and what waits, and the way to cancel it. */
+/** The requests that run or wait, with a button that cancels each. */
 import { call } from "../lib/api.js";
 import { html, signal, useSignal } from "../lib/dom.js";
 import { NOTHING, count, duration, percent, rate, seconds, short } from "../lib/format.js";
 import { requests, timeline } from "../lib/store.js";
 
-/** @typedef {import("../lib/types.js").RunningRequest} RunningRequest */
+/** @typedef {import("../lib/types.d.ts").RunningRequest} RunningRequest */
 
-const STATES = { waiting: "waits", prefill: "reads the prompt", decode: "answers" };
+const STATES = { waiting: "waiting", prefill: "prefill", decode: "decoding" };
 const trouble = signal("");
 
 export function Requests() {
@@ -18,8 +18,8 @@ export function Requests() {
 
 function Empty() {
   return html`<p class="empty">
-    <b>Nothing runs and nothing waits.</b><br />
-    Requests show up here while they are answered. <a href="#chat">Ask something</a> to see one.
+    <b>No request runs or waits.</b><br />
+    Requests appear here while they are answered. <a href="#chat">Ask something</a> to see one.
   </p>`;
 }
 
@@ -69,7 +69,7 @@ function speed({ completion_tokens: tokens, age_seconds: age, ttft_seconds: firs
   return (tokens - 1) / (age - first);
 }
 
-/** Asks once more, because what is cancelled cannot be continued. @param {{id: string}} props */
+/** Asks for confirmation, because a cancelled request cannot be continued. @param {{id: string}} props */
 function Cancel({ id }) {
   const isSure = useSignal(false);
   const cancel = async () => {
