@@ -46,7 +46,7 @@ Schemas = Mapping[Any, JsonSchemaValue]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a call takes and returns. body and reply are types; None means no body, or a reply that
+    """The description of a call. body and reply are types; None means no body, or a reply that
     is text. chunk is the type of a stream's events. errors are the statuses of this call's errors,
     without those that follow from the other fields."""
 
