@@ -87,7 +87,7 @@ OWNERS = {
 }
 
 TRANSPORTS = ("serve.ring.transport", "serve.tune.transport")
-EVALUATING_FILES = {"worker", "transport", "weights", "table", "loop"}
+EVALUATING_FILES = {"worker", "transport", "weights", "table", "reading", "loop"}
 EVALUATIONS = {"mlx.core.eval", "mlx.core.async_eval"}
 
 

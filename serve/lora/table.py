@@ -1,22 +1,17 @@
-"""The adapters of a stage: reads and checks them, and puts them into its modules or removes them
-between steps.
+"""The adapters of a stage: puts them into its modules or removes them, between steps.
 
-`serve.lora.layers` applies them.
+`serve.lora.reading` checks and reads them, `serve.lora.layers` applies them.
 """
 
 import functools
-import hashlib
 import itertools
 import json
 import logging
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from serve.core.errors import AdapterError, EngineError, ModelError
 from serve.core.messages import AdapterRead, AdapterRefused, LoadAdapter
@@ -28,59 +23,31 @@ from serve.lora.files import (
     CONFIG_FILE,
     AdapterFiles,
     Target,
-    file_stamp,
     read_adapter,
 )
 from serve.lora.layers import (
-    EMBEDDINGS,
-    EXPERTS,
     Adapted,
     Matrices,
     ModuleMatrices,
     Rows,
     note_routing,
 )
+from serve.lora.reading import (
+    ReadAdapter,
+    check_fit,
+    fetch,
+    num_bytes,
+    places,
+    read_matrices,
+    relative_size,
+)
 from serve.model import trace
 from serve.model.stage import Stage
 
-_ADAPTABLE = (nn.Linear, nn.QuantizedLinear, *EMBEDDINGS, *EXPERTS)
 _MIN_SLOTS = 4
 _SUSPICIOUS = 100.0  # the size of an adapter's change ÷ the size of the module's weight
-_TINY = 1e-30
-_SAMPLED_ROWS = 64  # of a weight, to estimate its size
-
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ReadAdapter:
-    """The part of an adapter that a stage has read: the matrices for its own modules."""
-
-    files: AdapterFiles
-    matrices: ModuleMatrices
-
-    def checksum(self) -> str:
-        """A checksum of the matrices, which differs if the files change between two reads."""
-        digest = hashlib.sha256(self.files.digest.encode())
-        for name, matrices in sorted(self.matrices.items()):
-            digest.update(name.encode())
-            for array in (matrices.a, matrices.b, matrices.gain):
-                if array is not None:
-                    digest.update(memoryview(array))  # type: ignore[arg-type]
-        return digest.hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A module of the stage. layer is the number of its layer, inside its name in that layer; they
-    are None and "" outside of layers. router is the module that chooses experts, if this one holds
-    experts."""
-
-    module: nn.Module
-    layer: int | None
-    inside: str
-    router: nn.Module | None
 
 
 class Adapters:
@@ -98,7 +65,7 @@ class Adapters:
     ) -> None:
         self._cache_dir = cache_dir
         self._copies = copies
-        self._places = dict(_places(stage))
+        self._places = dict(places(stage))
         self._num_layers = len(stage.layers)
         self._read: dict[int, ModuleMatrices] = {}
         self._uncopied: tuple[int, ModuleMatrices, AdapterRead] | None = None
@@ -110,7 +77,7 @@ class Adapters:
     @property
     def num_bytes(self) -> int:
         waiting = list(self._read.values())
-        waiting_bytes = sum(_num_bytes(matrices) for matrices in waiting)
+        waiting_bytes = sum(num_bytes(matrices) for matrices in waiting)
         installed_bytes = sum(array.nbytes for array in self._arrays())
         return waiting_bytes + installed_bytes
 
@@ -135,12 +102,12 @@ class Adapters:
         for name, target in files.targets.items():
             place = self._places.get(name)
             if place:
-                _check(name, place, files, target)
+                check_fit(name, place, files, target)
                 own[name] = target
                 modules[name] = place.module
         if partial:
-            _fetch(partial, own)
-        matrices = _read_matrices(files, own, modules)
+            fetch(partial, own)
+        matrices = read_matrices(files, own, modules)
         self._warn_of_size(version, path, matrices)
         self._read[version] = matrices
         return ReadAdapter(files, matrices)
@@ -176,7 +143,7 @@ class Adapters:
         diverged. It can only harm its own requests, so it is not refused."""
         large: dict[str, float] = {}
         for name, own in matrices.items():
-            size = _relative_size(own, self._places[name].module)
+            size = relative_size(own, self._places[name].module)
             if not size < _SUSPICIOUS:  # A NaN is suspicious too.
                 large[name] = size
         if large:
@@ -226,7 +193,7 @@ class Adapters:
             kinds=sorted(kinds),
             lora_rank=read.files.rank,
             scale=scale,
-            num_bytes=_num_bytes(read.matrices),
+            num_bytes=num_bytes(read.matrices),
         )
         self._uncopied = version, read.matrices, answer
         return answer
@@ -342,219 +309,3 @@ class Adapters:
         for adapted in list(self._adapted.values()):
             arrays += adapted.arrays()
         return arrays
-
-
-def _places(stage: Stage) -> Iterator[tuple[str, _Place]]:
-    """The modules of a stage that an adapter may change, with their full names."""
-    layers: dict[int, tuple[int, str]] = {}
-    for i in range(stage.start, stage.end):
-        for inside, module in stage.layers[i].named_modules():
-            layers[id(module)] = (i, inside)
-    modules = list(stage.model.named_modules())
-    routers: dict[int, nn.Module] = {}
-    for _, module in modules:
-        if isinstance(module, (SwitchGLU, SwitchMLP)):
-            for child in module.values():
-                routers[id(child)] = module
-    for name, module in modules:
-        if isinstance(module, _ADAPTABLE) and "weight" in module:
-            layer, inside = layers.get(id(module), (None, ""))
-            router = routers.get(id(module))
-            yield name, _Place(module, layer, inside, router)
-
-
-def _num_bytes(modules: ModuleMatrices) -> int:
-    num_bytes = 0
-    for matrices in modules.values():
-        num_bytes += matrices.a.nbytes + matrices.b.nbytes
-    return num_bytes
-
-
-# --- reading
-
-
-def _check(name: str, place: _Place, files: AdapterFiles, target: Target) -> None:
-    """Raises AdapterError if the matrices do not fit the module."""
-    module = place.module
-    if not _is_supported(place, files):
-        file_format = "PEFT" if files.is_peft else "mlx-lm"
-        kind = "DoRA" if files.is_dora else "LoRA"
-        raise AdapterError(
-            f"{name} is a {type(module).__name__}: {file_format}'s {kind} on it is not supported."
-        )
-    *experts, rows, columns = module["weight"].shape
-    if "scales" in module:
-        columns = columns * 32 // module.bits
-    if isinstance(module, EMBEDDINGS):
-        num_in = rows
-        num_out = columns
-    else:
-        num_in = columns
-        num_out = rows
-    # None stands for the adapter's rank; all other sizes are the model's.
-    shapes: dict[str, tuple[int | None, ...]]
-    shapes = {
-        "a": (num_in, None),
-        "b": (None, num_out),
-        "m": (num_out,),
-    }
-    is_transposed = files.is_peft or bool(experts)
-    for part, tensor in target.parts.items():
-        shape = shapes[part]
-        if is_transposed:
-            shape = shape[::-1]
-        pattern = (*experts, *shape)
-        _check_shape(tensor, files.tensors[tensor].shape, pattern, target.rank)
-
-
-def _is_supported(place: _Place, files: AdapterFiles) -> bool:
-    """Whether the module can have an adapter of this kind and format."""
-    if isinstance(place.module, EMBEDDINGS):
-        return not files.is_dora
-    if isinstance(place.module, EXPERTS):
-        return place.router is not None and not files.is_peft and not files.is_dora
-    return True
-
-
-def _check_shape(
-    tensor: str,
-    found: tuple[int, ...],
-    pattern: tuple[int | None, ...],
-    rank: int,
-) -> None:
-    """Raises AdapterError if a tensor's shape does not match. None in pattern stands for rank."""
-    shape = tuple(rank if size is None else size for size in pattern)
-    if found == shape:
-        return
-    if _matches_with_any_rank(found, pattern):
-        raise AdapterError(
-            f"{tensor} has the shape {found}, but rank {rank} in {CONFIG_FILE} needs {shape}."
-        )
-    raise AdapterError(
-        f"This adapter was made for another model: {tensor} has the shape {found}, this model "
-        f"needs {shape}."
-    )
-
-
-def _matches_with_any_rank(found: tuple[int, ...], pattern: tuple[int | None, ...]) -> bool:
-    if len(found) != len(pattern):
-        return False
-    for own, size in zip(found, pattern, strict=True):
-        if size is not None and own != size:
-            return False
-    return True
-
-
-def _fetch(partial: PartialModel, targets: Mapping[str, Target]) -> None:
-    names: list[str] = []
-    for target in targets.values():
-        names += target.parts.values()
-    try:
-        partial.fetch(names, lambda *_: None)
-    except ModelError as error:
-        raise AdapterError(str(error), 503) from error
-
-
-def _read_matrices(
-    files: AdapterFiles,
-    targets: Mapping[str, Target],
-    modules: Mapping[str, nn.Module],
-) -> ModuleMatrices:
-    """Reads the matrices for these targets, and nothing else of the file. They are evaluated here,
-    because a lazy array belongs to the thread that made it."""
-    matrices: ModuleMatrices = {}
-    try:
-        tensors = mx.load(str(files.file))
-        assert isinstance(tensors, dict)
-        for name, target in targets.items():
-            parts = {part: tensors[tensor] for part, tensor in target.parts.items()}
-            matrices[name] = _matrices(parts, target, files, modules[name])
-        has_changed = files.stamp not in (None, file_stamp(files.file))
-    except (RuntimeError, KeyError, OSError) as error:
-        reason = str(error).rstrip(".")
-        raise AdapterError(f"{files.file.name} cannot be read: {reason}.") from error
-    if has_changed:
-        raise AdapterError(f"{files.file.name} changed while it was read: load it again.", 409)
-    return matrices
-
-
-def _matrices(
-    parts: dict[str, mx.array],
-    target: Target,
-    files: AdapterFiles,
-    module: nn.Module,
-) -> Matrices:
-    """The matrices for one module, from the tensors of the file by part (a, b and m)."""
-    a = parts["a"].astype(mx.float32)
-    b = parts["b"].astype(mx.float32)
-    is_transposed = files.is_peft or isinstance(module, EXPERTS)
-    if is_transposed:
-        a = a.swapaxes(-1, -2)
-        b = b.swapaxes(-1, -2)
-    a = mx.contiguous(a)
-    b = mx.contiguous(target.scale * b)
-    gain = None
-    made = {"a": a, "b": b}
-    if files.is_dora:
-        magnitudes = parts["m"].astype(mx.float32)
-        adapted_weight = _weight(module) + (a @ b).T
-        norm = mx.linalg.norm(adapted_weight, axis=1)
-        gain = (magnitudes / norm - 1)[None]
-        made["m"] = gain
-    finite = {part: mx.isfinite(array).all() for part, array in made.items()}
-    mx.eval(a, b, gain, finite)
-    for part, is_finite in finite.items():
-        if not is_finite.item():
-            raise AdapterError(f"{target.parts[part]} has values that are not finite numbers.")
-    return Matrices(a, b, gain)
-
-
-def _relative_size(matrices: Matrices, module: nn.Module) -> float:
-    """The root mean square of the change of a module's weight, divided by that of the weight. Both
-    are estimates: they look at the first expert and some rows. With DoRA it is the largest change
-    of an output's magnitude."""
-    if matrices.gain is not None:
-        return _number(mx.abs(matrices.gain).max())
-    first_expert = (0,) * (matrices.a.ndim - 2)
-    a = matrices.a[first_expert]
-    b = matrices.b[first_expert]
-    largest_a = _number(mx.abs(a).max())
-    largest_b = _number(mx.abs(b).max())
-    if not largest_a or not largest_b:
-        return 0.0
-    # The squares of huge numbers would overflow.
-    a = a / largest_a
-    b = b / largest_b
-    sum_of_squares = _number(((a.T @ a) * (b @ b.T)).sum())  # of all elements of a @ b
-    num_elements = a.shape[0] * b.shape[1]
-    change = math.sqrt(max(0.0, sum_of_squares) / num_elements)
-    weight = _weight(module, _SAMPLED_ROWS).astype(mx.float32)
-    weight_size = math.sqrt(_number(mx.square(weight).mean()))
-    return change * largest_a * largest_b / max(weight_size, _TINY)
-
-
-def _number(array: mx.array) -> float:
-    return float(array.item())  # type: ignore[arg-type]
-
-
-def _weight(module: nn.Module, num_rows: int | None = None) -> mx.array:
-    """The weight (out, in) of a module, dequantized; with num_rows only its first rows."""
-    arrays: dict[str, mx.array] = {}
-    for name in ("weight", "scales", "biases"):
-        if name not in module:
-            continue
-        array = module[name]
-        if num_rows is not None:
-            array = array.reshape(-1, array.shape[-1])[:num_rows]
-        arrays[name] = array
-    weight = arrays["weight"]
-    if "scales" not in arrays:
-        return weight
-    return mx.dequantize(
-        weight,
-        arrays["scales"],
-        arrays.get("biases"),
-        group_size=module.group_size,
-        bits=module.bits,
-        mode=module.mode,
-    )

@@ -1,0 +1,263 @@
+"""Checks an adapter against the modules of a stage, and reads the matrices for them."""
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
+
+from serve.core.errors import AdapterError, ModelError
+from serve.hub.partial import PartialModel
+from serve.lora.files import CONFIG_FILE, AdapterFiles, Target, file_stamp
+from serve.lora.layers import EMBEDDINGS, EXPERTS, Matrices, ModuleMatrices
+from serve.model.stage import Stage
+
+_ADAPTABLE = (nn.Linear, nn.QuantizedLinear, *EMBEDDINGS, *EXPERTS)
+_TINY = 1e-30
+_SAMPLED_ROWS = 64  # of a weight, to estimate its size
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAdapter:
+    """The part of an adapter that a stage has read: the matrices for its own modules."""
+
+    files: AdapterFiles
+    matrices: ModuleMatrices
+
+    def checksum(self) -> str:
+        """A checksum of the matrices, which differs if the files change between two reads."""
+        digest = hashlib.sha256(self.files.digest.encode())
+        for name, matrices in sorted(self.matrices.items()):
+            digest.update(name.encode())
+            for array in (matrices.a, matrices.b, matrices.gain):
+                if array is not None:
+                    digest.update(memoryview(array))  # type: ignore[arg-type]
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A module of the stage. layer is the number of its layer, inside its name in that layer; they
+    are None and "" outside of layers. router is the module that chooses experts, if this one holds
+    experts."""
+
+    module: nn.Module
+    layer: int | None
+    inside: str
+    router: nn.Module | None
+
+
+def places(stage: Stage) -> Iterator[tuple[str, Place]]:
+    """The modules of a stage that an adapter may change, with their full names."""
+    layers: dict[int, tuple[int, str]] = {}
+    for i in range(stage.start, stage.end):
+        for inside, module in stage.layers[i].named_modules():
+            layers[id(module)] = (i, inside)
+    modules = list(stage.model.named_modules())
+    routers: dict[int, nn.Module] = {}
+    for _, module in modules:
+        if isinstance(module, (SwitchGLU, SwitchMLP)):
+            for child in module.values():
+                routers[id(child)] = module
+    for name, module in modules:
+        if isinstance(module, _ADAPTABLE) and "weight" in module:
+            layer, inside = layers.get(id(module), (None, ""))
+            router = routers.get(id(module))
+            yield name, Place(module, layer, inside, router)
+
+
+def num_bytes(modules: ModuleMatrices) -> int:
+    num_bytes = 0
+    for matrices in modules.values():
+        num_bytes += matrices.a.nbytes + matrices.b.nbytes
+    return num_bytes
+
+
+def check_fit(name: str, place: Place, files: AdapterFiles, target: Target) -> None:
+    """Raises AdapterError if the matrices do not fit the module."""
+    module = place.module
+    if not _is_supported(place, files):
+        file_format = "PEFT" if files.is_peft else "mlx-lm"
+        kind = "DoRA" if files.is_dora else "LoRA"
+        raise AdapterError(
+            f"{name} is a {type(module).__name__}: {file_format}'s {kind} on it is not supported."
+        )
+    *experts, rows, columns = module["weight"].shape
+    if "scales" in module:
+        columns = columns * 32 // module.bits
+    if isinstance(module, EMBEDDINGS):
+        num_in = rows
+        num_out = columns
+    else:
+        num_in = columns
+        num_out = rows
+    # None stands for the adapter's rank; all other sizes are the model's.
+    shapes: dict[str, tuple[int | None, ...]]
+    shapes = {
+        "a": (num_in, None),
+        "b": (None, num_out),
+        "m": (num_out,),
+    }
+    is_transposed = files.is_peft or bool(experts)
+    for part, tensor in target.parts.items():
+        shape = shapes[part]
+        if is_transposed:
+            shape = shape[::-1]
+        pattern = (*experts, *shape)
+        _check_shape(tensor, files.tensors[tensor].shape, pattern, target.rank)
+
+
+def _is_supported(place: Place, files: AdapterFiles) -> bool:
+    """Whether the module can have an adapter of this kind and format."""
+    if isinstance(place.module, EMBEDDINGS):
+        return not files.is_dora
+    if isinstance(place.module, EXPERTS):
+        return place.router is not None and not files.is_peft and not files.is_dora
+    return True
+
+
+def _check_shape(
+    tensor: str,
+    found: tuple[int, ...],
+    pattern: tuple[int | None, ...],
+    rank: int,
+) -> None:
+    """Raises AdapterError if a tensor's shape does not match. None in pattern stands for rank."""
+    shape = tuple(rank if size is None else size for size in pattern)
+    if found == shape:
+        return
+    if _matches_with_any_rank(found, pattern):
+        raise AdapterError(
+            f"{tensor} has the shape {found}, but rank {rank} in {CONFIG_FILE} needs {shape}."
+        )
+    raise AdapterError(
+        f"This adapter was made for another model: {tensor} has the shape {found}, this model "
+        f"needs {shape}."
+    )
+
+
+def _matches_with_any_rank(found: tuple[int, ...], pattern: tuple[int | None, ...]) -> bool:
+    if len(found) != len(pattern):
+        return False
+    for own, size in zip(found, pattern, strict=True):
+        if size is not None and own != size:
+            return False
+    return True
+
+
+def fetch(partial: PartialModel, targets: Mapping[str, Target]) -> None:
+    names: list[str] = []
+    for target in targets.values():
+        names += target.parts.values()
+    try:
+        partial.fetch(names, lambda *_: None)
+    except ModelError as error:
+        raise AdapterError(str(error), 503) from error
+
+
+def read_matrices(
+    files: AdapterFiles,
+    targets: Mapping[str, Target],
+    modules: Mapping[str, nn.Module],
+) -> ModuleMatrices:
+    """Reads the matrices for these targets, and nothing else of the file. They are evaluated here,
+    because a lazy array belongs to the thread that made it."""
+    matrices: ModuleMatrices = {}
+    try:
+        tensors = mx.load(str(files.file))
+        assert isinstance(tensors, dict)
+        for name, target in targets.items():
+            parts = {part: tensors[tensor] for part, tensor in target.parts.items()}
+            matrices[name] = _matrices(parts, target, files, modules[name])
+        has_changed = files.stamp not in (None, file_stamp(files.file))
+    except (RuntimeError, KeyError, OSError) as error:
+        reason = str(error).rstrip(".")
+        raise AdapterError(f"{files.file.name} cannot be read: {reason}.") from error
+    if has_changed:
+        raise AdapterError(f"{files.file.name} changed while it was read: load it again.", 409)
+    return matrices
+
+
+def _matrices(
+    parts: dict[str, mx.array],
+    target: Target,
+    files: AdapterFiles,
+    module: nn.Module,
+) -> Matrices:
+    """The matrices for one module, from the tensors of the file by part (a, b and m)."""
+    a = parts["a"].astype(mx.float32)
+    b = parts["b"].astype(mx.float32)
+    is_transposed = files.is_peft or isinstance(module, EXPERTS)
+    if is_transposed:
+        a = a.swapaxes(-1, -2)
+        b = b.swapaxes(-1, -2)
+    a = mx.contiguous(a)
+    b = mx.contiguous(target.scale * b)
+    gain = None
+    made = {"a": a, "b": b}
+    if files.is_dora:
+        magnitudes = parts["m"].astype(mx.float32)
+        adapted_weight = _weight(module) + (a @ b).T
+        norm = mx.linalg.norm(adapted_weight, axis=1)
+        gain = (magnitudes / norm - 1)[None]
+        made["m"] = gain
+    finite = {part: mx.isfinite(array).all() for part, array in made.items()}
+    mx.eval(a, b, gain, finite)
+    for part, is_finite in finite.items():
+        if not is_finite.item():
+            raise AdapterError(f"{target.parts[part]} has values that are not finite numbers.")
+    return Matrices(a, b, gain)
+
+
+def relative_size(matrices: Matrices, module: nn.Module) -> float:
+    """The root mean square of the change of a module's weight, divided by that of the weight. Both
+    are estimates: they look at the first expert and some rows. With DoRA it is the largest change
+    of an output's magnitude."""
+    if matrices.gain is not None:
+        return _number(mx.abs(matrices.gain).max())
+    first_expert = (0,) * (matrices.a.ndim - 2)
+    a = matrices.a[first_expert]
+    b = matrices.b[first_expert]
+    largest_a = _number(mx.abs(a).max())
+    largest_b = _number(mx.abs(b).max())
+    if not largest_a or not largest_b:
+        return 0.0
+    # The squares of huge numbers would overflow.
+    a = a / largest_a
+    b = b / largest_b
+    sum_of_squares = _number(((a.T @ a) * (b @ b.T)).sum())  # of all elements of a @ b
+    num_elements = a.shape[0] * b.shape[1]
+    change = math.sqrt(max(0.0, sum_of_squares) / num_elements)
+    weight = _weight(module, _SAMPLED_ROWS).astype(mx.float32)
+    weight_size = math.sqrt(_number(mx.square(weight).mean()))
+    return change * largest_a * largest_b / max(weight_size, _TINY)
+
+
+def _number(array: mx.array) -> float:
+    return float(array.item())  # type: ignore[arg-type]
+
+
+def _weight(module: nn.Module, num_rows: int | None = None) -> mx.array:
+    """The weight (out, in) of a module, dequantized; with num_rows only its first rows."""
+    arrays: dict[str, mx.array] = {}
+    for name in ("weight", "scales", "biases"):
+        if name not in module:
+            continue
+        array = module[name]
+        if num_rows is not None:
+            array = array.reshape(-1, array.shape[-1])[:num_rows]
+        arrays[name] = array
+    weight = arrays["weight"]
+    if "scales" not in arrays:
+        return weight
+    return mx.dequantize(
+        weight,
+        arrays["scales"],
+        arrays.get("biases"),
+        group_size=module.group_size,
+        bits=module.bits,
+        mode=module.mode,
+    )
