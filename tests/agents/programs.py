@@ -38,8 +38,9 @@ class Agent:
     """An agent: its section in docs/agents.md, and the folder of its program.
 
     command does the task without asking, and `script` is what the model answers, given the work
-    folder. looks_up are the hosts whose names it asks for in spite of its configuration. model is
-    the name that the server has for the model, and changes are made to the section's texts.
+    folder. looks_up begins the names of hosts that it asks for in spite of its configuration; an
+    empty one stands for none. model is the name that the server has for the model, and changes are
+    made to the section's texts.
     """
 
     name: str
@@ -47,7 +48,7 @@ class Agent:
     bin: Path
     command: tuple[str, ...]
     script: Callable[[Path], Script]
-    looks_up: frozenset[str] = frozenset()
+    looks_up: str = ""
     model: str = page.MODEL
     changes: Mapping[str, str] = field(default_factory=dict)
 
@@ -117,7 +118,7 @@ _OPENCODE = Agent(
     NPM,
     ("opencode", "run", TASK),
     calls("write", lambda folder: {"content": CONTENT, "filePath": str(folder / FILE)}),
-    frozenset({"registry.npmjs.org"}),
+    "registry.",
 )
 _AIDER = Agent(
     "aider",

@@ -51,7 +51,9 @@ def test_an_agent_runs_its_tool_and_ends(
     assert ANSWER in outcome.output
     prompts = [played_tokenizer.decode(ids) for ids in engine.prompts]
     assert any(script.thought in prompt for prompt in prompts)  # Thoughts come back.
-    assert outcome.reached <= agent.looks_up
+    for host in outcome.reached:
+        assert agent.looks_up, host
+        assert host.startswith(agent.looks_up)
     if os.environ.get("BRIGADE_RECORD_SHAPES"):
         shapes.write(agent.name, shapes.shapes_of(outcome.requests, agent.model))
 

@@ -354,12 +354,12 @@ class Running:
         serving = serve(
             self._config, self.engine, self.engine.tokenizer, self._listening, self._max_context
         )
-        try:
-            self._loop.run_until_complete(serving)
-        except BrigadeError as error:
-            self.ended_with = error
-        finally:
-            self._loop.close()
+        # Like asyncio.run, it cancels what is left: libraries keep tasks as long as their loop.
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            try:
+                runner.run(serving)
+            except BrigadeError as error:
+                self.ended_with = error
 
     def connect(self) -> socket.socket:
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=10)

@@ -75,7 +75,8 @@ class Answering:
 
     def warm_up(self) -> None:
         """Reads two requests that no client sent, so that validators, the template and the checker
-        of grammars are ready for the first real one."""
+        of grammars are ready for the first real one. Also starts the process for large bodies."""
+        self._lanes.warm_up()
         chat = {"model": self._model, "messages": [{"role": "user", "content": "Hello!"}]}
         formats = {"type": "json_schema", "json_schema": {"name": "a", "schema": WARM_UP_SCHEMA}}
         for body in (chat, {**chat, "stream": True, "response_format": formats}):

@@ -49,6 +49,11 @@ class Lanes:
         self._medium = ProcessLane(reader, self._read_here)
         self._large = ProcessLane(reader, None)
 
+    def warm_up(self) -> None:
+        """Starts the process for the largest bodies, and does not wait for it. The first such body
+        would have to wait until the process has loaded the tokenizer, which takes seconds."""
+        self._large.process.is_ready()
+
     def close(self) -> None:
         for threads in (self._threads, self._other_threads):
             threads.shutdown(wait=False, cancel_futures=True)
