@@ -76,7 +76,7 @@ def biases(folder: Path, mark: str) -> dict[str, float]:
 
 def history(tool: Any, rng: random.Random, num_calls: int) -> list[Any]:
     """A conversation in which every answer is a call of the tool, so that a small model continues
-    with a call."""
+    with a call. Results of the calls would tempt it to answer with text."""
     messages: list[Any] = []
     for number in range(num_calls):
         arguments = json.dumps(example(tool["function"]["parameters"], rng))
@@ -88,7 +88,6 @@ def history(tool: Any, rng: random.Random, num_calls: int) -> list[Any]:
                 "role": "assistant",
                 "tool_calls": [{"id": id, "type": "function", "function": function}],
             },
-            {"role": "tool", "tool_call_id": id, "content": "Done."},
         ]
     return messages
 
