@@ -1,14 +1,14 @@
 """The connections between the parents: a star around rank 0's parent.
 
-They exist before any engine does and outlive it. Rank 0 waits for all others,
-tells them what to start, hears how their engines are, and stops them.
+The connections exist before any engine starts, and stay when engines restart. Rank 0 waits for all
+other ranks, has them start engines, receives the engines' reports, and stops them.
 
-    rank 0 -> other   challenge, then welcome or refused
-    other -> rank 0   hello, then status, error, and what its engine answers
-    rank 0 -> other   renew (a new engine), start, stop, ping, and what is for its engine
+    rank 0 -> other   Challenge, then Welcome or Refused
+    other -> rank 0   Hello, then Report and Pong
+    rank 0 -> other   Renew (a new engine), Start, Stop, Ping, and messages for its engine
 
-Both ends prove that they know the launch's secret, which itself is never sent. What an
-engine says carries its life: how often all engines have restarted before it.
+Both ends prove that they know the launch's secret, which itself is never sent. A report carries
+the life of its engine: the number of restarts of all engines before it.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ from serve.parent.link import Link
 _RETRY_SECONDS = 0.1
 _HELLO_SECONDS = 5.0
 _PONG_SECONDS = 2.0
-# What a caller may cost before it has proved that it belongs to this launch.
+# Limits for callers that have not yet proved that they belong to this launch.
 MAX_HELLO_BYTES = 64 << 10
 MAX_STRANGERS = 64
 
@@ -100,7 +100,7 @@ class ControlServer:
 
     async def listen(self, address: Address) -> None:
         try:
-            # No port sharing: a second cluster on the same ports is found out here.
+            # Without port sharing, a second cluster on the same ports is noticed here.
             self._server = await asyncio.start_server(
                 self._serve,
                 address.host,
@@ -116,16 +116,17 @@ class ControlServer:
 
     @property
     def joined(self) -> set[int]:
-        """The other ranks that are there."""
+        """The other ranks that are connected."""
         return set(self._links)
 
     def send(self, rank: int, message: ToRank) -> None:
-        """Sends to a rank that has joined. One that is gone hears nothing: on_message knows."""
+        """Sends a message to a rank. If the rank is gone, the message is dropped: on_message has had
+        its Gone."""
         if link := self._links.get(rank):
             link.send(message)
 
     def forget(self, rank: int) -> None:
-        """Ends the connection of a rank that does not answer: it may join again."""
+        """Ends the connection of a rank that does not answer, so that it can join again."""
         if link := self._links.get(rank):
             self._lose(rank, f"Rank {rank} on {link.peer_host} is silent.")
             link.abort()
@@ -168,7 +169,8 @@ class ControlServer:
             self._lose(rank, reason)
 
     async def _listen(self, rank: int, link: Link[FromRank]) -> None:
-        """Passes reports on until the connection ends. Raises ClusterError on nonsense."""
+        """Passes reports on until the connection ends. Raises ClusterError if the rank sends anything
+        that is not expected."""
         while message := await link.receive():
             self._heard[rank].set()
             match message:
@@ -190,7 +192,7 @@ class ControlServer:
         try:
             hello = await asyncio.wait_for(link.receive(), _HELLO_SECONDS)
         except TimeoutError:
-            return None  # Not one of us.
+            return None  # The caller is another program.
         except ClusterError as error:
             link.send(Refused(f"its greeting cannot be read ({str(error).rstrip('.')})"))
             return None
@@ -244,21 +246,21 @@ async def join(
     timeout_seconds: float,
     refused_seconds: float | None = None,
 ) -> Link[ToRank]:
-    """The connection of another rank to rank 0, which may start later than this one, or has to be
-    there if nobody listens for refused_seconds. Raises ClusterError if rank 0 does not come,
-    refuses, or is somebody else."""
+    """Connects another rank to rank 0. Rank 0 may start later than this rank, but must accept
+    connections within refused_seconds (if given) of the first attempt. Raises ClusterError if
+    rank 0 does not start, refuses this rank, or is another program."""
     started = time.monotonic()
     while True:
         try:
-            # A host without power says nothing, and neither does a rank 0 that is stopped.
+            # A host without power does not answer, and neither does a stopped process.
             return await asyncio.wait_for(_join_once(address, mine), _HELLO_SECONDS)
         except (TimeoutError, OSError) as error:
             is_refused = isinstance(error, ConnectionRefusedError)
-            most = (is_refused and refused_seconds) or timeout_seconds
-            if time.monotonic() - started > most:
+            max_seconds = (is_refused and refused_seconds) or timeout_seconds
+            if time.monotonic() - started > max_seconds:
                 reason = getattr(error, "strerror", None) or "nobody answers"
                 raise ClusterError(
-                    f"Rank {mine.rank} could not reach rank 0 at {address} within {most:g} s "
+                    f"Rank {mine.rank} could not reach rank 0 at {address} within {max_seconds:g} s "
                     f"({reason}): did rank 0 start? Does another program use that port?"
                 ) from error
         await asyncio.sleep(_RETRY_SECONDS)
@@ -279,7 +281,7 @@ async def _join_once(address: Address, mine: Identity) -> Link[ToRank]:
 async def _introduce(link: Link[ToRank], mine: Identity, address: Address) -> None:
     challenge = await link.receive()
     if challenge is None:
-        # What forwards a port takes calls for a rank 0 that is yet to come.
+        # A port forwarder accepts connections even before rank 0 has started.
         raise ConnectionError(0, "the connection was closed at once")
     if not isinstance(challenge, Challenge):
         raise _not_rank_0(address)
@@ -306,11 +308,12 @@ def _not_rank_0(address: Address) -> ClusterError:
 
 
 def engine_ended(rank: int, exit_code: int) -> Fault:
-    """The fault of an engine that ended without a word, such as one that was killed."""
+    """The fault of an engine that ended without a report, such as one that was killed."""
     how = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
     return fault_of(EngineError(f"The engine of rank {rank} ended by {how}."))
 
 
 def fault_of(error: BrigadeError) -> Fault:
-    """An error as a message, from which from_exit_code makes one of the same kind."""
+    """Turns an error into a message, which from_exit_code turns back into an error of the same
+    kind."""
     return Fault(error.exit_code, str(error))

@@ -1,4 +1,5 @@
-"""Starts the engine child, talks to it and ends it. It never imports what the child imports."""
+"""Starts the engine process, talks to it and ends it. It imports nothing of MLX, unlike the
+engine."""
 
 import asyncio
 import os
@@ -48,14 +49,14 @@ class EngineProcess:
         return await self._process.wait()
 
     async def dump(self) -> None:
-        """Has it write the stacks of all its threads to stderr, if it still can."""
+        """Makes the engine write the stacks of all its threads to stderr, if it still can."""
         if self._process.returncode is None:
             self._process.send_signal(signal.SIGUSR1)
             await asyncio.sleep(_DUMP_SECONDS)
 
     async def stop(self) -> None:
-        """The engine holds nothing that is worth a goodbye, and may hang in MLX. Raises EngineError
-        if it does not even end when it is killed, as under a driver that is stuck."""
+        """Kills the engine, which has nothing to save and may hang in MLX. Raises EngineError if it
+        does not end even then, for example when a driver is stuck."""
         if self._process.returncode is None:
             self._process.kill()
         await self.link.close()

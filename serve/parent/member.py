@@ -41,12 +41,12 @@ async def run_member(
     cluster: Cluster,
     facts: dict[str, str],
 ) -> None:
-    """Returns when rank 0 says stop, or after a signal. Raises ClusterError if rank 0 does not
-    come, refuses, or is gone.
+    """Runs this rank until rank 0 sends Stop or a signal arrives. Raises ClusterError if rank 0
+    does not start, refuses this rank, or is gone.
 
-    A launcher signals all ranks at once, and rank 0 may have streams to finish: so
-    once it has joined, this rank waits for rank 0's word. One that does not get it was signalled
-    alone, and ends by that signal: a launcher is to see that it is lost, and not done.
+    A launcher signals all ranks at once, and rank 0 may have streams to finish. So after a signal,
+    a rank that has joined waits for rank 0's Stop. If none comes, only this rank was signalled, and
+    it ends by that signal: the launcher then sees that the rank was lost.
     """
     if cluster.control is None:
         raise ClusterError("A rank above 0 needs the control address of rank 0.")
@@ -62,7 +62,7 @@ async def run_member(
             member = _Member(config, cluster, control, copies)
             if await _until(signalled, member.run(), grace_seconds):
                 return
-            # A broken connection, or the end of rank 0. A launcher should see that end first.
+            # The connection broke, or rank 0 ended. A launcher should see that end first.
             await asyncio.sleep(_LAST_WORD_SECONDS)
             control = await _until(signalled, _join_again(cluster.control, mine, config))
     signal.signal(signalled.result(), signal.SIG_DFL)
@@ -106,7 +106,7 @@ async def _until(
 
 
 class _Member:
-    """Does what rank 0 says. That its engine has ended it tells rank 0, and waits: all
+    """Does what rank 0 says. When its engine ends, it reports that to rank 0 and waits, because all
     engines restart together."""
 
     def __init__(
@@ -124,7 +124,7 @@ class _Member:
         self._is_fresh = False
 
     async def run(self) -> bool:
-        """Until rank 0 says stop; False if it went without a word."""
+        """Runs until rank 0 sends Stop, and returns True, or until the connection ends: False."""
         try:
             await self._start_engine()
             while message := await self._control.receive():
@@ -152,8 +152,8 @@ class _Member:
                 raise ClusterError(f"Rank 0 sent an unexpected {type(message).__name__}.")
 
     def _localised(self, order: Order) -> Order:
-        """The order with this host's paths and addresses. What to load is rank 0's word, also
-        the commit of a hub model; where it is kept is this host's."""
+        """The order with this host's paths and addresses. Rank 0 decides what to load, including the
+        commit of a hub model; this host decides where it is kept."""
         cache_dir = self._config.cache_dir
         return msgspec.structs.replace(
             order,
@@ -164,11 +164,11 @@ class _Member:
         )
 
     async def _renew(self, message: Renew) -> None:
-        """An engine that nobody has given an order is as good as a new one."""
+        """Replaces the engine, unless it is new and has not had an order yet."""
         if message.dump and self._engine:
             await self._engine.dump()
         if not self._is_fresh:
-            # One that has ended already is to say by what: it may be the cause of it all.
+            # If the engine has ended already, its reason is reported first: it may be the cause.
             if self._reading:
                 await asyncio.wait({self._reading}, timeout=_CAUSE_SECONDS)
             await self._stop_engine()

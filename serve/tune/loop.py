@@ -434,9 +434,9 @@ class Trainer:
         return [number(square) for square in squares]
 
     def _apply(self, gradients: Arrays, norm: float) -> None:
-        most = self.config.max_grad_norm
-        if most is not None and norm > most:
-            factor = most / (norm + 1e-6)
+        max_norm = self.config.max_grad_norm
+        if max_norm is not None and norm > max_norm:
+            factor = max_norm / (norm + 1e-6)
             gradients = {name: gradient * factor for name, gradient in gradients.items()}
         before = self.parameters()
         made = self.optimizer.apply_gradients(gradients, before | self.masters)
