@@ -222,6 +222,11 @@ def _module(name: str) -> ModuleType:
     return module
 
 
+def model_class(name: str) -> type[nn.Module]:
+    found: type[nn.Module] = _module(name).Model
+    return found
+
+
 def config_of(name: str) -> dict[str, Any]:
     """The words that an architecture knows, and small values for what has neither a
     word nor a default."""

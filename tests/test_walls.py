@@ -86,8 +86,13 @@ OWNERS = {
     "multiprocessing": [],
 }
 
-TRANSPORTS = ("serve.ring.transport", "serve.tune.transport")
-EVALUATING_FILES = {"worker", "transport", "weights", "table", "reading", "loop"}
+TRANSPORTS = (
+    "serve.ring.transport",
+    "serve.ring.grid",
+    "serve.tune.transport",
+    "serve.model.sharding",
+)
+EVALUATING_FILES = {"worker", "transport", "grid", "weights", "table", "reading", "loop"}
 EVALUATIONS = {"mlx.core.eval", "mlx.core.async_eval"}
 
 

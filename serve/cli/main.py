@@ -22,7 +22,7 @@ from serve.core.checkpoint import Checkpoint, is_folder, read_checkpoint
 from serve.core.config import Cluster, ServeConfig, hub_id, read_cluster, with_keys
 from serve.core.errors import BrigadeError, DisagreementError, UsageError
 from serve.core.facts import files, versions
-from serve.core.plan import check_num_ranks, parse_memory, parse_split
+from serve.core.plan import check_num_ranks, count_stages, parse_memory, parse_split
 from serve.parent.member import run_member
 
 if TYPE_CHECKING:
@@ -79,7 +79,8 @@ def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint]
         folder = model.folder
         config = dataclasses.replace(config, revision=model.snapshot.commit)
     checkpoint = read_checkpoint(folder)
-    check_num_ranks(checkpoint.num_layers, num_ranks)
+    num_stages = count_stages(num_ranks, config.tensor_parallel)
+    check_num_ranks(checkpoint.num_layers, num_stages)
     for flag in ("max_context", "max_prompt_tokens"):
         asked = getattr(config, flag)
         most = checkpoint.max_context
@@ -88,7 +89,7 @@ def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint]
                 f"--{flag.replace('_', '-')} {asked} is more than the model's context of {most}."
             )
     if config.split not in ("auto", "even"):
-        parse_split(config.split, checkpoint.num_layers, num_ranks)
+        parse_split(config.split, checkpoint.num_layers, num_stages)
     for name in ("memory", "kv_memory", "adapter_memory"):
         amounts = getattr(config, name)
         if amounts:

@@ -14,6 +14,7 @@ from serve.cli.output import Output
 from serve.core.config import (
     DEFAULT_NUM_SEQUENCES,
     MEMORY_HELP,
+    TENSOR_PARALLEL_HELP,
     ModelSource,
     check_ranges,
     check_revision,
@@ -59,6 +60,7 @@ class PlanConfig(ModelSource):
         None,
         among=(4, 8),
     )
+    tensor_parallel: int = flag(TENSOR_PARALLEL_HELP, 1, min=1)
     json: bool = flag("print the plan as JSON", False)
 
     def __post_init__(self) -> None:
@@ -88,6 +90,7 @@ def run(argv: Sequence[str]) -> int:
         kv_memory=config.kv_memory,
         split=config.split,
         kv_bits=config.kv_bits,
+        num_shards=config.tensor_parallel,
     )
     folder = config.model
     if config.hub_id:
@@ -133,6 +136,11 @@ def plan_table(stages: Sequence[StagePlan], has_promise: bool = False) -> Table:
     has_limit = any(stage.memory_bytes for stage in stages)
     columns: dict[str, Callable[[StagePlan], str]] = {
         "rank": lambda stage: str(stage.rank),
+    }
+    if any(stage.num_shards > 1 for stage in stages):
+        columns["stage"] = lambda stage: str(stage.stage)
+        columns["shard"] = lambda stage: str(stage.shard)
+    columns |= {
         "layers": lambda stage: f"{stage.layers[0]}-{stage.layers[1] - 1}",
         "weights": lambda stage: format_bytes(stage.weight_bytes),
     }

@@ -25,6 +25,9 @@ NO_ADAPTER_NAME = (
 )
 DEFAULT_NUM_SEQUENCES = 32
 MEMORY_HELP = "memory for weights first, then for keys and values: 24GB, or 24GB,48GB for each rank"
+TENSOR_PARALLEL_HELP = (
+    "number of ranks that share the layers of each stage; it divides the number of ranks"
+)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 
@@ -70,6 +73,7 @@ class ServeConfig(ModelSource):
         "auto",
         heading="layers and memory",
     )
+    tensor_parallel: int = flag(TENSOR_PARALLEL_HELP, 1, min=1)
     memory: str | None = flag(f"{MEMORY_HELP} (default: what is free)", None)
     max_num_sequences: int = flag(
         "maximum number of sequences that run at the same time",
@@ -256,6 +260,8 @@ class ServeConfig(ModelSource):
         _check_origins(self.cors_origin)
         _check_hosts(self.allowed_host)
         _check_adapters(self.lora, self.model_name)
+        if self.tensor_parallel > 1:
+            _check_shards(self)
 
     @property
     def url(self) -> str:
@@ -298,6 +304,15 @@ def _check_adapters(words: tuple[str, ...], model_name: str) -> None:
         if name in names:
             raise UsageError(f"--lora has the name {name!r} twice: give each its own.")
         names.add(name)
+
+
+def _check_shards(config: ServeConfig) -> None:
+    for name in ("lora", "adapter_root", "allow_hub_adapters", "adapter_memory", "replan"):
+        if getattr(config, name):
+            raise UsageError(
+                f"--{name.replace('_', '-')} does not work with --tensor-parallel: leave out one "
+                "of them."
+            )
 
 
 def may_name_adapter(name: str, model_name: str) -> bool:

@@ -84,7 +84,8 @@ class Order(Message, frozen=True):
     rank is this engine's place among them. addresses are those of the whole launch. With a commit,
     model is `org/name` on the hub, and cache_dir is where parts of it are kept (None: under
     HF_HOME). copies is a folder that the parent keeps from one engine to the next. layers is
-    [start, end).
+    [start, end). num_shards ranks share these layers: place r of the ring is shard r % num_shards
+    of stage r // num_shards.
     """
 
     rank: int
@@ -99,6 +100,7 @@ class Order(Message, frozen=True):
     layers: tuple[int, int]
     kv_bits: int | None
     join_timeout: float
+    num_shards: int = 1
 
     @property
     def name(self) -> str:

@@ -120,7 +120,7 @@ class PlanRequest:
 
     split is auto, even, or the number of layers of each rank. memory, kv_memory and adapter_memory
     are one amount for all ranks, or one for each. There must be room for context * concurrency
-    tokens, or for min_tokens if that is set.
+    tokens, or for min_tokens if that is set. num_shards ranks share the layers of each stage.
     """
 
     num_ranks: int
@@ -132,6 +132,11 @@ class PlanRequest:
     adapter_memory: str | None = None
     split: str = "auto"
     kv_bits: int | None = None
+    num_shards: int = 1
+
+    @property
+    def num_stages(self) -> int:
+        return self.num_ranks // self.num_shards
 
     def amounts(self, name: str) -> list[int] | None:
         """The bytes for each rank, from one of the three memory fields. Raises UsageError."""
@@ -144,6 +149,9 @@ class PlanRequest:
 @dataclass(frozen=True, slots=True)
 class StagePlan:
     """The layers and bytes of one rank, and its share of the time of a decode step.
+
+    The rank is number shard of num_shards ranks, which hold parts of the same layers. The bytes
+    are its own.
 
     A sequence takes cache_bytes_per_token for each token and, in layers that look back a limited
     way, up to cache_bytes_per_sequence. cache_bytes is the sum for the demand, without slack.
@@ -158,6 +166,16 @@ class StagePlan:
     fetch_bytes: int
     step_share: float
     memory_bytes: int | None
+    num_shards: int = 1
+
+    @property
+    def stage(self) -> int:
+        """The number of the stage, counted like ranks: stage 0 has the last layers."""
+        return self.rank // self.num_shards
+
+    @property
+    def shard(self) -> int:
+        return self.rank % self.num_shards
 
     @property
     def total_bytes(self) -> int:
@@ -199,6 +217,16 @@ def check_num_ranks(num_layers: int, num_ranks: int) -> None:
             f"{num_ranks} ranks are more than the model's {num_layers} layers: "
             f"start at most {num_layers} ranks."
         )
+
+
+def count_stages(num_ranks: int, num_shards: int) -> int:
+    """The number of stages of num_shards ranks each. Raises UsageError if it is not whole."""
+    if num_ranks % num_shards:
+        raise UsageError(
+            f"--tensor-parallel {num_shards} does not divide the number of ranks: start "
+            f"{num_shards} ranks, or a multiple of {num_shards}, not {num_ranks}."
+        )
+    return num_ranks // num_shards
 
 
 def balanced_split(
@@ -302,16 +330,20 @@ def plan_stages(
     ranges: Sequence[LayerRange],
     demand: Demand,
     memory: Sequence[int] | None = None,
+    num_shards: int = 1,
 ) -> list[StagePlan]:
-    """Plans every stage of a split. Raises PlanError if one does not fit into its rank's memory."""
+    """Plans every rank of a split. With several shards, the cost is that of one of them, and each
+    range of layers is for num_shards ranks. Raises PlanError if a rank lacks memory."""
     sums = _Sums(cost, demand, len(ranges))
     times = [sums.time(*layers) for layers in ranges]
-    stages = [
-        stage_plan(cost, rank, layers, demand, memory, times[rank] / sum(times))
-        for rank, layers in enumerate(ranges)
-    ]
+    stages: list[StagePlan] = []
+    for layers, time in zip(ranges, times, strict=True):
+        for _ in range(num_shards):
+            rank = len(stages)
+            plan = stage_plan(cost, rank, layers, demand, memory, time / sum(times))
+            stages.append(replace(plan, num_shards=num_shards))
     if not all(map(_fits, stages)):
-        raise _does_not_fit(cost, len(ranges), demand, memory, stages)
+        raise _does_not_fit(cost, len(stages), demand, memory, stages)
     return stages
 
 

@@ -46,7 +46,16 @@ class FrameReader(Generic[Received]):
         self._buffer = bytearray()
         self.max_body_bytes = max_body_bytes
 
-    def feed(self, data: bytes) -> Iterator[Received]:
+    @property
+    def num_missing(self) -> int:
+        """The number of bytes to read next, of which none belongs to anything after the message:
+        those of its header, then those of its body."""
+        if len(self._buffer) < _HEADER.size:
+            return _HEADER.size - len(self._buffer)
+        _, _, size = _HEADER.unpack_from(self._buffer)
+        return _HEADER.size + int(size) - len(self._buffer)
+
+    def feed(self, data: bytes | bytearray) -> Iterator[Received]:
         """Yields the messages that are complete. Raises ClusterError on anything else."""
         self._buffer += data
         while len(self._buffer) >= _HEADER.size:

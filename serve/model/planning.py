@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from serve.core.checkpoint import read_checkpoint
+from serve.core.checkpoint import Checkpoint, read_checkpoint
 from serve.core.errors import PlanError
 from serve.core.plan import (
     Demand,
@@ -22,6 +22,7 @@ from serve.core.plan import (
     balanced_split,
     check_num_ranks,
     check_room,
+    count_stages,
     even_split,
     kv_budgets,
     kv_room,
@@ -30,6 +31,7 @@ from serve.core.plan import (
     room_for_tokens,
 )
 from serve.model.costs import growing_values, measure
+from serve.model.sharding import StandIn, shard, without_sums
 from serve.model.trial import Crossing, Trial, crossings
 from serve.model.weights import build_model
 
@@ -74,10 +76,24 @@ class Plan:
 def make_plan(folder: Path, request: PlanRequest) -> Plan:
     """Plans the split of the model in a folder. Raises ModelError, PlanError or UsageError."""
     checkpoint = read_checkpoint(folder)
-    check_num_ranks(checkpoint.num_layers, request.num_ranks)
+    num_stages = count_stages(request.num_ranks, request.num_shards)
+    check_num_ranks(checkpoint.num_layers, num_stages)
     memory = _memory_for_model(request)
     request.amounts("kv_memory")  # Raises UsageError before the model is built.
     model = build_model(folder)
+    if request.num_shards == 1:
+        return _plan(model, checkpoint, request, memory)
+    shard(model, StandIn(request.num_shards))
+    with without_sums():
+        return _plan(model, checkpoint, request, memory)
+
+
+def _plan(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    request: PlanRequest,
+    memory: list[int] | None,
+) -> Plan:
     cost = measure(model, checkpoint, request.kv_bits)
     context = request.context or checkpoint.max_context or 4096
     demand = Demand(context, request.concurrency)
@@ -86,20 +102,21 @@ def make_plan(folder: Path, request: PlanRequest) -> Plan:
     else:
         demands = demand.smaller(min(request.min_tokens, demand.tokens))
     if request.split == "auto":
-        ranges = balance(model, cost, request.num_ranks, demands, memory)
+        memory_of_stages = _smallest(memory, request.num_shards) if memory else None
+        ranges = balance(model, cost, request.num_stages, demands, memory_of_stages)
     else:
         if request.split == "even":
-            ranges = even_split(len(cost.layers), request.num_ranks)
+            ranges = even_split(len(cost.layers), request.num_stages)
         else:
             num_layers = len(cost.layers)
-            ranges = parse_split(request.split, num_layers, request.num_ranks)
+            ranges = parse_split(request.split, num_layers, request.num_stages)
         trials = [Trial(model, list(model.layers), cached=True)]
         for start, _ in ranges:
             crossings(trials, start)  # Raises PlanError, which names possible cuts.
     # The time of a step depends on everything that may run, not on the minimum that must fit.
-    full = plan_stages(cost, ranges, demand)
+    full = plan_stages(cost, ranges, demand, num_shards=request.num_shards)
     shares = [stage.step_share for stage in full]
-    fitting = plan_stages(cost, ranges, demands[-1], memory)
+    fitting = plan_stages(cost, ranges, demands[-1], memory, request.num_shards)
     stages: list[StagePlan] = []
     for stage, share in zip(fitting, shares, strict=True):
         stages.append(replace(stage, step_share=share))
@@ -111,6 +128,12 @@ def make_plan(folder: Path, request: PlanRequest) -> Plan:
         stages,
         _room(request, stages, memory, demands[-1].tokens),
     )
+
+
+def _smallest(memory: Sequence[int], num_shards: int) -> list[int]:
+    """The memory of the smallest shard of each stage, because shards hold equal parts."""
+    starts = range(0, len(memory), num_shards)
+    return [min(memory[start : start + num_shards]) for start in starts]
 
 
 def _memory_for_model(request: PlanRequest) -> list[int] | None:

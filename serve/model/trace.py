@@ -73,15 +73,22 @@ def _seamed(original: type[nn.Module]) -> type[nn.Module]:
     return type(original.__name__, (original,), members)
 
 
+_num_uncompiled = 0  # with blocks that are open
+
+
 @contextmanager
 def uncompiled() -> Iterator[None]:
     """Disables mx.compile inside a with block. A compiled function gives the graphs of all its
     calls the same nodes, and then everything would seem to depend on everything."""
+    global _num_uncompiled
+    _num_uncompiled += 1
     mx.disable_compile()
     try:
         yield
     finally:
-        mx.enable_compile()
+        _num_uncompiled -= 1
+        if not _num_uncompiled:
+            mx.enable_compile()
 
 
 # --- values: arrays in tuples, lists, dicts and plain objects

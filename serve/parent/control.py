@@ -120,8 +120,8 @@ class ControlServer:
         return set(self._links)
 
     def send(self, rank: int, message: ToRank) -> None:
-        """Sends a message to a rank. If the rank is gone, the message is dropped: on_message has had
-        its Gone."""
+        """Sends a message to a rank. If the rank is gone, the message is dropped: on_message has
+        had its Gone."""
         if link := self._links.get(rank):
             link.send(message)
 
@@ -169,8 +169,8 @@ class ControlServer:
             self._lose(rank, reason)
 
     async def _listen(self, rank: int, link: Link[FromRank]) -> None:
-        """Passes reports on until the connection ends. Raises ClusterError if the rank sends anything
-        that is not expected."""
+        """Passes reports on until the connection ends. Raises ClusterError if the rank sends
+        anything that is not expected."""
         while message := await link.receive():
             self._heard[rank].set()
             match message:
@@ -260,8 +260,9 @@ async def join(
             if time.monotonic() - started > max_seconds:
                 reason = getattr(error, "strerror", None) or "nobody answers"
                 raise ClusterError(
-                    f"Rank {mine.rank} could not reach rank 0 at {address} within {max_seconds:g} s "
-                    f"({reason}): did rank 0 start? Does another program use that port?"
+                    f"Rank {mine.rank} could not reach rank 0 at {address} within "
+                    f"{max_seconds:g} s ({reason}): did rank 0 start? Does another program use "
+                    "that port?"
                 ) from error
         await asyncio.sleep(_RETRY_SECONDS)
 

@@ -26,7 +26,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import msgspec
 
-from serve.core.errors import BrigadeError, ClusterError, EngineError
+from serve.core.config import Address, parse_address
+from serve.core.errors import BrigadeError, ClusterError, EngineError, PlanError
 from serve.core.messages import (
     Activity,
     AdapterRead,
@@ -51,6 +52,7 @@ from serve.hub.partial import PartialModel, open_partial
 from serve.lora.table import Adapters
 from serve.model.caches import quantized
 from serve.model.planning import make_plan
+from serve.model.sharding import shard
 from serve.model.stage import Stage
 from serve.model.weights import LoadedStage, load_stage
 from serve.rank.batching import can_batch, is_causal
@@ -59,6 +61,8 @@ from serve.rank.chooser import Chooser, scoring_bytes
 from serve.rank.embedder import Embedder
 from serve.rank.memory import free_bytes
 from serve.rank.outbox import Outbox
+from serve.ring.doorbells import Grid, meet
+from serve.ring.grid import GridTransport
 from serve.ring.transport import LocalTransport, Ring, RingTransport, Transport, among
 
 _logger = logging.getLogger(__name__)
@@ -93,7 +97,7 @@ class Parent:
 
 
 class StepLoop:
-    """Receive, forward, send. On the last stage, which is rank 0's, tokens are chosen."""
+    """Receive, forward, send. Rank 0, the first shard of the last stage, chooses tokens."""
 
     def __init__(
         self,
@@ -108,6 +112,7 @@ class StepLoop:
     ) -> None:
         self.stage = stage
         self.transport = transport
+        self.has_head = stage.is_last and transport.shard == 0
         self.caches = GroupCaches(lambda: quantized(stage.make_cache(), kv_bits), batchable)
         self.adapters = Adapters(stage, cache_dir, copies)
         self.outbox = Outbox(lambda step: transport.send(step, []))
@@ -122,13 +127,13 @@ class StepLoop:
         self.spans: deque[Span] = deque(maxlen=_NUM_SPANS)
 
     def run(self) -> Iterator[Result]:
-        """Yields the result of each step on the last stage."""
+        """Yields the result of each step on rank 0."""
         while (message := self.transport.receive()) is not None:
             step, received = message
             started = time.time()
             self.step = step.number
             outputs = self.forward(step, received)
-            if self.stage.is_last:
+            if self.has_head:
                 result = self._result(step, outputs)
                 self._note(step, started)
                 # The next step of the group goes first: the result is for the clients.
@@ -137,18 +142,19 @@ class StepLoop:
                 yield result
             else:
                 self._note(step, started)
-                self.transport.send(step, outputs)
+                if not self.stage.is_last:
+                    self.transport.send(step, outputs)
 
     def forward(self, step: Step, received: list[mx.array]) -> list[mx.array]:
-        """Runs a step and returns the arrays for the next stage, or on the last stage the tokens
-        (B,) and their scores.
+        """Runs a step and returns the arrays for the next stage, or on rank 0 the tokens (B,) and
+        their scores.
 
         Stages divide the rows into the same parts, so the arrays of one part follow those of the
-        other.
+        other. The other shards of the last stage return nothing.
         """
         parts = self.caches.apply(step)
         mx.eval(self.caches.moved(), self.adapters.apply(step))
-        if self.stage.is_last:
+        if self.has_head:
             for sequence in self.chooser.forget(step.drop):
                 self.outbox.forget(sequence)
             self.embedder.forget(step.drop)
@@ -157,17 +163,32 @@ class StepLoop:
         for n, part in enumerate(parts):
             size = len(received) // len(parts)
             self.adapters.select(step, part.rows)
-            outputs += self.stage(
-                part.tokens(step), part.caches, received[n * size : (n + 1) * size]
-            )
-            hidden.append(self.stage.take_hidden())
-        if self.stage.is_last and parts:
+            own_received = received[n * size : (n + 1) * size]
+            own_outputs = self.stage(part.tokens(step), part.caches, own_received)
+            own_hidden = self.stage.take_hidden()
+            self._sum_up(own_outputs, own_hidden)
+            outputs += own_outputs
+            hidden.append(own_hidden)
+        if self.has_head and parts:
             outputs = self._chosen(step, parts, outputs)
+        elif self.stage.is_last:
+            outputs = []
         self.pooled = self.embedder.pool(step, parts, hidden)
         hidden.clear()
         mx.eval(outputs, self.pooled, self.caches.states(step))
         mx.eval(self.caches.save(step))
         return outputs
+
+    def _sum_up(self, outputs: list[mx.array], hidden: mx.array | None) -> None:
+        """Evaluates what the shards of this stage compute together. Nothing orders their sums but
+        their number, and rank 0 alone knows whether the head is needed. So all shards evaluate one
+        part after the other, up to the head."""
+        if self.transport.num_shards == 1:
+            return
+        if self.stage.is_last:
+            assert hidden is not None, "Worker refuses models that show no hidden states"
+            outputs = [hidden]
+        self.transport.evaluate(outputs)
 
     def _result(self, step: Step, outputs: list[mx.array]) -> Result:
         result = self.chooser.result(step, outputs)
@@ -277,6 +298,8 @@ class Worker:
             nonlocal batchable, causal
             batchable = can_batch(whole)
             causal = is_causal(whole)
+            if isinstance(self.transport, GridTransport):
+                shard(whole, self.transport.group)
 
         loaded = load_stage(model, *order.layers, self._loading, try_batches)
         cache_dir = Path(order.cache_dir) if order.cache_dir else None
@@ -290,6 +313,8 @@ class Worker:
             batchable=batchable,
         )
         what_is_loaded = self._what_is_loaded(loaded, self.loop, causal)
+        if order.num_shards > 1 and loaded.stage.is_last and not what_is_loaded.hidden_size:
+            raise PlanError("--tensor-parallel: this model does not show its hidden states.")
         self.status = Status("ready", loaded=what_is_loaded)
         return self.loop
 
@@ -328,17 +353,37 @@ class Worker:
         return open_partial(order.model, order.commit, cache_dir)
 
     def _join(self) -> Transport:
-        if len(self.order.hosts) == 1:
-            return LocalTransport()
         order = self.order
+        if len(order.hosts) == 1:
+            return LocalTransport()
         # MLX holds the interpreter's lock while it waits for neighbours, so no thread here would
         # see that the parent was killed. This one needs no lock, and ends the process.
         faulthandler.dump_traceback_later(order.join_timeout + _PARENT_FIRST_SECONDS, exit=True)
         try:
+            if order.num_shards > 1:
+                return self._join_grid()
             with among(order.ring, order.addresses, Path(order.copies)):
                 return RingTransport(Ring(order.rank, order.hosts, order.nonce, order.join_timeout))
         finally:
             faulthandler.cancel_dump_traceback_later()
+
+    def _join_grid(self) -> Transport:
+        order = self.order
+        addresses: list[Address] = []
+        for rank in order.ring:
+            first_address, *_ = order.addresses[rank]
+            addresses.append(parse_address(first_address, "MLX_HOSTFILE"))
+        grid = Grid(
+            order.rank,
+            order.num_shards,
+            tuple(addresses),
+            order.nonce,
+            order.join_timeout,
+        )
+        neighbours = meet(grid)
+        row = [order.ring[place] for place in grid.row]
+        with among(row, order.addresses, Path(order.copies)):
+            return GridTransport(grid, neighbours)
 
     def _loading(self, state: str, done: int, total: int) -> None:
         self.status = Status(state, done, total)

@@ -37,14 +37,21 @@ Received = tuple[Step, list[mx.array]]
 class Transport(Protocol):
     """The connection of one rank to its neighbours.
 
+    This rank is number shard of the num_shards shards of its stage.
     waits_on is the hop (from rank, to rank) that this rank waits for: its tensor has been
     announced, or has still to be taken. It is None while nothing is on the way. num_hops counts
     received messages with tensors, hop_seconds is the time from their headers to their tensors.
     """
 
+    shard: int
+    num_shards: int
     waits_on: tuple[int, int] | None
     num_hops: int
     hop_seconds: float
+
+    def evaluate(self, arrays: Sequence[mx.array]) -> None:
+        """Evaluates arrays that the shards of a stage compute together. All shards evaluate the
+        same arrays in the same order."""
 
     def send(self, step: Step, arrays: Sequence[mx.array]) -> None: ...
 
@@ -54,17 +61,49 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
+class Hops:
+    """The base of all transports: it counts hops, and notes which one is awaited. Its stages have
+    one shard each; GridTransport has more."""
+
+    def __init__(self) -> None:
+        self.shard = 0
+        self.num_shards = 1
+        self.waits_on: tuple[int, int] | None = None
+        self.num_hops = 0
+        self.hop_seconds = 0.0
+
+    def evaluate(self, arrays: Sequence[mx.array]) -> None:
+        mx.eval(*arrays)
+
+    def count(self, step: Step, started: float) -> None:
+        """Counts a received hop whose header came at `started`, a time of the performance
+        counter."""
+        if step.number < FIRST_WARM_UP_STEP:
+            self.num_hops += 1
+            self.hop_seconds += time.perf_counter() - started
+
+    @contextmanager
+    def waiting_on(self, hop: tuple[int, int]) -> Iterator[None]:
+        """Marks a wait for a send or a receive, which may last forever. The parent of rank 0 reads
+        waits_on, so it knows which hop is stuck and can end this process."""
+        self.waits_on = hop
+        try:
+            yield
+        except RuntimeError as error:
+            raise ClusterError(f"The ring broke: {error}.") from error
+        finally:
+            self.waits_on = None
+
+
 # --- inside one process
 
 
-class LocalTransport:
+class LocalTransport(Hops):
     """Passes messages to another transport in the same process. It serves tests that run a
     whole pipeline, and clusters of one rank."""
 
     def __init__(self) -> None:
-        self.waits_on: tuple[int, int] | None = None
-        self.num_hops = 0
-        self.hop_seconds = 0.0
+        super().__init__()
         self._inbox: queue.SimpleQueue[Received | None] = queue.SimpleQueue()
         self._left = self
 
@@ -100,17 +139,15 @@ class Ring:
     timeout_seconds: float
 
 
-class RingTransport:
-    """A transport between processes.
+class RingTransport(Hops):
+    """A transport between processes, for stages of one rank each.
 
     It raises ClusterError at the first sign that a neighbour is gone. Such an error is the end
     of the process, because MLX can form a group only once in each.
     """
 
     def __init__(self, ring: Ring) -> None:
-        self.waits_on: tuple[int, int] | None = None
-        self.num_hops = 0
-        self.hop_seconds = 0.0
+        super().__init__()
         num_ranks = len(ring.hosts)
         self._rank = ring.rank
         self._left_rank = (ring.rank - 1) % num_ranks
@@ -128,7 +165,7 @@ class RingTransport:
         taken the previous message, so that two messages never overtake each other."""
         specs = tensor_specs(arrays)
         if self._sending is not None:
-            with self._waiting_on((self._rank, self._left_rank)):
+            with self.waiting_on((self._rank, self._left_rank)):
                 mx.eval(self._sending)
         self._write(frame(Hop(step, specs)))
         if specs:
@@ -148,12 +185,10 @@ class RingTransport:
         started = time.perf_counter()
         right = self._right_rank
         shape = (packed_bytes(specs),)
-        with mx.stream(self._receives), self._waiting_on((right, self._rank)):
+        with mx.stream(self._receives), self.waiting_on((right, self._rank)):
             packed = mx.distributed.recv(shape, mx.uint8, right, group=self._group)
             arrays = unpack(step.number, specs, packed)
-        if step.number < FIRST_WARM_UP_STEP:
-            self.num_hops += 1
-            self.hop_seconds += time.perf_counter() - started
+        self.count(step, started)
         return step, arrays
 
     def close(self) -> None:
@@ -176,18 +211,6 @@ class RingTransport:
             self._left.sendall(data)
         except OSError as error:
             raise ClusterError(f"The link to the left neighbour broke: {error}.") from error
-
-    @contextmanager
-    def _waiting_on(self, hop: tuple[int, int]) -> Iterator[None]:
-        """Marks the evaluation of a send or a receive. MLX itself would wait forever. The parent of
-        rank 0 reads waits_on, so it knows which hop is stuck and can end this process."""
-        self.waits_on = hop
-        try:
-            yield
-        except RuntimeError as error:
-            raise ClusterError(f"The ring broke: {error}.") from error
-        finally:
-            self.waits_on = None
 
 
 @contextmanager
@@ -222,19 +245,25 @@ def form_ring(
     """
     with socket.create_server((ring.hosts[ring.rank], 0), backlog=2) as listening:
         try:
-            group = mx.distributed.init(strict=True, backend="ring")
-            is_as_expected = group.rank() == ring.rank and group.size() == len(ring.hosts)
-            if not is_as_expected:
-                raise ClusterError("MLX formed a ring of another size than the hostfile has.")
+            group = form_group(ring.rank, len(ring.hosts))
             port = listening.getsockname()[1]
-            ports = _exchange(ring.nonce, port, group, stream)
+            ports = exchange(ring.nonce, port, group, stream)
         except RuntimeError as error:
             raise ClusterError(f"The ring broke: {error}.") from error
         left, right = _ring_doorbells(ring, listening, ports)
         return group, left, right
 
 
-def _exchange(
+def form_group(rank: int, num_ranks: int) -> mx.distributed.Group:
+    """Forms MLX's group of the ranks that the environment names. Raises ClusterError, or
+    RuntimeError if a neighbour is gone."""
+    group = mx.distributed.init(strict=True, backend="ring")
+    if group.rank() != rank or group.size() != num_ranks:
+        raise ClusterError("MLX formed a ring of another size than the hostfile has.")
+    return group
+
+
+def exchange(
     nonce: int,
     port: int,
     group: mx.distributed.Group,

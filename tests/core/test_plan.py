@@ -13,6 +13,7 @@ from serve.core.plan import (
     ModelCost,
     StagePlan,
     balanced_split,
+    count_stages,
     even_split,
     format_bytes,
     kv_budgets,
@@ -215,6 +216,28 @@ def test_keys_and_values_get_what_the_weights_leave_and_no_more_than_their_limit
     assert kv_budgets(stages, [100, 50], [90, 20]) == [80, 20]
     assert kv_budgets(stages, None, [90, 20]) == [90, 20]
     assert kv_budgets(stages, None, None) is None
+
+
+def test_plan_stages_gives_each_shard_of_a_stage_the_same_layers() -> None:
+    plans = plan_stages(model([10] * 4), even_split(4, 2), Demand(1, 1), [30] * 6, num_shards=3)
+    assert [(plan.rank, plan.stage, plan.shard) for plan in plans] == [
+        (0, 0, 0),
+        (1, 0, 1),
+        (2, 0, 2),
+        (3, 1, 0),
+        (4, 1, 1),
+        (5, 1, 2),
+    ]
+    assert [plan.layers for plan in plans] == [(2, 4)] * 3 + [(0, 2)] * 3
+    assert {plan.step_share for plan in plans} == {0.5}
+    with pytest.raises(PlanError, match="Rank 4 would need"):
+        plan_stages(model([10] * 4), even_split(4, 2), Demand(1, 1), [30] * 4 + [10] * 2, 3)
+
+
+def test_count_stages_refuses_ranks_that_are_left_over() -> None:
+    assert count_stages(6, 3) == 2
+    with pytest.raises(UsageError, match="start 4 ranks, or a multiple of 4, not 6"):
+        count_stages(6, 4)
 
 
 def test_unequal_memory_makes_unequal_stages() -> None:

@@ -225,3 +225,16 @@ def test_a_message_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch)
 def test_the_name_of_an_order_is_its_rank_in_the_launch() -> None:
     order = Order(1, (0, 2), ("a", "b"), [["a"]], 1, "m", None, None, "c", (0, 1), None, 1.0)
     assert order.name == "Rank 2"
+
+
+def test_num_missing_leads_to_the_end_of_a_message_and_not_further() -> None:
+    data = wire.frame(Hop(Step(7, 0, (), (), sample=False), ())) + b"what follows"
+    reader: wire.FrameReader[Hop] = wire.FrameReader(Hop)
+    found: list[Hop] = []
+    num_read = 0
+    while not found:
+        end = num_read + reader.num_missing
+        found += reader.feed(data[num_read:end])
+        num_read = end
+    assert found[0].step.number == 7
+    assert data[num_read:] == b"what follows"

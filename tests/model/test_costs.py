@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
@@ -18,6 +19,7 @@ from serve.core.plan import PlanRequest, StagePlan, with_slack
 from serve.front.pipeline.orders import replan_request
 from serve.model.caches import quantized
 from serve.model.planning import make_plan
+from serve.model.sharding import StandIn, shard, without_sums
 from serve.model.weights import load_stage
 from tests import architectures, shapes
 from tests.models import ARCHITECTURES, save
@@ -251,3 +253,26 @@ def test_the_plan_of_a_large_model_needs_headers_alone(
     weight_bytes = sum(stage.weight_bytes for stage in plan.stages)
     assert weight_bytes == pytest.approx(2 * num_parameters, rel=0.002)  # in bfloat16
     assert sorted(stage.layers for stage in plan.stages)[-1][1] == plan.num_layers
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "qwen3", "deepseek_v3"])
+def test_planned_weights_are_those_of_the_shards(tmp_path: Path, name: str) -> None:
+    folder = save(tmp_path, name)
+    whole = make_plan(folder, PlanRequest(num_ranks=2, split="even")).stages
+    shards = make_plan(folder, PlanRequest(num_ranks=4, num_shards=2, split="even")).stages
+    assert [(plan.stage, plan.shard, plan.layers) for plan in shards] == [
+        (0, 0, (2, 4)),
+        (0, 1, (2, 4)),
+        (1, 0, (0, 2)),
+        (1, 1, (0, 2)),
+    ]
+    for plan in shards:
+        with without_sums():
+            loaded = load_stage(folder, *plan.layers, lambda *_: None, divide_by_two)
+        assert plan.weight_bytes == loaded.bytes_owned < whole[plan.stage].weight_bytes
+        if name != "deepseek_v3":  # Its latents belong to all heads.
+            assert plan.cache_bytes_per_token == whole[plan.stage].cache_bytes_per_token // 2
+
+
+def divide_by_two(model: nn.Module) -> None:
+    shard(model, StandIn(2))

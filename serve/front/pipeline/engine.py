@@ -20,7 +20,13 @@ from serve.front.pipeline.generation import Generation
 from serve.front.pipeline.interface import Prompt
 from serve.front.pipeline.lifecycle import Lifecycle
 from serve.front.pipeline.requests import Requests
-from serve.front.pipeline.status import StageSpan, chrome_trace, is_silent, spans_after
+from serve.front.pipeline.status import (
+    StageSpan,
+    chrome_trace,
+    first_shards,
+    is_silent,
+    spans_after,
+)
 
 
 class Engine:
@@ -42,7 +48,7 @@ class Engine:
         self._lifecycle = Lifecycle(config, cluster.hosts, facts)
         self._requests = Requests(
             config,
-            cluster.num_ranks,
+            cluster.num_ranks // config.tensor_parallel,
             send=lambda message: self._driver.send(message),
             adapter_name=lambda version: self.adapters.registry.name_of(version),
         )
@@ -132,6 +138,7 @@ class Engine:
         return {
             "model": self._config.model_name,
             "num_ranks": len(lifecycle.ring),
+            "tensor_parallel": self._config.tensor_parallel,
             "stages": [stage.to_json() for stage in lifecycle.stages],
             "num_running": scheduler.num_running,
             "num_waiting": scheduler.num_waiting,
@@ -144,7 +151,7 @@ class Engine:
                 "num_bytes": kept_bytes(scheduler.room.kept, lifecycle.stages),
                 **scheduler.room.kept.to_json(),
             },
-            "better_split": better_split(lifecycle.stages),
+            "better_split": better_split(first_shards(lifecycle.stages)),
             "adapters": self.adapters.registry.statistics.to_json(),
             "num_restarts": lifecycle.number,
             "recovery_seconds": round(lifecycle.recovery_seconds, 3),

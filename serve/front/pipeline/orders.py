@@ -22,6 +22,7 @@ def plan_request(config: ServeConfig, num_ranks: int) -> PlanRequest:
         adapter_memory=config.adapter_memory,
         split=config.split,
         kv_bits=config.kv_bits,
+        num_shards=config.tensor_parallel,
     )
 
 
@@ -84,4 +85,5 @@ def order(
         layers=stage.layers,
         kv_bits=config.kv_bits,
         join_timeout=config.join_timeout,
+        num_shards=stage.num_shards,
     )

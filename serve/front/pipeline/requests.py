@@ -29,7 +29,7 @@ from serve.front.pipeline.fault_blame import Blame, FaultBlame
 from serve.front.pipeline.generation import Generation
 from serve.front.pipeline.interface import Prompt
 from serve.front.pipeline.scheduler import Reuse, Scheduler
-from serve.front.pipeline.status import StageStatus, StepLog
+from serve.front.pipeline.status import StageStatus, StepLog, first_shards
 from serve.front.pipeline.warm_up import WarmUp
 
 _logger = logging.getLogger(__name__)
@@ -171,8 +171,13 @@ class Requests:
         """Prepares for other stages than before, and ends the sequences that do not fit them.
         Raises PlanError if there is not even room for a short sequence."""
         room = room_under_limits(stages, self._config)
-        self._stages = stages
-        self.scheduler.settle(len(stages), room.num_tokens, room.num_sequences, room.state_tokens)
+        self._stages = first_shards(stages)
+        self.scheduler.settle(
+            len(self._stages),
+            room.num_tokens,
+            room.num_sequences,
+            room.state_tokens,
+        )
         if not self._config.no_prefix_cache:
             # All stages get the same steps, so the one that can reuse the least decides.
             reuses: list[Reuse] = [cast(Reuse, stage.reuse) for stage in stages]

@@ -189,6 +189,8 @@ class StageStatus:
         if self.plan:
             start, end = self.plan.layers
             words.append(f"layers={start}-{end - 1}")
+            if self.plan.num_shards > 1:
+                words.append(f"shard={self.plan.shard}")
         counts = {
             "bytes_owned": self.bytes_owned,
             "bytes_read": self.bytes_read,
@@ -200,6 +202,8 @@ class StageStatus:
     def to_json(self) -> dict[str, Any]:
         return {
             "rank": self.rank,
+            "stage": self.plan.stage if self.plan else None,
+            "shard": self.plan.shard if self.plan else None,
             "host": self.host,
             "pid": self.pid,
             "layers": list(self.plan.layers) if self.plan else None,
@@ -217,6 +221,12 @@ class StageStatus:
             "num_hops": self.num_hops,
             "hop_seconds": round(self.hop_seconds, 5),
         }
+
+
+def first_shards(stages: Sequence[StageStatus]) -> list[StageStatus]:
+    """The first shard of each stage. It stands for the others, which compute the same steps at the
+    same time."""
+    return [stage for stage in stages if stage.plan is None or stage.plan.shard == 0]
 
 
 def is_silent(stage: StageStatus, now: float) -> bool:
@@ -312,6 +322,8 @@ def _events(stage: StageStatus, since: float) -> Iterator[dict[str, Any]]:
         return
     start, end = stage.plan.layers
     label = f"rank {stage.rank}, layers {start} to {end - 1}"
+    if stage.plan.num_shards > 1:
+        label += f", shard {stage.plan.shard}"
     yield {
         "name": "process_name",
         "ph": "M",

@@ -2,6 +2,8 @@
 
 export interface Stage {
   rank: number;
+  stage: number | null;
+  shard: number | null;
   host: string;
   layers: [number, number] | null;
   state: string;
@@ -57,6 +59,7 @@ export interface Cluster {
 export interface Pipeline {
   model: string;
   num_ranks: number;
+  tensor_parallel: number;
   num_running: number;
   num_waiting: number;
   kv_tokens: number;

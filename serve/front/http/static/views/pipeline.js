@@ -81,13 +81,14 @@ function Chain() {
 function StageCard({ stage, isLast }) {
   void now.value;
   const shares = timeline.shares(stage.rank);
+  const shard = (pipeline.value?.tensor_parallel ?? 1) > 1 ? `, shard ${stage.shard}` : "";
   const hop = stage.num_hops ? stage.hop_seconds / stage.num_hops : null;
   return html`<li class=${`stage ${stage.state === "ready" ? "" : "notready"}`}>
     <h2>
       <span>rank ${stage.rank}</span><span class="host">${stage.host}</span>
     </h2>
     <dl>
-      <div><dt>layers</dt><dd>${layers(stage.layers)}</dd></div>
+      <div><dt>layers</dt><dd>${layers(stage.layers)}${shard}</dd></div>
       <div><dt>weights</dt><dd>${bytes(stage.bytes_owned)}</dd></div>
       <div><dt title="keys and values that the stage holds">KV</dt><dd>${bytes(stage.kv_bytes)}</dd></div>
       <div><dt>adapters</dt><dd>${bytes(stage.adapter_bytes)}</dd></div>

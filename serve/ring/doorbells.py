@@ -1,0 +1,256 @@
+"""The connections between the engines of a grid of stages and shards: plain TCP, without MLX."""
+
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+
+from serve.core.config import Address
+from serve.core.connection import keep_alive
+from serve.core.errors import ClusterError
+from serve.core.messages import AroundRing, Greeting, Hop
+from serve.core.wire import FrameReader, frame
+
+_RETRY_SECONDS = 0.05
+_MIN_WAIT_SECONDS = 0.01
+_MAX_GREETING_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The place of this rank in a grid, of which each row is a stage and each column has the same
+    shard of all stages.
+
+    addresses has one address of each rank, row after row. nonce tells one start of the grid from
+    another.
+    """
+
+    rank: int
+    num_shards: int
+    addresses: tuple[Address, ...]
+    nonce: int
+    timeout_seconds: float
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.addresses) // self.num_shards
+
+    @property
+    def stage(self) -> int:
+        return self.rank // self.num_shards
+
+    @property
+    def shard(self) -> int:
+        return self.rank % self.num_shards
+
+    @property
+    def row(self) -> list[int]:
+        """The ranks of this stage."""
+        first = self.stage * self.num_shards
+        return list(range(first, first + self.num_shards))
+
+    @property
+    def column(self) -> list[int]:
+        """The ranks with this shard of all stages."""
+        return list(range(self.shard, len(self.addresses), self.num_shards))
+
+    def left_in(self, ranks: Sequence[int]) -> int:
+        """The rank before this one in a row or a column; the last one for the first."""
+        return ranks[ranks.index(self.rank) - 1]
+
+    def right_in(self, ranks: Sequence[int]) -> int:
+        """The rank after this one in a row or a column; the first one for the last."""
+        return ranks[(ranks.index(self.rank) + 1) % len(ranks)]
+
+
+class Doorbell:
+    """One end of a connection between two engines. It carries messages, and bytes that a message
+    has announced."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keep_alive(connection)
+        self._socket = connection
+        self._reader: FrameReader[AroundRing] = FrameReader(AroundRing)
+
+    def send(self, message: AroundRing, announced: memoryview | None = None) -> None:
+        """Blocks until the system has taken all bytes. Raises ClusterError."""
+        try:
+            self._socket.sendall(frame(message))
+            if announced is not None:
+                self._socket.sendall(announced)
+        except OSError as error:
+            raise ClusterError(f"The link to a neighbour broke: {error}.") from error
+
+    def receive(self) -> AroundRing | None:
+        """Waits for the next message; returns None when the neighbour is gone. Raises
+        ClusterError."""
+        while True:
+            data = self.read(self._reader.num_missing)
+            if data is None:
+                return None
+            for message in self._reader.feed(data):
+                return message
+
+    def hop(self) -> Hop | None:
+        """Waits for the next hop; returns None when the neighbour is gone. Raises ClusterError."""
+        message = self.receive()
+        if isinstance(message, Greeting):
+            raise ClusterError("A neighbour sent Greeting twice.")
+        return message
+
+    def read(self, num_bytes: int) -> bytearray | None:
+        """Reads this many bytes; returns None if the connection ends before. Raises
+        ClusterError."""
+        data = bytearray(num_bytes)
+        view = memoryview(data)
+        try:
+            while view:
+                num_read = self._socket.recv_into(view)
+                if not num_read:
+                    return None
+                view = view[num_read:]
+        except OSError as error:
+            raise ClusterError(f"The link to a neighbour broke: {error}.") from error
+        return data
+
+    def set_timeout(self, seconds: float | None) -> None:
+        self._socket.settimeout(seconds)
+
+    def close(self) -> None:
+        """Closes the connection. A thread that reads from it sees its end."""
+        with suppress(OSError):  # The neighbour may have closed it before.
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """The doorbells of a rank: to the left and from the right, in its row and in its column. A
+    grid of one stage has no columns."""
+
+    row_left: Doorbell
+    row_right: Doorbell
+    column_left: Doorbell | None
+    column_right: Doorbell | None
+
+    def close(self) -> None:
+        for doorbell in (self.row_left, self.row_right, self.column_left, self.column_right):
+            if doorbell:
+                doorbell.close()
+
+
+def meet(grid: Grid) -> Neighbours:
+    """Connects this rank to its neighbours, at the ports of the hostfile.
+
+    When it returns, no rank of the row listens on its port any more, so that MLX can use the ports
+    for the ring of the row. Raises ClusterError.
+    """
+    deadline = time.monotonic() + grid.timeout_seconds
+    row_left, row_right = grid.left_in(grid.row), grid.right_in(grid.row)
+    column_left, column_right = grid.left_in(grid.column), grid.right_in(grid.column)
+    has_column = grid.num_stages > 1
+    called = {row_left, column_left} if has_column else {row_left}
+    callers = {row_right, column_right} if has_column else {row_right}
+    with ExitStack() as on_failure:
+        with _listening(grid) as listening:
+            left: dict[int, Doorbell] = {}
+            for rank in sorted(called):
+                left[rank] = _call(grid, rank, deadline)
+                on_failure.callback(left[rank].close)
+            right: dict[int, Doorbell] = {}
+            while missing := callers - right.keys():
+                rank, doorbell = _answer(grid, listening, missing, deadline)
+                right[rank] = doorbell
+                on_failure.callback(doorbell.close)
+        neighbours = Neighbours(
+            left[row_left],
+            right[row_right],
+            left[column_left] if has_column else None,
+            right[column_right] if has_column else None,
+        )
+        _wait_for_row(grid, neighbours, deadline)
+        on_failure.pop_all()
+    return neighbours
+
+
+def _listening(grid: Grid) -> socket.socket:
+    address = grid.addresses[grid.rank]
+    try:
+        return socket.create_server((address.host, address.port), backlog=len(grid.addresses))
+    except OSError as error:
+        raise ClusterError(
+            f"Rank {grid.rank} cannot listen on {address} ({error.strerror}): is another cluster "
+            "running there? Choose other ports or stop it."
+        ) from error
+
+
+def _call(grid: Grid, rank: int, deadline: float) -> Doorbell:
+    """Connects to another rank, which may not listen yet."""
+    address = grid.addresses[rank]
+    while True:
+        seconds_left = _seconds_until(deadline)
+        try:
+            connection = socket.create_connection((address.host, address.port), seconds_left)
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    f"Rank {grid.rank} cannot reach rank {rank} at {address}: {error}."
+                ) from error
+        time.sleep(_RETRY_SECONDS)
+    doorbell = Doorbell(connection)
+    doorbell.send(Greeting(grid.nonce, grid.rank))
+    doorbell.set_timeout(None)
+    return doorbell
+
+
+def _answer(
+    grid: Grid,
+    listening: socket.socket,
+    expected: set[int],
+    deadline: float,
+) -> tuple[int, Doorbell]:
+    """Accepts the first caller that is one of the expected ranks and knows the nonce, and closes
+    the connections of all others."""
+    while True:
+        listening.settimeout(_seconds_until(deadline))
+        try:
+            connection, _ = listening.accept()
+        except OSError as error:
+            raise ClusterError(
+                f"Rank {grid.rank} waits in vain for its neighbours {sorted(expected)}: {error}."
+            ) from error
+        doorbell = Doorbell(connection)
+        doorbell.set_timeout(min(_MAX_GREETING_SECONDS, _seconds_until(deadline)))
+        try:
+            greeting = doorbell.receive()
+        except ClusterError:
+            greeting = None  # A port scanner, not a neighbour.
+        if (
+            isinstance(greeting, Greeting)
+            and greeting.nonce == grid.nonce
+            and greeting.rank in expected
+        ):
+            doorbell.set_timeout(None)
+            return greeting.rank, doorbell
+        doorbell.close()
+
+
+def _wait_for_row(grid: Grid, neighbours: Neighbours, deadline: float) -> None:
+    """Returns when all ranks of the row have come here: a greeting goes around the row twice."""
+    greeting = Greeting(grid.nonce, grid.rank)
+    neighbours.row_right.set_timeout(_seconds_until(deadline))
+    for _ in range(2):
+        if grid.shard == 0:
+            neighbours.row_left.send(greeting)
+        if neighbours.row_right.receive() is None:
+            raise ClusterError(f"Rank {grid.right_in(grid.row)} is gone.")
+        if grid.shard:
+            neighbours.row_left.send(greeting)
+    neighbours.row_right.set_timeout(None)
+
+
+def _seconds_until(deadline: float) -> float:
+    return max(_MIN_WAIT_SECONDS, deadline - time.monotonic())

@@ -1,0 +1,150 @@
+"""The transport of stages with several shards each.
+
+A stage is a row of a grid, and its shards sum up parts of their results in MLX's ring of the row.
+Steps and hidden states travel along the columns over TCP, because a process can form only one
+ring of MLX. While no step is there, nobody waits in MLX, so an idle cluster costs no CPU.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, cast
+
+import mlx.core as mx
+
+from serve.core.errors import ClusterError
+from serve.core.messages import Hop
+from serve.core.types import Step
+from serve.ring.doorbells import Doorbell, Grid, Neighbours
+from serve.ring.transport import (
+    Hops,
+    Received,
+    exchange,
+    form_group,
+    pack,
+    packed_bytes,
+    tensor_specs,
+    unpack,
+)
+
+_logger = logging.getLogger(__name__)
+
+
+class GridTransport(Hops):
+    """The transport of one rank of a grid. MLX's variables have to name the ranks of its row.
+
+    Rank 0 gives each step to the other shards of its stage, one after the other. Each of them
+    starts the step in its own column. Raises ClusterError.
+    """
+
+    def __init__(self, grid: Grid, neighbours: Neighbours) -> None:
+        super().__init__()
+        self.shard = grid.shard
+        self.num_shards = grid.num_shards
+        self._grid = grid
+        self._neighbours = neighbours
+        # In a grid of one stage, steps only go from one thread of this process to another.
+        self._inbox: queue.SimpleQueue[Received | None] = queue.SimpleQueue()
+        try:
+            self.group = form_group(grid.shard, grid.num_shards)
+            exchange(grid.nonce, 0, self.group, mx.default_stream(mx.cpu))
+        except RuntimeError as error:
+            raise ClusterError(f"The ring of the shards broke: {error}.") from error
+        self._sender: _Sender | None = None
+        if grid.stage:
+            assert neighbours.column_left is not None
+            self._sender = _Sender(neighbours.column_left)
+        elif grid.shard:
+            threading.Thread(target=self._relay, name="relay", daemon=True).start()
+
+    def evaluate(self, arrays: Sequence[mx.array]) -> None:
+        try:
+            mx.eval(*arrays)
+        except RuntimeError as error:
+            if "[ring]" in str(error):
+                raise ClusterError(f"The ring of the shards broke: {error}.") from error
+            raise
+
+    def send(self, step: Step, arrays: Sequence[mx.array]) -> None:
+        """Starts a step on the last stage, if this is the first stage; else starts to send
+        evaluated arrays to the next stage. It waits until the neighbour takes earlier messages."""
+        if self._sender is None:
+            self._start(step)
+            return
+        specs = tensor_specs(arrays)
+        announced = None
+        if specs:
+            packed = pack(step.number, arrays)
+            mx.eval(packed)
+            announced = memoryview(cast(Any, packed))
+        left = self._grid.left_in(self._grid.column)
+        with self.waiting_on((self._grid.rank, left)):
+            self._sender.send(Hop(step, specs), announced)
+
+    def receive(self) -> Received | None:
+        right = self._neighbours.column_right
+        if right is None:
+            return self._inbox.get()
+        hop = right.hop()
+        if hop is None:
+            return None
+        if not hop.tensors:
+            return hop.step, []
+        started = time.perf_counter()
+        source = self._grid.right_in(self._grid.column)
+        with self.waiting_on((source, self._grid.rank)):
+            data = right.read(packed_bytes(hop.tensors))
+        if data is None:
+            return None
+        arrays = unpack(hop.step.number, hop.tensors, mx.array(cast(Any, data)))
+        self.count(hop.step, started)
+        return hop.step, arrays
+
+    def close(self) -> None:
+        self._neighbours.close()
+        self._inbox.put(None)
+
+    def _start(self, step: Step) -> None:
+        """Passes a step on in the row of rank 0, and starts it in this rank's column."""
+        first, *_ = self._grid.row
+        if self._grid.left_in(self._grid.row) != first:
+            self._neighbours.row_left.send(Hop(step, ()))
+        if self._neighbours.column_left is None:
+            self._inbox.put((step, []))
+        else:
+            self._neighbours.column_left.send(Hop(step, ()))
+
+    def _relay(self) -> None:
+        """Starts the steps that come from rank 0, on the other shards of its stage."""
+        try:
+            while (hop := self._neighbours.row_right.hop()) is not None:
+                self._start(hop.step)
+        except ClusterError as error:
+            _logger.warning("event=link_lost reason=%s", error)
+        self.close()  # Now receive() returns None, which ends this process.
+
+
+class _Sender:
+    """A thread that sends messages to a neighbour. One of them can wait while another is sent."""
+
+    def __init__(self, doorbell: Doorbell) -> None:
+        self._doorbell = doorbell
+        self._waiting: queue.Queue[tuple[Hop, memoryview | None]] = queue.Queue(1)
+        self._error: ClusterError | None = None
+        threading.Thread(target=self._run, name="sender", daemon=True).start()
+
+    def send(self, hop: Hop, announced: memoryview | None) -> None:
+        """Raises ClusterError if an earlier message could not be sent."""
+        if self._error:
+            raise self._error
+        self._waiting.put((hop, announced))
+
+    def _run(self) -> None:
+        while True:
+            hop, announced = self._waiting.get()
+            try:
+                self._doorbell.send(hop, announced)
+            except ClusterError as error:
+                self._error = self._error or error  # Later messages are dropped.

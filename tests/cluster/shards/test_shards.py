@@ -1,0 +1,154 @@
+"""Clusters whose stages have several shards: greedy answers and scores are those of mlx_lm on the
+whole model, also after a shard was lost."""
+
+import subprocess
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import psutil
+import pytest
+
+from tests.cluster.questions import QUESTIONS
+from tests.cluster.servers import (
+    ROOT,
+    TINY_CHAT,
+    Server,
+    brigade_launch,
+    mlx_launch,
+    running,
+)
+
+TWO_SHARDS = ("--tensor-parallel", "2")
+MOST_DIFFERENCE = 1e-4
+MOST_OF_A_CORE = 0.02
+
+
+def ask(server: Server, question: str, max_tokens: int = 48) -> str:
+    reply = server.client().chat.completions.create(
+        model="tiny-chat",
+        messages=[{"role": "user", "content": question}],
+        temperature=0,
+        max_tokens=max_tokens,
+    )
+    return reply.choices[0].message.content or ""
+
+
+def check_scores(server: Server, max_tokens: int) -> None:
+    """The tokens and log-probabilities of a greedy answer, and the scores of its prompt."""
+    reply: Any = server.client().completions.create(
+        model="tiny-chat",
+        prompt="the cat sat on the mat " * 4,
+        temperature=0,
+        max_tokens=max_tokens,
+        logprobs=1,
+        echo=True,
+        extra_body={"return_token_ids": True},
+    )
+    (choice,) = reply.choices
+    ids = choice.model_extra["prompt_token_ids"] + choice.model_extra["token_ids"]
+    model, _ = mlx_lm.load(str(TINY_CHAT))
+    (logits,) = model(mx.array([ids])).astype(mx.float32)
+    exact = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    told = choice.logprobs.token_logprobs[1:]
+    expected = [exact[at, id].item() for at, id in enumerate(ids[1:])]
+    assert len(told) == len(ids) - 1
+    assert told == pytest.approx(expected, abs=MOST_DIFFERENCE)
+    best = mx.argmax(logits, axis=-1).tolist()
+    assert ids[-max_tokens:] == best[-max_tokens - 1 : -1]
+
+
+def test_two_stages_of_two_shards_answer_as_mlx_lm(mlx_lm_answer: Callable[[str], str]) -> None:
+    with running(4, *TWO_SHARDS, "--kv-memory", "1GB") as server:
+        found = server.get("/admin/pipeline")
+        places = [(stage["stage"], stage["shard"]) for stage in found["stages"]]
+        assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
+        first, second, third, last = (stage["layers"] for stage in found["stages"])
+        assert first == second != third == last
+        assert ask(server, QUESTIONS[4]) == mlx_lm_answer(QUESTIONS[4])
+        check_scores(server, max_tokens=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launch", "num_ranks", "flags"),
+    [
+        (brigade_launch, 2, ()),
+        (brigade_launch, 4, ("--split", "3,5")),
+        (mlx_launch, 2, ("--prefill-chunk", "16")),
+        (brigade_launch, 2, ("--kv-bits", "8")),
+    ],
+)
+def test_many_requests_at_once_are_answered_as_mlx_lm(
+    launch: Any,
+    num_ranks: int,
+    flags: tuple[str, ...],
+    mlx_lm_answer: Callable[[str], str],
+) -> None:
+    with running(num_ranks, *TWO_SHARDS, *flags, launch=launch) as server:
+        with ThreadPoolExecutor(len(QUESTIONS)) as threads:
+            answers = list(threads.map(lambda question: ask(server, question), QUESTIONS))
+        again = ask(server, QUESTIONS[7])  # It begins with a prefix that is kept.
+        if "--kv-bits" not in flags:
+            check_scores(server, max_tokens=16)
+        pipeline = server.get("/admin/pipeline")
+    expected = [mlx_lm_answer(question) for question in QUESTIONS]
+    if "--kv-bits" in flags:  # Eight bits may change a word.
+        same = [one == other for one, other in zip(answers, expected, strict=True)]
+        assert sum(same) > len(same) // 2
+        return
+    assert answers == expected
+    assert again == expected[7]
+    assert pipeline["prefix_cache"]["num_reused"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", range(4))
+def test_answers_go_on_after_any_rank_of_two_by_two_is_killed(
+    rank: int, mlx_lm_answer: Callable[[str], str]
+) -> None:
+    questions = [QUESTIONS[7], QUESTIONS[10], QUESTIONS[15]]
+    with running(4, *TWO_SHARDS) as server:
+        with ThreadPoolExecutor(len(questions)) as threads:
+            answers = [threads.submit(ask, server, question) for question in questions]
+            server.engines()[rank].kill()
+            texts = [answer.result() for answer in answers]
+        assert server.get("/admin/pipeline")["num_restarts"] == 1
+    assert texts == [mlx_lm_answer(question) for question in questions]
+
+
+@pytest.mark.slow
+def test_an_idle_cluster_of_shards_sleeps() -> None:
+    with running(2, *TWO_SHARDS) as server:
+        ask(server, QUESTIONS[0])
+        seconds = 4.0
+        before = {process: used(process) for process in server.family()}
+        psutil.wait_procs([psutil.Process()], timeout=seconds)
+        shares = [(used(process) - before[process]) / seconds for process in before]
+    assert len(shares) > 4
+    assert max(shares) <= MOST_OF_A_CORE
+
+
+def used(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "flags", "reason"),
+    [
+        (3, (), "does not divide the number of ranks"),
+        (2, ("--replan",), "--replan does not work with --tensor-parallel"),
+        (2, ("--adapter-root", "."), "--adapter-root does not work with --tensor-parallel"),
+    ],
+)
+def test_refuses_in_one_line_what_does_not_work(
+    num_ranks: int, flags: tuple[str, ...], reason: str
+) -> None:
+    command = brigade_launch(num_ranks, ["--model", str(TINY_CHAT), *TWO_SHARDS, *flags])
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    (line,) = ended.stderr.strip().splitlines()
+    assert reason in line

@@ -1,0 +1,191 @@
+"""Shards of a model: together they give what the whole model gives, or the model is refused."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from serve.core.errors import PlanError
+from serve.model.sharding import StandIn, shard, without_sums
+from serve.model.trial import Trial, named_arrays
+from tests import architectures
+from tests.models import build
+
+QUICK = {"deepseek_v3", "gpt_oss", "llama", "qwen3_5", "qwen3_moe"}
+NUM_SHARDS = 2
+MOST_DIFFERENCE = 1e-4
+HALF_PRECISION = {"muse_spark": 1e-3}
+BUILDING = threading.Lock()
+
+
+def shardable() -> Iterator[Any]:
+    for name in architectures.architectures():
+        if hasattr(architectures.model_class(name), "shard"):
+            yield pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+
+
+class Seat:
+    """One shard's end of a group whose shards are threads."""
+
+    def __init__(self, group: "ThreadGroup", rank: int) -> None:
+        self.group = group
+        self._rank = rank
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return len(self.group.parts)
+
+
+class ThreadGroup:
+    """A group of MLX in one process, which evaluates where MLX is lazy."""
+
+    def __init__(self, num_shards: int) -> None:
+        self.parts: list[mx.array | None] = [None] * num_shards
+        self.barrier = threading.Barrier(num_shards, timeout=60)
+        self.seats = [Seat(self, rank) for rank in range(num_shards)]
+
+    def gather(self, seat: Seat, x: mx.array) -> list[mx.array]:
+        mx.eval(x)
+        self.parts[seat.rank()] = x
+        self.barrier.wait()
+        parts = [part for part in self.parts if part is not None]
+        self.barrier.wait()
+        return parts
+
+
+@contextmanager
+def sums_between_threads() -> Iterator[None]:
+    def all_sum(x: mx.array, *, group: Seat, **_: Any) -> mx.array:
+        first, *others = group.group.gather(group, x)
+        return sum(others, first)
+
+    def all_gather(x: mx.array, *, group: Seat, **_: Any) -> mx.array:
+        return mx.concatenate(group.group.gather(group, x), axis=0)
+
+    with without_sums():
+        vars(mx.distributed).update({"all_sum": all_sum, "all_gather": all_gather})
+        yield
+
+
+def answers(model: nn.Module) -> list[mx.array]:
+    """The logits of a prompt, and those of the next token."""
+    caches = make_prompt_cache(model)
+    logits = []
+    for tokens in ([[3, 5, 7, 11, 13]], [[17]]):
+        out = model(mx.array(tokens), cache=caches)
+        mx.eval(out)
+        logits.append(out)
+    return logits
+
+
+@pytest.mark.parametrize("name", list(shardable()))
+def test_shards_give_the_logits_of_the_whole_model(name: str) -> None:
+    whole = answers(architectures.build(name))
+    group = ThreadGroup(NUM_SHARDS)
+    found: dict[int, list[mx.array]] = {}
+    errors: list[BaseException] = []
+
+    def run(seat: Seat) -> None:
+        try:
+            with BUILDING:  # The seed is global.
+                model = architectures.build(name)
+                shard(model, seat)
+                mx.eval(model.parameters())
+            found[seat.rank()] = answers(model)
+        except BaseException as error:
+            errors.append(error)
+            group.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(seat,)) for seat in group.seats]
+    with sums_between_threads():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not errors, errors
+    for own in found.values():
+        for expected, logits in zip(whole, own, strict=True):
+            scale = float(mx.abs(expected).max())
+            limit = HALF_PRECISION.get(name, MOST_DIFFERENCE) * scale
+            assert float(mx.abs(expected - logits).max()) < limit
+
+
+def test_shard_divides_layers_and_keeps_the_rest_whole() -> None:
+    whole = dict(named_arrays(build("llama")))
+    model = build("llama")
+    shard(model, StandIn(2))
+    sizes = {name: array.size for name, array in named_arrays(model)}
+    assert sizes.keys() == whole.keys()
+    for name, array in whole.items():
+        is_divided = name.startswith("model.layers") and "norm" not in name
+        assert sizes[name] == (array.size // 2 if is_divided else array.size), name
+
+
+def test_shard_leaves_the_head_to_rank_0() -> None:
+    """mlx-lm divides this head, and then each shard would have to compute the logits."""
+    model = architectures.build("qwen3_5")
+    head = model.language_model.lm_head
+    shard(model, StandIn(2))
+    assert model.language_model.lm_head is head
+    assert getattr(model.language_model, "sharding_group", None) is None
+
+
+def test_without_sums_shows_the_shapes_of_a_shard() -> None:
+    model = build("llama")
+    shard(model, StandIn(2))
+    with without_sums():
+        caches = make_prompt_cache(model)
+        logits = model(mx.array([[1, 2, 3]]), cache=caches)
+    assert logits.shape == (1, 3, 96)
+    assert caches[0].keys.shape[1] == 1  # of two heads
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "num_shards", "reason"),
+    [
+        ("llama", {"num_attention_heads": 6, "num_key_value_heads": 3}, 2, "n_kv_heads of 3"),
+        ("llama", {"num_key_value_heads": 1}, 2, "n_kv_heads of 1"),
+        ("llama", {}, 3, "evenly"),
+    ],
+)
+def test_shard_refuses_what_does_not_come_out_even(
+    name: str, changes: dict[str, int], num_shards: int, reason: str
+) -> None:
+    """mlx-lm rounds a number of heads down, and gives wrong results."""
+    with pytest.raises(PlanError, match=reason):
+        shard(build(name, **changes), StandIn(num_shards))
+
+
+def test_shard_refuses_architectures_that_mlx_lm_cannot_divide() -> None:
+    with pytest.raises(PlanError, match="cannot shard models of type gemma2"):
+        shard(architectures.build("gemma2"), StandIn(2))
+
+
+def test_without_sums_compiles_nothing() -> None:
+    """What is compiled in it would also run without sums later."""
+    model = build("llama")
+
+    @mx.compile
+    def total(x: mx.array) -> mx.array:
+        return mx.distributed.all_sum(x)
+
+    with without_sums():
+        Trial(model, list(model.layers), cached=True)  # It disables compilation, too.
+        assert total(mx.ones(2)).tolist() == [1, 1]
+    with sums_of_one():
+        assert total(mx.ones(2)).tolist() == [7, 7]
+
+
+@contextmanager
+def sums_of_one() -> Iterator[None]:
+    with without_sums():
+        vars(mx.distributed)["all_sum"] = lambda x, **_: x * 7
+        mx.enable_compile()
+        yield

@@ -1,0 +1,125 @@
+"""What the ranks of a real grid do in test_grid: python -m … NAME. The grid has rows of two."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import mlx.core as mx
+
+from serve.core.config import parse_address
+from serve.core.errors import ClusterError
+from serve.core.types import Row, Step
+from serve.ring.doorbells import Grid, meet
+from serve.ring.grid import GridTransport
+from serve.ring.transport import among
+
+RANK = int(os.environ["MLX_RANK"])
+ADDRESSES = json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text())
+NUM_STEPS = 30
+
+
+def place(nonce: int = 1) -> Grid:
+    parsed = [parse_address(first, "hosts") for first, *_ in ADDRESSES]
+    return Grid(RANK, 2, tuple(parsed), nonce, 10.0)
+
+
+def join() -> GridTransport:
+    grid = place()
+    neighbours = meet(grid)
+    folder = Path(os.environ["MLX_HOSTFILE"]).parent / f"rank{RANK}"
+    with among(grid.row, ADDRESSES, folder):
+        return GridTransport(grid, neighbours)
+
+
+def step(number: int) -> Step:
+    return Step(number, 0, (Row(1, 0, 2),), (number, 2), True)
+
+
+def hidden(number: int, stage: int) -> list[mx.array]:
+    """Some steps have no tensors, as those that only drop sequences."""
+    if number % 5 == 0:
+        return []
+    return [mx.full((3, number), number + stage), mx.array([stage]).astype(mx.bfloat16)]
+
+
+def steps() -> None:
+    """Rank 0 starts all steps at once. Every rank checks what it gets, and sums up with its row."""
+    grid, transport = place(), join()
+    if RANK == 0:
+        for number in range(1, NUM_STEPS):
+            transport.send(step(number), [])
+    for number in range(1, NUM_STEPS):
+        message = transport.receive()
+        assert message is not None
+        got, arrays = message
+        assert got == step(number)
+        expected = hidden(number, grid.stage + 1) if grid.stage < grid.num_stages - 1 else []
+        same = [mx.array_equal(a, b).item() for a, b in zip(arrays, expected, strict=True)]
+        assert all(same), (number, same)
+        own = mx.array([number * (10.0 if grid.shard else 1.0)])
+        total = mx.distributed.all_sum(own, group=transport.group)
+        transport.evaluate([total])
+        assert total.item() == number * 11.0, total
+        if grid.stage:
+            transport.send(got, hidden(number, grid.stage))
+    print("fine", flush=True)
+    time.sleep(0.5)
+    os._exit(0)
+
+
+def other_nonce() -> None:
+    """Ranks of two launches meet on the same ports, and one of them is a stranger to all."""
+    try:
+        meet(place(nonce=1 if RANK else 2))
+    except ClusterError as error:
+        print(error, flush=True)
+
+
+def peer_dies() -> None:
+    """The other shard of the stage is killed while this one waits for its part of a sum."""
+    transport = join()
+    if RANK == 1:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        total = mx.distributed.all_sum(mx.zeros(1 << 20), group=transport.group)
+        transport.evaluate([total])
+        print("summed up", flush=True)
+    except ClusterError as error:
+        print(error, flush=True)
+    os._exit(0)
+
+
+def leader_goes() -> None:
+    """Rank 0 ends; the other shard waits for steps, and prints what it gets instead of one."""
+    transport = join()
+    if RANK == 0:
+        os._exit(0)
+    print(transport.receive(), flush=True)
+    os._exit(0)
+
+
+def idle() -> None:
+    """Prints the CPU seconds that a second of waiting costs."""
+    transport = join()
+    if RANK == 0:
+        time.sleep(1.5)
+        os._exit(0)
+    before = time.process_time()
+    transport.receive()
+    print(time.process_time() - before, flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    PROGRAMS = {
+        "steps": steps,
+        "other_nonce": other_nonce,
+        "peer_dies": peer_dies,
+        "leader_goes": leader_goes,
+        "idle": idle,
+    }
+    PROGRAMS[sys.argv[1]]()

@@ -1,0 +1,52 @@
+"""The transport of stages with several shards, between real processes over MLX's own ring."""
+
+from pathlib import Path
+
+import pytest
+
+from serve.core.config import Address
+from serve.ring.doorbells import Grid
+from tests.ring.test_transport import run_ring
+
+PROGRAMS = "tests.ring.grid_programs"
+
+
+def grid(rank: int, num_ranks: int, num_shards: int) -> Grid:
+    addresses = tuple(Address("127.0.0.1", port) for port in range(1, num_ranks + 1))
+    return Grid(rank, num_shards, addresses, 1, 1.0)
+
+
+def test_grid_has_stages_in_rows_and_shards_in_columns() -> None:
+    found = grid(4, 6, 3)
+    assert (found.stage, found.shard, found.num_stages) == (1, 1, 2)
+    assert (found.row, found.column) == ([3, 4, 5], [1, 4])
+    assert (found.left_in(found.row), found.right_in(found.row)) == (3, 5)
+    assert (found.left_in(found.column), found.right_in(found.column)) == (1, 1)
+    first = grid(0, 6, 3)
+    assert (first.left_in(first.row), first.left_in(first.column)) == (2, 3)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_grid_passes_steps_to_all_shards_in_order(tmp_path: Path, num_ranks: int) -> None:
+    assert run_ring(tmp_path, "steps", num_ranks, PROGRAMS) == ["fine"] * num_ranks
+
+
+@pytest.mark.slow
+def test_grid_lets_no_stranger_in(tmp_path: Path) -> None:
+    for output in run_ring(tmp_path, "other_nonce", 2, PROGRAMS):
+        assert "waits in vain" in output
+
+
+def test_grid_reports_a_shard_that_dies_in_a_sum(tmp_path: Path) -> None:
+    first, _ = run_ring(tmp_path, "peer_dies", 2, PROGRAMS)
+    assert "ring of the shards broke" in first
+
+
+def test_grid_ends_with_rank_0(tmp_path: Path) -> None:
+    _, second = run_ring(tmp_path, "leader_goes", 2, PROGRAMS)
+    assert second == "None"
+
+
+def test_grid_costs_no_cpu_while_it_waits(tmp_path: Path) -> None:
+    _, second = run_ring(tmp_path, "idle", 2, PROGRAMS)
+    assert float(second) < 0.2
