@@ -215,8 +215,8 @@ def _stream(call: Call, chunk: JsonSchemaValue) -> Json:
     else:
         description = "Data of events: chunks, perhaps an error, then [DONE]."
         event = [data, {"const": "[DONE]"}]
-    schema = {"type": "string", "description": description}
-    return {"schema": schema, "x-event": {"anyOf": event}}
+    # Without a type: some tools take it for that of the text, others for that of each event.
+    return {"schema": {"description": description}, "x-event": {"anyOf": event}}
 
 
 def _json_content(schema: JsonSchemaValue) -> Json:
