@@ -5,9 +5,11 @@ Transport in serve.ring.transport.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+
+from serve.core.parameters import MAX_INT, Range
 
 # Step numbers are int32 on the wire. They count up to this limit and then start again at 1. Numbers
 # above it belong to a warm-up, which no statistic includes.
@@ -48,6 +50,8 @@ class Reasoning:
 class Sampling:
     """The sampling parameters of a sequence. temperature 0 is greedy.
 
+    Clients can set each field with a range by the same name: the APIs read such fields from here.
+
     Presence and frequency penalties count generated tokens, the repetition penalty also those of
     the prompt. bias_ids and biases have the same length. Empty allowed_ids allow all tokens. No
     token of end_ids is generated within the first min_tokens. An answer follows the grammar, in
@@ -56,14 +60,14 @@ class Sampling:
     None for a model that does not mark its reasoning; its budget comes before all other parameters.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: Annotated[float, Range(0, 2)] = 1.0
+    top_p: Annotated[float, Range(0, 1, excludes_min=True)] = 1.0
     seed: int = 0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    top_k: Annotated[int, Range(-1, MAX_INT)] = 0
+    min_p: Annotated[float, Range(0, 1)] = 0.0
+    presence_penalty: Annotated[float, Range(-2, 2)] = 0.0
+    frequency_penalty: Annotated[float, Range(-2, 2)] = 0.0
+    repetition_penalty: Annotated[float, Range(0.01, 100)] = 1.0
     bias_ids: tuple[int, ...] = ()
     biases: tuple[float, ...] = ()
     allowed_ids: tuple[int, ...] = ()

@@ -4,13 +4,14 @@ transformers' own config classes check what only their models need, and refuse c
 that mlx-lm reads. Which class of tokenizer goes with a model depends on very few fields.
 """
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from serve.core.checkpoint import read_json
 from serve.core.errors import ModelError
+from serve.core.parameters import MAX_INT, Parameter, Range, parameters
+from serve.core.types import Sampling
 
 _FIELDS = ("model_type", "model_name", "tokenizer_class")
 
@@ -53,23 +54,19 @@ class SamplingDefaults:
     repetition_penalty: float = 1.0
     max_new_tokens: int | None = None
 
+    def numbers(self) -> dict[str, Any]:
+        """The values by the names of Sampling's fields, without max_new_tokens."""
+        values = asdict(self)
+        del values["max_new_tokens"]
+        return values
+
     def own(self) -> dict[str, float | int]:
         """The parameters that differ from those of OpenAI's API."""
         usual = asdict(SamplingDefaults())
         return {name: value for name, value in asdict(self).items() if value != usual[name]}
 
 
-_RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "temperature": ("from 0 to 2", lambda value: 0 <= value <= 2),
-    "top_p": ("above 0 and at most 1", lambda value: 0 < value <= 1),
-    "top_k": ("a whole number from -1", lambda value: isinstance(value, int) and value >= -1),
-    "min_p": ("from 0 to 1", lambda value: 0 <= value <= 1),
-    "repetition_penalty": ("from 0.01 to 100", lambda value: 0.01 <= value <= 100),
-    "max_new_tokens": (
-        "a whole number above 0",
-        lambda value: isinstance(value, int) and value > 0,
-    ),
-}
+_MAX_NEW_TOKENS = Parameter(int, Range(1, MAX_INT))
 
 
 def sampling_defaults(folder: Path) -> SamplingDefaults:
@@ -77,13 +74,13 @@ def sampling_defaults(folder: Path) -> SamplingDefaults:
     others have no effect. Raises ModelError for a value that no request could have."""
     file = folder / "generation_config.json"
     config = read_json(file) if file.exists() else {}
-    found = {name: config[name] for name in _RANGES if config.get(name) is not None}
+    names = [field.name for field in fields(SamplingDefaults)]
+    found = {name: config[name] for name in names if config.get(name) is not None}
+    declared = {**parameters(Sampling), "max_new_tokens": _MAX_NEW_TOKENS}
     for name, value in found.items():
-        wanted, is_right = _RANGES[name]
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not is_right(value):
+        if not declared[name].allows(value):
             raise ModelError(
-                f"{file}: {name} is {value!r:.40}, not {wanted}. Correct it, or start with "
+                f"{file}: {name} is {value!r:.40}, not {declared[name]}. Correct it, or start with "
                 "--generation-config none."
             )
     if "top_k" in found:

@@ -4,11 +4,12 @@ Sampling that any API's fields become."""
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, create_model
 
 from serve.core.errors import RequestError
+from serve.core.parameters import MAX_INT, parameters
 from serve.core.types import Sampling
 from serve.front.api.structured import (
     OtherServersGrammars,
@@ -26,7 +27,6 @@ MAX_BIASES = 1024
 MAX_BIAS = 100
 MAX_BAD_WORDS = 128
 MAX_LOGPROBS = 20
-_MAX_INT = 2**31 - 1
 
 
 def _one_or_more(stop: Any) -> Any:
@@ -73,38 +73,54 @@ def _read_biases(biases: Any) -> Any:
     return read
 
 
-Number = Annotated[float, Field(allow_inf_nan=False)]
-Penalty = Annotated[Number, Field(ge=-2, le=2)]
-Temperature = Annotated[Number, Field(ge=0, le=2)]
-TopP = Annotated[Number, Field(gt=0, le=1)]
-TopK = Annotated[int, Field(ge=-1, le=_MAX_INT)]
+def _limits(name: str, **others: Any) -> Any:
+    """A pydantic field with the limits that core.types.Sampling declares for a parameter."""
+    parameter = PARAMETERS[name]
+    limits: dict[str, Any] = {"le": parameter.range.max, **others}
+    limits["gt" if parameter.range.excludes_min else "ge"] = parameter.range.min
+    if parameter.kind is float:
+        limits["allow_inf_nan"] = False
+    return Field(**limits)
+
+
+PARAMETERS = parameters(Sampling)
+Temperature = Annotated[float, _limits("temperature")]
+TopP = Annotated[float, _limits("top_p")]
+TopK = Annotated[int, _limits("top_k")]
 Texts = tuple[str, ...]
 StopList = Annotated[Texts, _listed(MAX_STOPS)]
 Stops = Annotated[Texts, BeforeValidator(_one_or_more, str | list[str] | None)]
 BadWords = Annotated[Texts, _listed(MAX_BAD_WORDS)]
-TokenId = Annotated[int, Field(ge=0, le=_MAX_INT)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 _READ_BIASES = BeforeValidator(_read_biases, json_schema_input_type=dict[str, float] | None)
 Biases = Annotated[dict[int, float], _READ_BIASES]
 
 
-class SamplingBody(OtherServersGrammars):
-    """The sampling parameters of chats, completions and responses. null is the same as leaving a
-    field out."""
+def _fields() -> dict[str, Any]:
+    """A field for each parameter that is a plain number."""
+    made: dict[str, Any] = {}
+    for name, parameter in PARAMETERS.items():
+        made[name] = parameter.kind | None, _limits(name, default=None)
+    return made
 
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[Number, Field(ge=0.01, le=100)] | None = None
+
+if TYPE_CHECKING:
+    NumbersBody = OtherServersGrammars
+else:
+    NumbersBody = create_model("NumbersBody", __base__=OtherServersGrammars, **_fields())
+
+
+class SamplingBody(NumbersBody):
+    """The sampling parameters of chats, completions and responses: PARAMETERS, and those below.
+    null is the same as leaving a field out."""
+
     logit_bias: Biases = {}
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
     bad_words: BadWords = ()
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=_MAX_INT)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
     stop: Stops = ()
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
@@ -141,16 +157,11 @@ class SamplingBody(OtherServersGrammars):
         do not fit the tokenizer. Whether a grammar can be followed is left to
         Job.check_grammar."""
         self._check_ids(tokenizer.vocab_size)
-        basic = basic_sampling(tokenizer, self.temperature, self.top_p, self.top_k)
-        defaults = tokenizer.sampling_defaults
+        basic = basic_sampling(tokenizer, {name: getattr(self, name) for name in PARAMETERS})
         allowed_ids = set(self.allowed_token_ids or ())
         first = replace(
             basic,
-            seed=_given(self.seed, basic.seed),
-            min_p=_given(self.min_p, defaults.min_p),
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            repetition_penalty=_given(self.repetition_penalty, defaults.repetition_penalty),
+            seed=basic.seed if self.seed is None else self.seed,
             bias_ids=tuple(self.logit_bias),
             biases=tuple(self.logit_bias.values()),
             allowed_ids=tuple(sorted(allowed_ids)),
@@ -200,21 +211,17 @@ class SamplingBody(OtherServersGrammars):
 
 def basic_sampling(
     tokenizer: Tokenizer,
-    temperature: float | None,
-    top_p: float | None,
-    top_k: int | None = None,
+    numbers: Mapping[str, Any],
     grammar: str | None = None,
 ) -> Sampling:
-    """The Sampling of an API that has no other parameters, with a seed of its own. A parameter that
-    is None has the model's default."""
-    defaults = tokenizer.sampling_defaults
+    """The Sampling of an API that has no other parameters than these numbers, with a seed of its
+    own. A parameter that is None or missing has the model's default."""
+    given = {name: number for name, number in numbers.items() if number is not None}
+    chosen = {**tokenizer.sampling_defaults.numbers(), **given}
+    chosen["top_k"] = max(0, chosen["top_k"])  # -1 turns it off, as 0 does.
     return Sampling(
-        temperature=_given(temperature, defaults.temperature),
-        top_p=_given(top_p, defaults.top_p),
+        **chosen,
         seed=secrets.randbits(63),
-        top_k=max(0, _given(top_k, defaults.top_k)),
-        min_p=defaults.min_p,
-        repetition_penalty=defaults.repetition_penalty,
         end_ids=first_banned_ids(tokenizer),
         grammar=grammar,
     )
@@ -258,10 +265,6 @@ def check_min_tokens(min_tokens: int, max_tokens: int) -> None:
             "have.",
             param="min_tokens",
         )
-
-
-def _given(value: Any, default: Any) -> Any:
-    return default if value is None else value
 
 
 def check_ids(name: str, ids: Any, vocab_size: int) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from serve.core.parameters import parameters
 from serve.core.types import Sampling
 from serve.front.api.anthropic.body import MessagesBody
 from serve.front.api.chat import prepare
@@ -44,14 +45,21 @@ def chat(tokenizer: Tokenizer, **fields: Any) -> Sampling:
 def test_defaults_hold_in_every_api(tokenizer: Tokenizer) -> None:
     assert chosen_fields(chat(tokenizer)) == OWN
     completion = parse(CompletionBody, {"model": "m", "prompt": "hi"})
-    assert (
-        chosen_fields(prepare_completion(completion, tokenizer, 200).prompts[0].samplings[0]) == OWN
-    )
+    completed = prepare_completion(completion, tokenizer, 200)
+    assert chosen_fields(completed.prompts[0].samplings[0]) == OWN
     messages = parse(MessagesBody, {"model": "m", "max_tokens": 5, "messages": SAID})
     edited = messages.edited(lambda _: 0)
     assert chosen_fields(messages.request(tokenizer, edited).samplings[0]) == OWN
     response = parse(ResponsesBody, {"model": "m", "input": "hi"})
     assert chosen_fields(response.request(SAID, tokenizer).samplings[0]) == OWN
+
+
+@pytest.mark.parametrize("name", parameters(Sampling))
+def test_every_declared_number_reaches_the_engine(tokenizer: Tokenizer, name: str) -> None:
+    """A field of Sampling with a range needs no other line for that."""
+    parameter = parameters(Sampling)[name]
+    number = parameter.kind(parameter.range.max)
+    assert getattr(chat(tokenizer, **{name: number}), name) == number
 
 
 def test_defaults_give_way_to_the_request(tokenizer: Tokenizer) -> None:

@@ -193,13 +193,12 @@ class MessagesBody(CountBody):
         """Converts this body to the request of a chat with this prompt. Raises RequestError."""
         use = self._tool_use(edited.offer)
         grammars = self._grammars(use)
-        sampling = basic_sampling(
-            tokenizer,
-            self.temperature,
-            self.top_p,
-            self.top_k,
-            only_grammar(grammars),
-        )
+        numbers = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+        }
+        sampling = basic_sampling(tokenizer, numbers, only_grammar(grammars))
         return ChatRequest(
             model=self.model,
             prompt=edited.prompt,
