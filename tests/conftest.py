@@ -1,35 +1,48 @@
 """What all tests share."""
 
+import functools
 import signal
 
+import httpcore2
 import pytest
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
 # Programs under test are to find signals as in a terminal, also when tests run under nohup.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-RANKS = (
-    "tests/agents/test_agents",
-    "tests/cluster",
-    "tests/faults",
-    "tests/hub/test_serve",
-    "tests/launch",
-    "tests/page/test_page",
-    "tests/test_",
-)
+# Each call of httpx2.get, and each client of openai, makes a TLS context, which takes 20 ms. Tests
+# make thousands of them, while they wait for a server, and none for https.
+httpcore2.default_ssl_context = functools.cache(httpcore2.default_ssl_context)
+
+# The tests that start clusters, in two halves. The clusters of a half share a worker, and so do
+# the fixtures that keep a cluster running for several files.
+CLUSTERS = {
+    "clusters": ("tests/cluster/",),
+    "more clusters": (
+        "tests/agents/test_agents",
+        "tests/faults",
+        "tests/hub/test_serve",
+        "tests/launch",
+        "tests/page/test_page",
+        "tests/test_",
+    ),
+}
 
 
-class FilesAndRanks(LoadScopeScheduling):
-    """A file is one worker's, and all that start clusters are the same worker's: two at a time
-    would wait for each other on few cores."""
+class FilesAndClusters(LoadScopeScheduling):
+    """Gives each worker whole files, and one worker all tests of a half that starts clusters:
+    the tests mostly wait, so two halves at a time keep two cores busy, and more would be slow."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "ranks" if nodeid.startswith(RANKS) else nodeid.partition("::")[0]
+        for name, prefixes in CLUSTERS.items():
+            if nodeid.startswith(prefixes):
+                return name
+        return nodeid.partition("::")[0]
 
 
 @pytest.hookimpl
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> FilesAndRanks:
-    return FilesAndRanks(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> FilesAndClusters:
+    return FilesAndClusters(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

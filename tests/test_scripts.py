@@ -16,11 +16,11 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.mark.parametrize(
     ("command", "called"),
     [
-        ("scripts/test", ["lint", "python -m pytest -n 2 -m not slow and not long"]),
-        ("scripts/test -k a", ["install", "python -m pytest -n 2 -m not slow and not long -k a"]),
+        ("scripts/test", ["lint", "python -m pytest -n 3 -m not slow and not long"]),
+        ("scripts/test -k a", ["install", "python -m pytest -n 3 -m not slow and not long -k a"]),
         (
             ".ci/run",
-            ["lint", "install", "python -m pytest -n 2 -m not slow and not long -m not slow"],
+            ["lint", "install", "python -m pytest -n 3 -m not slow and not long -m not slow"],
         ),
     ],
 )
