@@ -120,7 +120,7 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize(
-    "num", [48, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
+    "num", [24, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
 )
 def test_overflow_in_float16_changes_no_other_answer(half: Server, num: int) -> None:
     assert changed(half, "half", lambda: ask(half, "half", [5, BAD, 9, 300, 200]), num) == 0
@@ -167,7 +167,7 @@ def huge_adapter(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "num", [48, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
+    "num", [24, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
 )
 def test_a_huge_adapter_changes_no_other_answer(tmp_path: Path, num: int) -> None:
     """Nor when it is unloaded, and then its slots belong to others."""

@@ -28,7 +28,7 @@ def ask(server: Server, question: str) -> str:
         (brigade_launch, 2),
         pytest.param(brigade_launch, 3, marks=pytest.mark.slow),
         pytest.param(brigade_launch, 4, marks=pytest.mark.slow),
-        pytest.param(mlx_launch, 2, marks=pytest.mark.long),
+        pytest.param(mlx_launch, 2, marks=pytest.mark.slow),
         pytest.param(mlx_launch, 3, marks=pytest.mark.slow),
         pytest.param(mlx_launch, 4, marks=pytest.mark.slow),
     ],

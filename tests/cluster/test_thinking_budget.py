@@ -158,7 +158,7 @@ def test_budget_is_kept_beside_other_rows(thinker: Server, expected: list[Answer
         assert alone.tokens == expected[number].tokens
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_budget_is_kept_after_a_kill(
     thinker: Server, expected: list[Answered], end: int, rank: int
 ) -> None:

@@ -143,7 +143,7 @@ FAULTS = {
     [
         ("1f1b", "lora"),
         *(
-            pytest.param(*cell, marks=pytest.mark.long)
+            pytest.param(*cell, marks=pytest.mark.slow)
             for cell in zip(SCHEDULES, itertools.cycle(reversed(KINDS)), strict=False)
         ),
     ],

@@ -146,7 +146,10 @@ def test_tied_embeddings_have_the_same_master_weights_on_both_ranks(
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("optimizer", ["adam", "adafactor"])
+@pytest.mark.parametrize(
+    "optimizer",
+    ["adam", pytest.param("adafactor", marks=pytest.mark.slow)],
+)
 def test_updates_far_below_the_models_precision_add_up(optimizer: str, dtype: mx.Dtype) -> None:
     """Forty updates, each of which is less than half of the distance to the next number."""
 

@@ -53,7 +53,7 @@ def broken_model(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     ("flags", "code", "words"),
     [
@@ -148,7 +148,10 @@ def test_a_second_cluster_on_the_same_ports_says_so() -> None:
         assert first.get("/ready") == {"status": "ready"}
 
 
-@pytest.mark.parametrize("victim", ["engine 0", "engine 1", "parent 1"])
+@pytest.mark.parametrize(
+    "victim",
+    ["engine 0", pytest.param("engine 1", marks=pytest.mark.slow), "parent 1"],
+)
 def test_a_lost_process_ends_the_cluster_and_every_request(victim: str) -> None:
     kind, victim_rank = victim.split()
     with running(2, "--max-restarts", "0") as server:
@@ -205,7 +208,10 @@ class stream_in_background(threading.Thread):  # noqa: N801
             self.refused = True
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)],
+)
 def test_a_signal_ends_everything_with_code_0(number: signal.Signals) -> None:
     with running(2) as server:
         family = server.family()
