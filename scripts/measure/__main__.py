@@ -20,6 +20,7 @@ from scripts.measure.limits import decode, passes
 from scripts.measure.model import make_model
 from scripts.measure.moves import moves
 from scripts.measure.neighbours import neighbours
+from scripts.measure.page import page
 from scripts.measure.settings import Row, Settings, Table
 from scripts.measure.single import single
 from scripts.measure.training import training
@@ -40,6 +41,7 @@ ROWS: dict[str, Callable[[Settings], Row]] = {
     "moves": moves,
     "adapters": adapters,
     "neighbours": neighbours,
+    "page": page,
     "single": single,
     "train": training,
 }

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from serve.front.text.tokens import Tokenizer
 from tests.cluster.servers import ROOT, Server, running
+from tests.front.fakes import Running, byte_level, save
+from tests.page.shown import ShownEngine
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -45,3 +48,20 @@ def tab(browser: "Browser") -> "Iterator[Tab]":
 
     with opened(browser) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder: Path = save(byte_level(), tmp_path_factory.mktemp("model"))
+    return Tokenizer(folder)
+
+
+@pytest.fixture
+def engine(tokenizer: Tokenizer) -> ShownEngine:
+    return ShownEngine(tokenizer)
+
+
+@pytest.fixture
+def server(engine: ShownEngine) -> Iterator[Running]:
+    with Running(engine) as running:
+        yield running

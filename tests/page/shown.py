@@ -22,6 +22,8 @@ class ShownEngine(FakeEngine):
         self.num_ranks = num_ranks
         self.num_clients = NUM_CLIENTS  # With one, the ranks take turns on its steps.
         self.cluster: dict[str, Any] = {"name": "working", "what": "the engines get steps"}
+        self.num_waiting = 0
+        self.busy_shares: dict[int, float] = {}  # of each rank that is not always busy
         self.stage_fields: dict[int, dict[str, Any]] = {}
 
     def state(self) -> dict[str, Any]:
@@ -40,7 +42,7 @@ class ShownEngine(FakeEngine):
             "num_ranks": self.num_ranks,
             "stages": [self.stage(rank) for rank in range(self.num_ranks)],
             "num_running": NUM_CLIENTS,
-            "num_waiting": 0,
+            "num_waiting": self.num_waiting,
             "kv_tokens": 18_200,
             "max_kv_tokens": 65_536,
             "better_split": None,
@@ -82,7 +84,7 @@ class ShownEngine(FakeEngine):
         come later."""
         is_alone = self.num_clients == 1
         period = self.num_ranks * STEP_SECONDS if is_alone else STEP_SECONDS
-        length = 0.97 * STEP_SECONDS
+        length = self.busy_shares.get(rank, 0.97) * STEP_SECONDS
         delay = (self.num_ranks - 1 - rank) * (STEP_SECONDS if is_alone else STEP_SECONDS / 2)
         last = math.floor((now - delay - length) / period)
         for step in range(last, max(number, math.floor(since / period)), -1):

@@ -20,6 +20,14 @@ from tests.page.browser import Tab, opened
 from tests.page.overlap import measured
 
 QUESTION = "What is the capital of France?"
+# Collects the texts that the answer has while it streams.
+NOTE_TEXTS = """
+window.texts = new Set();
+new MutationObserver(() => {
+    const text = document.querySelector(".answer .markdown")?.textContent;
+    if (text) window.texts.add(text);
+}).observe(document.body, { childList: true, subtree: true, characterData: true });
+"""
 
 
 @contextmanager
@@ -162,9 +170,11 @@ def test_adapters_can_be_loaded_replaced_and_unloaded(cluster: Server, tab: Tab)
 
 def test_chat_streams_and_saves_in_the_browser_only(cluster: Server, tab: Tab) -> None:
     page = tab.show(cluster.url, "chat")
+    page.evaluate(NOTE_TEXTS)
     answer = ask(page, QUESTION)
     expect(answer).to_have_attribute("data-state", "done")
     expect(answer).to_contain_text("Paris")
+    assert page.evaluate("window.texts.size") > 2, "the answer came at once"
     expect(answer.locator(".pace")).to_contain_text("tok/s")
     page.reload()
     expect(page.locator(".answer")).to_contain_text("Paris")
@@ -217,11 +227,11 @@ def watchers(server: Server) -> int:
 
 
 def test_page_leaves_no_watcher_behind_when_it_is_reloaded(cluster: Server, tab: Tab) -> None:
-    """More reloads than there may be watchers."""
+    """There are more reloads than there may be watchers."""
     page = tab.show(cluster.url)
     expect(page.locator("[data-state=ready]")).to_be_visible()
     num_files = watchers(cluster)
-    for _ in range(18):
+    for _ in range(50):
         page.reload()
         expect(page.locator("[data-state=ready]")).to_be_visible()
     wait_until(lambda: watchers(cluster) <= num_files + 4)

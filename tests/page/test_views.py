@@ -1,8 +1,7 @@
-"""The views in a real browser, on a server whose engine is made up: keys, faults, and what a model
-or a client may write."""
+"""The views in a real browser, on a server whose engine is made up: keys, starts, faults, the
+bottleneck, the trace, accessibility and widths."""
 
-from collections.abc import Iterator
-from pathlib import Path
+import json
 from typing import Any
 
 import pytest
@@ -12,32 +11,14 @@ pytest.importorskip("playwright", reason="Playwright is not installed")
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 
-from serve.front.text.tokens import Tokenizer
-from tests.front.fakes import Running, byte_level, save
+from tests.front.fakes import Running
 from tests.page.browser import Tab, opened
 from tests.page.overlap import measured
+from tests.page.requests import waiting
 from tests.page.shown import ShownEngine
 
 VIEWS = ("pipeline", "requests", "adapters", "chat")
-MARKUP = "<img src=x onerror=window.hurt=1><script>window.hurt=1</script>"
 REFUSED = "Failed to load resource"  # how the browser reports a status such as 401
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder: Path = save(byte_level(), tmp_path_factory.mktemp("model"))
-    return Tokenizer(folder)
-
-
-@pytest.fixture
-def engine(tokenizer: Tokenizer) -> ShownEngine:
-    return ShownEngine(tokenizer)
-
-
-@pytest.fixture
-def server(engine: ShownEngine) -> Iterator[Running]:
-    with Running(engine) as running:
-        yield running
 
 
 def enter_keys(page: Page, api: str, admin: str, is_kept: bool = False) -> None:
@@ -122,54 +103,57 @@ def test_steps_of_stages_overlap_if_they_do(
     tab.check()
 
 
-def test_chat_runs_nothing_that_was_written(engine: ShownEngine, server: Running, tab: Tab) -> None:
-    """Markup in a question and in an answer, and addresses that would run or fetch something."""
-    attacks = [
-        MARKUP,
-        "[a](javascript:window.hurt=1)",
-        "![a](https://evil.example/a.png)",
-        '<a href="https://a.example" onclick="window.hurt=1" style="color:red">a</a>',
-        "`<svg/onload=window.hurt=1>`",
-        '<iframe srcdoc="<script>parent.hurt=1</script>"></iframe>',
-        "<style>*{display:none}</style>",
-    ]
-    engine.answer = "\n\n".join(attacks)
-    requested: list[str] = []
-    tab.page.on("request", lambda request: requested.append(request.url))
-    page = tab.show(server.url, "chat")
-    page.get_by_label("Question").fill(MARKUP)
-    page.get_by_role("button", name="Send").click()
-    answer = page.locator(".answer")
-    expect(answer).to_have_attribute("data-state", "done")
-    expect(answer).to_contain_text("window.hurt=1")
-    written = page.locator(".answer .markdown")
-    for forbidden in ("img", "script", "svg", "iframe", "style", "[onclick]", "[style]"):
-        assert written.locator(forbidden).count() == 0, forbidden
-    assert written.locator("[href^=javascript]").count() == 0
-    assert page.locator(".question img, .title img").count() == 0
-    assert page.evaluate("window.hurt") is None
-    assert not [url for url in requested if not url.startswith((server.url, "data:"))]
+def test_pipeline_names_the_bottleneck_and_the_request_that_waits(
+    engine: ShownEngine, tab: Tab
+) -> None:
+    engine.busy_shares = {0: 0.3}
+    engine.num_waiting = 2
+    engine.delay = 60.0
+    with Running(engine, max_num_sequences=4) as server, waiting(server, "first"):
+        engine.generations[0].phase = "waiting"
+        page = tab.show(server.url)
+        finding = page.locator("[data-finding=bottleneck]")
+        expect(finding).to_contain_text("Rank 1 limits the speed")
+        queue = page.locator("[data-finding=queue]")
+        expect(queue).to_contain_text("2 requests wait: first has waited the longest, for ")
+        expect(queue).to_contain_text("All 4 places are taken")
+        tab.check()
+
+
+def test_steps_open_in_perfetto(server: Running, tab: Tab) -> None:
+    """Perfetto's page is made up here: it answers a ping, and keeps what it gets."""
+    perfetto = """<script>addEventListener("message", (event) => {
+        if (event.data === "PING") event.source.postMessage("PONG", event.origin);
+        else window.got = new TextDecoder().decode(event.data.perfetto.buffer);
+    })</script>"""
+    tab.page.context.route(
+        "https://ui.perfetto.dev/**",
+        lambda route: route.fulfill(body=perfetto, content_type="text/html"),
+    )
+    page = tab.show(server.url)
+    with page.expect_popup() as opening:
+        page.get_by_role("button", name="Open in Perfetto").click()
+    opening.value.wait_for_function("window.got")
+    assert "traceEvents" in json.loads(opening.value.evaluate("window.got"))
+    with page.expect_download() as downloading:
+        page.get_by_role("button", name="Save trace").click()
+    assert "traceEvents" in json.loads(downloading.value.path().read_text())
     tab.check()
 
 
-def test_chat_shows_markdown_and_copies_code(
-    engine: ShownEngine, server: Running, tab: Tab
-) -> None:
-    engine.answer = "**bold** and\n\n```\nx = 1 < 2\n```\n"
-    tab.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    page = tab.show(server.url, "chat")
-    page.get_by_label("Question").fill("hello")
-    page.get_by_role("button", name="Send").click()
-    answer = page.locator(".answer")
-    expect(answer.locator("strong")).to_have_text("bold")
-    expect(answer).to_have_attribute("data-state", "done")
-    answer.get_by_role("button", name="Copy").click()
-    expect(answer.get_by_role("button", name="Copied")).to_be_visible()
-    assert page.evaluate("navigator.clipboard.readText()") == "x = 1 < 2\n"
-    page.get_by_role("button", name="Copy as curl").click()
-    expect(page.get_by_role("button", name="Copied").first).to_be_visible()
-    command = page.evaluate("navigator.clipboard.readText()")
-    assert command.startswith(f"curl -N {server.url}/v1/chat/completions")
+def test_steps_are_drawn_after_a_clock_was_set_back(server: Running, tab: Tab) -> None:
+    page = tab.show(server.url)
+    expect(page.locator("[data-state=ready]")).to_be_visible()
+    lengths = page.evaluate("""async () => {
+        const { history, take, timeline } = await import("/ui/lib/store.js");
+        const time = timeline.time + 3600;
+        const span = (end) => [0, 1, "decode", 1, 1, end - 0.1, end, [0]];
+        take({ kind: "change", time, spans: [span(time)] });
+        take({ kind: "change", time: time - 3600, spans: [span(time - 3600)] });
+        const times = history.series.time;
+        return [timeline.lanes.get(0).length, times.filter((each) => each > time - 60).length];
+    }""")
+    assert lengths == [1, 0]
     tab.check()
 
 
@@ -191,8 +175,11 @@ def test_views_have_no_serious_barriers(server: Running, browser: Browser, schem
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("width", [360, 2560])
-def test_views_fit_narrow_and_wide_windows(server: Running, browser: Browser, width: int) -> None:
+@pytest.mark.parametrize("width", [360, 1280, 2560])
+def test_views_of_seven_stages_fit_narrow_and_wide_windows(
+    engine: ShownEngine, server: Running, browser: Browser, width: int
+) -> None:
+    engine.num_ranks = 7
     with opened(browser, viewport={"width": width, "height": 800}) as tab:
         for view in VIEWS:
             page = tab.show(server.url, view)

@@ -43,6 +43,11 @@ class Embeddings:
         """Whether the request has this id."""
         return self._record.request == request
 
+    @property
+    def age_seconds(self) -> float:
+        """The seconds since the request arrived."""
+        return self._record.seconds()
+
     def describe(self) -> RunningRequest:
         return describe(self._record, self._generation)
 

@@ -89,10 +89,11 @@ class Answering:
     def open_answers(self) -> list[Answer | Embeddings]:
         return [answer for answer in self._answers if answer.is_open]
 
-    def running(self) -> list[RunningRequest]:
-        """The requests that run or wait, the oldest first."""
-        described = [answer.describe() for answer in self.open_answers()]
-        return sorted(described, key=lambda request: -request["age_seconds"])
+    def running(self, max_num: int | None = None) -> list[RunningRequest]:
+        """The requests that run or wait, the oldest first: all of them, or the first max_num."""
+        answers = self.open_answers()
+        answers.sort(key=lambda answer: answer.age_seconds, reverse=True)
+        return [answer.describe() for answer in answers[:max_num]]
 
     def interrupt(self, error: BrigadeError) -> None:
         """Ends all answers with error."""

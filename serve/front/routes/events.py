@@ -19,6 +19,9 @@ from serve.front.routes.answering import Answering
 from serve.front.routes.stream import Stream
 from serve.front.routes.watching import Watcher, Watchers
 
+# A frame lists no more requests, because it is sent four times a second.
+MAX_SHOWN_REQUESTS = 200
+
 _WATCHING = Policy(access=Access.ADMIN, ignores_load=True, is_endless=True)
 
 
@@ -45,7 +48,8 @@ class Observation:
             found["adapters"] = registry.described()
             found["default"] = registry.default
         if self.answering is not None:
-            found["requests"] = self.answering.running()
+            found["requests"] = self.answering.running(MAX_SHOWN_REQUESTS)
+            found["num_requests"] = len(self.answering.open_answers())
         if self.metrics is not None:
             found["totals"] = self.metrics.totals()
         return found
@@ -65,6 +69,7 @@ class Observation:
             "version": __version__,
             "model": self._config.model_name,
             "max_context": self._config.max_context,
+            "max_num_sequences": self._config.max_num_sequences,
             "is_draining": self.is_draining,
         }
 

@@ -49,10 +49,21 @@ function messagesOf(chat, last) {
   const messages = [];
   if (chat.settings.system) messages.push({ role: "system", content: chat.settings.system });
   chat.turns.slice(0, last + 1).forEach(({ question, answers }, number) => {
-    messages.push({ role: "user", content: question });
-    if (number < last && answers[0]) messages.push({ role: "assistant", content: answers[0].text });
+    if (question) messages.push({ role: "user", content: question });
+    if (number < last && answers[0]) messages.push(...messagesOfAnswer(answers[0]));
   });
   return messages;
+}
+
+/** An answer, and the results of its calls. @param {Answer} answer */
+function messagesOfAnswer({ text, calls }) {
+  if (!calls.length) return [{ role: "assistant", content: text }];
+  const made = calls.map(({ id, name, arguments: text }) => ({ id, type: "function", function: { name, arguments: text } }));
+  const answered = calls.filter((call) => call.result !== undefined);
+  return [
+    { role: "assistant", content: text || null, tool_calls: made },
+    ...answered.map(({ id, result }) => ({ role: "tool", tool_call_id: id, content: result })),
+  ];
 }
 
 /**

@@ -13,7 +13,7 @@ import { signal } from "./dom.js";
  * @property {string} request the id of its request
  * @property {string} text
  * @property {string} reasoning
- * @property {{id: string, name: string, arguments: string}[]} calls
+ * @property {{id: string, name: string, arguments: string, result?: string}[]} calls
  * @property {Token[]} tokens
  * @property {string} state running, done, stopped or failed
  * @property {string} error
@@ -21,7 +21,8 @@ import { signal } from "./dom.js";
  * @property {{done: number, total: number} | null} prompt
  * @property {{count: number, first: number | null, seconds: number, cached: number}} speed
  *
- * A question has the answers of one or two models; the chat continues from the first one.
+ * A question has the answers of one or two models; the chat continues from the first one. The
+ * question is empty after results of calls, which are kept with the calls.
  * @typedef {{question: string, answers: Answer[]}} Turn
  *
  * @typedef {object} Settings

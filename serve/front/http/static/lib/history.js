@@ -37,7 +37,9 @@ export class History {
     const entries = Object.entries(NAMES).map(([name, key]) => [name, this.totals[key] ?? 0]);
     const counters = /** @type {Counters} */ (Object.fromEntries(entries));
     const isRestarted = this.last && counters.prompts < this.last.prompts;
-    if (!this.last || isRestarted || frame.time < this.lastTime) {
+    const isSetBack = frame.time < this.lastTime; // The server's clock: times must not decrease.
+    if (isSetBack) for (const name of SERIES) this.series[name].length = 0;
+    if (!this.last || isRestarted || isSetBack) {
       this.last = counters;
       this.lastTime = frame.time;
       return;

@@ -14,6 +14,8 @@ export const cluster = signal(/** @type {import("./types.d.ts").Cluster | null} 
 export const stages = signal(/** @type {import("./types.d.ts").Stage[]} */ ([]));
 export const pipeline = signal(/** @type {import("./types.d.ts").Pipeline | null} */ (null));
 export const requests = signal(/** @type {import("./types.d.ts").RunningRequest[]} */ ([]));
+/** The number of all requests: the server sends only the oldest ones. */
+export const numRequests = signal(0);
 export const adapters = signal(/** @type {import("./types.d.ts").Adapter[]} */ ([]));
 export const defaultModel = signal("");
 export const now = signal(0);
@@ -23,7 +25,7 @@ export const history = new History();
 
 export const waiting = computed(() => requests.value.filter((each) => each.state === "waiting"));
 
-const SECTIONS = { server, cluster, stages, pipeline, requests, adapters, default: defaultModel };
+const SECTIONS = { server, cluster, stages, pipeline, requests, num_requests: numRequests, adapters, default: defaultModel };
 
 /** Updates the state with a frame of the stream. @param {Frame} frame */
 export function take(frame) {

@@ -44,7 +44,10 @@ export class Timeline {
    * @param {boolean} isWorking
    */
   take(frame, requests, isWorking) {
-    if (frame.kind === "state") this.lanes.clear();
+    // If the server's clock was set back, older steps would stay in the future.
+    const isSetBack = frame.time < this.time;
+    if (isSetBack) this.recoveries = [];
+    if (isSetBack || frame.kind === "state") this.lanes.clear();
     this.time = frame.time;
     this.takenAt = performance.now();
     for (const request of requests) this.name(request);

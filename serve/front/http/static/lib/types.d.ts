@@ -73,6 +73,7 @@ export interface ServerInfo {
   version: string;
   model: string;
   max_context: number | null;
+  max_num_sequences: number;
   is_draining: boolean;
 }
 
@@ -88,6 +89,7 @@ export interface Frame {
   stages?: Stage[];
   pipeline?: Pipeline;
   requests?: RunningRequest[];
+  num_requests?: number;
   adapters?: Adapter[];
   default?: string;
   totals?: Record<string, number>;

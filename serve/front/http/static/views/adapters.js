@@ -86,7 +86,7 @@ function Card({ adapter }) {
       <button type="button" aria-pressed=${pinned} onClick=${() => change(`${pinned ? "Unpin" : "Pin"} ${name}`, "admin/adapters", { lora_name: name, pin: !pinned })}>${pinned ? "Unpin" : "Pin"}</button>
       <button type="button" onClick=${() => change(isDefault ? "Make the model the default" : `Make ${name} the default`, "admin/adapters", { lora_name: name, default: !isDefault })}>${isDefault ? "Not the default" : "Make default"}</button>
       <button type="button" class=${isSure.value ? "danger" : ""} onClick=${unload} onBlur=${() => (isSure.value = false)}>
-        ${isSure.value ? `Really unload${adapter.num_running ? `? ${plural(adapter.num_running, "request ends", "requests end")}` : "?"}` : "Unload"}
+        ${isSure.value ? `Really unload${adapter.num_running ? `? ${plural(adapter.num_running, "request finishes", "requests finish")} first` : "?"}` : "Unload"}
       </button>
     </p>
   </article>`;

@@ -9,6 +9,7 @@ import { save } from "../lib/trace.js";
 import { AnswerView } from "./chat_answer.js";
 import { Settings, models } from "./chat_settings.js";
 
+/** @typedef {import("../lib/chats.js").Answer} Answer */
 /** @typedef {import("../lib/chats.js").Chat} Chat */
 /** @typedef {import("../lib/chats.js").Turn} Turn */
 
@@ -113,18 +114,36 @@ function Turns() {
 /** @param {{turn: Turn, number: number}} props */
 function TurnView({ turn, number }) {
   const isBusy = turn.answers.some((answer) => answer.state === "running");
+  const [first] = turn.answers;
+  const isOpen = number === chat().turns.length - 1 && first?.state === "done" && first.calls.length;
   return html`<article class="turn">
     <div class="question">
-      <p>${turn.question}</p>
+      ${turn.question && html`<p>${turn.question}</p>`}
       ${!isBusy && html`<p class="actions">
-        <button type="button" class="quiet" onClick=${() => edit(number)}>Edit</button>
+        ${turn.question && html`<button type="button" class="quiet" onClick=${() => edit(number)}>Edit</button>`}
         <button type="button" class="quiet" onClick=${() => answerAgain(number)}>Retry</button>
       </p>`}
     </div>
     <div class=${`answers n${turn.answers.length}`} aria-busy=${isBusy}>
       ${turn.answers.map((answer) => html`<${AnswerView} answer=${answer} isNamed=${turn.answers.length > 1} version=${answer.text.length + answer.reasoning.length} />`)}
     </div>
+    ${isOpen ? html`<${Results} calls=${first.calls} />` : null}
   </article>`;
+}
+
+/** The form for the results of the calls in the latest answer. @param {{calls: Answer["calls"]}} props */
+function Results({ calls }) {
+  /** @param {SubmitEvent} event */
+  const submit = (event) => {
+    event.preventDefault();
+    const results = new FormData(/** @type {HTMLFormElement} */ (event.target)).getAll("result");
+    calls.forEach((call, number) => (call.result = String(results[number])));
+    continueWith("");
+  };
+  return html`<form class="results" onSubmit=${submit}>
+    ${calls.map((call) => html`<label>Result of ${call.name}<textarea name="result" rows="2" required></textarea></label>`)}
+    <button type="submit" class="first">Send results</button>
+  </form>`;
 }
 
 function Composer() {
@@ -161,10 +180,15 @@ function Composer() {
 function send() {
   const question = draft.value.trim();
   if (!question) return;
+  draft.value = "";
+  continueWith(question);
+}
+
+/** @param {string} question is empty after results of calls */
+function continueWith(question) {
   const own = chat();
   own.turns.push({ question, answers: [] });
   if (own.turns.length === 1) own.title = question.slice(0, 60);
-  draft.value = "";
   void answer(own, own.turns.length - 1);
 }
 

@@ -80,7 +80,7 @@ function described(token) {
   return [`${JSON.stringify(token.token)} ${share(token.logprob)} (${digits(token.logprob)})`, ...others].join("\n");
 }
 
-/** @param {{call: {name: string, arguments: string}}} props */
+/** @param {{call: Answer["calls"][0]}} props */
 function Call({ call }) {
   let shown = call.arguments;
   try {
@@ -88,7 +88,10 @@ function Call({ call }) {
   } catch {
     shown = call.arguments; // It is still being written.
   }
-  return html`<div class="call"><p>calls <code>${call.name}</code></p><pre>${shown}</pre></div>`;
+  return html`<div class="call">
+    <p>calls <code>${call.name}</code></p><pre>${shown}</pre>
+    ${call.result !== undefined && html`<p>result</p><pre>${call.result}</pre>`}
+  </div>`;
 }
 
 /** Gets a copy of the answer: a component that reads a signal is drawn again only if its props differ.

@@ -2,13 +2,14 @@
 /** The stages as a chain, the chart of their steps, and the charts of the last minutes. */
 import { html } from "../lib/dom.js";
 import { bytes, layers, percent, plural, seconds, short } from "../lib/format.js";
-import { now, pipeline, stages, timeline, waiting } from "../lib/store.js";
+import { now, pipeline, server, stages, timeline, waiting } from "../lib/store.js";
 import { Gantt } from "./gantt.js";
 import { Lazy } from "./lazy.js";
 import { LastFault } from "./notice.js";
 
 const CLEARLY_BUSIER = 1.2;
 const HARDLY_BUSY = 0.05;
+const SCARCE = 0.9;
 
 export function PipelineView() {
   if (!pipeline.value) return null;
@@ -45,7 +46,7 @@ function bottleneck() {
   }
   const names = leaders.map((each) => each.rank).sort().join(" and ");
   const verb = leaders.length > 1 ? `Ranks ${names} limit` : `Rank ${names} limits`;
-  const others = next ? `; the others ${percent(next.share)} and less` : "";
+  const others = next ? `, the others ${percent(next.share)} and less` : "";
   return html`<b>${verb} the speed:</b> busy ${percent(busy[0].share)} of the time${others}.${advice()}`;
 }
 
@@ -58,9 +59,18 @@ function queue() {
   const queued = waiting.value;
   if (!queued.length) return html`<b>No request waits.</b> ${plural(pipeline.value?.num_running ?? 0, "answer")} running.`;
   const oldest = queued[0];
-  return html`<b>${plural(queued.length, "request waits", "requests wait")}:</b> the oldest,
-    <a href="#requests"><code title=${oldest.id}>${short(oldest.id)}</code></a>, for
-    ${seconds(oldest.age_seconds)}.`;
+  const number = Math.max(queued.length, pipeline.value?.num_waiting ?? 0);
+  return html`<b>${plural(number, "request waits", "requests wait")}:</b> ${" "}<a href="#requests"><code title=${oldest.id}>${short(oldest.id)}</code></a>
+    ${" "}has waited the longest, for ${seconds(oldest.age_seconds)}.${reason()}`;
+}
+
+/** The reason why requests wait, as far as it is known. */
+function reason() {
+  const places = server.value?.max_num_sequences ?? Infinity;
+  const { num_running: running = 0, kv_tokens: used = 0, max_kv_tokens: room } = pipeline.value ?? {};
+  if (running >= places) return html` All ${places} places are taken: <code>--max-num-sequences</code>.`;
+  if (room && used > SCARCE * room) return html` The memory for keys and values is used: <code>--kv-memory</code>.`;
+  return null;
 }
 
 /** In the order in which a step travels: the last rank holds the first layers. */
@@ -71,8 +81,7 @@ function Chain() {
       ${ordered.map((stage, number) => html`<${StageCard} key=${stage.rank} stage=${stage} isLast=${number === ordered.length - 1} />`)}
     </ol>
     <p class="note">
-      A step enters at the first layers and leaves at the head, where tokens are sampled.${" "}
-      ${plural(pipeline.value?.num_restarts ?? 0, "restart")} since the start.
+      A step enters at the first layers and leaves at the head, where tokens are sampled.
     </p>
   </section>`;
 }
@@ -92,7 +101,9 @@ function StageCard({ stage, isLast }) {
       <div><dt>weights</dt><dd>${bytes(stage.bytes_owned)}</dd></div>
       <div><dt title="keys and values that the stage holds">KV</dt><dd>${bytes(stage.kv_bytes)}</dd></div>
       <div><dt>adapters</dt><dd>${bytes(stage.adapter_bytes)}</dd></div>
+      <div><dt title="how long the stage computes in a decode step, on average">decode step</dt><dd>${seconds(stage.decode_seconds)}</dd></div>
       <div><dt title="from a hop's header to its tensors, on average">hop in</dt><dd>${seconds(hop)}</dd></div>
+      <div><dt>restarts</dt><dd>${pipeline.value?.num_restarts ?? 0}</dd></div>
       <div><dt>state</dt><dd>${stage.state}</dd></div>
     </dl>
     <${Busy} prefill=${shares.prefill} decode=${shares.decode} rank=${stage.rank} />

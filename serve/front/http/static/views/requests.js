@@ -2,8 +2,8 @@
 /** The requests that run or wait, with a button that cancels each. */
 import { call } from "../lib/api.js";
 import { html, signal, useSignal } from "../lib/dom.js";
-import { NOTHING, count, duration, percent, rate, seconds, short } from "../lib/format.js";
-import { requests, timeline } from "../lib/store.js";
+import { NOTHING, count, duration, percent, plural, rate, seconds, short } from "../lib/format.js";
+import { numRequests, requests, timeline } from "../lib/store.js";
 
 /** @typedef {import("../lib/types.d.ts").RunningRequest} RunningRequest */
 
@@ -24,6 +24,7 @@ function Empty() {
 }
 
 function Table() {
+  const hidden = numRequests.value - requests.value.length;
   return html`<div class="wide">
     <table class="requests">
       <thead>
@@ -37,6 +38,7 @@ function Table() {
       </thead>
       <tbody>${requests.value.map((each) => html`<${Row} key=${each.id + each.sequences[0]} request=${each} />`)}</tbody>
     </table>
+    ${hidden > 0 && html`<p class="note">${plural(hidden, "newer request is", "newer requests are")} not shown.</p>`}
   </div>`;
 }
 

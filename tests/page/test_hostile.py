@@ -1,0 +1,173 @@
+"""What clients, models and operators may do to the page: markup in every text, many requests, many
+pages, and long names."""
+
+import json
+from typing import Any
+
+import httpx2
+import pytest
+
+pytest.importorskip("playwright", reason="Playwright is not installed")
+
+from playwright.sync_api import Page, expect
+
+from serve.front.routes.events import MAX_SHOWN_REQUESTS
+from serve.front.routes.watching import MAX_WATCHERS
+from tests.front.fakes import Running
+from tests.page.browser import Tab
+from tests.page.requests import waiting
+from tests.page.shown import ShownEngine
+
+MARKUP = "<img src=x onerror=window.hurt=1><script>window.hurt=1</script>"
+REFUSED = "Failed to load resource"  # how the browser reports a status such as 429
+
+
+def check_unhurt(page: Page, place: str) -> None:
+    """Raises AssertionError if markup became an element or ran."""
+    for forbidden in ("img", "script", "iframe", "[onerror]"):
+        assert page.locator(f"{place} {forbidden}").count() == 0, forbidden
+    assert page.evaluate("window.hurt") is None
+
+
+def test_chat_runs_nothing_that_was_written(engine: ShownEngine, server: Running, tab: Tab) -> None:
+    """Markup in a question and in an answer, and addresses that would run or fetch something."""
+    attacks = [
+        MARKUP,
+        "[a](javascript:window.hurt=1)",
+        "![a](https://evil.example/a.png)",
+        '<a href="https://a.example" onclick="window.hurt=1" style="color:red">a</a>',
+        "`<svg/onload=window.hurt=1>`",
+        '<iframe srcdoc="<script>parent.hurt=1</script>"></iframe>',
+        "<style>*{display:none}</style>",
+    ]
+    engine.answer = "\n\n".join(attacks)
+    requested: list[str] = []
+    tab.page.on("request", lambda request: requested.append(request.url))
+    page = tab.show(server.url, "chat")
+    page.get_by_label("Question").fill(MARKUP)
+    page.get_by_role("button", name="Send").click()
+    answer = page.locator(".answer")
+    expect(answer).to_have_attribute("data-state", "done")
+    expect(answer).to_contain_text("window.hurt=1")
+    written = page.locator(".answer .markdown")
+    for forbidden in ("img", "script", "svg", "iframe", "style", "[onclick]", "[style]"):
+        assert written.locator(forbidden).count() == 0, forbidden
+    assert written.locator("[href^=javascript]").count() == 0
+    assert page.locator(".question img, .title img").count() == 0
+    assert page.evaluate("window.hurt") is None
+    assert not [url for url in requested if not url.startswith((server.url, "data:"))]
+    tab.check()
+
+
+def test_chat_runs_nothing_in_names_of_tools(server: Running, tab: Tab) -> None:
+    """The server refuses such names of tools. Here a made-up server calls one all the same."""
+    call = {"index": 0, "id": "a", "function": {"name": MARKUP, "arguments": json.dumps(MARKUP)}}
+    chunk = {"choices": [{"delta": {"tool_calls": [call]}, "finish_reason": "tool_calls"}]}
+    tab.page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(
+            body=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n",
+            content_type="text/event-stream",
+        ),
+    )
+    page = tab.show(server.url, "chat")
+    page.get_by_label("Question").fill("hello")
+    page.get_by_role("button", name="Send").click()
+    expect(page.locator(".call code")).to_have_text(MARKUP)
+    expect(page.locator(".results label")).to_contain_text(MARKUP)
+    check_unhurt(page, "main")
+    tab.check()
+
+
+def test_chat_shows_the_error_for_a_tool_with_markup_in_its_name(server: Running, tab: Tab) -> None:
+    page = tab.show(server.url, "chat")
+    page.get_by_role("button", name="Settings").click()
+    tools = [{"type": "function", "function": {"name": MARKUP, "parameters": {}}}]
+    page.get_by_label("Tools, as JSON").fill(json.dumps(tools))
+    page.get_by_label("Question").fill("hello")
+    page.get_by_role("button", name="Send").click()
+    expect(page.locator(".failure")).to_contain_text("name")
+    check_unhurt(page, "main")
+    tab.check(allowed=REFUSED)
+
+
+def test_adapters_run_nothing_in_their_names(server: Running, tab: Tab) -> None:
+    """The server refuses such names. Here the page is given one all the same."""
+    page = tab.show(server.url, "adapters")
+    page.get_by_label("Name", exact=True).fill(MARKUP)
+    page.get_by_label("Folder").fill(MARKUP)
+    page.get_by_role("button", name="Load on all ranks").click()
+    expect(page.get_by_role("alert")).to_contain_text("window.hurt")
+    adapter = {"name": MARKUP, "source": MARKUP, "bytes": [1], "rank": 8, "version": 1}
+    page.evaluate(
+        """async (adapter) => {
+            const { take, timeline } = await import("/ui/lib/store.js");
+            take({ kind: "change", time: timeline.time, spans: [], adapters: [adapter] });
+        }""",
+        adapter,
+    )
+    expect(page.locator(".adapter h2 span").first).to_have_text(MARKUP)
+    expect(page.locator(".source")).to_have_text(MARKUP)
+    check_unhurt(page, "main")
+    tab.check(allowed=REFUSED)
+
+
+def test_requests_show_the_oldest_of_very_many(engine: ShownEngine, tab: Tab) -> None:
+    engine.delay = 60.0
+    ids = [f"many-{number}" for number in range(MAX_SHOWN_REQUESTS + 3)]
+    with Running(engine, max_queue=1000) as server, waiting(server, *ids):
+        page = tab.show(server.url, "requests")
+        expect(page.locator("tbody tr")).to_have_count(MAX_SHOWN_REQUESTS)
+        expect(page.get_by_text("3 newer requests are not shown.")).to_be_visible()
+        tab.check()
+
+
+def test_page_says_that_too_many_pages_watch(server: Running, tab: Tab) -> None:
+    with httpx2.Client(base_url=server.url) as client:
+        streams = [client.stream("GET", "/admin/events") for _ in range(MAX_WATCHERS)]
+        for stream in streams:
+            stream.__enter__().raise_for_status()
+        page = tab.show(server.url)
+        expect(page.get_by_text("Too many pages watch this server")).to_be_visible()
+        for stream in streams:
+            stream.__exit__(None, None, None)
+    expect(page.locator("[data-state=ready]")).to_be_visible()
+    tab.check(allowed=REFUSED)
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+def test_long_names_do_not_widen_the_page(engine: ShownEngine, tab: Tab, width: int) -> None:
+    long = "n" * 10_000
+    engine.stage_fields = {0: {"host": long}, 1: {"state": long}}
+    engine.cluster = {"name": "working", "what": "", "fault": long, "fault_seconds_ago": 3600}
+    with Running(engine, served_model_name=long) as server:
+        tab.page.set_viewport_size({"width": width, "height": 800})
+        page = tab.show(server.url)
+        expect(page.locator("[data-past-fault]")).to_be_visible()
+        for view in ("pipeline", "adapters", "chat"):
+            page.locator(f"nav a[href='#{view}']").click()
+            expect(page.locator(f"[data-view={view}]")).to_be_visible()
+            page.wait_for_timeout(200)
+            widths: Any = page.evaluate("""
+                [document.documentElement.scrollWidth, document.documentElement.clientWidth]
+            """)
+            assert widths[0] <= widths[1], view
+        tab.check()
+
+
+def test_tab_finds_violations_and_errors(server: Running, tab: Tab) -> None:
+    """The check that ends every test of the page can fail."""
+    page = tab.show(server.url)
+    page.evaluate("console.error('made up')")
+    with pytest.raises(AssertionError, match="made up"):
+        tab.check()
+    tab.forget()
+    page.evaluate(
+        "document.body.append(Object.assign(document.createElement('script'),"
+        " { textContent: 'window.hurt = 1' }))"
+    )
+    page.wait_for_function("window.violations.length")
+    tab.complaints.clear()
+    with pytest.raises(AssertionError, match="script-src"):
+        tab.check()
+    assert page.evaluate("window.hurt") is None
