@@ -22,7 +22,7 @@ Key = TypeVar("Key", bound=Hashable)
 Arrays = dict[str, mx.array]
 """Arrays by their name, or by their place in a value."""
 Call = Callable[..., Any]
-"""The own call of a module."""
+"""The original call of a module, without its seam."""
 Seam = Callable[[Call, tuple[Any, ...], dict[str, Any]], Any]
 """A function called instead of a module, with the module's own call and its arguments."""
 

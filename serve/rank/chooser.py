@@ -188,19 +188,22 @@ class Chooser:
                 scored = _scores(tokens, arrays)
                 scores.append(Scores(row.sequence, row.position + 1, scored))
         tokens_of_all = tuple(token for tokens in rows for token in tokens)
+        num_accepted = tuple(len(tokens) - 1 for tokens in rows)
+        num_drafts = tuple(row.num_tokens - 1 for row in step.rows)
         return Result(
             step.number,
             tokens_of_all,
             tuple(scores),
-            num_accepted=tuple(len(tokens) - 1 for tokens in rows),
-            num_drafts=tuple(row.num_tokens - 1 for row in step.rows),
+            num_accepted=num_accepted,
+            num_drafts=num_drafts,
         )
 
     def _sample(self, step: Step, parts: list[Part], logits: list[mx.array]) -> mx.array:
         rows: list[int] = []
         last: list[mx.array] = []
         for part, output in zip(parts, logits, strict=True):
-            rows += [row for row in part.rows if row is not None]
+            own_rows = [row for row in part.rows if row is not None]
+            rows += own_rows
             last_logits = output[:, -1]
             last.append(part.own_rows(last_logits))
         fed = [step.rows[n] for n in rows]

@@ -213,13 +213,20 @@ class StepLoop:
         self.num_steps += 1
         num_rows = len(step.rows)
         num_tokens = len(step.tokens)
-        self.spans.append(
-            Span(step.number, step.group, num_rows, num_tokens, started, ended, step.num_drafts)
+        span = Span(
+            step.number,
+            step.group,
+            num_rows,
+            num_tokens,
+            started,
+            ended,
+            step.num_drafts,
         )
+        self.spans.append(span)
 
 
 class Worker:
-    """Owns the threads of the process and what the parent is told."""
+    """Owns the threads of the process and the status that the parent gets."""
 
     def __init__(self, parent: Parent, order: Order) -> None:
         self.parent = parent
@@ -235,7 +242,7 @@ class Worker:
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
         while (message := self.parent.receive()) is not None:
             self._obey(message)
-        # The parent was killed: else it would have ended this process first.
+        # The parent was killed: otherwise it would have ended this process first.
         shutil.rmtree(self.order.copies, ignore_errors=True)
 
     def _obey(self, message: ToEngine) -> None:

@@ -38,7 +38,7 @@ _FAILURES = (
 
 Tokens = tuple[int, ...]
 Range = tuple[int, int]
-"""The first position, and the one behind the last."""
+"""A range of positions: the first one, and the one behind the last one."""
 Render = Callable[[int, bool], Tokens]
 """Renders the first messages of a chat, with or without the prompt for the assistant's turn."""
 

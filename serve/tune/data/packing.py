@@ -85,7 +85,7 @@ class Packed:
         return_array: bool = True,  # noqa: ARG002 (what models ask of a cache)
         window_size: int | None = None,
     ) -> mx.array:
-        """(B, 1, L, L), true where a token may look."""
+        """Returns the mask (B, 1, L, L), which is true where a token may attend."""
         queries = self._segments[:, None, :, None]
         keys = self._segments[:, None, None, :]
         causal: mx.array = create_causal_mask(num_tokens, window_size=window_size)
