@@ -181,8 +181,9 @@ def _interleaved(shape: Shape, position: int) -> Iterator[Op]:
 
 
 def _forward(shape: Shape, position: int) -> Iterator[Op]:
-    """The schedule of a validation, which has only forwards. P micro-batches go through each stage together, as in
-    the interleaved schedule: a rank would otherwise wait for each one to go around the ring."""
+    """The schedule of a validation, which has only forwards. P micro-batches go through each stage
+    together, as in the interleaved schedule: a rank would otherwise wait for each one to go around
+    the ring."""
     for first in range(0, shape.num_micro_batches, shape.num_ranks):
         end = min(first + shape.num_ranks, shape.num_micro_batches)
         for stage in shape.stages_at(position):
