@@ -1,8 +1,10 @@
 """Shards of a model: together they give what the whole model gives, or the model is refused."""
 
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -17,6 +19,7 @@ from tests import architectures
 from tests.models import build
 
 QUICK = {"deepseek_v3", "gpt_oss", "llama", "qwen3_5", "qwen3_moe"}
+ROOT = Path(__file__).resolve().parent.parent.parent
 NUM_SHARDS = 2
 MOST_DIFFERENCE = 1e-4
 HALF_PRECISION = {"muse_spark": 1e-3}
@@ -115,6 +118,15 @@ def test_shards_give_the_logits_of_the_whole_model(name: str) -> None:
             scale = float(mx.abs(expected).max())
             limit = HALF_PRECISION.get(name, MOST_DIFFERENCE) * scale
             assert float(mx.abs(expected - logits).max()) < limit
+
+
+def test_shardable_architectures_are_those_of_the_documentation() -> None:
+    page = (ROOT / "docs" / "operations.md").read_text()
+    (listed,) = re.findall(r"which (\d+) of its architectures have: ([^.]*)\.", page)
+    count, names = listed
+    expected = [parameter.values[0] for parameter in shardable()]
+    assert names.replace("\n", " ").split(", ") == expected
+    assert int(count) == len(expected)
 
 
 def test_shard_divides_layers_and_keeps_the_rest_whole() -> None:
