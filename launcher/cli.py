@@ -55,7 +55,9 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**options, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        message = " ".join(message.split())
+        from serve.cli.flags import plain
+
+        message = " ".join(plain(message).split())
         self.exit(2, f"{self.prog}: {message}. See `{self.prog} --help`.\n")
 
 
@@ -450,7 +452,7 @@ def check_subcommand(words: Sequence[str]) -> None:
     names = [*HANDED_OVER, *SUBCOMMANDS]
     if words and not words[0].startswith("-") and words[0] not in names:
         hint = did_you_mean(words[0], names)
-        raise UsageError(f"{words[0]!r} is not a command{hint}: there are {', '.join(names)}.")
+        raise UsageError(f"{words[0]!r} is not a command{hint}: use one of {', '.join(names)}.")
 
 
 def run(words: Sequence[str]) -> int:

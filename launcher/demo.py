@@ -30,11 +30,15 @@ QUESTION = "What is the capital of France?"
 ADAPTER_NAME = "guest"
 SWAPPED = ("pirate", "poet")
 DEFAULT_PORT = 8080  # that of `serve`
-READY_SECONDS = 60.0
+READY_SECONDS = 300.0  # A first start reads everything from the disk.
 POLL_SECONDS = 0.2
 CALL_SECONDS = 5.0
 ANSWER_SECONDS = 30.0  # between two pieces of an answer
 ASKED_TO_END = exit_code(-15)
+
+
+class NotReadyError(ClusterError):
+    """The ranks run, but do not become ready."""
 
 
 class Server:
@@ -220,6 +224,8 @@ class Demo:
         talk.join(POLL_SECONDS + ANSWER_SECONDS)
         if self._supervisor.interrupted:
             return code
+        if isinstance(self._failure, NotReadyError):
+            raise self._failure  # Its ranks may have had to be killed.
         if self._failure is not None and code in (0, ASKED_TO_END):
             raise self._failure
         # Otherwise the rank's own exit code says more than the demo's, which follows from it.
@@ -258,8 +264,7 @@ class Demo:
         if self._is_moved:
             self._console.print(f"Port {DEFAULT_PORT} is taken: this demo uses {self._port}.")
         self._console.print(
-            f"Waiting for {ranks(self._num_ranks)} to load their layers "
-            f"(GET /ready, at most {READY_SECONDS:g} s)"
+            f"Waiting until {ranks(self._num_ranks)} on this machine have loaded their layers"
         )
         deadline = monotonic() + READY_SECONDS
         last = "nothing listens there yet"
@@ -276,7 +281,10 @@ class Demo:
                 raise ClusterError(
                     "the ranks ended before they were ready; their log lines give the reason."
                 )
-        raise ClusterError(f"not ready after {READY_SECONDS:g} s; the last answer was: {last}.")
+        raise NotReadyError(
+            f"the ranks are not ready after {READY_SECONDS:g} s; the last answer to GET /ready "
+            f"was: {last}."
+        )
 
     def _swap(self, path: str) -> None:
         """Loads an adapter in place of the previous one and asks it the same question."""

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Its arguments are those of `serve`; the model's name says what goes wrong.
 FAKE = r"""
-import http.server, json, os, sys, time
+import http.server, json, os, signal, sys, time
 words = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 model = os.path.basename(words["--model"])
 adapters = {}
@@ -30,6 +30,8 @@ if os.environ["MLX_RANK"] != "0":
         sys.exit(3)
     time.sleep(60)
 begin = time.monotonic()
+if model == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -43,7 +45,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         if self.path == "/ready":
-            ready = model != "never" and time.monotonic() - begin > 0.5
+            ready = model not in ("never", "stubborn") and time.monotonic() - begin > 0.5
             self.answer(200 if ready else 503, {"error": {"message": "loading layers"}})
         else:
             self.answer(200, {"data": [{"id": model}]})
@@ -191,6 +193,14 @@ def test_a_server_that_is_never_ready_is_given_up(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("launcher.demo.READY_SECONDS", 1.5)
     with pytest.raises(ClusterError, match="503.*loading layers"):
         demo("never").run()
+
+
+def test_ranks_that_are_not_ready_and_have_to_be_killed_are_not_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("launcher.demo.READY_SECONDS", 1.5)
+    with pytest.raises(ClusterError, match="not ready after 1.5 s"):
+        demo("stubborn").run()
 
 
 def test_a_failing_ranks_code_is_the_demos() -> None:

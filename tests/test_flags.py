@@ -28,6 +28,20 @@ def test_limits_that_are_none_are_refused(words: tuple[str, ...]) -> None:
         serve(*words)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--port", "x"), "^--port must be a whole number, not 'x': see "),
+        (("--drain-timeout", "soon"), "^--drain-timeout must be a number, not 'soon': see "),
+    ],
+)
+def test_a_number_that_is_none_is_refused_in_plain_words(
+    words: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        serve(*words)
+
+
 @pytest.mark.parametrize("root", ["nowhere", "file", "x" * 5000])
 def test_an_adapter_root_that_is_no_folder(tmp_path: Path, root: str) -> None:
     (tmp_path / "file").touch()

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,12 +14,16 @@ from serve.core.errors import UsageError
 
 Config = TypeVar("Config")
 
+_WRONG_NUMBER = re.compile(
+    r"argument (?P<flag>[^:]+): invalid (?P<type>int|float) value: (?P<value>.*)", re.DOTALL
+)
+
 
 class Parser(argparse.ArgumentParser):
     """Reports a wrong flag as every other error: one line, and how to fix it."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}: see `{self.prog} --help`.")
+        raise UsageError(f"{plain(message)}: see `{self.prog} --help`.")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Reports an unknown flag first. argparse would report missing flags instead, and the
@@ -28,6 +33,15 @@ class Parser(argparse.ArgumentParser):
             hint = did_you_mean(unknown[0], self._option_string_actions)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return super().parse_known_args(args, namespace)
+
+
+def plain(message: str) -> str:
+    """A message of argparse, in plain words if it is about a number."""
+    wrong = _WRONG_NUMBER.fullmatch(message)
+    if wrong is None:
+        return message
+    kind = "a whole number" if wrong["type"] == "int" else "a number"
+    return f"{wrong['flag']} must be {kind}, not {wrong['value']}"
 
 
 def unknown_flags(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:

@@ -118,7 +118,9 @@ def read_json(path: Path) -> dict[str, Any]:
             raise ModelError(f"{path} is larger than {MAX_JSON_BYTES} bytes: fetch it again.")
         value = json.loads(text)
     except FileNotFoundError as error:
-        raise ModelError(f"{path.absolute()} is missing: its folder is not complete.") from error
+        raise ModelError(
+            f"{path.absolute()} is missing: the folder is not a model's, or not complete."
+        ) from error
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}.") from error
     except RecursionError as error:

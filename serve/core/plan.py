@@ -600,8 +600,9 @@ def parse_split(text: str, num_layers: int, num_ranks: int) -> list[LayerRange]:
             "rank, rank 0's first, such as 20,12."
         )
     if len(sizes) != num_ranks:
+        ranks = "is 1 rank" if num_ranks == 1 else f"are {num_ranks} ranks"
         raise UsageError(
-            f"--split {text} has {len(sizes)} numbers, but there are {num_ranks} ranks: "
+            f"--split {text} has {len(sizes)} numbers, but there {ranks}: "
             "give one number of layers for each rank, auto or even."
         )
     return split_of([int(size) for size in sizes], num_layers)

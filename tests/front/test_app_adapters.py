@@ -104,7 +104,7 @@ def test_what_is_refused(
     assert httpx2.get(f"{shared.url}/v1/lora_adapters").json()["data"] == []
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b"[" * 99_999])
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b"[" * 9_999])
 def test_a_body_that_is_no_object(shared: Running, content: bytes) -> None:
     assert httpx2.post(shared.url + LOAD, content=content, headers=JSON).status_code == 400
 

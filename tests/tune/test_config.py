@@ -95,8 +95,8 @@ def test_a_file_of_mlx_lm_runs_and_flags_come_first(file: Callable[[str], str]) 
     [
         ("learning_rat: 1", "unknown learning_rat: did you mean learning_rate?"),
         ("zzz: 1", "unknown zzz: known are model"),
-        ("iters: many", "invalid int value"),
-        ("iters: 1.5", "invalid int value"),
+        ("iters: many", "must be a whole number"),
+        ("iters: 1.5", "must be a whole number"),
         ("iters: true", "iters: True is wrong: give a number."),
         ("mask_prompt: 1", "mask_prompt: 1 is wrong: give true or false."),
         ("learning_rate: .nan", "learning_rate: nan is wrong: give a number."),

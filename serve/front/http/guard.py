@@ -30,6 +30,7 @@ LIMITS = "brigade.limits"
 PACE = "brigade.pace"
 POLICY = "brigade.policy"
 CLIENT_LEFT = 499
+MAX_JOINED_BYTES = 64 << 10
 
 _logger = logging.getLogger(__name__)
 
@@ -126,8 +127,11 @@ async def answer(scope: Scope, send: Send, error: BrigadeError) -> None:
 
 
 async def read_body(scope: Scope, receive: Receive) -> bytes:
-    """The body, joined: for calls whose bodies are small. Raises what `read_parts` raises."""
-    return b"".join(await read_parts(scope, receive))
+    """The body, joined: for calls whose bodies are parsed in the event loop, and so must be small.
+    Raises what `read_parts` raises."""
+    limits: ServeConfig = scope[LIMITS]
+    max_bytes = min(MAX_JOINED_BYTES, limits.max_body_bytes)
+    return b"".join(await _receive(scope, receive, max_bytes))
 
 
 async def read_parts(scope: Scope, receive: Receive) -> Parts:
@@ -137,13 +141,18 @@ async def read_parts(scope: Scope, receive: Receive) -> Parts:
     over the limit; later 408 for a slow body.
     """
     limits: ServeConfig = scope[LIMITS]
+    return await _receive(scope, receive, limits.max_body_bytes)
+
+
+async def _receive(scope: Scope, receive: Receive, max_bytes: int) -> Parts:
+    limits: ServeConfig = scope[LIMITS]
     headers = dict(scope["headers"])
     _check_type(headers)
     announced = headers.get(b"content-length", b"0")
-    if announced.isdigit() and int(announced[:20]) > limits.max_body_bytes:
-        raise _too_large(limits.max_body_bytes)
+    if announced.isdigit() and int(announced[:20]) > max_bytes:
+        raise _too_large(max_bytes)
     try:
-        collecting = _collect(receive, limits.max_body_bytes, scope[PACE])
+        collecting = _collect(receive, max_bytes, scope[PACE])
         return await asyncio.wait_for(collecting, limits.body_timeout)
     except TimeoutError:
         raise StatusError(

@@ -19,8 +19,10 @@ _MAX_MESSAGE_CHARACTERS = 3000  # of an error's message; the rest is dropped bef
 # One character of a quotation, as repr and JSON escape it. A backslash matches in one way only, and
 # the quantifier is possessive, so no client's text makes the search for the closing mark slow.
 _CHARACTER = r"(?:\\.|(?!(?P=mark))[^\\])"
-_LONG_QUOTE = re.compile(
-    rf"""(?P<mark>['"])(?P<start>{_CHARACTER}{{40}}+){_CHARACTER}++(?P=mark)"""
+# Behind two letters a mark is an apostrophe; behind one it may begin the repr of bytes.
+_QUOTE = re.compile(
+    rf"""(?<!\w\w)(?P<mark>['"])"""
+    rf"""(?:{_CHARACTER}{{0,40}}+|(?P<start>{_CHARACTER}{{40}}+){_CHARACTER}++)(?P=mark)"""
 )
 
 
@@ -52,7 +54,7 @@ class Record:
             return  # An internal error has a log line with its traceback.
         message = error.logged if isinstance(error, RequestError) else str(error)
         text = message[:_MAX_MESSAGE_CHARACTERS].rstrip(":")
-        cut = _LONG_QUOTE.sub(r"\g<mark>\g<start>...\g<mark>", text)
+        cut = _QUOTE.sub(_shortened, text)
         self.reason = cut[:_MAX_REASON_CHARACTERS]
 
     def seconds(self) -> float:
@@ -86,6 +88,13 @@ def request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
         if name == b"x-request-id" and _REQUEST_ID.fullmatch(value.decode("latin-1")):
             return value.decode("latin-1")
     return secrets.token_hex(16)
+
+
+def _shortened(quote: re.Match[str]) -> str:
+    """A quotation, of which only the start is left if it is long."""
+    if quote["start"] is None:
+        return quote[0]
+    return f"{quote['mark']}{quote['start']}...{quote['mark']}"
 
 
 def _rounded(seconds: float | None) -> float | None:

@@ -15,13 +15,13 @@ from serve.front.api.reading.reader import NeedsEarlier, Reader, ReadResponse
 from serve.front.api.responses.body import ResponsesBody, joined, output_messages, own_names
 from serve.front.api.responses.compaction import CompactBody
 from serve.front.api.responses.offer import Offer
-from serve.front.api.responses.store import Store
+from serve.front.api.responses.store import Store, StoredItem
 from serve.front.api.writers.compaction import CompactionWriter
 from serve.front.api.writers.responses import ResponsesWriter
 from serve.front.http.guard import RECORD, read_parts
 from serve.front.http.openapi import endpoint
 from serve.front.http.record import Record
-from serve.front.http.replies import Json
+from serve.front.http.replies import Json, encode
 from serve.front.routes.answering import Answering
 from serve.front.routes.background import Background, Run
 from serve.front.routes.stream import NAMED, Stream, json_response, stream_reply, whole_reply
@@ -169,20 +169,21 @@ class ResponseCalls:
         if order not in ("asc", "desc"):
             raise RequestError("order must be asc or desc.", param="order")
         limit = _number(request, "limit", _PAGE, 1, MAX_PAGE)
-        items: list[Json] = json.loads(self._store.get(request.path_params["id"]).input_items)
+        items = list(self._store.get(request.path_params["id"]).input_items)
         if order == "desc":
             items.reverse()
         page = _after(items, request.query_params.get("after"))
         shown = page[:limit]
-        return json_response(
-            {
-                "object": "list",
-                "data": shown,
-                "first_id": shown[0]["id"] if shown else None,
-                "last_id": shown[-1]["id"] if shown else None,
-                "has_more": len(page) > limit,
-            }
-        )
+        frame: Json = {
+            "object": "list",
+            "data": [],
+            "first_id": shown[0].id if shown else None,
+            "last_id": shown[-1].id if shown else None,
+            "has_more": len(page) > limit,
+        }
+        before, after = encode(frame).split(b"[]", 1)
+        data = b",".join(item.json for item in shown)
+        return Response(before + b"[" + data + b"]" + after, media_type="application/json")
 
 
 def _log_warnings(request: Request, read: ReadResponse) -> None:
@@ -191,11 +192,11 @@ def _log_warnings(request: Request, read: ReadResponse) -> None:
         _logger.warning("request=%s event=warning text=%s", record.request, json.dumps(warning))
 
 
-def _after(items: list[Json], id: str | None) -> list[Json]:
+def _after(items: list[StoredItem], id: str | None) -> list[StoredItem]:
     """The items that come after the one with this id."""
     if id is None:
         return items
-    ids = [item["id"] for item in items]
+    ids = [item.id for item in items]
     if id not in ids:
         raise RequestError("after: no item of the input has this id.", param="after")
     return items[ids.index(id) + 1 :]

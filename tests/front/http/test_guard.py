@@ -73,6 +73,15 @@ async def test_a_size_that_was_not_announced_is_refused() -> None:
     assert await status_of(scope(max_body_bytes=1024), receive) == 413
 
 
+async def test_a_body_that_is_parsed_in_the_event_loop_is_small() -> None:
+    """Parsing megabytes there would stop all streams for seconds."""
+    size = guard.MAX_JOINED_BYTES
+    announced = (b"content-length", str(size + 1).encode())
+    assert await status_of(scope(announced), unread) == 413
+    assert await status_of(scope(), receiver(part(b"1" * size), part(b"1", more=False))) == 413
+    assert await guard.read_body(scope(), receiver(part(b"1" * size, more=False))) == b"1" * size
+
+
 async def test_many_large_bodies_have_one_part_received_in_a_tick() -> None:
     """Between the parts the loop serves others, however many bodies there are."""
     loop = asyncio.get_running_loop()

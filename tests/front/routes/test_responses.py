@@ -3,6 +3,7 @@ that plays prepared answers."""
 
 import json
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -545,6 +546,19 @@ def test_items_of_the_input_are_listed(client: OpenAI) -> None:
         with pytest.raises(BadRequestError) as caught:
             page(**wrong)
         assert caught.value.param == next(iter(wrong))
+
+
+def test_items_of_the_input_are_listed_without_parsing_them(client: OpenAI) -> None:
+    """The event loop would stand still while it parses what a client wrote."""
+    search = {"type": "web_search_call", "id": "ws_1", "extra": [[]] * 200_000}
+    reply = ask(client, [search, {"role": "user", "content": "hi"}])
+    tracemalloc.start()
+    found = client.responses.input_items.with_raw_response.list(reply.id, order="asc")
+    body = found.http_response.read()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert json.loads(body)["data"][0] == search
+    assert peak < 6 << 20
 
 
 # --- compaction

@@ -27,6 +27,7 @@ from serve.front.api.responses.body import (
 )
 from serve.front.api.responses.compaction import CompactBody, kept_messages
 from serve.front.api.responses.items import listed_items
+from serve.front.api.responses.store import StoredItem, stored_items
 from serve.front.api.thinking import Thinking
 from serve.front.api.writers.ollama import loaded
 from serve.front.http import replies
@@ -38,12 +39,12 @@ from serve.front.text.tokens import Tokenizer
 
 class ReadResponse(msgspec.Struct, frozen=True, tag=True):
     """A response to generate. messages is the conversation before the answer, without the
-    instructions, and input_items are those of the request, both as JSON. tool_grammars
-    are those of custom tools. A background response does not end when its client leaves."""
+    instructions, as JSON. input_items are those of the request. tool_grammars are those of custom
+    tools. A background response does not end when its client leaves."""
 
     plan: ResponsePlan
     messages: bytes
-    input_items: bytes
+    input_items: tuple[StoredItem, ...]
     job: Job
     tool_grammars: tuple[str, ...] = ()
     is_background: bool = False
@@ -137,7 +138,7 @@ class Reader:
         return ReadResponse(
             plan=ResponsePlan.of(body, job.held_inputs),
             messages=replies.encode(messages),
-            input_items=replies.encode(input_items),
+            input_items=stored_items(input_items),
             job=job,
             tool_grammars=body.tool_grammars,
             is_background=bool(body.background),

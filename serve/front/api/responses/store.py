@@ -1,10 +1,15 @@
-"""The stored responses, which later requests can continue, read or refer to."""
+"""The stored responses, which later requests can continue, read or refer to.
 
-import json
+Whoever asks for them waits in the event loop. So they are stored as JSON that is joined and never
+parsed: a client may have put megabytes into one item.
+"""
+
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
 
 from serve.core.errors import NotFoundError, RequestError
 from serve.front.http.replies import Json, encode
@@ -13,20 +18,32 @@ MAX_STORED = 1024
 MAX_STORED_BYTES = 64 << 20
 
 
+class StoredItem(msgspec.Struct, frozen=True):
+    """An item of a response's input or output, as JSON."""
+
+    id: str
+    json: bytes
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A response, the messages of its conversation up to its end, and the items of its input. All
-    are JSON: reading and writing long ones takes time."""
+    """A response, the messages of its conversation up to its end, both as JSON, and the items of
+    its input and output."""
 
     response: bytes
     messages: bytes
-    input_items: bytes
-    item_ids: tuple[str, ...] = field(default=())
+    input_items: Sequence[StoredItem]
+    output_items: Sequence[StoredItem]
 
     @property
     def num_bytes(self) -> int:
-        parts = self.response, self.messages, self.input_items
-        return sum(map(len, parts))
+        items = [*self.input_items, *self.output_items]
+        return len(self.response) + len(self.messages) + sum(len(item.json) for item in items)
+
+
+def stored_items(items: Iterable[Json]) -> tuple[StoredItem, ...]:
+    """The items, each of which has an id, as they are stored."""
+    return tuple(StoredItem(item["id"], encode(item)) for item in items)
 
 
 class Store:
@@ -37,21 +54,21 @@ class Store:
         self._max_num = max_num
         self._max_bytes = max_bytes
         self._stored: OrderedDict[str, Stored] = OrderedDict()
-        self._by_item: dict[str, str] = {}
+        self._items: dict[str, bytes] = {}  # of the outputs, as JSON
         self._num_bytes = 0
         self._lock = threading.Lock()  # Bodies are read in threads.
 
-    def put(self, response: Json, messages: bytes, input_items: bytes = b"[]") -> None:
+    def put(self, response: Json, messages: bytes, input_items: Sequence[StoredItem] = ()) -> None:
         """Stores a response, also in the place of an earlier state of it."""
-        ids = tuple(item["id"] for item in response.get("output", ()))
-        stored = Stored(encode(response), messages, input_items, ids)
+        output_items = stored_items(response.get("output", ()))
+        stored = Stored(encode(response), messages, input_items, output_items)
         with self._lock:
             if response["id"] in self._stored:
                 self._forget(response["id"])
             self._stored[response["id"]] = stored
             self._num_bytes += stored.num_bytes
-            for item_id in ids:
-                self._by_item[item_id] = response["id"]
+            for item in output_items:
+                self._items[item.id] = item.json
             while len(self._stored) > self._max_num or self._num_bytes > self._max_bytes:
                 oldest = next(iter(self._stored))
                 self._forget(oldest)
@@ -69,8 +86,8 @@ class Store:
         messages = b"[]"
         if previous_id is not None:
             messages = self._messages(previous_id)
-        items = encode({id: self._item(id) for id in item_ids})
-        return b'{"messages":' + messages + b',"items":' + items + b"}"
+        items = [encode(id) + b":" + self._item(id) for id in dict.fromkeys(item_ids)]
+        return b'{"messages":' + messages + b',"items":{' + b",".join(items) + b"}}"
 
     def delete(self, id: str) -> None:
         """Forgets a stored response. Raises NotFoundError."""
@@ -88,24 +105,20 @@ class Store:
                 code="previous_response_not_found",
             ) from error
 
-    def _item(self, id: str) -> Json:
+    def _item(self, id: str) -> bytes:
         with self._lock:
-            owner_id = self._by_item.get(id, "")
-            owner = self._stored.get(owner_id)
-        if owner is not None:
-            response = json.loads(owner.response)
-            for item in response["output"]:
-                if item["id"] == id:
-                    return dict(item)
-        raise RequestError(
-            f"The item {id[:80]!r} is not stored: send the whole item.", param="input"
-        )
+            item = self._items.get(id)
+        if item is None:
+            raise RequestError(
+                f"The item {id[:80]!r} is not stored: send the whole item.", param="input"
+            )
+        return item
 
     def _forget(self, id: str) -> None:
         stored = self._stored.pop(id)
         self._num_bytes -= stored.num_bytes
-        for item_id in stored.item_ids:
-            self._by_item.pop(item_id, None)
+        for item in stored.output_items:
+            self._items.pop(item.id, None)
 
     def _check(self, id: str) -> None:
         if id not in self._stored:

@@ -1,6 +1,7 @@
 """The store of responses, which forgets."""
 
 import json
+import tracemalloc
 
 import pytest
 
@@ -38,6 +39,19 @@ def test_bytes_are_bounded() -> None:
         store.get("huge")
     put(store, "small")
     assert store.earlier("small", ())
+
+
+def test_items_that_are_referred_to_are_not_parsed() -> None:
+    """It happens in the event loop, as often as a client writes references."""
+    store = Store()
+    item = {"id": "msg_1", "type": "message"}
+    store.put({"id": "a", "tools": [[]] * 200_000, "output": [item]}, b"[]")
+    tracemalloc.start()
+    earlier = store.earlier(None, ["msg_1"] * 1000)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert json.loads(earlier) == {"messages": [], "items": {"msg_1": item}}
+    assert peak < 1 << 20
 
 
 def test_deleted_is_gone_and_counts_no_more() -> None:
