@@ -52,12 +52,14 @@ def page(settings: Settings) -> Row:
     """Eight clients on two ranks. Periods without a watcher, with one, and with a browser take
     turns."""
     data: dict[str, Any] = {}
-    with servers.running(servers.BRIGADE_2, settings.model) as url:
+    # Without speculation all steps have one token for each row.
+    with servers.running(servers.BRIGADE_2, settings.model, "--no-speculation") as url:
         asyncio.run(_measure(url, settings, data))
     alone, watched, shown = (data["rates"][kind] for kind in ("alone", "watched", "shown"))
+    ratios = [one / other for one, other in zip(watched, alone, strict=True)]
     rows = [
         ["decode tok/s, 8 clients, nobody watches", f"{p50(alone):.1f}", ""],
-        ["with one watcher ÷ without", f"{p50(watched) / p50(alone):.3f}", "≥ 0.98"],
+        ["with one watcher ÷ without, p50 of pairs", f"{p50(ratios):.3f}", "≥ 0.98"],
         ["with a browser on the same machine ÷ without", f"{p50(shown) / p50(alone):.3f}", ""],
         ["from a step's end to its pixels, p95, ms", f"{data['delay_p95'] * 1000:.0f}", "≤ 500"],
         ["first paint, p50 of 10 loads, ms", f"{p50(data['first_paint_ms']):.0f}", "≤ 300"],
