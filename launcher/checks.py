@@ -89,16 +89,16 @@ def check_disk(facts: HostFacts) -> Finding:
 
 
 def check_files(facts: HostFacts) -> Finding:
-    most = facts.max_files
-    if 0 <= most < 4096:
+    max_files = facts.max_files
+    if 0 <= max_files < 4096:
         fix = "raise nofile in /etc/security/limits.conf to 65536 and log in again"
         if facts.system == "Darwin":
             fix = "sudo launchctl limit maxfiles 65536 200000"
-        return Finding("warn", facts.host, f"a process may open {most} files", fix)
-    if most < 0:
+        return Finding("warn", facts.host, f"a process may open {max_files} files", fix)
+    if max_files < 0:
         text = "any number of"
     else:
-        text = f"{most:,}"
+        text = f"{max_files:,}"
     return Finding("ok", facts.host, f"a process may open {text} files")
 
 

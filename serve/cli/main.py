@@ -83,10 +83,10 @@ def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint]
     check_num_ranks(checkpoint.num_layers, num_stages)
     for flag in ("max_context", "max_prompt_tokens"):
         asked = getattr(config, flag)
-        most = checkpoint.max_context
-        if asked and most and asked > most:
+        context = checkpoint.max_context
+        if asked and context and asked > context:
             raise UsageError(
-                f"--{flag.replace('_', '-')} {asked} is more than the model's context of {most}."
+                f"--{flag.replace('_', '-')} {asked} is more than the model's context of {context}."
             )
     if config.split not in ("auto", "even"):
         parse_split(config.split, checkpoint.num_layers, num_stages)

@@ -219,7 +219,8 @@ class GroupCaches:
         return Part(tuple(indices), batch.caches)
 
     def _begin(self, key: int, lengths: Mapping[int, int]) -> None:
-        """Makes a batch of new rows, which are about to be fed so many tokens."""
+        """Makes a batch of new rows. lengths has the number of tokens that each is about to be
+        fed."""
         if self._rules.in_slots and len(lengths) > 1:
             batch: Batch = SlotBatch.of_new(dict(lengths), self._make_cache())
         else:

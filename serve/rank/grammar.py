@@ -98,9 +98,9 @@ def _deep_threads() -> ThreadPoolExecutor:
 
 
 class Constraint:
-    """sampling.grammar, and how far one sequence has come in it, which has so much output
-    already. With sampling.free_until it begins after that token, which comes in the place of an
-    end before it. Where it is complete the end_ids may come."""
+    """The grammar of one sequence, and its state after the output so far. With sampling.free_until,
+    the grammar begins after that token; before it, that token takes the place of an end. end_ids
+    are allowed where the grammar is complete."""
 
     def __init__(self, grammars: Grammars, sampling: Sampling, output: list[int]) -> None:
         self._grammars = grammars

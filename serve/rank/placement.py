@@ -41,7 +41,8 @@ class Batch(Protocol):
         """Rows that should leave before another one joins."""
 
     def to_park(self, sequences: list[int], num_tokens: int) -> list[int]:
-        """Rows that should leave before a forward that feeds these sequences so many tokens."""
+        """Rows that should leave before the next forward. feeds has the number of tokens that it
+        feeds to each sequence."""
 
     def keep(self, sequences: list[int]) -> None:
         """Marks the rows that the next forward feeds as well."""
@@ -61,8 +62,9 @@ class Batch(Protocol):
         """Forgets the last tokens of a row. Raises EngineError if its caches cannot."""
 
     def arrange(self, feeds: Mapping[int, int]) -> list[int | None]:
-        """Makes these sequences the rows of the next forward, which feeds each so many tokens.
-        Returns them in the order of the batch, with None for a row that is only padding."""
+        """Makes these sequences the rows of the next forward. feeds has the number of tokens that
+        it feeds to each. Returns them in the order of the batch, with None for a row that is only
+        padding."""
 
 
 # --- moves

@@ -184,8 +184,8 @@ class SlotCache(BatchKVCache):
         _put(self.values, rows, columns, values)
 
     def reserve(self, rows: int, columns: int, keys: Buffer, values: Buffer) -> None:
-        """Room for so many rows and columns like these. Grows by a share of what is there,
-        because growing copies."""
+        """Makes room for this number of rows and columns like the given ones. It grows by a share
+        of the present size, because growing copies everything."""
         held_rows, held = _size(self.keys)
         if rows <= held_rows and columns <= held:
             return
@@ -303,8 +303,8 @@ class SlotBatch:
 
     @classmethod
     def of_new(cls, lengths: dict[int, int], plain: list[Any]) -> "SlotBatch":
-        """Rows that are about to be fed so many tokens, padded on the left. plain are new
-        caches of one row."""
+        """Makes a batch of new rows. lengths has the number of tokens that each of them is about to
+        be fed; shorter ones are padded on the left. plain are new caches of one row."""
         batch = cls()
         batch._slots = list(lengths)
         longest = max(lengths.values())

@@ -202,7 +202,7 @@ _ORDERS: dict[str, Callable[[Shape, int], Iterator[Op]]] = {
 SCHEDULES = tuple(kind for kind in _ORDERS if kind != "forward")
 
 
-def most_in_flight(kind: str, shape: Shape, position: int) -> int:
+def max_in_flight(kind: str, shape: Shape, position: int) -> int:
     """Returns the promised maximum of Schedule.in_flight when all stages are trained."""
     ranks = shape.num_ranks
     count = shape.num_micro_batches
@@ -230,7 +230,7 @@ def check(schedule: Schedule) -> None:
         wrong = [op for op, count in missing.items() if count]
         if wrong:
             raise PlanError(f"{schedule.kind}: position {position} does not do {wrong[0]} once.")
-        promised = most_in_flight(schedule.kind, shape, position)
+        promised = max_in_flight(schedule.kind, shape, position)
         if schedule.in_flight[position] > promised:
             raise PlanError(f"{schedule.kind}: position {position} holds more than {promised}.")
     equal_costs = [OpCost()] * shape.num_stages

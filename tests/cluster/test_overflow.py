@@ -84,8 +84,8 @@ def tokens(reply: httpx2.Response) -> list[int]:
 
 
 def changed(server: Server, model: str, bad: Callable[[], httpx2.Response], num: int) -> int:
-    """How many of so many answers change beside requests that overflow all the time, and one
-    that was there before."""
+    """Counts the answers, out of num, that change while other requests overflow all the time, and
+    those that have changed afterwards."""
     asked = prompts(NUM_PROMPTS)
     expected = [tokens(ask(server, model, prompt)) for prompt in asked]
     assert len({tuple(answer) for answer in expected}) > NUM_PROMPTS // 2

@@ -17,8 +17,8 @@ Json = dict[str, Any]
 Request = tuple[str, Json]
 
 
-def size(chance: random.Random, most: int) -> int:
-    return int(2 ** chance.uniform(0, most.bit_length() - 1))
+def size(chance: random.Random, max_size: int) -> int:
+    return int(2 ** chance.uniform(0, max_size.bit_length() - 1))
 
 
 # --- Lark

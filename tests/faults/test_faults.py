@@ -230,7 +230,7 @@ def resident_bytes(server: Server) -> int:
 def test_200_megabytes_are_refused_early_and_kept_nowhere(cluster: Server, announced: bool) -> None:
     head = b"Content-Length: 200000000" if announced else b"Transfer-Encoding: chunked"
     piece = b" " * 1_000_000 if announced else b"f4240\r\n" + b" " * 1_000_000 + b"\r\n"
-    before, most = resident_bytes(cluster), 0
+    before, max_bytes = resident_bytes(cluster), 0
     with connect(cluster) as connection:
         connection.sendall(post(head))
         num_sent = 0
@@ -239,9 +239,9 @@ def test_200_megabytes_are_refused_early_and_kept_nowhere(cluster: Server, annou
                 connection.sendall(piece)
                 num_sent += 1
                 if num_sent % 50 == 0:
-                    most = max(most, resident_bytes(cluster))
+                    max_bytes = max(max_bytes, resident_bytes(cluster))
         assert b"HTTP/1.1 413 " in connection.recv(65536)
-    assert most - before < 40 << 20
+    assert max_bytes - before < 40 << 20
 
 
 # --- the cluster's own ports

@@ -86,7 +86,7 @@ def test_a_rank_takes_its_own_weights_and_little_more(
     with running(folder) as hub:
         fetched_owned, fetched = measure(tmp_path / "cache", layers, hub.url, tmp_path)
     assert owned == fetched_owned
-    most = MOST_SHARE * owned + MOST_MORE_BYTES
+    max_bytes = MOST_SHARE * owned + MOST_MORE_BYTES
     print(f"{layers}: owned {owned:,}, more {local - empty - owned:,}, {fetched - empty - owned:,}")
-    assert local - empty <= most
-    assert fetched - empty <= most
+    assert local - empty <= max_bytes
+    assert fetched - empty <= max_bytes

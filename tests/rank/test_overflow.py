@@ -50,8 +50,8 @@ def alone(make: Make, kv_bits: int | None = None) -> list[list[int]]:
 
 
 def num_changed(local: LocalPipeline, expected: list[list[int]], num: int, adapter: int = 0) -> int:
-    """Of so many answers, among them twice as many sequences as overflow: by a token, or through
-    an adapter."""
+    """Counts the answers, out of num, that change while half as many sequences overflow: through a
+    token, or through an adapter."""
     local.scheduler = scheduler = Watched()
     ids, wrong = itertools.count(), 0
     chance = random.Random(7)

@@ -127,14 +127,14 @@ def test_a_long_run_is_the_same_on_any_ranks() -> None:
         lr_schedule={"name": "cosine_decay", "arguments": [1e-3, 50], "warmup": 5},
     )
     alone, *others = ([u.loss for u in losses_of(config, n, 50)] for n in (1, 2, 4))
-    assert max(most_apart(alone, run) for run in others) < 1e-4
+    assert max(max_difference(alone, run) for run in others) < 1e-4
     # The negative control: half a percent more of the learning rate would be seen.
     schedule = {"name": "cosine_decay", "arguments": [1.005e-3, 50], "warmup": 5}
     other = [u.loss for u in losses_of(replace(config, lr_schedule=schedule), 2, 50)]
-    assert most_apart(alone, other) > 1e-4
+    assert max_difference(alone, other) > 1e-4
 
 
-def most_apart(a: list[float], b: list[float]) -> float:
+def max_difference(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 

@@ -300,8 +300,8 @@ class Scheduler:
         return step
 
     def _checkpoints(self, fed: list[Sequence], num_tokens: list[int]) -> tuple[Save, ...]:
-        """Returns the checkpoints that the stages make after a step that feeds so many tokens of
-        each sequence. Those that do not fit beside running sequences are left out."""
+        """Returns the checkpoints that the stages make after a step that feeds num_tokens[i] tokens
+        of sequence fed[i]. Those that do not fit beside running sequences are left out."""
         saves: list[Save] = []
         num_running_tokens = self._num_running_tokens + sum(num_tokens)
         for sequence, count in zip(fed, num_tokens, strict=True):
@@ -334,7 +334,7 @@ class Scheduler:
         return tuple(unused)
 
     def _step(self, fed: list[Sequence], num_tokens: list[int], group: Group | None = None) -> Step:
-        """Makes a step that feeds so many tokens of each sequence."""
+        """Makes a step that feeds num_tokens[i] tokens of sequence fed[i]."""
         self.num_steps += 1
         if self.num_steps == FIRST_WARM_UP_STEP:
             self.num_steps = 1
@@ -514,7 +514,7 @@ class Scheduler:
         return self._make_room(min(wanted, max_tokens - running))
 
     def _make_room(self, num_tokens: int) -> bool:
-        """Makes room for so many more tokens: drops kept sequences, and then sends running ones
+        """Makes room for num_tokens more tokens: drops kept sequences, and then sends running ones
         back. Returns False if there is no room until another result comes."""
         while not self.room.make(self._num_running_tokens + num_tokens):
             if self._leaving or not self._send_back_youngest():

@@ -124,8 +124,8 @@ class PlayedCluster:
 
     # --- time
 
-    def delay(self, most: float = 0.5) -> float:
-        return self.chance.choice([0.0, self.chance.uniform(0, most)])
+    def delay(self, max_seconds: float = 0.5) -> float:
+        return self.chance.choice([0.0, self.chance.uniform(0, max_seconds)])
 
     def after(self, seconds: float, do: Callable[[], None]) -> None:
         heapq.heappush(self._queue, (self.now + seconds, next(self._numbers), do))

@@ -134,7 +134,7 @@ class Pipeline:
         self.events: list[Event] = []
         self.steps: list[Step] = []
         self.num_ticks = self.num_busy = self.num_overlapping = 0
-        self.most_held = 0
+        self.max_held = 0
         self.failing: set[tuple[int, int]] = set()  # (sequence, position) without a token
 
     def _start_engines(self) -> None:
@@ -167,7 +167,7 @@ class Pipeline:
         self.pump()
         running = [queue.popleft() if queue else None for queue in self.queues]
         num_busy = sum(step is not None for step in running)
-        self.most_held = max(self.most_held, *(stage.num_held for stage in self.stages))
+        self.max_held = max(self.max_held, *(stage.num_held for stage in self.stages))
         self.num_ticks += 1
         self.num_busy += num_busy
         self.num_overlapping += num_busy > 1

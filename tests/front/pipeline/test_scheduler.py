@@ -142,7 +142,7 @@ def check_random_lives(
     pipeline.run()
     check_outputs(pipeline, dropped)
     # A copy may wait for its source, and what makes room for it behind it.
-    assert held is None or pipeline.most_held <= held + 100
+    assert held is None or pipeline.max_held <= held + 100
     check_all_ended(pipeline)
 
 

@@ -156,7 +156,7 @@ def test_schedule_makes_no_room_for_drafts() -> None:
     pipeline.run()
     for id in range(2):
         assert pipeline.output(id) == expected(id, 12, 16)
-    assert pipeline.most_held <= 60
+    assert pipeline.max_held <= 60
     check_all_ended(pipeline)
 
 

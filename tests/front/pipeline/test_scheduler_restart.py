@@ -148,7 +148,7 @@ def check_random_kills(
     pipeline.kill()
     pipeline.run()
     check_outputs(pipeline, dropped)
-    assert held is None or pipeline.most_held <= held + 100
+    assert held is None or pipeline.max_held <= held + 100
     for id in dropped:
         del pipeline.added[id]
     check_whole(pipeline)

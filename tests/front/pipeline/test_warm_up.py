@@ -89,8 +89,8 @@ async def test_warm_up_leaves_nothing_on_the_stages(flags: dict[str, Any]) -> No
     await stages.run()
     assert stages.admitted
     assert stages.model.held == {}
-    most = flags.get("max_context", flags.get("room", 1000))
-    assert all(row.position + row.num_tokens <= most for s in stages.steps for row in s.rows)
+    max_tokens = flags.get("max_context", flags.get("room", 1000))
+    assert all(row.position + row.num_tokens <= max_tokens for s in stages.steps for row in s.rows)
 
 
 async def test_warm_up_with_adapters_mixes_them_in_a_step() -> None:
