@@ -1,7 +1,7 @@
-"""Schemas of tools as clients write them: what is not valid in them is left out.
+"""Cleans the schemas of tools: leaves out keywords whose values are not valid.
 
-Such a schema still describes a tool, and one of them must not cost all tools of a request their
-grammar. Typical are keywords that are null, `required: true` of a single parameter, and types of
+A tool with such a schema can still be called, and it must not cost all tools of a request their
+grammar. Typical are keywords that are null, `required: true` for a single parameter, and types of
 programming languages.
 """
 
@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any
 
 Schema = dict[str, Any]
-Cleaned = Callable[[Any], Any]  # Returns the valid part of a keyword's value; None for nothing.
+# Returns the valid part of a keyword's value, or None if nothing of it is valid.
+Clean = Callable[[Any], Any]
 
 _TYPES = ("string", "integer", "number", "boolean", "object", "array", "null")
 # The keywords that hold schemas: one, a list of them, or several by name.
@@ -38,7 +39,8 @@ _URI = re.compile(r"[\w.~:/?#@!$&'()*+,;=%-]+", re.ASCII)
 
 
 def sound_tools(tools: Sequence[Schema]) -> tuple[list[Schema], set[str]]:
-    """The tools, as OpenAI's JSON, with sound parameters; and the keywords that were changed."""
+    """Returns the tools, as OpenAI's JSON, with sound parameters, and the keywords that were
+    changed."""
     found: list[Schema] = []
     changed: set[str] = set()
     for tool in tools:
@@ -52,8 +54,8 @@ def sound_tools(tools: Sequence[Schema]) -> tuple[list[Schema], set[str]]:
 
 
 def sound(document: Schema) -> Schema:
-    """The schema without keywords that are not valid. It must be a whole document, in which its
-    references are resolved."""
+    """The schema without keywords that are not valid. It must be a whole document: references are
+    looked up in it."""
     result: Schema = _Cleaner(document).schema(document)
     return result
 
@@ -65,7 +67,7 @@ class _Cleaner:
         self._document = document
         self.changed: set[str] = set()
         sizes = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-        self._cleaners: dict[str, Cleaned] = {
+        self._cleaners: dict[str, Clean] = {
             **{name: partial(self._one, name) for name in _ONE},
             **{name: partial(self._several, name) for name in _SEVERAL},
             **{name: partial(self._named, name) for name in _NAMED},
