@@ -322,10 +322,10 @@ def may_name_adapter(name: str, model_name: str) -> bool:
 def hub_id(path: Path, root: Path = Path()) -> str | None:
     """Returns `org/name` if path names a repository on the hub, None if it is a folder below
     root."""
-    is_folder = (root / path).exists()
-    if _HUB_ID.fullmatch(str(path)) and not is_folder:
-        return str(path)
-    return None
+    # The file system is not asked about any other text: for a long one it would raise OSError.
+    if not _HUB_ID.fullmatch(str(path)):
+        return None
+    return None if (root / path).exists() else str(path)
 
 
 def check_revision(model: Path, revision: str | None) -> None:

@@ -106,7 +106,7 @@ def test_a_folder_comes_before_a_name_on_the_hub(
     assert ServeConfig(model=there).model_name == "mine"
     assert ServeConfig(model=elsewhere).hub_id == "org/name"
     assert ServeConfig(model=elsewhere, revision="v1").model_name == "org/name"
-    for path in ("/org/name", "name", "a/b/c", "../org/name", "~/name"):
+    for path in ("/org/name", "name", "a/b/c", "../org/name", "~/name", "0" * 4096, "a/" * 2000):
         assert ServeConfig(model=Path(path)).hub_id is None
     with pytest.raises(UsageError, match="--revision"):
         ServeConfig(model=there, revision="v1")
