@@ -29,24 +29,36 @@ CLUSTERS = {
 }
 
 
+def scope_of(nodeid: str) -> str:
+    """The name of the tests that run on one worker, one after the other: half of those that start
+    clusters, or those of a file."""
+    for name, prefixes in CLUSTERS.items():
+        if nodeid.startswith(prefixes):
+            return name
+    return nodeid.partition("::")[0]
+
+
 class FilesAndClusters(LoadScopeScheduling):
-    """Gives each worker whole files, and one worker all tests of a half that starts clusters:
-    the tests mostly wait, so two halves at a time keep two cores busy, and more would be slow."""
+    """Distributes scopes to workers. Tests of clusters mostly wait, so two halves at a time keep
+    two cores busy, and more would be slow."""
 
     def _split_scope(self, nodeid: str) -> str:
-        for name, prefixes in CLUSTERS.items():
-            if nodeid.startswith(prefixes):
-                return name
-        return nodeid.partition("::")[0]
+        return scope_of(nodeid)
 
 
 @pytest.hookimpl
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> FilesAndClusters:
+    config.option.loadscopereorder = False  # In the order of pytest_collection_modifyitems.
     return FilesAndClusters(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The workers of pytest-xdist collect tests on their own and must find the same names."""
+    """Puts the scopes that take longest first, so that no worker ends long after the others."""
+    # The workers of pytest-xdist collect tests on their own and must find the same names.
     with_address = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if with_address:
         raise pytest.UsageError(f"tests are named by an address in memory: {with_address[:3]}")
+    long = {scope_of(item.nodeid) for item in items if item.get_closest_marker("long")}
+    first = [*CLUSTERS, *sorted(long - CLUSTERS.keys())]
+    place = {scope: number for number, scope in enumerate(first)}
+    items.sort(key=lambda item: place.get(scope_of(item.nodeid), len(first)))
