@@ -194,4 +194,6 @@ def test_views_of_seven_stages_fit_narrow_and_wide_windows(
             page.wait_for_timeout(100)
             overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
             assert page.evaluate(overflow) <= 0, view
+            cut = "(all) => all.filter((each) => each.scrollWidth > each.clientWidth).length"
+            assert page.locator(".stage dd").evaluate_all(cut) == 0, view
         tab.check()

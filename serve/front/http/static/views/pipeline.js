@@ -101,7 +101,7 @@ function StageCard({ stage, isLast }) {
       <div><dt>weights</dt><dd>${bytes(stage.bytes_owned)}</dd></div>
       <div><dt title="keys and values that the stage holds">KV</dt><dd>${bytes(stage.kv_bytes)}</dd></div>
       <div><dt>adapters</dt><dd>${bytes(stage.adapter_bytes)}</dd></div>
-      <div><dt title="how long the stage computes in a decode step, on average">decode step</dt><dd>${seconds(stage.decode_seconds)}</dd></div>
+      <div><dt title="how long the stage computes in a decode step, on average">step</dt><dd>${seconds(stage.decode_seconds)}</dd></div>
       <div><dt title="from a hop's header to its tensors, on average">hop in</dt><dd>${seconds(hop)}</dd></div>
       <div><dt>restarts</dt><dd>${pipeline.value?.num_restarts ?? 0}</dd></div>
       <div><dt>state</dt><dd>${stage.state}</dd></div>
