@@ -62,8 +62,6 @@ def hold(server: Server, run: Run, document: str, *flags: str) -> None:
     shared = ["--max-examples", "40", "--seed", "1", "--generation-database", "none"]
     shared += ["--phases", "examples,coverage,fuzzing", "--suppress-health-check", "all"]
     shared += ["--request-timeout", "20", "--warnings", "off", "--continue-on-failure"]
-    # Most of the time is spent waiting for answers. Operations are shared among the workers.
-    shared += ["--workers", "6"]
     said = run(server, ["schemathesis.cli", "run", document, *flags, *shared])
     assert "No issues found" in said, said[-8000:]
     assert server.get("/admin/pipeline")["num_running"] == 0

@@ -95,7 +95,7 @@ class _OllamaBody(Lenient):
 
 
 class OllamaChatBody(_OllamaBody):
-    messages: Annotated[list[_Json], Field(fail_fast=True)] = []
+    messages: Annotated[list[_Json], Field(fail_fast=True)] | None = None
     tools: Annotated[list[_Json], Field(fail_fast=True)] | None = None
 
     @property
@@ -105,7 +105,7 @@ class OllamaChatBody(_OllamaBody):
 
     def job(self, tokenizer: Tokenizer, max_context: int, finds_boundaries: bool) -> Job:
         """Renders and encodes the messages, as `chat.prepare` does. Raises RequestError."""
-        messages = [_message(message) for message in self.messages]
+        messages = [_message(message) for message in self.messages or ()]
         fields = self.chat_fields(messages)
         if self.tools:
             fields["tools"] = [{"type": "function", **tool} for tool in self.tools]
@@ -122,7 +122,7 @@ def _chat_job(fields: _Json, tokenizer: Tokenizer, max_context: int, finds_bound
 class OllamaGenerateBody(_OllamaBody):
     """raw continues the prompt as it is. context was the form of a history in old versions."""
 
-    prompt: str = ""
+    prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
     template: Literal[""] | None = None
@@ -137,10 +137,10 @@ class OllamaGenerateBody(_OllamaBody):
     def job(self, tokenizer: Tokenizer, max_context: int, finds_boundaries: bool) -> Job:
         """Encodes the prompt, as `chat.prepare` does. Raises RequestError."""
         if self.raw:
-            fields = {**self.shared_fields(), "prompt": self.prompt}
+            fields = {**self.shared_fields(), "prompt": self.prompt or ""}
             body = parse(CompletionBody, fields)
             return completions.prepare(body, tokenizer, max_context)
-        messages = [{"role": "user", "content": self.prompt}]
+        messages = [{"role": "user", "content": self.prompt or ""}]
         if self.system:
             messages.insert(0, {"role": "system", "content": self.system})
         fields = self.chat_fields(messages)
