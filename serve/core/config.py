@@ -154,6 +154,14 @@ class ServeConfig(ModelSource):
         heading="steps",
     )
     prefill_chunk: int = flag("maximum number of prompt tokens in one step", 512, min=1)
+    max_inter_token: float | None = flag(
+        "seconds that two tokens of a stream should be apart at most while prompts are prefilled; "
+        "less makes first tokens later (default: about twice the usual time, except for short "
+        "prompts)",
+        None,
+        min=0.001,
+        max=60,
+    )
     num_groups: int | None = flag(
         "number of groups of sequences that decode in turn (default: number of ranks)",
         None,

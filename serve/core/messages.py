@@ -330,7 +330,8 @@ class Result(Message, frozen=True):
     tokens has one token for each row (or one of serve.core.types.FAILURES), and is empty if the
     step did not sample. If the step fed drafts, num_drafts has their number for each row, and
     num_accepted how many of them were right. Then each row has that many tokens more, one row after
-    the other.
+    the other. A row with -1 has no token: its drafts may have made its numbers overflow, and it has
+    to be computed again without drafts.
     """
 
     number: int

@@ -129,7 +129,8 @@ class Sequence:
     prompt is embedded, and has no answer. drafts are the guesses that its last step feeds after
     the newest token, until it is known which of them are right; drafter is what they were made
     from. num_drafted and num_accepted count the drafts that were verified and those that became
-    part of the answer. prediction is the answer that its client expects.
+    part of the answer. may_draft says whether it may have further drafts. prediction is the answer
+    that its client expects.
 
     boundaries are the positions in the prompt behind which the next prompt of the same chat may
     differ. stops are the positions at which prefill still has to stop for a checkpoint.
@@ -153,6 +154,7 @@ class Sequence:
     prediction: tuple[int, ...] = ()
     drafts: list[int] = field(default_factory=list)
     drafter: str = ""
+    may_draft: bool = True
     num_drafted: int = 0
     num_accepted: int = 0
     boundaries: tuple[int, ...] = ()
@@ -216,11 +218,12 @@ class Sequence:
 @dataclass(slots=True, eq=False)
 class Group:
     """Sequences that decode together. One step of a group is computed at a time; a second one may
-    wait for the tokens of the first."""
+    wait for the tokens of the first. num_chunks counts the prefill steps since its last step."""
 
     id: int
     sequences: list[Sequence] = field(default_factory=list)
     num_in_flight: int = 0
+    num_chunks: int = 0
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
@@ -308,8 +311,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 def tokens_of_rows(tokens: tuple[int, ...], num_accepted: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Divides the tokens that a step has sampled among its rows. num_accepted is empty if no row
-    had drafts."""
+    """Divides the tokens that a step has sampled among its rows. Both are as in a Result."""
     if not num_accepted:
         return [(token,) for token in tokens]
     rows: list[tuple[int, ...]] = []

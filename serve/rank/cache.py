@@ -115,7 +115,7 @@ class GroupCaches:
         for row in step.rows:
             self._layout.positions[row.sequence] = row.position + row.num_tokens
             if step.sample and row.num_tokens > 1:
-                self._layout.floors[row.sequence] = row.position + 1
+                self._layout.floors[row.sequence] = row.position
             else:
                 self._layout.floors.pop(row.sequence, None)
         return parts

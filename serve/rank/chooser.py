@@ -182,7 +182,7 @@ class Chooser:
         scores = []
         for n, (row, tokens) in enumerate(zip(step.rows, rows, strict=True)):
             num_top = self._samplers[row.sequence].sampling.logprobs
-            if num_top is not None:
+            if tokens and num_top is not None:
                 logits = verification.logits[n][: len(tokens)]
                 arrays = score(logits, mx.array(tokens), num_top)
                 scored = _scores(tokens, arrays)

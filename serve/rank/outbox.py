@@ -42,6 +42,8 @@ class Outbox:
         the row has failed: any token can be fed instead, because nobody gets its output."""
         with self._lock:
             for row, sampled in zip(step.rows, tokens_of_rows(tokens, num_accepted), strict=True):
+                if not sampled:
+                    continue  # Its next step feeds the same token again, which is known.
                 next_position = row.position + len(sampled)
                 self._sampled[row.sequence] = (next_position, max(sampled[-1], 0))
             self._send_ready()

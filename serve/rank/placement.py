@@ -175,8 +175,8 @@ class Rules:
 class Layout:
     """The place of each sequence. Batches have keys; next_key is the first unused one.
 
-    positions has the number of tokens that are held of each sequence. floors has the number that
-    is surely right, for those whose last step fed drafts: they can go back as far as that.
+    positions has the number of tokens that are held of each sequence. floors has the number before
+    the last step, for sequences that it fed drafts: they can go back as far as that.
     """
 
     batches: dict[int, Batch] = field(default_factory=dict)

@@ -9,12 +9,12 @@ needed. Rows end in the same column; where they start is their left padding.
     slot 2   c c c c c c c c |
 
 After a step that fed drafts, rows may end in different columns, because each keeps as many drafts
-as were right. They are then written and masked by their own ends, which costs a little more. What
-is behind a row's end is overwritten by its next tokens. When no drafts have come for some steps,
-rows are moved to end in one column again.
+as were right. They are then written and masked by their own ends, which costs a little more. Wrong
+drafts leave columns after a row's end, and its next tokens overwrite or clear them. When no drafts
+have come for some steps, rows are moved to end in one column again.
 
-The padding of a row is always zero. Attention gives it the weight 0, but 0 times a value that
-is not a finite number is not 0: what overflowed in another row must not be left there.
+The columns before and after a row are always finite numbers. Attention gives them the weight 0, but
+0 times a value that is not finite is not 0: nothing that overflowed may be left there.
 """
 
 import copy
@@ -65,6 +65,13 @@ def _put_at(held: Buffer, columns: mx.array, new: Buffer) -> None:
         buffer[rows, :, columns] = by_column
 
 
+def _with_zeros(array: mx.array, num_columns: int) -> mx.array:
+    """Appends columns of zeros to an array (B, heads, L, D)."""
+    if not num_columns:
+        return array
+    return mx.pad(array, [(0, 0), (0, 0), (0, num_columns), (0, 0)])
+
+
 def _clear(held: Buffer, rows: slice, columns: slice) -> None:
     for array in held if isinstance(held, tuple) else (held,):
         array[rows, :, columns] = 0
@@ -110,6 +117,7 @@ class SlotCache(BatchKVCache):
         super().__init__([0] * rows)
         self.feeds_padding = False  # whether the next forward feeds some rows padding
         self.ends: mx.array | None = None  # (B,), where rows end that differ in this
+        self.num_cleared = 0  # columns to clear after those that the next forward writes
         self.clears_behind = False  # whether rows may be read further than they are written
 
     @staticmethod
@@ -147,12 +155,13 @@ class SlotCache(BatchKVCache):
     def _update_at_ends(
         self, ends: mx.array, keys: mx.array, values: mx.array
     ) -> tuple[Buffer, Buffer]:
-        """Writes each row behind its own end."""
+        """Writes each row after its own end, and clears the columns after that."""
         num_rows, _, length, _ = keys.shape
-        kept_keys = self._kept(keys)
-        kept_values = self._kept(values)
-        self.reserve(num_rows, self._idx + length, kept_keys, kept_values)
-        columns = ends[:, None] + mx.arange(length)
+        num_written = length + self.num_cleared
+        kept_keys = self._kept(_with_zeros(keys, self.num_cleared))
+        kept_values = self._kept(_with_zeros(values, self.num_cleared))
+        self.reserve(num_rows, self._idx + num_written, kept_keys, kept_values)
+        columns = ends[:, None] + mx.arange(num_written)
         _put_at(self.keys, columns, kept_keys)
         _put_at(self.values, columns, kept_values)
         return self._advanced(num_rows, length)
@@ -297,6 +306,8 @@ class SlotBatch:
         self._starts: dict[int, int] = {}
         self._ends: dict[int, int] = {}
         self._end = 0  # of all rows: nothing is held behind it
+        # The columns after the end of each row that may have numbers of wrong drafts or of padding.
+        self._num_stale: dict[int, int] = {}
         self._clears_behind = False
         self._num_steps_without_drafts = 0
         self._fed: list[int] = []
@@ -382,15 +393,19 @@ class SlotBatch:
         self._slots[slot] = None
         del self._starts[sequence]
         del self._ends[sequence]
+        self._num_stale.pop(sequence, None)
         if sequence in self._fed:
             self._fed.remove(sequence)
 
     def rewind(self, sequence: int, num_tokens: int) -> None:
         self._ends[sequence] -= num_tokens
         self._end = max(self._ends.values())
-        if not isinstance(self.caches[0], SlotCache):
-            for cache in self.caches:
-                cache.trim(num_tokens)
+        if isinstance(self.caches[0], SlotCache):
+            num_stale = self._num_stale.get(sequence, 0)
+            self._num_stale[sequence] = num_stale + num_tokens
+            return
+        for cache in self.caches:
+            cache.trim(num_tokens)
 
     def extract(self, sequence: int, length: int) -> list[Any]:
         """Plain caches with the first tokens of a row, not evaluated."""
@@ -450,7 +465,9 @@ class SlotBatch:
         offset = mx.array(lengths)
         padding = mx.array(starts)
         own_ends = None
-        if min(ends) < self._end:
+        num_stale = max(self._num_stale.get(sequence, 0) for sequence in sequences)
+        num_cleared = max(0, num_stale - num_tokens)
+        if min(ends) < self._end or num_cleared:
             self._clear_behind()
             own_ends = mx.array(ends)
         feeds_padding = any(start > self._end for start in starts)
@@ -459,17 +476,19 @@ class SlotBatch:
             cache.left_padding = padding
             cache.feeds_padding = feeds_padding
             cache.ends = own_ends
+            cache.num_cleared = num_cleared
             cache._idx = self._end
         self._note_fed(feeds)
         return order
 
     def _note_fed(self, feeds: Mapping[int, int]) -> None:
         """New rows are padded on the left, and end together; others end with their own tokens."""
+        longest = max(feeds.values())
         if self._end == 0:
-            longest = max(feeds.values())
             feeds = dict.fromkeys(feeds, longest)
         for sequence, num_tokens in feeds.items():
             self._ends[sequence] += num_tokens
+            self._num_stale[sequence] = longest - num_tokens
         self._end = max(self._ends.values())
 
     def _align_if_no_drafts_come(self, num_tokens: int) -> None:

@@ -6,7 +6,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from serve.core.types import FAILURES, Step
+from serve.core.types import FAILURES, OVERFLOWED_TOKEN, Step
 from serve.rank.sampling import Sampler
 
 Draw = Callable[[mx.array, list[Sampler], list[int]], mx.array]
@@ -45,7 +45,8 @@ class Verification:
 
     def tokens(self) -> list[list[int]]:
         """Returns the tokens of each row: its right drafts, and then one more token or one of
-        FAILURES. Its sampler takes note of all of them."""
+        FAILURES. Its sampler takes note of all of them. A row has no tokens if its numbers
+        overflowed and its drafts may be the cause."""
         drawn: list[int] = []
         if self._drawn is not None:
             drawn = self._drawn.tolist()  # type: ignore[assignment]
@@ -75,9 +76,16 @@ class Verification:
         return self._draw(mx.concatenate([self.logits[n] for n in rows]), samplers, positions)
 
     def _right_ones(self, n: int, drawn: Iterable[int]) -> list[int]:
-        """Takes the tokens drawn for a row until one of them differs from the draft."""
+        """Takes the tokens drawn for a row until one of them differs from the draft.
+
+        A draft whose numbers overflow may spoil the logits of all tokens before it, although they
+        give it no weight. So an overflow counts only in a row without drafts.
+        """
+        drafts = self._drafts(n)
         tokens: list[int] = []
-        for token, draft in zip(drawn, [*self._drafts(n), None], strict=True):
+        for token, draft in zip(drawn, [*drafts, None], strict=True):
+            if token == OVERFLOWED_TOKEN and drafts:
+                break
             tokens.append(token)
             if token not in FAILURES:
                 self._samplers[n].note(token)

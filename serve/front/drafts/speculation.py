@@ -68,7 +68,7 @@ class Speculation:
         return guesses
 
     def _longest(self, sequence: Sequence) -> Draft:
-        """The longest draft that a row may have: its newest token has to be known, and the stages
+        """The longest draft that a row may have. Its newest token has to be known, and the stages
         have to hold some of the row."""
         max_drafts = min(MAX_DRAFTS, sequence.num_left - 1)
         if sequence.num_pending or not sequence.num_computed or max_drafts < 1:

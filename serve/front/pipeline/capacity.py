@@ -3,34 +3,62 @@ beside decoding, and a better split of the layers."""
 
 from serve.core.config import ServeConfig
 from serve.core.plan import KvRoom, kv_budgets, kv_room, memory_of
-from serve.front.pipeline.chunks import MAX_CHUNK_SHARE
+from serve.front.pipeline.chunks import MAX_CHUNK_SHARE, max_chunks_between_steps
 from serve.front.pipeline.status import StageStatus
 from serve.front.prefixes.index import PrefixIndex
 
-# The time that a chunk of a long prompt may take, in decode steps. At 2.4, a round of two stages
-# and two groups, for which a stream waits, takes 2.2 times as long.
-_CHUNK_BY_DECODE = 2.4
-_CHUNK_BY_DECODE_ALONE = 1.6  # on one stage there is one chunk for each decode step
+# The time that a chunk of a long prompt may take without --max-inter-token, in decode steps. With
+# 2.2, a token takes 2.1 times as long as before on two or more stages.
+_CHUNK_BY_DECODE = 2.2
+# One stage has one chunk for each decode step. A smaller one would mostly read weights.
+_CHUNK_BY_DECODE_ALONE = 1.6
 _MIN_CHUNK = 8
 _UNKNOWN_CHUNK = 32
 _WARM_STEPS = 200
 _WORTHWHILE = 0.95
 
 
-def chunk_beside_decoding(stages: list[StageStatus], max_tokens: int) -> int:
-    """Returns the number of tokens that a prefill step may have while streams keep their pace."""
+def chunk_beside_decoding(
+    stages: list[StageStatus],
+    num_groups: int,
+    max_tokens: int,
+    max_inter_token: float | None = None,
+) -> int:
+    """Returns the number of tokens that a prefill step may have while streams keep their pace:
+    at most max_inter_token seconds between two tokens, or about twice the usual time."""
+    decode_seconds = [stage.pace.decode_seconds or 0.0 for stage in stages]
     by_decode = _CHUNK_BY_DECODE if len(stages) > 1 else _CHUNK_BY_DECODE_ALONE
-    tokens_of_decode = []  # the tokens that each stage prefills in the time of a decode step
-    for stage in stages:
-        decode_seconds = stage.pace.decode_seconds
+    chunks = []  # of each stage, as far as its speed is known
+    for stage, seconds in zip(stages, decode_seconds, strict=True):
         seconds_per_token = stage.pace.prefill_seconds_per_token
-        if decode_seconds and seconds_per_token:
-            tokens_of_decode.append(decode_seconds / seconds_per_token)
-    chunk = _UNKNOWN_CHUNK
-    if tokens_of_decode:
-        chunk = int((by_decode - 1) * min(tokens_of_decode))
-        chunk = max(_MIN_CHUNK, chunk)
-    return max(1, min(max_tokens, chunk))
+        if not seconds or not seconds_per_token:
+            continue
+        if max_inter_token is None:
+            chunk_seconds = by_decode * seconds
+        else:
+            chunk_seconds = _chunk_seconds(decode_seconds, num_groups, max_inter_token)
+        # Reading the weights takes as long as in a decode step.
+        num_tokens = (chunk_seconds - seconds) / seconds_per_token
+        chunks.append(max(_MIN_CHUNK, int(num_tokens)))
+    return max(1, min([max_tokens, *chunks] if chunks else [max_tokens, _UNKNOWN_CHUNK]))
+
+
+def _chunk_seconds(
+    decode_seconds: list[float],
+    num_groups: int,
+    max_inter_token: float,
+) -> float:
+    """Returns how long a prefill step may take on a stage for tokens to be at most max_inter_token
+    seconds apart."""
+    num_stages = len(decode_seconds)
+    slowest = max(decode_seconds)
+    num_chunks = max_chunks_between_steps(num_stages)
+    # A token takes its way through all stages, or the turns of all groups. The chunks are added.
+    token_seconds = max(sum(decode_seconds), num_groups * slowest)
+    by_turns = (max_inter_token - token_seconds) / num_chunks
+    # A decode step right behind the chunks waits for them on every stage.
+    by_stages = (max_inter_token - slowest) / (num_stages + num_chunks - 1)
+    return min(by_turns, by_stages)
 
 
 def token_cost(stages: list[StageStatus]) -> float | None:

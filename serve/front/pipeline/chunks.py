@@ -11,32 +11,28 @@ MAX_CHUNK_SHARE = 1.25  # of the intended chunk, where a chunk takes the rest of
 _MIN_CHUNK = 64
 _CHUNKS_PER_STAGE = 4  # that waiting prompts are cut into: with fewer, stages wait for each other
 _SHORT_PROMPT = 128  # tokens; cutting a shorter prompt costs more than it helps
-_SHORT_PROMPTS = 264  # tokens of short prompts in one step, which costs less than one step each
+# Tokens of short prompts in one step beside decoding. One step for several prompts costs less than
+# a step for each, but all streams wait for it.
+_SHORT_PROMPTS = 132
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillBudget:
     """How many prompt tokens the stages take. max_tokens limits those of a step; beside_decoding
-    limits them further while sequences decode, and is None while none does."""
+    limits them further while sequences decode, and is None while none does. Short prompts are cut
+    to that size only if cuts_short_prompts."""
 
     num_stages: int
     max_tokens: int
     beside_decoding: int | None
-
-    def max_chunks(self, first: Sequence) -> int:
-        """The number of chunks that may be under way: one for each stage, so that the chunks of a
-        prompt follow each other through the stages. While sequences decode, a long prompt has fewer
-        and larger chunks, because each chunk reads the keys and values of all earlier ones."""
-        if self._must_make_way(first):
-            return max(1, self.num_stages // 2)
-        return self.num_stages
+    cuts_short_prompts: bool = False
 
     def chunk(self, prefilling: ReadableList[Sequence]) -> int:
         """The number of tokens that the next prefill step may have. While sequences decode, it is
         so small that their streams keep their pace. Otherwise it is so small that all stages are
         busy."""
         if self.beside_decoding is not None:
-            if self._must_make_way(prefilling[0]):
+            if self.cuts_short_prompts or is_long(prefilling[0]):
                 return min(self.max_tokens, self.beside_decoding)
             return min(self.max_tokens, max(self.beside_decoding, _SHORT_PROMPTS))
         if self.num_stages == 1:
@@ -46,9 +42,11 @@ class PrefillBudget:
         share = math.ceil(num_left / num_chunks)
         return min(self.max_tokens, max(_MIN_CHUNK, share))
 
-    def _must_make_way(self, first: Sequence) -> bool:
-        """Whether the next prompt is long and sequences decode."""
-        return is_long(first) and self.beside_decoding is not None
+
+def max_chunks_between_steps(num_stages: int) -> int:
+    """The number of prefill steps that may come between two decode steps of a group. A stream waits
+    for all of them, so they are few. With several stages, half of them may work on prompts."""
+    return max(1, num_stages // 2)
 
 
 def is_long(sequence: Sequence) -> bool:

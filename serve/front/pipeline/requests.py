@@ -56,6 +56,7 @@ class Requests:
             max_queue=config.max_queue,
             prefill_chunk=config.prefill_chunk,
             num_groups=config.num_groups,
+            cuts_short_prompts=config.max_inter_token is not None,
             drafting=None if config.no_speculation else self._speculation,
         )
         self.step_log = StepLog()
@@ -299,7 +300,9 @@ class Requests:
             self._note_scores(scores)
         self.scheduler.chunk_beside_decoding = chunk_beside_decoding(
             self._stages,
+            len(self.scheduler.groups),
             self._config.prefill_chunk,
+            self._config.max_inter_token,
         )
         if (cost := token_cost(self._stages)) is not None:
             self._speculation.token_cost = cost

@@ -37,7 +37,13 @@ from serve.core.types import (
 )
 from serve.front.drafts.counts import DraftCounts
 from serve.front.drafts.interface import Drafting
-from serve.front.pipeline.chunks import PrefillBudget, batchable, is_long, next_chunk
+from serve.front.pipeline.chunks import (
+    PrefillBudget,
+    batchable,
+    is_long,
+    max_chunks_between_steps,
+    next_chunk,
+)
 from serve.front.prefixes.checkpoints import stops_of
 from serve.front.prefixes.counts import PrefixCounts
 from serve.front.prefixes.index import beginning, beginning_of_original
@@ -79,6 +85,7 @@ class Scheduler:
         max_queue: int,
         prefill_chunk: int,
         num_groups: int | None = None,
+        cuts_short_prompts: bool = False,
         drafting: Drafting | None = None,
     ) -> None:
         self.waiting: deque[Sequence] = deque()
@@ -100,6 +107,7 @@ class Scheduler:
         self._ready: deque[Step] = deque()
         self._alone: int | None = None
         self._num_groups = num_groups
+        self._cuts_short_prompts = cuts_short_prompts
         self._drafting = drafting
         self.settle(num_stages)
 
@@ -232,6 +240,7 @@ class Scheduler:
         for group in self.groups:
             group.sequences.clear()
             group.num_in_flight = 0
+            group.num_chunks = 0
         idle = {sequence.id for sequence in (*self.waiting, *self._copies)}
         for sequence in self._live.values():
             sequence.begin_anew()
@@ -272,19 +281,23 @@ class Scheduler:
         if not self.room.fits(self._num_running_tokens + num_tokens):
             return
         for sequence, draft in zip(sequences, proposed, strict=True):
-            sequence.drafts = list(draft.tokens)
+            sequence.drafts = list(draft.tokens) if sequence.may_draft else []
             sequence.drafter = draft.drafter
 
     def _prefill(self) -> Step | None:
         """Returns a step with a chunk of the oldest prompt, or with several short prompts. Long and
         short prompts take turns, so that neither kind waits until the other is done."""
         self.prefilling.sort(key=lambda sequence: is_long(sequence) == self._short_is_next)
-        num_in_flight = sum(f.group is None and bool(f.sequences) for f in self._in_flight.values())
-        is_decoding = any(group.sequences for group in self.groups)
-        beside = self.chunk_beside_decoding if is_decoding else None
-        budget = PrefillBudget(self._num_stages, self._prefill_chunk, beside)
-        if not self.prefilling or num_in_flight >= budget.max_chunks(self.prefilling[0]):
+        decoding = [group for group in self.groups if group.sequences]
+        if not self.prefilling or not self._may_prefill(decoding):
             return None
+        beside = self.chunk_beside_decoding if decoding else None
+        budget = PrefillBudget(
+            self._num_stages,
+            self._prefill_chunk,
+            beside,
+            self._cuts_short_prompts,
+        )
         chunk = budget.chunk(self.prefilling)
         sequences = [self.prefilling[0], *batchable(self.prefilling, chunk)]
         num_tokens = [next_chunk(sequence, chunk) for sequence in sequences]
@@ -295,9 +308,22 @@ class Scheduler:
         self._short_is_next = is_long(sequences[0])
         save = self._checkpoints(sequences, num_tokens)
         step = replace(self._step(sequences, num_tokens), save=save)
+        for group in decoding:
+            group.num_chunks += 1
         for sequence in sequences:
             self._join_if_prefilled(sequence)
         return step
+
+    def _may_prefill(self, decoding: list[Group]) -> bool:
+        """Whether another prefill step may be under way: one for each stage, and not too many
+        between two steps of a group that decodes."""
+        steps = self._in_flight.values()
+        chunks = [step for step in steps if step.sequences and step.group is None]
+        if len(chunks) >= self._num_stages:
+            return False
+        max_chunks = max_chunks_between_steps(self._num_stages)
+        # Without a step under way, no result would ever change the answer.
+        return not self._in_flight or all(group.num_chunks < max_chunks for group in decoding)
 
     def _checkpoints(self, fed: list[Sequence], num_tokens: list[int]) -> tuple[Save, ...]:
         """Returns the checkpoints that the stages make after a step that feeds num_tokens[i] tokens
@@ -356,6 +382,7 @@ class Scheduler:
         if group:
             key = group.id
             group.num_in_flight += 1
+            group.num_chunks = 0
         elif fed:
             key = len(self.groups) + fed[0].id
         return Step(self.num_steps, key, tuple(rows), tuple(tokens), sample)
@@ -420,11 +447,15 @@ class Scheduler:
         sampled: tuple[int, ...],
         num_verified: int,
     ) -> list[Event]:
-        """Takes what a step has sampled for a row: its right drafts, and one more token. The stages
-        have verified num_verified drafts; the others were not fed."""
+        """Takes what a step has sampled for a row: its right drafts, and one more token; or
+        nothing, if the row has to be computed again without drafts. The stages have verified
+        num_verified drafts; the others were not fed."""
         drafts, sequence.drafts = sequence.drafts, []
         sequence.num_pending -= 1 + len(drafts)
         sequence.num_computed -= len(drafts)
+        if not sampled:
+            sequence.num_computed -= 1
+            sequence.may_draft = False
         events = []
         for n, token in enumerate(sampled):
             if sequence.id not in self._live:
@@ -435,7 +466,7 @@ class Scheduler:
             self._drafting.learn(sequence)
         if num_verified:
             # Right drafts after the end of the answer do not count.
-            num_accepted = min(len(events), len(sampled) - 1)
+            num_accepted = max(0, min(len(events), len(sampled) - 1))
             sequence.num_drafted += num_verified
             sequence.num_accepted += num_accepted
             self.draft_counts.verified(sequence.drafter, num_verified, num_accepted)

@@ -14,7 +14,15 @@ from hypothesis import given, settings
 from hypothesis.strategies import SearchStrategy
 
 from serve.core.messages import Result
-from serve.core.types import FAILURES, NO_CHECKPOINT, Event, Sampling, Sequence, Step
+from serve.core.types import (
+    FAILURES,
+    NO_CHECKPOINT,
+    OVERFLOWED_TOKEN,
+    Event,
+    Sampling,
+    Sequence,
+    Step,
+)
 from serve.front.drafts.interface import Drafting
 from serve.front.pipeline.scheduler import Scheduler
 from serve.rank.outbox import Outbox
@@ -74,7 +82,7 @@ class StageModel:
             held += step.tokens[at : at + row.num_tokens]
             at += row.num_tokens
             if step.sample and row.num_tokens > 1:
-                self.floors[row.sequence] = row.position + 1
+                self.floors[row.sequence] = row.position
         if len({row.num_tokens for row in step.rows}) > 1 and not step.sample:
             assert not any(row.position for row in step.rows), "begun rows of different lengths"
         for save in step.save:
@@ -92,12 +100,15 @@ def result_of(step: Step, draw: Callable[[int, int], int]) -> Result:
     for row in step.rows:
         drafts = step.tokens[start + 1 : start + row.num_tokens]
         start += row.num_tokens
-        accepted = 0
-        tokens.append(draw(row.sequence, row.position + 1))
-        while accepted < len(drafts) and drafts[accepted] == tokens[-1]:
-            accepted += 1
-            tokens.append(draw(row.sequence, row.position + 1 + accepted))
-        num_accepted.append(accepted)
+        num_before = len(tokens)
+        for position, draft in enumerate([*drafts, None], row.position + 1):
+            token = draw(row.sequence, position)
+            if token == OVERFLOWED_TOKEN and drafts:
+                break  # A draft may be the cause, so the row is computed again without drafts.
+            tokens.append(token)
+            if token != draft:
+                break
+        num_accepted.append(len(tokens) - num_before - 1)
     if not step.num_drafts:
         return Result(step.number, tuple(tokens))
     num_drafts = tuple(row.num_tokens - 1 for row in step.rows)
@@ -118,6 +129,7 @@ class Pipeline:
     prefill_chunk: int = 8
     max_queue: int = 1000
     num_groups: int | None = None
+    cuts_short_prompts: bool = False
     drafting: Drafting | None = None
 
     def __post_init__(self) -> None:
@@ -127,6 +139,7 @@ class Pipeline:
             max_queue=self.max_queue,
             prefill_chunk=self.prefill_chunk,
             num_groups=self.num_groups,
+            cuts_short_prompts=self.cuts_short_prompts,
             drafting=self.drafting,
         )
         self.added: dict[int, Sequence] = {}
@@ -196,12 +209,15 @@ class Pipeline:
                 held = held[: row.position + 1]
             answer = [max(self._draw(row.sequence, i), 0) for i in range(len(prompt), len(held))]
             assert held == (prompt + answer)[: len(held)]
-        result = result_of(step, self._draw)
+        result = self._result(step)
         if step.sample:
             self.outbox.sampled(step, result.tokens, result.num_accepted)
         self.events += self.scheduler.update(result)
         sizes = [len(group.sequences) for group in self.scheduler.groups]
         assert not step.sample or max(sizes) - min(sizes) <= 1, f"groups of {sizes} rows"
+
+    def _result(self, step: Step) -> Result:
+        return result_of(step, self._draw)
 
     def _draw(self, sequence: int, position: int) -> int:
         failed = (sequence, position) in self.failing
@@ -245,10 +261,14 @@ def live(
 
 
 def check_outputs(pipeline: Pipeline, dropped: set[int]) -> None:
-    """Every sequence has exactly its tokens; a dropped one may have only the first of them."""
+    """Every sequence has exactly its tokens: a dropped one may have only the first of them, and one
+    that fails has those before."""
+    failed_at = dict(pipeline.failing)
     for id, sequence in pipeline.added.items():
         output = pipeline.output(id)
         whole = expected(id, len(sequence.prompt), sequence.max_tokens)
+        if id in failed_at:
+            whole = whole[: failed_at[id] - len(sequence.prompt)]
         if id in dropped:
             whole = whole[: len(output)]
         assert output == whole

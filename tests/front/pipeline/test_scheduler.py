@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import strategies as st
@@ -225,24 +226,12 @@ def test_a_long_prompt_does_not_stop_the_others() -> None:
     assert len(pipeline.output(0)) - before >= 20
 
 
-@pytest.mark.parametrize(("num_stages", "most"), [(1, 1), (2, 1), (3, 1), (4, 2), (8, 4)])
-def test_beside_decoding_half_of_the_stages_have_a_chunk_of_a_long_prompt(
-    num_stages: int, most: int
-) -> None:
+@pytest.mark.parametrize("num_stages", [1, 2, 8])
+def test_every_stage_has_a_chunk_of_a_lone_prompt(num_stages: int) -> None:
     pipeline = Pipeline(num_stages, prefill_chunk=4)
     pipeline.add(make_sequence(0, 401, 1))
     pipeline.pump()
     assert len(pipeline.queues[0]) == num_stages
-    pipeline.run()
-    for id in range(1, 1 + num_stages):
-        pipeline.add(make_sequence(id, 1, 300))
-    for _ in range(10):
-        pipeline.tick()
-    pipeline.add(make_sequence(99, 401, 1))
-    for _ in range(50):
-        pipeline.tick()
-        waiting = [step for queue in pipeline.queues for step in queue]
-        assert sum(not step.sample and bool(step.rows) for step in waiting) <= most
 
 
 def test_short_prompts_share_a_step_beside_decoding() -> None:
@@ -255,7 +244,44 @@ def test_short_prompts_share_a_step_beside_decoding() -> None:
         pipeline.add(make_sequence(id, 66, 5))
     pipeline.run()
     shared = [len(step.rows) for step in pipeline.steps if not step.sample and step.rows]
-    assert shared == [1, 4, 2]
+    assert shared == [1, 2, 2, 2]
+
+
+def test_short_prompts_are_cut_if_the_time_between_tokens_is_limited() -> None:
+    pipeline = Pipeline(2, prefill_chunk=512, cuts_short_prompts=True)
+    pipeline.scheduler.chunk_beside_decoding = 20
+    pipeline.add(make_sequence(0, 2, 100))
+    for _ in range(4):
+        pipeline.tick()
+    pipeline.add(make_sequence(1, 66, 5))
+    pipeline.run()
+    fed = [len(step.tokens) for step in pipeline.steps if not step.sample and step.rows]
+    assert fed == [1, 20, 20, 25]
+    assert pipeline.output(1) == expected(1, 66, 5)
+
+
+@pytest.mark.parametrize(("num_stages", "max_chunks"), [(1, 1), (2, 1), (4, 2), (8, 4)])
+def test_a_group_waits_for_few_chunks_between_its_steps(num_stages: int, max_chunks: int) -> None:
+    pipeline = Pipeline(num_stages, prefill_chunk=4)
+    for id in range(2 * num_stages):
+        pipeline.add(make_sequence(id, 1, 60))
+    for _ in range(10):
+        pipeline.tick()
+    pipeline.add(make_sequence(98, 401, 1))
+    pipeline.add(make_sequence(99, 100, 1))
+    num_before = len(pipeline.steps)
+    for _ in range(40):
+        pipeline.tick()
+    num_chunks: Counter[int] = Counter()
+    most = 0
+    for step in pipeline.steps[num_before:]:
+        if step.sample:
+            most = max(most, num_chunks.pop(step.group, 0))
+        elif step.rows:
+            num_chunks.update(range(num_stages))
+    assert most == max_chunks
+    pipeline.run()
+    check_all_ended(pipeline)
 
 
 def test_long_and_short_prompts_take_turns() -> None:

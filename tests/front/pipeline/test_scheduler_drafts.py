@@ -2,12 +2,14 @@
 
 import random
 from collections.abc import Sequence as ReadableList
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from serve.core.types import Sequence, Step
+from serve.core.messages import Result
+from serve.core.types import OVERFLOWED_TOKEN, Row, Sequence, Step
 from serve.front.drafts.interface import Draft
 from serve.front.pipeline.scheduler import Reuse
 from tests.front.pipeline.simulation import (
@@ -19,6 +21,7 @@ from tests.front.pipeline.simulation import (
     live,
     make_sequence,
     next_token,
+    result_of,
 )
 from tests.front.pipeline.test_scheduler import TEN_THOUSAND, check_all_ended, make_prompt
 
@@ -51,7 +54,6 @@ class RandomDrafting:
         return self.chance.random() < 0.8
 
     def learn(self, sequence: Sequence) -> None:
-        assert sequence.output
         assert not sequence.drafts
 
     def forget(self, sequence_id: int) -> None:
@@ -106,17 +108,42 @@ def test_update_ends_an_answer_within_its_drafts() -> None:
     check_all_ended(pipeline)
 
 
+class RoughPipeline(Pipeline):
+    """Does to drafts what engines may do: removes those that a grammar forbids, and finds that
+    their numbers overflow."""
+
+    chance = random.Random(0)
+    cut_share = 0.0
+    overflow_share = 0.0
+
+    def _send(self, step: Step) -> None:
+        rows: list[Row] = []
+        tokens: list[int] = []
+        start = 0
+        for row in step.rows:
+            own = step.tokens[start : start + row.num_tokens]
+            start += row.num_tokens
+            if step.sample and self.chance.random() < self.cut_share:
+                own = own[: self.chance.randint(1, 2)]
+            rows.append(replace(row, num_tokens=len(own)))
+            tokens += own
+        super()._send(replace(step, rows=tuple(rows), tokens=tuple(tokens)))
+
+    def _result(self, step: Step) -> Result:
+        with_drafts = {row.sequence for row in step.rows if row.num_tokens > 1}
+
+        def draw(sequence: int, position: int) -> int:
+            if sequence in with_drafts and self.chance.random() < self.overflow_share:
+                return OVERFLOWED_TOKEN
+            return self._draw(sequence, position)
+
+        return result_of(step, draw)
+
+
 def test_update_does_not_count_drafts_that_were_not_fed() -> None:
-    """Rank 0's engine removes drafts that a grammar forbids."""
-
-    class FirstDraftOnly(Pipeline):
-        def _send(self, step: Step) -> None:
-            if step.num_drafts:
-                row = replace(step.rows[0], num_tokens=2)
-                step = replace(step, rows=(row,), tokens=step.tokens[:2])
-            super()._send(step)
-
-    pipeline = FirstDraftOnly(2, drafting=CertainDrafting())
+    pipeline = RoughPipeline(2, drafting=CertainDrafting())
+    pipeline.cut_share = 1.0
+    pipeline.chance = Mock(random=lambda: 0.0, randint=max)
     pipeline.add(make_sequence(0, 10, 11))
     pipeline.run()
     assert pipeline.output(0) == expected(0, 10, 11)
@@ -148,6 +175,17 @@ def test_schedule_sends_steps_ahead_while_waiting_is_not_worth_it() -> None:
     assert with_drafts.steps == without.steps
 
 
+def test_update_computes_a_row_again_whose_drafts_overflow() -> None:
+    pipeline = RoughPipeline(2, drafting=CertainDrafting())
+    pipeline.overflow_share = 1.0
+    pipeline.add(make_sequence(0, 10, 5))
+    pipeline.run()
+    assert pipeline.output(0) == expected(0, 10, 5)
+    feeds = [(step.rows[0].position, len(step.tokens)) for step in pipeline.steps if step.sample]
+    assert feeds == [(9, 5), (9, 1), (10, 1), (11, 1), (12, 1), (13, 1)]
+    check_all_ended(pipeline)
+
+
 def test_schedule_makes_no_room_for_drafts() -> None:
     pipeline = Pipeline(2, drafting=CertainDrafting())
     pipeline.scheduler.room.max_tokens = 60
@@ -172,20 +210,24 @@ def check_random_lives(
 ) -> None:
     chance = random.Random(seed)
     drafting = RandomDrafting(chance)
-    pipeline = Pipeline(
+    pipeline = RoughPipeline(
         num_stages,
         max_num_sequences=max_num_sequences,
         prefill_chunk=chunk,
         num_groups=num_groups,
         drafting=drafting,
     )
+    pipeline.chance = chance
+    pipeline.cut_share = pipeline.overflow_share = 0.1
     pipeline.scheduler.room.max_tokens, pipeline.scheduler.reuse = held, reuse
-    dropped = live(
-        pipeline,
-        chance,
-        lambda id: make_sequence(id, make_prompt(chance, pipeline)[:100], chance.randint(1, 16)),
-        kill_share=kill_share,
-    )
+
+    def next_sequence(id: int) -> Sequence:
+        sequence = make_sequence(id, make_prompt(chance, pipeline)[:100], chance.randint(1, 16))
+        if chance.random() < 0.1:
+            pipeline.failing.add((id, len(sequence.prompt) + chance.randrange(16)))
+        return sequence
+
+    dropped = live(pipeline, chance, next_sequence, kill_share=kill_share)
     pipeline.run()
     check_outputs(pipeline, dropped)
     check_counts(pipeline)

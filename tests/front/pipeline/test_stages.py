@@ -38,14 +38,25 @@ def make_stage(
 
 def test_a_chunk_takes_a_few_decode_steps_of_the_slowest_stage() -> None:
     stages = [make_stage(0, (4, 8), 0.1), make_stage(1, (0, 4), 0.08)]
-    assert chunk_beside_decoding(stages, 512) == 112
-    assert chunk_beside_decoding(stages[1:], 512) == 48  # alone there is one in each round
-    assert chunk_beside_decoding(stages, 40) == 40
+    assert chunk_beside_decoding(stages, 2, 512) == 96
+    assert chunk_beside_decoding(stages[1:], 1, 512) == 48  # One stage has one for each step.
+    assert chunk_beside_decoding(stages, 2, 40) == 40
+
+
+def test_chunk_beside_decoding_keeps_to_a_time_between_tokens() -> None:
+    stages = [make_stage(0, (4, 8), 0.1), make_stage(1, (0, 4), 0.08)]
+    # A chunk takes 0.1 s, as a decode step does, and 1 ms more for each token.
+    assert chunk_beside_decoding(stages[:1], 1, 512, 0.5005) == 300  # 0.1 s and the chunk
+    assert chunk_beside_decoding(stages, 2, 512, 0.331) == 15  # the chunk twice, and 0.1 s
+    assert chunk_beside_decoding(stages, 3, 512, 0.501) == 100  # 0.3 s for three groups
+    assert chunk_beside_decoding([*stages, *stages], 4, 512, 0.901) == 60  # 0.1 s, and 5 times
+    assert chunk_beside_decoding(stages, 2, 512, 0.25) == 8
+    assert chunk_beside_decoding([StageStatus(0, "h")], 1, 512, 0.25) == 32
 
 
 def test_before_anything_is_known_chunks_are_small() -> None:
-    assert chunk_beside_decoding([StageStatus(0, "h")], 512) == 32
-    assert chunk_beside_decoding([StageStatus(0, "h")], 8) == 8
+    assert chunk_beside_decoding([StageStatus(0, "h")], 1, 512) == 32
+    assert chunk_beside_decoding([StageStatus(0, "h")], 1, 8) == 8
 
 
 def room(stages: list[StageStatus], **flags: Any) -> int:
