@@ -11,8 +11,10 @@ _MAX_INDEXED = 32_768  # tokens of a prediction, and the last ones of a prompt
 _MAX_ADDED_AT_ONCE = 4_096
 _MAX_COMPARED_AT_ONCE = 64
 _SEPARATOR = 0  # Drafts end where the prediction ends, so any token will do.
-_FIRST_HIT_SHARE_AFTER_MATCH = 0.4
-_FIRST_HIT_SHARE_AFTER_NONE = 0.15  # Short answers often repeat words of the prompt.
+# The shares of tokens with a right guess, and with any guess, until more is known: after a token
+# that continued no match, and after one that did. Short answers often repeat words of the prompt.
+_FIRST_HIT_SHARES = (0.15, 0.4)
+_FIRST_GUESS_SHARES = (0.25, 0.6)
 _NEW_SHARE = 0.08
 _PREDICTION_MATCH_LENGTH = 8
 
@@ -22,8 +24,8 @@ class Guesses:
     client predicts. Every guess is counted, whether or not it was fed as a draft."""
 
     def __init__(self, sequence: Sequence, acceptance: Acceptance) -> None:
-        self._hit_share_after_match = _FIRST_HIT_SHARE_AFTER_MATCH
-        self._hit_share_after_none = _FIRST_HIT_SHARE_AFTER_NONE
+        self._hit_shares = list(_FIRST_HIT_SHARES)
+        self._guess_shares = list(_FIRST_GUESS_SHARES)
         self._had_match = False  # before the newest token
         self._acceptance = acceptance
         self._suffixes = Suffixes()
@@ -34,11 +36,12 @@ class Guesses:
         self._match: Match | None = None
         self._guess: int | None = None
 
-    @property
-    def hit_share(self) -> float:
-        """The recent share of right guesses after tokens like the newest one, which either follow a
-        match or do not."""
-        return self._hit_share_after_match if self._match else self._hit_share_after_none
+    def waiting_gain(self, token_cost: float) -> float:
+        """The tokens that a draft of the token after the next one is expected to give, minus what
+        it costs. token_cost is the cost of a draft, in tokens. This depends on recent tokens like
+        the newest one, which either has a match or not."""
+        kind = self._match is not None
+        return self._hit_shares[kind] - token_cost * self._guess_shares[kind]
 
     def catch_up(self, sequence: Sequence) -> bool:
         """Learns the tokens that have come, but only a part if there are many. Returns whether
@@ -94,10 +97,10 @@ class Guesses:
     def _compare(self, token: int) -> None:
         """Counts whether the guess of this token was right."""
         is_hit = token == self._guess
-        if self._had_match:
-            self._hit_share_after_match += _NEW_SHARE * (is_hit - self._hit_share_after_match)
-        else:
-            self._hit_share_after_none += _NEW_SHARE * (is_hit - self._hit_share_after_none)
+        kind = self._had_match
+        has_guess = self._guess is not None
+        self._hit_shares[kind] += _NEW_SHARE * (is_hit - self._hit_shares[kind])
+        self._guess_shares[kind] += _NEW_SHARE * (has_guess - self._guess_shares[kind])
         self._had_match = self._match is not None
         if self._match is not None and self._guess is not None:
             self._acceptance.note(self._match.length, is_hit)

@@ -10,7 +10,7 @@ from serve.front.drafts.interface import Draft
 
 MAX_DRAFTS = 16
 _MIN_GAIN = 1.05
-_WAITING_GAIN = 0.1  # tokens per step and row that make up for waiting for the front end
+_WAITING_GAIN = 0.06  # tokens per step and row that make up for waiting for the front end
 _MAX_ROWS_COST = 0.5  # With more, as a share of a step for a token more in each row, nothing pays.
 _UNKNOWN_TOKEN_COST = 0.06
 _MIN_TOKEN_COST = 0.01  # Because of noise, it can be measured as nothing.
@@ -41,10 +41,13 @@ class Speculation:
         return [draft._replace(tokens=draft.tokens[:num_drafts]) for draft in drafts]
 
     def is_worth_waiting(self, sequences: ReadableList[Sequence]) -> bool:
-        if not self._can_pay(len(sequences)):
+        num_rows = len(sequences)
+        if not self._can_pay(num_rows):
             return False
-        shares = [self._guesses_of(sequence).hit_share for sequence in sequences]
-        return sum(shares) > _WAITING_GAIN * len(shares)
+        # All rows wait for the draft of one row.
+        token_cost = num_rows * self._relative_cost(num_rows)
+        gains = [self._guesses_of(sequence).waiting_gain(token_cost) for sequence in sequences]
+        return sum(gains) > _WAITING_GAIN * num_rows
 
     def learn(self, sequence: Sequence) -> None:
         if guesses := self._guesses.get(sequence.id):

@@ -29,7 +29,6 @@ from serve.core.types import (
     FinishReason,
     Group,
     Row,
-    Save,
     Sequence,
     Step,
     Take,
@@ -37,13 +36,8 @@ from serve.core.types import (
 )
 from serve.front.drafts.counts import DraftCounts
 from serve.front.drafts.interface import Drafting
-from serve.front.pipeline.chunks import (
-    PrefillBudget,
-    batchable,
-    is_long,
-    max_chunks_between_steps,
-    next_chunk,
-)
+from serve.front.pipeline import chunks
+from serve.front.pipeline.chunks import is_long, next_chunk
 from serve.front.prefixes.checkpoints import stops_of
 from serve.front.prefixes.counts import PrefixCounts
 from serve.front.prefixes.index import beginning, beginning_of_original
@@ -266,15 +260,16 @@ class Scheduler:
 
     def _must_wait(self, group: Group) -> bool:
         """Whether the next step of a group waits for the result of the step under way."""
-        if self._drafting is None:
-            return False
         if any(sequence.drafts for sequence in group.sequences):
             return True
+        if self._drafting is None or self.prefilling:
+            return False
         return group.num_in_flight > 0 and self._drafting.is_worth_waiting(group.sequences)
 
     def _draft(self, sequences: list[Sequence]) -> None:
-        """Gives drafts to the rows of a step. Nothing is dropped to make room for them."""
-        if self._drafting is None:
+        """Gives drafts to the rows of a step. Nothing is dropped to make room for them. There are
+        none during prefill, which would be delayed: it gets few chunks between two steps."""
+        if self._drafting is None or self.prefilling:
             return
         proposed = self._drafting.propose(sequences)
         num_tokens = len(sequences) + sum(len(draft.tokens) for draft in proposed)
@@ -292,21 +287,17 @@ class Scheduler:
         if not self.prefilling or not self._may_prefill(decoding):
             return None
         beside = self.chunk_beside_decoding if decoding else None
-        budget = PrefillBudget(
-            self._num_stages,
-            self._prefill_chunk,
-            beside,
-            self._cuts_short_prompts,
-        )
+        cuts_short = self._cuts_short_prompts
+        budget = chunks.PrefillBudget(self._num_stages, self._prefill_chunk, beside, cuts_short)
         chunk = budget.chunk(self.prefilling)
-        sequences = [self.prefilling[0], *batchable(self.prefilling, chunk)]
+        sequences = [self.prefilling[0], *chunks.batchable(self.prefilling, chunk)]
         num_tokens = [next_chunk(sequence, chunk) for sequence in sequences]
         if not self._make_room(sum(num_tokens)):
             return None
         if any(sequence not in self.prefilling for sequence in sequences):
             return self._prefill()  # One of them had to make room itself.
         self._short_is_next = is_long(sequences[0])
-        save = self._checkpoints(sequences, num_tokens)
+        save = self.room.checkpoints(sequences, num_tokens, self._num_running_tokens)
         step = replace(self._step(sequences, num_tokens), save=save)
         for group in decoding:
             group.num_chunks += 1
@@ -318,26 +309,12 @@ class Scheduler:
         """Whether another prefill step may be under way: one for each stage, and not too many
         between two steps of a group that decodes."""
         steps = self._in_flight.values()
-        chunks = [step for step in steps if step.sequences and step.group is None]
-        if len(chunks) >= self._num_stages:
+        under_way = [step for step in steps if step.sequences and step.group is None]
+        if len(under_way) >= self._num_stages:
             return False
-        max_chunks = max_chunks_between_steps(self._num_stages)
+        max_chunks = chunks.max_chunks_between_steps(self._num_stages)
         # Without a step under way, no result would ever change the answer.
         return not self._in_flight or all(group.num_chunks < max_chunks for group in decoding)
-
-    def _checkpoints(self, fed: list[Sequence], num_tokens: list[int]) -> tuple[Save, ...]:
-        """Returns the checkpoints that the stages make after a step that feeds num_tokens[i] tokens
-        of sequence fed[i]. Those that do not fit beside running sequences are left out."""
-        saves: list[Save] = []
-        num_running_tokens = self._num_running_tokens + sum(num_tokens)
-        for sequence, count in zip(fed, num_tokens, strict=True):
-            position = sequence.num_computed + count
-            if sequence.stops[:1] != [position]:
-                continue
-            del sequence.stops[0]
-            if save := self.room.save(sequence, position, num_running_tokens):
-                saves.append(save)
-        return self.room.still_wanted(saves)
 
     def _emit(self, step: Step | None) -> None:
         """Emits a step. Drops and unloads go first, because their room may be needed, and in a

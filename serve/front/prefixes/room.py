@@ -57,16 +57,26 @@ class Room:
         for id in self.kept.with_adapter(adapter_version):
             self._drop(Gone([id], self.kept.forget(id)))
 
-    def save(self, sequence: Sequence, position: int, num_running_tokens: int) -> Save | None:
-        """Returns the order to make a checkpoint of a sequence; None if it is not worth its room or
-        exists already."""
-        if not self._make_for_checkpoint(num_running_tokens):
-            return None
-        checkpoint = self.kept.save(sequence, position)
-        return None if checkpoint is None else Save(checkpoint, sequence.id)
-
-    def still_wanted(self, saves: list[Save]) -> tuple[Save, ...]:
-        """The saves of one step whose checkpoints have not been dropped again already."""
+    def checkpoints(
+        self,
+        fed: list[Sequence],
+        num_tokens: list[int],
+        num_running_tokens: int,
+    ) -> tuple[Save, ...]:
+        """Returns the checkpoints that the stages make after a step that feeds num_tokens tokens of
+        each sequence. Those that do not fit beside running sequences are left out."""
+        saves: list[Save] = []
+        num_running_tokens += sum(num_tokens)
+        for sequence, count in zip(fed, num_tokens, strict=True):
+            position = sequence.num_computed + count
+            if sequence.stops[:1] != [position]:
+                continue
+            del sequence.stops[0]
+            if not self._make_for_checkpoint(num_running_tokens):
+                continue
+            checkpoint = self.kept.save(sequence, position)
+            if checkpoint is not None:
+                saves.append(Save(checkpoint, sequence.id))
         return self._gone.still_wanted(saves)
 
     # --- room
