@@ -7,10 +7,10 @@ because a grammar leaves it no choice, as vLLM does it.
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from serve.core.errors import RequestError
-from serve.front.http.body import Body
+from serve.front.http.body import Body, Tolerant
 from serve.front.text.grammars import of_tool_schema
 from serve.front.text.schemas import inexpressible_keyword
 from serve.front.text.sound_schemas import sound, sound_tools
@@ -20,21 +20,17 @@ MAX_TOOLS = 1024
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
 
 
-class Declared(Body):
-    """A part of a tool. Further keys are hints to other servers, such as cache_control, and are
-    ignored."""
+class Function(Tolerant):
+    """The declaration of a function. Further keys are hints to other servers, such as
+    cache_control."""
 
-    model_config = ConfigDict(extra="ignore", json_schema_extra={"additionalProperties": True})
-
-
-class Function(Declared):
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(Declared):
+class Tool(Tolerant):
     type: Literal["function"]
     function: Function
 

@@ -115,7 +115,7 @@ class ResponseCalls:
         _check_query(request, type(self).kept.call.query)  # type: ignore[attr-defined]
         stored = self._store.get(id)
         run = self.background.get(id)
-        if request.query_params.get("stream", "false").lower() in ("true", "1"):
+        if _is_true(request, "stream"):
             return self._resumed(request, run)
         if "starting_after" in request.query_params:
             raise RequestError("starting_after needs stream=true.", param="starting_after")
@@ -207,6 +207,14 @@ def _check_query(request: Request, known: Any) -> None:
     if unknown:
         name = unknown[0][:80]
         raise RequestError(f"The parameter {name!r} is not supported: leave it out.", param="query")
+
+
+def _is_true(request: Request, name: str) -> bool:
+    """The value of a parameter of the query, false without it. Raises RequestError."""
+    value = request.query_params.get(name, "false").lower()
+    if value not in ("true", "1", "false", "0"):
+        raise RequestError(f"{name} must be true or false.", param=name)
+    return value in ("true", "1")
 
 
 def _number(request: Request, name: str, default: int, minimum: int, maximum: int) -> int:

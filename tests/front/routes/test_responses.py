@@ -523,6 +523,7 @@ def test_a_response_that_is_not_in_the_background_cannot_be_cancelled(client: Op
         lambda: client.responses.cancel(reply.id),
         lambda: client.responses.retrieve(reply.id, stream=True),
         lambda: client.responses.retrieve(reply.id, starting_after=3),
+        lambda: client.responses.retrieve(reply.id, extra_query={"stream": "null"}),
     ):
         with pytest.raises(BadRequestError):
             call()

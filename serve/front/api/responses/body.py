@@ -21,7 +21,6 @@ from serve.front.api.responses.items import (
     messages_of,
 )
 from serve.front.api.responses.offer import (
-    Loose,
     NamedChoice,
     Offer,
     OfferedTool,
@@ -32,7 +31,7 @@ from serve.front.api.sampling import MAX_LOGPROBS, SamplingBody
 from serve.front.api.structured import OtherServersGrammars, format_grammar
 from serve.front.api.thinking import Thinking
 from serve.front.api.tools import MAX_TOOLS, NamedTool, Tool, ToolChoice
-from serve.front.http.body import refuse
+from serve.front.http.body import Tolerant, refuse
 from serve.front.http.replies import Json, encode
 from serve.front.output.answer import Listing
 from serve.front.text.tokens import Tokenizer
@@ -43,7 +42,7 @@ ENCRYPTED = "reasoning.encrypted_content"
 Strings = Annotated[list[str], Field(fail_fast=True)]
 
 
-class Format(Loose):
+class Format(Tolerant):
     """The format of the text: chat's response_format, with the schema in it."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -63,12 +62,12 @@ class Format(Loose):
         return format_grammar(self.type, self.schema_ or {})
 
 
-class TextOptions(Loose):
+class TextOptions(Tolerant):
     format: Format | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ReasoningOptions(Loose):
+class ReasoningOptions(Tolerant):
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None

@@ -12,8 +12,8 @@ from pydantic import BeforeValidator, Discriminator, Field, TypeAdapter
 
 from serve.core.errors import RequestError
 from serve.front.api.messages import AssistantPart, ChatMessage, called, joined_parts
-from serve.front.api.responses.offer import Json, Loose, Offer, ToolDeclaration
-from serve.front.http.body import refuse
+from serve.front.api.responses.offer import Json, Offer, ToolDeclaration
+from serve.front.http.body import Tolerant, refuse
 
 _OPAQUE = "brigade:"
 SUMMARY = "Summary of the conversation so far:"
@@ -37,12 +37,12 @@ def opened(content: str | None) -> str | None:
 # --- texts
 
 
-class TextPart(Loose):
+class TextPart(Tolerant):
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str
 
 
-class RefusalPart(Loose):
+class RefusalPart(Tolerant):
     type: Literal["refusal"]
     refusal: str
 
@@ -95,7 +95,7 @@ _PREFIXES = {
 Given = ChatMessage | AssistantPart
 
 
-class _Item(Loose):
+class _Item(Tolerant):
     id: str | None = None
     call_id: str | None = None
 

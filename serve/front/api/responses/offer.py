@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from serve.core.errors import RequestError
 from serve.front.api.tools import Function, NamedTool, ToolName
-from serve.front.http.body import Body
+from serve.front.http.body import Tolerant
 from serve.front.text import grammars
 
 Kind = Literal["function", "custom", "local_shell", "shell", "apply_patch", "tool_search"]
@@ -32,21 +32,15 @@ _HOSTED = (
 )
 
 
-class Loose(Body):
-    """A part of a request whose unknown fields are ignored."""
-
-    model_config = ConfigDict(extra="ignore")
-
-
-class FunctionTool(Function, Loose):
+class FunctionTool(Function):
     type: Literal["function"]
 
 
-class TextInput(Loose):
+class TextInput(Tolerant):
     type: Literal["text"]
 
 
-class GrammarInput(Loose):
+class GrammarInput(Tolerant):
     type: Literal["grammar"]
     syntax: Literal["lark", "regex"]
     definition: Annotated[str, Field(min_length=1)]
@@ -57,7 +51,7 @@ class GrammarInput(Loose):
         return grammars.of_grammar(self.definition, "tools")
 
 
-class CustomTool(Loose):
+class CustomTool(Tolerant):
     """A tool whose input is text, which may have to follow a grammar."""
 
     type: Literal["custom"]
@@ -86,7 +80,7 @@ class CustomTool(Loose):
         return _function(self.name, description, {"input": schema}, ["input"])
 
 
-class NamespaceTool(Loose):
+class NamespaceTool(Tolerant):
     type: Literal["namespace"]
     name: str
     description: str | None = None
@@ -95,13 +89,13 @@ class NamespaceTool(Loose):
     ]
 
 
-class DefinedTool(Loose):
+class DefinedTool(Tolerant):
     """A tool whose calls have items of their own, and which the client runs."""
 
     type: Literal["local_shell", "shell", "apply_patch"]
 
 
-class SearchTool(Loose):
+class SearchTool(Tolerant):
     """A search for more tools, which the client runs if execution says so."""
 
     type: Literal["tool_search"]
@@ -110,7 +104,7 @@ class SearchTool(Loose):
     execution: Literal["client", "server"] | None = None
 
 
-class HostedTool(Loose):
+class HostedTool(Tolerant):
     type: str
 
 
@@ -272,7 +266,7 @@ def _free_name(offered: OfferedTool, taken: Mapping[str, OfferedTool]) -> str:
 # --- which tools may or must be called
 
 
-class NamedChoice(Loose):
+class NamedChoice(Tolerant):
     """One tool by its name, or a type of which there is one tool. Of allowed_tools, mode says
     whether one of `tools` must be called."""
 

@@ -139,3 +139,10 @@ def test_effort_and_budget_reach_the_chat(tokenizer: Tokenizer) -> None:
     chat = request(tokenizer, reasoning={"effort": "low"}, thinking_token_budget=9)
     assert (chat.thinking.effort, chat.thinking.budget) == ("low", 9)
     assert request(tokenizer, reasoning={"summary": "auto"}).thinking.effort is None
+
+
+def test_parts_of_a_body_are_described_as_open() -> None:
+    """Unknown fields of these parts are ignored, so the description must allow them."""
+    schemas = ResponsesBody.model_json_schema()["$defs"]
+    for name in ("ReasoningOptions", "TextOptions", "FunctionTool", "MessageItem"):
+        assert schemas[name]["additionalProperties"] is True, name
