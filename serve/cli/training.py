@@ -134,7 +134,8 @@ def _show_start(event: Started) -> None:
     table = Table("rank", "layers", "micro-batches in memory", "peak memory (forecast)")
     table.title = f"Schedule {schedule.kind}: {parts} an update"
     for rank, peak in enumerate(event.forecast.peak_bytes):
-        layers = " ".join("[{}, {})".format(*event.layers[n]) for n in shape.stages(rank))
+        ranges = [event.layers[n] for n in shape.stages(rank)]
+        layers = " ".join(f"{start}-{end - 1}" for start, end in ranges)
         table.add_row(str(rank), layers, str(event.forecast.in_flight[rank]), format_bytes(peak))
     _OUT.print(table)
     if shape.num_ranks > 1:
