@@ -52,7 +52,7 @@ class PlanConfig(ModelSource):
         None,
     )
     split: str = flag(
-        "layers for each rank: auto, even, or numbers such as 20,12 from rank 0 on",
+        "layers for each stage: auto, even, or numbers such as 20,12 from rank 0's on",
         "auto",
     )
     kv_bits: int | None = flag(

@@ -591,18 +591,18 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} TB"
 
 
-def parse_split(text: str, num_layers: int, num_ranks: int) -> list[LayerRange]:
-    """The layers of each rank, from "20,12": rank 0's number first."""
+def parse_split(text: str, num_layers: int, num_stages: int) -> list[LayerRange]:
+    """The layers of each stage, from "20,12": the number of rank 0's stage first."""
     sizes = text.split(",")
     if not all(size.strip().isdecimal() for size in sizes):
         raise UsageError(
             f"--split {text} is not a split: give auto, even, or the number of layers of each "
-            "rank, rank 0's first, such as 20,12."
+            "stage, rank 0's first, such as 20,12."
         )
-    if len(sizes) != num_ranks:
-        ranks = "is 1 rank" if num_ranks == 1 else f"are {num_ranks} ranks"
+    if len(sizes) != num_stages:
+        stages = "is 1 stage" if num_stages == 1 else f"are {num_stages} stages"
         raise UsageError(
-            f"--split {text} has {len(sizes)} numbers, but there {ranks}: "
-            "give one number of layers for each rank, auto or even."
+            f"--split {text} has {len(sizes)} numbers, but there {stages}: "
+            "give one number of layers for each stage, auto or even."
         )
     return split_of([int(size) for size in sizes], num_layers)

@@ -26,7 +26,7 @@ def test_grid_has_stages_in_rows_and_shards_in_columns() -> None:
     assert (first.left_in(first.row), first.left_in(first.column)) == (2, 3)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_grid_passes_steps_to_all_shards_in_order(tmp_path: Path, num_ranks: int) -> None:
     assert run_ring(tmp_path, "steps", num_ranks, PROGRAMS) == ["fine"] * num_ranks
 
@@ -47,6 +47,7 @@ def test_grid_ends_with_rank_0(tmp_path: Path) -> None:
     assert second == "None"
 
 
+@pytest.mark.slow
 def test_grid_costs_no_cpu_while_it_waits(tmp_path: Path) -> None:
     _, second = run_ring(tmp_path, "idle", 2, PROGRAMS)
     assert float(second) < 0.2
