@@ -113,6 +113,16 @@ def test_check_server_asks_whether_name_and_folder_would_be_taken(
             check_server(url_of(server), tmp_path, "a")
 
 
+def test_a_refusal_before_training_names_the_folder_that_was_given(
+    server: Any, tmp_path: Path
+) -> None:
+    said = f"{tmp_path / 'asked-before-training'} is not below --adapter-root."
+    server.status_before = 403
+    server.answer_before = json.dumps({"error": {"message": said}}).encode()
+    with pytest.raises(UsageError, match=f"answered 403: {tmp_path} is not below"):
+        check_server(url_of(server), tmp_path, "a")
+
+
 def test_a_refusal_at_the_end_says_where_the_adapter_is(server: Any, tmp_path: Path) -> None:
     server.status, server.answer = 503, b"busy"
     with pytest.raises(ClusterError) as error:

@@ -82,7 +82,8 @@ def _call(
         mend = "start `brigade serve` there, or give its URL"
         raise kind(f"--load-into {url} does not answer ({error}): {mend}.") from error
     if status >= 300 and status != expected:
-        raise kind(f"--load-into {url} answered {status}: {_message(said)}")
+        reason = _message(said).replace(f"/{_ABSENT}", "")  # The user knows only the folder above.
+        raise kind(f"--load-into {url} answered {status}: {reason}")
     return said
 
 
