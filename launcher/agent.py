@@ -22,8 +22,7 @@ from launcher.command import exit_code, rank_environment
 from launcher.facts import holder, host_facts, kill_former
 from launcher.hop import Echo, measure_hop
 from launcher.process import LocalProcess, bound, shared_ring
-from serve.core.errors import BrigadeError, ClusterError
-from serve.core.messages import (
+from serve.core.agent_messages import (
     AgentError,
     AgentMessage,
     AgentReady,
@@ -44,6 +43,7 @@ from serve.core.messages import (
     StartEcho,
     ToAgent,
 )
+from serve.core.errors import BrigadeError, ClusterError
 from serve.core.wire import LineReader, line
 
 ALIVE_SECONDS = 5.0  # how often a launcher sends an empty line to say that it is alive
@@ -83,8 +83,8 @@ class Agent:
             match question:
                 case EnterFolder():
                     return self._enter(question)
-                case DescribeHost(model, ips):
-                    return host_facts(model, ips)
+                case DescribeHost(model, ips, prefix_cache_dir):
+                    return host_facts(model, ips, prefix_cache_dir)
                 case ReservePorts(ips):
                     return self._reserve(ips)
                 case StartEcho(ip):

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 
 import msgspec
 
+from serve.core.agent_messages import (
+    HopSpeed,
+    HostFacts,
+)
 from serve.core.errors import DisagreementError
 from serve.core.facts import MISSING, compare
-from serve.core.messages import HopSpeed, HostFacts
 from serve.core.plan import format_bytes
 
 MLX_FLOOR = (0, 32, 1)
@@ -85,6 +88,22 @@ def check_disk(facts: HostFacts) -> Finding:
     if free < 10 * GB:  # Not a failure: the model may be here already, or --cache-dir elsewhere.
         fix = "free disk space, or choose another folder with HF_HOME or serve --cache-dir"
         return Finding("warn", facts.host, what, fix)
+    return Finding("ok", facts.host, what)
+
+
+def check_prefix_folder(facts: HostFacts) -> Finding | None:
+    folder = facts.prefix_folder
+    if folder is None:
+        return None
+    if folder.problem:
+        fix = "give --prefix-cache-dir a folder that the user of the ranks can write"
+        return Finding("fail", facts.host, f"prefixes in {folder.path}: {folder.problem}", fix)
+    what = (
+        f"{format_bytes(folder.num_bytes)} of prefixes are in {folder.path}, "
+        f"{format_bytes(folder.free_bytes)} are free there"
+    )
+    if folder.free_bytes < GB:
+        return Finding("warn", facts.host, what, "free disk space, or lower --prefix-cache-disk")
     return Finding("ok", facts.host, what)
 
 
@@ -188,6 +207,7 @@ HOST_CHECKS: Sequence[Callable[[HostFacts], Finding | None]] = (
     check_blas,
     check_memory,
     check_disk,
+    check_prefix_folder,
     check_files,
     check_variables,
     check_strays,

@@ -238,7 +238,14 @@ def doctor(flags: argparse.Namespace) -> int:
         hosts = read_hostfile(flags.hostfile).hosts
     else:
         hosts = (Host(0, HOST, ()),)
-    return diagnose(hosts, ssh_access(flags), flags.model, flags.port, as_json=flags.json)
+    return diagnose(
+        hosts,
+        ssh_access(flags),
+        flags.model,
+        flags.port,
+        as_json=flags.json,
+        prefix_cache_dir=flags.prefix_cache_dir,
+    )
 
 
 def demo(flags: argparse.Namespace) -> int:
@@ -312,6 +319,12 @@ def add_doctor_flags(parser: argparse.ArgumentParser) -> None:
         "--model",
         type=Path,
         help="folder of a model whose copies on all hosts are compared",
+    )
+    parser.add_argument(
+        "--prefix-cache-dir",
+        type=Path,
+        metavar="D",
+        help="folder for prefixes, as for `brigade serve`",
     )
     parser.add_argument(
         "--port",

@@ -36,8 +36,7 @@ from launcher.remote import (
     remote_ranks,
 )
 from launcher.supervisor import Supervisor, event_line, write_line
-from serve.core.errors import ClusterError
-from serve.core.messages import (
+from serve.core.agent_messages import (
     DescribeHost,
     EchoStarted,
     FindHolder,
@@ -47,6 +46,7 @@ from serve.core.messages import (
     PortHolder,
     StartEcho,
 )
+from serve.core.errors import ClusterError
 
 RING_SECONDS = 60.0
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -61,11 +61,13 @@ def diagnose(
     port: int,
     *,
     as_json: bool,
+    prefix_cache_dir: Path | None = None,
 ) -> int:
     """Examines the hosts and shows the findings. Returns the exit code: 0 if all is well, 1 for
     warnings, 2 for failures."""
     with Console(stderr=True, highlight=False).status("") as status:
-        findings = list(examine(hosts, access, model, port, status.update))
+        question = Question(model, prefix_cache_dir)
+        findings = list(examine(hosts, access, question, port, status.update))
     show(findings, as_json)
     return exit_code(findings)
 
@@ -85,7 +87,15 @@ def check_before(facts: Sequence[HostFacts], environment: Mapping[str, str]) -> 
 
 def ask(connection: Connection) -> HostFacts:
     """Returns one host's facts, under the name that the hostfile gives it."""
-    return answer(connection, None).facts
+    return answer(connection, Question()).facts
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """The folders that are examined on each host, besides the host itself."""
+
+    model: Path | None = None
+    prefix_cache_dir: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +106,12 @@ class Answer:
     ahead_seconds: float
 
 
-def answer(connection: Connection, model: Path | None) -> Answer:
+def answer(connection: Connection, question: Question) -> Answer:
+    model = str(question.model) if question.model else None
+    prefix_cache_dir = str(question.prefix_cache_dir) if question.prefix_cache_dir else None
     asked = time.time()
-    question = DescribeHost(str(model) if model else None, list(connection.host.ips))
-    facts = connection.ask(question, HostFacts)
+    message = DescribeHost(model, list(connection.host.ips), prefix_cache_dir)
+    facts = connection.ask(message, HostFacts)
     ahead_seconds = facts.time - (asked + time.time()) / 2
     return Answer(named(facts, str(connection.host)), ahead_seconds)
 
@@ -107,7 +119,7 @@ def answer(connection: Connection, model: Path | None) -> Answer:
 def examine(
     hosts: Sequence[Host],
     access: SshAccess,
-    model: Path | None,
+    question: Question,
     port: int,
     tell: Tell,
 ) -> Iterator[Finding]:
@@ -115,7 +127,7 @@ def examine(
     rest of the examination needs all hosts."""
     try:
         with connected(hosts, access, tell) as connections:
-            yield from examine_connected(connections, access, model, port, tell)
+            yield from examine_connected(connections, access, question, port, tell)
     except HostsError as error:
         yield from (Finding("fail", each.where, each.what, each.fix) for each in error.errors)
     except HostError as error:
@@ -125,11 +137,11 @@ def examine(
 def examine_connected(
     connections: list[Connection],
     access: SshAccess,
-    model: Path | None,
+    question: Question,
     port: int,
     tell: Tell,
 ) -> Iterator[Finding]:
-    answers = on_each(connections, lambda each: answer(each, model))
+    answers = on_each(connections, lambda each: answer(each, question))
     labels = labels_of([connection.host for connection in connections])
     for connection, label, own in zip(connections, labels, answers, strict=True):
         if not connection.host.is_local:

@@ -18,12 +18,16 @@ from pathlib import Path
 import psutil
 
 from launcher.process import bound
+from serve.core.agent_messages import (
+    HostFacts,
+    MacFacts,
+    PrefixFolder,
+)
 from serve.core.blas import with_openblas
 from serve.core.checkpoint import read_checkpoint
 from serve.core.config import hub_id
 from serve.core.errors import AddressError, BrigadeError
 from serve.core.facts import files, versions
-from serve.core.messages import HostFacts, MacFacts
 
 _RANK_MODULES = {"serve.rank.worker", "serve.cli.main", "serve.cli.fine_tune"}
 _OURS = re.compile(r"\b(brigade|launcher)\b")
@@ -32,9 +36,13 @@ _PORT = re.compile(r"Hardware Port: (.+)\nDevice: (\S+)")
 _TOOL_SECONDS = 5.0
 
 
-def host_facts(model: str | None, ips: list[str]) -> HostFacts:
+def host_facts(
+    model: str | None,
+    ips: list[str],
+    prefix_cache_dir: str | None = None,
+) -> HostFacts:
     """Returns the facts of this host. ips are addresses that it should have, model is a folder
-    whose files are compared."""
+    whose files are compared, and prefix_cache_dir a folder for prefixes."""
     memory = psutil.virtual_memory()
     digests: dict[str, str] | None = None
     model_error: str | None = None
@@ -63,6 +71,7 @@ def host_facts(model: str | None, ips: list[str]) -> HostFacts:
         model=digests,
         model_error=model_error,
         hub_model=hub_model,
+        prefix_folder=prefix_folder(Path(prefix_cache_dir)) if prefix_cache_dir else None,
         mac=mac_facts() if sys.platform == "darwin" else None,
     )
 
@@ -72,6 +81,18 @@ def model_facts(folder: Path) -> dict[str, str]:
     folder has no complete model."""
     checkpoint = read_checkpoint(folder)
     return files(folder, checkpoint.digest)
+
+
+def prefix_folder(folder: Path) -> PrefixFolder:
+    """Describes a folder for prefixes, which the first start makes."""
+    sizes = [path.stat().st_size for path in folder.glob("rank-*/*/*.safetensors")]
+    there = _existing(folder)
+    problem = None
+    if not there.is_dir():
+        problem = f"{there} is no folder"
+    elif not os.access(there, os.R_OK | os.W_OK | os.X_OK):
+        problem = f"{there} cannot be written"
+    return PrefixFolder(str(folder), sum(sizes), shutil.disk_usage(there).free, problem)
 
 
 def strays() -> list[int]:

@@ -12,7 +12,9 @@ from contextlib import suppress
 from statistics import median
 
 from launcher.process import bound
-from serve.core.messages import HopSpeed
+from serve.core.agent_messages import (
+    HopSpeed,
+)
 
 _LENGTH = struct.Struct("!Q")
 _MAX_BYTES = 8 << 20

@@ -21,8 +21,7 @@ from launcher.hostfile import Host
 from launcher.process import Start, shown, signal_group
 from launcher.ssh import CONNECT_SECONDS, meaning, ssh_command
 from launcher.supervisor import event_line
-from serve.core.errors import ClusterError
-from serve.core.messages import (
+from serve.core.agent_messages import (
     AgentError,
     AgentReady,
     EnterFolder,
@@ -36,6 +35,7 @@ from serve.core.messages import (
     SendSignal,
     ToAgent,
 )
+from serve.core.errors import ClusterError
 from serve.core.wire import LineReader, line
 
 GREETING_SECONDS = CONNECT_SECONDS + 10.0

@@ -95,7 +95,11 @@ def stumps(sources: Mapping[str, str]) -> Iterator[str]:
 
 # Modules that cut messages out of a stream of bytes between two of our processes.
 _CHANNELS = {"serve.core.wire", "serve.front.text.isolated"}
-_LISTS_OF_MESSAGES = {"serve/core/messages.py", "serve/core/helper_messages.py"}
+_LISTS_OF_MESSAGES = {
+    "serve/core/messages.py",
+    "serve/core/agent_messages.py",
+    "serve/core/helper_messages.py",
+}
 _UNTYPED = {"Json", "json.dumps", "json.loads", "pickle.dumps", "pickle.loads"}
 
 

@@ -13,6 +13,7 @@ from serve.front.api.openai import ChatBody, CompletionBody
 from serve.front.api.responses.body import ResponsesBody
 from serve.front.http.metrics import Metrics
 from serve.front.prefixes.counts import PrefixCounts
+from serve.front.prefixes.disk import DiskCounts
 from serve.front.prefixes.index import PrefixIndex
 from tests import module_table
 
@@ -66,7 +67,9 @@ def test_operations_names_flags_and_metrics_that_there_are() -> None:
     counted = {"num_requests": {}, "num_swapped": 0, "num_loaded": 0, "load_seconds": 0.0}
     state = {"stages": [stage], "adapters": counted, "num_restarts": 1, "recovery_seconds": 1.0}
     state["drafts"] = {"suffixes": {"drafted": 1, "accepted": 1}}
-    state["prefix_cache"] = {**PrefixCounts().to_json(), "num_bytes": 0, **PrefixIndex().to_json()}
+    kept = {**PrefixCounts().to_json(), "num_bytes": 0, **PrefixIndex().to_json()}
+    disk = {**DiskCounts().to_json(), "num_bytes": 0}
+    state["prefix_cache"] = {**kept, "disk": disk}
     metrics = Metrics(lambda: {"num_running": 0, "num_waiting": 0, **state}).render("")[0].decode()
     named = set(re.findall(r"\bbrigade_\w+", text))
     assert named

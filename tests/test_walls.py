@@ -92,7 +92,16 @@ TRANSPORTS = (
     "serve.tune.transport",
     "serve.model.sharding",
 )
-EVALUATING_FILES = {"worker", "transport", "grid", "weights", "table", "reading", "loop"}
+EVALUATING_FILES = {
+    "worker",
+    "transport",
+    "grid",
+    "weights",
+    "table",
+    "reading",
+    "loop",
+    "prefix_store",
+}
 EVALUATIONS = {"mlx.core.eval", "mlx.core.async_eval"}
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from scripts.measure import servers
 from scripts.measure.adapters import adapters
 from scripts.measure.curve import curve
+from scripts.measure.disk import disk
 from scripts.measure.first import first
 from scripts.measure.hops import hops
 from scripts.measure.latency import interrupted, long_prompt, second_turn
@@ -37,6 +38,7 @@ ROWS: dict[str, Callable[[Settings], Row]] = {
     "first": first,
     "long-prompt": long_prompt,
     "second-turn": second_turn,
+    "disk": disk,
     "interrupted": interrupted,
     "moves": moves,
     "adapters": adapters,

@@ -90,7 +90,7 @@ def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint]
             )
     if config.split not in ("auto", "even"):
         parse_split(config.split, checkpoint.num_layers, num_stages)
-    for name in ("memory", "kv_memory", "adapter_memory"):
+    for name in ("memory", "kv_memory", "adapter_memory", "prefix_cache_disk"):
         amounts = getattr(config, name)
         if amounts:
             parse_memory(amounts, num_ranks, f"--{name.replace('_', '-')}")

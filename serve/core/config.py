@@ -119,6 +119,14 @@ class ServeConfig(ModelSource):
         False,
     )
     no_prefix_cache: bool = flag("do not reuse common prefixes of prompts", False)
+    prefix_cache_dir: Path | None = flag(
+        "folder on each host for prefixes that are kept across restarts (default: none)",
+        None,
+    )
+    prefix_cache_disk: str = flag(
+        "maximum size of --prefix-cache-dir on each rank: 50GB, or 50GB,20GB for each rank",
+        "50GB",
+    )
     no_speculation: bool = flag(
         "do not guess the next tokens of answers; guesses never change a text",
         False,

@@ -1,28 +1,23 @@
-"""Every message that crosses a process or host boundary, with its direction.
+"""The messages between the processes of ranks, with their directions.
 
 They travel as MessagePack arrays behind the name of their type. Both ends match on the types; a
 body that does not decode to a type that is expected there is an error.
 
-    parent  -> engine             MakePlan, Order, Admit, Embed, LoadAdapter, Step
-    engine  -> parent             Planned, Status, Fault, AdapterRead, AdapterRefused, Result
-    rank 0's parent -> parent     Challenge, Welcome, Refused, Renew, Start, Ping, Stop, LoadAdapter
+    parent  -> engine             MakePlan, Order, Admit, Embed, LoadAdapter, ReadPrefix,
+                                  ForgetPrefixFiles, Step
+    engine  -> parent             Planned, Status, Fault, AdapterRead, AdapterRefused, PrefixFiles,
+                                  PrefixRead, PrefixFileWritten, Result
+    rank 0's parent -> parent     Challenge, Welcome, Refused, Renew, Start, Ping, Stop,
+                                  LoadAdapter, ReadPrefix, ForgetPrefixFiles
     parent -> rank 0's parent     Hello, Pong, Report
     engine  -> next engine        Greeting, Hop
     trainer -> other trainer      TaggedTensors, Alive, Parting; in TaggedTensors the notes Reached,
                                   SameFacts, PinnedCommit, TensorNames, TrainedNames, WeightTypes,
                                   NumTrained, ResumePoint, Probe, UpdateNote, LossSum, NotFinite,
                                   OpTimes
-    launcher -> agent             EnterFolder, DescribeHost, ReservePorts, StartEcho, MeasureHop,
-                                  FindHolder, RunRank, SendSignal
-    agent -> launcher             AgentReady, FolderEntered, HostFacts, PortsReserved, EchoStarted,
-                                  HopSpeed, PortHolder, RankStarted, RankEnded, AgentError
-    server -> helper process      ReadBody, ParseCall, CheckGrammar, CheckClaims
-    helper process -> server      HelperReady, BodyRead, BodyRefused, BodyNotRead, CallsParsed,
-                                  CallUnreadable, GrammarChecked, ClaimsChecked
 
-Messages between a launcher and its agents are lines of JSON instead, because the output of a shell
-profile may appear between them. Messages to and from helper processes are JSON, too, and are
-declared in serve.core.helper_messages.
+Those between a launcher and its agents stand in serve.core.agent_messages, those between the server
+and its helper processes in serve.core.helper_messages. Both are JSON.
 """
 
 import math
@@ -85,7 +80,8 @@ class Order(Message, frozen=True):
     model is `org/name` on the hub, and cache_dir is where parts of it are kept (None: under
     HF_HOME). copies is a folder that the parent keeps from one engine to the next. layers is
     [start, end). num_shards ranks share these layers: place r of the ring is shard r % num_shards
-    of stage r // num_shards.
+    of stage r // num_shards. prefix_dir is the folder of the prefix cache on disk (None: there is
+    none), which may hold up to prefix_bytes.
     """
 
     rank: int
@@ -101,6 +97,8 @@ class Order(Message, frozen=True):
     kv_bits: int | None
     join_timeout: float
     num_shards: int = 1
+    prefix_dir: str | None = None
+    prefix_bytes: int = 0
 
     @property
     def name(self) -> str:
@@ -181,6 +179,27 @@ class LoadAdapter(Message, frozen=True):
     commit: str | None
     max_rank: int
     held: list[int]
+
+
+class ReadPrefix(Message, frozen=True):
+    """A parent asks its engine to read a prefix from its disk while the engine computes steps: the
+    files with these names, one after the other, and that of the state (None: all caches can be
+    cut). They have num_tokens tokens. A later step begins the sequence with them. The answer is
+    PrefixRead."""
+
+    sequence: int
+    num_tokens: int
+    names: tuple[str, ...]
+    state: str | None = None
+
+
+class ForgetPrefixFiles(Message, frozen=True):
+    """A parent asks its engine to delete files of the prefix cache, or everything in it, and to
+    free what it has read for these sequences."""
+
+    names: tuple[str, ...] = ()
+    sequences: tuple[int, ...] = ()
+    everything: bool = False
 
 
 # --- an engine to its parent
@@ -302,6 +321,45 @@ class AdapterRefused(Message, frozen=True):
     status: int
 
 
+class PrefixFile(msgspec.Struct, frozen=True, array_like=True):
+    """A file of the prefix cache that a stage has on its disk. The names and positions are those of
+    serve.core.types.Write."""
+
+    name: str
+    parent: str
+    start: int
+    end: int
+    num_bytes: int
+
+    @property
+    def is_state(self) -> bool:
+        """Whether it has the caches that cannot be cut."""
+        return self.start == self.end
+
+
+class PrefixFiles(Message, frozen=True):
+    """An engine reports, before it is ready, which files of the prefix cache it has for its stage,
+    the least recently used one first, and how many bytes they may have together. An engine without
+    a prefix cache on disk sends nothing."""
+
+    files: list[PrefixFile]
+    max_bytes: int
+
+
+class PrefixRead(Message, frozen=True):
+    """An engine has read a prefix, or found a file that is missing or damaged."""
+
+    sequence: int
+    damaged: str | None = None
+
+
+class PrefixFileWritten(Message, frozen=True):
+    """An engine has written a file of the prefix cache. num_bytes is 0 if it could not."""
+
+    name: str
+    num_bytes: int
+
+
 class Scores(msgspec.Struct, frozen=True, array_like=True):
     """The scores of a sequence's tokens from a position on."""
 
@@ -342,7 +400,9 @@ class Result(Message, frozen=True):
     num_drafts: tuple[int, ...] = ()
 
 
-FromEngine: TypeAlias = Planned | Status | Fault | AdapterRead | AdapterRefused | Result
+FromPrefixCache: TypeAlias = PrefixFiles | PrefixRead | PrefixFileWritten
+AnswerOfRank: TypeAlias = AdapterRead | AdapterRefused | FromPrefixCache
+FromEngine: TypeAlias = Planned | Status | Fault | AnswerOfRank | Result
 
 
 class Report(Message, frozen=True):
@@ -523,207 +583,12 @@ class Parting(Message, frozen=True):
     """A rank of a training run tells another that it will send nothing more."""
 
 
-# --- a launcher and its agents, in lines of JSON
-
-
-class AgentMessage(msgspec.Struct, frozen=True, tag=True):
-    """The base of the messages between a launcher and an agent.
-
-    The receiver ignores unknown fields, so that an agent of another version can report its version.
-    """
-
-
-class EnterFolder(AgentMessage, frozen=True):
-    """A launcher asks an agent to work in this folder, which may be missing unless must_exist is
-    set. The answer is FolderEntered."""
-
-    folder: str
-    must_exist: bool
-
-
-class DescribeHost(AgentMessage, frozen=True):
-    """A launcher asks an agent for HostFacts. ips are addresses that the host should have, model is
-    a folder whose files to digest."""
-
-    model: str | None
-    ips: list[str]
-
-
-class ReservePorts(AgentMessage, frozen=True):
-    """A launcher asks an agent to reserve a free port of each of these addresses until the rank
-    starts. The answer is PortsReserved."""
-
-    ips: list[str]
-
-
-class StartEcho(AgentMessage, frozen=True):
-    """A launcher asks an agent to let another agent measure the hop to this address. The answer is
-    EchoStarted."""
-
-    ip: str
-
-
-class MeasureHop(AgentMessage, frozen=True):
-    """A launcher asks an agent to measure the hop to another agent's echo. The answer is
-    HopSpeed."""
-
-    ip: str
-    port: int
-
-
-class FindHolder(AgentMessage, frozen=True):
-    """A launcher asks an agent which program listens on this port. The answer is PortHolder."""
-
-    port: int
-
-
-class RunRank(AgentMessage, frozen=True):
-    """A launcher asks an agent to start and supervise a rank. The answers are RankStarted and, at
-    the end, RankEnded.
-
-    addresses are those of all ranks, control is where rank 0's parent listens, and secret tells
-    this launch from every other. A rank that is asked to end is killed after drain_seconds.
-    """
-
-    rank: int
-    num_ranks: int
-    command: list[str]
-    environment: dict[str, str]
-    addresses: list[list[str]]
-    control: str
-    secret: str
-    drain_seconds: float
-
-
-class SendSignal(AgentMessage, frozen=True):
-    """A launcher asks an agent to send its rank this signal. SIGKILL goes to the whole process
-    group."""
-
-    number: int
-
-
-class AgentReady(AgentMessage, frozen=True):
-    """An agent reports that it has started. pid is its own."""
-
-    pid: int
-
-
-class FolderEntered(AgentMessage, frozen=True):
-    """An agent reports the folder in which it works."""
-
-    folder: str
-
-
-class MacFacts(msgspec.Struct, frozen=True):
-    """The facts of a Mac. wired_limit is the limit of wired memory in MB ("0" is the system's
-    default), sleep the minutes until it sleeps ("0" means never), rdma its RDMA devices, and ports
-    the kind of port of each network interface."""
-
-    wired_limit: str
-    sleep: str
-    rdma: list[str]
-    ports: dict[str, str]
-
-
-class HostFacts(AgentMessage, frozen=True):
-    """An agent reports the facts of its host.
-
-    max_files is negative if there is no limit. blas is the library that replaces MLX's own.
-    interfaces has the network interface of each requested address, and unusable the reason why an
-    address cannot be used. model has the digests of the model's files; model_error says why there
-    are none. hub_model is the model's id if it is on the hub, where there are no files to compare
-    yet. time is in seconds since the epoch.
-    """
-
-    host: str
-    system: str
-    python: str
-    executable: str
-    versions: dict[str, str]
-    memory_bytes: int
-    free_memory_bytes: int
-    free_disk_bytes: int
-    max_files: int
-    blas: str | None
-    variables: dict[str, str]
-    strays: list[int]
-    interfaces: dict[str, str | None]
-    unusable: dict[str, str]
-    time: float
-    model: dict[str, str] | None = None
-    model_error: str | None = None
-    hub_model: str | None = None
-    mac: MacFacts | None = None
-
-
-class PortsReserved(AgentMessage, frozen=True):
-    """An agent reports the ports that it has reserved, in the order of the addresses."""
-
-    ports: list[int]
-
-
-class EchoStarted(AgentMessage, frozen=True):
-    """An agent reports the port on which its echo listens."""
-
-    port: int
-
-
-class HopSpeed(AgentMessage, frozen=True):
-    """An agent reports the speed of a hop that it has measured."""
-
-    round_trip_seconds: float
-    bytes_per_second: float
-
-
-class PortHolder(AgentMessage, frozen=True):
-    """An agent reports which program listens on a port, or None."""
-
-    holder: str | None
-
-
-class RankStarted(AgentMessage, frozen=True):
-    """An agent reports the process of its rank."""
-
-    pid: int
-
-
-class RankEnded(AgentMessage, frozen=True):
-    """An agent reports that its rank has ended. returncode is negative if a signal ended it."""
-
-    returncode: int
-
-
-class AgentError(AgentMessage, frozen=True):
-    """An agent reports why it could not do what the launcher asked for."""
-
-    reason: str
-
-
-ToEngine: TypeAlias = MakePlan | Order | Admit | Embed | LoadAdapter | Step
-ToRank: TypeAlias = Challenge | Welcome | Refused | Renew | Start | Ping | Stop | LoadAdapter
+ToPrefixCache: TypeAlias = ReadPrefix | ForgetPrefixFiles
+ToEngine: TypeAlias = MakePlan | Order | Admit | Embed | LoadAdapter | ToPrefixCache | Step
+ToRank: TypeAlias = (
+    Challenge | Welcome | Refused | Renew | Start | Ping | Stop | LoadAdapter | ToPrefixCache
+)
 FromRank: TypeAlias = Hello | Pong | Report
 AroundRing: TypeAlias = Greeting | Hop
 BetweenTrainers: TypeAlias = TaggedTensors | Alive | Parting
 AnyMessage: TypeAlias = ToEngine | FromEngine | ToRank | FromRank | AroundRing | BetweenTrainers
-ToAgent: TypeAlias = (
-    EnterFolder
-    | DescribeHost
-    | ReservePorts
-    | StartEcho
-    | MeasureHop
-    | FindHolder
-    | RunRank
-    | SendSignal
-)
-FromAgent: TypeAlias = (
-    AgentReady
-    | FolderEntered
-    | HostFacts
-    | PortsReserved
-    | EchoStarted
-    | HopSpeed
-    | PortHolder
-    | RankStarted
-    | RankEnded
-    | AgentError
-)

@@ -4,6 +4,7 @@ They are plain data, with no behaviour beyond their fields. Stage is in serve.mo
 Transport in serve.ring.transport.
 """
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -14,7 +15,10 @@ from serve.core.parameters import MAX_INT, Range
 # Step numbers are int32 on the wire. They count up to this limit and then start again at 1. Numbers
 # above it belong to a warm-up, which no statistic includes.
 FIRST_WARM_UP_STEP = 2**31 - 2**16
-NUM_SEQUENCE_IDS = 2**30 - 2**16  # ids of requests; a warm-up uses ids above
+NUM_SEQUENCE_IDS = 2**30 - 2**17  # ids of requests; a warm-up uses ids above
+# Prefixes that were read from disk have ids of their own.
+NUM_LOADED_IDS = 2**16
+FIRST_LOADED = 2**30 - NUM_LOADED_IDS
 # The ids of checkpoints begin above those of sequences, so one set can hold ids of both.
 FIRST_CHECKPOINT = 2**30
 NO_CHECKPOINT = -1
@@ -133,7 +137,8 @@ class Sequence:
     that its client expects.
 
     boundaries are the positions in the prompt behind which the next prompt of the same chat may
-    differ. stops are the positions at which prefill still has to stop for a checkpoint.
+    differ. stops are the positions at which prefill still has to stop for a checkpoint. may_read
+    says whether a prefix may still be read from disk.
     """
 
     id: int
@@ -159,6 +164,7 @@ class Sequence:
     num_accepted: int = 0
     boundaries: tuple[int, ...] = ()
     stops: list[int] = field(default_factory=list)
+    may_read: bool = True
 
     @property
     def tokens(self) -> list[int]:
@@ -200,6 +206,7 @@ class Sequence:
         self.num_pending = 0
         self.num_done = 0
         self.is_held = False
+        self.may_read = True
         self.drafts = []
         if not self.output:
             self.num_cached = 0
@@ -255,15 +262,44 @@ class Save(msgspec.Struct, frozen=True, array_like=True):
     sequence: int
 
 
+class Load(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence begins with num_tokens tokens that the stages have read from their disks."""
+
+    sequence: int
+    num_tokens: int
+
+
+class Write(msgspec.Struct, frozen=True, array_like=True):
+    """After a step, the stages write a file of the prefix cache: the keys and values of the tokens
+    [start, end) of a sequence. If start is end, the file has the caches that cannot be cut at that
+    position, from a checkpoint if the sequence has more tokens.
+
+    name identifies the tokens from the start of the sequence to this end, parent those to start.
+    """
+
+    sequence: int
+    name: str
+    parent: str
+    start: int
+    end: int
+    checkpoint: int = NO_CHECKPOINT
+
+    @property
+    def is_state(self) -> bool:
+        """Whether it has the caches that cannot be cut."""
+        return self.start == self.end
+
+
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The output of the scheduler: everything that a stage needs to know for one run.
 
-    A stage first makes the copies in take, then drops the sequences in drop and the checkpoints in
-    forget, and frees the adapter versions in unload. After that, group holds exactly rows, in this
-    order: a stage moves a row from the group in which it finds it, and starts a row at position 0
-    with an empty cache. tokens has the tokens of all rows, one row after the other. When the rows
-    have run, the stage makes the checkpoints in save. A step that does not sample only fills
-    caches; its rows that have begun feed the same number of tokens, new rows may differ.
+    A stage first begins the sequences in load, makes the copies in take, then drops the sequences
+    in drop and the checkpoints in forget, and frees the adapter versions in unload. After that,
+    group holds exactly rows, in this order: a stage moves a row from the group in which it finds
+    it, and starts a row at position 0 with an empty cache. tokens has the tokens of all rows, one
+    row after the other. When the rows have run, the stage makes the checkpoints in save, and hands
+    the files in write to its writer. A step that does not sample only fills caches; its rows that
+    have begun feed the same number of tokens, new rows may differ.
 
     A step that samples does so at each token that it feeds. A row feeds one token, and may feed
     drafts behind it: guesses of the tokens that follow. The next step of the sequence says by its
@@ -280,10 +316,19 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     unload: tuple[int, ...] = ()
     save: tuple[Save, ...] = ()
     forget: tuple[int, ...] = ()
+    load: tuple[Load, ...] = ()
+    write: tuple[Write, ...] = ()
 
     def __post_init__(self) -> None:
         if sum(row.num_tokens for row in self.rows) != len(self.tokens):
             raise ValueError("the rows of a step and its tokens differ in number")
+
+    @property
+    def tokens_fed(self) -> list[tuple[int, ...]]:
+        """The tokens that each row feeds."""
+        ends = itertools.accumulate(row.num_tokens for row in self.rows)
+        pairs = zip(self.rows, ends, strict=True)
+        return [self.tokens[end - row.num_tokens : end] for row, end in pairs]
 
     @property
     def num_drafts(self) -> int:
@@ -306,6 +351,9 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
             found.update((take.sequence, take.source, take.checkpoint))
         for save in self.save:
             found.update((save.checkpoint, save.sequence))
+        for write in self.write:
+            found.update((write.checkpoint, write.sequence))
+        found.update(load.sequence for load in self.load)
         found.discard(NO_CHECKPOINT)
         return found
 

@@ -11,8 +11,13 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from serve.core.agent_messages import (
+    AgentMessage,
+)
 from serve.core.errors import ClusterError
-from serve.core.messages import AgentMessage, AnyMessage
+from serve.core.messages import (
+    AnyMessage,
+)
 
 VERSION = 2
 MAX_BODY_BYTES = 64 << 20

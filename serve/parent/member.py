@@ -13,11 +13,13 @@ from serve.core.errors import ClusterError
 from serve.core.folder import own_folder
 from serve.core.messages import (
     Fault,
+    ForgetPrefixFiles,
     FromEngine,
     LoadAdapter,
     Order,
     Ping,
     Pong,
+    ReadPrefix,
     Renew,
     Report,
     Start,
@@ -146,7 +148,7 @@ class _Member:
             case Start(order):
                 self._is_fresh = False
                 self._engine.link.send(self._localised(order))
-            case LoadAdapter():
+            case LoadAdapter() | ReadPrefix() | ForgetPrefixFiles():
                 self._engine.link.send(message)
             case _:
                 raise ClusterError(f"Rank 0 sent an unexpected {type(message).__name__}.")
@@ -155,12 +157,14 @@ class _Member:
         """The order with this host's paths and addresses. Rank 0 decides what to load, including
         the commit of a hub model; this host decides where it is kept."""
         cache_dir = self._config.cache_dir
+        prefix_dir = self._config.prefix_cache_dir
         return msgspec.structs.replace(
             order,
             model=str(self._config.model),
             cache_dir=str(cache_dir) if cache_dir else None,
             addresses=self._addresses,
             copies=self._copies,
+            prefix_dir=str(prefix_dir) if prefix_dir else None,
         )
 
     async def _renew(self, message: Renew) -> None:

@@ -19,10 +19,11 @@ from mlx_lm.models.cache import (
 )
 
 from serve.core.errors import EngineError
-from serve.core.types import NO_CHECKPOINT, Step
-from serve.rank import checkpoints, placement
+from serve.core.types import NO_CHECKPOINT, Step, Write
+from serve.rank import checkpoints, placement, prefix_parts
 from serve.rank.checkpoints import Checkpoint
 from serve.rank.placement import Batch, Joining, Layout, Rules
+from serve.rank.prefix_parts import FileContent
 from serve.rank.slots import SlotBatch
 
 _PLAIN_CACHES = (KVCache, QuantizedKVCache)
@@ -37,20 +38,14 @@ class Part:
     caches: list[Any]
 
     def tokens(self, step: Step) -> mx.array:
-        """The tokens (B, L) of these rows. New rows are padded on the left, others on the right."""
-        ends = [0]
-        for row in step.rows:
-            ends.append(ends[-1] + row.num_tokens)
-        tokens_of_rows: list[tuple[int, ...]] = []
-        for n in self.rows:
-            tokens: tuple[int, ...] = ()
-            if n is not None:
-                tokens = step.tokens[ends[n] : ends[n + 1]]
-            tokens_of_rows.append(tokens)
-        length = max(map(len, tokens_of_rows))
+        """Returns the tokens (B, L) of these rows. New rows are padded on the left, others on the
+        right."""
+        tokens_fed = step.tokens_fed
+        own = [() if n is None else tokens_fed[n] for n in self.rows]
+        length = max(map(len, own))
         are_new = self._are_new(step)
         padded = []
-        for tokens in tokens_of_rows:
+        for tokens in own:
             num_missing = length - len(tokens)
             if are_new or not tokens:
                 padded.append((0,) * num_missing + tokens)
@@ -112,12 +107,7 @@ class GroupCaches:
                 self._perform(move)
         for checkpoint in step.forget:
             self._checkpoints.pop(checkpoint, None)
-        for row in step.rows:
-            self._layout.positions[row.sequence] = row.position + row.num_tokens
-            if step.sample and row.num_tokens > 1:
-                self._layout.floors[row.sequence] = row.position
-            else:
-                self._layout.floors.pop(row.sequence, None)
+        self._layout.note_fed(step)
         return parts
 
     @property
@@ -132,8 +122,8 @@ class GroupCaches:
         return self._can_cut and (self._rules.in_slots or not self._rules.can_batch)
 
     def save(self, step: Step) -> list[mx.array]:
-        """Keeps the checkpoints that a step asks for, once its rows have run. Returns their arrays,
-        which have to be evaluated. Raises EngineError if a sequence is not here."""
+        """Makes the checkpoints of a step whose rows have run. Returns their arrays, which have to
+        be evaluated. Raises EngineError if a sequence is not held here."""
         saved: list[mx.array] = []
         for save in step.save:
             sequence = save.sequence
@@ -147,16 +137,40 @@ class GroupCaches:
             saved += arrays
         return saved
 
+    def begin(self, sequence: int, caches: list[Any], num_tokens: int) -> None:
+        """Begins a sequence with plain caches that hold its first num_tokens tokens."""
+        self._place(sequence, caches, num_tokens)
+        self._layout.positions[sequence] = num_tokens
+
+    def content(self, write: Write) -> FileContent:
+        """Copies what a file of the prefix cache gets. Its arrays have to be evaluated. Raises
+        EngineError if the sequence or the checkpoint is not held here."""
+        sequence = write.sequence
+        if sequence not in self._layout.key_of:
+            raise EngineError(f"Sequence {sequence} is to be written, and is not held here.")
+        if write.is_state and write.checkpoint != NO_CHECKPOINT:
+            states = self._states(write.checkpoint, write.end, 0)
+            return prefix_parts.state(states, write.end)
+        batch = self._layout.batch_of(sequence)
+        if write.is_state:
+            return prefix_parts.state(batch.states(sequence), write.end)
+        if not self._rules.in_slots and len(batch.sequences) > 1:
+            # Each file would copy the whole row out of the batch.
+            self._set_apart(sequence, sequence, self._layout.positions[sequence])
+            batch = self._layout.batch_of(sequence)
+        caches = batch.extract(sequence, write.end)
+        return prefix_parts.segment(caches, write.start, write.end)
+
     def moved(self) -> list[mx.array]:
-        """Copied rows, which have to be evaluated before the forward: while a copy is lazy, MLX
-        cannot write to the buffers in place."""
+        """Returns the copied rows, which have to be evaluated before the forward: while a copy is
+        lazy, MLX cannot write to the buffers in place."""
         moved = _arrays(self._moved)
         self._moved = []
         return moved
 
     def states(self, step: Step) -> list[mx.array]:
-        """The arrays that have to be evaluated after a step. Offsets are among them: the graph of
-        an offset that is never evaluated would grow with each token."""
+        """Returns the arrays that have to be evaluated after a step. Offsets are among them: the
+        graph of an offset that is never evaluated would grow with each token."""
         keys = {self._layout.key_of[row.sequence] for row in step.rows}
         caches = [self._layout.batches[key].caches for key in sorted(keys)]
         return _arrays(caches)
@@ -247,13 +261,19 @@ class GroupCaches:
             caches = [checkpoints.restored(cache, state, num_surplus) for cache, state in pairs]
         self._moved.append(caches)
         self._leave(sequence)
+        self._place(sequence, caches, length)
+
+    def _place(self, sequence: int, caches: list[Any], length: int) -> None:
+        """Puts a sequence with plain caches into a new batch."""
+        layout = self._layout
         batch = self._new_batch()
         batch.add([(sequence, caches, length)])
         layout.key_of[sequence] = layout.next_key
         self._add_batch(layout.next_key, batch)
 
     def _states(self, checkpoint: int, length: int, num_caches: int) -> list[Any]:
-        """The states of a checkpoint. Without one, all caches have to be such as can be cut."""
+        """Returns the states of a checkpoint. Without a checkpoint, all caches have to be ones that
+        can be cut."""
         if checkpoint == NO_CHECKPOINT and self._can_cut:
             return [None] * num_caches
         found = self._checkpoints.get(checkpoint)
@@ -264,7 +284,7 @@ class GroupCaches:
         return found.states
 
     def _leave(self, sequence: int) -> None:
-        """Removes a sequence from its batch, and the batch if it is empty by then."""
+        """Removes a sequence from its batch, and the batch if it is then empty."""
         key = self._layout.key_of.pop(sequence, None)
         if key is None:
             return
@@ -298,7 +318,7 @@ class MergedBatch:
         return [sequence for sequence in self.sequences if sequence in sequences]
 
     def keep(self, sequences: list[int]) -> None:
-        """Rows that are not fed have to leave, which `to_park` says."""
+        """Does nothing: `to_park` makes rows leave that are not fed."""
 
     def has_room(self, _: int) -> bool:
         return True
@@ -334,7 +354,7 @@ class MergedBatch:
         _trim(self.caches, num_tokens)
 
     def extract(self, sequence: int, _: int) -> list[Any]:
-        """Plain caches with all tokens of a row: not every cache can be cut shorter."""
+        """Returns plain caches with all tokens of a row: not every cache can be cut shorter."""
         if not self._batched:
             return [copy.deepcopy(cache) for cache in self.caches]
         index = self.sequences.index(sequence)
@@ -350,7 +370,7 @@ class MergedBatch:
         return list(sequences)
 
     def _select(self, sequences: list[int]) -> None:
-        """Keeps only these rows, in this order."""
+        """Keeps only the rows of these sequences, in this order."""
         if sequences != self.sequences:
             if self._batched and sequences:
                 keep = mx.array([self.sequences.index(sequence) for sequence in sequences])

@@ -1,4 +1,4 @@
-"""Copies of those caches of a sequence that cannot be cut to an earlier position.
+"""Copies of a sequence's caches that cannot be cut to an earlier position.
 
 Keys and values of plain attention are cut where a shared prefix ends. A window, a chunk or the
 state of a recurrent layer is not what it was at an earlier position, so a copy is kept of it.
@@ -37,7 +37,7 @@ def can_cut(cache: Any) -> bool:
 
 
 def state_of(cache: Any, row: int | None) -> Any:
-    """The state of a cache, not evaluated. row is the row of a batch; None for a plain cache."""
+    """Copies the state of a cache, lazily. row is the row of a batch; None for a plain cache."""
     parts = getattr(cache, "caches", None)
     if parts is not None:
         return [state_of(part, row) for part in parts]
@@ -57,7 +57,7 @@ def restored(cache: Any, state: Any, num_surplus: int) -> Any:
     parts = getattr(cache, "caches", None)
     if parts is not None:
         pairs = zip(parts, state or [None] * len(parts), strict=True)
-        cache.caches = tuple(restored(part, of_part, num_surplus) for part, of_part in pairs)
+        cache.caches = tuple(restored(part, own, num_surplus) for part, own in pairs)
         return cache
     if state is not None:
         return copy.deepcopy(state)
@@ -66,7 +66,7 @@ def restored(cache: Any, state: Any, num_surplus: int) -> Any:
 
 
 def arrays(states: list[Any]) -> list[mx.array]:
-    """The arrays in states."""
+    """Lists the arrays of all these states."""
     found: list[mx.array] = []
     for state in states:
         if isinstance(state, list):
@@ -78,7 +78,8 @@ def arrays(states: list[Any]) -> list[mx.array]:
 
 
 def _cut(cache: Any, num_surplus: int) -> None:
-    """Cuts the arrays, too: the next token would else copy all that the source has."""
+    """Cuts a cache and its arrays. If only its offset were smaller, the next token would copy all
+    tokens of the source."""
     cache.trim(num_surplus)
     if cache.keys is None:
         return
@@ -88,8 +89,8 @@ def _cut(cache: Any, num_surplus: int) -> None:
 
 
 def _compact(cache: Any) -> Any:
-    """Frees a copy of what it does not need: the tokens of a prompt's chunk before a window, and
-    buffers that its arrays are small parts of."""
+    """Removes from a copy what it does not need: tokens of a prompt's chunk that are older than the
+    window, and large buffers of which its arrays are small parts."""
     if type(cache) is RotatingKVCache and not cache.keep:
         _cut_to_window(cache)
     for name, value in vars(cache).items():

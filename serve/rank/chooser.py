@@ -30,17 +30,17 @@ from serve.rank.grammar import CONFLICT, Grammars
 from serve.rank.sampling import Sampler, sample, score
 from serve.rank.verification import Verification
 
-_ARRAYS_OF_A_SCORING = 3
+_ARRAYS_PER_SCORING = 3  # `score` returns this many
 _SCORED_AT_ONCE = 64  # positions of a prompt
-_SCORING_ARRAYS = 3  # that `score` has at a time, of 4 bytes for each logit
+_PEAK_ARRAYS = 3  # `score` holds this many at a time, with 4 bytes for each logit
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class _Scoring:
-    """Tokens of a row, from a position on, that are to be scored; None for those that the
-    step samples. start is where the first one's logits are among those of the row."""
+    """The tokens of a row to score, from a position on; None for the token that the step samples.
+    The logits of the first one are at index start among those of the row."""
 
     row: int
     position: int
@@ -50,14 +50,14 @@ class _Scoring:
 
 
 class Chooser:
-    """Has a sampler for each sequence that rank 0 was told about. choose and result are of
-    one thread, admit and forget of any. folder has the model's tokenizer."""
+    """Keeps a sampler for each sequence that the parent has admitted. Call choose and result from
+    one thread; admit and forget may be called from any. folder has the model's tokenizer."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._grammars = Grammars(folder) if folder else None
         self._samplers: dict[int, Sampler] = {}
-        self._scorings: list[_Scoring] = []  # of the step under way
-        self._verification: Verification | None = None  # of the step under way
+        self._scorings: list[_Scoring] = []  # of the step that is being computed
+        self._verification: Verification | None = None  # of the same step
         self._num_begun: Counter[int] = Counter()
         self._lock = threading.Lock()
 
@@ -68,14 +68,14 @@ class Chooser:
         num_prompt: int,
         tokens: list[int],
     ) -> None:
-        """May come before the drop of the same sequence, which began before, has gone round:
-        no step of that one samples any more."""
+        """Begins a sequence. An earlier try of the same sequence may not have been dropped yet, but
+        none of its steps samples any more."""
         with self._lock:
             self._samplers[sequence] = Sampler(sampling, num_prompt, tokens, self._grammars)
             self._num_begun[sequence] += 1
 
     def forget(self, sequences: tuple[int, ...]) -> list[int]:
-        """Counts these sequences as ended, and returns those of which nothing is left."""
+        """Counts one try of each sequence as ended. Returns the sequences without another try."""
         gone = []
         with self._lock:
             for sequence in sequences:
@@ -87,16 +87,13 @@ class Chooser:
         return gone
 
     def cut_drafts(self, step: Step) -> Step:
-        """The same step without drafts that a grammar forbids. It may be called while earlier steps
-        run, but not those that its drafts follow."""
+        """Returns the step without the drafts that a grammar forbids. It may be called while
+        earlier steps run, but not while a step runs whose tokens the drafts follow."""
         if not step.num_drafts:
             return step
         rows: list[Row] = []
         tokens: list[int] = []
-        start = 0
-        for row in step.rows:
-            own = step.tokens[start : start + row.num_tokens]
-            start += row.num_tokens
+        for row, own in zip(step.rows, step.tokens_fed, strict=True):
             if len(own) > 1:  # An earlier step may be choosing a token of a row without drafts.
                 with self._lock:
                     sampler = self._samplers[row.sequence]
@@ -111,11 +108,12 @@ class Chooser:
         parts: list[Part],
         logits: list[mx.array],
     ) -> Iterator[list[mx.array]]:
-        """Lazily, from each part's logits (B, L, vocabulary): tokens (B,) if the step samples,
-        then those of the scores. Nothing of a step that does neither, which so needs no head.
+        """Yields lazy arrays, computed from each part's logits (B, L, vocabulary): the tokens (B,)
+        if the step samples, and the scores. For a step with neither, it yields nothing, and the
+        head is never evaluated.
 
-        Prompts are scored in slices, to be evaluated one after the other, because scoring takes
-        several times the memory of the logits themselves.
+        Prompts are scored in slices. The caller evaluates one slice before it asks for the next,
+        because scoring takes several times the memory of the logits.
         """
         self._verification = None
         if step.num_drafts:
@@ -145,7 +143,7 @@ class Chooser:
             yield outputs
 
     def result(self, step: Step, outputs: list[mx.array]) -> Result:
-        """outputs are what choose gave for the same step, evaluated."""
+        """Makes the result of a step from the arrays that choose gave for it, evaluated."""
         if step.num_drafts and self._verification:
             return self._result_of_drafts(step, self._verification)
         tokens: tuple[int, ...] = ()
@@ -155,7 +153,7 @@ class Chooser:
         scorings = self._scorings if step.rows else ()
         first = int(step.sample)
         for scoring in scorings:
-            end = first + _ARRAYS_OF_A_SCORING
+            end = first + _ARRAYS_PER_SCORING
             chosen = scoring.tokens or [tokens[scoring.row]]
             scored = _scores(chosen, outputs[first:end])
             sequence = step.rows[scoring.row].sequence
@@ -219,7 +217,7 @@ class Chooser:
         for n, row in enumerate(step.rows):
             sampler = self._samplers.get(row.sequence)
             if sampler is None:
-                continue  # This prompt is embedded.
+                continue  # Its prompt is embedded.
             asked = sampler.sampling
             if step.sample and asked.logprobs is not None:
                 yield _Scoring(n, row.position + row.num_tokens, None, asked.logprobs)
@@ -237,7 +235,7 @@ class Chooser:
 def scoring_bytes(logits_shape: tuple[int, ...]) -> int:
     """Returns the most memory that scoring takes beside the logits (..., vocabulary) themselves."""
     bytes_per_position = 4 * logits_shape[-1]
-    return _SCORING_ARRAYS * _SCORED_AT_ONCE * bytes_per_position
+    return _PEAK_ARRAYS * _SCORED_AT_ONCE * bytes_per_position
 
 
 def _sample_each(
@@ -245,8 +243,8 @@ def _sample_each(
     samplers: list[Sampler],
     positions: list[int],
 ) -> mx.array:
-    """The next tokens (B,) of logits (B, vocabulary). What breaks the draw of one row is
-    its request's own doing: that row gets one of FAILURES, the others what is theirs."""
+    """Samples the next tokens (B,) from logits (B, vocabulary). If sampling a row fails, that is
+    the fault of its request: the row gets one of FAILURES, and the others get their tokens."""
     try:
         return sample(logits, samplers, positions).astype(mx.int32)
     except Exception as error:

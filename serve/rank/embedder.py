@@ -17,7 +17,8 @@ from serve.rank.cache import Part
 
 @dataclass(slots=True)
 class _Pool:
-    """A prompt of num_tokens tokens. The state (D,) covers the first num_done of them."""
+    """The pooling of one prompt of num_tokens tokens. The state (D,) covers its first num_done
+    tokens."""
 
     pooling: Pooling
     num_tokens: int
@@ -94,11 +95,11 @@ class Embedder:
         states: list[mx.array] = []
         for part, output in zip(parts, hidden, strict=True):
             for i, n in enumerate(part.rows):
-                row = None if n is None else step.rows[n]
-                pool = None if row is None else self._pools.get(row.sequence)
-                if row is None or pool is None or output is None:
+                if n is None or output is None:
                     continue
-                if not pool.add(row, output[i, -row.num_tokens :]):
+                row = step.rows[n]
+                pool = self._pools.get(row.sequence)
+                if pool is None or not pool.add(row, output[i, -row.num_tokens :]):
                     continue
                 if pool.is_done:
                     self._done.append(row.sequence)

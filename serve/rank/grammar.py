@@ -24,7 +24,8 @@ from serve.hub.tiktoken_model import tokenizer_source
 
 _NUM_THREADS = 2
 _MAX_COMPILED = 16
-# What following a grammar may cost, and what it may be late: everybody waits for a late mask.
+# The CPU time that a token of a grammar may take, and the sum of what may exceed that: all rows of
+# a step wait for a late mask.
 _SECONDS_PER_TOKEN = 0.02
 _MAX_LATE_SECONDS = 2.0
 _MAX_BYTES_OF_A_CHARACTER = 4
@@ -37,7 +38,7 @@ Mask = NDArray[np.bool_]
 
 
 class Grammars:
-    """folder is the model's, with its tokenizer."""
+    """Compiles grammars for the tokenizer in the model's folder, and keeps the latest ones."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -52,7 +53,8 @@ class Grammars:
         return LLTokenizer(tokenizer_source(self._folder))
 
     def matcher(self, grammar: str) -> LLMatcher:
-        """At the grammar's beginning. Those of one grammar share what is slow to make."""
+        """Returns a matcher at the beginning of a grammar. Matchers of the same grammar share the
+        parts that are slow to make."""
         return self._compiled(grammar).deep_copy()
 
     def _compile(self, grammar: str) -> LLMatcher:
@@ -61,17 +63,18 @@ class Grammars:
 
 
 def unforced(grammar: str) -> str:
-    """The same grammar, which llguidance follows without tokenizing the text that has to come.
+    """Returns the grammar with an option that stops llguidance from tokenizing text that has to
+    come.
 
-    It tokenizes such text as a prompt, where the text of a special token becomes that token. The
-    grammar then refuses it: tokens of text have to spell it.
+    llguidance tokenizes such text like a prompt, so the text of a special token becomes that token.
+    The grammar then refuses it, because ordinary tokens have to spell it.
     """
     if not grammar.startswith("{"):
         return _NO_FORCING + grammar
     parts = json.loads(grammar)["grammars"]
     if len(parts) == 1:
         return _NO_FORCING + _lark_of(parts[0])
-    # The first one refers to the others by their names.
+    # The first grammar refers to the others by their names.
     unforced_parts = [
         {"name": part.get("name"), "lark_grammar": _NO_FORCING + _lark_of(part)} for part in parts
     ]
@@ -84,13 +87,14 @@ def _lark_of(part: dict[str, Any]) -> str:
 
 
 def _deep_threads() -> ThreadPoolExecutor:
-    """Threads with more stack than the check of grammars had, whatever the system's limits are."""
+    """Makes threads with more stack than the check of grammars had, whatever the system's limits
+    are."""
     threads = ThreadPoolExecutor(_NUM_THREADS, "grammar")
     all_started = threading.Barrier(_NUM_THREADS + 1)
     before = threading.stack_size(FOLLOW_STACK_BYTES)
     try:
         for _ in range(_NUM_THREADS):
-            threads.submit(all_started.wait)  # Each keeps its thread, so the next gets another.
+            threads.submit(all_started.wait)  # It blocks its thread.
         all_started.wait()
     finally:
         threading.stack_size(before)
@@ -113,8 +117,8 @@ class Constraint:
         self._mask = grammars.threads.submit(self._advance, output)
 
     def apply(self, logits: mx.array) -> mx.array:
-        """logits (vocabulary,) with -inf for what may not come. Raises RequestError when the
-        grammar has become too complex or too slow to follow."""
+        """Returns logits (vocabulary,) with -inf for tokens that are not allowed. Raises
+        RequestError when the grammar has become too complex or too slow to follow."""
         mask = self._mask.result()
         if mask is None:
             return self._without_ends(logits)
@@ -124,8 +128,8 @@ class Constraint:
         return only
 
     def _without_ends(self, logits: mx.array) -> mx.array:
-        """Ends the model's thoughts where it would end the answer: what the grammar demands is
-        still to come."""
+        """Replaces an end of the answer by the end of the thoughts, because the part that follows
+        the grammar is still to come."""
         mark = self._sampling.free_until
         ends = [id for id in self._sampling.end_ids if id < logits.size and id != mark]
         if ends:
@@ -135,12 +139,12 @@ class Constraint:
         return logits
 
     def num_allowed(self, tokens: tuple[int, ...]) -> int:
-        """The number of these tokens, from the first on, that the grammar allows to come next. An
-        end counts as allowed: only the mask says whether it is."""
+        """Returns how many of these tokens, from the first on, the grammar allows to come next. An
+        end token counts as allowed: only the mask says whether it is."""
         try:
             self._mask.result()  # The matcher must not change while it is asked.
         except RequestError:
-            return len(tokens)  # The step will say so.
+            return len(tokens)  # The step reports the error.
         if self._is_free or self._matcher is None:
             return len(tokens)
         return self._grammars.threads.submit(self._validate, self._matcher, tokens).result()
@@ -157,7 +161,7 @@ class Constraint:
         return len(tokens) if num_valid == num_before_end else num_valid
 
     def accept(self, token: int) -> None:
-        """The token that was chosen."""
+        """Notes the chosen token, and starts computing the next mask."""
         # The matcher must not change while it is asked. If that failed, so will the next `apply`:
         # a token that a reasoning budget forces was chosen without one.
         if self._mask.exception() is not None:
@@ -165,7 +169,7 @@ class Constraint:
         self._mask = self._grammars.threads.submit(self._advance, [token])
 
     def _advance(self, tokens: list[int]) -> Mask | None:
-        """The mask after tokens; None while all but an end may come."""
+        """Returns the mask after tokens, or None while every token but an end is allowed."""
         try:
             return self._follow(tokens)
         except Exception:
@@ -174,7 +178,7 @@ class Constraint:
             raise RequestError(f"The grammar of this request cannot be followed: {panic}") from None
 
     def _follow(self, tokens: list[int]) -> Mask | None:
-        _ = self._grammars.tokenizer  # To load it is the doing of no request.
+        _ = self._grammars.tokenizer  # Loading it does not count as time of this request.
         began = time.thread_time()
         if self._matcher is None:
             assert self._sampling.grammar is not None

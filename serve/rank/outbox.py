@@ -38,8 +38,8 @@ class Outbox:
         tokens: tuple[int, ...],
         num_accepted: tuple[int, ...] = (),
     ) -> None:
-        """Takes the tokens that a step has sampled, as a Result has them. A negative one says that
-        the row has failed: any token can be fed instead, because nobody gets its output."""
+        """Takes the tokens that a step has sampled, as a Result has them. A negative token means
+        that the row has failed: any token may be fed instead, because its output is not used."""
         with self._lock:
             for row, sampled in zip(step.rows, tokens_of_rows(tokens, num_accepted), strict=True):
                 if not sampled:
@@ -74,7 +74,7 @@ class Outbox:
         self._steps = waiting
 
     def _filled(self, step: Step) -> Step | None:
-        """The step with its tokens, or None if one is still to come."""
+        """Returns the step with all its tokens, or None if one of them is still to come."""
         if LAST_TOKEN not in step.tokens:
             return step
         tokens = list(step.tokens)

@@ -21,7 +21,7 @@ Joining = tuple[int, list[Any], int]
 class Batch(Protocol):
     """Rows of several sequences that run in one forward. Lengths are numbers of tokens.
 
-    The first five say what is, and what would be best; the others change the batch.
+    The first five only answer questions; the other methods change the batch.
     """
 
     @property
@@ -56,7 +56,8 @@ class Batch(Protocol):
         """Plain caches with the first tokens of a row, or all where caches cannot be cut."""
 
     def states(self, sequence: int) -> list[Any]:
-        """Copies of what a row's caches hold that cannot be cut, as `rank.checkpoints` has it."""
+        """The states of a row's caches that cannot be cut, as a Checkpoint of `rank.checkpoints`
+        has them."""
 
     def rewind(self, sequence: int, num_tokens: int) -> None:
         """Forgets the last tokens of a row. Raises EngineError if its caches cannot."""
@@ -136,7 +137,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """The batches with these keys are a group's from here on."""
+    """The batches with these keys belong to a group from here on."""
 
     group: int
     keys: list[int]
@@ -189,9 +190,18 @@ class Layout:
     def batch_of(self, sequence: int) -> Batch:
         return self.batches[self.key_of[sequence]]
 
+    def note_fed(self, step: Step) -> None:
+        """Updates the positions after a step."""
+        for row in step.rows:
+            self.positions[row.sequence] = row.position + row.num_tokens
+            if step.sample and row.num_tokens > 1:
+                self.floors[row.sequence] = row.position
+            else:
+                self.floors.pop(row.sequence, None)
+
     def forget_groups(self) -> None:
         """Forgets groups without a batch. Each prompt has a group of its own until its rows join
-        another one, so there would be more and more of them."""
+        another group, so their number would grow without a limit."""
         for group, keys in list(self.keys_of_group.items()):
             live = [key for key in keys if key in self.batches]
             if live:
@@ -249,7 +259,8 @@ def _assign(
         key = layout.next_key
         rows_of[key] = rows
         begun = [step.rows[n] for n in rows]
-        yield Begin(key, {row.sequence: row.num_tokens for row in begun})
+        lengths = {row.sequence: row.num_tokens for row in begun}
+        yield Begin(key, lengths)
     if not old:
         if len(layout.keys_of_group) > _MANY_GROUPS:
             yield ForgetGroups()
@@ -291,7 +302,8 @@ def _gather(
         if key != keys[0]:
             # A row that was too long to share the first batch may fit into it by now.
             first = layout.batches[keys[0]]
-            staying = [s for s in staying if not first.has_room(layout.positions[s])]
+            lengths = {s: layout.positions[s] for s in staying}
+            staying = [s for s in staying if not first.has_room(lengths[s])]
         if staying:
             rows_of[key] = [index_of.pop(sequence) for sequence in staying]
             continue

@@ -78,7 +78,7 @@ def _clear(held: Buffer, rows: slice, columns: slice) -> None:
 
 
 def _size(held: Buffer) -> tuple[int, int]:
-    """Rows and columns; none before there are any."""
+    """Returns the numbers of rows and columns, which are 0 before the first write."""
     if held is None:
         return 0, 0
     array = held[0] if isinstance(held, tuple) else held
@@ -87,7 +87,8 @@ def _size(held: Buffer) -> tuple[int, int]:
 
 
 def num_slots(num_rows: int) -> int:
-    """Sizes that grow by a share, so that few joins make a buffer grow."""
+    """Returns the number of slots for this many rows. It grows in steps, so that few joins make a
+    buffer grow."""
     for size in _CLASSES:
         if size >= num_rows:
             return size
@@ -106,7 +107,7 @@ def _num_rows(sequences: list[int], num_tokens: int) -> int:
 class SlotCache(BatchKVCache):
     """One layer's buffers, (slots, heads, columns, D). The batch is the first rows of it.
 
-    What rows are where is the same in all layers, so SlotBatch knows it and sets offset
+    The rows are in the same places in all layers, so SlotBatch keeps the places, and sets offset
     and left_padding, each (B,), before a forward.
     """
 
@@ -192,6 +193,12 @@ class SlotCache(BatchKVCache):
         _put(self.keys, rows, columns, keys)
         _put(self.values, rows, columns, values)
 
+    @property  # type: ignore[misc]
+    def state(self) -> Any:
+        """The arrays to evaluate after a forward. Offsets are not among them, because SlotBatch
+        sets new ones before each forward."""
+        return self.keys, self.values
+
     def reserve(self, rows: int, columns: int, keys: Buffer, values: Buffer) -> None:
         """Makes room for this number of rows and columns like the given ones. It grows by a share
         of the present size, because growing copies everything."""
@@ -203,7 +210,8 @@ class SlotCache(BatchKVCache):
             spare = 1
             if held:
                 spare = max(int(held * (_GROWTH - 1)), 1)
-            num_blocks = -(-(columns + spare) // _ROUND_TOKENS)
+            wanted = columns + spare
+            num_blocks = -(-wanted // _ROUND_TOKENS)
             columns = num_blocks * _ROUND_TOKENS
         self._move_to(rows, max(columns, held), 0, keys, values)
 
@@ -212,7 +220,7 @@ class SlotCache(BatchKVCache):
         return _size(self.keys)[1]
 
     def shrink(self, rows: int) -> None:
-        """Gives slots back when most of them are free."""
+        """Frees slots when most of them are unused."""
         num_held, _ = _size(self.keys)
         num_kept = num_slots(rows)
         if num_held > 2 * num_kept:
@@ -221,7 +229,7 @@ class SlotCache(BatchKVCache):
             self.values = _cut(self.values, kept, _ALL)
 
     def shift(self, by: int) -> None:
-        """Moves all columns to the right, or left."""
+        """Moves all columns to the right, or to the left if `by` is negative."""
         if self.keys is not None:
             rows, columns = _size(self.keys)
             columns = max(self._idx + by, columns)
@@ -229,7 +237,8 @@ class SlotCache(BatchKVCache):
         self._idx += by
 
     def write(self, slot: int, start: int, keys: Buffer, values: Buffer) -> None:
-        """A row of keys and values (1, heads, length, D) with nothing before it."""
+        """Writes a row of keys and values (1, heads, length, D) to a slot, and clears the columns
+        before it."""
         _, length = _size(keys)
         rows = slice(slot, slot + 1)
         columns = slice(start, start + length)
@@ -241,7 +250,7 @@ class SlotCache(BatchKVCache):
             self.clear_behind(slot, columns.stop)
 
     def clear_behind(self, slot: int, end: int) -> None:
-        """Clears a row from a column on."""
+        """Clears all columns of a row from this one on."""
         if end < self.num_columns:
             rows = slice(slot, slot + 1)
             _clear(self.keys, rows, slice(end, None))
@@ -273,7 +282,8 @@ class SlotCache(BatchKVCache):
 
 
 class QuantizedSlotCache(SlotCache):
-    """mlx-lm's attention knows quantised keys and values by these attributes."""
+    """A SlotCache of quantised keys and values. mlx-lm's attention recognises it by `group_size`
+    and `bits`."""
 
     def __init__(self, rows: int, group_size: int, bits: int) -> None:
         super().__init__(rows)
@@ -292,13 +302,13 @@ class QuantizedSlotCache(SlotCache):
 
 
 def _first(plain: Any, length: int) -> tuple[Buffer, Buffer]:
-    """The first keys and values of a row's own cache."""
+    """Returns the keys and values of the first tokens of a plain cache."""
     columns = slice(length)
     return _cut(plain.keys, _ALL, columns), _cut(plain.values, _ALL, columns)
 
 
 class SlotBatch:
-    """Rows that run in one forward. A lone row that never shared has mlx-lm's plain caches."""
+    """Rows that run in one forward. A row that has always been alone has mlx-lm's plain caches."""
 
     def __init__(self) -> None:
         self.caches: list[Any] = []
@@ -330,19 +340,19 @@ class SlotBatch:
         return list(self._starts)
 
     def staying(self, sequences: Collection[int]) -> list[int]:
-        """The sequences that were in the last forward."""
+        """Returns those of these sequences that were in the last forward."""
         return [sequence for sequence in self._fed if sequence in sequences]
 
     def keep(self, sequences: list[int]) -> None:
-        """The other rows only keep their slots from here on."""
+        """Makes all other rows idle: they keep their slots, but are not fed."""
         self._fed = list(sequences)
 
     def idle(self) -> list[int]:
         return [s for s in self._starts if s not in self._fed]
 
     def in_the_way(self) -> list[int]:
-        """Rows that should have caches of their own before another one joins: there is no
-        slot free, or more of them than there are rows to feed."""
+        """Returns idle rows that should get caches of their own before another row joins, because
+        no slot is free, or because there are more idle rows than others."""
         idle = self.idle()
         count = len(self._slots)
         is_full = None not in self._slots and count == num_slots(count)
@@ -425,15 +435,16 @@ class SlotBatch:
         return plain
 
     def states(self, _: int) -> list[Any]:
-        """Nothing has to be copied: keys and values in slots can be cut."""
+        """Returns no states: keys and values in slots can be cut."""
         return [None] * len(self.caches)
 
     def to_park(self, sequences: list[int], num_tokens: int) -> list[int]:
-        """Idle rows that are in the way of the next forward, which feeds these."""
+        """Returns the idle rows that are in the way of the next forward, which feeds these
+        sequences."""
         if not isinstance(self.caches[0], SlotCache):
             return []
         if self._end + num_tokens > self.caches[0].num_columns:
-            return [s for s in self._starts if s not in sequences]  # They must not grow as well.
+            return [s for s in self._starts if s not in sequences]  # Idle rows need not grow.
         num_rows = _num_rows(sequences, num_tokens)
         first = self._slots[:num_rows]
         num_behind = sum(s not in first for s in sequences)
@@ -443,8 +454,8 @@ class SlotBatch:
         return idle[:num_parked]
 
     def arrange(self, feeds: Mapping[int, int]) -> list[int | None]:
-        """Makes these the rows of the next forward. Returns them in the order of the batch, None
-        for a slot that is free."""
+        """Makes these sequences the rows of the next forward. Returns them in the order of the
+        batch, with None for a row that is only padding."""
         sequences = self._fed = list(feeds)
         num_tokens = max(feeds.values())
         if not isinstance(self.caches[0], SlotCache):
@@ -457,7 +468,7 @@ class SlotBatch:
         self._align_if_no_drafts_come(num_tokens)
         first = self._slots[:num_rows]
         order = [s if s in sequences else None for s in first]
-        # A free slot needs a column to look at: the mean of none is not a number.
+        # A free slot needs one column to attend to: a softmax over no column is not a number.
         unused = max(0, self._end - 1)
         starts = [unused if s is None else self._starts[s] for s in order]
         ends = [self._end if s is None else self._ends[s] for s in order]
@@ -514,8 +525,8 @@ class SlotBatch:
             self._ends[sequence] = self._end
 
     def _clear_behind(self) -> None:
-        """Clears once what rows have behind their ends: from here on others may be longer, and a
-        row is read as far as the longest one is."""
+        """Clears the columns behind the rows' ends, once. From then on rows may differ in their
+        ends, and every row is read up to the largest one."""
         if self._clears_behind:
             return
         self._clears_behind = True
@@ -526,15 +537,17 @@ class SlotBatch:
                     cache.clear_behind(slot, self._ends[sequence])
 
     def _pack(self, num_rows: int) -> None:
-        """Moves fed rows from behind into free slots before."""
+        """Moves fed rows from slots behind the batch into free slots of it."""
         for source in range(num_rows, len(self._slots)):
             sequence = self._slots[source]
             if sequence is None or sequence not in self._fed:
                 continue
             slot = self._slots.index(None)
             start = self._starts[sequence]
+            end = self._ends[sequence]
             for cache in self.caches:
-                cache.write(slot, start, *cache.read(source, start, self._ends[sequence]))
+                keys, values = cache.read(source, start, end)
+                cache.write(slot, start, keys, values)
             self._slots[slot], self._slots[source] = sequence, None
         while self._slots and self._slots[-1] is None:
             self._slots.pop()
@@ -545,11 +558,12 @@ class SlotBatch:
         plain = self.caches
         self.caches = [SlotCache.like(cache, 1) for cache in self.caches]
         for cache, lone in zip(self.caches, plain, strict=True):
-            cache.write(0, 0, *_first(lone, self._end))
+            keys, values = _first(lone, self._end)
+            cache.write(0, 0, keys, values)
             cache._idx = self._end
 
     def _justify(self, longest: int) -> None:
-        """Moves the rows so that the longest one fits, and not much more is held."""
+        """Moves the rows so that the longest one fits, and little room is wasted."""
         by = longest - self._end
         if by <= 0 and self._end <= max(_SMALL_TOKENS, _GROWTH * longest):
             return

@@ -14,7 +14,7 @@ Draw = Callable[[mx.array, list[Sampler], list[int]], mx.array]
 
 
 class Verification:
-    """The rows of one step, some of which have drafts.
+    """The verification of one step, in which some rows have drafts.
 
     logits has an array (num_tokens, vocabulary) for each row. If the sampling of a row depends on
     the tokens before it, `tokens` draws its tokens one by one. All other tokens are drawn at once,
@@ -29,6 +29,7 @@ class Verification:
         draw: Draw,
     ) -> None:
         self._step = step
+        self._drafts = [fed[1:] for fed in step.tokens_fed]
         self._samplers = samplers
         self.logits = logits
         self._draw = draw
@@ -62,8 +63,7 @@ class Verification:
         return tokens
 
     def _is_sequential(self, n: int) -> bool:
-        has_drafts = self._step.rows[n].num_tokens > 1
-        return has_drafts and self._samplers[n].sampling.reads_tokens
+        return bool(self._drafts[n]) and self._samplers[n].sampling.reads_tokens
 
     def _draw_at_once(self, rows: list[int]) -> mx.array:
         samplers: list[Sampler] = []
@@ -81,7 +81,7 @@ class Verification:
         A draft whose numbers overflow may spoil the logits of all tokens before it, although they
         give it no weight. So an overflow counts only in a row without drafts.
         """
-        drafts = self._drafts(n)
+        drafts = self._drafts[n]
         tokens: list[int] = []
         for token, draft in zip(drawn, [*drafts, None], strict=True):
             if token == OVERFLOWED_TOKEN and drafts:
@@ -102,9 +102,3 @@ class Verification:
             drawn = self._draw(logits, [self._samplers[n]], [row.position + 1 + i])
             (token,) = cast(list[int], drawn.tolist())
             yield token
-
-    def _drafts(self, n: int) -> tuple[int, ...]:
-        rows = self._step.rows
-        start = sum(row.num_tokens for row in rows[:n])
-        end = start + rows[n].num_tokens
-        return self._step.tokens[start + 1 : end]

@@ -17,10 +17,11 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -28,6 +29,7 @@ import msgspec
 
 from serve.core.config import Address, parse_address
 from serve.core.errors import BrigadeError, ClusterError, EngineError, PlanError
+from serve.core.facts import versions
 from serve.core.messages import (
     Activity,
     AdapterRead,
@@ -35,12 +37,14 @@ from serve.core.messages import (
     Admit,
     Embed,
     Fault,
+    ForgetPrefixFiles,
     FromEngine,
     LoadAdapter,
     Loaded,
     MakePlan,
     Order,
     Planned,
+    ReadPrefix,
     Result,
     Span,
     Status,
@@ -61,15 +65,19 @@ from serve.rank.chooser import Chooser, scoring_bytes
 from serve.rank.embedder import Embedder
 from serve.rank.memory import free_bytes
 from serve.rank.outbox import Outbox
+from serve.rank.prefix_store import PrefixStore, open_store, stage_digest
 from serve.ring.doorbells import Grid, meet
 from serve.ring.grid import GridTransport
 from serve.ring.transport import LocalTransport, Ring, RingTransport, Transport, among
 
 _logger = logging.getLogger(__name__)
 
+OpenStore = Callable[[Callable[[], list[Any]]], PrefixStore | None]
+"""Opens a stage's prefix cache on disk, given what makes the caches of a row."""
+
 _STATUS_SECONDS = 0.25
 _NUM_SPANS = 4096
-_PARENT_FIRST_SECONDS = 5.0  # it says better what is wrong
+_PARENT_FIRST_SECONDS = 5.0  # The parent gives up first, because its reason is clearer.
 
 
 class Parent:
@@ -96,6 +104,11 @@ class Parent:
         return self._ready.popleft()
 
 
+def _new_caches(stage: Stage, kv_bits: int | None) -> list[Any]:
+    """Makes the plain caches of one new row."""
+    return quantized(stage.make_cache(), kv_bits)
+
+
 class StepLoop:
     """Receive, forward, send. Rank 0, the first shard of the last stage, chooses tokens."""
 
@@ -109,21 +122,24 @@ class StepLoop:
         copies: Path | None = None,
         *,
         batchable: bool,
+        open_store: OpenStore | None = None,
     ) -> None:
         self.stage = stage
         self.transport = transport
         self.has_head = stage.is_last and transport.shard == 0
-        self.caches = GroupCaches(lambda: quantized(stage.make_cache(), kv_bits), batchable)
+        make_cache = partial(_new_caches, stage, kv_bits)
+        self.caches = GroupCaches(make_cache, batchable)
+        self.prefix_store = open_store(make_cache) if open_store else None
         self.adapters = Adapters(stage, cache_dir, copies)
         self.outbox = Outbox(lambda step: transport.send(step, []))
         self.chooser = Chooser(folder)
         self.embedder = Embedder()
         if stage.is_last:
             stage.keep_hidden()
-        self.pooled: list[mx.array] = []  # what the embedder made of the step
+        self.pooled: list[mx.array] = []  # the embedder's arrays of the latest step
         self.busy_seconds = 0.0
         self.num_steps = 0
-        self.step: int | None = None  # the one that is computed
+        self.step: int | None = None  # the number of the step that is being computed
         self.spans: deque[Span] = deque(maxlen=_NUM_SPANS)
 
     def run(self) -> Iterator[Result]:
@@ -136,7 +152,7 @@ class StepLoop:
             if self.has_head:
                 result = self._result(step, outputs)
                 self._note(step, started)
-                # The next step of the group goes first: the result is for the clients.
+                # The next step of the group goes first, because the stages wait for it.
                 if step.sample:
                     self.outbox.sampled(step, result.tokens, result.num_accepted)
                 yield result
@@ -152,6 +168,8 @@ class StepLoop:
         Stages divide the rows into the same parts, so the arrays of one part follow those of the
         other. The other shards of the last stage return nothing.
         """
+        for load in step.load:
+            self.caches.begin(load.sequence, self._store().take(load.sequence), load.num_tokens)
         parts = self.caches.apply(step)
         mx.eval(self.caches.moved(), self.adapters.apply(step))
         if self.has_head:
@@ -177,6 +195,7 @@ class StepLoop:
         hidden.clear()
         mx.eval(outputs, self.pooled, self.caches.states(step))
         mx.eval(self.caches.save(step))
+        self._write(step)
         return outputs
 
     def _sum_up(self, outputs: list[mx.array], hidden: mx.array | None) -> None:
@@ -189,6 +208,18 @@ class StepLoop:
             assert hidden is not None, "Worker refuses models that show no hidden states"
             outputs = [hidden]
         self.transport.evaluate(outputs)
+
+    def _write(self, step: Step) -> None:
+        """Hands copies of what a step writes to the store, which writes them beside the steps."""
+        for write in step.write:
+            content = self.caches.content(write)
+            mx.eval(content.arrays, self.caches.moved())
+            self._store().write(write, content)
+
+    def _store(self) -> PrefixStore:
+        if self.prefix_store is None:
+            raise EngineError("A step uses the prefix cache on disk, and this stage has none.")
+        return self.prefix_store
 
     def _result(self, step: Step, outputs: list[mx.array]) -> Result:
         result = self.chooser.result(step, outputs)
@@ -208,7 +239,7 @@ class StepLoop:
         ended = time.time()
         self.step = None
         if step.number >= FIRST_WARM_UP_STEP:
-            return  # It tells nothing of what later ones take.
+            return  # The times of warm-up steps say nothing about later ones.
         self.busy_seconds += ended - started
         self.num_steps += 1
         num_rows = len(step.rows)
@@ -234,7 +265,7 @@ class Worker:
         self.transport: Transport | None = None
         self.loop: StepLoop | None = None
         self.status = Status("joining")
-        # Beside the steps, so that no stream has to wait for a file.
+        # A thread of its own, so that no stream waits while an adapter is read.
         self.reader = ThreadPoolExecutor(1, "adapters")
 
     def run(self) -> None:
@@ -258,15 +289,20 @@ class Worker:
                 self._running_loop().embedder.admit(sequence, pooling, num_tokens)
             case LoadAdapter():
                 self.reader.submit(self._read_adapter, message, self._running_loop().adapters)
+            case ReadPrefix() | ForgetPrefixFiles():
+                store = self._running_loop().prefix_store
+                if store is not None:
+                    store.obey(message)
             case Order() | MakePlan():
                 raise EngineError(f"The parent sent a second {type(message).__name__}.")
 
     def _read_adapter(self, message: LoadAdapter, adapters: Adapters) -> None:
-        """No step has seen anything of it, so what goes wrong is this adapter's alone."""
+        """Reads an adapter and answers rank 0. No step uses the adapter yet, so an error here ends
+        nothing else."""
         answer: AdapterRead | AdapterRefused
         try:
             answer = adapters.answer(message)
-        except Exception as error:  # Nobody looks at what this thread raises.
+        except Exception as error:  # The top of this thread's work: nobody sees what it raises.
             _logger.exception("event=adapter_failed version=%d", message.version)
             reason = f"reading failed ({type(error).__name__})"
             answer = AdapterRefused(message.version, reason, 500)
@@ -318,15 +354,40 @@ class Worker:
             cache_dir,
             Path(order.copies),
             batchable=batchable,
+            open_store=partial(self._open_store, loaded, folder),
         )
+        if self.loop.prefix_store:
+            self.parent.send(self.loop.prefix_store.files())
         what_is_loaded = self._what_is_loaded(loaded, self.loop, causal)
         if order.num_shards > 1 and loaded.stage.is_last and not what_is_loaded.hidden_size:
             raise PlanError("--tensor-parallel: this model does not show its hidden states.")
         self.status = Status("ready", loaded=what_is_loaded)
         return self.loop
 
+    def _open_store(
+        self, loaded: LoadedStage, folder: Path, make_cache: Callable[[], list[Any]]
+    ) -> PrefixStore | None:
+        """Opens the prefix cache on disk, if there is a folder for it."""
+        order = self.order
+        if order.prefix_dir is None:
+            return None
+        facts = versions() | {
+            "layers": str(order.layers),
+            "shard": f"{order.rank % order.num_shards} of {order.num_shards}",
+            "kv_bits": str(order.kv_bits),
+            "config": (folder / "config.json").read_text("utf-8"),
+        }
+        return open_store(
+            Path(order.prefix_dir) / f"rank-{order.ring[order.rank]}",
+            stage_digest(loaded.stage.weights(), facts),
+            order.prefix_bytes,
+            make_cache,
+            self.parent.send,
+        )
+
     def _what_is_loaded(self, loaded: LoadedStage, loop: StepLoop, is_causal: bool) -> Loaded:
         hosts = self.order.hosts
+        num_ranks_here = hosts.count(hosts[self.order.rank])
         logits_bytes_per_token = 0
         bytes_to_score = 0
         hidden_size = 0
@@ -340,7 +401,7 @@ class Worker:
             bytes_owned=loaded.bytes_owned,
             bytes_read=loaded.bytes_read,
             bytes_fetched=loaded.bytes_fetched,
-            free_bytes=free_bytes() // hosts.count(hosts[self.order.rank]),
+            free_bytes=free_bytes() // num_ranks_here,
             reuse=loop.caches.reuse,
             can_rewind=loop.caches.can_rewind,
             logits_bytes_per_token=logits_bytes_per_token,
@@ -395,10 +456,10 @@ class Worker:
     def _loading(self, state: str, done: int, total: int) -> None:
         self.status = Status(state, done, total)
 
-    # --- what the parent is told
+    # --- reports to the parent
 
     def _watch(self) -> None:
-        """Reports, whatever the other threads do: rank 0 tells from it who is behind."""
+        """Sends reports while the other threads are busy: they show rank 0 which rank is behind."""
         try:
             while True:
                 self._report()
@@ -424,7 +485,7 @@ def _activity(loop: StepLoop) -> Activity:
         hop_seconds=loop.transport.hop_seconds,
         waits_on=loop.transport.waits_on,
         step=loop.step,
-        # Without steps it is what it was, and there may be many caches to look at.
+        # It changes only with steps, and counting looks at every cache.
         kv_bytes=kv_bytes,
         spans=spans,
     )
@@ -448,8 +509,8 @@ def main(argv: list[str]) -> None:
 
 
 def _wait_for_order(parent: Parent) -> Order | None:
-    """Waits for the order to load a model. Returns None if the parent ends first. Rank 0's engine
-    asks for a plan before."""
+    """Waits for the order to load a model, and returns None if the parent ends first. Rank 0's
+    engine makes plans before that."""
     while message := parent.receive():
         match message:
             case Order():
@@ -463,7 +524,7 @@ def _wait_for_order(parent: Parent) -> Order | None:
 
 
 def fail(parent: Parent, error: BaseException, name: str = "The engine") -> NoReturn:
-    """Says why and ends the process without waiting for any thread."""
+    """Reports an error to the parent, and ends the process without waiting for any thread."""
     if isinstance(error, BrigadeError):
         exit_code = error.exit_code
         message = str(error)
@@ -474,7 +535,7 @@ def fail(parent: Parent, error: BaseException, name: str = "The engine") -> NoRe
     try:
         parent.send(Fault(exit_code, message))
     except OSError:
-        exit_code = ClusterError.exit_code  # The parent is gone: nobody is left to tell.
+        exit_code = ClusterError.exit_code  # The parent is gone.
     os._exit(exit_code)
 
 

@@ -9,19 +9,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from serve.core import messages, wire
+from serve.core import agent_messages, messages, wire
+from serve.core.agent_messages import (
+    AgentMessage,
+    FromAgent,
+    ToAgent,
+)
 from serve.core.errors import ClusterError
 from serve.core.messages import (
-    AgentMessage,
     AnyMessage,
-    FromAgent,
     Hop,
     Message,
     Note,
     Order,
     Result,
     TensorSpec,
-    ToAgent,
 )
 from serve.core.types import Row, Step
 
@@ -83,7 +85,8 @@ SENDERS = (
 
 
 def kinds_of(base: type) -> set[type]:
-    types = {kind for kind in vars(messages).values() if isinstance(kind, type)}
+    names = vars(agent_messages) | vars(messages)
+    types = {kind for kind in names.values() if isinstance(kind, type)}
     return {kind for kind in types if issubclass(kind, base)} - {base}
 
 
@@ -96,8 +99,9 @@ def test_any_message_has_all_types_and_each_names_its_sender() -> None:
 
 
 def test_the_list_of_messages_names_every_type_in_its_direction() -> None:
-    for kind in (*ALL, *LINES, *NOTES):
-        assert re.search(rf"\b{kind.__name__}\b", messages.__doc__ or ""), kind
+    for module, kinds in ((messages, (*ALL, *NOTES)), (agent_messages, LINES)):
+        for kind in kinds:
+            assert re.search(rf"\b{kind.__name__}\b", module.__doc__ or ""), kind
 
 
 @pytest.mark.parametrize("kind", LINES, ids=lambda kind: kind.__name__)
@@ -123,7 +127,7 @@ def test_random_lines_are_an_error_of_ours(said: str | bytes) -> None:
 def test_a_line_with_a_field_of_another_version_is_read() -> None:
     reader: wire.LineReader[ToAgent] = wire.LineReader(ToAgent)
     said = '{"type": "FindHolder", "port": 1, "protocol": "udp"}'
-    assert reader.read(said) == messages.FindHolder(1)
+    assert reader.read(said) == agent_messages.FindHolder(1)
 
 
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)

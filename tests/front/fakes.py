@@ -28,6 +28,7 @@ from serve.front.pipeline.adapter_loader import AdapterLoader, Ranks
 from serve.front.pipeline.interface import Prompt
 from serve.front.pipeline.status import StageSpan
 from serve.front.prefixes.counts import PrefixCounts
+from serve.front.prefixes.disk import DiskCounts
 from serve.front.prefixes.index import PrefixIndex
 from serve.front.text.tokens import Tokenizer
 
@@ -240,6 +241,7 @@ class FakeEngine:
         self.breaks_with: BrigadeError | None = None
         self.refuses_with: BrigadeError | None = None
         self.reason: str | None = None
+        self.num_clears = 0
         self.spans: list[StageSpan] = []  # the latest first
         self.delay = 0.0
         self.is_complete = True
@@ -313,8 +315,12 @@ class FakeEngine:
         }
         recovery: dict[str, Any] = {"num_restarts": 4, "recovery_seconds": 9.5}
         kept = {**PrefixCounts().to_json(), "num_bytes": 0, **PrefixIndex().to_json()}
+        kept["disk"] = {**DiskCounts().to_json(), "num_files": 0, "num_bytes": 0}
         recovery["prefix_cache"] = kept
         return {"model": "m", "num_ranks": 1, "stages": [], **counts, **recovery}
+
+    def clear_prefixes(self) -> None:
+        self.num_clears += 1
 
     def timeline(self, seconds: float) -> dict[str, Any]:
         return {"traceEvents": [], "seconds": seconds}

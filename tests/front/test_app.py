@@ -258,6 +258,18 @@ def test_version_and_admin(server: Running, engine: FakeEngine) -> None:
     assert get(server, "/admin/trace?seconds=2.5").json()["seconds"] == 2.5
 
 
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [({"clear": True}, 200), ({"clear": False}, 400), ({}, 400), ({"clear": True, "x": 1}, 400)],
+)
+def test_the_prefix_cache_is_cleared(
+    server: Running, engine: FakeEngine, body: dict, status: int
+) -> None:
+    reply = httpx2.post(f"{server.url}/admin/prefix-cache", json=body)
+    assert reply.status_code == status
+    assert engine.num_clears == (status == 200)
+
+
 def test_the_root_says_what_can_be_called(shared: Running) -> None:
     """Whoever opens the address in a browser sees what this is."""
     shown = get(shared, "/").json()

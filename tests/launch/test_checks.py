@@ -7,7 +7,12 @@ import pytest
 
 from launcher import checks
 from launcher.checks import Finding, broken_hop, check_hop, check_hosts
-from serve.core.messages import HopSpeed, HostFacts, MacFacts
+from serve.core.agent_messages import (
+    HopSpeed,
+    HostFacts,
+    MacFacts,
+    PrefixFolder,
+)
 
 GOOD = HostFacts(
     host="studio",
@@ -48,6 +53,19 @@ def found(changes: Changes) -> list[Finding]:
 def test_nothing_is_wrong_with_a_good_host(changes: Changes) -> None:
     assert found(changes) == []
     assert checks.exit_code(list(check_hosts([host(**changes)]))) == 0
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "problem", "status"),
+    [(10**12, None, None), (10**6, None, "warn"), (10**12, "/d cannot be written", "fail")],
+)
+def test_a_folder_for_prefixes_is_checked(
+    free_bytes: int, problem: str | None, status: str | None
+) -> None:
+    folder = PrefixFolder("/d", 5 * 10**9, free_bytes, problem)
+    findings = found({"prefix_folder": folder})
+    assert [each.status for each in findings] == ([status] if status else [])
+    assert any("/d" in each.what for each in check_hosts([host(prefix_folder=folder)]))
 
 
 def versions(**changes: str) -> dict[str, Any]:

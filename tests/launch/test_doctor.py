@@ -22,8 +22,14 @@ from launcher.hostfile import Host
 from launcher.process import free_ports, local_ranks
 from launcher.remote import Connection, SshAccess, connected
 from launcher.supervisor import Supervisor
+from serve.core.agent_messages import (
+    DescribeHost,
+    FromAgent,
+    HopSpeed,
+    HostFacts,
+    MeasureHop,
+)
 from serve.core.errors import ClusterError
-from serve.core.messages import DescribeHost, FromAgent, HopSpeed, HostFacts, MeasureHop
 from serve.core.wire import LineReader, line
 from tests.cluster.servers import TINY_CHAT
 from tests.launch.sshd import Sshd
@@ -209,6 +215,22 @@ def test_host_facts_name_what_is_wrong_with_the_model(tmp_path: Path) -> None:
 def test_host_facts_do_not_look_for_the_files_of_a_hub_model() -> None:
     facts = host_facts("org/name", [])
     assert (facts.hub_model, facts.model, facts.model_error) == ("org/name", None, None)
+
+
+def test_host_facts_describe_the_folder_for_prefixes(tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+    found = host_facts(None, [], str(folder)).prefix_folder
+    assert found is not None
+    assert (found.num_bytes, found.problem) == (0, None), "the first start makes it"
+    part = folder / "rank-0" / "a"
+    part.mkdir(parents=True)
+    (part / "b.safetensors").write_bytes(bytes(100))
+    found = host_facts(None, [], str(folder)).prefix_folder
+    assert found is not None
+    assert (found.num_bytes, found.problem) == (100, None)
+    found = host_facts(None, [], str(part / "b.safetensors")).prefix_folder
+    assert found is not None
+    assert "is no folder" in (found.problem or "")
 
 
 def test_digests_differ_when_a_model_does(tmp_path: Path) -> None:

@@ -21,8 +21,7 @@ from launcher.agent import Agent
 from launcher.hostfile import Host
 from launcher.remote import Connection, HostError, SshAccess, connected
 from launcher.supervisor import RETRY_SECONDS
-from serve.core.errors import ClusterError
-from serve.core.messages import (
+from serve.core.agent_messages import (
     AgentError,
     AgentReady,
     EnterFolder,
@@ -36,6 +35,7 @@ from serve.core.messages import (
     RunRank,
     StartEcho,
 )
+from serve.core.errors import ClusterError
 from serve.core.wire import LineReader, line
 from tests.launch.sshd import Sshd
 from tests.test_launcher import (

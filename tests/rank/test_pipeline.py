@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,17 +17,20 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
-from serve.core.messages import Result
+from serve.core.messages import PrefixFileWritten, PrefixRead, Result
 from serve.core.plan import even_split
 from serve.core.types import Sampling, Score, Sequence
 from serve.front.drafts.interface import Drafting
 from serve.front.pipeline.scheduler import Scheduler
+from serve.front.prefixes.disk import DiskCounts, DiskPrefixes, DiskRules
+from serve.front.prefixes.index import Reuse
 from serve.model.caches import quantized
 from serve.model.stage import Stage
 from serve.rank.batching import can_batch
 from serve.rank.chooser import Chooser
 from serve.rank.embedder import Embedder
 from serve.rank.outbox import Outbox
+from serve.rank.prefix_store import PrefixStore, stage_digest
 from serve.rank.worker import StepLoop
 from serve.ring.transport import local_ring
 from tests import architectures
@@ -34,6 +39,7 @@ from tests.models import build
 PROMPTS = [[1 + i, 2, 3, *range(i)] for i in range(16)] + [[5]]
 GREEDY = Sampling(temperature=0)
 Make = Callable[[], nn.Module]
+FromStore = tuple[int, PrefixRead | PrefixFileWritten]
 LLAMA = partial(build, "llama")
 BUILDING = threading.Lock()
 
@@ -42,13 +48,16 @@ class LocalPipeline:
     def __init__(
         self,
         num_ranks: int,
-        results: "queue.Queue[Result]",
+        results: "queue.Queue[Result | FromStore]",
         make: Make,
         kv_bits: int | None,
         drafting: Drafting | None = None,
         num_groups: int | None = None,
+        prefix_dir: Path | None = None,
     ) -> None:
         self.make, self.kv_bits = make, kv_bits
+        self.prefix_dir = prefix_dir
+        self.stores: dict[int, PrefixStore] = {}
         self.ring = local_ring(num_ranks)
         self.results = results
         self.chooser = Chooser()
@@ -65,6 +74,7 @@ class LocalPipeline:
             drafting=drafting,
         )
         self.built = threading.Barrier(num_ranks)
+        self.started = threading.Event()
         self.threads = [
             threading.Thread(target=self._run, args=(rank, layers))
             for rank, layers in enumerate(even_split(4, num_ranks))
@@ -77,30 +87,84 @@ class LocalPipeline:
             model = self.make()
             batchable = can_batch(model)
             stage = Stage(model, *layers)
+        open_store = partial(self._open_store, rank, stage) if self.prefix_dir else None
+        loop = StepLoop(
+            stage, self.ring[rank], self.kv_bits, batchable=batchable, open_store=open_store
+        )
         self.built.wait(60)
-        loop = StepLoop(stage, self.ring[rank], self.kv_bits, batchable=batchable)
         if rank == 0:  # Others forget what is dropped before rank 0 has done with it.
             loop.outbox, loop.chooser = self.outbox, self.chooser
             loop.embedder = self.embedder
+        self.started.set()
         for result in loop.run():
             self.results.put(result)
 
-    def answer(self, sequences: list[Sequence]) -> dict[int, list[int]]:
-        """Runs the sequences to their end, as serve.front.pipeline.engine does."""
-        self.scheduler.add(*sequences)
+    def _open_store(
+        self, rank: int, stage: Stage, make_cache: Callable[[], list[Any]]
+    ) -> PrefixStore:
+        assert self.prefix_dir
+        digest = stage_digest(stage.weights(), {"bits": str(self.kv_bits)})
+        self.stores[rank] = PrefixStore(
+            self.prefix_dir / f"rank-{rank}",
+            digest,
+            1 << 30,
+            make_cache,
+            lambda message: self.results.put((rank, message)),
+        )
+        return self.stores[rank]
+
+    def open_disk(self, rules: DiskRules, reuse: Reuse) -> DiskCounts:
+        """Uses what is on disk, as serve.front.pipeline.requests does."""
+        self.started.wait(60)
+        counts = DiskCounts()
+        stored = {rank: store.files() for rank, store in self.stores.items()}
+        self.scheduler.reuse = reuse
+        self.scheduler.room.disk = DiskPrefixes(
+            stored, lambda key: str(key), counts, has_states=reuse == "checkpoints", rules=rules
+        )
+        return counts
+
+    def flush(self) -> None:
+        """Waits until all that is wanted is on disk."""
+        disk = self.scheduler.room.disk
+        assert disk
         self._pump()
-        while self.scheduler.num_running or self.scheduler.waiting:
-            result = self.results.get(timeout=30)
+        while disk.is_busy or self.scheduler.num_in_flight:
+            self._take(self.results.get(timeout=30))
+            self._pump()
+
+    def _take(self, result: Result | FromStore) -> None:
+        if isinstance(result, Result):
             for each in result.scores:
                 self.scores[each.sequence] |= dict(enumerate(each.scores, each.position))
             for embedding in result.embeddings:
                 self.embeddings[embedding.sequence] = embedding.numbers
             self.scheduler.update(result)
+            return
+        rank, message = result
+        if isinstance(message, PrefixRead):
+            self.scheduler.on_prefix_read(rank, message)
+        elif self.scheduler.room.disk:
+            self.scheduler.room.disk.on_written(rank, message)
+
+    def answer(self, sequences: list[Sequence]) -> dict[int, list[int]]:
+        """Runs the sequences to their end, as serve.front.pipeline.engine does."""
+        self.scheduler.add(*sequences)
+        self._pump()
+        while self.scheduler.num_running or self.scheduler.num_waiting:
+            self._take(self.results.get(timeout=30))
             self._pump()
         return {sequence.id: sequence.output for sequence in sequences}
 
     def _pump(self) -> None:
-        while step := self.scheduler.schedule():
+        while True:
+            step = self.scheduler.schedule()
+            disk = self.scheduler.room.disk
+            for message in disk.take_messages() if disk else ():
+                for store in self.stores.values():
+                    store.obey(message)
+            if step is None:
+                return
             for id in step.begun:
                 sequence = self.scheduler.sequence(id)
                 if sequence.pooling:
@@ -117,8 +181,9 @@ def pipeline(
     kv_bits: int | None = None,
     drafting: Drafting | None = None,
     num_groups: int | None = None,
+    prefix_dir: Path | None = None,
 ) -> Iterator[LocalPipeline]:
-    local = LocalPipeline(num_ranks, queue.Queue(), make, kv_bits, drafting, num_groups)
+    local = LocalPipeline(num_ranks, queue.Queue(), make, kv_bits, drafting, num_groups, prefix_dir)
     for thread in local.threads:
         thread.start()
     try:
@@ -129,6 +194,8 @@ def pipeline(
         for thread in local.threads:
             thread.join(10)
             assert not thread.is_alive()
+        for store in local.stores.values():
+            store.close()
 
 
 def whole_model(

@@ -209,6 +209,38 @@ def _prefix_families(cache: dict[str, Any]) -> Iterator[Metric]:
         "Bytes of cached prefixes on all stages",
         value=cache["num_bytes"],
     )
+    yield from _of_disk(cache["disk"])
+
+
+def _of_disk(disk: dict[str, Any]) -> Iterator[Metric]:
+    yield CounterMetricFamily(
+        "brigade_prefix_cache_disk_reads",
+        "Prefixes that all ranks read from their disks",
+        value=disk["num_reads"],
+    )
+    yield CounterMetricFamily(
+        "brigade_prefix_cache_disk_read_tokens",
+        "Tokens of prefixes that were read from disk",
+        value=disk["num_read_tokens"],
+    )
+    files = CounterMetricFamily(
+        "brigade_prefix_cache_disk_files",
+        "Files of prefixes that were written, evicted, found damaged, or could not be written",
+        labels=["event"],
+    )
+    for event, name in (
+        ("written", "num_written_files"),
+        ("evicted", "num_evicted_files"),
+        ("damaged", "num_damaged_files"),
+        ("failed", "num_failed_writes"),
+    ):
+        files.add_metric([event], disk[name])
+    yield files
+    yield GaugeMetricFamily(
+        "brigade_prefix_cache_disk_bytes",
+        "Bytes of prefixes on the disks of all ranks",
+        value=disk["num_bytes"],
+    )
 
 
 def _gauge(name: str, meaning: str) -> Any:

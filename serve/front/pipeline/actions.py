@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from serve.core.errors import BrigadeError
-from serve.core.messages import AdapterRead, AdapterRefused
+from serve.core.messages import AnswerOfRank
 from serve.core.plan import PlanRequest, StagePlan
 
 
@@ -93,10 +93,10 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class PassOn:
-    """Gives an answer about an adapter to whoever asked."""
+    """Gives an answer of a rank to whoever asked: about an adapter, or its prefix cache on disk."""
 
     rank: int
-    answer: AdapterRead | AdapterRefused
+    answer: AnswerOfRank
 
 
 @dataclass(frozen=True, slots=True)

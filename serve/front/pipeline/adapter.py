@@ -33,6 +33,11 @@ class LoadedVersion:
         """The bytes that each rank holds, by rank."""
         return [answer.num_bytes for _, answer in sorted(self.answers.items())]
 
+    @property
+    def contents(self) -> str:
+        """Identifies the contents: the checksums of what the ranks have read."""
+        return " ".join(answer.checksum for _, answer in sorted(self.answers.items()))
+
     def is_same(self, answers: dict[int, AdapterRead]) -> bool:
         """Whether the ranks have read the same contents again. If they have other layers than
         before, only the digests can be compared, which cover samples of the files."""

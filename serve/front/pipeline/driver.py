@@ -21,12 +21,14 @@ from serve.core.messages import (
     Admit,
     Embed,
     Fault,
+    FromPrefixCache,
     LoadAdapter,
     MakePlan,
     Renew,
     Report,
     Result,
     Start,
+    ToPrefixCache,
 )
 from serve.core.plan import StagePlan
 from serve.core.types import Step
@@ -116,7 +118,7 @@ class Driver:
         """Sends a message to rank 0's engine."""
         self._send_to_engine(message)
 
-    def tell_all(self, message: LoadAdapter) -> None:
+    def tell_all(self, message: LoadAdapter | ToPrefixCache) -> None:
         """Sends a message to the engines of all ranks that take part."""
         self._send_to_engine(message)
         for rank in self._lifecycle.ring[1:]:
@@ -180,7 +182,10 @@ class Driver:
                     _logger.warning("event=rank_silent rank=%d pid=%d", rank, pid)
                 self._control.forget(rank)
             case actions.PassOn(rank, answer):
-                self._adapters.on_answer(rank, answer)
+                if isinstance(answer, FromPrefixCache):
+                    self._requests.on_prefix_cache(rank, answer)
+                else:
+                    self._adapters.on_answer(rank, answer)
             case actions.ShowPlan(stages):
                 self._view.planned(list(stages))
             case actions.ShowProgress(rank):

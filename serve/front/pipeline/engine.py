@@ -51,6 +51,8 @@ class Engine:
             cluster.num_ranks // config.tensor_parallel,
             send=lambda message: self._driver.send(message),
             adapter_name=lambda version: self.adapters.registry.name_of(version),
+            send_to_all=lambda message: self._driver.tell_all(message),
+            adapter_contents=lambda version: self.adapters.registry.contents(version),
         )
         ranks = Ranks(
             ring=lambda: self._lifecycle.ring,
@@ -150,12 +152,20 @@ class Engine:
                 **scheduler.prefix_counts.to_json(),
                 "num_bytes": kept_bytes(scheduler.room.kept, lifecycle.stages),
                 **scheduler.room.kept.to_json(),
+                "disk": {
+                    **self._requests.disk_counts.to_json(),
+                    **self._requests.disk_state(),
+                },
             },
             "better_split": better_split(first_shards(lifecycle.stages)),
             "adapters": self.adapters.registry.statistics.to_json(),
             "num_restarts": lifecycle.number,
             "recovery_seconds": round(lifecycle.recovery_seconds, 3),
         }
+
+    def clear_prefixes(self) -> None:
+        """Drops all that the prefix cache keeps, in memory and on disk."""
+        self._requests.clear_prefixes()
 
     def timeline(self, seconds: float) -> dict[str, Any]:
         """The last seconds as a Chrome trace."""

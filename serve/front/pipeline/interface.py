@@ -105,6 +105,9 @@ class Engine(Protocol):
 
     def pipeline(self) -> dict[str, Any]: ...
 
+    def clear_prefixes(self) -> None:
+        """Drops everything that the prefix cache keeps, in memory and on disk."""
+
     def timeline(self, seconds: float) -> dict[str, Any]: ...
 
     def state(self) -> dict[str, Any]:

@@ -19,8 +19,7 @@ from serve.core.errors import (
     from_exit_code,
 )
 from serve.core.messages import (
-    AdapterRead,
-    AdapterRefused,
+    AnswerOfRank,
     Fault,
     FromEngine,
     Planned,
@@ -187,7 +186,7 @@ class Lifecycle(Machine):
         match message:
             case Status():
                 self._on_status(self.ranks[rank], message)
-            case AdapterRead() | AdapterRefused():
+            case _ if isinstance(message, AnswerOfRank):
                 self._do(actions.PassOn(rank, message))
             case Planned(stages) if is_planning and not rank:
                 self._on_plan(stages)

@@ -86,4 +86,6 @@ def order(
         kv_bits=config.kv_bits,
         join_timeout=config.join_timeout,
         num_shards=stage.num_shards,
+        prefix_dir=str(config.prefix_cache_dir) if config.prefix_cache_dir else None,
+        prefix_bytes=memory_of(config.prefix_cache_disk, [stage.rank])[0],
     )

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as ReadableList
 from dataclasses import replace
-from typing import cast, get_args
+from typing import Any, cast, get_args
 
 from serve.core.config import ServeConfig
 from serve.core.errors import (
@@ -20,7 +20,17 @@ from serve.core.errors import (
     RequestError,
     UnavailableError,
 )
-from serve.core.messages import Admit, Embed, Result, Scores
+from serve.core.messages import (
+    Admit,
+    Embed,
+    FromPrefixCache,
+    PrefixFiles,
+    PrefixFileWritten,
+    PrefixRead,
+    Result,
+    Scores,
+    ToPrefixCache,
+)
 from serve.core.plan import KvRoom
 from serve.core.types import NUM_SEQUENCE_IDS, Event, Sampling, Sequence, Step
 from serve.front.drafts.speculation import Speculation
@@ -28,16 +38,20 @@ from serve.front.pipeline.capacity import chunk_beside_decoding, room_under_limi
 from serve.front.pipeline.fault_blame import Blame, FaultBlame
 from serve.front.pipeline.generation import Generation
 from serve.front.pipeline.interface import Prompt
-from serve.front.pipeline.scheduler import Reuse, Scheduler
+from serve.front.pipeline.scheduler import Scheduler
 from serve.front.pipeline.status import StageStatus, StepLog, first_shards
 from serve.front.pipeline.warm_up import WarmUp
+from serve.front.prefixes.checkpoints import PrefixKey
+from serve.front.prefixes.disk import DiskCounts, DiskPrefixes
+from serve.front.prefixes.index import Reuse
 
 _logger = logging.getLogger(__name__)
 
 
 class Requests:
-    """All requests that run or wait. send passes a message on to rank 0's engine; adapter_name
-    returns the name of a version."""
+    """All requests that run or wait. send passes a message on to rank 0's engine, and send_to_all
+    to the engines of all ranks. adapter_name returns the name of a version, adapter_contents what
+    identifies its contents."""
 
     def __init__(
         self,
@@ -45,10 +59,16 @@ class Requests:
         num_stages: int,
         send: Callable[[Admit | Embed | Step], None],
         adapter_name: Callable[[int], str | None],
+        send_to_all: Callable[[ToPrefixCache], None],
+        adapter_contents: Callable[[int], str | None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._send = config, send
         self._adapter_name, self._clock = adapter_name, clock
+        self._send_to_all = send_to_all
+        self._adapter_contents = adapter_contents
+        self._stored: dict[int, PrefixFiles] = {}  # the files that each rank has on its disk
+        self.disk_counts = DiskCounts()
         self._speculation = Speculation()
         self.scheduler = Scheduler(
             num_stages,
@@ -222,6 +242,56 @@ class Requests:
     def resume(self) -> None:
         """Starts sending steps to engines that hold nothing yet."""
         self._is_running = True
+        self._open_disk()
+        self._pump()
+
+    def _open_disk(self) -> None:
+        """Uses the prefix cache on disk, if all ranks that take part have one."""
+        stored = {stage.rank: self._stored.get(stage.rank) for stage in self._stages}
+        present = {rank: own for rank, own in stored.items() if own is not None}
+        if not present or self.scheduler.reuse == "none":
+            return
+        if len(present) < len(stored):
+            missing = sorted(stored.keys() - present.keys())
+            _logger.warning("event=prefix_cache_disk_off ranks_without=%s", missing)
+            return
+        has_states = self.scheduler.reuse == "checkpoints"
+        self.scheduler.room.disk = DiskPrefixes(
+            present, self._contents, self.disk_counts, has_states=has_states
+        )
+        _logger.info("event=prefix_cache_disk files=%d", self.scheduler.room.disk.num_files)
+
+    def _contents(self, key: PrefixKey) -> str | None:
+        adapter = ""
+        if key.adapter_version:
+            contents = self._adapter_contents(key.adapter_version)
+            if contents is None:
+                return None
+            adapter = contents
+        return json.dumps([adapter, key.scope])
+
+    def on_prefix_cache(self, rank: int, message: FromPrefixCache) -> None:
+        """Takes what a rank reports about its prefix cache on disk."""
+        match message:
+            case PrefixFiles():
+                self._stored[rank] = message
+            case PrefixRead():
+                self.scheduler.on_prefix_read(rank, message)
+            case PrefixFileWritten():
+                if self.scheduler.room.disk:
+                    self.scheduler.room.disk.on_written(rank, message)
+        self._pump()
+
+    def disk_state(self) -> dict[str, Any]:
+        """Describes the prefix cache on disk for people."""
+        disk = self.scheduler.room.disk
+        if disk is None:
+            return {"num_files": 0, "num_bytes": 0, "max_bytes": 0, "is_writing": False}
+        return disk.to_json()
+
+    def clear_prefixes(self) -> None:
+        """Drops all that is kept, in memory and on disk."""
+        self.scheduler.room.drop_all()
         self._pump()
 
     def interrupt(self) -> int:
@@ -229,6 +299,7 @@ class Requests:
         turns out to be the cause, gives it up. Returns the number of faults that it caused,
         including this one, or 0."""
         self._is_running = False
+        self._stored.clear()
         sequences = [self.scheduler.sequence(id) for id in self._generations]
         blame = self._fault_blame.after_fault(s.id for s in sequences if s.is_held)
         self.scheduler.restart()
@@ -350,6 +421,9 @@ class Requests:
             if not self.scheduler.num_in_flight:
                 self._progress_at = self._clock()
             step = self.scheduler.schedule()
+            if self.scheduler.room.disk:
+                for message in self.scheduler.room.disk.take_messages():
+                    self._send_to_all(message)
             if step is None:
                 return
             self.step_log.note(step)

@@ -16,18 +16,18 @@ result, because only the result says at which position each row continues.
 import itertools
 from collections import deque
 from dataclasses import dataclass
-from typing import Literal
 
 from msgspec.structs import replace
 
 from serve.core.errors import OverloadedError, RequestError
-from serve.core.messages import Result
+from serve.core.messages import PrefixRead, Result
 from serve.core.types import (
     FAILURES,
     FIRST_WARM_UP_STEP,
     Event,
     FinishReason,
     Group,
+    Load,
     Row,
     Sequence,
     Step,
@@ -38,14 +38,11 @@ from serve.front.drafts.counts import DraftCounts
 from serve.front.drafts.interface import Drafting
 from serve.front.pipeline import chunks
 from serve.front.pipeline.chunks import is_long, next_chunk
+from serve.front.pipeline.queues import Waiting, balance, smallest, unfinished
 from serve.front.prefixes.checkpoints import stops_of
 from serve.front.prefixes.counts import PrefixCounts
-from serve.front.prefixes.index import beginning, beginning_of_original
+from serve.front.prefixes.index import Reuse, beginning, beginning_of_original
 from serve.front.prefixes.room import Room
-
-# Which part of another sequence a new one can start as a copy of: any prefix; or only a prefix that
-# ends at a checkpoint or where the other sequence ends (some caches cannot be cut); or none.
-Reuse = Literal["any", "checkpoints", "none"]
 
 _NUM_STEPS_OF_A_GROUP = 2  # one is computed, one waits for its tokens
 _SPARE_TOKENS = 64  # so that a sequence is not sent back soon after it was admitted
@@ -82,7 +79,7 @@ class Scheduler:
         cuts_short_prompts: bool = False,
         drafting: Drafting | None = None,
     ) -> None:
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = Waiting()
         self.prefilling: list[Sequence] = []
         self._short_is_next = False
         self.num_steps = 0
@@ -94,7 +91,6 @@ class Scheduler:
         self._max_queue = max_queue
         self._prefill_chunk = prefill_chunk
         self._live: dict[int, Sequence] = {}
-        self._copies: list[Sequence] = []  # live, but their originals are not prefilled yet
         self._leaving: list[Sequence] = []  # out of all groups, but steps of it are under way
         self._in_flight: dict[int, _InFlight] = {}
         self._retired: set[int] = set()
@@ -111,7 +107,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.waiting) + len(self._copies)
+        return len(self.waiting)
 
     @property
     def num_in_flight(self) -> int:
@@ -126,8 +122,10 @@ class Scheduler:
 
     @property
     def _num_running_tokens(self) -> int:
+        """The tokens that running sequences take, and prefixes that are being read from disk."""
         ended = (s for s in self._leaving if s.id not in self._live)
-        return sum(s.num_computed for s in itertools.chain(self._live.values(), ended))
+        num_computed = sum(s.num_computed for s in itertools.chain(self._live.values(), ended))
+        return num_computed + (self.room.disk.num_reading_tokens if self.room.disk else 0)
 
     def sequence(self, sequence_id: int) -> Sequence:
         return self._live[sequence_id]
@@ -151,7 +149,7 @@ class Scheduler:
                 )
         for sequence in sequences:
             self._live[sequence.id] = sequence
-            (self._copies if sequence.original else self.waiting).append(sequence)
+            self.waiting.add(sequence)
 
     def settle(
         self,
@@ -180,7 +178,7 @@ class Scheduler:
     def drop(self, sequence_id: int) -> None:
         """Ends a sequence, in whatever state it is. Unknown and ended sequences are ignored."""
         if sequence := self._take_out(sequence_id):
-            self._free_copies(sequence)
+            self.waiting.free_copies(sequence)
             self._leaving.append(sequence)
             self._let_go()
 
@@ -191,7 +189,7 @@ class Scheduler:
             return
         self._alone = sequence_id
         if sequence_id is not None:
-            idle = {s.id for s in (*self.waiting, *self._copies, *self._leaving)}
+            idle = {s.id for s in (*self.waiting, *self._leaving)}
             for sequence in reversed(list(self._live.values())):
                 if sequence.id not in idle and sequence.id != sequence_id:
                     self._send_back(sequence)
@@ -202,6 +200,7 @@ class Scheduler:
         if not self._ready:
             self._admit()
             self._emit(self._decode() or self._prefill())
+            self._write_to_disk()
         return self._ready.popleft() if self._ready else None
 
     def update(self, result: Result) -> list[Event]:
@@ -218,7 +217,7 @@ class Scheduler:
         num_verified = result.num_drafts or (0,) * len(rows)
         for sequence, sampled, num in zip(done.sequences, rows, num_verified, strict=True):
             events += self._take_sampled(sequence, sampled, num)
-        self._balance()
+        balance(self.groups)
         self._let_go()
         return events
 
@@ -235,11 +234,11 @@ class Scheduler:
             group.sequences.clear()
             group.num_in_flight = 0
             group.num_chunks = 0
-        idle = {sequence.id for sequence in (*self.waiting, *self._copies)}
+        self.waiting.restart()
         for sequence in self._live.values():
             sequence.begin_anew()
-        running = [s for id, s in self._live.items() if id not in idle]
-        self.waiting.extendleft(reversed(running))
+        running = [s for s in self._live.values() if s not in self.waiting]
+        self.waiting.put_back(running)
         self._retired.intersection_update([s.adapter_version for s in self._live.values()])
 
     # --- steps
@@ -249,9 +248,9 @@ class Scheduler:
             for group in self.groups:
                 if group.num_in_flight != num_in_flight or self._must_wait(group):
                     continue
-                if not self._make_room(len(_unfinished(group))):
+                if not self._make_room(len(unfinished(group))):
                     continue
-                sequences = _unfinished(group)  # One of them may have had to make room itself.
+                sequences = unfinished(group)  # One of them may have had to make room itself.
                 if sequences:
                     self._draft(sequences)
                     num_tokens = [1 + len(sequence.drafts) for sequence in sequences]
@@ -368,6 +367,8 @@ class Scheduler:
 
     def _admit(self) -> None:
         while (sequence := self._next()) and self.num_running < self._num_at_once:
+            if self._read_from_disk(sequence):
+                continue
             if not self._has_room_for(sequence):
                 return
             self.waiting.remove(sequence)
@@ -379,11 +380,10 @@ class Scheduler:
     def _next(self) -> Sequence | None:
         """Returns the oldest waiting sequence. If one has to run alone, returns that one, as soon
         as no step of another sequence is under way."""
-        if self._alone is None:
-            return self.waiting[0] if self.waiting else None
-        if any(step.sequences for step in self._in_flight.values()):
+        under_way = any(step.sequences for step in self._in_flight.values())
+        if self._alone is not None and under_way:
             return None
-        return next((sequence for sequence in self.waiting if sequence.id == self._alone), None)
+        return self.waiting.next(self._alone)
 
     def _reuse_prefix(self, sequence: Sequence) -> None:
         found = beginning_of_original(sequence, self._live)
@@ -400,23 +400,40 @@ class Scheduler:
             sequence.num_cached = sequence.num_computed
         self._emit(replace(self._step([], []), take=(Take(sequence.id, *found),)))
 
+    def _read_from_disk(self, sequence: Sequence) -> bool:
+        """Whether a sequence waits from here on until its prefix has been read from disk."""
+        # It begins as a copy of what is read, so there has to be room for both.
+        num_tokens = self._num_running_tokens + sequence.num_tokens + _SPARE_TOKENS
+        reads = self.room.read(sequence, self.reuse == "checkpoints", num_tokens)
+        if reads:
+            self.waiting.block(sequence)
+        return reads
+
+    def on_prefix_read(self, rank: int, answer: PrefixRead) -> None:
+        """Takes a rank's answer to a read. After the last one the sequence goes on, as a copy of
+        what was read or from its start."""
+        if self.room.disk is None or (loaded := self.room.disk.on_read(rank, answer)) is None:
+            return
+        if loaded.id is not None:
+            load = Load(loaded.id, loaded.num_tokens)
+            self._emit(replace(self._step([], []), load=(load,)))
+            self.room.keep_loaded(loaded, self._num_running_tokens)
+        self.waiting.unblock([loaded.sequence])
+
+    def _write_to_disk(self) -> None:
+        """Has the stages write the next file, in a step of its own."""
+        if self.room.disk and (write := self.room.disk.next_write(self.room.kept.holds)):
+            self._emit(replace(self._step([], []), write=(write,)))
+
     def _join_if_prefilled(self, sequence: Sequence) -> None:
         if sequence.num_computed == sequence.num_to_prefill:
             self.prefilling.remove(sequence)
             if sequence.pooling:
                 return  # It ends with the result of its last step.
-            smallest = min(self.groups, key=lambda g: (len(g.sequences), g.num_in_flight))
-            smallest.sequences.append(sequence)
+            smallest(self.groups).sequences.append(sequence)
             if self.reuse == "any":
                 self.room.kept.decoding(sequence)
-            self._free_copies(sequence)
-
-    def _free_copies(self, original: Sequence) -> None:
-        """Moves the copies to the front of the queue, so that they begin before their original
-        decodes."""
-        free = [copy for copy in self._copies if copy.original is original]
-        self._copies = [copy for copy in self._copies if copy.original is not original]
-        self.waiting.extendleft(reversed(free))
+            self.waiting.free_copies(sequence)
 
     def _take_sampled(
         self,
@@ -482,23 +499,15 @@ class Scheduler:
         self._let_go()
         return events
 
-    def _balance(self) -> None:
-        """Moves rows from the largest to the smallest group until they differ by at most one."""
-        while True:
-            smallest = min(self.groups, key=lambda g: len(g.sequences))
-            largest = max(self.groups, key=lambda g: len(g.sequences))
-            if len(largest.sequences) < len(smallest.sequences) + 2:
-                return
-            smallest.sequences.append(largest.sequences.pop())
-
     def _take_out(self, sequence_id: int) -> Sequence | None:
         sequence = self._live.pop(sequence_id, None)
         self.room.kept.ended(sequence_id)
         if self._drafting:
             self._drafting.forget(sequence_id)
         if sequence:
-            queues = (self.waiting, self._copies, self.prefilling, self._leaving)
-            for queue in (*queues, *(g.sequences for g in self.groups)):
+            self.waiting.remove(sequence)
+            groups = (group.sequences for group in self.groups)
+            for queue in (self.prefilling, self._leaving, *groups):
                 if sequence in queue:
                     queue.remove(sequence)
         return sequence
@@ -530,8 +539,7 @@ class Scheduler:
         return True
 
     def _send_back_youngest(self) -> bool:
-        idle = [*self.waiting, *self._copies]
-        running = [s for s in self._live.values() if s not in idle]
+        running = [s for s in self._live.values() if s not in self.waiting]
         if len(running) < 2:
             return False
         self._send_back(running[-1])
@@ -552,9 +560,4 @@ class Scheduler:
             self.room.forget(sequence)
             if sequence.id in self._live:
                 sequence.begin_anew()
-                self.waiting.appendleft(sequence)
-
-
-def _unfinished(group: Group) -> list[Sequence]:
-    """The sequences of a group for which another token may be sampled."""
-    return [sequence for sequence in group.sequences if sequence.num_left > 0]
+                self.waiting.put_back([sequence])

@@ -1,4 +1,5 @@
-"""Finds where later prompts of a chat may begin to differ from this one: there a checkpoint pays.
+"""Finds where later prompts of a chat may begin to differ from this one, which is where
+checkpoints are worth their cost.
 
 Templates rewrite history. Many leave out the reasoning of earlier answers, and the marks at the end
 of a prompt that open an answer may not come again. So prompts that may come later are rendered too,
@@ -21,8 +22,8 @@ def boundaries(
     tokenizer: Tokenizer,
     adds_special_tokens: bool = False,
 ) -> tuple[int, ...]:
-    """The numbers of tokens that a prompt has in common with each of some later ones. ids are those
-    of text. For each of them, about half of either text is encoded at most."""
+    """Returns the numbers of tokens that a prompt has in common with the later ones. ids are the
+    tokens of text. For each later prompt, at most about half of either text is encoded."""
     found: set[int] = set()
     for other in later:
         num_characters = common_length(text, other)
@@ -42,8 +43,8 @@ def boundaries(
 def _from_the_end(
     text: str, ids: list[int], other: str, num_characters: int, tokenizer: Tokenizer
 ) -> list[int]:
-    """The number of common tokens, found by counting from the end; none if the tokens of the last
-    part of the text are not the last tokens of the text."""
+    """Finds the number of common tokens by counting from the end. Returns nothing if the tokens of
+    the last part of the text are not the last tokens of the text."""
     start = max(0, num_characters - _MARGIN)
     own = tokenizer.encode(text[start:])
     theirs = tokenizer.encode(other[start : num_characters + _MARGIN])

@@ -16,15 +16,15 @@ from serve.core.types import FIRST_CHECKPOINT, Sequence
 from serve.front.prefixes.tree import PrefixTree
 
 EVERY_TOKENS = 2048  # Between two checkpoints of a long prompt, wherever its messages end.
-# A checkpoint costs a step of its own and memory. Below this it saves less than that.
+# A checkpoint costs a step of its own, and memory. With fewer tokens it saves less than that.
 MIN_TOKENS = 64
 # Each has up to four arrays for each layer; see MAX_KEPT.
 MAX_CHECKPOINTS = 256
 
 
 class PrefixKey(NamedTuple):
-    """Sequences share prefixes only with those of the same key. Keys and values depend on the
-    version of the adapter; the scope keeps clients apart who must not learn of each other."""
+    """A key; sequences share prefixes only if theirs are equal. Keys and values depend on the
+    version of the adapter; the scope separates clients that must not learn of each other."""
 
     adapter_version: int = 0
     scope: str = ""
@@ -35,8 +35,8 @@ def key_of(sequence: Sequence) -> PrefixKey:
 
 
 def stops_of(sequence: Sequence) -> list[int]:
-    """The positions of a prompt, behind what is computed of it, at which the stages are to make a
-    checkpoint: at its boundaries, at fixed distances, and at its end."""
+    """Returns the positions at which the stages are to make a checkpoint of a prompt: at its
+    boundaries, at fixed distances, and at its end, as far as they are not computed yet."""
     if sequence.pooling:
         return []
     end = sequence.num_to_prefill
@@ -58,7 +58,8 @@ class _Checkpoint:
 
 
 class Checkpoints:
-    """All checkpoints, and who holds them. One that no sequence holds any more has to go."""
+    """All checkpoints, and the sequences that hold them. A checkpoint without a holder has to
+    go."""
 
     def __init__(self) -> None:
         self._ids = itertools.count(FIRST_CHECKPOINT)
@@ -80,13 +81,14 @@ class Checkpoints:
         """The sequences whose keys and values can be used with a checkpoint."""
         return self._checkpoints[checkpoint].holders
 
-    def positions(self, sequence_id: int) -> list[int]:
-        """The positions of a sequence at which there are checkpoints."""
-        return sorted(self._checkpoints[id].num_tokens for id in self._held.get(sequence_id, ()))
+    def of_sequence(self, sequence_id: int) -> dict[int, int]:
+        """The checkpoints of a sequence, by their positions."""
+        held = sorted(self._held.get(sequence_id, ()))
+        return {self._checkpoints[id].num_tokens: id for id in held}
 
     def add(self, sequence: Sequence, num_tokens: int) -> int:
-        """Makes a sequence hold a checkpoint of its first num_tokens tokens, and returns its id.
-        If there is one of these tokens, this is the one."""
+        """Makes a sequence hold a checkpoint of its first num_tokens tokens, and returns its id. An
+        existing checkpoint of the same tokens is used again."""
         tokens = sequence.tokens[:num_tokens]
         key = key_of(sequence)
         found = self._longest(tokens, key)
@@ -105,8 +107,8 @@ class Checkpoints:
                 self._hold(sequence_id, self._checkpoints[id])
 
     def leave(self, sequence_id: int) -> list[int]:
-        """Takes its checkpoints from a sequence whose keys and values go. Returns those that go
-        with it."""
+        """Removes a sequence, whose keys and values go, from the holders. Returns the checkpoints
+        that go with it."""
         gone: list[int] = []
         for id in sorted(self._held.pop(sequence_id, ())):
             checkpoint = self._checkpoints[id]
@@ -117,7 +119,7 @@ class Checkpoints:
         return gone
 
     def remove(self, checkpoint: int) -> None:
-        """Removes a checkpoint that is to go before its sequences."""
+        """Removes a checkpoint whose sequences stay."""
         removed = self._checkpoints.pop(checkpoint)
         for sequence_id in removed.holders:
             self._held[sequence_id].remove(checkpoint)
@@ -127,7 +129,8 @@ class Checkpoints:
             del self._trees[removed.key]
 
     def longest(self, tokens: ReadableList[int], key: PrefixKey) -> tuple[int, int] | None:
-        """The latest checkpoint that tokens begin with, and its number of tokens."""
+        """Finds the longest checkpoint that tokens begin with. Returns its id and its number of
+        tokens."""
         found = self._longest(tokens, key)
         return (found.id, found.num_tokens) if found else None
 

@@ -1,11 +1,11 @@
-"""Counts what the prefix cache was good for, over all lives of the engines."""
+"""Counts how useful the prefix cache was, over all lives of the engines."""
 
 from dataclasses import asdict, dataclass
 
 
 @dataclass(slots=True)
 class PrefixCounts:
-    """Sequences that began as a copy, the tokens that were not computed for that, and what was
+    """The number of sequences that began as a copy, of the tokens that this saved, and of what was
     dropped to make room."""
 
     num_reuses: int = 0

@@ -1,15 +1,19 @@
-"""Finds sequences that the stages hold and that share a prefix with a new prompt.
-Only rank 0 decides; its steps tell the stages."""
+"""Finds sequences that the stages hold and that share a prefix with a new prompt. Only rank 0
+decides; the stages do what its steps say."""
 
 import hashlib
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as ReadableList
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from serve.core.types import FIRST_CHECKPOINT, NO_CHECKPOINT, Save, Sequence
+from serve.core.types import FIRST_CHECKPOINT, NO_CHECKPOINT, Save, Sequence, Write
 from serve.front.prefixes.checkpoints import Checkpoints, PrefixKey, key_of
 from serve.front.prefixes.tree import PrefixTree
+
+# Which part of another sequence a new one can start as a copy of: any prefix; or only a prefix that
+# ends at a checkpoint or where the other sequence ends (some caches cannot be cut); or none.
+Reuse = Literal["any", "checkpoints", "none"]
 
 MIN_TOKENS = 16  # A shorter common beginning is not worth a copy.
 # Each has two arrays for each layer, is looked at for each new prompt, and Metal has room for
@@ -33,9 +37,9 @@ class Gone(NamedTuple):
     checkpoints: list[int]
 
     def still_wanted(self, saves: list[Save]) -> tuple[Save, ...]:
-        """The saves of a step whose checkpoints are not gone already, to make room for others of
-        the same step. The stages never hear of the rest: they would drop it before they make it,
-        and then keep it forever."""
+        """Returns the saves of a step without those whose checkpoints were already dropped to make
+        room for others of the same step. The stages must not see these: they would drop them
+        before they make them, and then keep them forever."""
         never_made = {save.checkpoint for save in saves}.intersection(self.checkpoints)
         for checkpoint in never_made:
             self.checkpoints.remove(checkpoint)
@@ -52,12 +56,12 @@ def scope_of(salt: str | None, api_key: str) -> str:
 
 
 class PrefixIndex:
-    """The tokens of kept sequences, the prompts of those that are decoded, and the checkpoints of
-    both: a prompt can begin as a copy of each. Kept sequences and checkpoints go when they have not
-    been used for the longest time.
+    """The tokens of kept sequences, the prompts of sequences that are decoded, and the checkpoints
+    of both: a prompt can begin as a copy of any of them. The least recently used kept sequences and
+    checkpoints go first.
 
     state_tokens is the number of tokens whose keys and values take as much memory as the caches of
-    a sequence that cannot be cut. Kept sequences and checkpoints count that much in num_tokens.
+    a sequence that cannot be cut. Each kept sequence and checkpoint counts that much in num_tokens.
     """
 
     def __init__(self, state_tokens: int = 0) -> None:
@@ -76,15 +80,15 @@ class PrefixIndex:
 
     @property
     def num_tokens(self) -> int:
-        """The tokens of kept sequences, and those that states take the memory of."""
+        """The tokens of kept sequences, and the memory of states in tokens."""
         num_states = len(self._kept) + len(self.checkpoints)
         return self._num_kept_tokens + num_states * self._state_tokens
 
     def keep(
         self, sequence_id: int, tokens: list[int], adapter_version: int = 0, scope: str = ""
     ) -> Gone:
-        """Keeps a sequence. Returns what goes for it: sequences that are prefixes of this one, or
-        the one that was not used longest."""
+        """Keeps a sequence. Returns what goes in return: sequences that are prefixes of this one,
+        or the least recently used one."""
         key = PrefixKey(adapter_version, scope)
         tree = self._trees.setdefault(key, PrefixTree())
         prefixes = tree.prefixes(tokens)
@@ -118,8 +122,8 @@ class PrefixIndex:
         return gone
 
     def evict(self) -> Gone | None:
-        """Forgets the kept sequence or the checkpoint that was not used longest; None if there is
-        neither."""
+        """Forgets the least recently used sequence or checkpoint. Returns None if nothing is
+        kept."""
         if not self._num_uses:
             return None
         id = min(self._num_uses, key=self._num_uses.__getitem__)
@@ -135,14 +139,14 @@ class PrefixIndex:
         return self._num_kept_tokens * bytes_per_token + num_states * bytes_per_state
 
     def to_json(self) -> dict[str, Any]:
-        """A description of all that is kept for people, the last used sequence first. It does not
+        """Describes what is kept for people, the most recently used sequence first. It does not
         show who sent a sequence."""
         kept: list[dict[str, Any]] = []
         for id, key in reversed(self._kept.items()):
             entry = {
                 "num_tokens": self._trees[key].length(id),
                 "adapter_version": key.adapter_version,
-                "checkpoints": self.checkpoints.positions(id),
+                "checkpoints": sorted(self.checkpoints.of_sequence(id)),
             }
             kept.append(entry)
         return {
@@ -151,6 +155,11 @@ class PrefixIndex:
             "num_tokens": self._num_kept_tokens,
             "sequences": kept,
         }
+
+    def holds(self, write: Write) -> bool:
+        """Whether the stages still hold what a file of the prefix cache is made of."""
+        has_checkpoint = write.checkpoint == NO_CHECKPOINT or write.checkpoint in self._num_uses
+        return write.sequence in self._kept and has_checkpoint
 
     def with_adapter(self, adapter_version: int) -> list[int]:
         return [id for id, key in self._kept.items() if key.adapter_version == adapter_version]
@@ -182,8 +191,8 @@ class PrefixIndex:
     def longest(
         self, tokens: ReadableList[int], adapter_version: int = 0, scope: str = ""
     ) -> Beginning | None:
-        """The sequence with the longest common prefix with tokens. Of several a kept one, of those
-        the one that was not used longest."""
+        """Finds the sequence with the longest common prefix with tokens. Of several, a kept one is
+        preferred, and of kept ones the least recently used one."""
         key = PrefixKey(adapter_version, scope)
         best: tuple[int, int] | None = None
         if tree := self._trees.get(key):
@@ -197,7 +206,8 @@ class PrefixIndex:
     def latest(
         self, tokens: ReadableList[int], adapter_version: int = 0, scope: str = ""
     ) -> Beginning | None:
-        """The latest checkpoint, or end of a kept sequence, that tokens begin with."""
+        """Finds the longest prefix of tokens that ends at a checkpoint, or is a whole kept
+        sequence."""
         key = PrefixKey(adapter_version, scope)
         best: Beginning | None = None
         if tree := self._trees.get(key):
@@ -221,7 +231,8 @@ class PrefixIndex:
         return beginning
 
     def _holds_its_prompt(self, sequence_id: int) -> bool:
-        """The last token of a prompt is fed by the first step that decodes."""
+        """Whether the stages hold the whole prompt of a sequence. Its last token is fed by the
+        first step that decodes."""
         sequence = self._running[sequence_id]
         return sequence.num_computed >= len(sequence.prompt)
 
@@ -237,25 +248,31 @@ def _length(beginning: Beginning) -> int:
 
 
 def _remove(trees: dict[PrefixKey, PrefixTree], key: PrefixKey, sequence_id: int) -> int:
-    """Removes a list from its tree, and the tree with its last list. Returns how many tokens the
-    list had."""
+    """Removes a list from its tree, and the tree with its last list. Returns the number of tokens
+    of the list."""
     num_tokens = trees[key].remove(sequence_id)
     if not trees[key]:
         del trees[key]
     return num_tokens
 
 
+def may_begin_as_copy(sequence: Sequence) -> bool:
+    """Whether a sequence can do without the outputs of its prompt: one to score or embed cannot."""
+    return sequence.sampling.prompt_logprobs is None and not sequence.pooling
+
+
 def beginning(sequence: Sequence, index: PrefixIndex, at_checkpoints: bool) -> Beginning | None:
-    """The copy that a sequence can begin with: any common prefix, or only one that ends at a
-    checkpoint or where a kept sequence ends. A prompt to score or embed has to be computed."""
-    if sequence.sampling.prompt_logprobs is not None or sequence.pooling:
+    """Finds the copy that a sequence can begin with: any common prefix, or only one that ends at a
+    checkpoint or at the end of a kept sequence. Prompts to score or embed are computed whole."""
+    if not may_begin_as_copy(sequence):
         return None
     find = index.latest if at_checkpoints else index.longest
     return find(sequence.tokens[:-1], *key_of(sequence))
 
 
 def beginning_of_original(sequence: Sequence, live: Collection[int]) -> Beginning | None:
-    """All that an original holds that has just been prefilled: this every cache can copy."""
+    """Finds all that an original holds whose prompt has just been prefilled. Every cache can be
+    copied as a whole."""
     original, num_tokens = sequence.original, len(sequence.prompt) - 1
     if original and original.id in live and original.num_computed == num_tokens > 0:
         return Beginning(original.id, num_tokens)

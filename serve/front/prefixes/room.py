@@ -4,7 +4,8 @@ dropped when running sequences need the room. Pure."""
 from serve.core.types import Save, Sequence
 from serve.front.prefixes.checkpoints import key_of
 from serve.front.prefixes.counts import PrefixCounts
-from serve.front.prefixes.index import Gone, PrefixIndex
+from serve.front.prefixes.disk import DiskPrefixes, Loaded
+from serve.front.prefixes.index import Gone, PrefixIndex, beginning
 
 _MAX_STATE_SHARE = 0.25  # of all room: larger checkpoints would push out everything that is kept
 
@@ -27,9 +28,11 @@ class Room:
         self._counts = counts
         self._state_tokens = state_tokens
         self._gone = Gone([], [])
+        self.disk: DiskPrefixes | None = None
 
     def clear(self) -> None:
         """Notes that the stages hold nothing any more, and so have nothing to drop."""
+        self.disk = None
         self.kept = PrefixIndex(self._state_tokens)
         self._gone = Gone([], [])
 
@@ -44,8 +47,42 @@ class Room:
         """Keeps an ended sequence, with all tokens that the stages hold of it, as far as there is
         room."""
         held = sequence.tokens[: sequence.num_computed]
-        self._drop(self.kept.keep(sequence.id, held, *key_of(sequence)))
+        key = key_of(sequence)
+        self._drop(self.kept.keep(sequence.id, held, *key))
+        if self.disk:
+            checkpoints = self.kept.checkpoints.of_sequence(sequence.id)
+            self.disk.keep(sequence.id, held, key, checkpoints)
         self.make(num_running_tokens)
+
+    def keep_loaded(self, loaded: Loaded, num_running_tokens: int) -> None:
+        """Keeps a prefix that was read from disk, for the sequence that waited for it."""
+        assert loaded.id is not None
+        tokens = loaded.sequence.tokens[: loaded.num_tokens]
+        self._drop(self.kept.keep(loaded.id, tokens, *key_of(loaded.sequence)))
+        self.make(num_running_tokens)
+
+    def read(self, sequence: Sequence, at_checkpoints: bool, num_running_tokens: int) -> bool:
+        """Whether the longest prefix of a sequence is read from disk from here on, for which there
+        has to be room beside these tokens. It is tried once in a life of the engines."""
+        if self.disk is None or not sequence.may_read:
+            return False
+        sequence.may_read = False
+        found = beginning(sequence, self.kept, at_checkpoints)
+        num_in_memory = found.num_tokens if found else 0
+        num_free = None
+        if self.max_tokens is not None:
+            num_free = self.max_tokens - num_running_tokens - self._state_tokens
+        num_tokens = self.disk.read(sequence, num_in_memory, num_free)
+        if num_tokens:
+            self.make(num_running_tokens + num_tokens)
+        return num_tokens > 0
+
+    def drop_all(self) -> None:
+        """Drops all that is kept, in memory and on disk."""
+        while self._evict():
+            pass
+        if self.disk:
+            self.disk.clear()
 
     def forget(self, sequence: Sequence) -> None:
         """Has the stages drop a sequence, if they hold any of it."""

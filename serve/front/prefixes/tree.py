@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ReadableList
 from dataclasses import dataclass, field
 
-_NUM_FIRST = 16  # Most lists differ from others in their first tokens, if at all.
+_NUM_FIRST = 16  # Most lists that differ at all differ in their first tokens.
 
 
 @dataclass(slots=True, eq=False)
@@ -94,8 +94,8 @@ class PrefixTree:
         return None
 
     def _path(self, tokens: ReadableList[int]) -> Iterator[tuple[_Node, int]]:
-        """Yields the nodes from the root down, each with the number of tokens that are the same up
-        to its end or within it."""
+        """Yields the nodes on the way of tokens from the root down, each with the number of common
+        tokens up to its end or within it."""
         node = self._root
         num_common = 0
         yield node, num_common
@@ -113,7 +113,7 @@ class PrefixTree:
 
 
 def _ids_below(node: _Node, known: _Node | None) -> Iterator[int]:
-    """Yields the ids of all lists through this node but not through known."""
+    """Yields the ids of all lists that pass through this node but not through known."""
     waiting = [node]
     while waiting:
         node = waiting.pop()
@@ -145,8 +145,8 @@ def _join(node: _Node) -> None:
 
 
 def common_length(a: ReadableList[object], b: ReadableList[object]) -> int:
-    """How many first elements are the same: a binary search, because comparing slices is
-    a hundred times faster than comparing elements."""
+    """Returns how many first elements are the same. It is a binary search, because comparing slices
+    is a hundred times faster than comparing elements."""
     low, high = 0, min(len(a), len(b))
     if a[:_NUM_FIRST] != b[:_NUM_FIRST]:
         high = min(high, _NUM_FIRST)

@@ -2,13 +2,17 @@
 
 import math
 from collections.abc import Callable
+from typing import Literal
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from serve.core.errors import RequestError
+from serve.front.api.openai import parse
 from serve.front.http import replies, schemas
+from serve.front.http.body import Body, json_object
+from serve.front.http.guard import read_body
 from serve.front.http.openapi import endpoint
 from serve.front.pipeline.interface import Engine
 from serve.front.routes.adapters import ADMIN
@@ -17,6 +21,12 @@ from serve.front.routes.stream import json_response
 # Unknown paths below this folder are admin calls, too.
 FOLDERS = {"/admin/": ADMIN}
 _MAX_SECONDS = 3600.0
+
+
+class PrefixCacheBody(Body):
+    """The body of a call that clears the prefix cache."""
+
+    clear: Literal[True]
 
 
 class AdminCalls:
@@ -35,6 +45,7 @@ class AdminCalls:
             Route("/admin/pipeline", self.pipeline),
             Route("/admin/trace", self.trace),
             Route("/admin/drain", self.drain, methods=["POST"]),
+            Route("/admin/prefix-cache", self.clear_prefixes, methods=["POST"]),
         ]
 
     @endpoint(403, reply=replies.Json, policy=ADMIN)
@@ -58,6 +69,13 @@ class AdminCalls:
         """The process ends with code 0 when the last answer is finished."""
         self._begin_drain(_seconds(request, self._drain_seconds))
         return json_response({"status": "draining"}, 202)
+
+    @endpoint(*(400, 403), body=PrefixCacheBody, reply=schemas.Status, policy=ADMIN)
+    async def clear_prefixes(self, request: Request) -> Response:
+        """Drops everything that the prefix cache keeps, in memory and on the disks of all ranks."""
+        parse(PrefixCacheBody, json_object(await read_body(request.scope, request.receive)))
+        self._engine.clear_prefixes()
+        return json_response({"status": "cleared"})
 
 
 def _seconds(request: Request, default: float) -> float:

@@ -25,6 +25,16 @@ STATE: dict[str, Any] = {
         "num_sequences": 4,
         "num_checkpoints": 5,
         "num_bytes": 4096,
+        "disk": {
+            "num_reads": 7,
+            "num_read_tokens": 800,
+            "num_written_files": 9,
+            "num_failed_writes": 1,
+            "num_evicted_files": 2,
+            "num_damaged_files": 3,
+            "num_files": 5,
+            "num_bytes": 8192,
+        },
     },
 }
 
@@ -61,6 +71,9 @@ def test_the_prefix_cache_is_counted() -> None:
     assert 'brigade_prefix_cache_evictions_total{kind="checkpoints"} 3.0' in found
     assert 'brigade_prefix_cache_entries{kind="sequences"} 4.0' in found
     assert "brigade_prefix_cache_bytes 4096.0" in found
+    assert "brigade_prefix_cache_disk_read_tokens_total 800.0" in found
+    assert 'brigade_prefix_cache_disk_files_total{event="damaged"} 3.0' in found
+    assert "brigade_prefix_cache_disk_bytes 8192.0" in found
 
 
 def ran(busy_seconds: float) -> dict:

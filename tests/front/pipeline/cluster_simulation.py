@@ -93,7 +93,13 @@ class PlayedCluster:
         self.now = 1000.0
         self.lifecycle = Lifecycle(config, ["h"] * num_ranks, FACTS)
         self.requests = Requests(
-            config, num_ranks, self.send, lambda version: None, clock=lambda: self.now
+            config,
+            num_ranks,
+            self.send,
+            adapter_name=lambda version: None,
+            send_to_all=lambda message: None,
+            adapter_contents=lambda version: None,
+            clock=lambda: self.now,
         )
         self.config, self.num_ranks = config, num_ranks
         self.min_ranks, self.roomy_ranks = min_ranks, roomy_ranks

@@ -1,0 +1,222 @@
+"""The messages between a launcher and its agents, with their directions.
+
+    launcher -> agent             EnterFolder, DescribeHost, ReservePorts, StartEcho, MeasureHop,
+                                  FindHolder, RunRank, SendSignal
+    agent -> launcher             AgentReady, FolderEntered, HostFacts, PortsReserved, EchoStarted,
+                                  HopSpeed, PortHolder, RankStarted, RankEnded, AgentError
+
+They are lines of JSON, because the output of a shell profile may appear between them.
+"""
+
+from typing import TypeAlias
+
+import msgspec
+
+
+class AgentMessage(msgspec.Struct, frozen=True, tag=True):
+    """The base of the messages between a launcher and an agent.
+
+    The receiver ignores unknown fields, so that an agent of another version can report its version.
+    """
+
+
+class EnterFolder(AgentMessage, frozen=True):
+    """A launcher asks an agent to work in this folder, which may be missing unless must_exist is
+    set. The answer is FolderEntered."""
+
+    folder: str
+    must_exist: bool
+
+
+class DescribeHost(AgentMessage, frozen=True):
+    """A launcher asks an agent for HostFacts. ips are addresses that the host should have, model is
+    a folder whose files to digest, and prefix_cache_dir a folder for prefixes."""
+
+    model: str | None
+    ips: list[str]
+    prefix_cache_dir: str | None = None
+
+
+class ReservePorts(AgentMessage, frozen=True):
+    """A launcher asks an agent to reserve a free port of each of these addresses until the rank
+    starts. The answer is PortsReserved."""
+
+    ips: list[str]
+
+
+class StartEcho(AgentMessage, frozen=True):
+    """A launcher asks an agent to let another agent measure the hop to this address. The answer is
+    EchoStarted."""
+
+    ip: str
+
+
+class MeasureHop(AgentMessage, frozen=True):
+    """A launcher asks an agent to measure the hop to another agent's echo. The answer is
+    HopSpeed."""
+
+    ip: str
+    port: int
+
+
+class FindHolder(AgentMessage, frozen=True):
+    """A launcher asks an agent which program listens on this port. The answer is PortHolder."""
+
+    port: int
+
+
+class RunRank(AgentMessage, frozen=True):
+    """A launcher asks an agent to start and supervise a rank. The answers are RankStarted and, at
+    the end, RankEnded.
+
+    addresses are those of all ranks, control is where rank 0's parent listens, and secret tells
+    this launch from every other. A rank that is asked to end is killed after drain_seconds.
+    """
+
+    rank: int
+    num_ranks: int
+    command: list[str]
+    environment: dict[str, str]
+    addresses: list[list[str]]
+    control: str
+    secret: str
+    drain_seconds: float
+
+
+class SendSignal(AgentMessage, frozen=True):
+    """A launcher asks an agent to send its rank this signal. SIGKILL goes to the whole process
+    group."""
+
+    number: int
+
+
+class AgentReady(AgentMessage, frozen=True):
+    """An agent reports that it has started. pid is its own."""
+
+    pid: int
+
+
+class FolderEntered(AgentMessage, frozen=True):
+    """An agent reports the folder in which it works."""
+
+    folder: str
+
+
+class MacFacts(msgspec.Struct, frozen=True):
+    """The facts of a Mac. wired_limit is the limit of wired memory in MB ("0" is the system's
+    default), sleep the minutes until it sleeps ("0" means never), rdma its RDMA devices, and ports
+    the kind of port of each network interface."""
+
+    wired_limit: str
+    sleep: str
+    rdma: list[str]
+    ports: dict[str, str]
+
+
+class PrefixFolder(msgspec.Struct, frozen=True):
+    """A folder for prefixes on a host: its bytes in files, the bytes that are free there, and the
+    reason why it cannot be used, or None."""
+
+    path: str
+    num_bytes: int
+    free_bytes: int
+    problem: str | None
+
+
+class HostFacts(AgentMessage, frozen=True):
+    """An agent reports the facts of its host.
+
+    max_files is negative if there is no limit. blas is the library that replaces MLX's own.
+    interfaces has the network interface of each requested address, and unusable the reason why an
+    address cannot be used. model has the digests of the model's files; model_error says why there
+    are none. hub_model is the model's id if it is on the hub, where there are no files to compare
+    yet. time is in seconds since the epoch.
+    """
+
+    host: str
+    system: str
+    python: str
+    executable: str
+    versions: dict[str, str]
+    memory_bytes: int
+    free_memory_bytes: int
+    free_disk_bytes: int
+    max_files: int
+    blas: str | None
+    variables: dict[str, str]
+    strays: list[int]
+    interfaces: dict[str, str | None]
+    unusable: dict[str, str]
+    time: float
+    model: dict[str, str] | None = None
+    model_error: str | None = None
+    hub_model: str | None = None
+    prefix_folder: PrefixFolder | None = None
+    mac: MacFacts | None = None
+
+
+class PortsReserved(AgentMessage, frozen=True):
+    """An agent reports the ports that it has reserved, in the order of the addresses."""
+
+    ports: list[int]
+
+
+class EchoStarted(AgentMessage, frozen=True):
+    """An agent reports the port on which its echo listens."""
+
+    port: int
+
+
+class HopSpeed(AgentMessage, frozen=True):
+    """An agent reports the speed of a hop that it has measured."""
+
+    round_trip_seconds: float
+    bytes_per_second: float
+
+
+class PortHolder(AgentMessage, frozen=True):
+    """An agent reports which program listens on a port, or None."""
+
+    holder: str | None
+
+
+class RankStarted(AgentMessage, frozen=True):
+    """An agent reports the process of its rank."""
+
+    pid: int
+
+
+class RankEnded(AgentMessage, frozen=True):
+    """An agent reports that its rank has ended. returncode is negative if a signal ended it."""
+
+    returncode: int
+
+
+class AgentError(AgentMessage, frozen=True):
+    """An agent reports why it could not do what the launcher asked for."""
+
+    reason: str
+
+
+ToAgent: TypeAlias = (
+    EnterFolder
+    | DescribeHost
+    | ReservePorts
+    | StartEcho
+    | MeasureHop
+    | FindHolder
+    | RunRank
+    | SendSignal
+)
+FromAgent: TypeAlias = (
+    AgentReady
+    | FolderEntered
+    | HostFacts
+    | PortsReserved
+    | EchoStarted
+    | HopSpeed
+    | PortHolder
+    | RankStarted
+    | RankEnded
+    | AgentError
+)

@@ -1,0 +1,303 @@
+"""Decides which prefixes the ranks write to their disks, read from there, and delete. Pure."""
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from serve.core.messages import (
+    ForgetPrefixFiles,
+    PrefixFile,
+    PrefixFiles,
+    PrefixFileWritten,
+    PrefixRead,
+    ReadPrefix,
+)
+from serve.core.types import FIRST_LOADED, NO_CHECKPOINT, NUM_LOADED_IDS, Sequence, Write
+from serve.front.prefixes.checkpoints import PrefixKey, key_of
+from serve.front.prefixes.disk_index import (
+    DiskIndex,
+    Found,
+    root_name,
+    segment_name,
+    state_name,
+)
+from serve.front.prefixes.index import may_begin_as_copy
+
+Contents = Callable[[PrefixKey], str | None]
+"""Identifies what keys and values depend on besides tokens and model. None: nothing is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRules:
+    """The lengths of what is written and read. A rest of fewer than min_segment tokens is not
+    written, and a read has to save min_gain tokens."""
+
+    segment: int = 256
+    min_segment: int = 64
+    min_gain: int = 128
+
+
+@dataclass(slots=True)
+class DiskCounts:
+    """Counts how useful the prefix cache on disk was, over all lives of the engines."""
+
+    num_reads: int = 0
+    num_read_tokens: int = 0
+    num_written_files: int = 0
+    num_failed_writes: int = 0
+    num_evicted_files: int = 0
+    num_damaged_files: int = 0
+
+    def to_json(self) -> dict[str, int]:
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class _Reading:
+    """A prefix that is being read. sequence waits for it; awaited are the ranks still to answer."""
+
+    sequence: Sequence
+    found: Found
+    awaited: set[int]
+    damaged: str | None = None
+
+
+@dataclass(slots=True)
+class _Writing:
+    """A file that is being written. awaited are the ranks still to answer."""
+
+    write: Write
+    awaited: set[int]
+    num_bytes: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The end of a read. sequence waited for it; id is that of a new sequence with the first
+    num_tokens tokens, or None if a rank could not read them."""
+
+    sequence: Sequence
+    id: int | None
+    num_tokens: int
+
+
+class DiskPrefixes:
+    """The prefix cache on disk in one life of the engines. stored has the files of each rank at the
+    start. With has_states, sequences can begin only where there is a state."""
+
+    def __init__(
+        self,
+        stored: Mapping[int, PrefixFiles],
+        contents: Contents,
+        counts: DiskCounts,
+        has_states: bool,
+        rules: DiskRules = DiskRules(),  # noqa: B008 - frozen
+    ) -> None:
+        self._contents, self._counts = contents, counts
+        self._has_states, self._rules = has_states, rules
+        max_bytes = {rank: own.max_bytes for rank, own in stored.items()}
+        self._index = DiskIndex(max_bytes)
+        self._readings: dict[int, _Reading] = {}
+        self._writing: _Writing | None = None
+        self._wanted: deque[Write] = deque()
+        self._ids = itertools.count()
+        self._messages: list[ReadPrefix | ForgetPrefixFiles] = []
+        self._can_write = True
+        self._forget(self._index.take_stored(stored))
+
+    @property
+    def num_files(self) -> int:
+        """The number of files that can be used."""
+        return len(self._index)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is being read or written, or is about to be."""
+        return bool(self._readings or self._wanted or self._writing)
+
+    @property
+    def num_reading_tokens(self) -> int:
+        """The tokens that are being read: the stages hold no sequence with them yet."""
+        return sum(reading.found.num_tokens for reading in self._readings.values())
+
+    def take_messages(self) -> list[ReadPrefix | ForgetPrefixFiles]:
+        """Returns the messages to all ranks since the last call."""
+        messages, self._messages = self._messages, []
+        return messages
+
+    def clear(self) -> None:
+        """Has the ranks delete everything, and writes again after an error."""
+        self._index = DiskIndex(self._index.max_bytes)
+        self._wanted.clear()
+        self._can_write = True
+        self._messages.append(ForgetPrefixFiles(everything=True))
+
+    def to_json(self) -> dict[str, Any]:
+        """Describes the cache for people."""
+        return {
+            "num_files": len(self._index),
+            "num_bytes": sum(self._index.num_bytes.values()),
+            "max_bytes": sum(self._index.max_bytes.values()),
+            "is_writing": self._can_write,
+        }
+
+    # --- reading
+
+    def read(self, sequence: Sequence, num_in_memory: int, room: int | None) -> int:
+        """Has all ranks read the longest prefix of a sequence, if it is longer than the one in
+        memory and there is room for that many tokens. Returns the number of its tokens, or 0."""
+        root = self._root(key_of(sequence))
+        if root is None or not may_begin_as_copy(sequence):
+            return 0
+        found = self._index.find(root, sequence.tokens[:-1], self._has_states)
+        if found is None or found.num_tokens < num_in_memory + self._rules.min_gain:
+            return 0
+        if room is not None and found.num_tokens > room:
+            return 0
+        id = FIRST_LOADED + next(self._ids) % NUM_LOADED_IDS
+        self._use(found)
+        ranks = set(self._index.max_bytes)
+        self._readings[id] = _Reading(sequence, found, ranks)
+        message = ReadPrefix(id, found.num_tokens, found.names, found.state)
+        self._messages.append(message)
+        return found.num_tokens
+
+    def on_read(self, rank: int, answer: PrefixRead) -> Loaded | None:
+        """Takes a rank's answer. Returns the end of the read when all ranks have answered."""
+        reading = self._readings.get(answer.sequence)
+        if reading is None:
+            return None
+        reading.awaited.discard(rank)
+        reading.damaged = reading.damaged or answer.damaged
+        if reading.awaited:
+            return None
+        del self._readings[answer.sequence]
+        if reading.damaged is not None:
+            self._counts.num_damaged_files += 1
+            names = self._index.remove(reading.damaged)
+            self._forget([reading.damaged, *names], (answer.sequence,))
+            return Loaded(reading.sequence, None, 0)
+        num_tokens = reading.found.num_tokens
+        self._counts.num_reads += 1
+        self._counts.num_read_tokens += num_tokens
+        return Loaded(reading.sequence, answer.sequence, num_tokens)
+
+    # --- writing
+
+    def keep(
+        self, sequence_id: int, tokens: list[int], key: PrefixKey, stops: dict[int, int]
+    ) -> None:
+        """Notes that the stages keep a sequence: what is new of it is to be written. stops has its
+        checkpoints by their positions."""
+        root = self._root(key)
+        if root is not None and self._can_write:
+            if found := self._index.find(root, tokens, with_state=False):
+                self._use(found)
+            writes = self._writes(sequence_id, tokens, root, stops, found)
+            self._wanted.extend(writes)
+
+    def next_write(self, is_held: Callable[[Write], bool]) -> Write | None:
+        """Returns the next file for all ranks to write, when the one before is done. is_held says
+        whether the stages still hold its content."""
+        while self._wanted and self._writing is None:
+            write = self._wanted.popleft()
+            is_first = not write.start and not write.is_state
+            follows = is_first or write.parent in self._index
+            is_new = write.name not in self._index
+            if is_new and follows and is_held(write) and self._make_room(write.parent):
+                self._writing = _Writing(write, set(self._index.max_bytes))
+                return write
+        return None
+
+    def on_written(self, rank: int, answer: PrefixFileWritten) -> None:
+        """Takes a rank's answer. If a rank could not write, nothing more is written."""
+        writing = self._writing
+        if writing is None or writing.write.name != answer.name:
+            return
+        writing.awaited.discard(rank)
+        writing.num_bytes[rank] = answer.num_bytes
+        if writing.awaited:
+            return
+        self._writing = None
+        write = writing.write
+        if all(writing.num_bytes.values()):
+            file = PrefixFile(write.name, write.parent, write.start, write.end, 0)
+            self._index.add(file, writing.num_bytes)
+            self._counts.num_written_files += 1
+        else:
+            self._counts.num_failed_writes += 1
+            self._can_write = False
+            self._wanted.clear()
+            self._forget([write.name])
+
+    def _writes(
+        self,
+        sequence_id: int,
+        tokens: list[int],
+        root: str,
+        stops: dict[int, int],
+        found: Found | None,
+    ) -> Iterator[Write]:
+        """Yields the files of a sequence behind those that were found."""
+        if found:
+            name, start = found.names[-1], found.num_tokens
+        else:
+            name, start = root, 0
+        if self._has_states:
+            yield from self._states_of_found(sequence_id, stops, found)
+        for end in self._ends(start, len(tokens), stops):
+            parent, name = name, segment_name(name, tokens[start:end])
+            yield Write(sequence_id, name, parent, start, end)
+            if self._has_states and (end in stops or end == len(tokens)):
+                yield _state(sequence_id, name, end, stops)
+            start = end
+
+    def _states_of_found(
+        self, sequence_id: int, stops: dict[int, int], found: Found | None
+    ) -> Iterator[Write]:
+        """Yields the states at the ends of segments that are on disk already."""
+        names = found.names if found else ()
+        for name in names:
+            end = self._index.end(name)
+            if end in stops and state_name(name) not in self._index:
+                yield _state(sequence_id, name, end, stops)
+
+    def _ends(self, start: int, end: int, stops: dict[int, int]) -> Iterator[int]:
+        """Yields the ends of new segments: at checkpoints, and not too far from each other."""
+        for stop in sorted({*stops, end}):
+            while stop - start > self._rules.segment:
+                start += self._rules.segment
+                yield start
+            min_length = 1 if stop in stops else self._rules.min_segment
+            if stop - start >= min_length:
+                yield stop
+                start = stop
+
+    # --- small steps
+
+    def _root(self, key: PrefixKey) -> str | None:
+        contents = self._contents(key)
+        return None if contents is None else root_name(contents)
+
+    def _use(self, found: Found) -> None:
+        self._index.use(found.state or found.names[-1])
+
+    def _make_room(self, parent: str) -> bool:
+        removed = self._index.make_room(parent)
+        if removed is None:
+            return False
+        self._counts.num_evicted_files += len(removed)
+        self._forget(removed)
+        return True
+
+    def _forget(self, names: list[str], sequences: tuple[int, ...] = ()) -> None:
+        if names or sequences:
+            self._messages.append(ForgetPrefixFiles(tuple(names), sequences))
+
+
+def _state(sequence_id: int, segment: str, end: int, stops: dict[int, int]) -> Write:
+    """Makes the file of the state at the end of a segment."""
+    checkpoint = stops.get(end, NO_CHECKPOINT)
+    return Write(sequence_id, state_name(segment), segment, end, end, checkpoint)

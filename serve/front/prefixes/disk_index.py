@@ -1,0 +1,213 @@
+"""The index of the prefix cache on disk: the files that all ranks have. Pure.
+
+A sequence is divided into segments. The name of a segment is a hash of all tokens from the start of
+the sequence to its end, so sequences that begin alike share files, and a longer one adds only what
+is new. Where caches cannot be cut, some segments have the file of a state beside them, which holds
+those caches at the segment's end.
+"""
+
+import hashlib
+from array import array
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as ReadableList
+from dataclasses import dataclass
+
+from serve.core.messages import PrefixFile, PrefixFiles
+
+_NAME_BYTES = 16
+
+
+def root_name(contents: str) -> str:
+    """The name of the empty sequence. contents identifies what keys and values depend on besides
+    tokens."""
+    return _hash(b"root", contents.encode())
+
+
+def segment_name(parent: str, tokens: ReadableList[int]) -> str:
+    """The name of the segment with these tokens behind the segment called parent."""
+    numbers = array("i", tokens)
+    return _hash(parent.encode(), numbers.tobytes())
+
+
+def state_name(segment: str) -> str:
+    """The name of the state at the end of a segment."""
+    return _hash(segment.encode(), b"state")
+
+
+def _hash(first: bytes, second: bytes) -> str:
+    digest = hashlib.blake2b(second, key=first, digest_size=_NAME_BYTES)
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A prefix that all ranks have on their disks: the names of its segments in order, and that of
+    the state at its end, if one is needed."""
+
+    names: tuple[str, ...]
+    num_tokens: int
+    state: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A file of all ranks, and its size on each of them."""
+
+    parent: str
+    start: int
+    end: int
+    num_bytes: Mapping[int, int]
+
+    @property
+    def is_state(self) -> bool:
+        return self.start == self.end
+
+
+class DiskIndex:
+    """The files by name, the least recently used one first. max_bytes has the limit of each rank.
+
+    Whenever a file is used, so are those before it in its sequence. So the first file of all is
+    never one that another file needs.
+    """
+
+    def __init__(self, max_bytes: Mapping[int, int]) -> None:
+        self.max_bytes = dict(max_bytes)
+        self.num_bytes = dict.fromkeys(max_bytes, 0)
+        self._largest = dict.fromkeys(max_bytes, 0)
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._lengths: defaultdict[str, Counter[int]] = defaultdict(Counter)  # of followers
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def take_stored(self, stored: Mapping[int, PrefixFiles]) -> list[str]:
+        """Adds the files that the ranks had at the start. Returns the names of the others: files
+        that not all ranks have, and those that follow a file that is missing."""
+        by_rank = {rank: {file.name: file for file in own.files} for rank, own in stored.items()}
+        first = next(iter(stored.values()))
+        useless = {name for own in by_rank.values() for name in own}
+        for file in sorted(first.files, key=_position):
+            is_everywhere = all(file.name in own for own in by_rank.values())
+            follows = not file.start and not file.is_state
+            if is_everywhere and (follows or file.parent in self):
+                sizes = {rank: own[file.name].num_bytes for rank, own in by_rank.items()}
+                self.add(file, sizes)
+                useless.discard(file.name)
+        for file in first.files:
+            self.use(file.name)
+        return sorted(useless)
+
+    def add(self, file: PrefixFile, num_bytes: Mapping[int, int]) -> None:
+        """Adds a file with its size on each rank, as the most recently used one."""
+        sizes = dict(num_bytes)
+        self._entries[file.name] = _Entry(file.parent, file.start, file.end, sizes)
+        if not file.is_state:
+            length = file.end - file.start
+            self._lengths[file.parent][length] += 1
+        for rank, size in sizes.items():
+            self.num_bytes[rank] += size
+            largest = max(self._largest[rank], size)
+            self._largest[rank] = largest
+        self.use(file.name)
+
+    def end(self, name: str) -> int:
+        """The number of tokens from the start of a sequence to the end of a file."""
+        return self._entries[name].end
+
+    def use(self, name: str) -> None:
+        """Notes that a file is used, and with it those before it."""
+        while name in self._entries:
+            self._entries.move_to_end(name)
+            name = self._entries[name].parent
+
+    def remove(self, name: str) -> list[str]:
+        """Removes a file and all that follow it. Returns their names."""
+        if name not in self._entries:
+            return []
+        self._remove(name)
+        removed = [name]
+        followers = [other for other, entry in self._entries.items() if entry.parent == name]
+        for follower in followers:
+            removed += self.remove(follower)
+        return removed
+
+    def make_room(self, parent: str) -> list[str] | None:
+        """Removes files until another one, which follows parent, has room on all ranks. Returns
+        their names; None if there is no room without those before it."""
+        needed = set(self._chain(parent))
+        removed: list[str] = []
+        while not self._has_room():
+            oldest = next(iter(self._entries), None)
+            if oldest is None or oldest in needed:
+                return None
+            self._remove(oldest)
+            removed.append(oldest)
+        return removed
+
+    def find(self, root: str, tokens: ReadableList[int], with_state: bool) -> Found | None:
+        """Finds the longest prefix of tokens. With with_state, it has to end at a state."""
+        best: Found | None = None
+        for names, num_tokens in self._prefixes(root, tokens):
+            state = state_name(names[-1]) if with_state else None
+            is_usable = state is None or state in self
+            if is_usable and (best is None or num_tokens > best.num_tokens):
+                best = Found(names, num_tokens, state)
+        return best
+
+    def _prefixes(
+        self, root: str, tokens: ReadableList[int]
+    ) -> Iterator[tuple[tuple[str, ...], int]]:
+        """Yields all prefixes of tokens that there are: the names of their segments, and their
+        lengths."""
+        waiting: list[tuple[tuple[str, ...], int]] = [((), 0)]
+        while waiting:
+            names, start = waiting.pop()
+            parent = names[-1] if names else root
+            for length in self._lengths.get(parent, ()):
+                end = start + length
+                if end > len(tokens):
+                    continue
+                name = segment_name(parent, tokens[start:end])
+                if name in self:
+                    longer = (*names, name)
+                    yield longer, end
+                    waiting.append((longer, end))
+
+    def _chain(self, name: str) -> Iterator[str]:
+        """Yields a file and those before it."""
+        while name in self._entries:
+            yield name
+            name = self._entries[name].parent
+
+    def _has_room(self) -> bool:
+        """Whether each rank has room for a file as large as its largest one."""
+        return all(
+            self.num_bytes[rank] + self._largest[rank] <= limit
+            for rank, limit in self.max_bytes.items()
+        )
+
+    def _remove(self, name: str) -> None:
+        entry = self._entries.pop(name)
+        for rank, size in entry.num_bytes.items():
+            self.num_bytes[rank] -= size
+        if entry.is_state:
+            return
+        length = entry.end - entry.start
+        lengths = self._lengths[entry.parent]
+        lengths[length] -= 1
+        if not lengths[length]:
+            del lengths[length]
+        if not lengths:
+            del self._lengths[entry.parent]
+
+
+def _position(file: PrefixFile) -> tuple[int, bool]:
+    """Sorts files so that each one comes after the file that it follows."""
+    return file.end, file.is_state

@@ -1,0 +1,63 @@
+"""Prefixes that a cluster finds on its disks after a restart, and after its engines were killed."""
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from tests.cluster.servers import Server, running
+
+TEXT = "Once upon a time there was a fox who counted all the stars, one after the other. " * 20
+
+
+def ask(server: Server, text: str) -> tuple[str, int]:
+    """An answer, and how many tokens of its prompt were not computed."""
+    model = server.get("/v1/models")["data"][0]["id"]
+    reply = server.client().completions.create(
+        model=model, prompt=text, max_tokens=12, temperature=0
+    )
+    assert reply.usage
+    details = reply.usage.prompt_tokens_details
+    return reply.choices[0].text, (details.cached_tokens or 0) if details else 0
+
+
+def disk(server: Server) -> dict[str, Any]:
+    state: dict[str, Any] = server.get("/admin/pipeline")["prefix_cache"]["disk"]
+    return state
+
+
+def wait_until_written(server: Server, num_files: int) -> None:
+    deadline = time.monotonic() + 20
+    while disk(server)["num_files"] < num_files:
+        assert time.monotonic() < deadline, disk(server)
+        time.sleep(0.05)
+
+
+def test_a_restarted_cluster_reads_prefixes_and_can_be_told_to_forget_them(tmp_path: Path) -> None:
+    flags = ["--prefix-cache-dir", str(tmp_path / "kept"), "--prefix-cache-disk", "1GB"]
+    with running(2, *flags) as server:
+        expected, num_cached = ask(server, TEXT)
+        assert num_cached == 0
+        wait_until_written(server, 2)
+    assert (tmp_path / "kept" / "rank-1").stat().st_mode & 0o777 == 0o700
+    with running(2, *flags) as server:
+        assert ask(server, TEXT)[0] == expected
+        assert disk(server)["num_reads"] == 1
+        assert disk(server)["num_read_tokens"] >= 256
+        metrics = httpx2.get(f"{server.url}/metrics").text
+        (num_tokens,) = re.findall(
+            r"^brigade_prefix_cache_disk_read_tokens_total (\S+)", metrics, re.M
+        )
+        assert float(num_tokens) == disk(server)["num_read_tokens"]
+        for engine in server.engines().values():
+            engine.kill()
+        server.wait_for_log("event=recovered")
+        answer, num_cached = ask(server, TEXT)
+        assert (answer, num_cached >= 256) == (expected, True)
+        assert disk(server)["num_reads"] == 2
+        reply = httpx2.post(f"{server.url}/admin/prefix-cache", json={"clear": True})
+        assert reply.status_code == 200
+        assert ask(server, TEXT)[1] == 0
+    assert "event=prefix_file_dropped" not in server.text

@@ -1,0 +1,81 @@
+"""Files of the prefix cache whose writer is killed, and in which bytes change: each one is right,
+or is found to be damaged."""
+
+import queue
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from serve.core.messages import PrefixFile, PrefixFileWritten, PrefixRead, ReadPrefix
+from serve.rank.prefix_store import PrefixStore
+from tests.faults import prefix_writer
+from tests.faults.prefix_writer import DIGEST, NUM_TOKENS, make_cache
+
+NUM_KILLS = 100
+MAX_SECONDS = 0.3  # that a writer writes
+
+
+def killed_writer(folder: Path, first: int, seconds: float) -> None:
+    command = [sys.executable, "-m", prefix_writer.__name__, str(folder), str(first)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout
+        assert process.stdout.readline() == b"writing\n"
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    assert process.returncode == -9
+
+
+def damage(path: Path, chance: random.Random) -> None:
+    """Flips one bit, or cuts the file."""
+    data = bytearray(path.read_bytes())
+    place = chance.randrange(len(data))
+    if chance.random() < 0.2:
+        del data[place:]
+    else:
+        data[place] ^= 1 << chance.randrange(8)
+    path.write_bytes(data)
+
+
+def read(store: PrefixStore, file: PrefixFile, reports: queue.Queue) -> bool:
+    """Whether a file could be read. If so, its numbers are right."""
+    store.obey(ReadPrefix(7, file.end, (file.name,)))
+    report = reports.get(timeout=20)
+    if report.damaged:
+        return False
+    for cache in store.take(7):
+        assert cache.offset == NUM_TOKENS
+        for array in (cache.keys, cache.values):
+            assert mx.all(array == float(int(file.name, 16))).item()
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_prefix_store_after_kills_and_with_changed_bytes(tmp_path: Path) -> None:
+    chance = random.Random(5)
+    reports: queue.Queue[PrefixRead | PrefixFileWritten] = queue.Queue()
+    num_right = num_damaged = 0
+    for kill in range(NUM_KILLS):
+        killed_writer(tmp_path, 10_000 * kill, chance.uniform(0.0, MAX_SECONDS))
+        store = PrefixStore(tmp_path, DIGEST, 1 << 30, make_cache, reports.put)
+        assert not list(tmp_path.glob("*/unfinished-*"))
+        files = [file for file in store.files().files if int(file.name, 16) >= 10_000 * kill]
+        for file in files:
+            assert read(store, file, reports), "a kill left a file that looks finished"
+            num_right += 1
+        if files:
+            file = chance.choice(files)
+            (path,) = tmp_path.glob(f"*/{file.name}-*")
+            damage(path, chance)
+            assert not read(store, file, reports)
+            assert not path.exists()
+            num_damaged += 1
+        store.close()
+    assert num_right > NUM_KILLS
+    assert num_damaged > NUM_KILLS / 2

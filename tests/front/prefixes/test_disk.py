@@ -1,0 +1,237 @@
+"""The prefix cache on disk, as rank 0 decides about it. The played ranks have names instead of
+files."""
+
+import random
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from serve.core.messages import (
+    ForgetPrefixFiles,
+    PrefixFile,
+    PrefixFiles,
+    PrefixFileWritten,
+    PrefixRead,
+    ReadPrefix,
+)
+from serve.core.types import Sampling, Sequence, Write
+from serve.front.prefixes.checkpoints import PrefixKey
+from serve.front.prefixes.disk import DiskCounts, DiskPrefixes, DiskRules, Loaded
+
+RULES = DiskRules(segment=16, min_segment=4, min_gain=8)
+KEY = PrefixKey()
+BYTES_PER_TOKEN = 10
+
+
+def tokens(start: int, count: int) -> list[int]:
+    return [(start * 7 + i) % 1000 for i in range(count)]
+
+
+def sequence(prompt: list[int], id: int = 99) -> Sequence:
+    return Sequence(id, [*prompt, 1], 5, Sampling(), frozenset())
+
+
+@dataclass
+class Ranks:
+    """The disks of two ranks, and the cache that decides about them."""
+
+    max_bytes: int = 10**6
+    has_states: bool = False
+    files: dict[int, dict[str, PrefixFile]] = field(default_factory=lambda: {0: {}, 1: {}})
+    counts: DiskCounts = field(default_factory=DiskCounts)
+    broken: set[int] = field(default_factory=set)  # ranks whose disks are full
+
+    def __post_init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        """Another life of the engines."""
+        stored = {
+            rank: PrefixFiles(list(own.values()), self.max_bytes)
+            for rank, own in self.files.items()
+        }
+        self.disk = DiskPrefixes(stored, str, self.counts, has_states=self.has_states, rules=RULES)
+        self.obey()
+
+    def keep(
+        self, held: list[int], stops: dict[int, int] | None = None, key: PrefixKey = KEY
+    ) -> None:
+        """The stages keep a sequence, and write what they are told to."""
+        self.disk.keep(1, held, key, stops or {})
+        while write := self.disk.next_write(lambda _: True):
+            self.obey()
+            for rank in self.files:
+                self.write(rank, write)
+            self.obey()
+
+    def write(self, rank: int, write: Write) -> None:
+        size = max(1, write.end - write.start) * BYTES_PER_TOKEN
+        if rank in self.broken:
+            size = 0
+        else:
+            file = PrefixFile(write.name, write.parent, write.start, write.end, size)
+            self.files[rank][write.name] = file
+        self.disk.on_written(rank, PrefixFileWritten(write.name, size))
+
+    def read(self, prompt: list[int], key: PrefixKey = KEY) -> int | None:
+        """The number of tokens that were read, 0 if a file was damaged; None if there was nothing
+        to read."""
+        asked = replace(sequence(prompt), cache_scope=key.scope)
+        if not self.disk.read(asked, 0, None):
+            return None
+        (message,) = self.disk.take_messages()
+        assert isinstance(message, ReadPrefix)
+        names = [*message.names, message.state] if message.state else message.names
+        loaded: Loaded | None = None
+        for rank, own in self.files.items():
+            damaged = next((name for name in names if name not in own), None)
+            loaded = self.disk.on_read(rank, PrefixRead(message.sequence, damaged))
+        self.obey()
+        assert loaded
+        assert (loaded.id is None) == (loaded.num_tokens == 0)
+        return loaded.num_tokens
+
+    def obey(self) -> None:
+        for message in self.disk.take_messages():
+            assert isinstance(message, ForgetPrefixFiles)
+            for own in self.files.values():
+                if message.everything:
+                    own.clear()
+                for name in message.names:
+                    own.pop(name, None)
+
+    def num_bytes(self, rank: int) -> int:
+        return sum(file.num_bytes for file in self.files[rank].values())
+
+
+def test_disk_prefixes_are_found_after_a_restart() -> None:
+    ranks = Ranks()
+    ranks.keep(tokens(1, 100))
+    ranks.start()
+    assert ranks.read([*tokens(1, 100), 5, 6]) == 100
+    assert ranks.read([*tokens(1, 50), *tokens(2, 50)]) == 48, "whole segments of 16"
+    assert ranks.read(tokens(2, 100)) is None
+    assert ranks.counts.num_reads == 2
+
+
+def test_disk_prefixes_write_what_is_new() -> None:
+    ranks = Ranks()
+    ranks.keep(tokens(1, 64))
+    ranks.keep([*tokens(1, 64), *tokens(2, 32)])
+    ranks.keep([*tokens(1, 64), *tokens(3, 32)])
+    assert ranks.counts.num_written_files == 4 + 2 + 2
+    assert ranks.num_bytes(0) == BYTES_PER_TOKEN * (64 + 32 + 32)
+
+
+def test_disk_prefixes_do_not_write_a_short_rest() -> None:
+    ranks = Ranks()
+    ranks.keep(tokens(1, 16 + 3))
+    assert [file.end for file in ranks.files[0].values()] == [16]
+
+
+@pytest.mark.parametrize("other", [PrefixKey(scope="b"), PrefixKey(adapter_version=1)])
+def test_disk_prefixes_are_kept_apart(other: PrefixKey) -> None:
+    ranks = Ranks()
+    ranks.keep(tokens(1, 64), key=other)
+    assert ranks.read(tokens(1, 64)) is None
+
+
+def test_disk_prefixes_begin_only_at_states_where_caches_cannot_be_cut() -> None:
+    ranks = Ranks(has_states=True)
+    ranks.keep(tokens(1, 100), {40: 7, 70: 8})
+    ranks.start()
+    for length, found in ((100, 100), (99, 70), (70, 70), (69, 40)):
+        assert ranks.read([*tokens(1, length), 999]) == found
+    assert ranks.read([*tokens(1, 39), 999]) is None
+
+
+def test_disk_prefixes_add_states_to_segments_that_are_there() -> None:
+    ranks = Ranks(has_states=True)
+    ranks.keep(tokens(1, 64), {32: 7})
+    for own in ranks.files.values():
+        (state,) = (name for name, file in own.items() if file.is_state and file.end == 32)
+        del own[state]
+    ranks.start()
+    ranks.keep(tokens(1, 64), {32: 9})
+    assert ranks.read([*tokens(1, 40), 999]) == 32
+
+
+def test_disk_prefixes_of_one_rank_alone_are_deleted() -> None:
+    """A kill came between the writes of two ranks; what follows a missing file is of no use."""
+    ranks = Ranks()
+    ranks.keep(tokens(1, 64))
+    second = [name for name, file in ranks.files[1].items() if file.end == 32]
+    del ranks.files[1][second[0]]
+    ranks.start()
+    assert [file.end for file in ranks.files[0].values()] == [16]
+    assert ranks.files[0] == ranks.files[1]
+
+
+def test_disk_prefixes_behind_a_damaged_file_are_deleted() -> None:
+    ranks = Ranks()
+    ranks.keep(tokens(1, 64))
+    damaged = [name for name, file in ranks.files[1].items() if file.end == 48]
+    del ranks.files[1][damaged[0]]
+    assert ranks.read(tokens(1, 64)) == 0
+    assert ranks.counts.num_damaged_files == 1
+    assert ranks.read(tokens(1, 64)) == 32
+    assert ranks.files[0].keys() == ranks.files[1].keys()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_disk_prefixes_stay_within_their_room(seed: int) -> None:
+    """What was not used for the longest time goes, but no file that another one follows."""
+    chance = random.Random(seed)
+    ranks = Ranks(max_bytes=100 * BYTES_PER_TOKEN)
+    for _ in range(100):
+        start = chance.randrange(5)
+        prompt = [*tokens(start, 20), *tokens(chance.randrange(50), chance.randrange(60))]
+        ranks.keep(prompt)
+        if chance.random() < 0.3:
+            ranks.read(prompt)
+        if chance.random() < 0.1:
+            ranks.start()
+        for rank in (0, 1):
+            assert ranks.num_bytes(rank) <= ranks.max_bytes
+            for file in ranks.files[rank].values():
+                assert not file.start or file.parent in ranks.files[rank]
+    assert ranks.counts.num_evicted_files > 10
+    assert not ranks.counts.num_damaged_files
+
+
+def test_disk_prefixes_that_are_used_stay() -> None:
+    ranks = Ranks(max_bytes=120 * BYTES_PER_TOKEN)
+    ranks.keep(tokens(1, 32))
+    for start in range(2, 20):
+        ranks.keep(tokens(start, 32))
+        assert ranks.read(tokens(1, 32)) == 32
+
+
+def test_disk_prefixes_are_not_written_to_a_full_disk_until_they_are_cleared() -> None:
+    ranks = Ranks()
+    ranks.keep(tokens(1, 32))
+    ranks.broken = {1}
+    ranks.keep(tokens(2, 32))
+    ranks.broken = set()
+    ranks.keep(tokens(3, 32))
+    assert ranks.counts.num_written_files == 2
+    assert ranks.counts.num_failed_writes == 1
+    assert ranks.files[0].keys() == ranks.files[1].keys()
+    assert ranks.read(tokens(1, 32)) == 32
+    ranks.disk.clear()
+    ranks.obey()
+    assert not ranks.files[0]
+    ranks.keep(tokens(3, 32))
+    assert ranks.counts.num_written_files == 4
+
+
+def test_disk_prefixes_are_read_only_where_that_saves_something() -> None:
+    ranks = Ranks()
+    ranks.keep(tokens(1, 64))
+    asked = sequence(tokens(1, 64))
+    assert ranks.disk.read(asked, 60, None) == 0, "memory has nearly all of it"
+    assert ranks.disk.read(asked, 0, 63) == 0, "there is no room"
+    scored = replace(asked, sampling=Sampling(prompt_logprobs=1))
+    assert ranks.disk.read(scored, 0, None) == 0
+    assert ranks.disk.read(asked, 56, 64) == 64
+    assert ranks.disk.num_reading_tokens == 64
