@@ -6,6 +6,10 @@ _LENGTHS = (3, 6, 12, 24)
 _PRIOR_SHARES = (0.45, 0.6, 0.75, 0.85, 0.9)
 _PRIOR_WEIGHT = 4.0
 _KEPT = 0.95  # of the earlier counts, with each new guess
+_FIRST_HIT_SHARES = (0.15, 0.4)  # Short answers often repeat words of the prompt.
+_FIRST_GUESS_SHARES = (0.25, 0.6)
+_NEW_SHARE = 0.08  # of the latest token in the means of a sequence
+_NEW_SHARE_OF_ALL = 0.005  # and in those of all sequences
 
 
 class Acceptance:
@@ -39,6 +43,29 @@ class Acceptance:
             chance *= self.share(match_length + n)
             chances.append(chance)
         return chances
+
+
+class HitShares:
+    """The recent shares of tokens with a right guess, and with any guess: after a token that
+    continued no match, and after one that did. prior is another HitShares, from which these begin.
+    It gets the same counts, which weigh less there."""
+
+    def __init__(self, prior: "HitShares | None" = None) -> None:
+        self._prior = prior
+        self._hits: list[float] = list(prior._hits if prior else _FIRST_HIT_SHARES)
+        self._guesses: list[float] = list(prior._guesses if prior else _FIRST_GUESS_SHARES)
+
+    def note(self, had_match: bool, has_guess: bool, is_hit: bool) -> None:
+        new_share = _NEW_SHARE if self._prior else _NEW_SHARE_OF_ALL
+        self._hits[had_match] += new_share * (is_hit - self._hits[had_match])
+        self._guesses[had_match] += new_share * (has_guess - self._guesses[had_match])
+        if self._prior:
+            self._prior.note(had_match, has_guess, is_hit)
+
+    def gain(self, had_match: bool, token_cost: float) -> float:
+        """The tokens that a draft of the next token is expected to give, minus its cost, which is
+        token_cost tokens."""
+        return self._hits[had_match] - token_cost * self._guesses[had_match]
 
 
 def _kind(match_length: int) -> int:

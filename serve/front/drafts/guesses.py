@@ -1,7 +1,7 @@
 """The guesses about one sequence: where they come from, and how often they were right."""
 
 from serve.core.types import Sequence
-from serve.front.drafts.acceptance import Acceptance
+from serve.front.drafts.acceptance import Acceptance, HitShares
 from serve.front.drafts.interface import Draft, Drafter
 from serve.front.drafts.suffixes import Match, Suffixes
 
@@ -11,11 +11,6 @@ _MAX_INDEXED = 32_768  # tokens of a prediction, and the last ones of a prompt
 _MAX_ADDED_AT_ONCE = 4_096
 _MAX_COMPARED_AT_ONCE = 64
 _SEPARATOR = 0  # Drafts end where the prediction ends, so any token will do.
-# The shares of tokens with a right guess, and with any guess, until more is known: after a token
-# that continued no match, and after one that did. Short answers often repeat words of the prompt.
-_FIRST_HIT_SHARES = (0.15, 0.4)
-_FIRST_GUESS_SHARES = (0.25, 0.6)
-_NEW_SHARE = 0.08
 _PREDICTION_MATCH_LENGTH = 8
 
 
@@ -23,9 +18,13 @@ class Guesses:
     """Guesses the next tokens of a sequence from its tokens so far, and from the answer that its
     client predicts. Every guess is counted, whether or not it was fed as a draft."""
 
-    def __init__(self, sequence: Sequence, acceptance: Acceptance) -> None:
-        self._hit_shares = list(_FIRST_HIT_SHARES)
-        self._guess_shares = list(_FIRST_GUESS_SHARES)
+    def __init__(
+        self,
+        sequence: Sequence,
+        acceptance: Acceptance,
+        hit_shares: HitShares,
+    ) -> None:
+        self._hit_shares = hit_shares
         self._had_match = False  # before the newest token
         self._acceptance = acceptance
         self._suffixes = Suffixes()
@@ -40,8 +39,7 @@ class Guesses:
         """The tokens that a draft of the token after the next one is expected to give, minus what
         it costs. token_cost is the cost of a draft, in tokens. This depends on recent tokens like
         the newest one, which either has a match or not."""
-        kind = self._match is not None
-        return self._hit_shares[kind] - token_cost * self._guess_shares[kind]
+        return self._hit_shares.gain(self._match is not None, token_cost)
 
     def catch_up(self, sequence: Sequence) -> bool:
         """Learns the tokens that have come, but only a part if there are many. Returns whether
@@ -97,10 +95,7 @@ class Guesses:
     def _compare(self, token: int) -> None:
         """Counts whether the guess of this token was right."""
         is_hit = token == self._guess
-        kind = self._had_match
-        has_guess = self._guess is not None
-        self._hit_shares[kind] += _NEW_SHARE * (is_hit - self._hit_shares[kind])
-        self._guess_shares[kind] += _NEW_SHARE * (has_guess - self._guess_shares[kind])
+        self._hit_shares.note(self._had_match, self._guess is not None, is_hit)
         self._had_match = self._match is not None
         if self._match is not None and self._guess is not None:
             self._acceptance.note(self._match.length, is_hit)

@@ -4,13 +4,13 @@ about a row were right, and on what one more token costs on this cluster."""
 from collections.abc import Sequence as ReadableList
 
 from serve.core.types import Sequence
-from serve.front.drafts.acceptance import Acceptance
+from serve.front.drafts.acceptance import Acceptance, HitShares
 from serve.front.drafts.guesses import Guesses
 from serve.front.drafts.interface import Draft
 
 MAX_DRAFTS = 16
 _MIN_GAIN = 1.05
-_WAITING_GAIN = 0.06  # tokens per step and row that make up for waiting for the front end
+_WAITING_GAIN = 0.1  # tokens per step and row that make up for waiting for the front end
 _MAX_ROWS_COST = 0.5  # With more, as a share of a step for a token more in each row, nothing pays.
 _UNKNOWN_TOKEN_COST = 0.06
 _MIN_TOKEN_COST = 0.01  # Because of noise, it can be measured as nothing.
@@ -27,6 +27,7 @@ class Speculation:
         self.is_possible = False
         self.token_cost = _UNKNOWN_TOKEN_COST
         self._acceptance = Acceptance()
+        self._hit_shares = HitShares()
         self._guesses: dict[int, Guesses] = {}
 
     def propose(self, sequences: ReadableList[Sequence]) -> list[Draft]:
@@ -67,7 +68,8 @@ class Speculation:
     def _guesses_of(self, sequence: Sequence) -> Guesses:
         guesses = self._guesses.get(sequence.id)
         if guesses is None:
-            guesses = self._guesses[sequence.id] = Guesses(sequence, Acceptance(self._acceptance))
+            guesses = Guesses(sequence, Acceptance(self._acceptance), HitShares(self._hit_shares))
+            self._guesses[sequence.id] = guesses
         return guesses
 
     def _longest(self, sequence: Sequence) -> Draft:

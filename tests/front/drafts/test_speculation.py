@@ -5,7 +5,7 @@ import random
 import pytest
 
 from serve.core.types import Sampling, Sequence
-from serve.front.drafts.acceptance import Acceptance
+from serve.front.drafts.acceptance import Acceptance, HitShares
 from serve.front.drafts.counts import DraftCounts
 from serve.front.drafts.guesses import Guesses
 from serve.front.drafts.speculation import MAX_DRAFTS, Speculation, best_length
@@ -143,7 +143,7 @@ def test_catch_up_learns_a_long_answer_in_parts() -> None:
     """An answer is learned late if there were too many rows for drafts before."""
     sequence = make_sequence(prompt=[1, 2, 3])
     sequence.output = list(range(1000, 11_000)) + LOOP * 2
-    guesses = Guesses(sequence, Acceptance())
+    guesses = Guesses(sequence, Acceptance(), HitShares())
     assert not guesses.catch_up(sequence)
     assert not guesses.draft(4).tokens
     assert not guesses.catch_up(sequence)
@@ -160,6 +160,17 @@ def test_acceptance_follows_what_came_true() -> None:
     assert own.share(40) > 0.8
     assert Acceptance(every).share(4) < 0.2
     assert own.gains(40, 3) == sorted(own.gains(40, 3), reverse=True)
+
+
+def test_hit_shares_of_new_sequences_begin_with_those_of_all() -> None:
+    every = HitShares()
+    before = every.gain(False, 0.3)
+    own = HitShares(every)
+    for _ in range(400):
+        own.note(False, True, False)
+    assert own.gain(False, 0.3) == pytest.approx(-0.3, abs=0.01)
+    assert HitShares(every).gain(False, 0.3) < before - 0.1
+    assert every.gain(True, 0.3) == HitShares().gain(True, 0.3)
 
 
 def test_step_cost_finds_what_a_token_costs() -> None:

@@ -114,7 +114,7 @@ async def test_warm_up_runs_steps_with_drafts_where_there_will_be_some(has_draft
     stages = Stages(has_drafts=has_drafts)
     await stages.run()
     rows = {len(step.rows) for step in stages.steps if step.num_drafts}
-    assert rows == ({1, 4} if has_drafts else set())
+    assert rows >= {1, 4} if has_drafts else not rows
 
 
 async def test_a_warm_up_whose_steps_do_not_come_back_is_a_fault() -> None:
