@@ -61,6 +61,9 @@ class Lenient(Body):
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> Any:
         schema = handler.resolve_ref_schema(handler(core_schema))
+        model = schema["properties"].get("model", {})
+        if model.get("type") == "string":  # null is the same as leaving it out.
+            schema["properties"]["model"] = {"anyOf": [model, {"type": "null"}]}
         for name in HARMLESS:
             schema["properties"].setdefault(name, {})
         for name, neutral in NEUTRAL.items():

@@ -47,8 +47,9 @@ Schemas = Mapping[Any, JsonSchemaValue]
 @dataclass(frozen=True, slots=True)
 class Call:
     """The description of a call. body and reply are types; None means no body, or a reply that
-    is text. chunk is the type of a stream's events. errors are the statuses of this call's errors,
-    without those that follow from the other fields."""
+    is text. chunk is the type of a stream's events; has_lines says that a stream is lines of JSON.
+    errors are the statuses of this call's errors, without those that follow from the other
+    fields."""
 
     body: Any = None
     reply: Any = None
@@ -57,6 +58,7 @@ class Call:
     errors: frozenset[int] = frozenset()
     status: int = 200
     query: Mapping[str, Json] | None = None
+    has_lines: bool = False
 
     @property
     def error(self) -> Any:
@@ -203,6 +205,8 @@ def _reply(call: Call, schemas: Schemas) -> Json:
         content = _json_content(schemas[call.reply])
     if call.chunk is not None:
         content["text/event-stream"] = _stream(call, schemas[call.chunk])
+    if call.has_lines:
+        content["application/x-ndjson"] = {"schema": {"description": "Lines of JSON objects."}}
     return {"description": "The answer.", "content": content}
 
 

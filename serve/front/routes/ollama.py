@@ -44,12 +44,12 @@ class OllamaCalls:
             Route("/api/version", self.ollama_version),
         ]
 
-    @endpoint(404, 429, 500, body=OllamaChatBody, reply=Json, policy=_POLICY)
+    @endpoint(404, 429, 500, body=OllamaChatBody, reply=Json, policy=_POLICY, has_lines=True)
     async def ollama_chat(self, request: Request) -> Response:
         """Answers a chat of Ollama's API, by default as lines of JSON."""
         return await self._answer(request, Reader.ollama_chat, is_chat=True)
 
-    @endpoint(404, 429, 500, body=OllamaGenerateBody, reply=Json, policy=_POLICY)
+    @endpoint(404, 429, 500, body=OllamaGenerateBody, reply=Json, policy=_POLICY, has_lines=True)
     async def ollama_generate(self, request: Request) -> Response:
         """Answers a prompt of Ollama's API, by default as lines of JSON."""
         return await self._answer(request, Reader.ollama_generate, is_chat=False)

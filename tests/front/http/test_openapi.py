@@ -145,3 +145,15 @@ def test_how_a_stream_ends_is_told(
     assert ("[DONE]" in json.dumps(content)) == is_done
     text = httpx2.post(server.url + path, json={**body, "stream": True}, timeout=10).text
     assert text.endswith("data: [DONE]\n\n") == is_done
+
+
+def test_calls_of_ollama_are_described_with_their_streams(document: Any) -> None:
+    for path in ("/api/chat", "/api/generate"):
+        call = document["paths"][path]["post"]
+        assert {"application/json", "application/x-ndjson"} <= call["responses"]["200"][
+            "content"
+        ].keys()
+    schemas = document["components"]["schemas"]
+    for name in ("OllamaChatBody", "ChatBody", "TokenizeBody"):
+        kinds = [each.get("type") for each in schemas[name]["properties"]["model"]["anyOf"]]
+        assert kinds == ["string", "null"], name

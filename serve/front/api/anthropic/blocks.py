@@ -33,7 +33,7 @@ def _as_block(block: Any) -> Any:
 
 
 def _as_list_of(kind: Any) -> BeforeValidator:
-    return BeforeValidator(_as_blocks, json_schema_input_type=None | str | list[kind])
+    return BeforeValidator(_as_blocks, json_schema_input_type=None | str | list[str | kind])
 
 
 _FAIL_FAST = Field(fail_fast=True)
