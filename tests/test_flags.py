@@ -61,7 +61,7 @@ def test_an_adapter_root_that_is_no_folder(tmp_path: Path, root: str) -> None:
         (["--adapter-memory", "1GB,1GB,1GB"], "^--adapter-memory .* has 3 amounts for 2 ranks"),
         (["--max-prompt-tokens", "99999"], "^--max-prompt-tokens 99999 is more than the model's"),
         (["--split", "4,x"], "^--split 4,x is not a split: .*20,12"),
-        (["--split", "3,3,2"], "^--split 3,3,2 has 3 numbers, .* 2 ranks: "),
+        (["--split", "3,3,2"], "^--split 3,3,2 has 3 numbers, .* 2 stages: "),
         (["--tool-parser", "foo"], "^--tool-parser foo is not one of .*qwen"),
         (["--allowed-host", "http://a.example"], "^--allowed-host 'http:.* is not a host"),
         (["--prot", "9310"], r"--prot \(did you mean --port\?\)"),
