@@ -78,10 +78,11 @@ class CertainDrafting(RandomDrafting):
 
 
 def check_counts(pipeline: Pipeline) -> None:
-    """Every draft is counted, also those of steps with which an answer ends."""
+    """Every draft is counted, also those of steps with which an answer ends. A life in which
+    prompts are always prefilled has none."""
     counts, sequences = pipeline.scheduler.draft_counts, pipeline.added.values()
-    assert counts.drafted["suffixes"] == sum(s.num_drafted for s in sequences) > 0
-    assert counts.accepted["suffixes"] == sum(s.num_accepted for s in sequences) > 0
+    assert counts.drafted["suffixes"] == sum(s.num_drafted for s in sequences)
+    assert counts.accepted["suffixes"] == sum(s.num_accepted for s in sequences)
 
 
 def test_schedule_takes_all_right_drafts_of_a_row() -> None:
