@@ -1,11 +1,7 @@
-"""The messages between a launcher and its agents, with their directions.
-
-    launcher -> agent             EnterFolder, DescribeHost, ReservePorts, StartEcho, MeasureHop,
-                                  FindHolder, RunRank, SendSignal
-    agent -> launcher             AgentReady, FolderEntered, HostFacts, PortsReserved, EchoStarted,
-                                  HopSpeed, PortHolder, RankStarted, RankEnded, AgentError
+"""The messages between a launcher and its agents.
 
 They are lines of JSON, because the output of a shell profile may appear between them.
+serve.core.messages lists their directions with those of all other messages.
 """
 
 from typing import TypeAlias

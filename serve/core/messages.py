@@ -1,4 +1,4 @@
-"""The messages between the processes of ranks, with their directions.
+"""Every message that crosses a process or host boundary, with its direction.
 
 They travel as MessagePack arrays behind the name of their type. Both ends match on the types; a
 body that does not decode to a type that is expected there is an error.
@@ -15,9 +15,16 @@ body that does not decode to a type that is expected there is an error.
                                   SameFacts, PinnedCommit, TensorNames, TrainedNames, WeightTypes,
                                   NumTrained, ResumePoint, Probe, UpdateNote, LossSum, NotFinite,
                                   OpTimes
+    launcher -> agent             EnterFolder, DescribeHost, ReservePorts, StartEcho, MeasureHop,
+                                  FindHolder, RunRank, SendSignal
+    agent -> launcher             AgentReady, FolderEntered, HostFacts, PortsReserved, EchoStarted,
+                                  HopSpeed, PortHolder, RankStarted, RankEnded, AgentError
+    server -> helper process      ReadBody, ParseCall, CheckGrammar, CheckClaims
+    helper process -> server      HelperReady, BodyRead, BodyRefused, BodyNotRead, CallsParsed,
+                                  CallUnreadable, GrammarChecked, ClaimsChecked
 
-Those between a launcher and its agents stand in serve.core.agent_messages, those between the server
-and its helper processes in serve.core.helper_messages. Both are JSON.
+The last four lists are defined in serve.core.agent_messages and serve.core.helper_messages. Those
+messages are JSON, not MessagePack.
 """
 
 import math

@@ -250,7 +250,7 @@ def test_a_rank_comes_back_after_a_lost_connection(relaunch: Start) -> None:
     launched = relaunch(DEAF_CHILD + DEAF + SLEEP).see("child up", 2)
     ssh_clients(launched)["127.0.0.3"].kill()
     launched.see("event=rank_started", 3)
-    assert [alive(pid) for pid in launched.pids].count(False) == 2
+    wait_until(lambda: [alive(pid) for pid in launched.pids].count(False) == 2)
     launched.process.send_signal(signal.SIGTERM)
     assert launched.end()[0] == 137
 
