@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
+from serve.front.text.references import target
 from serve.front.text.sound_schemas import sound_tools
 
 Schema = dict[str, Any]
@@ -222,18 +223,8 @@ class _Closing:
         reference = references[0] if references else None
         if not isinstance(reference, str):
             return None
-        if reference == "#" or not reference.startswith("#/"):
-            return self._document
-        target: Any = self._document
-        for part in reference[2:].split("/"):
-            name = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(target, list) and name.isdecimal() and int(name) < len(target):
-                target = target[int(name)]
-            elif isinstance(target, dict) and name in target:
-                target = target[name]
-            else:
-                return self._document
-        return target
+        found = target(reference, self._document)
+        return self._document if found is None else found
 
 
 def _children(schema: Schema, parts: tuple[str, ...]) -> Iterator[Any]:

@@ -9,6 +9,9 @@ import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from urllib.parse import quote, unquote
+
+from serve.front.text.references import target
 
 Schema = dict[str, Any]
 # Returns the valid part of a keyword's value, or None if nothing of it is valid.
@@ -33,8 +36,10 @@ _SEVERAL = ("allOf", "anyOf", "oneOf", "prefixItems")
 _NAMED = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
 _HOLDING_SCHEMAS = {*_ONE, *_SEVERAL, *_NAMED}
 _MAX_NUMBER = 2**53  # A larger one is not exact in JSON.
+_MIN_STEP, _MAX_STEP = 1e-6, 1e9  # of multipleOf, for llguidance
 _DRAFT = re.compile(r"https?://json-schema\.org/(draft-0[4-7]|draft/20(19-09|20-12))/schema#?")
 _CATEGORY = re.compile(r"\\[pP](?:\{[^}]*\}|[A-Z])")
+_IN_NAMES = ":?@!$&'()*+,;="  # characters that need no % in a reference
 _URI = re.compile(r"[\w.~:/?#@!$&'()*+,;=%-]+", re.ASCII)
 
 
@@ -72,13 +77,14 @@ class _Cleaner:
             **{name: partial(self._several, name) for name in _SEVERAL},
             **{name: partial(self._named, name) for name in _NAMED},
             **dict.fromkeys(sizes, _size),
-            **dict.fromkeys(("minimum", "maximum", "multipleOf"), _number),
+            **dict.fromkeys(("minimum", "maximum"), _number),
             **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), _number_or_bool),
             "$id": _uri,
             "$ref": self._reference,
             "$schema": _draft,
             "enum": _filled_list,
             "format": _string,
+            "multipleOf": _step,
             "pattern": _pattern,
             "required": _names,
             "type": _types,
@@ -102,7 +108,7 @@ class _Cleaner:
         return found
 
     def _inner(self, keyword: str, value: Any) -> Any:
-        """The valid part of what stands for a schema; an empty one for anything else."""
+        """The valid part of a value that should be a schema; an empty schema if it is none."""
         if isinstance(value, dict | bool):
             return self.schema(value)
         self.changed.add(keyword)
@@ -129,14 +135,12 @@ class _Cleaner:
         return {name: self._inner(keyword, value[name]) for name in names}
 
     def _reference(self, value: Any) -> Any:
-        """A reference to a part of the document."""
-        if not isinstance(value, str) or not value.startswith("#"):
+        """A reference to a part of the document, as a valid URI: some programs write names such as
+        `List<A>` into it as they are."""
+        if not isinstance(value, str) or not isinstance(target(value, self._document), dict | bool):
             return None
-        target: Any = self._document
-        for step in value.removeprefix("#").split("/")[1:]:
-            name = step.replace("~1", "/").replace("~0", "~")
-            target = target.get(name) if isinstance(target, dict) else None
-        return value if isinstance(target, dict | bool) else None
+        steps = value.removeprefix("#").split("/")
+        return "#" + "/".join(quote(unquote(step), safe=_IN_NAMES) for step in steps)
 
 
 def _is_number(value: Any) -> bool:
@@ -149,6 +153,11 @@ def _number(value: Any) -> Any:
 
 def _number_or_bool(value: Any) -> Any:
     return value if isinstance(value, bool) else _number(value)
+
+
+def _step(value: Any) -> Any:
+    """A number above 0 whose digits a grammar can count."""
+    return value if _is_number(value) and _MIN_STEP <= value <= _MAX_STEP else None
 
 
 def _size(value: Any) -> Any:

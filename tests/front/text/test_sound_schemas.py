@@ -36,6 +36,12 @@ CHANGED: list[tuple[str, Any, Any]] = [
     ("additionalProperties", None, None),
     ("$ref", "#/$defs/Nowhere", None),
     ("$ref", "https://example.org/schema", None),
+    ("$ref", "#nowhere", None),
+    ("$ref", "#/$defs/List<A>", "#/$defs/List%3CA%3E"),
+    ("$ref", "#/$defs/a%2Fb", "#/$defs/a%2Fb"),
+    ("$ref", "#/allOf/0", "#/allOf/0"),
+    ("multipleOf", 0, None),
+    ("multipleOf", 0.5, 0.5),
     ("$schema", "mine", None),
     ("$id", "[", None),
 ]
@@ -68,7 +74,8 @@ MALFORMED: dict[str, Any] = {
 
 @pytest.mark.parametrize(("name", "value", "expected"), CHANGED)
 def test_sound_leaves_out_what_is_not_valid(name: str, value: Any, expected: Any) -> None:
-    schema = {"properties": {"x": {"title": "X", name: value}}}
+    definitions = {"List<A>": {"type": "string"}, "a/b": {}}
+    schema = {"properties": {"x": {"title": "X", name: value}}, "allOf": [{}], "$defs": definitions}
     found = sound(schema)["properties"]["x"]
     assert found == {"title": "X"} | ({} if expected is None else {name: expected})
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]

@@ -7,6 +7,7 @@ from typing import Any
 from serve.front.text.schemas import GUIDANCE, closed, without_inexpressible_patterns
 
 _TEXT = "TEXT: /(.|\\n)*/"
+_MAX_BRANCHES = 1024
 _BLANK = "BLANK: /[ \\n\\t]{0,32}/"
 
 TokenId = Callable[[str], int | None]
@@ -30,10 +31,17 @@ class Lark:
         self.is_parallel = is_parallel
         self.left_out: set[str] = set()
         self.held_inputs: dict[str, str] = {}  # the names of the tools and of their grammars
+        self._num_branches = 0
         self._inputs = inputs
         self._added = sorted((each for each in added_tokens if each), key=len, reverse=True)
         self._names: dict[str, str] = {}
         self._rules: dict[str, str] = {}
+
+    def allows_branches(self, number: int) -> bool:
+        """Counts branches that are inside another branch of a schema, and returns whether they may
+        still have rules: references make exponentially many of them in a short schema."""
+        self._num_branches += number
+        return self._num_branches <= _MAX_BRANCHES
 
     def text(self) -> str:
         return "\n".join(["%llguidance {}", *self._rules.values(), _TEXT, _BLANK])

@@ -7,10 +7,12 @@ from typing import Any
 
 from serve.front.text.calls.lark import Lark
 from serve.front.text.calls.values import Json, resolved
+from serve.front.text.references import moved, references
 from serve.front.text.schemas import closed, is_inexpressible
 
-_MAX_DEPTH = 8
 _DEFINITIONS = ("$defs", "definitions")
+_TO_DEFINITIONS = tuple(f"#/{name}/" for name in _DEFINITIONS)
+_PLACE = "#/$defs/tool"  # the place of a tool's schema in the schema of each of its values
 _ANY_NAME = r"/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
 _TEXT_LIMITS = ("minLength", "maxLength", "pattern")
 # What has a meaning in a regular expression if it is not escaped and in no class.
@@ -26,29 +28,39 @@ class ValueRules:
         self._lark, self._document, self._tool = lark, document, tool
         self._line, self._end = line, end
         self._definitions = {name: document[name] for name in _DEFINITIONS if name in document}
+        self._is_moved = any(not each.startswith(_TO_DEFINITIONS) for each in references(document))
+        if self._is_moved:
+            whole = {name: part for name, part in document.items() if name != "$id"}
+            self._definitions = {"$defs": {"tool": moved(whole, _PLACE)}}
 
     def of(self, schema: Any) -> str:
         """The rule of a value that may be text or JSON."""
         return self._lark.choice(dict.fromkeys(rule for _, rule in self.alternatives(schema)))
 
-    def alternatives(self, schema: Any, depth: int = _MAX_DEPTH) -> Iterator[tuple[bool, str]]:
+    def alternatives(self, schema: Any) -> Iterator[tuple[bool, str]]:
         """The rules that a value may follow, with their end marks, and whether the value is then a
         string."""
-        whole = resolved(schema, self._document)
-        choices = whole.get("enum", [whole["const"]] if "const" in whole else None)
-        if isinstance(choices, list) and choices:
-            yield from map(self._constant, choices)
-            return
-        parts = branches(whole)
-        if parts and depth:
-            others = {key: value for key, value in whole.items() if key not in _BRANCHES}
-            for branch in parts:
-                merged = {**others, **resolved(branch, self._document)}
-                yield from self.alternatives(merged, depth - 1)
-            return
-        if parts:
-            self._lark.left_out.update(_BRANCHES & whole.keys())
-        yield from self._of_types(_types(whole), whole)
+        waiting = [(resolved(schema, self._document), False)]
+        seen: set[str] = set()
+        while waiting:
+            whole, is_branch = waiting.pop()
+            content = json.dumps(whole, sort_keys=True)
+            if content in seen:
+                continue
+            seen.add(content)
+            choices = whole.get("enum", [whole["const"]] if "const" in whole else None)
+            if isinstance(choices, list) and choices:
+                yield from map(self._constant, choices)
+                continue
+            parts = branches(whole)
+            if parts and self._lark.allows_branches(len(parts) if is_branch else 0):
+                others = {key: value for key, value in whole.items() if key not in _BRANCHES}
+                for branch in reversed(parts):
+                    waiting.append(({**others, **resolved(branch, self._document)}, True))
+                continue
+            if parts:
+                self._lark.left_out.update(_BRANCHES & whole.keys())
+            yield from self._of_types(_types(whole), whole)
 
     def _of_types(self, types: list[str], schema: Json) -> Iterator[tuple[bool, str]]:
         if not types:
@@ -66,6 +78,10 @@ class ValueRules:
         return is_text, self._lark.mark(f"{self._line}{text}{self._line}{self._end}")
 
     def _json(self, schema: Json) -> str:
+        """The rule of a value in JSON. Its schema becomes a document of its own, so what it may
+        refer to is put into it."""
+        if self._is_moved:
+            schema = moved(schema, _PLACE)
         body = self._lark.json({**schema, **self._definitions})
         ending = self._lark.mark(self._line + self._end)
         return " ".join(filter(None, [self._lark.mark(self._line), body, ending]))

@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 from serve.front.text.calls.parts import CallText, Source, overlap
+from serve.front.text.references import target
 from serve.front.text.sound_schemas import sound
 
 Json = dict[str, Any]
@@ -32,7 +33,7 @@ class Declared:
         properties = resolved(document, document).get("properties")
         if not isinstance(properties, dict) or parameter not in properties:
             return None
-        return frozenset(_types(properties[parameter], document, _MAX_REFERENCES))
+        return frozenset(_types(properties[parameter], document))
 
     def document(self, tool: str) -> Json:
         """The sound schema of a tool's parameters; an empty one if there is none."""
@@ -44,26 +45,35 @@ class Declared:
 
 def types_of(schema: Any, document: Json) -> frozenset[str] | None:
     """The JSON types that a value of this schema may have; None if it declares none."""
-    return frozenset(_types(schema, document, _MAX_REFERENCES)) or None
+    return frozenset(_types(schema, document)) or None
 
 
-def part_schema(schema: Any, document: Json, key: str | None, depth: int = _MAX_REFERENCES) -> Any:
+def part_schema(schema: Any, document: Json, key: str | None) -> Any:
     """The schema of an object's value under a key, or of a list's items if key is None; an empty
     one if there is none."""
-    whole = resolved(schema, document)
-    if key is None:
-        found = whole.get("items")
-    else:
-        properties = whole.get("properties")
-        others = whole.get("additionalProperties")
-        found = properties.get(key, others) if isinstance(properties, dict) else others
-    if isinstance(found, dict) or not depth:
-        return found if isinstance(found, dict) else {}
-    for name in ("anyOf", "oneOf", "allOf"):
-        for branch in whole[name] if isinstance(whole.get(name), list) else []:
-            if inner := part_schema(branch, document, key, depth - 1):
-                return inner
+    waiting = [schema]
+    seen: set[int] = set()
+    while waiting:
+        branch = waiting.pop()
+        if id(branch) in seen:
+            continue
+        seen.add(id(branch))
+        whole = resolved(branch, document)
+        found = _own_part(whole, key)
+        if not isinstance(found, dict):
+            waiting += reversed(_branches(whole))
+        elif found or branch is schema:
+            return found
     return {}
+
+
+def _own_part(schema: Json, key: str | None) -> Any:
+    """The schema of a part, as a schema itself has it; None if its branches may have one."""
+    if key is None:
+        return schema.get("items")
+    properties = schema.get("properties")
+    others = schema.get("additionalProperties")
+    return properties.get(key, others) if isinstance(properties, dict) else others
 
 
 def resolved(schema: Any, document: Json) -> Json:
@@ -73,37 +83,35 @@ def resolved(schema: Any, document: Json) -> Json:
         if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
             break
         own = {name: value for name, value in schema.items() if name != "$ref"}
-        target = _target(schema["$ref"], document)
-        schema = {**target, **own} if isinstance(target, dict) else {}
+        found = target(schema["$ref"], document)
+        schema = {**found, **own} if isinstance(found, dict) else {}
     return schema if isinstance(schema, dict) and "$ref" not in schema else {}
 
 
-def _target(reference: str, document: Json) -> Any:
-    target: Any = document
-    for step in reference.removeprefix("#/").split("/"):
-        name = step.replace("~1", "/").replace("~0", "~")
-        target = target.get(name) if isinstance(target, dict) else None
-    return target
+def _types(schema: Any, document: Json) -> Iterator[str]:
+    waiting = [schema]
+    seen: set[int] = set()
+    while waiting:
+        part = waiting.pop()
+        if not isinstance(part, dict) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        named = part.get("type")
+        if isinstance(named, list):
+            yield from filter(None, named)
+        elif named:
+            yield named
+        if not named:
+            yield from map(type_of, choices_in(part) or ())
+        waiting += _branches(part)
+        if isinstance(part.get("$ref"), str):
+            waiting.append(target(part["$ref"], document))
 
 
-def _types(schema: Any, document: dict[str, Any], num_references: int) -> Iterator[str]:
-    if not isinstance(schema, dict) or not num_references:
-        return
-    named = schema.get("type")
-    if isinstance(named, list):
-        yield from filter(None, named)
-    elif named:
-        yield named
-    if not named:
-        yield from map(type_of, choices_in(schema) or ())
-    for name in ("anyOf", "oneOf", "allOf"):
-        parts = schema.get(name)
-        if isinstance(parts, list):
-            for part in parts:
-                yield from _types(part, document, num_references - 1)
-    reference = schema.get("$ref")
-    if isinstance(reference, str):
-        yield from _types(_target(reference, document), document, num_references - 1)
+def _branches(schema: Json) -> list[Any]:
+    """All schemas of which a value follows some or all."""
+    listed = [schema.get(name) for name in ("anyOf", "oneOf", "allOf")]
+    return [part for parts in listed if isinstance(parts, list) for part in parts]
 
 
 def choices_in(schema: dict[str, Any]) -> list[Any] | None:

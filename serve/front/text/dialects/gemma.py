@@ -57,14 +57,19 @@ class _Values:
         self._lark = lark
         self._document = document
         self._depth = 0
+        # By the id of the schema, and the depth. Each schema is kept so that its id stays unique.
+        self._made: dict[tuple[int, int], tuple[Any, str]] = {}
 
     def of(self, schema: Any) -> str:
         if not isinstance(schema, dict) or self._depth > 8:
             return self._any()
-        self._depth += 1
-        body = self._of(schema)
-        self._depth -= 1
-        return self._lark.rule(body)
+        place = id(schema), self._depth
+        if place not in self._made:
+            self._depth += 1
+            body = self._of(schema)
+            self._depth -= 1
+            self._made[place] = schema, self._lark.rule(body)
+        return self._made[place][1]
 
     def _of(self, schema: dict[str, Any]) -> str:
         if isinstance(schema.get("$ref"), str):
@@ -123,7 +128,8 @@ class _Values:
             for each in reversed(may):
                 tails = f'( BLANK "," BLANK {chain} )?' if chain else ""
                 whole = f"( {each} {tails} )"
-                chain = f"( {whole} | {chain} )" if chain else whole
+                # It has a name because the next one contains it twice.
+                chain = self._lark.rule(f"( {whole} | {chain} )" if chain else whole)
             body = f"( {chain} )?" if chain else ""
         return f'"{{" BLANK {body} BLANK "}}"'
 

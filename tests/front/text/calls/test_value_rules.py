@@ -9,6 +9,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from serve.front.text.calls.value_rules import searching
+from serve.front.text.calls.values import Declared, part_schema
 from serve.front.text.dialects.grammar import tool_grammar
 from serve.front.text.grammars import of_grammar
 from tests.front.text.dialects.test_families import FAMILIES
@@ -45,6 +46,53 @@ class Tool:
         assert not matcher.is_error(), matcher.get_error()
         tokens = self._tokenizer.tokenize_str(text)
         return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+REFERRING: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "point": {
+            "type": "object",
+            "properties": {"x": {"type": "number"}},
+            "required": ["x"],
+        },
+        "default": {"type": "array", "items": {"$ref": "#/properties/point"}},
+    },
+    "required": ["default"],
+}
+
+
+@marked
+def test_value_rules_follow_references_to_other_parameters(
+    name: str, tokenizer: LLTokenizer
+) -> None:
+    tool = Tool(name, tokenizer, REFERRING)
+    assert tool.takes({"default": [{"x": 1}]})
+    if name != "minimax_m3":
+        assert not tool.takes({"default": [{"x": "1"}]})
+
+
+@marked
+@pytest.mark.timeout(20)
+def test_value_rules_of_branches_that_repeat_are_few(name: str, tokenizer: LLTokenizer) -> None:
+    branches = [{"$ref": "#/$defs/A", f"x-{number}": 1} for number in range(24)]
+    definitions = {"A": {"anyOf": [{"type": "boolean"}, *branches]}}
+    parameters = {"type": "object", "properties": {"a": branches[0]}, "$defs": definitions}
+    tool = Tool(name, tokenizer, {**parameters, "required": ["a"]})
+    assert tool.takes({"a": True})
+    declared = Declared([{"name": "f", "parameters": parameters}])
+    assert declared.types("f", "a") == {"boolean"}
+    assert part_schema(branches[0], parameters, "b") == {}
+
+
+@marked
+@pytest.mark.timeout(20)
+def test_value_rules_of_many_optional_parameters_are_short(
+    name: str, tokenizer: LLTokenizer
+) -> None:
+    properties = {f"p{number}": {"type": "boolean"} for number in range(30)}
+    tool = Tool(name, tokenizer, {"type": "object", "properties": properties})
+    assert tool.takes({"p3": True, "p17": False})
 
 
 COLOURS = {"Colour": {"enum": ["red", "dark blue"]}}
