@@ -70,8 +70,8 @@ def prepare(
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """A prompt: its parts, its text and its tokens, and the limit of the answer's tokens. is_cut
-    says that the tokens are not all of the text."""
+    """A prompt: its parts, its text and its tokens, and the limit of the answer's tokens. If
+    is_cut, the tokens at the start of the text were left out."""
 
     parts: ChatPrompt
     text: str
@@ -112,8 +112,8 @@ def _samplings(
 
 
 def _boundaries(encoded: _Encoded, request: ChatRequest, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The places at which later prompts may leave this one. A short prompt has none, and neither
-    has one of which only the end is left."""
+    """The positions at which later prompts may begin to differ from this one. There are none for a
+    short prompt, or for one that was cut."""
     if encoded.is_cut or len(encoded.ids) <= MIN_TOKENS:
         return ()
     later = _rendered(encoded.parts.later(), tokenizer)

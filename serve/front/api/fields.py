@@ -27,7 +27,7 @@ HARMLESS = frozenset(
     }
 )
 
-# Unsupported fields of OpenAI and vLLM of which only null has no effect.
+# Unsupported fields of OpenAI and vLLM that accept only null.
 _ONLY_NULL = (
     "audio",
     "chat_template",

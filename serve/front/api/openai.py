@@ -42,7 +42,7 @@ from serve.front.text.tokens import Tokenizer
 
 MAX_PROMPTS = 1024
 _MAX_NAMES_LOGGED = 8
-# The header of a reply that lists them is shorter still.
+# A reply's header has room for fewer.
 _MAX_NAMES_NOTED = 400
 
 _logger = logging.getLogger(__name__)

@@ -139,7 +139,7 @@ def _check_strict(tools: Sequence[Tool]) -> None:
         if changed:
             raise RequestError(
                 f"tools[{number}] is strict, but {min(changed)!r} in its schema has a value that "
-                "is not valid: mend it, or leave out strict.",
+                "is not valid or not supported: change it, or leave out strict.",
                 param=f"tools[{number}]",
             )
         keyword = inexpressible_keyword(_parameters(tool))

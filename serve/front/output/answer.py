@@ -45,7 +45,7 @@ class UsageInStream(Enum):
 class Listing:
     """The details that a reply lists beside the text. logprobs and prompt_logprobs say how many of
     the likeliest tokens come with each token; None for no scores. as_ids writes tokens as
-    `token_id:5`; function_call writes calls in OpenAI's older fields. progress shows in a stream
+    `token_id:5`; function_call writes calls to OpenAI's older fields. progress shows in a stream
     how much of the prompt is computed."""
 
     logprobs: int | None = None

@@ -1,6 +1,6 @@
 """Runs mlx-lm's parsers of tool calls in processes that can be stopped.
 
-They read text that a client can make a model write, and some take quadratic time. Run as a program
+They read text that a client can make a model write, and some take quadratic time. Run as a program,
 this is the process in which one of them works.
 """
 

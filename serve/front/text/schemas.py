@@ -126,7 +126,7 @@ def without_inexpressible_patterns(schema: Any) -> Any:
 
 
 def left_out_of(tools: Sequence[Schema]) -> tuple[str, ...]:
-    """The keywords of the tools' schemas that grammars of `expressible_text` do not hold, beside
+    """The keywords of the tools' schemas that grammars of `expressible_text` do not enforce, beside
     those that llguidance itself leaves out."""
     tools, left_out = sound_tools(tools)
     schemas = [tool["function"].get("parameters") or {} for tool in tools]

@@ -1,4 +1,4 @@
-"""Signatures of thinking blocks. Clients drop a block without one, and send it back unchanged.
+"""Signatures of thinking blocks. Clients drop blocks without one, and send signatures back.
 
 If a client wants no thoughts (`display: omitted`), the signature carries the thought, as it does at
 Anthropic: a model that calls tools between its thoughts needs them in the next request.

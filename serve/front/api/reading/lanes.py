@@ -38,8 +38,8 @@ _NUM_THREADS = 2
 
 
 class Lanes:
-    """Chooses by kind and size where a body is read. For one event loop. finds_boundaries is asked
-    before each body whether prompts are to get their boundaries."""
+    """Chooses by kind and size where a body is read. For one event loop. finds_boundaries says,
+    for each body anew, whether the boundaries of its prompts are to be found."""
 
     def __init__(self, reader: Reader, finds_boundaries: Callable[[], bool]) -> None:
         self._reader = reader

@@ -1,6 +1,6 @@
 """The stored responses, which later requests can continue, read or refer to.
 
-Whoever asks for them waits in the event loop. So they are stored as JSON that is joined and never
+They are read in the event loop. So they are stored as JSON that can be joined, and are never
 parsed: a client may have put megabytes into one item.
 """
 
@@ -59,7 +59,7 @@ class Store:
         self._lock = threading.Lock()  # Bodies are read in threads.
 
     def put(self, response: Json, messages: bytes, input_items: Sequence[StoredItem] = ()) -> None:
-        """Stores a response, also in the place of an earlier state of it."""
+        """Stores a response. It replaces an earlier state of the same response."""
         output_items = stored_items(response.get("output", ()))
         stored = Stored(encode(response), messages, input_items, output_items)
         with self._lock:

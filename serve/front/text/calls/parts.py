@@ -149,6 +149,6 @@ class PulledReader:
 
 
 def overlap(text: str, mark: str) -> int:
-    """The length of the longest end of text with which mark begins, but not all of mark."""
+    """The length of the longest beginning of mark, shorter than mark, with which text ends."""
     sizes = range(min(len(text), len(mark) - 1), 0, -1)
     return next((size for size in sizes if text.endswith(mark[:size])), 0)

@@ -91,7 +91,7 @@ def _without_calls(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe(tools: Tools) -> str:
-    """The text that describes the tools to a model, and how to call one."""
+    """The text that explains to a model which tools it has and how to call one."""
     lines: list[str] = []
     for tool in tools:
         function = tool.get("function") or tool

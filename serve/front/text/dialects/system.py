@@ -20,9 +20,8 @@ def has_late_system(messages: Messages) -> bool:
 
 
 def with_early_system(messages: Messages) -> Messages:
-    """Joins the system messages at the start. Later ones become parts of the user's message beside
-    them: moved to the start, they would change the prefix that earlier requests have
-    computed."""
+    """Joins the system messages at the start. Each later one becomes a part of the user's message
+    next to it: at the start, it would change the prefix that earlier requests have computed."""
     is_first = True
     was_late = False
     found: Messages = []

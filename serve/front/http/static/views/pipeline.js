@@ -44,7 +44,7 @@ function bottleneck() {
   if (!next && leaders.length > 1) {
     return html`<b>Balanced.</b> All stages are about as busy: ${percent(busy[0].share)} and less.`;
   }
-  const names = leaders.map((each) => each.rank).sort().join(" and ");
+  const names = leaders.map((each) => each.rank).sort((a, b) => a - b).join(" and ");
   const verb = leaders.length > 1 ? `Ranks ${names} limit` : `Rank ${names} limits`;
   const others = next ? `, the others ${percent(next.share)} and less` : "";
   return html`<b>${verb} the speed:</b> busy ${percent(busy[0].share)} of the time${others}.${advice()}`;
@@ -69,7 +69,7 @@ function reason() {
   const places = server.value?.max_num_sequences ?? Infinity;
   const { num_running: running = 0, kv_tokens: used = 0, max_kv_tokens: room } = pipeline.value ?? {};
   if (running >= places) return html` All ${places} places are taken: <code>--max-num-sequences</code>.`;
-  if (room && used > SCARCE * room) return html` The memory for keys and values is used: <code>--kv-memory</code>.`;
+  if (room && used > SCARCE * room) return html` The memory for keys and values is nearly full: <code>--kv-memory</code>.`;
   return null;
 }
 
