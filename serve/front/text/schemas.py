@@ -15,11 +15,11 @@ from serve.front.text.sound_schemas import sound_tools
 Schema = dict[str, Any]
 Kind = TypeVar("Kind")
 
-# Stands for the schemas of all tools, among the keywords that a grammar does not hold.
+# Stands for the schemas of all tools, among the keywords that a grammar does not enforce.
 TOOLS = "tools"
 
 # llguidance's options for a schema. Without a limit a model may write blanks forever. Keywords that
-# a grammar cannot hold are left out, and oneOf is taken for anyOf; the check reports both.
+# a grammar cannot express are left out, and oneOf is taken for anyOf; the check reports both.
 GUIDANCE: Any = {"whitespace_pattern": r"[ \n\t]{0,32}", "lenient": True, "coerce_one_of": True}
 
 # Keywords that hold schemas of values inside an object or array.
@@ -137,7 +137,7 @@ def left_out_of(tools: Sequence[Schema]) -> tuple[str, ...]:
 
 
 def is_inexpressible(pattern: object) -> bool:
-    """Whether no grammar can hold the pattern."""
+    """Whether no grammar can express the pattern."""
     return isinstance(pattern, str) and bool(_INEXPRESSIBLE_PATTERN.search(pattern))
 
 

@@ -16,7 +16,7 @@ TokenId = Callable[[str], int | None]
 class Lark:
     """Collects rules. token_id says which id a text has that is one added token: a model writes a
     mark as this token, and may spell it in ordinary ones, which means the same. left_out are the
-    keywords of schemas that the rules do not hold. Unless is_parallel, an answer has one call.
+    keywords of schemas that the rules do not enforce. Unless is_parallel, an answer has one call.
     inputs are the grammars that the one text of a tool has to follow, by the names of tools."""
 
     def __init__(

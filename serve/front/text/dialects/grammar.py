@@ -19,9 +19,9 @@ _UNMARKED = r"/[ \n\t]*\{[ \n\t]*\"name\"[ \n\t]*:(.|\n)*/"
 
 @dataclass(frozen=True, slots=True)
 class AnswerGrammar:
-    """llguidance's text of a grammar, and the keywords of the tools' schemas that it does not hold;
-    `tools` if it holds none of them. held_inputs are the tools whose input follows a grammar of its
-    own."""
+    """A grammar in llguidance's Lark, and the keywords of the tools' schemas that it does not
+    enforce; `tools` if it enforces no schema at all. held_inputs are the tools whose input follows
+    a grammar of its own."""
 
     text: str
     left_out: tuple[str, ...] = ()
