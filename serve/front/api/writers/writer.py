@@ -33,7 +33,7 @@ class Writer(Protocol):
 
 class WholeWriter(Protocol):
     """Adds updates up to the reply for a client that wants no stream. whole is complete after
-    finish. Nobody uses the events that feed and finish return."""
+    finish. The events that feed and finish return are not used."""
 
     def feed(self, update: Update) -> Iterable[Event]: ...
 

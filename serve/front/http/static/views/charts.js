@@ -6,7 +6,7 @@ import { NOTHING, digits, percent, seconds } from "../lib/format.js";
 import { colour, scheme } from "../lib/palette.js";
 import { history, now } from "../lib/store.js";
 
-/** @typedef {{title: string, series: [string, string][], show: (value: number) => string, top?: number, least?: number}} Chart */
+/** @typedef {{title: string, series: [string, string][], show: (value: number) => string, top?: number, minTop?: number}} Chart */
 
 const HEIGHT = 120;
 const MIN_SHOWN_SECONDS = 60;
@@ -19,7 +19,7 @@ const CHARTS = [
   { title: "Tokens generated", series: [["rate", "tokens"]], show: tokensPerSecond },
   { title: "Time to first token", series: [["first", "mean"]], show: seconds },
   { title: "Between two tokens", series: [["next", "mean"]], show: seconds },
-  { title: "Requests", series: [["running", "running"], ["waiting", "waiting"]], show: number, least: 4 },
+  { title: "Requests", series: [["running", "running"], ["waiting", "waiting"]], show: number, minTop: 4 },
   { title: "Keys and values in use", series: [["kv", "of capacity"]], show: percent, top: 1 },
   { title: "Prompt tokens from the cache", series: [["cached", "cached"]], show: percent, top: 1 },
 ];
@@ -80,7 +80,7 @@ function options(width, chart) {
     cursor: { points: { size: 6 }, drag: { x: false, y: false }, sync: { key: "brigade" } },
     scales: {
       x: { range: (/** @type {any} */ _, /** @type {number} */ __, /** @type {number} */ last) => [(last ?? 0) - Math.max(MIN_SHOWN_SECONDS, history.seconds()), last ?? 0] },
-      y: { range: (/** @type {any} */ _, /** @type {number} */ __, /** @type {number} */ most) => [0, chart.top ?? (Math.max(1.1 * most, chart.least ?? 0) || 1)] },
+      y: { range: (/** @type {any} */ _, /** @type {number} */ __, /** @type {number} */ maxValue) => [0, chart.top ?? (Math.max(1.1 * maxValue, chart.minTop ?? 0) || 1)] },
     },
     axes: [
       { ...axis, grid: { show: false }, size: 22, space: 70, values: clock },

@@ -139,9 +139,9 @@ function drawAxis(context, { from, to, width, ranks }) {
 
 /** A round distance of marks, so that labels do not meet. @param {number} span @param {number} width */
 function tick(span, width) {
-  const least = (span * 76) / width;
-  const power = 10 ** Math.floor(Math.log10(least));
-  return [1, 2, 5, 10].map((each) => each * power).find((each) => each >= least) ?? 10 * power;
+  const minStep = (span * 76) / width;
+  const power = 10 ** Math.floor(Math.log10(minStep));
+  return [1, 2, 5, 10].map((each) => each * power).find((each) => each >= minStep) ?? 10 * power;
 }
 
 /**
