@@ -26,13 +26,14 @@ from serve.front.prefixes.disk_index import (
 from serve.front.prefixes.index import may_begin_as_copy
 
 Contents = Callable[[PrefixKey], str | None]
-"""Identifies what keys and values depend on besides tokens and model. None: nothing is written."""
+"""Identifies everything besides tokens and model that the keys and values of a key depend on. With
+None, its prefixes are neither written nor read."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskRules:
-    """The lengths of what is written and read. A rest of fewer than min_segment tokens is not
-    written, and a read has to save min_gain tokens."""
+    """Numbers of tokens: the largest segment, the fewest tokens at the end of a sequence that are
+    written, and the fewest tokens that a read has to save."""
 
     segment: int = 256
     min_segment: int = 64
@@ -56,7 +57,8 @@ class DiskCounts:
 
 @dataclass(slots=True)
 class _Reading:
-    """A prefix that is being read. sequence waits for it; awaited are the ranks still to answer."""
+    """A prefix that is being read. sequence waits for it. awaited has the ranks that have not
+    answered yet, damaged the name of a file that a rank could not read."""
 
     sequence: Sequence
     found: Found
@@ -66,17 +68,19 @@ class _Reading:
 
 @dataclass(slots=True)
 class _Writing:
-    """A file that is being written. awaited are the ranks still to answer."""
+    """A file that is being written. awaited has the ranks that have not answered yet. is_wanted is
+    False if everything was cleared since the write began."""
 
     write: Write
     awaited: set[int]
     num_bytes: dict[int, int] = field(default_factory=dict)
+    is_wanted: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The end of a read. sequence waited for it; id is that of a new sequence with the first
-    num_tokens tokens, or None if a rank could not read them."""
+    """The outcome of a read for which a sequence waited. id is the id of a new sequence that holds
+    its first num_tokens tokens, or None if a rank could not read them."""
 
     sequence: Sequence
     id: int | None
@@ -84,8 +88,8 @@ class Loaded:
 
 
 class DiskPrefixes:
-    """The prefix cache on disk in one life of the engines. stored has the files of each rank at the
-    start. With has_states, sequences can begin only where there is a state."""
+    """The prefix cache on disk in one life of the engines. stored has the files that each rank has
+    at the start. With has_states, sequences can begin only where there is a state."""
 
     def __init__(
         self,
@@ -128,9 +132,11 @@ class DiskPrefixes:
         return messages
 
     def clear(self) -> None:
-        """Has the ranks delete everything, and writes again after an error."""
+        """Has the ranks delete everything. Files are written again, also after a failed write."""
         self._index = DiskIndex(self._index.max_bytes)
         self._wanted.clear()
+        if self._writing:
+            self._writing.is_wanted = False
         self._can_write = True
         self._messages.append(ForgetPrefixFiles(everything=True))
 
@@ -146,8 +152,8 @@ class DiskPrefixes:
     # --- reading
 
     def read(self, sequence: Sequence, num_in_memory: int, room: int | None) -> int:
-        """Has all ranks read the longest prefix of a sequence, if it is longer than the one in
-        memory and there is room for that many tokens. Returns the number of its tokens, or 0."""
+        """Has all ranks read the longest prefix of a sequence, if that saves enough tokens and fits
+        into room, a number of tokens (None: no limit). Returns the number of its tokens, or 0."""
         root = self._root(key_of(sequence))
         if root is None or not may_begin_as_copy(sequence):
             return 0
@@ -189,8 +195,8 @@ class DiskPrefixes:
     def keep(
         self, sequence_id: int, tokens: list[int], key: PrefixKey, stops: dict[int, int]
     ) -> None:
-        """Notes that the stages keep a sequence: what is new of it is to be written. stops has its
-        checkpoints by their positions."""
+        """Notes that the stages keep a sequence, and that the part of it that is not on disk is to
+        be written. stops has its checkpoints by their positions."""
         root = self._root(key)
         if root is not None and self._can_write:
             if found := self._index.find(root, tokens, with_state=False):
@@ -199,8 +205,8 @@ class DiskPrefixes:
             self._wanted.extend(writes)
 
     def next_write(self, is_held: Callable[[Write], bool]) -> Write | None:
-        """Returns the next file for all ranks to write, when the one before is done. is_held says
-        whether the stages still hold its content."""
+        """Returns the next file that all ranks are to write, or None if there is none, or the
+        previous one is not done. is_held says whether the stages still hold a file's content."""
         while self._wanted and self._writing is None:
             write = self._wanted.popleft()
             is_first = not write.start and not write.is_state
@@ -212,7 +218,8 @@ class DiskPrefixes:
         return None
 
     def on_written(self, rank: int, answer: PrefixFileWritten) -> None:
-        """Takes a rank's answer. If a rank could not write, nothing more is written."""
+        """Takes a rank's answer. If a rank could not write, nothing more is written until
+        `clear`."""
         writing = self._writing
         if writing is None or writing.write.name != answer.name:
             return
@@ -222,7 +229,10 @@ class DiskPrefixes:
             return
         self._writing = None
         write = writing.write
-        if all(writing.num_bytes.values()):
+        if not writing.is_wanted:
+            # Some ranks may have deleted everything before they wrote this file, others after.
+            self._forget([write.name])
+        elif all(writing.num_bytes.values()):
             file = PrefixFile(write.name, write.parent, write.start, write.end, 0)
             self._index.add(file, writing.num_bytes)
             self._counts.num_written_files += 1
@@ -240,7 +250,7 @@ class DiskPrefixes:
         stops: dict[int, int],
         found: Found | None,
     ) -> Iterator[Write]:
-        """Yields the files of a sequence behind those that were found."""
+        """Yields the files of a sequence that come after the ones that were found."""
         if found:
             name, start = found.names[-1], found.num_tokens
         else:
@@ -265,7 +275,8 @@ class DiskPrefixes:
                 yield _state(sequence_id, name, end, stops)
 
     def _ends(self, start: int, end: int, stops: dict[int, int]) -> Iterator[int]:
-        """Yields the ends of new segments: at checkpoints, and not too far from each other."""
+        """Yields the ends of new segments: at checkpoints, at the end of the sequence, and between
+        them so that no segment is too long."""
         for stop in sorted({*stops, end}):
             while stop - start > self._rules.segment:
                 start += self._rules.segment

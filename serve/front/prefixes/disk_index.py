@@ -1,9 +1,9 @@
 """The index of the prefix cache on disk: the files that all ranks have. Pure.
 
 A sequence is divided into segments. The name of a segment is a hash of all tokens from the start of
-the sequence to its end, so sequences that begin alike share files, and a longer one adds only what
-is new. Where caches cannot be cut, some segments have the file of a state beside them, which holds
-those caches at the segment's end.
+the sequence to its end, so sequences with a common beginning share files, and a longer sequence
+adds only files of its new tokens. For caches that cannot be cut to an earlier position, some
+segments have a second file, the state, which holds these caches at the segment's end.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ def root_name(contents: str) -> str:
 
 
 def segment_name(parent: str, tokens: ReadableList[int]) -> str:
-    """The name of the segment with these tokens behind the segment called parent."""
+    """The name of the segment with these tokens that follows the segment called parent."""
     numbers = array("i", tokens)
     return _hash(parent.encode(), numbers.tobytes())
 
@@ -42,8 +42,8 @@ def _hash(first: bytes, second: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A prefix that all ranks have on their disks: the names of its segments in order, and that of
-    the state at its end, if one is needed."""
+    """A prefix that all ranks have on their disks: the names of its segments in order, and the name
+    of the state at its end, if one is needed."""
 
     names: tuple[str, ...]
     num_tokens: int
@@ -67,8 +67,8 @@ class _Entry:
 class DiskIndex:
     """The files by name, the least recently used one first. max_bytes has the limit of each rank.
 
-    Whenever a file is used, so are those before it in its sequence. So the first file of all is
-    never one that another file needs.
+    To use a file is also to use all files before it in its sequence. So no other file needs the
+    least recently used one.
     """
 
     def __init__(self, max_bytes: Mapping[int, int]) -> None:
@@ -76,7 +76,8 @@ class DiskIndex:
         self.num_bytes = dict.fromkeys(max_bytes, 0)
         self._largest = dict.fromkeys(max_bytes, 0)
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
-        self._lengths: defaultdict[str, Counter[int]] = defaultdict(Counter)  # of followers
+        # By the name of each segment or root, the lengths of the segments that follow it.
+        self._lengths: defaultdict[str, Counter[int]] = defaultdict(Counter)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -89,7 +90,7 @@ class DiskIndex:
 
     def take_stored(self, stored: Mapping[int, PrefixFiles]) -> list[str]:
         """Adds the files that the ranks had at the start. Returns the names of the others: files
-        that not all ranks have, and those that follow a file that is missing."""
+        that not all ranks have, and files that follow a missing one."""
         by_rank = {rank: {file.name: file for file in own.files} for rank, own in stored.items()}
         first = next(iter(stored.values()))
         useless = {name for own in by_rank.values() for name in own}
@@ -122,33 +123,43 @@ class DiskIndex:
         return self._entries[name].end
 
     def use(self, name: str) -> None:
-        """Notes that a file is used, and with it those before it."""
+        """Notes that a file is used, and with it all files before it."""
         while name in self._entries:
             self._entries.move_to_end(name)
             name = self._entries[name].parent
 
     def remove(self, name: str) -> list[str]:
-        """Removes a file and all that follow it. Returns their names."""
+        """Removes a file, if it is there, and all files after it. Returns their names."""
         if name not in self._entries:
             return []
-        self._remove(name)
-        removed = [name]
-        followers = [other for other, entry in self._entries.items() if entry.parent == name]
-        for follower in followers:
-            removed += self.remove(follower)
+        followers: defaultdict[str, list[str]] = defaultdict(list)
+        for other, entry in self._entries.items():
+            followers[entry.parent].append(other)
+        removed: list[str] = []
+        waiting = [name]
+        while waiting:
+            next_name = waiting.pop()
+            self._remove(next_name)
+            removed.append(next_name)
+            waiting += followers[next_name]
         return removed
 
     def make_room(self, parent: str) -> list[str] | None:
-        """Removes files until another one, which follows parent, has room on all ranks. Returns
-        their names; None if there is no room without those before it."""
+        """Removes the least recently used files until all ranks have room for a new file that
+        follows parent. Returns their names. If files before the new one would have to go, removes
+        nothing and returns None."""
         needed = set(self._chain(parent))
         removed: list[str] = []
-        while not self._has_room():
-            oldest = next(iter(self._entries), None)
-            if oldest is None or oldest in needed:
-                return None
-            self._remove(oldest)
-            removed.append(oldest)
+        freed: Counter[int] = Counter()
+        for name, entry in self._entries.items():
+            if name in needed or self._has_room(freed):
+                break
+            removed.append(name)
+            freed.update(entry.num_bytes)
+        if not self._has_room(freed):
+            return None
+        for name in removed:
+            self._remove(name)
         return removed
 
     def find(self, root: str, tokens: ReadableList[int], with_state: bool) -> Found | None:
@@ -164,8 +175,8 @@ class DiskIndex:
     def _prefixes(
         self, root: str, tokens: ReadableList[int]
     ) -> Iterator[tuple[tuple[str, ...], int]]:
-        """Yields all prefixes of tokens that there are: the names of their segments, and their
-        lengths."""
+        """Yields all prefixes of tokens that are on disk: the names of their segments, and their
+        numbers of tokens."""
         waiting: list[tuple[tuple[str, ...], int]] = [((), 0)]
         while waiting:
             names, start = waiting.pop()
@@ -181,15 +192,16 @@ class DiskIndex:
                     waiting.append((longer, end))
 
     def _chain(self, name: str) -> Iterator[str]:
-        """Yields a file and those before it."""
+        """Yields the names of a file and of all files before it."""
         while name in self._entries:
             yield name
             name = self._entries[name].parent
 
-    def _has_room(self) -> bool:
-        """Whether each rank has room for a file as large as its largest one."""
+    def _has_room(self, freed: Mapping[int, int]) -> bool:
+        """Whether each rank has room for a file as large as its largest one, once the bytes in
+        freed are free."""
         return all(
-            self.num_bytes[rank] + self._largest[rank] <= limit
+            self.num_bytes[rank] - freed[rank] + self._largest[rank] <= limit
             for rank, limit in self.max_bytes.items()
         )
 

@@ -56,7 +56,7 @@ class Ranks:
     def keep(
         self, held: list[int], stops: dict[int, int] | None = None, key: PrefixKey = KEY
     ) -> None:
-        """The stages keep a sequence, and write what they are told to."""
+        """The stages keep a sequence, and write its new files."""
         self.disk.keep(1, held, key, stops or {})
         while write := self.disk.next_write(lambda _: True):
             self.obey()
@@ -223,6 +223,40 @@ def test_disk_prefixes_are_not_written_to_a_full_disk_until_they_are_cleared() -
     assert not ranks.files[0]
     ranks.keep(tokens(3, 32))
     assert ranks.counts.num_written_files == 4
+
+
+def test_disk_prefixes_that_were_cleared_during_a_write_are_deleted() -> None:
+    ranks = Ranks()
+    ranks.disk.keep(1, tokens(1, 16), KEY, {})
+    write = ranks.disk.next_write(lambda _: True)
+    assert write
+    ranks.disk.clear()
+    ranks.obey()
+    for rank in ranks.files:
+        ranks.write(rank, write)
+    assert ranks.files[0], "the message to delete everything came before the step"
+    ranks.obey()
+    assert not ranks.files[0]
+    assert not ranks.disk.num_files
+
+
+def test_disk_prefixes_stay_if_a_file_has_no_room_even_without_them() -> None:
+    ranks = Ranks(max_bytes=40 * BYTES_PER_TOKEN)
+    ranks.keep(tokens(2, 4))
+    ranks.keep(tokens(1, 48))
+    assert ranks.read(tokens(1, 48)) == 32
+    for own in ranks.files.values():
+        assert len(own) == ranks.disk.num_files == 3
+
+
+def test_disk_prefixes_of_a_very_long_sequence_are_deleted_behind_a_damaged_file() -> None:
+    ranks = Ranks()
+    ranks.keep(tokens(1, 16 * 1200))
+    first = next(name for name, file in ranks.files[1].items() if not file.start)
+    del ranks.files[1][first]
+    assert ranks.read(tokens(1, 16 * 1200)) == 0
+    assert not ranks.files[0]
+    assert not ranks.disk.num_files
 
 
 def test_disk_prefixes_are_read_only_where_that_saves_something() -> None:
