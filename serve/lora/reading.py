@@ -40,9 +40,9 @@ class ReadAdapter:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A module of the stage. layer is the number of its layer, inside its name in that layer; they
-    are None and "" outside of layers. router is the module that chooses experts, if this one holds
-    experts."""
+    """A module of the stage. layer is the number of its layer, and inside is its name in that
+    layer; outside of layers they are None and "". router is the module that chooses experts, if
+    this one holds experts."""
 
     module: nn.Module
     layer: int | None
@@ -51,7 +51,7 @@ class Place:
 
 
 def places(stage: Stage) -> Iterator[tuple[str, Place]]:
-    """The modules of a stage that an adapter may change, with their full names."""
+    """Yields the modules of a stage that an adapter may change, with their full names."""
     layers: dict[int, tuple[int, str]] = {}
     for i in range(stage.start, stage.end):
         for inside, module in stage.layers[i].named_modules():
@@ -70,10 +70,8 @@ def places(stage: Stage) -> Iterator[tuple[str, Place]]:
 
 
 def num_bytes(modules: ModuleMatrices) -> int:
-    num_bytes = 0
-    for matrices in modules.values():
-        num_bytes += matrices.a.nbytes + matrices.b.nbytes
-    return num_bytes
+    """Returns the number of bytes of all matrices a and b."""
+    return sum(matrices.a.nbytes + matrices.b.nbytes for matrices in modules.values())
 
 
 def check_fit(name: str, place: Place, files: AdapterFiles, target: Target) -> None:
@@ -149,6 +147,7 @@ def _matches_with_any_rank(found: tuple[int, ...], pattern: tuple[int | None, ..
 
 
 def fetch(partial: PartialModel, targets: Mapping[str, Target]) -> None:
+    """Fetches the tensors of these targets from the hub. Raises AdapterError."""
     names: list[str] = []
     for target in targets.values():
         names += target.parts.values()
@@ -164,7 +163,7 @@ def read_matrices(
     modules: Mapping[str, nn.Module],
 ) -> ModuleMatrices:
     """Reads the matrices for these targets, and nothing else of the file. They are evaluated here,
-    because a lazy array belongs to the thread that made it."""
+    because a lazy array belongs to the thread that made it. Raises AdapterError."""
     matrices: ModuleMatrices = {}
     try:
         tensors = mx.load(str(files.file))

@@ -1,5 +1,5 @@
-"""Divides the layers of a model among shards, with mlx-lm's own `shard`, and refuses what would not
-come out even. Everything outside of the layers stays whole on each shard."""
+"""Divides the layers of a model among shards, with mlx-lm's own `shard`, and refuses models that
+cannot be divided evenly. Every shard keeps everything outside of the layers whole."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ _Numbers = dict[str, int]
 
 @dataclass(frozen=True, slots=True)
 class StandIn:
-    """Stands in for a group of MLX, to plan what one of its shards would hold."""
+    """Stands in for MLX's group of the shards, so that one process can plan what a shard holds."""
 
     num_shards: int
 
@@ -30,14 +30,14 @@ class StandIn:
 
 
 def shard(model: nn.Module, group: Any) -> None:
-    """Keeps of each layer of a lazy model only what this shard computes. group is MLX's group of
-    the shards, or a StandIn. Raises PlanError if the layers cannot be divided."""
+    """Reduces each layer of a lazy model to the part that this shard computes. group is MLX's group
+    of the shards, or a StandIn. Raises PlanError if the layers cannot be divided."""
     divide = getattr(model, "shard", None)
     kind = getattr(model, "model_type", type(model).__module__)
     if divide is None:
         raise PlanError(
-            f"--tensor-parallel: mlx-lm cannot shard models of type {kind}. Leave it out: any "
-            "number of ranks can be stages."
+            f"--tensor-parallel: mlx-lm cannot shard models of type {kind}. Leave the option out, "
+            "so that each rank becomes a stage."
         )
     numbers = [(module, _numbers(module)) for module in model.modules()]
     outside = [(module, dict(module), dict(vars(module))) for module in _outside_layers(model)]
@@ -58,8 +58,8 @@ def shard(model: nn.Module, group: Any) -> None:
 @contextmanager
 def without_sums() -> Iterator[None]:
     """Lets a model that was sharded with a StandIn run inside a with block. Its results have the
-    right shapes, but nothing is exchanged. A function that was compiled here would never exchange
-    anything later, so nothing is compiled."""
+    right shapes, but nothing is exchanged. Nothing is compiled either, because a function that is
+    compiled here would not exchange anything later."""
 
     def all_sum(x: mx.array, **_: Any) -> mx.array:
         return x
@@ -78,22 +78,22 @@ def without_sums() -> Iterator[None]:
 
 
 def _numbers(module: nn.Module) -> _Numbers:
-    """The whole numbers that a module keeps, such as its number of heads."""
+    """The integer attributes of a module, such as its number of heads."""
     return {name: value for name, value in vars(module).items() if type(value) is int}
 
 
 def _check_numbers(before: _Numbers, after: _Numbers, num_shards: int) -> None:
-    """Raises PlanError if a number of heads is not divisible: mlx-lm rounds it down, and gives
-    wrong results."""
+    """Raises PlanError if a number of heads is not divisible: mlx-lm rounds it down, and then
+    computes wrong results."""
     for name, whole in before.items():
         part = after.get(name, whole)
         is_even = part * num_shards == whole
         # A shard may also hold a copy of a head that several shards need.
-        is_copied = part == 1 and num_shards % whole == 0 if whole else False
+        is_copied = part == 1 and whole > 0 and num_shards % whole == 0
         if part != whole and not is_even and not is_copied:
             raise PlanError(
                 f"--tensor-parallel {num_shards} does not divide this model's {name} of {whole}: "
-                f"choose a divisor of {whole}, or leave it out."
+                f"choose a divisor of {whole}, or leave the option out."
             )
 
 

@@ -73,7 +73,7 @@ def _seamed(original: type[nn.Module]) -> type[nn.Module]:
     return type(original.__name__, (original,), members)
 
 
-_num_uncompiled = 0  # with blocks that are open
+_num_uncompiled = 0  # the number of open `with uncompiled()` blocks
 
 
 @contextmanager

@@ -143,8 +143,8 @@ class GroupCaches:
         self._layout.positions[sequence] = num_tokens
 
     def content(self, write: Write) -> FileContent:
-        """Copies what a file of the prefix cache gets. Its arrays have to be evaluated. Raises
-        EngineError if the sequence or the checkpoint is not held here."""
+        """Returns the content of a file of the prefix cache. Its arrays have to be evaluated.
+        Raises EngineError if the sequence or the checkpoint is not held here."""
         sequence = write.sequence
         if sequence not in self._layout.key_of:
             raise EngineError(f"Sequence {sequence} is to be written, and is not held here.")
@@ -318,7 +318,7 @@ class MergedBatch:
         return [sequence for sequence in self.sequences if sequence in sequences]
 
     def keep(self, sequences: list[int]) -> None:
-        """Does nothing: `to_park` makes rows leave that are not fed."""
+        """Does nothing: rows that are not fed leave, as `to_park` says."""
 
     def has_room(self, _: int) -> bool:
         return True

@@ -41,8 +41,8 @@ class Batch(Protocol):
         """Rows that should leave before another one joins."""
 
     def to_park(self, sequences: list[int], num_tokens: int) -> list[int]:
-        """Rows that should leave before the next forward. feeds has the number of tokens that it
-        feeds to each sequence."""
+        """Rows that should leave before a forward that feeds these sequences up to num_tokens
+        tokens each."""
 
     def keep(self, sequences: list[int]) -> None:
         """Marks the rows that the next forward feeds as well."""

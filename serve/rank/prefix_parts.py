@@ -1,7 +1,7 @@
-"""Divides the caches of a sequence into arrays that files can hold, and puts them together again.
+"""Divides the caches of a sequence into arrays that files can hold, and restores caches from them.
 
-Caches that can be cut are divided into ranges of tokens. The other ones are written whole: their
-arrays, and their other attributes as JSON.
+Caches that can be cut are divided into ranges of tokens. The others are written whole: their arrays
+as such, and their other attributes as JSON.
 """
 
 import json
@@ -21,8 +21,8 @@ _ATTRIBUTES = "attributes"
 
 @dataclass(frozen=True, slots=True)
 class FileContent:
-    """The content of a file of the prefix cache. The arrays belong to nothing else once they are
-    evaluated."""
+    """The content of a file of the prefix cache. Once evaluated, its arrays share no memory with a
+    cache."""
 
     arrays: dict[str, mx.array]
     metadata: dict[str, str] = field(default_factory=dict)
@@ -68,9 +68,9 @@ def restore(
     state: tuple[dict[str, mx.array], dict[str, str]] | None,
     num_tokens: int,
 ) -> list[mx.array]:
-    """Fills new plain caches with the content of files: segments one after the other, and a state
-    with its metadata if there are caches that cannot be cut. Returns the arrays, which have to be
-    evaluated. Raises KeyError if a file does not have what the caches need."""
+    """Fills new plain caches with the content of files: segments in order, and a state with its
+    metadata if some caches cannot be cut. Returns the arrays of the caches, which have to be
+    evaluated. Raises KeyError if a file lacks something that the caches need."""
     restored: list[mx.array] = []
     for n, cache in enumerate(_leaves(caches)):
         if can_cut(cache):

@@ -1,8 +1,9 @@
-"""The files of the prefix cache of one stage. Rank 0 decides which are written, read and deleted.
+"""The files of the prefix cache of one stage. Rank 0 decides which files are written, read and
+deleted.
 
-Files are written and read by threads of their own, beside the steps. A file gets its name when all
-of it is on the disk, and the name has its checksum: what a kill left unfinished is deleted at the
-next start, and a damaged file is deleted when it is read.
+Threads of their own write and read files while steps run. A file gets its final name, which has its
+checksum, when it is completely on the disk. So a file that a kill left unfinished is deleted at the
+next start, and a damaged file is detected and deleted when it is read.
 """
 
 import fcntl
@@ -43,7 +44,7 @@ _FILE_NAME = re.compile(
     r"-(?P<checksum>[0-9a-f]{8})\.safetensors"
 )
 _BLOCK_BYTES = 1 << 20
-_HEADER_BYTES = 8  # before the header of a safetensors file: its length
+_LENGTH_BYTES = 8  # A safetensors file begins with the length of its header.
 
 
 MakeCache = Callable[[], list[Any]]
@@ -66,11 +67,11 @@ class _Known:
 
 
 class PrefixStore:
-    """The files of a stage, below the folder of its rank. digest tells stages apart: layers,
-    weights, and all else that decides about keys and values.
+    """The files of a stage, below the folder of its rank. digest identifies the stage: its layers,
+    its weights, and everything else that its keys and values depend on.
 
-    make_cache makes the plain caches of one new row. report sends a message to rank 0, from any
-    thread. Raises OSError if the folder cannot be used.
+    make_cache makes the plain caches of one new row. report sends a message to rank 0, and can be
+    called from any thread. Raises OSError if the folder cannot be used.
     """
 
     def __init__(
@@ -87,10 +88,10 @@ class PrefixStore:
         self._make_cache, self._report = make_cache, report
         for path in (folder.parent, folder, self._folder):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock = _locked(folder)
+        self._folder_lock = _locked(folder)
         self._known: dict[str, _Known] = {}
         self._loaded: dict[int, list[Any]] = {}
-        self._changing = threading.Lock()
+        self._lock = threading.Lock()
         self._has_warned = False
         self._files = self._scan()
         self._others = self._scan_others()
@@ -105,28 +106,28 @@ class PrefixStore:
         """Writes a file in the background. The arrays have to be evaluated."""
         self._writer.submit(self._write, write, content)
 
-    def obey(self, asked: ReadPrefix | ForgetPrefixFiles) -> None:
-        """Reads a prefix, or deletes files behind those that are being written, in the
-        background."""
-        if isinstance(asked, ReadPrefix):
-            self._reader.submit(self._read, asked)
+    def obey(self, message: ReadPrefix | ForgetPrefixFiles) -> None:
+        """Reads a prefix or deletes files, in the background. Files are deleted after all earlier
+        writes."""
+        if isinstance(message, ReadPrefix):
+            self._reader.submit(self._read, message)
         else:
-            self._writer.submit(self._forget, asked)
+            self._writer.submit(self._forget, message)
 
     def wait(self) -> None:
-        """Waits until everything is written that was handed over before."""
+        """Waits until all earlier writes and deletions are done."""
         self._writer.submit(lambda: None).result()
 
     def close(self) -> None:
-        """Ends the threads after what they have begun, and unlocks the folder."""
+        """Ends the threads once their work is done, and unlocks the folder."""
         self._writer.shutdown()
         self._reader.shutdown()
-        os.close(self._lock)
+        os.close(self._folder_lock)
 
     def take(self, sequence: int) -> list[Any]:
-        """Gives away the caches that were read for a sequence. Raises EngineError if there are
-        none."""
-        with self._changing:
+        """Returns the caches that were read for a sequence, and does not keep them. Raises
+        EngineError if there are none."""
+        with self._lock:
             caches = self._loaded.pop(sequence, None)
         if caches is None:
             raise EngineError(f"No prefix was read for sequence {sequence}.")
@@ -143,8 +144,8 @@ class PrefixStore:
         self._report(PrefixFileWritten(write.name, num_bytes))
 
     def _written(self, write: Write, content: FileContent) -> int:
-        """Writes a file and returns its size. A file that a kill leaves behind has no final
-        name."""
+        """Writes a file and returns its size. The file is renamed last, so a kill leaves no
+        incomplete file with a final name."""
         unfinished = self._folder / f"{_UNFINISHED}{write.name}{_SUFFIX}"
         try:
             mx.save_safetensors(str(unfinished), content.arrays, content.metadata)
@@ -159,39 +160,39 @@ class PrefixStore:
             unfinished.unlink(missing_ok=True)
             raise
         _sync_folder(self._folder)
-        with self._changing:
+        with self._lock:
             self._known[write.name] = _Known(path, checksum, num_bytes)
         self._make_room()
         return num_bytes
 
-    def _read(self, asked: ReadPrefix) -> None:
+    def _read(self, message: ReadPrefix) -> None:
         damaged = None
         try:
-            caches = self._restored(asked)
-            with self._changing:
-                self._loaded[asked.sequence] = caches
+            caches = self._restored(message)
+            with self._lock:
+                self._loaded[message.sequence] = caches
         except _DamagedFile as error:
             damaged = error.name
             self._delete(error.name)
             _logger.warning("event=prefix_file_dropped name=%s", error.name)
         except Exception as error:  # The top of this thread's work: the prefix is computed instead.
-            damaged = asked.names[-1]
+            damaged = message.names[-1]
             self._warn("read", error)
-        self._report(PrefixRead(asked.sequence, damaged))
+        self._report(PrefixRead(message.sequence, damaged))
 
-    def _restored(self, asked: ReadPrefix) -> list[Any]:
-        segments = [self._content(name)[0] for name in asked.names]
-        state = self._content(asked.state) if asked.state else None
+    def _restored(self, message: ReadPrefix) -> list[Any]:
+        segments = [self._content(name)[0] for name in message.names]
+        state = self._content(message.state) if message.state else None
         caches = self._make_cache()
         try:
-            mx.eval(prefix_parts.restore(caches, segments, state, asked.num_tokens))
+            mx.eval(prefix_parts.restore(caches, segments, state, message.num_tokens))
         except (KeyError, ValueError) as error:
-            raise _DamagedFile(asked.state or asked.names[-1]) from error
+            raise _DamagedFile(message.state or message.names[-1]) from error
         return caches
 
     def _content(self, name: str) -> tuple[dict[str, mx.array], dict[str, str]]:
-        """Reads a file whose checksum is right, lazily. Raises _DamagedFile."""
-        with self._changing:
+        """Checks the checksum of a file, and reads the file lazily. Raises _DamagedFile."""
+        with self._lock:
             known = self._known.get(name)
         if known is None:
             raise _DamagedFile(name)
@@ -205,20 +206,20 @@ class PrefixStore:
         except (OSError, RuntimeError) as error:
             raise _DamagedFile(name) from error
 
-    def _forget(self, asked: ForgetPrefixFiles) -> None:
-        for sequence in asked.sequences:
-            with self._changing:
+    def _forget(self, message: ForgetPrefixFiles) -> None:
+        for sequence in message.sequences:
+            with self._lock:
                 self._loaded.pop(sequence, None)
-        names = asked.names
-        if asked.everything:
-            with self._changing:
+        names = message.names
+        if message.everything:
+            with self._lock:
                 names = tuple(self._known)
-            self._max_others(0)
+            self._limit_others(0)
         for name in names:
             self._delete(name)
 
     def _delete(self, name: str) -> None:
-        with self._changing:
+        with self._lock:
             known = self._known.pop(name, None)
         if known:
             _unlink(known.path)
@@ -226,7 +227,7 @@ class PrefixStore:
     # --- files
 
     def _scan(self) -> list[PrefixFile]:
-        """Finds the files of this stage, and deletes those that were never finished."""
+        """Finds the files of this stage, and deletes unfinished ones."""
         found: list[tuple[float, PrefixFile]] = []
         for path in self._folder.iterdir():
             match = _FILE_NAME.fullmatch(path.name)
@@ -250,7 +251,7 @@ class PrefixStore:
 
     def _scan_others(self) -> list[tuple[Path, int]]:
         """Finds the files of other stages and models in this rank's folder, the oldest first. This
-        engine cannot use them, so they go first when room is needed."""
+        engine cannot use them, so they are the first to be deleted when room is needed."""
         found: list[tuple[float, Path, int]] = []
         for path in self._root.glob(f"*/*{_SUFFIX}"):
             if path.parent != self._folder:
@@ -260,12 +261,12 @@ class PrefixStore:
         return [(path, num_bytes) for _, path, num_bytes in found]
 
     def _make_room(self) -> None:
-        with self._changing:
+        with self._lock:
             own_bytes = sum(known.num_bytes for known in self._known.values())
-        self._max_others(self._max_bytes - own_bytes)
+        self._limit_others(self._max_bytes - own_bytes)
 
-    def _max_others(self, max_bytes: int) -> None:
-        """Deletes files of other stages until they have no more bytes than this."""
+    def _limit_others(self, max_bytes: int) -> None:
+        """Deletes files of other stages until the rest has at most max_bytes."""
         total = sum(num_bytes for _, num_bytes in self._others)
         while self._others and total > max_bytes:
             path, num_bytes = self._others.pop(0)
@@ -288,8 +289,8 @@ def open_store(
     make_cache: MakeCache,
     report: Report,
 ) -> PrefixStore | None:
-    """Opens a store. If the folder cannot be used, logs the reason and returns None: then prompts
-    are computed."""
+    """Opens a store. If the folder cannot be used, logs the reason and returns None. The server
+    then works without a prefix cache on disk."""
     try:
         return PrefixStore(folder, digest, max_bytes, make_cache, report)
     except OSError as error:
@@ -301,12 +302,12 @@ def open_store(
 
 
 def stage_digest(weights: Mapping[str, mx.array], facts: Mapping[str, str]) -> str:
-    """Computes a digest of all that decides about the keys and values of a stage: its weights, and
-    facts such as its layers and the versions of packages."""
+    """Computes a digest of everything that the keys and values of a stage depend on: its weights,
+    and facts such as its layers and the versions of packages."""
     digest = hashlib.blake2b(json.dumps(sorted(facts.items())).encode(), digest_size=16)
     for name, array in sorted(weights.items()):
         digest.update(f"{name} {array.shape} {array.dtype}".encode())
-        # Sums of the bits, without a copy of the weights: they differ for other weights.
+        # Sums of the bits differ for other weights, and need no copy of the weights.
         bits = array.view(_BITS[array.dtype.size])
         sums = bits.sum(axis=-1) if bits.ndim else bits
         digest.update(memoryview(mx.contiguous(sums)))  # type: ignore[arg-type]
@@ -317,8 +318,8 @@ _BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 
 def _locked(folder: Path) -> int:
-    """Locks a folder as long as this process lives. Raises BlockingIOError if another process
-    uses it."""
+    """Locks a folder until the returned descriptor is closed or this process ends. Raises
+    BlockingIOError if another process has locked it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return descriptor
@@ -334,13 +335,13 @@ def _checksum(descriptor: int) -> int:
 
 
 def _check_length(descriptor: int, arrays: Mapping[str, mx.array]) -> int:
-    """Returns the length of a file. Raises OSError if arrays are not in it to their ends, which MLX
-    does not notice on a full disk."""
+    """Returns the length of a file. Raises OSError if the file is too short for its arrays, because
+    MLX does not notice when a disk is full."""
     num_bytes = os.fstat(descriptor).st_size
-    header_bytes = int.from_bytes(os.pread(descriptor, _HEADER_BYTES, 0), "little")
+    header_bytes = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
     array_bytes = sum(array.nbytes for array in arrays.values())
-    if num_bytes < _HEADER_BYTES + header_bytes + array_bytes:
-        raise OSError("the file was not written to its end")
+    if num_bytes < _LENGTH_BYTES + header_bytes + array_bytes:
+        raise OSError("the file was not written completely")
     return num_bytes
 
 

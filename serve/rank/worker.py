@@ -73,7 +73,7 @@ from serve.ring.transport import LocalTransport, Ring, RingTransport, Transport,
 _logger = logging.getLogger(__name__)
 
 OpenStore = Callable[[Callable[[], list[Any]]], PrefixStore | None]
-"""Opens a stage's prefix cache on disk, given what makes the caches of a row."""
+"""Opens a stage's prefix cache on disk. The argument makes the plain caches of one new row."""
 
 _STATUS_SECONDS = 0.25
 _NUM_SPANS = 4096
@@ -199,9 +199,9 @@ class StepLoop:
         return outputs
 
     def _sum_up(self, outputs: list[mx.array], hidden: mx.array | None) -> None:
-        """Evaluates what the shards of this stage compute together. Nothing orders their sums but
-        their number, and rank 0 alone knows whether the head is needed. So all shards evaluate one
-        part after the other, up to the head."""
+        """Evaluates what the shards of this stage compute together. Shards match their sums only by
+        the order of evaluation, and only rank 0 knows whether the head is needed. So all shards
+        evaluate one part after the other, each up to the head."""
         if self.transport.num_shards == 1:
             return
         if self.stage.is_last:
@@ -210,7 +210,7 @@ class StepLoop:
         self.transport.evaluate(outputs)
 
     def _write(self, step: Step) -> None:
-        """Hands copies of what a step writes to the store, which writes them beside the steps."""
+        """Hands the files of a step to the store, which writes them while later steps run."""
         for write in step.write:
             content = self.caches.content(write)
             mx.eval(content.arrays, self.caches.moved())
@@ -337,14 +337,14 @@ class Worker:
         batchable = True
         causal = True
 
-        def try_batches(whole: nn.Module) -> None:
+        def try_and_shard(whole: nn.Module) -> None:
             nonlocal batchable, causal
             batchable = can_batch(whole)
             causal = is_causal(whole)
             if isinstance(self.transport, GridTransport):
                 shard(whole, self.transport.group)
 
-        loaded = load_stage(model, *order.layers, self._loading, try_batches)
+        loaded = load_stage(model, *order.layers, self._loading, try_and_shard)
         cache_dir = Path(order.cache_dir) if order.cache_dir else None
         self.loop = StepLoop(
             loaded.stage,

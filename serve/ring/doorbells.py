@@ -1,4 +1,4 @@
-"""The connections between the engines of a grid of stages and shards: plain TCP, without MLX."""
+"""The TCP connections between the engines of a grid of stages and shards. MLX is not involved."""
 
 import socket
 import time
@@ -19,11 +19,11 @@ _MAX_GREETING_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The place of this rank in a grid, of which each row is a stage and each column has the same
-    shard of all stages.
+    """The place of this rank in a grid. Each row is a stage, and each column has the same shard of
+    all stages.
 
-    addresses has one address of each rank, row after row. nonce tells one start of the grid from
-    another.
+    addresses has one address of each rank, row after row. nonce distinguishes this start of the
+    grid from others.
     """
 
     rank: int
@@ -65,8 +65,8 @@ class Grid:
 
 
 class Doorbell:
-    """One end of a connection between two engines. It carries messages, and bytes that a message
-    has announced."""
+    """One end of a connection between two engines. It carries messages, and tensors' bytes that a
+    message announces."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -97,11 +97,11 @@ class Doorbell:
         """Waits for the next hop; returns None when the neighbour is gone. Raises ClusterError."""
         message = self.receive()
         if isinstance(message, Greeting):
-            raise ClusterError("A neighbour sent Greeting twice.")
+            raise ClusterError("A neighbour sent a second Greeting.")
         return message
 
     def read(self, num_bytes: int) -> bytearray | None:
-        """Reads this many bytes; returns None if the connection ends before. Raises
+        """Reads this many bytes, or returns None if the connection ends earlier. Raises
         ClusterError."""
         data = bytearray(num_bytes)
         view = memoryview(data)
@@ -119,16 +119,16 @@ class Doorbell:
         self._socket.settimeout(seconds)
 
     def close(self) -> None:
-        """Closes the connection. A thread that reads from it sees its end."""
-        with suppress(OSError):  # The neighbour may have closed it before.
+        """Closes the connection, and wakes up a thread that reads from it."""
+        with suppress(OSError):  # The neighbour may have closed it already.
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """The doorbells of a rank: to the left and from the right, in its row and in its column. A
-    grid of one stage has no columns."""
+    """The doorbells between a rank and its neighbours: to the left and from the right, in its row
+    and in its column. A grid of one stage has no columns."""
 
     row_left: Doorbell
     row_right: Doorbell
@@ -220,7 +220,7 @@ def _answer(
             connection, _ = listening.accept()
         except OSError as error:
             raise ClusterError(
-                f"Rank {grid.rank} waits in vain for its neighbours {sorted(expected)}: {error}."
+                f"Rank {grid.rank} waited in vain for its neighbours {sorted(expected)}: {error}."
             ) from error
         doorbell = Doorbell(connection)
         doorbell.set_timeout(min(_MAX_GREETING_SECONDS, _seconds_until(deadline)))
@@ -239,7 +239,7 @@ def _answer(
 
 
 def _wait_for_row(grid: Grid, neighbours: Neighbours, deadline: float) -> None:
-    """Returns when all ranks of the row have come here: a greeting goes around the row twice."""
+    """Returns when all ranks of the row have called this: a greeting goes around the row twice."""
     greeting = Greeting(grid.nonce, grid.rank)
     neighbours.row_right.set_timeout(_seconds_until(deadline))
     for _ in range(2):

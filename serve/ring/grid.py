@@ -1,8 +1,8 @@
 """The transport of stages with several shards each.
 
-A stage is a row of a grid, and its shards sum up parts of their results in MLX's ring of the row.
-Steps and hidden states travel along the columns over TCP, because a process can form only one
-ring of MLX. While no step is there, nobody waits in MLX, so an idle cluster costs no CPU.
+A stage is a row of a grid. Its shards sum up their partial results in MLX's ring of the row. Steps
+and hidden states travel along the columns over TCP, because a process can form only one ring of
+MLX. No rank waits in MLX between steps, so an idle cluster costs no CPU.
 """
 
 import logging
@@ -33,10 +33,11 @@ _logger = logging.getLogger(__name__)
 
 
 class GridTransport(Hops):
-    """The transport of one rank of a grid. MLX's variables have to name the ranks of its row.
+    """The transport of one rank of a grid. MLX's environment variables have to name the ranks of
+    its row.
 
-    Rank 0 gives each step to the other shards of its stage, one after the other. Each of them
-    starts the step in its own column. Raises ClusterError.
+    A step goes from rank 0 along its row, from shard to shard, and each shard starts the step in
+    its own column. Raises ClusterError.
     """
 
     def __init__(self, grid: Grid, neighbours: Neighbours) -> None:
@@ -44,8 +45,10 @@ class GridTransport(Hops):
         self.shard = grid.shard
         self.num_shards = grid.num_shards
         self._grid = grid
+        self._left_rank = grid.left_in(grid.column)
+        self._right_rank = grid.right_in(grid.column)
         self._neighbours = neighbours
-        # In a grid of one stage, steps only go from one thread of this process to another.
+        # In a grid of one stage, the inbox replaces the column.
         self._inbox: queue.SimpleQueue[Received | None] = queue.SimpleQueue()
         try:
             self.group = form_group(grid.shard, grid.num_shards)
@@ -68,8 +71,8 @@ class GridTransport(Hops):
             raise
 
     def send(self, step: Step, arrays: Sequence[mx.array]) -> None:
-        """Starts a step on the last stage, if this is the first stage; else starts to send
-        evaluated arrays to the next stage. It waits until the neighbour takes earlier messages."""
+        """Starts a step, if this is rank 0. Ranks of other stages start to send evaluated arrays to
+        the next stage, once the neighbour has taken earlier messages."""
         if self._sender is None:
             self._start(step)
             return
@@ -79,8 +82,7 @@ class GridTransport(Hops):
             packed = pack(step.number, arrays)
             mx.eval(packed)
             announced = memoryview(cast(Any, packed))
-        left = self._grid.left_in(self._grid.column)
-        with self.waiting_on((self._grid.rank, left)):
+        with self.waiting_on((self._grid.rank, self._left_rank)):
             self._sender.send(Hop(step, specs), announced)
 
     def receive(self) -> Received | None:
@@ -93,8 +95,7 @@ class GridTransport(Hops):
         if not hop.tensors:
             return hop.step, []
         started = time.perf_counter()
-        source = self._grid.right_in(self._grid.column)
-        with self.waiting_on((source, self._grid.rank)):
+        with self.waiting_on((self._right_rank, self._grid.rank)):
             data = right.read(packed_bytes(hop.tensors))
         if data is None:
             return None
@@ -117,7 +118,7 @@ class GridTransport(Hops):
             self._neighbours.column_left.send(Hop(step, ()))
 
     def _relay(self) -> None:
-        """Starts the steps that come from rank 0, on the other shards of its stage."""
+        """Starts the steps that come from rank 0. It runs on the other shards of that stage."""
         try:
             while (hop := self._neighbours.row_right.hop()) is not None:
                 self._start(hop.step)
@@ -127,7 +128,7 @@ class GridTransport(Hops):
 
 
 class _Sender:
-    """A thread that sends messages to a neighbour. One of them can wait while another is sent."""
+    """A thread that sends messages to a neighbour. One message can wait while another is sent."""
 
     def __init__(self, doorbell: Doorbell) -> None:
         self._doorbell = doorbell
@@ -147,4 +148,4 @@ class _Sender:
             try:
                 self._doorbell.send(hop, announced)
             except ClusterError as error:
-                self._error = self._error or error  # Later messages are dropped.
+                self._error = self._error or error  # It goes on, so that no send() blocks.

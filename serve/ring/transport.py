@@ -37,7 +37,7 @@ Received = tuple[Step, list[mx.array]]
 class Transport(Protocol):
     """The connection of one rank to its neighbours.
 
-    This rank is number shard of the num_shards shards of its stage.
+    This rank has the shard with number shard, of the num_shards shards of its stage.
     waits_on is the hop (from rank, to rank) that this rank waits for: its tensor has been
     announced, or has still to be taken. It is None while nothing is on the way. num_hops counts
     received messages with tensors, hop_seconds is the time from their headers to their tensors.
@@ -62,8 +62,8 @@ class Transport(Protocol):
 
 
 class Hops:
-    """The base of all transports: it counts hops, and notes which one is awaited. Its stages have
-    one shard each; GridTransport has more."""
+    """The base of all transports. It counts hops, and notes which one this rank waits for. Stages
+    have one shard each, except in GridTransport."""
 
     def __init__(self) -> None:
         self.shard = 0
@@ -76,16 +76,15 @@ class Hops:
         mx.eval(*arrays)
 
     def count(self, step: Step, started: float) -> None:
-        """Counts a received hop whose header came at `started`, a time of the performance
-        counter."""
+        """Counts a received hop. started is the time.perf_counter() at which its header came."""
         if step.number < FIRST_WARM_UP_STEP:
             self.num_hops += 1
             self.hop_seconds += time.perf_counter() - started
 
     @contextmanager
     def waiting_on(self, hop: tuple[int, int]) -> Iterator[None]:
-        """Marks a wait for a send or a receive, which may last forever. The parent of rank 0 reads
-        waits_on, so it knows which hop is stuck and can end this process."""
+        """Sets waits_on during a send or a receive, which may block forever. The parent of rank 0
+        reads waits_on, so it knows which hop is stuck and can end this process."""
         self.waits_on = hop
         try:
             yield
@@ -321,12 +320,14 @@ def _accept_neighbour(ring: Ring, listening: socket.socket) -> socket.socket:
         connection.settimeout(min(_MAX_GREETING_SECONDS, seconds_left))
         try:
             # Not a byte more: the bytes after the greeting belong to the transport.
-            if _read_exactly(connection, len(expected)) == expected:
-                connection.settimeout(None)
-                keep_alive(connection)
-                return connection
+            greeting = _read_exactly(connection, len(expected))
         except OSError:
-            connection.close()  # A port scanner, not a neighbour: keep waiting.
+            greeting = b""
+        if greeting == expected:
+            connection.settimeout(None)
+            keep_alive(connection)
+            return connection
+        connection.close()  # A port scanner, not a neighbour: keep waiting.
 
 
 def _read_exactly(connection: socket.socket, num_bytes: int) -> bytes:

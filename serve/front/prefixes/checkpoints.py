@@ -16,15 +16,15 @@ from serve.core.types import FIRST_CHECKPOINT, Sequence
 from serve.front.prefixes.tree import PrefixTree
 
 EVERY_TOKENS = 2048  # Between two checkpoints of a long prompt, wherever its messages end.
-# A checkpoint costs a step of its own, and memory. With fewer tokens it saves less than that.
+# A checkpoint costs a step of its own, and memory. With fewer tokens it saves less than it costs.
 MIN_TOKENS = 64
 # Each has up to four arrays for each layer; see MAX_KEPT.
 MAX_CHECKPOINTS = 256
 
 
 class PrefixKey(NamedTuple):
-    """A key; sequences share prefixes only if theirs are equal. Keys and values depend on the
-    version of the adapter; the scope separates clients that must not learn of each other."""
+    """Sequences share prefixes only if they have equal keys. Keys and values depend on the version
+    of the adapter, and the scope separates clients that must not learn of each other."""
 
     adapter_version: int = 0
     scope: str = ""

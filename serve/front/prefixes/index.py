@@ -157,7 +157,7 @@ class PrefixIndex:
         }
 
     def holds(self, write: Write) -> bool:
-        """Whether the stages still hold what a file of the prefix cache is made of."""
+        """Whether the stages still hold the content of a file that is to be written."""
         has_checkpoint = write.checkpoint == NO_CHECKPOINT or write.checkpoint in self._num_uses
         return write.sequence in self._kept and has_checkpoint
 

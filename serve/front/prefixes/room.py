@@ -62,8 +62,9 @@ class Room:
         self.make(num_running_tokens)
 
     def read(self, sequence: Sequence, at_checkpoints: bool, num_running_tokens: int) -> bool:
-        """Whether the longest prefix of a sequence is read from disk from here on, for which there
-        has to be room beside these tokens. It is tried once in a life of the engines."""
+        """Starts to read the longest prefix of a sequence from disk, if there is room for it beside
+        num_running_tokens. Returns whether it does. Each sequence gets one try in a life of the
+        engines."""
         if self.disk is None or not sequence.may_read:
             return False
         sequence.may_read = False
@@ -125,15 +126,15 @@ class Room:
         return self.kept.num_tokens + num_running_tokens <= self.max_tokens
 
     def make(self, num_running_tokens: int) -> bool:
-        """Drops what was not used for the longest time until these tokens fit. Returns False if
-        dropping everything is not enough."""
+        """Drops the least recently used sequences and checkpoints until these tokens fit. Returns
+        False if dropping all of them is not enough."""
         while not self.fits(num_running_tokens):
             if not self._evict():
                 return False
         return True
 
     def _make_for_checkpoint(self, num_running_tokens: int) -> bool:
-        """Whether there is room for another checkpoint, once older kept things are dropped."""
+        """Makes room for another checkpoint. Returns False if there is none."""
         if self.max_tokens and self._state_tokens > _MAX_STATE_SHARE * self.max_tokens:
             return False
         while self.kept.checkpoints.is_full:
@@ -142,7 +143,8 @@ class Room:
         return self.make(num_running_tokens + self._state_tokens)
 
     def _evict(self) -> bool:
-        """Drops what was not used for the longest time. Returns False if nothing is kept."""
+        """Drops the least recently used sequence or checkpoint. Returns False if nothing is
+        kept."""
         gone = self.kept.evict()
         if gone is None:
             return False
