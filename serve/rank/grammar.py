@@ -24,8 +24,8 @@ from serve.hub.tiktoken_model import tokenizer_source
 
 _NUM_THREADS = 2
 _MAX_COMPILED = 16
-# The CPU time that a token of a grammar may take, and the sum of what may exceed that: all rows of
-# a step wait for a late mask.
+# The CPU time that following a grammar may take for each token, and by how much it may exceed that
+# in all. There are limits because all rows of a step wait for a late mask.
 _SECONDS_PER_TOKEN = 0.02
 _MAX_LATE_SECONDS = 2.0
 _MAX_BYTES_OF_A_CHARACTER = 4
@@ -94,7 +94,7 @@ def _deep_threads() -> ThreadPoolExecutor:
     before = threading.stack_size(FOLLOW_STACK_BYTES)
     try:
         for _ in range(_NUM_THREADS):
-            threads.submit(all_started.wait)  # It blocks its thread.
+            threads.submit(all_started.wait)  # Each blocks a thread.
         all_started.wait()
     finally:
         threading.stack_size(before)

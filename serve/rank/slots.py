@@ -117,7 +117,7 @@ class SlotCache(BatchKVCache):
     def __init__(self, rows: int) -> None:
         super().__init__([0] * rows)
         self.feeds_padding = False  # whether the next forward feeds some rows padding
-        self.ends: mx.array | None = None  # (B,), where rows end that differ in this
+        self.ends: mx.array | None = None  # (B,), the ends of rows that differ in them
         self.num_cleared = 0  # columns to clear after those that the next forward writes
         self.clears_behind = False  # whether rows may be read further than they are written
 
@@ -315,7 +315,7 @@ class SlotBatch:
         self._slots: list[int | None] = []
         self._starts: dict[int, int] = {}
         self._ends: dict[int, int] = {}
-        self._end = 0  # of all rows: nothing is held behind it
+        self._end = 0  # the largest end of a row
         # The columns after the end of each row that may have numbers of wrong drafts or of padding.
         self._num_stale: dict[int, int] = {}
         self._clears_behind = False
@@ -503,7 +503,8 @@ class SlotBatch:
         self._end = max(self._ends.values())
 
     def _align_if_no_drafts_come(self, num_tokens: int) -> None:
-        """Moves rows to end in one column. This copies them, so a single step is no reason."""
+        """Moves rows to end in one column. This copies them, so it waits for several steps without
+        drafts."""
         if num_tokens > 1 or not self._clears_behind:
             self._num_steps_without_drafts = 0
             return

@@ -94,8 +94,8 @@ class PrefixTree:
         return None
 
     def _path(self, tokens: ReadableList[int]) -> Iterator[tuple[_Node, int]]:
-        """Yields the nodes on the way of tokens from the root down, each with the number of common
-        tokens up to its end or within it."""
+        """Yields the nodes that share a beginning with tokens, from the root down, each with the
+        number of common tokens up to its end or within it."""
         node = self._root
         num_common = 0
         yield node, num_common
