@@ -85,14 +85,17 @@ def model_facts(folder: Path) -> dict[str, str]:
 
 def prefix_folder(folder: Path) -> PrefixFolder:
     """Describes a folder for prefixes, which the first start makes."""
-    sizes = [path.stat().st_size for path in folder.glob("rank-*/*/*.safetensors")]
+    num_bytes = 0
+    for path in folder.glob("rank-*/*/*.safetensors"):
+        with suppress(FileNotFoundError):  # A running rank may have deleted it meanwhile.
+            num_bytes += path.stat().st_size
     there = _existing(folder)
     problem = None
     if not there.is_dir():
-        problem = f"{there} is no folder"
+        problem = f"{there} is not a folder"
     elif not os.access(there, os.R_OK | os.W_OK | os.X_OK):
         problem = f"{there} cannot be written"
-    return PrefixFolder(str(folder), sum(sizes), shutil.disk_usage(there).free, problem)
+    return PrefixFolder(str(folder), num_bytes, shutil.disk_usage(there).free, problem)
 
 
 def strays() -> list[int]:

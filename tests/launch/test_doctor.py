@@ -225,12 +225,13 @@ def test_host_facts_describe_the_folder_for_prefixes(tmp_path: Path) -> None:
     part = folder / "rank-0" / "a"
     part.mkdir(parents=True)
     (part / "b.safetensors").write_bytes(bytes(100))
+    (part / "c.safetensors").symlink_to("deleted meanwhile")
     found = host_facts(None, [], str(folder)).prefix_folder
     assert found is not None
     assert (found.num_bytes, found.problem) == (100, None)
     found = host_facts(None, [], str(part / "b.safetensors")).prefix_folder
     assert found is not None
-    assert "is no folder" in (found.problem or "")
+    assert "is not a folder" in (found.problem or "")
 
 
 def test_digests_differ_when_a_model_does(tmp_path: Path) -> None:

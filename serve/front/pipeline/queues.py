@@ -7,19 +7,21 @@ from serve.core.types import Group, Sequence
 
 
 class Waiting:
-    """The sequences that wait, the oldest first. Some are blocked: until the prompt of their
-    original is prefilled, or until their prefix has been read from disk."""
+    """The sequences that wait, the oldest first. Two kinds are blocked: copies, until the prompt of
+    their original is prefilled, and sequences whose prefix is being read from disk."""
 
     def __init__(self) -> None:
         self._queue: deque[Sequence] = deque()
-        self._blocked: list[Sequence] = []
+        self._copies: list[Sequence] = []
+        self._reading: list[Sequence] = []
 
     def __len__(self) -> int:
-        return len(self._queue) + len(self._blocked)
+        return len(self._queue) + len(self._copies) + len(self._reading)
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self._queue
-        yield from self._blocked
+        yield from self._copies
+        yield from self._reading
 
     def next(self, sequence_id: int | None = None) -> Sequence | None:
         """Returns the oldest sequence that is not blocked, or the one with this id."""
@@ -30,7 +32,7 @@ class Waiting:
 
     def add(self, sequence: Sequence) -> None:
         """Adds a new sequence. A copy is blocked by its original."""
-        (self._blocked if sequence.original else self._queue).append(sequence)
+        (self._copies if sequence.original else self._queue).append(sequence)
 
     def put_back(self, sequences: Iterable[Sequence]) -> None:
         """Puts sequences before all others, in this order."""
@@ -39,30 +41,33 @@ class Waiting:
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a sequence if it waits."""
-        for queue in (self._queue, self._blocked):
+        for queue in (self._queue, self._copies, self._reading):
             if sequence in queue:
                 queue.remove(sequence)
 
     def block(self, sequence: Sequence) -> None:
-        """Blocks a sequence until `unblock` is called."""
+        """Blocks a sequence while its prefix is read from disk."""
         self._queue.remove(sequence)
-        self._blocked.append(sequence)
+        self._reading.append(sequence)
 
-    def unblock(self, sequences: Iterable[Sequence]) -> None:
-        """Moves those of these sequences that are blocked to the front of the queue."""
-        free = [sequence for sequence in sequences if sequence in self._blocked]
-        for sequence in free:
-            self._blocked.remove(sequence)
-        self.put_back(free)
+    def unblock(self, sequence: Sequence) -> None:
+        """Moves a sequence whose prefix was read to the front of the queue, if it still waits."""
+        if sequence in self._reading:
+            self._reading.remove(sequence)
+            self.put_back([sequence])
 
     def free_copies(self, original: Sequence) -> None:
         """Moves the copies of a sequence to the front of the queue, so that they begin before it
         decodes."""
-        self.unblock([copy for copy in self._blocked if copy.original is original])
+        copies = [copy for copy in self._copies if copy.original is original]
+        for copy in copies:
+            self._copies.remove(copy)
+        self.put_back(copies)
 
     def restart(self) -> None:
         """Unblocks the sequences whose prefix was being read: no engine reads it any more."""
-        self.unblock([sequence for sequence in self._blocked if not sequence.original])
+        self.put_back(self._reading)
+        self._reading.clear()
 
 
 def smallest(groups: Iterable[Group]) -> Group:

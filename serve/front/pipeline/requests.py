@@ -80,7 +80,8 @@ class Requests:
             drafting=None if config.no_speculation else self._speculation,
         )
         self.step_log = StepLog()
-        self._stages: list[StageStatus] = []
+        self._ranks: list[int] = []  # that take part
+        self._stages: list[StageStatus] = []  # one status for each stage
         self._generations: dict[int, Generation] = {}
         self._fault_blame = FaultBlame(config.max_restarts)
         # Not itertools.cycle, which keeps everything that it has yielded.
@@ -192,6 +193,7 @@ class Requests:
         """Prepares for other stages than before, and ends the sequences that do not fit them.
         Raises PlanError if there is not even room for a short sequence."""
         room = room_under_limits(stages, self._config)
+        self._ranks = [stage.rank for stage in stages]
         self._stages = first_shards(stages)
         self.scheduler.settle(
             len(self._stages),
@@ -247,7 +249,7 @@ class Requests:
 
     def _open_disk(self) -> None:
         """Uses the prefix cache on disk, if all ranks that take part have one."""
-        stored = {stage.rank: self._stored.get(stage.rank) for stage in self._stages}
+        stored = {rank: self._stored.get(rank) for rank in self._ranks}
         present = {rank: own for rank, own in stored.items() if own is not None}
         if not present or self.scheduler.reuse == "none":
             return
@@ -384,7 +386,8 @@ class Requests:
             elif generation := self._generations.get(embedding.sequence):
                 generation.put(self._overflowed(generation, embedding.sequence))
         for event in self.scheduler.update(result):
-            self._on_event(replace(event, embedding=embeddings.get(event.sequence)))
+            numbers = embeddings.get(event.sequence)
+            self._on_event(replace(event, embedding=numbers) if numbers else event)
 
     def _on_event(self, event: Event) -> None:
         generation = self._generations.get(event.sequence)

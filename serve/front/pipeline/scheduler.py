@@ -418,7 +418,7 @@ class Scheduler:
             load = Load(loaded.id, loaded.num_tokens)
             self._emit(replace(self._step([], []), load=(load,)))
             self.room.keep_loaded(loaded, self._num_running_tokens)
-        self.waiting.unblock([loaded.sequence])
+        self.waiting.unblock(loaded.sequence)
 
     def _write_to_disk(self) -> None:
         """Has the stages write the next file, in a step of its own."""
