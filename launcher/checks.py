@@ -10,10 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from serve.core.agent_messages import (
-    HopSpeed,
-    HostFacts,
-)
+from serve.core.agent_messages import HopSpeed, HostFacts
 from serve.core.errors import DisagreementError
 from serve.core.facts import MISSING, compare
 from serve.core.plan import format_bytes

@@ -189,7 +189,7 @@ def examine_hop(here: Connection, there: Connection, ip: str) -> Finding:
 
 
 def examine_ring(connections: list[Connection], python: str, tell: Tell) -> Finding:
-    """Starts a real MLX ring, in which the ranks add up a sum."""
+    """Starts a real MLX ring, in which the ranks compute a sum."""
     tell("forming a ring")
     lines: list[str] = []
     ranks = remote_ranks(connections, [python, "-m", RING_CHECK], {}, 0.0)

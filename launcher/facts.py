@@ -18,11 +18,7 @@ from pathlib import Path
 import psutil
 
 from launcher.process import bound
-from serve.core.agent_messages import (
-    HostFacts,
-    MacFacts,
-    PrefixFolder,
-)
+from serve.core.agent_messages import HostFacts, MacFacts, PrefixFolder
 from serve.core.blas import with_openblas
 from serve.core.checkpoint import read_checkpoint
 from serve.core.config import hub_id

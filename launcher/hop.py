@@ -12,9 +12,7 @@ from contextlib import suppress
 from statistics import median
 
 from launcher.process import bound
-from serve.core.agent_messages import (
-    HopSpeed,
-)
+from serve.core.agent_messages import HopSpeed
 
 _LENGTH = struct.Struct("!Q")
 _MAX_BYTES = 8 << 20

@@ -42,7 +42,7 @@ RESTART_SECONDS = 1.0  # between two restarts of a rank; the first one is immedi
 RETRY_SECONDS = 2.0  # between two attempts at one restart
 RESTART_WINDOW_SECONDS = 300.0
 MAX_RESTARTS = 5  # of a rank in a window
-EARLY_SECONDS = 60.0  # a rank that ends so soon after it came back is on a host that is not ready
+EARLY_SECONDS = 60.0  # the host of a rank that ends this soon after its return is not ready
 OUTPUT_SECONDS = 1.0  # how long output may still come after a rank's end
 COLOURS = (36, 33, 35, 32, 34, 31)
 

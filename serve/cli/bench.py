@@ -82,8 +82,8 @@ async def run_levels(
     runs: Runs,
     begin: Callable[[str], None],
 ) -> None:
-    """Sends the load of each level to each server in turn. begin gets a line about each before it
-    starts."""
+    """Sends the load of each level to each server in turn. Before each of these runs, begin is
+    called with a line about it."""
     for level in config.levels:
         for round_ in range(config.rounds):
             for name, target in targets.items():

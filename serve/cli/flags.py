@@ -65,8 +65,8 @@ def parse(
     description: str,
     given: Mapping[str, Any] | None = None,
 ) -> Config:
-    """Makes a config, whose fields are serve.core.config.flag, of a command line. Raises
-    UsageError.
+    """Parses a command line into a config, whose fields are made with serve.core.config.flag.
+    Raises UsageError.
 
     given has values from elsewhere, such as a file. Flags take precedence over them.
     """
@@ -118,8 +118,8 @@ def _add_flag(
         return
     shown = ""
     if default is not None:
-        plain = f"{default:g}" if kind is float else default
-        shown = f" (default: {plain})"
+        text = f"{default:g}" if kind is float else default
+        shown = f" (default: {text})"
     group.add_argument(
         *names,
         type=kind,

@@ -141,8 +141,8 @@ async def _run_front(
     task = asyncio.current_task()
     loop = asyncio.get_running_loop()
     assert task is not None
-    # These hold until the HTTP server installs its own. They come before the imports, which an
-    # error raised by a signal could break.
+    # These handlers stay until the HTTP server installs its own. They come before the imports,
+    # which an error raised by a signal could break.
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)
     # Imported here, because ranks above 0 need neither HTTP nor tokenizers.

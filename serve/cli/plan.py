@@ -52,7 +52,7 @@ class PlanConfig(ModelSource):
         None,
     )
     split: str = flag(
-        "layers for each stage: auto, even, or numbers such as 20,12 from rank 0's on",
+        "layers for each stage: auto, even, or numbers such as 20,12, rank 0's stage first",
         "auto",
     )
     kv_bits: int | None = flag(

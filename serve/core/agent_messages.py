@@ -65,8 +65,9 @@ class RunRank(AgentMessage, frozen=True):
     """A launcher asks an agent to start and supervise a rank. The answers are RankStarted and, at
     the end, RankEnded.
 
-    addresses are those of all ranks, control is where rank 0's parent listens, and secret tells
-    this launch from every other. A rank that is asked to end is killed after drain_seconds.
+    addresses are those of all ranks, control is where rank 0's parent listens, and secret
+    distinguishes this launch from others. A rank that is asked to end is killed after
+    drain_seconds.
     """
 
     rank: int

@@ -69,7 +69,7 @@ class ServeConfig(ModelSource):
         None,
     )
     split: str = flag(
-        "layers for each stage: auto, even, or numbers such as 20,12 from rank 0's on",
+        "layers for each stage: auto, even, or numbers such as 20,12, rank 0's stage first",
         "auto",
         heading="layers and memory",
     )
@@ -163,15 +163,14 @@ class ServeConfig(ModelSource):
     )
     prefill_chunk: int = flag("maximum number of prompt tokens in one step", 512, min=1)
     max_inter_token: float | None = flag(
-        "seconds that two tokens of a stream should be apart at most while prompts are prefilled; "
-        "less makes first tokens later (default: about twice the usual time, except for short "
-        "prompts)",
+        "seconds between two tokens of a stream that prefill should not exceed; a lower value "
+        "delays first tokens (default: about twice the usual time, except for short prompts)",
         None,
         min=0.001,
         max=60,
     )
     num_groups: int | None = flag(
-        "number of groups of sequences that decode in turn (default: number of ranks)",
+        "number of groups of sequences that decode in turn (default: number of stages)",
         None,
         min=1,
     )

@@ -1,7 +1,7 @@
 """Every message that crosses a process or host boundary, with its direction.
 
-They travel as MessagePack arrays behind the name of their type. Both ends match on the types; a
-body that does not decode to a type that is expected there is an error.
+They travel as MessagePack arrays that begin with the name of their type. Both ends match on the
+types; a body of a type that is not expected there is an error.
 
     parent  -> engine             MakePlan, Order, Admit, Embed, LoadAdapter, ReadPrefix,
                                   ForgetPrefixFiles, Step
@@ -23,8 +23,8 @@ body that does not decode to a type that is expected there is an error.
     helper process -> server      HelperReady, BodyRead, BodyRefused, BodyNotRead, CallsParsed,
                                   CallUnreadable, GrammarChecked, ClaimsChecked
 
-The last four lists are defined in serve.core.agent_messages and serve.core.helper_messages. Those
-messages are JSON, not MessagePack.
+The messages of the last four lists are defined in serve.core.agent_messages and
+serve.core.helper_messages. They are JSON, not MessagePack.
 """
 
 import math
@@ -189,10 +189,10 @@ class LoadAdapter(Message, frozen=True):
 
 
 class ReadPrefix(Message, frozen=True):
-    """A parent asks its engine to read a prefix from its disk while the engine computes steps: the
-    files with these names, one after the other, and that of the state (None: all caches can be
-    cut). They have num_tokens tokens. A later step begins the sequence with them. The answer is
-    PrefixRead."""
+    """A parent asks its engine to read a prefix of num_tokens tokens from its disk, while steps go
+    on. names are the files with its segments, in order; state is the file with the caches that
+    cannot be cut (None: there are none). A later step begins the sequence with this prefix. The
+    answer is PrefixRead."""
 
     sequence: int
     num_tokens: int

@@ -54,7 +54,7 @@ class Reasoning:
 class Sampling:
     """The sampling parameters of a sequence. temperature 0 is greedy.
 
-    Clients can set each field with a range by the same name: the APIs read such fields from here.
+    A field with a range is also a parameter of the APIs, which read its type and range from here.
 
     Presence and frequency penalties count generated tokens, the repetition penalty also those of
     the prompt. bias_ids and biases have the same length. Empty allowed_ids allow all tokens. No
@@ -212,8 +212,8 @@ class Sequence:
             self.num_cached = 0
 
     def next_tokens(self, count: int) -> list[int]:
-        """Returns the next tokens to feed: LAST_TOKEN for one that is not known yet, and drafts
-        behind the last one that is."""
+        """Returns the next tokens to feed: LAST_TOKEN stands for a token that is not known yet, and
+        drafts follow the newest known token."""
         start = self.num_computed - len(self.prompt)
         if start >= 0:  # Not through `tokens`, which copies the prompt.
             known = self.output[start : start + count] or [LAST_TOKEN]
@@ -274,7 +274,7 @@ class Write(msgspec.Struct, frozen=True, array_like=True):
     [start, end) of a sequence. If start is end, the file has the caches that cannot be cut at that
     position, from a checkpoint if the sequence has more tokens.
 
-    name identifies the tokens from the start of the sequence to this end, parent those to start.
+    name identifies the first end tokens of the sequence, and parent the first start tokens.
     """
 
     sequence: int
@@ -359,7 +359,8 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 def tokens_of_rows(tokens: tuple[int, ...], num_accepted: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Divides the tokens that a step has sampled among its rows. Both are as in a Result."""
+    """Divides the tokens that a step has sampled among its rows. The arguments are fields of a
+    Result."""
     if not num_accepted:
         return [(token,) for token in tokens]
     rows: list[tuple[int, ...]] = []

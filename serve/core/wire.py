@@ -11,13 +11,9 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from serve.core.agent_messages import (
-    AgentMessage,
-)
+from serve.core.agent_messages import AgentMessage
 from serve.core.errors import ClusterError
-from serve.core.messages import (
-    AnyMessage,
-)
+from serve.core.messages import AnyMessage
 
 VERSION = 2
 MAX_BODY_BYTES = 64 << 20
@@ -53,8 +49,8 @@ class FrameReader(Generic[Received]):
 
     @property
     def num_missing(self) -> int:
-        """The number of bytes to read next, of which none belongs to anything after the message:
-        those of its header, then those of its body."""
+        """The number of bytes to read next: the rest of the header, and then of the body. It never
+        includes bytes after the message."""
         if len(self._buffer) < _HEADER.size:
             return _HEADER.size - len(self._buffer)
         _, _, size = _HEADER.unpack_from(self._buffer)

@@ -120,8 +120,8 @@ class ControlServer:
         return set(self._links)
 
     def send(self, rank: int, message: ToRank) -> None:
-        """Sends a message to a rank. If the rank is gone, the message is dropped: on_message has
-        had its Gone."""
+        """Sends a message to a rank. If the rank is gone, the message is dropped; on_message has
+        already been called with Gone."""
         if link := self._links.get(rank):
             link.send(message)
 

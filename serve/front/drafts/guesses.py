@@ -6,8 +6,8 @@ from serve.front.drafts.interface import Draft, Drafter
 from serve.front.drafts.suffixes import Match, Suffixes
 
 _MAX_INDEXED = 32_768  # tokens of a prediction, and the last ones of a prompt
-# Tokens that are learned between two steps, so that no stream waits for this. Comparing a token
-# with its guess takes longer than adding it.
+# Limits for the tokens that are learned between two steps, so that streams do not wait for this.
+# Comparing a token with its guess takes longer than adding it.
 _MAX_ADDED_AT_ONCE = 4_096
 _MAX_COMPARED_AT_ONCE = 64
 _SEPARATOR = 0  # Drafts end where the prediction ends, so any token will do.
@@ -37,8 +37,9 @@ class Guesses:
 
     def waiting_gain(self, token_cost: float) -> float:
         """The tokens that a draft of the token after the next one is expected to give, minus what
-        it costs. token_cost is the cost of a draft, in tokens. This depends on recent tokens like
-        the newest one, which either has a match or not."""
+        it costs. token_cost is the cost of a draft, in tokens. The estimate comes from recent
+        tokens that came after a match, if the newest token has one, and otherwise from the others.
+        """
         return self._hit_shares.gain(self._match is not None, token_cost)
 
     def catch_up(self, sequence: Sequence) -> bool:

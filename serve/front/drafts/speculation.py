@@ -11,7 +11,8 @@ from serve.front.drafts.interface import Draft
 MAX_DRAFTS = 16
 _MIN_GAIN = 1.05
 _WAITING_GAIN = 0.1  # tokens per step and row that make up for waiting for the front end
-_MAX_ROWS_COST = 0.5  # With more, as a share of a step for a token more in each row, nothing pays.
+# Drafts cannot pay if one more token in each row costs more than this share of a step.
+_MAX_ROWS_COST = 0.5
 _UNKNOWN_TOKEN_COST = 0.06
 _MIN_TOKEN_COST = 0.01  # Because of noise, it can be measured as nothing.
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 _MAX_MATCH = 32  # A longer match makes the guess no better.
 _MAX_PLACES = 8
-_DRAFTS_BY_MATCH = 2  # The longer a match, the longer the two places stay the same.
+_DRAFTS_BY_MATCH = 2  # per token of a match: the text after a long match is equal for longer
 
 
 @dataclass(frozen=True, slots=True)

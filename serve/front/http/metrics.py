@@ -209,10 +209,10 @@ def _prefix_families(cache: dict[str, Any]) -> Iterator[Metric]:
         "Bytes of cached prefixes on all stages",
         value=cache["num_bytes"],
     )
-    yield from _of_disk(cache["disk"])
+    yield from _disk_families(cache["disk"])
 
 
-def _of_disk(disk: dict[str, Any]) -> Iterator[Metric]:
+def _disk_families(disk: dict[str, Any]) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "brigade_prefix_cache_disk_reads",
         "Prefixes that all ranks read from their disks",

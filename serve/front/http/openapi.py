@@ -219,7 +219,7 @@ def _stream(call: Call, chunk: JsonSchemaValue) -> Json:
     else:
         description = "Data of events: chunks, perhaps an error, then [DONE]."
         event = [data, {"const": "[DONE]"}]
-    # Without a type: some tools take it for that of the text, others for that of each event.
+    # The schema has no type, because some tools apply it to the whole text, others to each event.
     return {"schema": {"description": description}, "x-event": {"anyOf": event}}
 
 

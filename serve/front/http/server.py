@@ -315,14 +315,14 @@ def probe_intervals() -> Iterator[float]:
 
 
 class QuietServer(uvicorn.Server):
-    """uvicorn's server without handlers of signals."""
+    """uvicorn's server without signal handlers."""
 
     def __init__(self, app: Application, limits: ServeConfig) -> None:
         super().__init__(Config(app, limits))
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leaves the handlers of signals as they are."""
+        """Leaves the signal handlers as they are."""
         yield
 
 

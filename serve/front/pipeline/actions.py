@@ -93,7 +93,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class PassOn:
-    """Gives an answer of a rank to whoever asked: about an adapter, or its prefix cache on disk."""
+    """Passes an answer of a rank on, which is about an adapter or its prefix cache on disk."""
 
     rank: int
     answer: AnswerOfRank

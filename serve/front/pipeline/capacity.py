@@ -53,7 +53,8 @@ def _chunk_seconds(
     num_stages = len(decode_seconds)
     slowest = max(decode_seconds)
     num_chunks = max_chunks_between_steps(num_stages)
-    # A token takes its way through all stages, or the turns of all groups. The chunks are added.
+    # Between two tokens of a row, it passes all stages, or all groups take a turn, whichever takes
+    # longer. The chunks come on top.
     token_seconds = max(sum(decode_seconds), num_groups * slowest)
     by_turns = (max_inter_token - token_seconds) / num_chunks
     # A decode step right behind the chunks waits for them on every stage.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from serve.core.types import Sequence
 
-MAX_CHUNK_SHARE = 1.25  # of the intended chunk, where a chunk takes the rest of a prompt along
+MAX_CHUNK_SHARE = 1.25  # of the intended size, for a chunk that takes a prompt's rest along
 _MIN_CHUNK = 64
 _CHUNKS_PER_STAGE = 4  # that waiting prompts are cut into: with fewer, stages wait for each other
 _SHORT_PROMPT = 128  # tokens; cutting a shorter prompt costs more than it helps

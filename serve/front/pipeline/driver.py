@@ -88,7 +88,7 @@ class Driver:
         self.failure: asyncio.Future[BrigadeError] = asyncio.get_running_loop().create_future()
 
     async def listen(self) -> None:
-        """Opens the door for the other ranks. Raises AddressError."""
+        """Starts to listen for the other ranks. Raises AddressError."""
         if self._cluster.control:
             await self._control.listen(self._cluster.control)
 

@@ -40,8 +40,8 @@ NOTED = {
     State.RENEWING,
 }
 OVER = {State.FAILED, State.CLOSED}
-# The states of all stages that end a state of the cluster, and the words for what a late rank has
-# not done.
+# For states that wait for all stages: the states of a stage that count as done, and the words for
+# what a late rank has not done.
 AWAITED = {
     State.STARTING: ({"starting"}, "start an engine"),
     State.JOINING: ({"fetching", "loading", "ready"}, "join the ring"),

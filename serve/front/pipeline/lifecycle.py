@@ -268,7 +268,8 @@ class Lifecycle(Machine):
             self._pause()
 
     def _on_plan_overdue(self, what: str) -> None:
-        """Finds the fault: the engine hangs if it has planned this model before."""
+        """Gives up on a plan. While ranks are replanned, the engine hangs, because it has planned
+        this model before; otherwise the model is wrong."""
         if self.state is State.REPLANNING:
             self._is_stalled = True
             self._on_no_plan(EngineError(f"{what}: the engine of rank 0 hangs (--load-timeout)."))

@@ -50,8 +50,8 @@ _logger = logging.getLogger(__name__)
 
 class Requests:
     """All requests that run or wait. send passes a message on to rank 0's engine, and send_to_all
-    to the engines of all ranks. adapter_name returns the name of a version, adapter_contents what
-    identifies its contents."""
+    to the engines of all ranks. adapter_name returns the name of an adapter's version, and
+    adapter_contents a text that identifies its contents."""
 
     def __init__(
         self,
@@ -419,7 +419,7 @@ class Requests:
         return OverflowedError(sequence_id, name)
 
     def _pump(self) -> None:
-        """Sends all steps that can be sent already."""
+        """Sends all steps that need no further result."""
         while self._is_running:
             if not self.scheduler.num_in_flight:
                 self._progress_at = self._clock()

@@ -266,8 +266,9 @@ class Scheduler:
         return group.num_in_flight > 0 and self._drafting.is_worth_waiting(group.sequences)
 
     def _draft(self, sequences: list[Sequence]) -> None:
-        """Gives drafts to the rows of a step. Nothing is dropped to make room for them. There are
-        none during prefill, which would be delayed: it gets few chunks between two steps."""
+        """Gives drafts to the rows of a step. Nothing is dropped to make room for them. During
+        prefill there are none: steps with drafts take longer, and only a few chunks may run between
+        two of them."""
         if self._drafting is None or self.prefilling:
             return
         proposed = self._drafting.propose(sequences)
