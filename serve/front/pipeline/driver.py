@@ -260,8 +260,7 @@ class Driver:
             if not self._lifecycle.has_worked:
                 await self._adapters.load_at_start()
             versions = self._adapters.registry.loaded_versions()
-            num_stages = len(self._lifecycle.ring) // self._config.tensor_parallel
-            await self._requests.warm_up(num_stages, versions)
+            await self._requests.warm_up(versions)
         except Exception as error:  # The top of the task: nobody else would report it.
             self.on(events.Broken(life, _as_fault(error)))
         else:

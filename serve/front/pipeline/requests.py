@@ -220,7 +220,7 @@ class Requests:
                 self._drop(sequence_id)
         return room
 
-    async def warm_up(self, num_stages: int, adapter_versions: ReadableList[int]) -> None:
+    async def warm_up(self, adapter_versions: ReadableList[int]) -> None:
         """Warms the engines up, unless requests wait, because their steps do the same. Raises
         ClusterError if a step does not come back."""
         if self._config.no_warm_up or self._generations:
@@ -229,7 +229,12 @@ class Requests:
         assert room is not None
         has_drafts = self._speculation.is_possible and not self._config.no_speculation
         self._warm_up = WarmUp(
-            self._config, num_stages, room, adapter_versions, self._send_step, has_drafts
+            self._config,
+            len(self._stages),
+            room,
+            adapter_versions,
+            self._send_step,
+            has_drafts,
         )
         try:
             await self._warm_up.run()

@@ -1,11 +1,13 @@
 """Prefixes that a cluster finds on its disks after a restart, and after its engines were killed."""
 
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import pytest
 
 from tests.cluster.servers import Server, running
 
@@ -61,3 +63,20 @@ def test_a_restarted_cluster_reads_prefixes_and_can_be_told_to_forget_them(tmp_p
         assert reply.status_code == 200
         assert ask(server, TEXT)[1] == 0
     assert "event=prefix_file_dropped" not in server.text
+
+
+@pytest.mark.slow
+def test_prefixes_are_read_only_if_all_shards_have_them(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    flags = ["--tensor-parallel", "2", "--prefix-cache-dir", str(kept)]
+    with running(2, *flags) as server:
+        expected, _ = ask(server, TEXT)
+        wait_until_written(server, 2)
+    with running(2, *flags) as server:
+        assert ask(server, TEXT)[0] == expected
+        assert disk(server)["num_reads"] == 1
+    shutil.rmtree(kept / "rank-1")
+    with running(2, *flags) as server:
+        assert disk(server)["num_files"] == 0
+        assert ask(server, TEXT)[0] == expected
+        assert "event=fault" not in server.text
