@@ -69,6 +69,7 @@ class Requests:
         self._adapter_contents = adapter_contents
         self._stored: dict[int, PrefixFiles] = {}  # the files that each rank has on its disk
         self.disk_counts = DiskCounts()
+        self._must_clear_disk = False
         self._speculation = Speculation()
         self.scheduler = Scheduler(
             num_stages,
@@ -263,10 +264,12 @@ class Requests:
             _logger.warning("event=prefix_cache_disk_off ranks_without=%s", missing)
             return
         has_states = self.scheduler.reuse == "checkpoints"
-        self.scheduler.room.disk = DiskPrefixes(
-            present, self._contents, self.disk_counts, has_states=has_states
-        )
-        _logger.info("event=prefix_cache_disk files=%d", self.scheduler.room.disk.num_files)
+        disk = DiskPrefixes(present, self._contents, self.disk_counts, has_states=has_states)
+        if self._must_clear_disk:
+            disk.clear()
+            self._must_clear_disk = False
+        self.scheduler.room.disk = disk
+        _logger.info("event=prefix_cache_disk files=%d", disk.num_files)
 
     def _contents(self, key: PrefixKey) -> str | None:
         adapter = ""
@@ -297,8 +300,10 @@ class Requests:
         return disk.to_json()
 
     def clear_prefixes(self) -> None:
-        """Drops all that is kept, in memory and on disk."""
+        """Drops all that is kept, in memory and on disk. If engines restart meanwhile, they delete
+        the files when they work again."""
         self.scheduler.room.drop_all()
+        self._must_clear_disk = self.scheduler.room.disk is None
         self._pump()
 
     def interrupt(self) -> int:

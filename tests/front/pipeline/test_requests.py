@@ -3,20 +3,20 @@
 from pathlib import Path
 
 from serve.core.config import ServeConfig
-from serve.core.messages import PrefixFiles
+from serve.core.messages import ForgetPrefixFiles, PrefixFile, PrefixFiles, ToPrefixCache
 from serve.core.plan import StagePlan
 from serve.front.pipeline.requests import Requests
 from serve.front.pipeline.status import StageStatus
 
 
-def test_requests_use_prefixes_on_disk_only_if_all_shards_have_them() -> None:
-    config = ServeConfig(model=Path(), tensor_parallel=2)
+def two_shards(sent: list[ToPrefixCache]) -> Requests:
+    """Requests for one stage of two shards. Messages to all ranks go to a list."""
     requests = Requests(
-        config,
+        ServeConfig(model=Path(), tensor_parallel=2),
         1,
         send=lambda message: None,
         adapter_name=lambda version: None,
-        send_to_all=lambda message: None,
+        send_to_all=sent.append,
         adapter_contents=lambda version: None,
     )
     stages = []
@@ -24,11 +24,36 @@ def test_requests_use_prefixes_on_disk_only_if_all_shards_have_them() -> None:
         plan = StagePlan(rank, (0, 4), 0, 0, 10, 0, 0, 0.5, None, num_shards=2)
         stages.append(StageStatus(rank, "h", plan, free_bytes=10**6, reuse="any"))
     requests.settle(stages)
-    requests.on_prefix_cache(0, PrefixFiles([], 100))
+    return requests
+
+
+def report_files(requests: Requests, *ranks: int) -> None:
+    for rank in ranks:
+        files = PrefixFiles([PrefixFile("a", "root", 0, 16, 10)], 100)
+        requests.on_prefix_cache(rank, files)
+
+
+def test_requests_use_prefixes_on_disk_only_if_all_shards_have_them() -> None:
+    requests = two_shards([])
+    report_files(requests, 0)
     requests.resume()
     assert requests.disk_state()["max_bytes"] == 0
     requests.interrupt()
-    for rank in range(2):
-        requests.on_prefix_cache(rank, PrefixFiles([], 100))
+    report_files(requests, 0, 1)
     requests.resume()
     assert requests.disk_state()["max_bytes"] == 200, "both are awaited"
+    assert requests.disk_state()["num_files"] == 1
+
+
+def test_requests_clear_the_disks_after_a_restart_that_was_under_way() -> None:
+    sent: list[ToPrefixCache] = []
+    requests = two_shards(sent)
+    requests.clear_prefixes()
+    report_files(requests, 0, 1)
+    requests.resume()
+    assert requests.disk_state()["num_files"] == 0
+    assert sent == [ForgetPrefixFiles(everything=True)]
+    requests.interrupt()
+    report_files(requests, 0, 1)
+    requests.resume()
+    assert requests.disk_state()["num_files"] == 1, "it is cleared only once"
