@@ -432,8 +432,8 @@ def split_at_dashes(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def program_at(words: Sequence[str]) -> int:
-    """Returns the index of the program's name among the words of a command line, or their number
-    if there is none. A word that is the value of a flag is not a name."""
+    """Returns the index of the program's name among the words of a command line, or the number of
+    words if there is none. A word that is the value of a flag is not a name."""
     for at, word in enumerate(words):
         if word in PROGRAMS and words[at - 1] not in LAUNCH_FLAGS_WITH_WORD:
             return at

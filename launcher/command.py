@@ -43,8 +43,8 @@ FORWARDED_PREFIXES = ("BRIGADE_", "LC_", "MLX_", "OMP_", "OPENBLAS_")
 class Ring:
     """The settings that the ranks of one launch share.
 
-    control is where rank 0's parent listens, secret tells this launch from every other, and leash
-    is the descriptor of a pipe that ends with the launcher.
+    control is where rank 0's parent listens, secret distinguishes this launch from others, and
+    leash is the descriptor of a pipe that ends with the launcher.
     """
 
     hostfile: str
@@ -84,8 +84,8 @@ def rank_environment(
 
 
 def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment variables that mean the same on another host. The others are paths
-    and habits of this one."""
+    """Returns the environment variables that mean the same on another host. Other variables are
+    paths and preferences of this host."""
     return {
         name: text
         for name, text in environment.items()

@@ -186,7 +186,7 @@ class HeldOutput:
 class Demo:
     """One run of the demo. port None means the default port if it is free, 0 any free port.
 
-    `command` makes a rank's command line of the words `serve …`; tests start other programs.
+    `command` makes a rank's command line from the words `serve …`; tests start other programs.
     """
 
     def __init__(

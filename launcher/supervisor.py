@@ -113,10 +113,9 @@ class Observer:
 class Supervisor:
     """One launch. `run` blocks until every rank has ended; `stop` may be called from any thread.
 
-    ranks are what to start, in a context that outlives them.
-    serves: a rank that a signal ends before it can answer one has ended well, as it had nothing to
-    finish; any other program's rank has not done its work.
-    join_seconds: how long a rank tries to reach rank 0 before it ends.
+    ranks has the functions that start the ranks; its context outlives them. serves says that the
+    program is a server: if a signal ends one of its ranks before the rank can handle signals, that
+    is a normal end. join_seconds is the time for which a rank tries to reach rank 0.
     `ended` is set when `run` is done, and `interrupted` is the first signal that this process got.
     """
 

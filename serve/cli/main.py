@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint]:
     """Reads the command line and finds mistakes that can be found before anything starts. For a
-    model of the hub, the returned config names the commit that its revision stands for."""
+    model on the hub, the returned config has the commit of its revision."""
     config = parse(ServeConfig, argv, "brigade serve", __doc__)
     if config.adapter_root and not is_folder(config.adapter_root):
         raise UsageError(
@@ -123,8 +123,8 @@ def _check_first(argv: Sequence[str], cluster: Cluster) -> Callable[[], Coroutin
 
 
 def _facts(asked: ServeConfig, checkpoint: Checkpoint | None) -> dict[str, str]:
-    """Collects the facts that ranks compare. At that time only rank 0 has the files of a hub
-    model; the commit that it tells the others is as good as digests."""
+    """Collects the facts that ranks compare. For a model on the hub these are not digests, because
+    only rank 0 has the files so far; it sends the commit to the others instead."""
     if asked.hub_id or checkpoint is None:
         return {**versions(), "model": f"{asked.hub_id}@{asked.revision or 'main'}"}
     return {**versions(), **files(checkpoint.folder, checkpoint.digest)}

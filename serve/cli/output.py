@@ -9,8 +9,8 @@ from rich.console import Console
 
 
 class Output(Console):
-    """Standard output that ignores failed writes: printing goes on without effect when nobody
-    reads it any more, or when its disk is full."""
+    """Standard output that ignores failed writes: printing has no effect once nobody reads it any
+    more, or its disk is full."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         try:

@@ -74,8 +74,8 @@ class AdapterError(RequestError):
 
 
 class RequestCancelledError(RequestError):
-    """An operator ended this request. Clients repeat requests after some statuses, such as 409 and
-    503, and after this one they do not."""
+    """An operator ended this request. Clients do not repeat a request after this status, as they
+    do after others such as 409 and 503."""
 
     http_status = 410
 

@@ -32,8 +32,8 @@ _UNITS = {
 class LayerCost:
     """The cost of one layer.
 
-    fetch_bytes is the size of its tensors in the checkpoint, weight_bytes their size in memory.
-    expert_bytes of the latter belong to experts, and a token uses expert_share of them. The caches
+    fetch_bytes is the size of its tensors in the checkpoint, weight_bytes their size in memory. Of
+    weight_bytes, expert_bytes belong to experts, and a token uses expert_share of them. The caches
     of a sequence of n tokens take cache_bytes + n * cache_bytes_per_token; only the last
     max_cached_tokens count, if that is set.
     """
@@ -101,7 +101,7 @@ class Demand:
         return self.num_tokens or self.context * self.concurrency
 
     def smaller(self, min_tokens: int) -> "list[Demand]":
-        """This demand and smaller and smaller ones, down to min_tokens tokens in all. Demands for
+        """This demand and ever smaller ones, the last for min_tokens tokens in total. Demands for
         fewer tokens have fewer sequences."""
         sizes = [self.tokens]
         while sizes[-1] > min_tokens:
@@ -118,7 +118,7 @@ class Demand:
 class PlanRequest:
     """The settings of a plan, which `brigade plan` and `serve` take as flags.
 
-    split is auto, even, or the number of layers of each rank. memory, kv_memory and adapter_memory
+    split is auto, even, or the number of layers of each stage. memory, kv_memory and adapter_memory
     are one amount for all ranks, or one for each. There must be room for context * concurrency
     tokens, or for min_tokens if that is set. num_shards ranks share the layers of each stage.
     """
@@ -150,8 +150,8 @@ class PlanRequest:
 class StagePlan:
     """The layers and bytes of one rank, and its share of the time of a decode step.
 
-    The rank is number shard of num_shards ranks, which hold parts of the same layers. The bytes
-    are its own.
+    num_shards ranks hold parts of the same layers, and this one is number `shard` of them. The
+    bytes are those of its own part.
 
     A sequence takes cache_bytes_per_token for each token and, in layers that look back a limited
     way, up to cache_bytes_per_sequence. cache_bytes is the sum for the demand, without slack.
@@ -201,7 +201,7 @@ def even_split(num_layers: int, num_ranks: int) -> list[LayerRange]:
 
 
 def split_of(sizes: Sequence[int], num_layers: int) -> list[LayerRange]:
-    """The layers of each rank from their numbers, rank 0 first."""
+    """The layers [start, end) of each rank, from the number of layers of each, rank 0 first."""
     if min(sizes) < 1 or sum(sizes) != num_layers:
         raise PlanError(
             f"--split {','.join(map(str, sizes))} makes {sum(sizes)} layers, the model has "
@@ -471,9 +471,9 @@ def _state_tokens(
     num_sequences: int,
     num_tokens: int,
 ) -> int:
-    """How many of num_tokens tokens, which fill all room beside the fixed caches of num_sequences
-    sequences, have to go for those of one more sequence. A stage on which a token takes little may
-    be the one that decides."""
+    """The number of tokens that take as much room as the fixed caches of one more sequence.
+    num_tokens tokens fill the room beside the fixed caches of num_sequences sequences. The result
+    may be decided by a stage on which a token takes little room."""
     largest = 0
     for stage, num_bytes in zip(stages, kv_bytes, strict=True):
         fixed = stage.cache_bytes_per_sequence

@@ -94,7 +94,7 @@ async def _until(
     work: Coroutine[Any, Any, Result],
     grace_seconds: float = 0.0,
 ) -> Result | None:
-    """The result of work; None if a signal, and the grace after it, came first."""
+    """Returns the result of work, or None if it has not ended grace_seconds after a signal."""
     working = asyncio.create_task(work)
     try:
         either: set[asyncio.Future[Any]] = {working, signalled}

@@ -15,7 +15,7 @@ _HURRIED_REASON_SECONDS = 0.1
 @dataclass(slots=True)
 class Judgement:
     """Facts that have to be known before a fault is judged. Probes ask which parents answer, and
-    let_go are ranks whose connection ends even if they do."""
+    let_go are ranks whose connection ends even if they answer."""
 
     was_working: bool
     num_explained: int | None = None
@@ -42,7 +42,7 @@ class Restarts:
         num_explained: int = 0,
     ) -> float:
         """The seconds that the next engines have to wait. was_ready says whether the engines with
-        the fault had become ready. num_explained faults, this one included, were the doing of a
+        the fault had become ready. num_explained faults, including this one, were caused by a
         request that is given up, and do not count. Raises the error for which the cluster has to
         end."""
         if not may_pass(fault):
@@ -79,8 +79,8 @@ def better_reason(known: BrigadeError | None, new: BrigadeError) -> BrigadeError
 
 
 def reason_seconds(reason: BrigadeError | None, has_clients: bool) -> float:
-    """Returns how long to wait for a better reason. That a neighbour is gone is known first and
-    says least, so it is worth a short wait even where clients wait."""
+    """Returns the time in seconds to wait for a better reason. The first report is often that a
+    neighbour is gone, which explains little, so a short wait is worth it even if clients wait."""
     if not has_clients:
         return _REASON_SECONDS
     return _HURRIED_REASON_SECONDS if type(reason) is ClusterError else 0.0

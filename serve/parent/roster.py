@@ -10,8 +10,8 @@ from serve.parent.control import Joined
 
 @dataclass(slots=True)
 class Roster:
-    """The other ranks that are there: their processes, and the facts that must equal rank 0's.
-    unfit are those whose engine says that it can never work with the others."""
+    """The other ranks that have joined: their processes, and the facts that must equal rank 0's.
+    unfit are the ranks whose engines can never work with the others."""
 
     facts: dict[str, str]
     joined: dict[int, Joined] = field(default_factory=dict)
@@ -24,11 +24,11 @@ class Roster:
         return same - self.unfit
 
     def missing(self, ring: Sequence[int]) -> list[int]:
-        """The ranks of a ring that are not there."""
+        """The ranks of a ring that have not joined."""
         return [rank for rank in ring if rank and rank not in self.joined]
 
     def disagreement(self) -> DisagreementError | None:
-        """The error that says which ranks have something else than rank 0, if there are any."""
+        """The error that names the ranks whose facts differ from rank 0's, or None."""
         others = {rank: self.joined[rank].facts for rank in sorted(self.joined)}
         try:
             compare({0: self.facts, **others})

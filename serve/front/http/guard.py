@@ -36,8 +36,8 @@ _logger = logging.getLogger(__name__)
 
 
 class Guard:
-    """The outermost application: one log line and one count for each request. paths are
-    those that are counted by name."""
+    """The outermost application, which logs one line for each request and counts it. The metrics
+    name the paths in `paths`; all others are counted together."""
 
     def __init__(
         self,

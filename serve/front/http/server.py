@@ -36,7 +36,7 @@ _MAX_REASON_CHARACTERS = 200
 _TLS_HANDSHAKE = b"\x16\x03"
 # A chunk of a body takes as long to parse as some kilobytes.
 MAX_FREE_CHUNKS = 1024
-MIN_CHUNK_BYTES = 64  # on average, of those after them
+MIN_CHUNK_BYTES = 64  # the average size that further chunks must have
 # A client must read this many bytes, and this share, of its waiting output in SEND_SECONDS.
 MIN_SENT_BYTES = 4096
 MIN_SENT_SHARE = 0.1

@@ -45,7 +45,7 @@ _logger = logging.getLogger(__name__)
 
 
 class StartView(Protocol):
-    """Shows people how the start goes on."""
+    """Shows people the progress of the start."""
 
     def planned(self, stages: list[StagePlan]) -> None: ...
 

@@ -411,8 +411,8 @@ class Scheduler:
         return reads
 
     def on_prefix_read(self, rank: int, answer: PrefixRead) -> None:
-        """Takes a rank's answer to a read. After the last one the sequence goes on, as a copy of
-        what was read or from its start."""
+        """Takes a rank's answer to a read. After the last answer the sequence may begin, as a copy
+        of what was read or from its start."""
         if self.room.disk is None or (loaded := self.room.disk.on_read(rank, answer)) is None:
             return
         if loaded.id is not None:

@@ -81,7 +81,7 @@ class AdapterCalls:
 
     @endpoint(403, reply=replies.Json, policy=_ADMIN)
     async def list(self, _: Request) -> Response:
-        """The adapters that are loaded."""
+        """Lists the adapters that are loaded."""
         listed = {"object": "list", "data": self._adapters.registry.described()}
         return json_response(listed)
 

@@ -50,7 +50,7 @@ class AdminCalls:
 
     @endpoint(403, reply=replies.Json, policy=ADMIN)
     async def pipeline(self, _: Request) -> Response:
-        """Each stage: its layers, bytes, times and state."""
+        """Describes each stage: its layers, bytes, times and state."""
         return json_response(self._engine.pipeline())
 
     @endpoint(*(400, 403), reply=replies.Json, query={"seconds": {"type": "number"}}, policy=ADMIN)
@@ -66,7 +66,7 @@ class AdminCalls:
         policy=ADMIN,
     )
     async def drain(self, request: Request) -> Response:
-        """The process ends with code 0 when the last answer is finished."""
+        """Drains the server: it ends with code 0 when the last answer is finished."""
         self._begin_drain(_seconds(request, self._drain_seconds))
         return json_response({"status": "draining"}, 202)
 
