@@ -258,7 +258,7 @@ class Lifecycle(Machine):
             self._follow(plan)
 
     def _on_no_plan(self, error: BrigadeError) -> None:
-        """Rank 0's engine has ended without a plan."""
+        """Decides what follows when rank 0's engine has ended without a plan."""
         if self.state is State.PLANNING or not isinstance(error, PlanError | EngineError):
             self._fail(error)
         elif isinstance(error, PlanError):
