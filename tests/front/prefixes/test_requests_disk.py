@@ -1,4 +1,4 @@
-"""The requests of a server, without engines."""
+"""The prefix cache on disk, as the requests of a server use it, without engines."""
 
 from pathlib import Path
 
