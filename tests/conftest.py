@@ -10,12 +10,12 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 # Programs under test are to find signals as in a terminal, also when tests run under nohup.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# Each call of httpx2.get, and each client of openai, makes a TLS context, which takes 20 ms. Tests
-# make thousands of them, while they wait for a server, and none for https.
+# Each call of httpx2.get makes a TLS context, which takes 20 ms. Tests that wait for a server make
+# thousands of such calls, and none of them uses https, so all can share one context.
 httpcore2.default_ssl_context = functools.cache(httpcore2.default_ssl_context)
 
-# The tests that start clusters, in two halves. The clusters of a half share a worker, and so do
-# the fixtures that keep a cluster running for several files.
+# The tests that start clusters, in two halves. A half runs on one worker, so that its files can
+# share fixtures that keep a cluster running.
 CLUSTERS = {
     "clusters": ("tests/cluster/",),
     "more clusters": (
@@ -30,8 +30,8 @@ CLUSTERS = {
 
 
 def scope_of(nodeid: str) -> str:
-    """The name of the tests that run on one worker, one after the other: half of those that start
-    clusters, or those of a file."""
+    """Returns the group of a test. A group runs on one worker, one test after the other: it is a
+    half of the tests that start clusters, or another test file."""
     for name, prefixes in CLUSTERS.items():
         if nodeid.startswith(prefixes):
             return name
@@ -39,8 +39,8 @@ def scope_of(nodeid: str) -> str:
 
 
 class FilesAndClusters(LoadScopeScheduling):
-    """Distributes scopes to workers. Tests of clusters mostly wait, so two halves at a time keep
-    two cores busy, and more would be slow."""
+    """Distributes groups of tests to workers. Tests of clusters mostly wait, so two of them at a
+    time keep two cores busy, and more would be too slow for their deadlines."""
 
     def _split_scope(self, nodeid: str) -> str:
         return scope_of(nodeid)
@@ -48,12 +48,12 @@ class FilesAndClusters(LoadScopeScheduling):
 
 @pytest.hookimpl
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> FilesAndClusters:
-    config.option.loadscopereorder = False  # In the order of pytest_collection_modifyitems.
+    config.option.loadscopereorder = False  # Keep the order of pytest_collection_modifyitems.
     return FilesAndClusters(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the scopes that take longest first, so that no worker ends long after the others."""
+    """Puts the longest groups first, so that no worker ends long after the others."""
     # The workers of pytest-xdist collect tests on their own and must find the same names.
     with_address = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if with_address:

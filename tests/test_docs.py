@@ -87,7 +87,7 @@ def test_api_gives_every_parameter() -> None:
     supported, refused = text.split("## Not supported")
     rows = re.findall(r"^\| `(\w+)` \| (both|chat|completions) \| (.+) \|", supported, re.M)
     for body, own in ((ChatBody, "chat"), (CompletionBody, "completions")):
-        assert {name for name, of, _ in rows if of in (own, "both")} == set(body.model_fields)
+        assert {name for name, api, _ in rows if api in (own, "both")} == set(body.model_fields)
     responses, messages = supported.split("## Responses")[1].split("## Anthropic's messages")
     responses = responses.split("### Items")[0]
     messages = messages.split("### Blocks")[0]

@@ -23,7 +23,7 @@ def test_a_flag_may_be_repeated_or_left_out() -> None:
 
 
 @pytest.mark.parametrize("words", [("--max-connections", "0"), ("--header-timeout", "nan")])
-def test_limits_that_are_none_are_refused(words: tuple[str, ...]) -> None:
+def test_flags_refuse_values_that_are_not_limits(words: tuple[str, ...]) -> None:
     with pytest.raises(UsageError, match=words[0]):
         serve(*words)
 
@@ -35,9 +35,7 @@ def test_limits_that_are_none_are_refused(words: tuple[str, ...]) -> None:
         (("--drain-timeout", "soon"), "^--drain-timeout must be a number, not 'soon': see "),
     ],
 )
-def test_a_number_that_is_none_is_refused_in_plain_words(
-    words: tuple[str, ...], message: str
-) -> None:
+def test_flags_name_a_value_that_is_not_a_number(words: tuple[str, ...], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         serve(*words)
 

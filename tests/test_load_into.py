@@ -84,7 +84,7 @@ def test_load_into_sends_an_api_key_where_there_is_no_admin_key(
     assert server.asked[-1][-1] == "Bearer root"
 
 
-def test_a_refusal_is_told_in_the_servers_words(server: Any, tmp_path: Path) -> None:
+def test_a_refusal_is_reported_in_the_servers_words(server: Any, tmp_path: Path) -> None:
     server.status, server.answer = 403, b'{"error": {"message": "Not below --adapter-root."}}'
     with pytest.raises(ClusterError, match=r"answered 403: Not below --adapter-root\."):
         load_into(url_of(server), tmp_path, "a")
@@ -131,7 +131,7 @@ def test_a_refusal_at_the_end_says_where_the_adapter_is(server: Any, tmp_path: P
     assert curl_line(url_of(server), tmp_path, "a") in str(error.value)
 
 
-def test_no_server_is_told_before_anything_is_trained() -> None:
+def test_no_server_is_reported_before_anything_is_trained() -> None:
     said = r"^--load-into http://127\.0\.0\.1:9 does not answer \(Connection refused\): start .*\.$"
     with pytest.raises(UsageError, match=said):
         check_server("http://127.0.0.1:9", Path("out"), "a")

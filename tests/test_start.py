@@ -111,7 +111,7 @@ def test_a_table_that_nobody_reads_ends_nothing(target: str) -> None:
     assert (done.returncode, done.stderr) == (5, b"")
 
 
-def test_ready_is_told_after_the_models_own_sampling(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ready_is_logged_after_the_models_own_sampling(capsys: pytest.CaptureFixture[str]) -> None:
     view = start.TerminalView(URL, "tiny")
     view.sampling({"temperature": 0.6, "top_k": 20})
     view.ready()

@@ -1,4 +1,4 @@
-"""What prefixes on disk save after a restart, and what writing them costs streams."""
+"""Prefixes on disk: the time they save after a restart, and what writing them costs streams."""
 
 import asyncio
 import time
@@ -19,27 +19,27 @@ NUM_WORDS = 7400  # about 8,000 tokens of the bench model, which has room for 8,
 NUM_TOKENS = 16
 NUM_STREAMS = 4
 STREAM_TOKENS = 160
-WRITTEN_SECONDS = 300.0
+MAX_WRITE_SECONDS = 300.0
 
 
 def disk(settings: Settings) -> Row:
-    """Time to the first token of a long prompt, computed and then read after a restart; and the
-    speed of streams while such a prompt is written."""
+    """Measures the time to the first token of a long prompt, computed and then read after a
+    restart, and the speed of streams while such a prompt is written."""
     computed: list[float] = []
     read: list[float] = []
     speeds: dict[str, list[float]] = {"without": [], "writing": []}
 
-    def restarted(_: str, round: int) -> None:
+    def restarted(_: str, round_: int) -> None:
         with TemporaryDirectory() as folder:
             flags = ("--prefix-cache-dir", folder)
-            words = random_words(Random(round), NUM_WORDS)
+            words = random_words(Random(round_), NUM_WORDS)
             computed.append(asyncio.run(_first(settings.model, flags, words)))
             read.append(asyncio.run(_first(settings.model, flags, words)))
 
-    def streams(name: str, round: int) -> None:
+    def streams(name: str, round_: int) -> None:
         with TemporaryDirectory() as folder:
             flags = ("--prefix-cache-dir", folder) if name == "writing" else ()
-            speeds[name].append(asyncio.run(_speed(settings.model, flags, round)))
+            speeds[name].append(asyncio.run(_speed(settings.model, flags, round_)))
 
     in_turn(settings, ["restarted"], restarted)
     in_turn(settings, list(speeds), streams)
@@ -64,7 +64,8 @@ def disk(settings: Settings) -> Row:
 
 
 async def _first(model: Path, flags: tuple[str, ...], words: str) -> float:
-    """The time to the first token on a new server, which has written everything when it ends."""
+    """Returns the seconds until the first token on a new server, which then writes the prompt to
+    disk before it ends."""
     start = servers.running(servers.BRIGADE_2, model, *flags, until=servers.until_ready)
     with start as url:
         async with connected(url, model.name, None, TIMEOUT) as server:
@@ -74,7 +75,7 @@ async def _first(model: Path, flags: tuple[str, ...], words: str) -> float:
 
 
 async def _speed(model: Path, flags: tuple[str, ...], seed: int) -> float:
-    """Tokens per second of streams that begin when a long prompt has just been answered."""
+    """Returns the tokens per second of streams that begin after the answer to a long prompt."""
     start = servers.running(servers.BRIGADE_2, model, *flags, until=servers.until_ready)
     chance = Random(seed)
     with start as url:
@@ -95,8 +96,8 @@ async def _asked(server: Server, words: str, num_tokens: int) -> Record:
 
 
 async def _until_written(url: str) -> None:
-    """Waits until no more files come."""
-    deadline = time.monotonic() + WRITTEN_SECONDS
+    """Waits until all files are written: their number stays the same for three seconds."""
+    deadline = time.monotonic() + MAX_WRITE_SECONDS
     before = -1
     while time.monotonic() < deadline:
         state = httpx2.get(f"{url}/admin/pipeline", timeout=30).json()

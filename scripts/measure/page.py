@@ -6,7 +6,7 @@ import re
 import shutil
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any
 
 import httpx2
@@ -22,9 +22,9 @@ NUM_CLIENTS = 8
 ANSWER_TOKENS = 4000  # Longer than a run: no client ends one answer and begins another.
 SETTLE_SECONDS = 3.0
 NUM_LOADS = 10
-WINDOW_SECONDS = 10  # a window of the chart that no other part of the page looks at
-# Notes for each step of a stage how long after its end it is first drawn completely. The browser
-# and the stages share one clock.
+WINDOW_SECONDS = 10  # of the chart; no other part of the page asks for a window of this length
+# Notes how long after its end each step of a stage is first drawn completely. The browser and the
+# stages share one clock.
 NOTE_DELAYS = """
 async (length) => {
     const { timeline } = await import("/ui/lib/store.js");
@@ -49,8 +49,8 @@ FIRST_PAINT = "performance.getEntriesByName('first-contentful-paint')[0].startTi
 
 
 def page(settings: Settings) -> Row:
-    """Eight clients on two ranks. Periods without a watcher, with one, and with a browser take
-    turns."""
+    """Measures eight clients on two ranks: in turn without a watcher of the page's events and with
+    one, and then with a browser."""
     data: dict[str, Any] = {}
     # Without speculation all steps have one token for each row.
     with servers.running(servers.BRIGADE_2, settings.model, "--no-speculation") as url:
@@ -81,11 +81,13 @@ async def _measure(url: str, settings: Settings, data: dict[str, Any]) -> None:
         async with _asking(url):
             # A B B A: answers grow, and the machine may change its speed.
             for round_ in range(2 * settings.rounds):
-                turns = [_alone, _watched] if round_ % 2 else [_watched, _alone]
-                for turn in turns:
-                    async with turn(url):
+                kinds = ["alone", "watched"] if round_ % 2 else ["watched", "alone"]
+                for kind in kinds:
+                    watching: AbstractAsyncContextManager[None] = nullcontext()
+                    if kind == "watched":
+                        watching = _watched(url)
+                    async with watching:
                         await asyncio.sleep(SETTLE_SECONDS)
-                        kind = turn.__name__.strip("_")
                         rates[kind].append(await _rate(url, seconds))
             async with _shown(browser, url) as shown:
                 await asyncio.sleep(SETTLE_SECONDS)
@@ -103,7 +105,7 @@ async def _measure(url: str, settings: Settings, data: dict[str, Any]) -> None:
 
 @asynccontextmanager
 async def _asking(url: str) -> AsyncIterator[None]:
-    """Clients that read long answers."""
+    """Runs clients that read long answers."""
 
     async def read(client: httpx2.AsyncClient, number: int) -> None:
         chat = [{"role": "user", "content": f"question {number}"}]
@@ -131,13 +133,8 @@ async def _asking(url: str) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def _alone(_: str) -> AsyncIterator[None]:
-    yield
-
-
-@asynccontextmanager
 async def _watched(url: str) -> AsyncIterator[None]:
-    """A watcher that reads all events."""
+    """Runs a watcher that reads all events."""
 
     async def read() -> None:
         async with (
@@ -159,7 +156,7 @@ async def _watched(url: str) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def _shown(browser: Browser, url: str) -> AsyncIterator[Page]:
-    """A browser that shows the pipeline."""
+    """Opens a page that shows the pipeline, and notes the delays of steps."""
     page = await browser.new_page(viewport={"width": 1280, "height": 900})
     await page.goto(url)
     await page.wait_for_selector("[data-state=ready]")
@@ -182,7 +179,7 @@ async def _first_paint(browser: Browser, url: str) -> float:
 
 
 async def _rate(url: str, seconds: float) -> float:
-    """Tokens per second, by the server's own counter."""
+    """Returns tokens per second, by the server's own counter."""
     begin, num_before = time.perf_counter(), await _num_generated(url)
     await asyncio.sleep(seconds)
     end, num_after = time.perf_counter(), await _num_generated(url)
@@ -198,7 +195,7 @@ async def _num_generated(url: str) -> float:
 
 
 def _cpu_seconds() -> float:
-    """The processor time of all processes of the browser."""
+    """Returns the processor time of all processes of the browser."""
     family = psutil.Process().children(recursive=True)
     times = [each.cpu_times() for each in family if "chrom" in each.name()]
     return float(sum(each.user + each.system for each in times))

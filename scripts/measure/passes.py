@@ -17,7 +17,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import load_model
 
 CONTEXT = 66
-MOST_POSITIONS = CONTEXT + 128
+MAX_POSITIONS = CONTEXT + 128
 WARM_UP_PASSES = 3
 
 
@@ -41,7 +41,7 @@ class Passes:
             self.step()
 
     def step(self) -> None:
-        if self._caches[0].offset >= MOST_POSITIONS:
+        if self._caches[0].offset >= MAX_POSITIONS:
             for cache in self._caches:
                 cache.offset = CONTEXT
         output = self._forward(self._next)

@@ -18,7 +18,7 @@ from serve.core.blas import with_openblas
 
 READY_SECONDS = 120.0
 END_SECONDS = 20.0
-MOST_SEQUENCES = 64
+MAX_SEQUENCES = 64
 
 BRIGADE_1 = "Brigade, 1 rank"
 BRIGADE_2 = "Brigade, 2 ranks"
@@ -82,14 +82,14 @@ def _brigade(
     more: Sequence[str], model: Path, port: int, ring: Sequence[int], _: Path
 ) -> list[Command]:
     words = ["-m", "launcher.cli", "launch", "-n", str(len(ring)), "--", "serve"]
-    flags = ["--model", str(model), "--port", str(port), "--max-num-sequences", str(MOST_SEQUENCES)]
+    flags = ["--model", str(model), "--port", str(port), "--max-num-sequences", str(MAX_SEQUENCES)]
     return [([sys.executable, *words, *flags, *more], {})]
 
 
 def _mlx_lm(model: Path, port: int, ring: Sequence[int], folder: Path) -> list[Command]:
     """Without mlx.launch, which keeps most of a core busy itself."""
     words = [sys.executable, "-m", "mlx_lm", "server", "--model", str(model), "--port", str(port)]
-    words += ["--decode-concurrency", str(MOST_SEQUENCES)]
+    words += ["--decode-concurrency", str(MAX_SEQUENCES)]
     environment = with_openblas({})  # the same BLAS as Brigade's ranks
     if len(ring) == 1:
         return [(words, environment)]

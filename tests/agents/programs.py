@@ -38,9 +38,9 @@ class Agent:
     """An agent: its section in docs/agents.md, and the folder of its program.
 
     command does the task without asking, and `script` is what the model answers, given the work
-    folder. looks_up begins the names of hosts that it asks for in spite of its configuration; an
-    empty one stands for none. model is the name that the server has for the model, and changes are
-    made to the section's texts.
+    folder. looked_up_prefix is how the names of the hosts begin that it looks up in spite of its
+    configuration, and empty if there are none. model is the name that the server has for the model,
+    and changes are made to the section's texts.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Agent:
     bin: Path
     command: tuple[str, ...]
     script: Callable[[Path], Script]
-    looks_up: str = ""
+    looked_up_prefix: str = ""
     model: str = page.MODEL
     changes: Mapping[str, str] = field(default_factory=dict)
 

@@ -52,8 +52,8 @@ def test_an_agent_runs_its_tool_and_ends(
     prompts = [played_tokenizer.decode(ids) for ids in engine.prompts]
     assert any(script.thought in prompt for prompt in prompts)  # Thoughts come back.
     for host in outcome.reached:
-        assert agent.looks_up, host
-        assert host.startswith(agent.looks_up)
+        assert agent.looked_up_prefix, host
+        assert host.startswith(agent.looked_up_prefix)
     if os.environ.get("BRIGADE_RECORD_SHAPES"):
         shapes.write(agent.name, shapes.shapes_of(outcome.requests, agent.model))
 

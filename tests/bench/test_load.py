@@ -114,7 +114,7 @@ class Resetting:
 @pytest.mark.parametrize(
     ("resets", "error"), [(1, None), (2, "refused or reset before the answer began")]
 )
-def test_a_reset_connection_is_tried_once_more_and_told(resets: int, error: str | None) -> None:
+def test_a_reset_connection_is_tried_once_more_and_recorded(resets: int, error: str | None) -> None:
     """mlx_lm.server resets some of 16 connections that come at once."""
     server = Resetting(resets)
     record = asyncio.run(server.ask())
@@ -210,4 +210,4 @@ def test_loops_start_as_they_should() -> None:
     # A busy machine makes them later, never sooner.
     for starts, wanted in ((closed, [0.0, 0.02, 0.04, 0.06]), (opened, [0.0, 0.05, 0.15])):
         assert len(starts) == len(wanted)
-        assert all(at > due - 0.005 for at, due in zip(starts, wanted, strict=True))
+        assert all(start > due - 0.005 for start, due in zip(starts, wanted, strict=True))

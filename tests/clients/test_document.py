@@ -23,8 +23,8 @@ CHECKS = [
 ]
 CHECKS_OF_TYPES = CHECKS[:3] + CHECKS[4:6]
 
-# Each field has several cases, so calls with many fields make up most of the ten thousand cases.
-# Each group has its own limit of time.
+# Most of the ten thousand cases are of the endpoints with many fields. Each group of endpoints is a
+# test with its own time limit.
 ANSWERED = "^/v1/(chat|completions|responses|messages)"
 GROUPS: dict[str, list[str]] = {
     "chat": ["--include-path-regex", "^/v1/(chat/)?completions$"],

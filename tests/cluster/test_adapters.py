@@ -211,10 +211,10 @@ def check_logits(server: Server, answer: Whole) -> None:
         scored = scores(server, model, prompt)
         expected = answer.logprobs(name, scored["tokens"])
         assert len(scored["tokens"]) > len(prompt)
-        for at, top in enumerate(scored["top"][1:]):
-            largest = mx.abs(expected[at]).max().item()
+        for index, top in enumerate(scored["top"][1:]):
+            largest = mx.abs(expected[index]).max().item()
             for token, logprob in top.items():
-                assert abs(logprob - expected[at, token].item()) < 1e-5 * largest
+                assert abs(logprob - expected[index, token].item()) < 1e-5 * largest
 
 
 def scores(server: Server, model: str, prompt: list[int]) -> dict[str, Any]:

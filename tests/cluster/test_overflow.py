@@ -84,8 +84,8 @@ def tokens(reply: httpx2.Response) -> list[int]:
 
 
 def changed(server: Server, model: str, bad: Callable[[], httpx2.Response], num: int) -> int:
-    """Counts the answers, out of num, that change while other requests overflow all the time, and
-    those that have changed afterwards."""
+    """Returns how many of num answers change beside requests that overflow all the time, and how
+    many change afterwards."""
     asked = prompts(NUM_PROMPTS)
     expected = [tokens(ask(server, model, prompt)) for prompt in asked]
     assert len({tuple(answer) for answer in expected}) > NUM_PROMPTS // 2

@@ -111,8 +111,8 @@ def outcome(server: Server, messages: list[Any], tool: Any, **fields: Any) -> st
 
 
 def check_all(server: Server, num_calls: int, **fields: Any) -> None:
-    """Each of the tools is called, at the latest in the last try. All tries have the same prompt,
-    which is computed once. num_calls are the calls that it shows."""
+    """Checks that each of the tools is called, at the latest in the last try. All tries of a tool
+    have the same prompt, which shows num_calls earlier calls and is computed once."""
     model = server.get("/v1/models")["data"][0]["id"]
     rng = random.Random(5)
     tools = [random_tool(rng) for _ in range(NUM_TOOLS)]

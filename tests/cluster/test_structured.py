@@ -160,7 +160,7 @@ def test_a_schema_that_is_slow_to_prepare_stops_nobody(server: Server) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "by name"])
-def test_calls_are_streamed_as_they_are_told_whole(server: Server, choice: Any) -> None:
+def test_streamed_calls_equal_those_of_a_whole_reply(server: Server, choice: Any) -> None:
     fields: Any = {"tools": [WEATHER], "tool_choice": choice, "temperature": 1, "seed": 3}
     fields |= {"parallel_tool_calls": False}
     whole = ask(server, **fields).choices[0].message.tool_calls[0]

@@ -153,7 +153,7 @@ def test_a_key_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes 
 
 
 @pytest.mark.parametrize("origin", ["a.example", "https://a.example/", "https://u@a.example", ""])
-def test_a_wrong_origin_is_told(origin: str) -> None:
+def test_a_wrong_origin_is_refused(origin: str) -> None:
     with pytest.raises(UsageError, match="--cors-origin"):
         ServeConfig(model=MODEL, cors_origin=(origin,))
     ServeConfig(model=MODEL, cors_origin=("*", "https://a.example:8443", "http://[::1]:3000"))
@@ -166,7 +166,7 @@ def test_adapters_of_the_start_are_given_as_often_as_there_are() -> None:
 
 
 @pytest.mark.parametrize("name", ["a b", "../a", "m", "ä", "x" * 200])
-def test_what_cannot_be_an_adapters_name_is_told_before_anything_is_loaded(name: str) -> None:
+def test_what_cannot_be_an_adapters_name_is_refused_before_anything_is_loaded(name: str) -> None:
     with pytest.raises(UsageError, match="--lora .* cannot be an adapter's name: .*letters"):
         ServeConfig(model=Path("m"), lora=(f"{name}=/a",))
 

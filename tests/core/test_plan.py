@@ -172,13 +172,13 @@ def test_the_search_finds_a_split_exactly_where_the_stages_of_one_fit(
         [stage_plan(cost, r, layers, demand, None).total_bytes for r, layers in enumerate(split)]
         for split in splits
     ]
-    least = min(max(each) for each in totals)
-    found = balanced_split(cost, num_ranks, demand, [least] * num_ranks)
-    assert max(totals[splits.index(found)]) == least
-    plan_stages(cost, found, demand, [least] * num_ranks)
-    if least > 1:
+    smallest = min(max(each) for each in totals)
+    found = balanced_split(cost, num_ranks, demand, [smallest] * num_ranks)
+    assert max(totals[splits.index(found)]) == smallest
+    plan_stages(cost, found, demand, [smallest] * num_ranks)
+    if smallest > 1:
         with pytest.raises(PlanError):
-            balanced_split(cost, num_ranks, demand, [least - 1] * num_ranks)
+            balanced_split(cost, num_ranks, demand, [smallest - 1] * num_ranks)
 
 
 @settings(deadline=None)

@@ -202,7 +202,9 @@ def test_a_message_in_the_wrong_direction_is_an_error(message: Any, expected: An
 def test_frames_survive_any_pieces(sent: list[Step], size: int) -> None:
     stream = b"".join(map(wire.frame, sent))
     reader: wire.FrameReader[Step] = wire.FrameReader(Step)
-    got = [m for at in range(0, len(stream), size) for m in reader.feed(stream[at : at + size])]
+    got: list[Step] = []
+    for start in range(0, len(stream), size):
+        got += reader.feed(stream[start : start + size])
     assert got == sent
 
 

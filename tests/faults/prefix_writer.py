@@ -1,6 +1,7 @@
 """Writes files of the prefix cache to a folder until it is killed: a program for test_prefix_files.
 
-Prints a line when it begins. All numbers in a file are the number in its name.
+Prints a line when it begins. The keys and values in a file are all equal to the number in its
+name.
 """
 
 import itertools
@@ -22,10 +23,10 @@ def make_cache() -> list[KVCache]:
     return [KVCache(), KVCache()]
 
 
-def main(folder: Path, first: int) -> None:
+def main(folder: Path) -> None:
     store = PrefixStore(folder, DIGEST, 1 << 30, make_cache, lambda _: None)
     print("writing", flush=True)
-    for number in itertools.count(first):
+    for number in itertools.count():
         array = mx.full((1, 4, NUM_TOKENS, 32), float(number))
         caches = make_cache()
         for cache in caches:
@@ -38,4 +39,4 @@ def main(folder: Path, first: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]))

@@ -23,7 +23,7 @@ from tests.faults.cases import ANTHROPIC, CHAT, GOOD, JSON
 pytestmark = pytest.mark.long
 
 BODIES_AT_ONCE = 20
-MOST_GROWTH_BYTES = 48 << 20
+MAX_GROWTH_BYTES = 48 << 20
 FINE = {200, 400, 404, 413, 429}
 COMPLETIONS, RESPONSES = "/v1/completions", "/v1/responses"
 # What is asked of each call, and the fields that it knows.
@@ -171,9 +171,9 @@ def requests(draw: st.DrawFn) -> tuple[str, bytes]:
         body |= draw(st.dictionaries(st.sampled_from(fields) | st.text(), anything, max_size=3))
     data = json.dumps(body).encode()
     if draw(st.integers(0, 4)) == 0:
-        at = draw(st.integers(0, len(data)))
+        place = draw(st.integers(0, len(data)))
         cut = draw(st.integers(0, 5))
-        data = data[:at] + draw(st.binary(max_size=6)) + data[at + cut :]
+        data = data[:place] + draw(st.binary(max_size=6)) + data[place + cut :]
     return path, data
 
 
@@ -226,7 +226,7 @@ def run(server: Server, num_bodies: int) -> None:
 
         check()
     warm = sizes[len(sizes) // 3]
-    assert max(sizes[-3:]) - warm < MOST_GROWTH_BYTES, [size >> 20 for size in sizes]
+    assert max(sizes[-3:]) - warm < MAX_GROWTH_BYTES, [size >> 20 for size in sizes]
     assert counted[200] > num_bodies / 20, counted
     assert counted[400] > num_bodies / 20, counted
     assert "Traceback" not in server.text

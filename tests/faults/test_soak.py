@@ -24,7 +24,7 @@ NUM_KILLS = max(4, int(SOAK_SECONDS / 300))
 SWAPS_OF_A_KILL = 8
 ADAPTERS = TINY_CHAT.parent / "adapters"
 LEAVING_SHARE = 0.2
-MOST_GROWTH_BYTES = 30 << 20
+MAX_GROWTH_BYTES = 30 << 20
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(int(SOAK_SECONDS * 7 / 6) + 300)]
 
@@ -113,7 +113,7 @@ def test_nothing_is_lost_and_nothing_grows() -> None:
         assert min(soak.ends["whole"], soak.ends["left"], soak.ends["swapped"]) > 10
         for (fds_before, bytes_before), (fds, num_bytes) in zip(before, after, strict=True):
             assert fds <= fds_before + 2
-            assert num_bytes <= bytes_before + MOST_GROWTH_BYTES
+            assert num_bytes <= bytes_before + MAX_GROWTH_BYTES
         family = server.family()
         server.process.terminate()
         assert server.process.wait(15) == 0

@@ -360,7 +360,7 @@ class Running:
         serving = serve(
             self._config, self.engine, self.engine.tokenizer, self._listening, self._max_context
         )
-        # Like asyncio.run, it cancels what is left: libraries keep tasks as long as their loop.
+        # A runner, like asyncio.run, cancels the tasks that libraries leave behind.
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             try:
                 runner.run(serving)

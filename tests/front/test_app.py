@@ -217,7 +217,7 @@ def test_what_is_no_call_has_an_error_object(
     assert ("allow" in reply.headers) == (status == 405)
 
 
-def test_an_exception_of_ours_is_told_to_the_log_alone(
+def test_an_exception_of_ours_is_shown_in_the_log_alone(
     server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(ServerCalls, "_described", lambda self, name: {}["/secret/path"])
@@ -473,7 +473,7 @@ def test_many_ignored_fields_make_no_long_header(shared: Running, length: int) -
 # --- addresses
 
 
-def test_a_port_in_use_is_told_at_once() -> None:
+def test_a_port_in_use_is_reported_at_once() -> None:
     with bind("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(AddressError, match=f"Port {port} is in use.*--port"):
@@ -481,7 +481,7 @@ def test_a_port_in_use_is_told_at_once() -> None:
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no host at all"])
-def test_a_host_that_is_not_ours_is_told(host: str) -> None:
+def test_a_host_that_is_not_ours_is_refused(host: str) -> None:
     with pytest.raises(AddressError, match="--host"):
         bind(host, 0)
 
@@ -515,7 +515,7 @@ def test_too_many_answers_are_refused_before_prompts_are_encoded(
         assert "8 answers, but only 6 are allowed" in reply.json()["error"]["message"]
 
 
-def test_a_grammar_that_is_wrong_is_told_in_the_words_of_its_call(shared: Running) -> None:
+def test_a_grammar_that_is_wrong_is_reported_in_the_words_of_its_call(shared: Running) -> None:
     schema = {"type": "nil"}
     format = {"type": "json_schema", "name": "x", "schema": schema}
     said = {"messages": HELLO["messages"], "max_tokens": 5}
@@ -563,7 +563,7 @@ ASKED: dict[str, Any] = {
 @pytest.mark.parametrize(
     "event", [{"type": "x", "delta": "\ud800"}, {}, None], ids=["surrogate", "no type", "raises"]
 )
-def test_events_that_cannot_be_told_end_their_stream_alone(
+def test_events_that_cannot_be_written_end_their_stream_alone(
     server: Running, monkeypatch: pytest.MonkeyPatch, path: str, event: Any
 ) -> None:
     """With an error in the words of its call, and not with a connection that is cut."""

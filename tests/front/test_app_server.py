@@ -568,7 +568,7 @@ def test_half_a_body_does_not_hold_up_the_end(model_folder: Path) -> None:
         half.sendall(f"{head}Content-Length: 99\r\n\r\n{{".encode())
         httpx2.get(f"http://127.0.0.1:{port}/health")  # It has come, and signals are handled.
         server.send_signal(signal.SIGTERM)
-        # The body may take 30 s (--body-timeout).
+        # Without the drain timeout, the server would wait 30 s for the body (--body-timeout).
         assert server.communicate(timeout=20)[0] == "returned True\n"
 
 
@@ -591,7 +591,7 @@ async def reply_after_a_signal(
         reply = await answering
     await asyncio.wait_for(serving_task, 5)
     unharmed = signal.getsignal(number) not in (signal.SIG_DFL, signal.default_int_handler)
-    assert unharmed, "another one would end the process before its ranks get the message"
+    assert unharmed, "another signal would end the process before its ranks get the message"
     assert engine.generations[0].closed.is_set()
     return reply
 

@@ -23,11 +23,11 @@ def tensors(num_layers: int = NUM_LAYERS, seed: int = 1) -> dict[str, tuple[list
 
 
 def write_file(path: Path, part: dict[str, tuple[list[int], bytes]]) -> None:
-    at, header = 0, {"__metadata__": {"format": "pt"}}
+    offset, header = 0, {"__metadata__": {"format": "pt"}}
     for name, (shape, data) in part.items():
-        offsets = [at, at + len(data)]
+        offsets = [offset, offset + len(data)]
         header[name] = {"dtype": "F32", "shape": shape, "data_offsets": offsets}
-        at += len(data)
+        offset += len(data)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(d for _, d in part.values()))

@@ -214,11 +214,11 @@ class _StorageAnswer(_Answer):
         sent = Served(name, start, start)
         with self.hub.lock:
             self.hub.served.append(sent)
-        for at in range(start, stop, CHUNK_BYTES):
+        for offset in range(start, stop, CHUNK_BYTES):
             if self.hub.faults.delay_seconds:
                 time.sleep(self.hub.faults.delay_seconds)
-            self.wfile.write(data[at : min(at + CHUNK_BYTES, stop)])
-            sent.end = min(at + CHUNK_BYTES, stop)
+            self.wfile.write(data[offset : min(offset + CHUNK_BYTES, stop)])
+            sent.end = min(offset + CHUNK_BYTES, stop)
         if cut:
             self.close_connection = True
 

@@ -124,7 +124,7 @@ def test_a_hub_that_breaks_off_leaves_nothing(
 
 
 @pytest.mark.anyio
-async def test_all_ranks_are_told_one_commit(hub: FakeHub, home: Path, tmp_path: Path) -> None:
+async def test_all_ranks_get_the_same_commit(hub: FakeHub, home: Path, tmp_path: Path) -> None:
     flags: dict[str, Any] = {"allow_hub_adapters": True, "cache_dir": home / "cache"}
     ranks = FakeRanks(adapter_root=None, adapter_memory="100KB", **flags)
     await ranks.adapters.load("x", REPO, in_place=False)

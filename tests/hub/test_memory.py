@@ -14,8 +14,8 @@ from mlx_lm.models import llama
 from tests.hub.server import COMMIT, REPO, running
 
 ROOT = Path(__file__).parent.parent.parent
-MOST_MORE_BYTES = 50 << 20
-MOST_SHARE = 1.05
+MAX_MORE_BYTES = 50 << 20
+MAX_SHARE = 1.05
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 1024,
@@ -86,7 +86,7 @@ def test_a_rank_takes_its_own_weights_and_little_more(
     with running(folder) as hub:
         fetched_owned, fetched = measure(tmp_path / "cache", layers, hub.url, tmp_path)
     assert owned == fetched_owned
-    max_bytes = MOST_SHARE * owned + MOST_MORE_BYTES
+    max_bytes = MAX_SHARE * owned + MAX_MORE_BYTES
     print(f"{layers}: owned {owned:,}, more {local - empty - owned:,}, {fetched - empty - owned:,}")
     assert local - empty <= max_bytes
     assert fetched - empty <= max_bytes

@@ -211,7 +211,7 @@ def test_retry_after_is_honoured(hub: FakeHub, home: Path) -> None:
     hub.faults.busy, hub.faults.retry_after = 1, "1"
     started = time.monotonic()
     model.fetch(["model.norm"], nobody)
-    assert 1 <= time.monotonic() - started < 5
+    assert time.monotonic() - started >= 1
 
 
 def test_a_server_that_never_answers_ends_with_its_reason(hub: FakeHub, home: Path) -> None:
@@ -237,13 +237,13 @@ def test_a_file_that_changes_is_an_error(hub: FakeHub, home: Path, num_answers: 
     assert_right(again, names)
 
 
-def test_another_file_than_the_listing_told_is_an_error(hub: FakeHub, home: Path) -> None:
+def test_another_file_than_in_the_listing_is_an_error(hub: FakeHub, home: Path) -> None:
     hub.faults.moved_commit = True
     with pytest.raises(ModelError, match="etag"):
         opened(home / "cache")
 
 
-def test_another_length_than_the_listing_told_is_an_error(hub: FakeHub, home: Path) -> None:
+def test_another_length_than_in_the_listing_is_an_error(hub: FakeHub, home: Path) -> None:
     hub.faults.wrong_length = 7
     with pytest.raises(ModelError, match="bytes instead of"):
         opened(home / "cache")
@@ -350,8 +350,8 @@ def break_json(data: bytearray) -> None:
 
 
 def break_overlap(data: bytearray) -> None:
-    at = data.index(b'"data_offsets": [0, ')
-    data[at : at + 20] = b'"data_offsets": [8, '
+    place = data.index(b'"data_offsets": [0, ')
+    data[place : place + 20] = b'"data_offsets": [8, '
 
 
 def break_end(data: bytearray) -> None:

@@ -36,14 +36,14 @@ def test_requests(
     present: list[tuple[int, int]],
     gap: int,
     spare: int,
-    most: int,
+    max_bytes: int,
 ) -> None:
-    asked = requests(wanted, present, gap_bytes=gap, spare_bytes=spare, max_bytes=most)
+    asked = requests(wanted, present, gap_bytes=gap, spare_bytes=spare, max_bytes=max_bytes)
     missing = members(wanted) - members(present)
     assert missing <= members(asked)
     assert not members(asked) & members(present)
     assert total(asked) <= len(missing) + spare
-    assert all(0 < end - start <= most for start, end in asked)
+    assert all(0 < end - start <= max_bytes for start, end in asked)
     assert total(asked) == len(members(asked))
 
 

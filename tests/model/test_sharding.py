@@ -1,4 +1,4 @@
-"""Shards of a model: together they give what the whole model gives, or the model is refused."""
+"""Shards of a model: together they give the logits of the whole model, or the model is refused."""
 
 import re
 import threading
@@ -21,8 +21,8 @@ from tests.models import build
 QUICK = {"deepseek_v3", "llama", "qwen3_5"}
 ROOT = Path(__file__).resolve().parent.parent.parent
 NUM_SHARDS = 2
-MOST_DIFFERENCE = 1e-4
-HALF_PRECISION = {"muse_spark": 1e-3}
+MAX_DIFFERENCE = 1e-4
+MAX_DIFFERENCE_OF = {"muse_spark": 1e-3}  # It computes in half precision.
 BUILDING = threading.Lock()
 
 
@@ -33,7 +33,7 @@ def shardable() -> Iterator[Any]:
 
 
 class Seat:
-    """One shard's end of a group whose shards are threads."""
+    """One shard's view of a group whose shards are threads."""
 
     def __init__(self, group: "ThreadGroup", rank: int) -> None:
         self.group = group
@@ -47,7 +47,7 @@ class Seat:
 
 
 class ThreadGroup:
-    """A group of MLX in one process, which evaluates where MLX is lazy."""
+    """Stands in for a group of MLX within one process. It evaluates at once, while MLX is lazy."""
 
     def __init__(self, num_shards: int) -> None:
         self.parts: list[mx.array | None] = [None] * num_shards
@@ -78,7 +78,7 @@ def sums_between_threads() -> Iterator[None]:
 
 
 def answers(model: nn.Module) -> list[mx.array]:
-    """The logits of a prompt, and those of the next token."""
+    """Returns the logits of a prompt and of the token after it."""
     caches = make_prompt_cache(model)
     logits = []
     for tokens in ([[3, 5, 7, 11, 13]], [[17]]):
@@ -116,7 +116,7 @@ def test_shards_give_the_logits_of_the_whole_model(name: str) -> None:
     for own in found.values():
         for expected, logits in zip(whole, own, strict=True):
             scale = float(mx.abs(expected).max())
-            limit = HALF_PRECISION.get(name, MOST_DIFFERENCE) * scale
+            limit = MAX_DIFFERENCE_OF.get(name, MAX_DIFFERENCE) * scale
             assert float(mx.abs(expected - logits).max()) < limit
 
 
@@ -141,7 +141,7 @@ def test_shard_divides_layers_and_keeps_the_rest_whole() -> None:
 
 
 def test_shard_leaves_the_head_to_rank_0() -> None:
-    """mlx-lm divides this head, and then each shard would have to compute the logits."""
+    """mlx-lm divides this head, and then every shard would have to take part in the logits."""
     model = architectures.build("qwen3_5")
     head = model.language_model.lm_head
     shard(model, StandIn(2))
@@ -167,10 +167,10 @@ def test_without_sums_shows_the_shapes_of_a_shard() -> None:
         ("llama", {}, 3, "evenly"),
     ],
 )
-def test_shard_refuses_what_does_not_come_out_even(
+def test_shard_refuses_heads_that_it_cannot_divide_evenly(
     name: str, changes: dict[str, int], num_shards: int, reason: str
 ) -> None:
-    """mlx-lm rounds a number of heads down, and gives wrong results."""
+    """mlx-lm would round the number of heads down and give wrong results."""
     with pytest.raises(PlanError, match=reason):
         shard(build(name, **changes), StandIn(num_shards))
 
@@ -181,7 +181,7 @@ def test_shard_refuses_architectures_that_mlx_lm_cannot_divide() -> None:
 
 
 def test_without_sums_compiles_nothing() -> None:
-    """What is compiled in it would also run without sums later."""
+    """A function compiled within it would leave out sums later, too."""
     model = build("llama")
 
     @mx.compile
@@ -191,12 +191,12 @@ def test_without_sums_compiles_nothing() -> None:
     with without_sums():
         Trial(model, list(model.layers), cached=True)  # It disables compilation, too.
         assert total(mx.ones(2)).tolist() == [1, 1]
-    with sums_of_one():
+    with sums_times_seven():
         assert total(mx.ones(2)).tolist() == [7, 7]
 
 
 @contextmanager
-def sums_of_one() -> Iterator[None]:
+def sums_times_seven() -> Iterator[None]:
     with without_sums():
         vars(mx.distributed)["all_sum"] = lambda x, **_: x * 7
         mx.enable_compile()

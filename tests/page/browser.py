@@ -11,6 +11,7 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_play
 CHROMIUM = shutil.which("chromium")
 NO_BROWSER = "chromium is not installed (Debian: apt-get install chromium)"
 TIMEOUT_MILLISECONDS = 20_000
+REFUSED = "Failed to load resource"  # how the browser reports a status such as 401
 # A page that hears of its own violations of the policy.
 WATCH_POLICY = """
 window.violations = [];

@@ -14,8 +14,8 @@ BODY = {"messages": [{"role": "user", "content": "a"}]}
 
 @contextmanager
 def waiting(server: Running, *ids: str) -> Iterator[None]:
-    """Sends a chat with each of these ids. All of them are under way until the end, if the engine
-    delays its answers."""
+    """Sends a chat with each of these ids, and cancels them at the end. The engine has to delay its
+    answers for so long."""
     ended = threading.Event()
     begun = threading.Event()
 

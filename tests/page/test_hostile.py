@@ -1,7 +1,8 @@
-"""What clients, models and operators may do to the page: markup in every text, many requests, many
-pages, and long names."""
+"""The page with hostile input of clients, models and operators: markup in every text, many
+requests, many pages, and long names."""
 
 import json
+from contextlib import ExitStack
 from typing import Any
 
 import httpx2
@@ -14,12 +15,11 @@ from playwright.sync_api import Page, expect
 from serve.front.routes.events import MAX_SHOWN_REQUESTS
 from serve.front.routes.watching import MAX_WATCHERS
 from tests.front.fakes import Running
-from tests.page.browser import Tab
+from tests.page.browser import REFUSED, Tab
 from tests.page.requests import waiting
 from tests.page.shown import ShownEngine
 
 MARKUP = "<img src=x onerror=window.hurt=1><script>window.hurt=1</script>"
-REFUSED = "Failed to load resource"  # how the browser reports a status such as 429
 
 
 def check_unhurt(page: Page, place: str) -> None:
@@ -60,7 +60,7 @@ def test_chat_runs_nothing_that_was_written(engine: ShownEngine, server: Running
 
 
 def test_chat_runs_nothing_in_names_of_tools(server: Running, tab: Tab) -> None:
-    """The server refuses such names of tools. Here a made-up server calls one all the same."""
+    """The server refuses such names. This test plays a server that does not."""
     call = {"index": 0, "id": "a", "function": {"name": MARKUP, "arguments": json.dumps(MARKUP)}}
     chunk = {"choices": [{"delta": {"tool_calls": [call]}, "finish_reason": "tool_calls"}]}
     tab.page.route(
@@ -92,7 +92,7 @@ def test_chat_shows_the_error_for_a_tool_with_markup_in_its_name(server: Running
 
 
 def test_adapters_run_nothing_in_their_names(server: Running, tab: Tab) -> None:
-    """The server refuses such names. Here the page is given one all the same."""
+    """The server refuses such names. This test gives one to the page directly."""
     page = tab.show(server.url, "adapters")
     page.get_by_label("Name", exact=True).fill(MARKUP)
     page.get_by_label("Folder").fill(MARKUP)
@@ -123,14 +123,12 @@ def test_requests_show_the_oldest_of_very_many(engine: ShownEngine, tab: Tab) ->
 
 
 def test_page_says_that_too_many_pages_watch(server: Running, tab: Tab) -> None:
-    with httpx2.Client(base_url=server.url) as client:
-        streams = [client.stream("GET", "/admin/events") for _ in range(MAX_WATCHERS)]
-        for stream in streams:
-            stream.__enter__().raise_for_status()
+    with httpx2.Client(base_url=server.url) as client, ExitStack() as streams:
+        for _ in range(MAX_WATCHERS):
+            stream = streams.enter_context(client.stream("GET", "/admin/events"))
+            stream.raise_for_status()
         page = tab.show(server.url)
         expect(page.get_by_text("Too many pages watch this server")).to_be_visible()
-        for stream in streams:
-            stream.__exit__(None, None, None)
     expect(page.locator("[data-state=ready]")).to_be_visible()
     tab.check(allowed=REFUSED)
 

@@ -1,4 +1,4 @@
-"""The views in a real browser, on a server whose engine is made up: keys, starts, faults, the
+"""The views in a real browser, on a server with a stand-in engine: keys, starts, faults, the
 bottleneck, the trace, accessibility and widths."""
 
 import json
@@ -12,13 +12,12 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 
 from tests.front.fakes import Running
-from tests.page.browser import Tab, opened
+from tests.page.browser import REFUSED, Tab, opened
 from tests.page.overlap import measured
 from tests.page.requests import waiting
 from tests.page.shown import ShownEngine
 
 VIEWS = ("pipeline", "requests", "adapters", "chat")
-REFUSED = "Failed to load resource"  # how the browser reports a status such as 401
 
 
 def enter_keys(page: Page, api: str, admin: str, is_kept: bool = False) -> None:
@@ -128,7 +127,7 @@ def test_pipeline_names_the_bottleneck_and_the_request_that_waits(
 
 
 def test_steps_open_in_perfetto(server: Running, tab: Tab) -> None:
-    """Perfetto's page is made up here: it answers a ping, and keeps what it gets."""
+    """A stand-in for Perfetto's page answers the ping, and keeps the trace that it gets."""
     perfetto = """<script>addEventListener("message", (event) => {
         if (event.data === "PING") event.source.postMessage("PONG", event.origin);
         else window.got = new TextDecoder().decode(event.data.perfetto.buffer);

@@ -95,7 +95,7 @@ async def test_all_ranks_join_in_any_order() -> None:
         ({"pid": None}, "cannot be read .*int"),
     ],
 )
-async def test_a_wrong_rank_is_told_why(change: dict[str, Any], reason: str) -> None:
+async def test_a_wrong_rank_gets_the_reason(change: dict[str, Any], reason: str) -> None:
     async with control_server() as (centre, address, _):
         with pytest.raises(ClusterError, match=f"Rank 0 refused this rank: .*{reason}"):
             await join(address, replace(MINE, **{"rank": 1, **change}), 5)
@@ -284,7 +284,7 @@ async def test_many_strangers_cost_few_connections_and_keep_no_rank_out(
 
 
 @pytest.mark.parametrize("last_words", [b"", b"nonsense", frame(Stop())])
-async def test_a_rank_that_goes_is_told(last_words: bytes) -> None:
+async def test_a_rank_that_goes_is_reported(last_words: bytes) -> None:
     async with control_server() as (centre, address, heard):
         link = await join(address, replace(MINE, rank=1), 5)
         await until(lambda: centre.joined == {1})

@@ -196,7 +196,7 @@ def test_rows_go_back_only_behind_drafts(rig: Rig) -> None:
     rig.length[0] = 3
     with pytest.raises(EngineError, match="position 3, this stage holds 7"):
         rig.step(0, {0: [5]})
-    rig.length[0] = 4  # Its drafts may have made its numbers overflow.
+    rig.length[0] = 4  # A row whose drafts overflow is computed again from here.
     trim_prompt_cache(rig.alone[0], 3)
     rig.step(0, {0: [5]})
 

@@ -114,8 +114,8 @@ class LocalPipeline:
         return self.stores[rank]
 
     def open_disk(self, rules: DiskRules, reuse: Reuse) -> DiskCounts:
-        """Uses what is on disk, as serve.front.pipeline.requests does."""
-        self.started.wait(60)
+        """Makes the scheduler use the files on disk, as serve.front.pipeline.requests does."""
+        assert self.started.wait(60)
         counts = DiskCounts()
         stored = {rank: store.files() for rank, store in self.stores.items()}
         self.scheduler.reuse = reuse
@@ -125,7 +125,7 @@ class LocalPipeline:
         return counts
 
     def flush(self) -> None:
-        """Waits until all that is wanted is on disk."""
+        """Waits until no step and no read or write of a file is under way."""
         disk = self.scheduler.room.disk
         assert disk
         self._pump()

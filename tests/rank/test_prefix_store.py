@@ -1,12 +1,11 @@
-"""Prefixes that a pipeline finds on disk after a restart: its answers are those of a computation
-from nothing."""
+"""Prefixes that a pipeline reads from disk after a restart: its answers are those of a computation
+without them."""
 
 import queue
 import random
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -19,11 +18,9 @@ from serve.front.pipeline.scheduler import Scheduler
 from serve.front.prefixes.disk import DiskRules
 from serve.rank import prefix_parts
 from serve.rank.prefix_store import PrefixStore, stage_digest
-from tests import architectures
-from tests.model.comparison import possible_cuts
 from tests.models_page import reuse_of
 from tests.rank.test_pipeline import LocalPipeline, pipeline
-from tests.rank.test_reuse import ALL, DEPENDS_ON_CHUNKS
+from tests.rank.test_reuse import ALL, DEPENDS_ON_CHUNKS, make_in_two_stages
 
 SHORT = DiskRules(segment=16, min_segment=4, min_gain=8)
 SHARED = [3 + i % 40 for i in range(75)] + [5, 4, 3, 2, 1]  # longer than all windows
@@ -41,7 +38,7 @@ def second_turn(id: int) -> Sequence:
 
 
 def scores(local: LocalPipeline, sequence: Sequence) -> list[float]:
-    """The scores of a sequence's answer."""
+    """Runs a sequence, and returns the scores of its answer."""
     local.answer([sequence])
     found: list[float] = []
     for _, score in sorted(local.scores[sequence.id].items()):
@@ -50,20 +47,10 @@ def scores(local: LocalPipeline, sequence: Sequence) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_second_turn_begins_on_disk_after_a_restart(
+def test_prefix_store_serves_a_second_turn_after_a_restart(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    try:
-        model = architectures.build(name)
-    except Exception as error:  # A newer mlx-lm may want a config that nobody has written.
-        pytest.skip(f"{name} cannot be built: {type(error).__name__}: {error}")
-    cuts = list(possible_cuts(model)[0])
-    if not cuts:
-        pytest.skip("cannot be split")
-    cut = cuts[len(cuts) // 2]
-    layers = [(cut, len(model.layers)), (0, cut)]
-    monkeypatch.setattr("tests.rank.test_pipeline.even_split", lambda *_: layers)
-    make = partial(architectures.build, name)
+    make = make_in_two_stages(name, monkeypatch)
     reuse = reuse_of(name)
     with pipeline(2, make, prefix_dir=tmp_path) as local:
         local.scheduler = Scheduler(2, max_num_sequences=32, max_queue=64, prefill_chunk=32)
@@ -111,7 +98,7 @@ def opened(
 
 
 def write(store: PrefixStore, number: int, num_tokens: int = 8) -> Write:
-    """Hands a store a file whose keys and values are all this number."""
+    """Makes a store write a file whose keys and values are all equal to this number."""
     name = f"{number:032x}"
     asked = Write(1, name, "0" * 32, 0, num_tokens)
     caches = make_cache()
@@ -130,14 +117,14 @@ def read(store: PrefixStore, asked: Write) -> None:
 def test_prefix_store_reads_what_it_has_written(tmp_path: Path, reports: queue.Queue) -> None:
     with opened(tmp_path, reports) as store:
         asked = write(store, 5)
-        written = reports.get(timeout=10)
+        written = reports.get(timeout=60)
         assert written == PrefixFileWritten(asked.name, written.num_bytes)
         assert written.num_bytes > 2 * 2 * 2 * 8 * 4 * 4
     with opened(tmp_path, reports) as store:
         (file,) = store.files().files
         assert (file.name, file.end, file.num_bytes) == (asked.name, 8, written.num_bytes)
         read(store, asked)
-        assert reports.get(timeout=10) == PrefixRead(7)
+        assert reports.get(timeout=60) == PrefixRead(7)
         caches = store.take(7)
     assert [cache.offset for cache in caches] == [8, 8]
     assert mx.all(caches[1].values == 5.0).item()
@@ -145,18 +132,18 @@ def test_prefix_store_reads_what_it_has_written(tmp_path: Path, reports: queue.Q
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_prefix_store_drops_a_file_with_another_byte(
+def test_prefix_store_drops_a_file_with_a_changed_bit(
     tmp_path: Path, reports: queue.Queue, seed: int
 ) -> None:
     with opened(tmp_path, reports) as store:
         asked = write(store, 5)
-        reports.get(timeout=10)
+        reports.get(timeout=60)
         (path,) = tmp_path.glob("rank-0/*/*.safetensors")
         data = bytearray(path.read_bytes())
         data[random.Random(seed).randrange(len(data))] ^= 1 << seed
         path.write_bytes(data)
         read(store, asked)
-        assert reports.get(timeout=10) == PrefixRead(7, asked.name)
+        assert reports.get(timeout=60) == PrefixRead(7, asked.name)
         assert not path.exists()
 
 
@@ -169,12 +156,12 @@ def test_prefix_store_leaves_nothing_of_a_write_that_fails(
         try:
             for number in (1, 2):
                 asked = write(store, number, num_tokens=1000)
-                assert reports.get(timeout=10) == PrefixFileWritten(asked.name, 0)
+                assert reports.get(timeout=60) == PrefixFileWritten(asked.name, 0)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert not list(tmp_path.glob("rank-0/*/*"))
         write(store, 3)
-        assert reports.get(timeout=10).num_bytes
+        assert reports.get(timeout=60).num_bytes
     assert caplog.text.count("event=prefix_cache_disk_failed") == 1
 
 
@@ -184,17 +171,17 @@ def test_prefix_store_deletes_files_of_other_stages_for_room(
     with opened(tmp_path, reports, digest="b" * 32) as store:
         for number in range(3):
             write(store, number)
-            num_bytes = reports.get(timeout=10).num_bytes
+            num_bytes = reports.get(timeout=60).num_bytes
     with opened(tmp_path, reports, max_bytes=3 * num_bytes) as store:
         assert not store.files().files
         write(store, 9)
-        reports.get(timeout=10)
+        reports.get(timeout=60)
         assert len(list(tmp_path.glob("rank-0/*/*.safetensors"))) == 3
         store.obey(ForgetPrefixFiles(everything=True))
     assert not list(tmp_path.glob("rank-0/*/*.safetensors"))
 
 
-def test_prefix_store_is_of_one_process(tmp_path: Path, reports: queue.Queue) -> None:
+def test_prefix_store_locks_its_folder(tmp_path: Path, reports: queue.Queue) -> None:
     with opened(tmp_path, reports), pytest.raises(BlockingIOError), opened(tmp_path, reports):
         raise AssertionError("two stores have the same folder")
 

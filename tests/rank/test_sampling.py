@@ -117,8 +117,8 @@ def distribution(scores: np.ndarray, sampling: Sampling) -> np.ndarray:
     likely = softmax(scores)
     scores = np.where(likely < sampling.min_p * likely.max() * (1 - 1e-6), -math.inf, scores)
     if sampling.top_k:
-        least = np.sort(scores)[::-1][: sampling.top_k][-1]
-        scores = np.where(scores < least, -math.inf, scores)
+        limit = np.sort(scores)[::-1][: sampling.top_k][-1]
+        scores = np.where(scores < limit, -math.inf, scores)
     probabilities, kept, mass = softmax(scores), np.zeros(len(scores)), 0.0
     for token in np.argsort(-probabilities):
         if mass >= sampling.top_p:

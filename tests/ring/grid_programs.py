@@ -1,10 +1,11 @@
-"""What the ranks of a real grid do in test_grid: python -m … NAME. The grid has rows of two."""
+"""Programs that ranks of a real grid run in test_grid: python -m … NAME. Rows have two ranks."""
 
 import json
 import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import mlx.core as mx
@@ -39,14 +40,15 @@ def step(number: int) -> Step:
 
 
 def hidden(number: int, stage: int) -> list[mx.array]:
-    """Some steps have no tensors, as those that only drop sequences."""
+    """Returns what a stage sends. Some steps have no tensors, like those that only drop
+    sequences."""
     if number % 5 == 0:
         return []
     return [mx.full((3, number), number + stage), mx.array([stage]).astype(mx.bfloat16)]
 
 
 def steps() -> None:
-    """Rank 0 starts all steps at once. Every rank checks what it gets, and sums up with its row."""
+    """Rank 0 starts all steps at once. Every rank checks its messages, and a sum over its row."""
     grid, transport = place(), join()
     if RANK == 0:
         for number in range(1, NUM_STEPS):
@@ -66,12 +68,14 @@ def steps() -> None:
         if grid.stage:
             transport.send(got, hidden(number, grid.stage))
     print("fine", flush=True)
-    time.sleep(0.5)
+    if RANK:  # Rank 0 ends when it has everything. The others end with it, and not before.
+        with suppress(ClusterError):
+            assert transport.receive() is None
     os._exit(0)
 
 
 def other_nonce() -> None:
-    """Ranks of two launches meet on the same ports, and one of them is a stranger to all."""
+    """Rank 0 belongs to another launch, on the same ports."""
     try:
         meet(place(nonce=1 if RANK else 2))
     except ClusterError as error:
@@ -79,7 +83,7 @@ def other_nonce() -> None:
 
 
 def peer_dies() -> None:
-    """The other shard of the stage is killed while this one waits for its part of a sum."""
+    """Rank 1 is killed while rank 0 waits for its part of a sum."""
     transport = join()
     if RANK == 1:
         time.sleep(0.3)
@@ -93,8 +97,8 @@ def peer_dies() -> None:
     os._exit(0)
 
 
-def leader_goes() -> None:
-    """Rank 0 ends; the other shard waits for steps, and prints what it gets instead of one."""
+def rank_0_ends() -> None:
+    """Rank 0 ends while rank 1 waits for a step. Rank 1 prints what receive() returns."""
     transport = join()
     if RANK == 0:
         os._exit(0)
@@ -103,7 +107,7 @@ def leader_goes() -> None:
 
 
 def idle() -> None:
-    """Prints the CPU seconds that a second of waiting costs."""
+    """Rank 1 prints the CPU seconds that it uses while it waits until rank 0 ends."""
     transport = join()
     if RANK == 0:
         time.sleep(1.5)
@@ -119,7 +123,7 @@ if __name__ == "__main__":
         "steps": steps,
         "other_nonce": other_nonce,
         "peer_dies": peer_dies,
-        "leader_goes": leader_goes,
+        "rank_0_ends": rank_0_ends,
         "idle": idle,
     }
     PROGRAMS[sys.argv[1]]()

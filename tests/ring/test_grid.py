@@ -32,7 +32,7 @@ def test_grid_passes_steps_to_all_shards_in_order(tmp_path: Path, num_ranks: int
 
 
 @pytest.mark.slow
-def test_grid_lets_no_stranger_in(tmp_path: Path) -> None:
+def test_grid_refuses_a_rank_of_another_launch(tmp_path: Path) -> None:
     for output in run_ring(tmp_path, "other_nonce", 2, PROGRAMS):
         assert "waited in vain" in output
 
@@ -43,7 +43,7 @@ def test_grid_reports_a_shard_that_dies_in_a_sum(tmp_path: Path) -> None:
 
 
 def test_grid_ends_with_rank_0(tmp_path: Path) -> None:
-    _, second = run_ring(tmp_path, "leader_goes", 2, PROGRAMS)
+    _, second = run_ring(tmp_path, "rank_0_ends", 2, PROGRAMS)
     assert second == "None"
 
 

@@ -141,7 +141,7 @@ def silent() -> None:
     if RANK == NUM_RANKS - 1:
         time.sleep(4.0)
     exchange(links, Reached("still there"))
-    # The last rank must not stop before its words have reached all others.
+    # The last rank must not stop before its message has reached all others.
     folder = Path(os.environ["MLX_HOSTFILE"]).parent
     (folder / f"reached-{RANK}").touch()
     if RANK == NUM_RANKS - 1:

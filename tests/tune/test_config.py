@@ -273,7 +273,7 @@ def test_epochs_come_before_iters() -> None:
     assert _parse([*BASE, "--iters", "7"]).for_examples(22).iters == 7
 
 
-def test_a_server_that_is_not_there_is_told_before_anything_starts(tmp_path: Path) -> None:
+def test_a_server_that_is_not_there_is_reported_before_anything_starts(tmp_path: Path) -> None:
     words = ["--model", str(TINY_CHAT), "--data", str(tmp_path)]
     words += ["--load-into", "http://127.0.0.1:9"]
     with pytest.raises(UsageError, match="does not answer"):

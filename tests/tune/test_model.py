@@ -99,7 +99,7 @@ def test_dropout_follows_from_seed_update_micro_batch_and_name() -> None:
 # --- splits
 
 
-def test_splits_as_told_and_by_cost() -> None:
+def test_splits_as_given_and_by_cost() -> None:
     config = replace(config_of(), model=TINY_CHAT)
     even = replace(config, split="even")
     assert split_layers(even, TINY_CHAT, 2) == [(0, 4), (4, 8)]

@@ -47,12 +47,12 @@ def rebuilt(schedule: Schedule, position: int, ops: list[Op]) -> Schedule:
 def test_a_broken_schedule_is_seen(kind: str) -> None:
     schedule = make_schedule(kind, Shape(3, 6, 2 if kind == "interleaved" else 1))
     for position, ops in enumerate(schedule.ops):
-        for at in range(len(ops)):
-            without = [*ops[:at], *ops[at + 1 :]]
+        for index in range(len(ops)):
+            without = [*ops[:index], *ops[index + 1 :]]
             with pytest.raises(PlanError, match="once"):
                 check(rebuilt(schedule, position, without))
             with pytest.raises(PlanError, match="once"):
-                check(rebuilt(schedule, position, [*without, ops[at], ops[at]]))
+                check(rebuilt(schedule, position, [*without, ops[index], ops[index]]))
         backwards = list(reversed(ops))
         with pytest.raises(PlanError):
             check(rebuilt(schedule, position, backwards))

@@ -124,12 +124,10 @@ DAMAGES: dict[str, Any] = {
 
 @pytest.mark.parametrize("launch", [brigade_launch, mlx_launch])
 def test_more_ranks_than_layers(launch: Any) -> None:
-    began = time.monotonic()
     with started(launch(9, serve_flags(free_ports(1)[0]))) as server:
         family = server.family()
-        server.process.wait(10)
-        assert gone(family, 1), "ranks were left behind"
-    assert time.monotonic() - began < 8
+        server.process.wait(30)
+        assert gone(family, 5), "ranks were left behind"
     assert "start at most 8 ranks" in error_lines(server)[0]
     assert len(set(error_lines(server))) == 1, server.text
     if launch is brigade_launch:

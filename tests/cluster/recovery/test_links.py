@@ -88,7 +88,7 @@ def test_a_slow_link_changes_no_token_and_a_broken_one_is_mended(tmp_path: Path)
             for proxy in ranks.proxies:
                 proxy.freeze()
             while num_restarts(server) == 1:
-                assert time.monotonic() - began < 3 + 2, "a stuck link is not noticed"
+                assert time.monotonic() - began < 3 + 10, "a stuck link is not noticed"
                 time.sleep(0.05)
             for proxy in ranks.proxies:
                 proxy.thaw()

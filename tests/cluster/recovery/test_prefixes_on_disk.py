@@ -1,4 +1,4 @@
-"""Prefixes that a cluster finds on its disks after a restart, and after its engines were killed."""
+"""Prefixes that a cluster reads from disk after a restart, and after its engines were killed."""
 
 import re
 import shutil
@@ -11,13 +11,13 @@ import httpx2
 import psutil
 import pytest
 
-from tests.cluster.servers import Server, running
+from tests.cluster.servers import LOG_SECONDS, Server, running
 
 TEXT = "Once upon a time there was a fox who counted all the stars, one after the other. " * 20
 
 
 def ask(server: Server, text: str) -> tuple[str, int]:
-    """An answer, and how many tokens of its prompt were not computed."""
+    """Returns an answer, and the number of prompt tokens that came from the cache."""
     model = server.get("/v1/models")["data"][0]["id"]
     reply = server.client().completions.create(
         model=model, prompt=text, max_tokens=12, temperature=0
@@ -33,13 +33,13 @@ def disk(server: Server) -> dict[str, Any]:
 
 
 def wait_until_written(server: Server, num_files: int) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + LOG_SECONDS
     while disk(server)["num_files"] < num_files:
         assert time.monotonic() < deadline, disk(server)
         time.sleep(0.05)
 
 
-def test_a_restarted_cluster_reads_prefixes_and_can_be_told_to_forget_them(tmp_path: Path) -> None:
+def test_prefixes_are_read_after_a_restart_and_a_kill_and_can_be_cleared(tmp_path: Path) -> None:
     flags = ["--prefix-cache-dir", str(tmp_path / "kept"), "--prefix-cache-disk", "1GB"]
     with running(2, *flags) as server:
         expected, num_cached = ask(server, TEXT)

@@ -115,11 +115,15 @@ class Killer:
                 process.kill()
 
     def seconds_to_next_token(self, streams: list[Stream]) -> list[float]:
-        """Of kills under which somebody waited for one."""
-        arrivals = sorted(at for stream in streams for at in stream.times)
-        # What was under way at the moment of the kill still comes.
-        later = ([at for at in arrivals if at > killed + 0.1] for killed in self.times)
-        return [times[0] - killed for times, killed in zip(later, self.times, strict=True) if times]
+        """Returns the seconds from each kill to the next token, if a client waited for one."""
+        arrivals = sorted(arrival for stream in streams for arrival in stream.times)
+        pauses: list[float] = []
+        for killed in self.times:
+            # Tokens that were under way at the moment of the kill still come.
+            later = [arrival for arrival in arrivals if arrival > killed + 0.1]
+            if later:
+                pauses.append(later[0] - killed)
+        return pauses
 
 
 def check_same(streams: list[Stream], expected: list[Stream]) -> None:
@@ -151,7 +155,7 @@ def check_kills(
         assert pipeline["num_running"] == 0
         family = server.family()
         assert len(family) == num_processes, "engines were left behind, or are missing"
-        print(f"kill to next token: p50 {median(seconds):.2f} s, most {max(seconds):.2f} s")
+        print(f"kill to next token: p50 {median(seconds):.2f} s, max {max(seconds):.2f} s")
         server.process.send_signal(signal.SIGTERM)
         server.process.wait(60)
         assert gone(family, 30), "processes were left behind"
@@ -204,7 +208,7 @@ def test_a_killed_engine_costs_a_pause(server: Server, expected: list[Stream], r
         server.engines()[rank].kill()
         began = time.monotonic()
         while httpx2.get(server.url + "/ready").status_code == 200:
-            assert time.monotonic() - began < 2, "it says that it is ready, and is not"
+            assert time.monotonic() - began < 10, "it says that it is ready, and is not"
         assert httpx2.get(server.url + "/health").status_code == 200
 
     check_same(run_streams(server, kill), expected)

@@ -8,7 +8,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx_lm
-import psutil
 import pytest
 
 from tests.cluster.questions import QUESTIONS
@@ -20,24 +19,15 @@ from tests.cluster.servers import (
     mlx_launch,
     running,
 )
+from tests.cluster.test_parity import ask
 
 TWO_SHARDS = ("--tensor-parallel", "2")
-MOST_DIFFERENCE = 1e-4
-MOST_OF_A_CORE = 0.02
-
-
-def ask(server: Server, question: str, max_tokens: int = 48) -> str:
-    reply = server.client().chat.completions.create(
-        model="tiny-chat",
-        messages=[{"role": "user", "content": question}],
-        temperature=0,
-        max_tokens=max_tokens,
-    )
-    return reply.choices[0].message.content or ""
+MAX_DIFFERENCE = 1e-4
 
 
 def check_scores(server: Server, max_tokens: int) -> None:
-    """The tokens and log-probabilities of a greedy answer, and the scores of its prompt."""
+    """Compares the tokens of a greedy answer, and the log-probabilities of its prompt and its
+    tokens, with those of mlx_lm on the whole model."""
     reply: Any = server.client().completions.create(
         model="tiny-chat",
         prompt="the cat sat on the mat " * 4,
@@ -52,15 +42,15 @@ def check_scores(server: Server, max_tokens: int) -> None:
     model, _ = mlx_lm.load(str(TINY_CHAT))
     (logits,) = model(mx.array([ids])).astype(mx.float32)
     exact = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    told = choice.logprobs.token_logprobs[1:]
-    expected = [exact[at, id].item() for at, id in enumerate(ids[1:])]
-    assert len(told) == len(ids) - 1
-    assert told == pytest.approx(expected, abs=MOST_DIFFERENCE)
+    logprobs = choice.logprobs.token_logprobs[1:]
+    expected = [exact[position, id].item() for position, id in enumerate(ids[1:])]
+    assert len(logprobs) == len(ids) - 1
+    assert logprobs == pytest.approx(expected, abs=MAX_DIFFERENCE)
     best = mx.argmax(logits, axis=-1).tolist()
     assert ids[-max_tokens:] == best[-max_tokens - 1 : -1]
 
 
-def test_two_stages_of_two_shards_answer_as_mlx_lm(mlx_lm_answer: Callable[[str], str]) -> None:
+def test_shards_of_two_stages_answer_as_mlx_lm(mlx_lm_answer: Callable[[str], str]) -> None:
     with running(4, *TWO_SHARDS, "--kv-memory", "1GB") as server:
         found = server.get("/admin/pipeline")
         places = [(stage["stage"], stage["shard"]) for stage in found["stages"]]
@@ -81,7 +71,7 @@ def test_two_stages_of_two_shards_answer_as_mlx_lm(mlx_lm_answer: Callable[[str]
         (brigade_launch, 2, ("--kv-bits", "8")),
     ],
 )
-def test_many_requests_at_once_are_answered_as_mlx_lm(
+def test_shards_answer_many_requests_at_once_as_mlx_lm(
     launch: Any,
     num_ranks: int,
     flags: tuple[str, ...],
@@ -90,12 +80,12 @@ def test_many_requests_at_once_are_answered_as_mlx_lm(
     with running(num_ranks, *TWO_SHARDS, *flags, launch=launch) as server:
         with ThreadPoolExecutor(len(QUESTIONS)) as threads:
             answers = list(threads.map(lambda question: ask(server, question), QUESTIONS))
-        again = ask(server, QUESTIONS[7])  # It begins with a prefix that is kept.
+        again = ask(server, QUESTIONS[7])  # Its prefix is in the cache.
         if "--kv-bits" not in flags:
             check_scores(server, max_tokens=16)
         pipeline = server.get("/admin/pipeline")
     expected = [mlx_lm_answer(question) for question in QUESTIONS]
-    if "--kv-bits" in flags:  # Eight bits may change a word.
+    if "--kv-bits" in flags:  # Keys and values of eight bits may change a word.
         same = [one == other for one, other in zip(answers, expected, strict=True)]
         assert sum(same) > len(same) // 2
         return
@@ -106,7 +96,7 @@ def test_many_requests_at_once_are_answered_as_mlx_lm(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", range(4))
-def test_answers_go_on_after_any_rank_of_two_by_two_is_killed(
+def test_shards_continue_answers_after_any_rank_is_killed(
     rank: int, mlx_lm_answer: Callable[[str], str]
 ) -> None:
     questions = [QUESTIONS[7], QUESTIONS[10], QUESTIONS[15]]
@@ -119,23 +109,6 @@ def test_answers_go_on_after_any_rank_of_two_by_two_is_killed(
     assert texts == [mlx_lm_answer(question) for question in questions]
 
 
-@pytest.mark.slow
-def test_an_idle_cluster_of_shards_sleeps() -> None:
-    with running(2, *TWO_SHARDS) as server:
-        ask(server, QUESTIONS[0])
-        seconds = 4.0
-        before = {process: used(process) for process in server.family()}
-        psutil.wait_procs([psutil.Process()], timeout=seconds)
-        shares = [(used(process) - before[process]) / seconds for process in before]
-    assert len(shares) > 4
-    assert max(shares) <= MOST_OF_A_CORE
-
-
-def used(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
-
-
 @pytest.mark.parametrize(
     ("num_ranks", "flags", "reason"),
     [
@@ -144,7 +117,7 @@ def used(process: psutil.Process) -> float:
         (2, ("--adapter-root", "."), "--adapter-root does not work with --tensor-parallel"),
     ],
 )
-def test_refuses_in_one_line_what_does_not_work(
+def test_serve_refuses_flags_that_do_not_work_with_shards(
     num_ranks: int, flags: tuple[str, ...], reason: str
 ) -> None:
     command = brigade_launch(num_ranks, ["--model", str(TINY_CHAT), *TWO_SHARDS, *flags])

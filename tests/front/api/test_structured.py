@@ -401,12 +401,12 @@ DEEP = {
 
 @pytest.mark.parametrize("kind", DEEP)
 def test_check_bounds_chains(kind: str) -> None:
-    chain, most = DEEP[kind]
+    chain, max_length = DEEP[kind]
     grammars = Grammars(MODEL)
     checker = start_checker(grammars)
-    grammars.check(chain(most - 2), "structured_outputs")
-    with pytest.raises(RequestError, match=f"more than {most} "):
-        grammars.check(chain(most + 1), "structured_outputs")
+    grammars.check(chain(max_length - 2), "structured_outputs")
+    with pytest.raises(RequestError, match=f"more than {max_length} "):
+        grammars.check(chain(max_length + 1), "structured_outputs")
     assert checker in checkers(), "no process had to end for it"
 
 
@@ -417,8 +417,8 @@ from serve.core.errors import RequestError
 from serve.core.grammar_limits import MAX_REFERENCES, MAX_RULES
 from serve.front.text.grammars import Grammars
 limit, grammar = int(sys.argv[1]), Path(sys.argv[2]).read_text()
-_, most = resource.getrlimit(resource.RLIMIT_STACK)
-resource.setrlimit(resource.RLIMIT_STACK, (limit, most))
+_, hard_limit = resource.getrlimit(resource.RLIMIT_STACK)
+resource.setrlimit(resource.RLIMIT_STACK, (limit, hard_limit))
 try:
     Grammars(Path(sys.argv[3])).check(grammar, "x")
     print("accepted")

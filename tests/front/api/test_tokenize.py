@@ -49,7 +49,7 @@ def test_messages_as_the_chat_sees_them(shared: Running) -> None:
         ("/detokenize", {"tokens": [1], "model": "other"}, 404, "model"),
     ],
 )
-def test_what_is_wrong_is_told(
+def test_what_is_wrong_is_named(
     shared: Running, path: str, body: dict[str, Any], status: int, param: str
 ) -> None:
     reply = post(shared, path, **body)

@@ -147,10 +147,10 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 def changed(body: Any, path: tuple[Any, ...], value: Any) -> Any:
     body = json.loads(json.dumps(body))
-    at = body
+    part = body
     for step in path[:-1]:
-        at = at[step]
-    at[path[-1]] = value
+        part = part[step]
+    part[path[-1]] = value
     return body
 
 

@@ -151,8 +151,8 @@ def test_catch_up_learns_a_long_answer_in_parts() -> None:
     assert guesses.draft(4).tokens == LOOP[:4]
 
 
-def test_acceptance_follows_what_came_true() -> None:
-    every, own = Acceptance(), None
+def test_acceptance_follows_which_drafts_were_right() -> None:
+    every = Acceptance()
     own = Acceptance(every)
     for _ in range(50):
         own.note(4, is_right=False)

@@ -396,7 +396,7 @@ def test_never_with_credentials(engine: FakeEngine, origin: str) -> None:
 # --- room
 
 
-def test_too_many_connections_are_told_so(engine: FakeEngine) -> None:
+def test_too_many_connections_get_an_error(engine: FakeEngine) -> None:
     with Running(engine, max_connections=2) as server:
         with server.connect(), server.connect():
             reply = post(server)
@@ -484,7 +484,7 @@ def test_a_drain_waits_for_so_long_and_then_ends_answers(
         assert "The server is stopping." in lines[-2]
         assert lines[-1] == "data: [DONE]"
         assert server.join(5)
-        assert time.monotonic() - began < 4
+        assert time.monotonic() - began < 9
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "x", "1e9", "nan"])

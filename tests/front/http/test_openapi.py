@@ -37,7 +37,7 @@ def references(value: Any) -> Iterator[str]:
             yield from references(each)
 
 
-def test_every_route_is_told_and_no_other(engine: FakeEngine, document: Any) -> None:
+def test_every_route_is_documented_and_no_other(engine: FakeEngine, document: Any) -> None:
     routes = Front(CONFIG, engine, engine.tokenizer, 512).routes
     wanted = {
         (re.sub(r":\w+}", "}", route.path), method.lower())
@@ -68,7 +68,7 @@ def test_bodies_have_the_fields_that_are_checked(document: Any, body: Any) -> No
     assert schema["required"]
 
 
-def test_what_clients_may_write_is_told_and_not_what_becomes_of_it(document: Any) -> None:
+def test_what_clients_may_write_is_documented_and_not_what_becomes_of_it(document: Any) -> None:
     found = document["components"]["schemas"]
     content = found["Message"]["properties"]["content"]
     assert {each.get("type") for each in content["anyOf"]} == {"string", "array", "null"}
@@ -138,7 +138,7 @@ def test_chunks_have_their_types(
         ("/v1/messages", {**CHAT, "max_tokens": 5}, False),
     ],
 )
-def test_how_a_stream_ends_is_told(
+def test_how_a_stream_ends_is_documented(
     server: Running, document: Any, path: str, body: Any, is_done: bool
 ) -> None:
     content = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]
@@ -150,9 +150,8 @@ def test_how_a_stream_ends_is_told(
 def test_calls_of_ollama_are_described_with_their_streams(document: Any) -> None:
     for path in ("/api/chat", "/api/generate"):
         call = document["paths"][path]["post"]
-        assert {"application/json", "application/x-ndjson"} <= call["responses"]["200"][
-            "content"
-        ].keys()
+        content = call["responses"]["200"]["content"]
+        assert {"application/json", "application/x-ndjson"} <= content.keys()
     schemas = document["components"]["schemas"]
     for name in ("OllamaChatBody", "ChatBody", "TokenizeBody"):
         kinds = [each.get("type") for each in schemas[name]["properties"]["model"]["anyOf"]]

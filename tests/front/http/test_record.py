@@ -64,7 +64,7 @@ def test_a_long_quotation_is_cut_at_a_whole_character(escaped: str) -> None:
     assert record.reason == f"Unknown name '{escaped * 40}...'. Give another."
 
 
-def test_apostrophes_are_no_quotation() -> None:
+def test_record_does_not_cut_text_between_apostrophes() -> None:
     text = "'x y' cannot be an adapter's name: use letters, digits and . _ : @ -, not the model's."
     record = Record("r", "GET", "/")
     record.fail(RequestError(text))

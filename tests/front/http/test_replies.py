@@ -21,7 +21,7 @@ from serve.core.errors import (
 from serve.front.http import replies
 
 
-def test_a_requests_fault_is_told_in_full() -> None:
+def test_a_requests_fault_is_reported_in_full() -> None:
     error = NotFoundError("No model x.", param="model", code="model_not_found")
     assert replies.error_object(error) == {
         "error": {

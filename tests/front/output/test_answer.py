@@ -108,7 +108,7 @@ async def test_the_beginning_of_a_stop_string_is_given_out_at_the_end(
     assert await answer(start(engine, record, ("threesome",))) == ("one two three", "stop")
 
 
-async def test_the_limit_is_told(engine: FakeEngine, record: Record) -> None:
+async def test_the_limit_is_reported(engine: FakeEngine, record: Record) -> None:
     text, reason = await answer(start(engine, record, limit=2))
     assert reason == "length"
     assert engine.answer.startswith(text)
@@ -234,7 +234,7 @@ async def test_a_grammar_that_fails_midway_is_the_requests_fault(
         (("absent",), None, {"limit": 1}, None),
     ],
 )
-async def test_what_ended_an_answer_is_told(
+async def test_what_ended_an_answer_is_reported(
     engine: FakeEngine,
     record: Record,
     stops: Sequence[str],
@@ -361,7 +361,7 @@ async def test_the_full_reply_has_the_same_scores(engine: FakeEngine, record: Re
     assert choice["message"]["content"] == engine.answer
 
 
-async def test_tokens_can_be_told_as_ids(engine: FakeEngine, record: Record) -> None:
+async def test_tokens_can_be_returned_as_ids(engine: FakeEngine, record: Record) -> None:
     fields = {"logprobs": True, "return_tokens_as_token_ids": True}
     (choice,) = (await written(engine, record, limit=2, **fields))["choices"]
     ids = engine.tokenizer.encode(engine.answer)[:2]

@@ -73,14 +73,14 @@ class StageModel:
             del self.held[sequence]
             self.floors.pop(sequence, None)
         assert len({row.sequence for row in step.rows}) == len(step.rows)
-        at = 0
+        start = 0
         for row in step.rows:
             held = self.held.setdefault(row.sequence, [])
             floor = self.floors.pop(row.sequence, len(held))
             assert floor <= row.position <= len(held), f"out of step at {step}"
             del held[row.position :]
-            held += step.tokens[at : at + row.num_tokens]
-            at += row.num_tokens
+            held += step.tokens[start : start + row.num_tokens]
+            start += row.num_tokens
             if step.sample and row.num_tokens > 1:
                 self.floors[row.sequence] = row.position
         if len({row.num_tokens for row in step.rows}) > 1 and not step.sample:
@@ -244,8 +244,9 @@ def live(
     drop_share: float = 0.3,
     kill_share: float = 0.0,
 ) -> set[int]:
-    """Adds 25 sequences at random times. Now and then a sequence is dropped, or the engines are
-    killed. Returns the dropped sequences."""
+    """Adds 25 sequences at random times, and drops some and kills the engines in between. The
+    shares are the probabilities of a drop and a kill after each sequence. Returns the ids of the
+    dropped sequences."""
     dropped = set()
     for id in range(25):
         pipeline.add(next_sequence(id))
@@ -261,8 +262,8 @@ def live(
 
 
 def check_outputs(pipeline: Pipeline, dropped: set[int]) -> None:
-    """Every sequence has exactly its tokens: a dropped one may have only the first of them, and one
-    that fails has those before."""
+    """Checks that every sequence has exactly its tokens. A dropped one may have only the first of
+    them, and a failed one has those before the failure."""
     failed_at = dict(pipeline.failing)
     for id, sequence in pipeline.added.items():
         output = pipeline.output(id)

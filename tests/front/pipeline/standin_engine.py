@@ -3,7 +3,7 @@
 Speaks as serve.rank.worker does. What its model says at a position is tests' next_token. Run as
 a program; argv[1] is the descriptor of the socket to the parent. BREAK_AT_ORDER makes a rank
 end with an exit code when it gets its order, POISON is a token that ends rank 0's, READ_SECONDS
-is how long it reads an adapter, LEAST_RANKS are what the model needs.
+is how long it reads an adapter, MIN_RANKS are what the model needs.
 """
 
 import os
@@ -92,7 +92,7 @@ class Standin:
                 """Its model needs to know nothing of a sequence."""
 
     def plan(self, num_ranks: int) -> None:
-        if num_ranks < int(os.environ.get("LEAST_RANKS", "1")):
+        if num_ranks < int(os.environ.get("MIN_RANKS", "1")):
             self.send(Fault(PlanError.exit_code, "Too large."))
             os._exit(PlanError.exit_code)
         layers = even_split(12, num_ranks)

@@ -338,7 +338,7 @@ async def test_a_fault_right_after_the_last_answer_is_a_fault_all_the_same() -> 
     assert ranks.held == {await ranks.adapters.version("x")}
 
 
-async def test_ranks_are_told_which_versions_they_may_have_read_before() -> None:
+async def test_ranks_learn_which_versions_they_may_have_read_before() -> None:
     ranks = FakeRanks()
     await ranks.adapters.load("x", "a", in_place=False)
     ranks.running[1] = 1

@@ -30,7 +30,7 @@ from tests.front.pipeline.simulation import expected, make_sequence
 from tests.front.pipeline.test_scheduler import check_all_ended
 from tests.front.pipeline.test_scheduler_adapters import AdapterPipeline, AdapterStage, drain
 
-NUM_BYTES, MEMORY, MOST_HELD = 100_000, "250KB", 2
+NUM_BYTES, MEMORY, MAX_HELD = 100_000, "250KB", 2
 NAMES = "wxyz"
 
 
@@ -258,7 +258,7 @@ class Life:
         described = {a["name"]: a["version"] for a in self.adapters.registry.described()}
         assert described.keys() == self.paths.keys() - {CONFIG.model_name}
         there = {version for version in described.values() if version}
-        assert len(there) <= MOST_HELD
+        assert len(there) <= MAX_HELD
         assert {self.ranks.path_of[v] for v in there} <= set(self.paths.values())
         for stage in self.pipeline.stages:
             assert isinstance(stage, AdapterStage)

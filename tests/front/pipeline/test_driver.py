@@ -313,7 +313,7 @@ async def ring_after(
 async def test_ranks_that_are_too_small_for_the_model_wait(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("LEAST_RANKS", "3")
+    monkeypatch.setenv("MIN_RANKS", "3")
     assert await ring_after(caplog, [2], 2) == [0, 1, 2]
     assert "Too large." in caplog.text
 
@@ -322,7 +322,7 @@ async def test_ranks_that_are_too_small_for_the_model_wait(
 async def test_some_that_come_again_are_enough(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("LEAST_RANKS", "2")
+    monkeypatch.setenv("MIN_RANKS", "2")
     assert await ring_after(caplog, [1, 2], 2) == [0, 2]
 
 
@@ -388,7 +388,7 @@ async def test_a_rank_that_comes_again_and_cannot_load_stays_out(
 async def test_one_that_could_not_load_and_comes_anew_is_enough_with_rank_0(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("LEAST_RANKS", "2")
+    monkeypatch.setenv("MIN_RANKS", "2")
     async with ranks(replan=True, join_timeout=2.0) as (engine, members, start):
         await ready(engine)
         await lose(members[1])
@@ -613,7 +613,7 @@ async def test_a_stopped_engine_is_a_stall_after_the_timeout_and_not_before(
         began = time.monotonic()
         while not engine.pipeline()["num_restarts"]:
             await asyncio.sleep(0.02)
-        assert 1.5 < time.monotonic() - began < 2 + 2
+        assert 1.5 < time.monotonic() - began < 20
         assert "rank 0 on 127.0.0.1 has been silent for" in caplog.text
         await asyncio.wait_for(answer, 15)
 

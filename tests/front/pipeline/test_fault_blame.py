@@ -228,10 +228,10 @@ CASES = st.tuples(
 @settings(max_examples=100, deadline=None)
 @given(CASES)
 def test_fault_blame_finds_random_fatal_requests(case: tuple[Any, ...]) -> None:
-    num_stages, most, held, reuse, seed = case
+    num_stages, max_num_sequences, held, reuse, seed = case
     chance = random.Random(seed)
     fatal = {id: chance.randint(0, 60) for id in range(25) if chance.random() < 0.3}
-    pipeline = Fragile(num_stages, fatal, max_num_sequences=most)
+    pipeline = Fragile(num_stages, fatal, max_num_sequences=max_num_sequences)
     pipeline.scheduler.room.max_tokens, pipeline.scheduler.reuse = held, reuse
     for id in range(25):
         pipeline.add(make_sequence(id, chance.randint(1, 50), chance.randint(1, 15)))

@@ -229,7 +229,7 @@ def test_a_fault_that_no_engine_can_mend_ends_the_cluster_at_once() -> None:
     assert check_answer(asked)
 
 
-def test_the_better_reason_is_told() -> None:
+def test_the_better_reason_is_reported() -> None:
     """That a neighbour is gone is known first and says least."""
     cluster = begun()
     life = cluster.lifecycle.number
@@ -252,7 +252,7 @@ def test_a_process_that_stood_still_takes_nobody_for_silent() -> None:
     assert lifecycle.state is State.JUDGING
 
 
-def test_parents_that_hang_are_told_to_the_launcher_and_others_are_not() -> None:
+def test_parents_that_hang_are_reported_to_the_launcher_and_others_are_not() -> None:
     cluster = begun()
     cluster.ask(10, 5000)
     cluster.stop_parent(1)

@@ -64,11 +64,11 @@ def test_every_arrival_order_gives_the_same_tokens() -> None:
 
 
 def test_a_drop_at_every_tick_leaves_nothing_behind_and_harms_nobody() -> None:
-    for at in range(40):
+    for num_ticks in range(40):
         pipeline = Pipeline(3, max_num_sequences=4)
         for id in range(6):
             pipeline.add(make_sequence(id, 12 + id, 6))
-        for _ in range(at):
+        for _ in range(num_ticks):
             pipeline.tick()
         pipeline.scheduler.drop(2)
         num_before = len(pipeline.output(2))
@@ -81,15 +81,15 @@ def test_a_drop_at_every_tick_leaves_nothing_behind_and_harms_nobody() -> None:
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 def test_a_row_that_fails_at_any_token_ends_alone(num_stages: int) -> None:
-    for at in range(12, 18):
+    for position in range(12, 18):
         pipeline = Pipeline(num_stages)
-        pipeline.failing = {(1, at)}
+        pipeline.failing = {(1, position)}
         for id in range(4):
             pipeline.add(make_sequence(id, 12, 6))
         pipeline.run()
-        assert pipeline.output(1) == expected(1, 12, 6)[: at - 12]
+        assert pipeline.output(1) == expected(1, 12, 6)[: position - 12]
         ends = [e.finish_reason for e in pipeline.events if e.sequence == 1 and e.finish_reason]
-        assert ends == [list(FAILURES.values())[at % len(FAILURES)]]
+        assert ends == [list(FAILURES.values())[position % len(FAILURES)]]
         assert 1 not in pipeline.scheduler.room.kept
         for id in (0, 2, 3):
             assert pipeline.output(id) == expected(id, 12, 6)
@@ -273,13 +273,13 @@ def test_a_group_waits_for_few_chunks_between_its_steps(num_stages: int, max_chu
     for _ in range(40):
         pipeline.tick()
     num_chunks: Counter[int] = Counter()
-    most = 0
+    found = 0
     for step in pipeline.steps[num_before:]:
         if step.sample:
-            most = max(most, num_chunks.pop(step.group, 0))
+            found = max(found, num_chunks.pop(step.group, 0))
         elif step.rows:
             num_chunks.update(range(num_stages))
-    assert most == max_chunks
+    assert found == max_chunks
     pipeline.run()
     check_all_ended(pipeline)
 
@@ -385,10 +385,10 @@ def test_a_prompt_is_computed_once_for_all_its_copies(reuse: Reuse, prompt: int)
 
 
 def test_copies_survive_the_drop_of_their_original_at_every_tick() -> None:
-    for at in range(30):
+    for num_ticks in range(30):
         pipeline = Pipeline(2)
         ids = copies(pipeline, 0, 40, 3)
-        for _ in range(at):
+        for _ in range(num_ticks):
             pipeline.tick()
         pipeline.scheduler.drop(0)
         pipeline.run()

@@ -94,9 +94,9 @@ LIVES = st.tuples(
 def test_random_loads_unloads_requests_and_aborts(
     life: tuple[int, int, int | None, str, int],
 ) -> None:
-    num_stages, most, held, reuse, seed = life
+    num_stages, max_num_sequences, held, reuse, seed = life
     chance = random.Random(seed)
-    pipeline = AdapterPipeline(num_stages, max_num_sequences=most, prefill_chunk=8)
+    pipeline = AdapterPipeline(num_stages, max_num_sequences=max_num_sequences, prefill_chunk=8)
     pipeline.scheduler.room.max_tokens, pipeline.scheduler.reuse = held, reuse
     wanted: dict[int, list[int]] = {}
     dropped = set()

@@ -171,19 +171,19 @@ def test_schedule_saves_no_checkpoint_that_another_one_of_its_step_pushes_out() 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 def test_a_drop_and_a_kill_at_every_tick_leave_no_checkpoint_behind(num_stages: int) -> None:
-    for at in range(0, 45, 2):
+    for num_ticks in range(0, 45, 2):
         pipeline = with_checkpoints(num_stages, max_num_sequences=3, prefill_chunk=100)
         shared = tokens(1, 150)
         for id in range(5):
             pipeline.add(chat(id, [*shared, *tokens(id, 70 + id)], 150 + 60 * (id % 2)))
-        for _ in range(at):
+        for _ in range(num_ticks):
             pipeline.tick()
-        pipeline.scheduler.drop(at % 5)
+        pipeline.scheduler.drop(num_ticks % 5)
         pipeline.run()
         check_checkpoints(pipeline)
         pipeline.kill()
         pipeline.add(chat(9, [*shared, *tokens(3, 90)], 200))
-        for _ in range(at % 9):
+        for _ in range(num_ticks % 9):
             pipeline.tick()
         pipeline.kill()
         pipeline.run()

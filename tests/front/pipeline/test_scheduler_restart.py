@@ -32,12 +32,12 @@ def check_whole(pipeline: Pipeline) -> None:
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 @pytest.mark.parametrize("reuse", ["any", "checkpoints", "none"])
 def test_a_kill_at_every_tick_loses_and_repeats_nothing(num_stages: int, reuse: Any) -> None:
-    for at in range(45):
+    for num_ticks in range(45):
         pipeline = Pipeline(num_stages, max_num_sequences=4)
         pipeline.scheduler.reuse = reuse
         for id in range(6):
             pipeline.add(make_sequence(id, 12 + id, 6))
-        for _ in range(at):
+        for _ in range(num_ticks):
             pipeline.tick()
         pipeline.kill()
         pipeline.run()
@@ -45,10 +45,10 @@ def test_a_kill_at_every_tick_loses_and_repeats_nothing(num_stages: int, reuse: 
 
 
 def test_a_kill_at_every_tick_of_copies() -> None:
-    for at in range(40):
+    for num_ticks in range(40):
         pipeline = Pipeline(2)
         copies(pipeline, 0, 40, 4)
-        for _ in range(at):
+        for _ in range(num_ticks):
             pipeline.tick()
         pipeline.kill()
         pipeline.run()

@@ -99,12 +99,12 @@ def test_room_leaves_out_what_scoring_a_prompt_takes() -> None:
     """On the rank with the head, for a chunk and the rest of a prompt that goes along."""
     stages = [make_stage(0, (4, 8), 0.1), make_stage(1, (0, 4), 0.1)]
     flags: dict[str, Any] = {"prefill_chunk": 64}
-    most = room(stages, **flags)
+    before = room(stages, **flags)
     stages[0].logits_bytes_per_token, stages[0].scoring_bytes = 1000, 10_000
-    less = room(stages, **flags)
-    assert 10 * (most - less) == pytest.approx((80 * 1000 + 10_000) / 1.5, abs=10)
-    assert room(stages, **flags, memory="1GB") == less
-    assert room(stages, **flags, kv_memory="300KB") >= most - 1
+    after = room(stages, **flags)
+    assert 10 * (before - after) == pytest.approx((80 * 1000 + 10_000) / 1.5, abs=10)
+    assert room(stages, **flags, memory="1GB") == after
+    assert room(stages, **flags, kv_memory="300KB") >= before - 1
 
 
 @pytest.mark.parametrize(
@@ -225,11 +225,11 @@ def test_spans_after_gives_each_span_once_with_its_sequences() -> None:
 
 def test_spans_after_counts_those_that_are_no_longer_kept() -> None:
     stage = make_stage(0, (0, 4), 0.1)
-    most = stage.spans.maxlen
-    assert most
-    stage.update(ready(spans=[Span(n, 0, 1, 1, n, n + 1) for n in range(most + 9)]), [0], 1.0)
+    max_spans = stage.spans.maxlen
+    assert max_spans
+    stage.update(ready(spans=[Span(n, 0, 1, 1, n, n + 1) for n in range(max_spans + 9)]), [0], 1.0)
     found = spans_after([stage], {}, 0.0, StepLog())
-    assert (found[0].number, found[-1].number) == (most + 9, 10)
+    assert (found[0].number, found[-1].number) == (max_spans + 9, 10)
 
 
 def test_step_log_forgets_old_steps() -> None:

@@ -1,5 +1,4 @@
-"""The prefix cache on disk, as rank 0 decides about it. The played ranks have names instead of
-files."""
+"""Rank 0's decisions about prefixes on disk. The simulated ranks only list their files."""
 
 import random
 from dataclasses import dataclass, field, replace
@@ -33,7 +32,7 @@ def sequence(prompt: list[int], id: int = 99) -> Sequence:
 
 @dataclass
 class Ranks:
-    """The disks of two ranks, and the cache that decides about them."""
+    """The disks of two ranks, and the DiskPrefixes that decides about them."""
 
     max_bytes: int = 10**6
     has_states: bool = False
@@ -45,7 +44,7 @@ class Ranks:
         self.start()
 
     def start(self) -> None:
-        """Another life of the engines."""
+        """Starts the engines again, with the files that are there."""
         stored = {
             rank: PrefixFiles(list(own.values()), self.max_bytes)
             for rank, own in self.files.items()
@@ -56,7 +55,7 @@ class Ranks:
     def keep(
         self, held: list[int], stops: dict[int, int] | None = None, key: PrefixKey = KEY
     ) -> None:
-        """The stages keep a sequence, and write its new files."""
+        """Keeps a sequence on all stages, which write the files that rank 0 asks for."""
         self.disk.keep(1, held, key, stops or {})
         while write := self.disk.next_write(lambda _: True):
             self.obey()
@@ -74,8 +73,8 @@ class Ranks:
         self.disk.on_written(rank, PrefixFileWritten(write.name, size))
 
     def read(self, prompt: list[int], key: PrefixKey = KEY) -> int | None:
-        """The number of tokens that were read, 0 if a file was damaged; None if there was nothing
-        to read."""
+        """Returns the number of tokens that were read: 0 if a file was damaged, and None if no file
+        matches the prompt."""
         asked = replace(sequence(prompt), cache_scope=key.scope)
         if not self.disk.read(asked, 0, None):
             return None
@@ -136,7 +135,7 @@ def test_disk_prefixes_are_kept_apart(other: PrefixKey) -> None:
     assert ranks.read(tokens(1, 64)) is None
 
 
-def test_disk_prefixes_begin_only_at_states_where_caches_cannot_be_cut() -> None:
+def test_disk_prefixes_end_only_at_states_if_caches_cannot_be_cut() -> None:
     ranks = Ranks(has_states=True)
     ranks.keep(tokens(1, 100), {40: 7, 70: 8})
     ranks.start()
@@ -157,7 +156,8 @@ def test_disk_prefixes_add_states_to_segments_that_are_there() -> None:
 
 
 def test_disk_prefixes_of_one_rank_alone_are_deleted() -> None:
-    """A kill came between the writes of two ranks; what follows a missing file is of no use."""
+    """A kill between the writes of two ranks leaves such files. Files that follow a missing one are
+    useless, too."""
     ranks = Ranks()
     ranks.keep(tokens(1, 64))
     second = [name for name, file in ranks.files[1].items() if file.end == 32]
@@ -180,7 +180,7 @@ def test_disk_prefixes_behind_a_damaged_file_are_deleted() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_disk_prefixes_stay_within_their_room(seed: int) -> None:
-    """What was not used for the longest time goes, but no file that another one follows."""
+    """The least recently used file goes first, but none that another file continues."""
     chance = random.Random(seed)
     ranks = Ranks(max_bytes=100 * BYTES_PER_TOKEN)
     for _ in range(100):
@@ -259,7 +259,7 @@ def test_disk_prefixes_of_a_very_long_sequence_are_deleted_behind_a_damaged_file
     assert not ranks.disk.num_files
 
 
-def test_disk_prefixes_are_read_only_where_that_saves_something() -> None:
+def test_disk_prefixes_are_read_only_if_that_saves_enough() -> None:
     ranks = Ranks()
     ranks.keep(tokens(1, 64))
     asked = sequence(tokens(1, 64))

@@ -71,7 +71,9 @@ class SlowIndex:
         self.kept: OrderedDict[int, tuple[str, list[int]]] = OrderedDict()
 
     def keep(self, id: int, tokens: list[int], scope: str) -> list[int]:
-        alike = [(other, kept) for other, (of, kept) in self.kept.items() if of == scope]
+        alike = [
+            (other, kept) for other, (own_scope, kept) in self.kept.items() if own_scope == scope
+        ]
         gone = [other for other, kept in alike if tokens[: len(kept)] == kept]
         for other in gone:
             del self.kept[other]
@@ -80,9 +82,9 @@ class SlowIndex:
 
     def longest(self, tokens: list[int], whole: bool, scope: str) -> tuple[int, int] | None:
         best: tuple[int, int] | None = None
-        for id, (of, kept) in self.kept.items():
+        for id, (own_scope, kept) in self.kept.items():
             num_common = common_length(kept, tokens)
-            if of != scope or (whole and num_common < len(kept)):
+            if own_scope != scope or (whole and num_common < len(kept)):
                 continue
             if num_common >= MIN_TOKENS and (best is None or num_common > best[1]):
                 best = id, num_common

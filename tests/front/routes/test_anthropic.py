@@ -58,7 +58,7 @@ def test_the_served_model_is_meant(shared: Running, named: Any) -> None:
     assert reply.status_code == 200
 
 
-def test_a_stop_sequence_is_told(server: Running) -> None:
+def test_a_stop_sequence_is_reported(server: Running) -> None:
     with client(server) as ai:
         reply = ai.messages.create(**HELLO, stop_sequences=["how", "zz"])
     assert (reply.stop_reason, reply.stop_sequence) == ("stop_sequence", "how")
@@ -267,7 +267,7 @@ def test_thinking_that_is_disabled_shows_no_thoughts(played: Running) -> None:
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_edits_are_applied_and_told(
+def test_edits_are_applied_and_reported(
     played: Running, played_engine: PlayedEngine, is_streamed: bool
 ) -> None:
     fields: Any = {"model": "tiny", "messages": TURNS, "context_management": EDITS}
@@ -290,7 +290,7 @@ def test_edits_are_applied_and_told(
     assert plain.input_tokens - counted.input_tokens == edit.cleared_input_tokens
 
 
-def test_hosted_tools_are_left_out_and_told(
+def test_hosted_tools_are_left_out_and_reported(
     played: Running, played_engine: PlayedEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     body = {**HELLO, "tools": [TOOL, SEARCH, {"type": "mcp_toolset", "mcp_server_name": "a b"}]}

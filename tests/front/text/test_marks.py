@@ -95,8 +95,8 @@ def taken_apart(
 
 
 def cut(text: str, chance: random.Random) -> list[str]:
-    at = sorted(chance.randrange(len(text) + 1) for _ in range(chance.randint(0, 12)))
-    return [text[a:b] for a, b in zip([0, *at], [*at, len(text)], strict=True)]
+    cuts = sorted(chance.randrange(len(text) + 1) for _ in range(chance.randint(0, 12)))
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'

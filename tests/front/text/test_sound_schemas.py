@@ -1,4 +1,4 @@
-"""Invalid parts of a tool's schema are left out, and cost neither the request nor other tools."""
+"""Invalid parts of a tool's schema are left out, without harm to the request and other tools."""
 
 import json
 import random
@@ -110,7 +110,7 @@ def test_tool_grammar_of_a_malformed_schema_can_be_followed(name: str) -> None:
         assert not matcher.is_error(), matcher.get_error()
 
 
-def test_forced_calls_of_a_malformed_schema_have_a_grammar() -> None:
+def test_grammar_of_forced_calls_follows_a_malformed_schema() -> None:
     grammar = chat(MALFORMED, tool_choice="required").tool_use.grammar()
     assert grammar is not None
     tokenizer = LLTokenizer(str(MODEL / "tokenizer.json"))
@@ -118,12 +118,12 @@ def test_forced_calls_of_a_malformed_schema_have_a_grammar() -> None:
     assert not matcher.is_error(), matcher.get_error()
 
 
-def test_a_strict_tool_must_have_a_valid_schema() -> None:
+def test_grammar_refuses_a_strict_tool_with_an_invalid_schema() -> None:
     function = {"name": "f", "strict": True, "parameters": MALFORMED}
-    body = chat(MALFORMED, tools=[{"type": "function", "function": function}])
-    with pytest.raises(RequestError, match=r"tools\[0\] is strict") as told:
+    body = chat(tools=[{"type": "function", "function": function}])
+    with pytest.raises(RequestError, match=r"tools\[0\] is strict") as caught:
         body.tool_use.grammar()
-    assert told.value.param == "tools[0]"
+    assert caught.value.param == "tools[0]"
 
 
 VALUES: list[Any] = [None, True, -1, 2.5, 1e30, "", "(", [], ["x", None], {}, {"a": 1}, [{}]]
@@ -139,7 +139,7 @@ def anything(rng: random.Random, depth: int = 2) -> Any:
     return rng.choice(VALUES)
 
 
-def test_no_schema_breaks_grammars_or_readers() -> None:
+def test_tool_grammar_and_readers_take_any_schema() -> None:
     rng = random.Random(1)
     written = "<function=f0><parameter=a>1</parameter></function>"
     for _ in range(300):

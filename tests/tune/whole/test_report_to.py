@@ -114,14 +114,14 @@ def test_a_run_on_two_ranks_reports_once(folder: Path, tmp_path: Path) -> None:
 def wandb_records(path: Path) -> Iterator[bytes]:
     """Of a file as LevelDB's logs are: blocks of 32 KiB, in them parts of records, each after its
     checksum, length and kind (whole, first, middle, last)."""
-    data, at, record = path.read_bytes(), 7, b""
-    while at + 7 <= len(data):
-        if (1 << 15) - at % (1 << 15) < 7:
-            at += (1 << 15) - at % (1 << 15)
+    data, offset, record = path.read_bytes(), 7, b""
+    while offset + 7 <= len(data):
+        if (1 << 15) - offset % (1 << 15) < 7:
+            offset += (1 << 15) - offset % (1 << 15)
             continue
-        length, kind = struct.unpack_from("<HB", data, at + 4)
-        record += data[at + 7 : at + 7 + length]
-        at += 7 + length
+        length, kind = struct.unpack_from("<HB", data, offset + 4)
+        record += data[offset + 7 : offset + 7 + length]
+        offset += 7 + length
         if kind in (1, 4):
             yield record
             record = b""

@@ -232,8 +232,8 @@ def interrupted_flags(folder: Path, out: Path, *more: str) -> list[str]:
     )
     plain = flags(folder, out, "-c", str(settings), *more)
     for flag in ("--iters", "--save-every"):
-        at = plain.index(flag)
-        del plain[at : at + 2]
+        index = plain.index(flag)
+        del plain[index : index + 2]
     return plain
 
 

@@ -49,7 +49,7 @@ def said(monkeypatch: pytest.MonkeyPatch, *, is_terminal: bool) -> str:
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_every_event_is_told(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
+def test_every_event_is_shown(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
     text = said(monkeypatch, is_terminal=is_terminal)
     for part in (
         "40 examples in 9 rows, 1,234 trained parameters",

@@ -14,7 +14,7 @@ from tests.cluster.servers import BIN, ROOT
 
 pytestmark = pytest.mark.slow
 
-MOST_SECONDS = 300
+MAX_SECONDS = 300
 
 
 def commands() -> list[str]:
@@ -23,7 +23,7 @@ def commands() -> list[str]:
     return re.findall(r"^```sh\n(.*?)^```", walk, re.M | re.S)
 
 
-@pytest.mark.timeout(MOST_SECONDS + 60)
+@pytest.mark.timeout(MAX_SECONDS + 60)
 def test_from_data_to_a_swapped_adapter(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (port,) = free_ports(1)
@@ -40,13 +40,13 @@ def test_from_data_to_a_swapped_adapter(tmp_path: Path) -> None:
     )
     try:
         # Ends when the server that it has started has ended too: both write there.
-        said, _ = process.communicate(timeout=MOST_SECONDS)
+        said, _ = process.communicate(timeout=MAX_SECONDS)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGTERM)
         said, _ = process.communicate(timeout=30)
-        pytest.fail(f"longer than {MOST_SECONDS} s:\n{said}")
+        pytest.fail(f"longer than {MAX_SECONDS} s:\n{said}")
     assert process.returncode == 0, said
-    assert time.monotonic() - began < MOST_SECONDS
+    assert time.monotonic() - began < MAX_SECONDS
     assert said.count("Success: LoRA adapter 'friend' added successfully.") == 2, said
     answers = re.findall(r'"content": ?"([^"]*)"', said)
     base, first, second = answers

@@ -215,15 +215,15 @@ async def test_very_large_bodies_wait_until_the_process_has_started(
 
 
 async def test_warm_up_starts_the_process_of_very_large_bodies(lanes: Lanes) -> None:
-    """Otherwise the first body of megabytes waits until the tokenizer is loaded."""
+    """Otherwise the first body of megabytes would wait until the tokenizer is loaded."""
     lanes.warm_up()
     process = lanes._large.process
-    begun = process.pid
-    assert begun is not None
+    pid = process.pid
+    assert pid is not None
     assert lanes._medium.process.pid is None
     data = json.dumps({"prompt": "hello", "user": "x" * MAX_MEDIUM_BYTES}).encode()
     await asyncio.wait_for(lanes.read(Reader.tokenize, [(data,)], "client"), 60)
-    assert process.pid == begun
+    assert process.pid == pid
 
 
 async def test_what_is_too_long_to_be_a_prompt_is_not_encoded(

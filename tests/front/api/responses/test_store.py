@@ -42,7 +42,7 @@ def test_bytes_are_bounded() -> None:
 
 
 def test_items_that_are_referred_to_are_not_parsed() -> None:
-    """It happens in the event loop, as often as a client writes references."""
+    """The store is read in the event loop, for each reference that a client writes."""
     store = Store()
     item = {"id": "msg_1", "type": "message"}
     store.put({"id": "a", "tools": [[]] * 200_000, "output": [item]}, b"[]")
