@@ -195,7 +195,7 @@ def test_a_server_that_is_never_ready_is_given_up(monkeypatch: pytest.MonkeyPatc
         demo("never").run()
 
 
-def test_ranks_that_are_not_ready_and_have_to_be_killed_are_not_the_reason(
+def test_demo_does_not_give_the_ranks_that_it_kills_as_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("launcher.demo.READY_SECONDS", 1.5)

@@ -113,9 +113,7 @@ def test_check_server_asks_whether_name_and_folder_would_be_taken(
             check_server(url_of(server), tmp_path, "a")
 
 
-def test_a_refusal_before_training_names_the_folder_that_was_given(
-    server: Any, tmp_path: Path
-) -> None:
+def test_check_server_names_the_given_folder_in_a_refusal(server: Any, tmp_path: Path) -> None:
     said = f"{tmp_path / 'asked-before-training'} is not below --adapter-root."
     server.status_before = 403
     server.answer_before = json.dumps({"error": {"message": said}}).encode()

@@ -262,7 +262,7 @@ def test_version_and_admin(server: Running, engine: FakeEngine) -> None:
     ("body", "status"),
     [({"clear": True}, 200), ({"clear": False}, 400), ({}, 400), ({"clear": True, "x": 1}, 400)],
 )
-def test_the_prefix_cache_is_cleared(
+def test_clear_prefixes_takes_only_its_exact_body(
     server: Running, engine: FakeEngine, body: dict, status: int
 ) -> None:
     reply = httpx2.post(f"{server.url}/admin/prefix-cache", json=body)

@@ -59,7 +59,7 @@ def test_nothing_is_wrong_with_a_good_host(changes: Changes) -> None:
     ("free_bytes", "problem", "status"),
     [(10**12, None, None), (10**6, None, "warn"), (10**12, "/d cannot be written", "fail")],
 )
-def test_a_folder_for_prefixes_is_checked(
+def test_check_hosts_examines_the_folder_for_prefixes(
     free_bytes: int, problem: str | None, status: str | None
 ) -> None:
     folder = PrefixFolder("/d", 5 * 10**9, free_bytes, problem)

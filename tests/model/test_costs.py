@@ -256,7 +256,7 @@ def test_the_plan_of_a_large_model_needs_headers_alone(
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "qwen3", "deepseek_v3"])
-def test_planned_weights_are_those_of_the_shards(tmp_path: Path, name: str) -> None:
+def test_make_plan_counts_the_weights_of_each_shard(tmp_path: Path, name: str) -> None:
     folder = save(tmp_path, name)
     whole = make_plan(folder, PlanRequest(num_ranks=2, split="even")).stages
     shards = make_plan(folder, PlanRequest(num_ranks=4, num_shards=2, split="even")).stages

@@ -134,7 +134,7 @@ def test_page_says_that_too_many_pages_watch(server: Running, tab: Tab) -> None:
 
 
 @pytest.mark.parametrize("width", [360, 1280])
-def test_long_names_do_not_widen_the_page(engine: ShownEngine, tab: Tab, width: int) -> None:
+def test_page_does_not_widen_with_long_names(engine: ShownEngine, tab: Tab, width: int) -> None:
     long = "n" * 10_000
     engine.stage_fields = {0: {"host": long}, 1: {"state": long}}
     engine.cluster = {"name": "working", "what": "", "fault": long, "fault_seconds_ago": 3600}

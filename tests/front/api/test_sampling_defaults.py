@@ -55,7 +55,7 @@ def test_defaults_hold_in_every_api(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("name", parameters(Sampling))
-def test_every_declared_number_reaches_the_engine(tokenizer: Tokenizer, name: str) -> None:
+def test_sampling_takes_every_declared_number(tokenizer: Tokenizer, name: str) -> None:
     """A field of Sampling with a range needs no other line for that."""
     parameter = parameters(Sampling)[name]
     number = parameter.kind(parameter.range.max)

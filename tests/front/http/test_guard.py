@@ -73,7 +73,7 @@ async def test_a_size_that_was_not_announced_is_refused() -> None:
     assert await status_of(scope(max_body_bytes=1024), receive) == 413
 
 
-async def test_a_body_that_is_parsed_in_the_event_loop_is_small() -> None:
+async def test_read_body_refuses_more_than_the_event_loop_may_parse() -> None:
     """Parsing megabytes there would stop all streams for seconds."""
     size = guard.MAX_JOINED_BYTES
     announced = (b"content-length", str(size + 1).encode())

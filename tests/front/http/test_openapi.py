@@ -147,7 +147,7 @@ def test_how_a_stream_ends_is_documented(
     assert text.endswith("data: [DONE]\n\n") == is_done
 
 
-def test_calls_of_ollama_are_described_with_their_streams(document: Any) -> None:
+def test_document_describes_ollamas_calls_with_their_streams(document: Any) -> None:
     for path in ("/api/chat", "/api/generate"):
         call = document["paths"][path]["post"]
         content = call["responses"]["200"]["content"]

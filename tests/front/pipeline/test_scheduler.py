@@ -227,7 +227,7 @@ def test_a_long_prompt_does_not_stop_the_others() -> None:
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 8])
-def test_every_stage_has_a_chunk_of_a_lone_prompt(num_stages: int) -> None:
+def test_schedule_gives_every_stage_a_chunk_of_a_lone_prompt(num_stages: int) -> None:
     pipeline = Pipeline(num_stages, prefill_chunk=4)
     pipeline.add(make_sequence(0, 401, 1))
     pipeline.pump()
@@ -247,7 +247,7 @@ def test_short_prompts_share_a_step_beside_decoding() -> None:
     assert shared == [1, 2, 2, 2]
 
 
-def test_short_prompts_are_cut_if_the_time_between_tokens_is_limited() -> None:
+def test_schedule_cuts_short_prompts_if_the_time_between_tokens_is_limited() -> None:
     pipeline = Pipeline(2, prefill_chunk=512, cuts_short_prompts=True)
     pipeline.scheduler.chunk_beside_decoding = 20
     pipeline.add(make_sequence(0, 2, 100))
@@ -261,7 +261,9 @@ def test_short_prompts_are_cut_if_the_time_between_tokens_is_limited() -> None:
 
 
 @pytest.mark.parametrize(("num_stages", "max_chunks"), [(1, 1), (2, 1), (4, 2), (8, 4)])
-def test_a_group_waits_for_few_chunks_between_its_steps(num_stages: int, max_chunks: int) -> None:
+def test_schedule_puts_few_chunks_between_the_steps_of_a_group(
+    num_stages: int, max_chunks: int
+) -> None:
     pipeline = Pipeline(num_stages, prefill_chunk=4)
     for id in range(2 * num_stages):
         pipeline.add(make_sequence(id, 1, 60))

@@ -549,7 +549,7 @@ def test_items_of_the_input_are_listed(client: OpenAI) -> None:
         assert caught.value.param == next(iter(wrong))
 
 
-def test_items_of_the_input_are_listed_without_parsing_them(client: OpenAI) -> None:
+def test_input_items_are_listed_without_parsing_them(client: OpenAI) -> None:
     """The event loop would stand still while it parses what a client wrote."""
     search = {"type": "web_search_call", "id": "ws_1", "extra": [[]] * 200_000}
     reply = ask(client, [search, {"role": "user", "content": "hi"}])

@@ -141,7 +141,7 @@ def test_effort_and_budget_reach_the_chat(tokenizer: Tokenizer) -> None:
     assert request(tokenizer, reasoning={"summary": "auto"}).thinking.effort is None
 
 
-def test_parts_of_a_body_are_described_as_open() -> None:
+def test_body_describes_its_parts_as_open() -> None:
     """Unknown fields of these parts are ignored, so the description must allow them."""
     schemas = ResponsesBody.model_json_schema()["$defs"]
     for name in ("ReasoningOptions", "TextOptions", "FunctionTool", "MessageItem"):

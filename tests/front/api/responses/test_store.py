@@ -41,7 +41,7 @@ def test_bytes_are_bounded() -> None:
     assert store.earlier("small", ())
 
 
-def test_items_that_are_referred_to_are_not_parsed() -> None:
+def test_earlier_does_not_parse_the_items_that_it_returns() -> None:
     """The store is read in the event loop, for each reference that a client writes."""
     store = Store()
     item = {"id": "msg_1", "type": "message"}
