@@ -95,8 +95,8 @@ class Launch:
     def clean_up(self) -> None:
         self.process.kill()
         self.process.wait()
-        for pid in self.pids:
-            if alive(pid):
+        for pid in filter(alive, self.pids):
+            with suppress(ProcessLookupError):  # It may end just now.
                 os.kill(pid, signal.SIGKILL)
 
 

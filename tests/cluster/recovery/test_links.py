@@ -129,6 +129,7 @@ def test_a_rank_that_does_not_come_again_ends_the_cluster_with_the_reason(tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_layers_are_shared_out_anew_when_ranks_go_and_when_they_come_again(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path, free_ports(5), [], ("--replan", "--join-timeout", "20"))
 
