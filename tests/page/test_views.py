@@ -102,7 +102,9 @@ def test_steps_of_stages_overlap_if_they_do(
     engine.num_clients = num_clients
     page = tab.show(server.url)
     expect(page.locator("[data-state=ready]")).to_be_visible()
-    by_data, by_pixels = measured(page)
+    found = measured(page)
+    assert found is not None
+    by_data, by_pixels = found
     assert min_overlap < by_data <= max_overlap
     # The gaps between the stripes of prefill look idle.
     assert min_overlap - 1.1 <= by_pixels <= max_overlap - 1

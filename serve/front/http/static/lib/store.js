@@ -6,7 +6,7 @@ import { Timeline } from "./timeline.js";
 
 /** @typedef {import("./types.d.ts").Frame} Frame */
 
-/** The state of the stream of events: connecting, live, lost, refused (a key is needed), full (too many watchers) or old (the server has no such call). */
+/** The stream's state: connecting, live, lost, refused (it needs a key), full (too many watchers) or old (no such call). */
 export const link = signal({ state: "connecting", message: "" });
 
 export const server = signal(/** @type {import("./types.d.ts").ServerInfo | null} */ (null));
