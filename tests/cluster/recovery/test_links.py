@@ -159,6 +159,6 @@ def test_layers_are_shared_out_anew_when_ranks_go_and_when_they_come_again(tmp_p
                 stack.enter_context(started(ranks.command(rank)))
 
         check_same(run_streams(server, bring_back), expected)
-        server.wait_for_log("event=ready num_ranks=3 life=[3-9]")
+        server.wait_for_log(r"event=ready num_ranks=3 .*\n.* event=recovered life=[3-9]")
         assert layers() == whole
         check_same(run_streams(server), expected)
