@@ -8,10 +8,10 @@ import hashlib
 import json
 import math
 import struct
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mode
 from typing import Any, NamedTuple
 
 from serve.core.errors import ModelError
@@ -200,8 +200,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Makes a JSON object. Raises ValueError if a name occurs twice in it."""
     entries = dict(pairs)
     if len(entries) < len(pairs):
-        counts = Counter(name for name, _ in pairs)
-        repeated, _ = counts.most_common(1)[0]
+        repeated = mode(name for name, _ in pairs)
         raise ValueError(f"{repeated} occurs twice")
     return entries
 

@@ -131,7 +131,7 @@ class ServerCalls:
 
     @endpoint(policy=_PROBE)
     async def metrics(self, request: Request) -> Response:
-        """Returns metrics for Prometheus."""
+        """Returns all metrics in the format that Prometheus asks for."""
         body, content_type = self._metrics.render(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 

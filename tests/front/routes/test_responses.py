@@ -550,7 +550,7 @@ def test_items_of_the_input_are_listed(client: OpenAI) -> None:
 
 
 def test_input_items_are_listed_without_parsing_them(client: OpenAI) -> None:
-    """The event loop would stand still while it parses what a client wrote."""
+    """Parsing large items that a client sent would block the event loop."""
     search = {"type": "web_search_call", "id": "ws_1", "extra": [[]] * 200_000}
     reply = ask(client, [search, {"role": "user", "content": "hi"}])
     tracemalloc.start()

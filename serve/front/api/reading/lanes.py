@@ -38,8 +38,8 @@ _NUM_THREADS = 2
 
 
 class Lanes:
-    """Chooses by kind and size where a body is read. For one event loop. finds_boundaries says,
-    for each body anew, whether the boundaries of its prompts are to be found."""
+    """Chooses by kind and size where a body is read. For one event loop. finds_boundaries is called
+    for each body: whether to find the boundaries of its prompts."""
 
     def __init__(self, reader: Reader, finds_boundaries: Callable[[], bool]) -> None:
         self._reader = reader
