@@ -242,7 +242,8 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True):
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
     """One step on one stage, from the arrival of its tensors to its result. Times are seconds of
-    that host's clock. num_drafts of the tokens were guesses."""
+    a monotonic clock: that of the host in its report, and that of rank 0 once it has the report.
+    num_drafts of the tokens were guesses."""
 
     step: int
     group: int
@@ -269,7 +270,8 @@ class Activity(msgspec.Struct, frozen=True, array_like=True):
     """The work of a stage since its start, and its spans since the last report.
 
     waits_on is the hop of a tensor that is on its way, as (from, to) in places of the ring; step
-    is the one being computed; kv_bytes is None if it has not changed.
+    is the one being computed; kv_bytes is None if it has not changed; sent_at is the time of the
+    report on the clock of the spans.
     """
 
     busy_seconds: float
@@ -281,6 +283,7 @@ class Activity(msgspec.Struct, frozen=True, array_like=True):
     step: int | None
     kv_bytes: int | None
     spans: list[Span]
+    sent_at: float
 
 
 class Status(Message, frozen=True):

@@ -146,7 +146,7 @@ class StepLoop:
         """Yields the result of each step on rank 0."""
         while (message := self.transport.receive()) is not None:
             step, received = message
-            started = time.time()
+            started = time.monotonic()
             self.step = step.number
             outputs = self.forward(step, received)
             if self.has_head:
@@ -236,7 +236,7 @@ class StepLoop:
         return chosen
 
     def _note(self, step: Step, started: float) -> None:
-        ended = time.time()
+        ended = time.monotonic()
         self.step = None
         if step.number >= FIRST_WARM_UP_STEP:
             return  # The times of warm-up steps say nothing about later ones.
@@ -488,6 +488,7 @@ def _activity(loop: StepLoop) -> Activity:
         # It changes only with steps, and counting looks at every cache.
         kv_bytes=kv_bytes,
         spans=spans,
+        sent_at=time.monotonic(),
     )
 
 

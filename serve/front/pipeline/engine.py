@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as ReadableList
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from serve.front.pipeline.status import (
     chrome_trace,
     first_shards,
     is_silent,
+    moved,
     spans_after,
 )
 
@@ -169,7 +171,7 @@ class Engine:
 
     def timeline(self, seconds: float) -> dict[str, Any]:
         """The last seconds as a Chrome trace."""
-        return chrome_trace(self._lifecycle.stages, time.time() - seconds)
+        return chrome_trace(self._lifecycle.stages, time.monotonic() - seconds)
 
     def state(self) -> dict[str, Any]:
         """The state of the life cycle, in words for operators, and the latest fault."""
@@ -187,6 +189,13 @@ class Engine:
 
     def spans_after(self, numbers: Mapping[int, int], seconds: float) -> list[StageSpan]:
         """Returns the spans of the stages in the last seconds that have a higher number than
-        numbers has for their rank, the latest first."""
-        since = time.time() - seconds
-        return spans_after(self._lifecycle.stages, numbers, since, self._requests.step_log)
+        numbers has for their rank, the latest first. Their times are seconds since 1970."""
+        now = time.monotonic()
+        found = spans_after(
+            self._lifecycle.stages,
+            numbers,
+            now - seconds,
+            self._requests.step_log,
+        )
+        offset = time.time() - now
+        return [replace(each, span=moved(each.span, offset)) for each in found]

@@ -115,7 +115,7 @@ class Engine(Protocol):
 
     def spans_after(self, numbers: Mapping[int, int], seconds: float) -> list[StageSpan]:
         """Returns the spans of the stages in the last seconds that have a higher number than
-        numbers has for their rank, the latest first."""
+        numbers has for their rank, the latest first. Their times are seconds since 1970."""
 
     async def failed(self) -> BrigadeError:
         """Returns the reason when the cluster has failed for good."""

@@ -1,12 +1,15 @@
 """The status of each stage, as its engine last reported it: state, bytes, busy share and speed.
 
-Fed with the engines' status messages. Times of steps are wall clock seconds of each host.
+Fed with the engines' status messages. Times are seconds of rank 0's monotonic clock: hosts' clocks
+differ, so the times in a report are converted when it arrives.
 """
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from serve.core.messages import Activity, Loaded, Span, Status
 from serve.core.plan import StagePlan
@@ -19,6 +22,7 @@ _NUM_LOGGED_STEPS = 4096
 _NEW_SHARE = 0.1  # of the latest step in a running mean
 _NEW_CHUNK_SHARE = 0.4
 _SILENT_SECONDS = 1.5
+_NUM_COMPARED_REPORTS = 64
 
 
 @dataclass(slots=True)
@@ -57,6 +61,22 @@ def _mean(before: float | None, value: float, new_share: float = _NEW_SHARE) -> 
     return before + new_share * (value - before)
 
 
+class RemoteClock:
+    """Converts the times of a host's monotonic clock to those of rank 0's."""
+
+    def __init__(self) -> None:
+        self._differences: deque[float] = deque(maxlen=_NUM_COMPARED_REPORTS)
+
+    def note(self, sent_at: float, now: float) -> None:
+        """Compares the clocks: a report was sent at sent_at on the host's clock and arrived now."""
+        self._differences.append(now - sent_at)
+
+    def convert(self, spans: list[Span]) -> list[Span]:
+        # Each difference also has the time that the report took. It is least in the smallest one.
+        offset = min(self._differences)
+        return [moved(span, offset) for span in spans]
+
+
 @dataclass(slots=True)
 class StageStatus:
     """The status of one stage, as its engine last reported it."""
@@ -90,6 +110,7 @@ class StageStatus:
     pace: Pace = field(default_factory=Pace)
     heard_at: float = 0.0
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=_NUM_SPANS))
+    clock: RemoteClock = field(default_factory=RemoteClock)
     num_spans: int = 0  # since the server started, including those no longer in spans
     _busy: deque[tuple[float, float]] = field(default_factory=deque)
 
@@ -103,7 +124,7 @@ class StageStatus:
         if status.loaded:
             self._note_loaded(status.loaded)
         if status.activity:
-            self._note_activity(status.activity, ring)
+            self._note_activity(status.activity, ring, now)
         self._busy.append((now, self.busy_seconds))
         while len(self._busy) > 2:
             second_time, _ = self._busy[1]
@@ -123,7 +144,7 @@ class StageStatus:
         self.scoring_bytes = loaded.scoring_bytes
         self.hidden_size = loaded.hidden_size
 
-    def _note_activity(self, activity: Activity, ring: Sequence[int]) -> None:
+    def _note_activity(self, activity: Activity, ring: Sequence[int], now: float) -> None:
         self.busy_seconds = activity.busy_seconds
         self.num_steps = activity.num_steps
         self.adapter_bytes = activity.adapter_bytes
@@ -136,7 +157,8 @@ class StageStatus:
             self.waits_on = ring[source], ring[target]
         if activity.kv_bytes is not None:
             self.kv_bytes = activity.kv_bytes
-        self.spans.extend(activity.spans)
+        self.clock.note(activity.sent_at, now)
+        self.spans.extend(self.clock.convert(activity.spans))
         self.num_spans += len(activity.spans)
         self.pace.update(activity.spans)
 
@@ -155,6 +177,7 @@ class StageStatus:
         self.waits_on = None
         self.step = None
         self._busy.clear()
+        self.clock = RemoteClock()  # The host may have been started again.
 
     @property
     def memory_bytes(self) -> int:
@@ -260,6 +283,15 @@ def stall_cause(stages: list[StageStatus], now: float) -> str:
 # --- the timeline
 
 
+def moved(span: Span, seconds: float) -> Span:
+    """Returns the span with both times later by `seconds`."""
+    return msgspec.structs.replace(
+        span,
+        start=span.start + seconds,
+        end=span.end + seconds,
+    )
+
+
 class StepLog:
     """Remembers which sequences the latest steps computed."""
 
@@ -296,7 +328,7 @@ def spans_after(
     log: StepLog,
 ) -> list[StageSpan]:
     """Returns the spans of each stage that end after `since` and have a higher number than numbers
-    has for its rank, the latest first."""
+    has for its rank, the latest first. Times are those of rank 0's monotonic clock."""
     found: list[StageSpan] = []
     for stage in stages:
         number = stage.num_spans

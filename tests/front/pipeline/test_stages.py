@@ -159,7 +159,7 @@ def test_who_holds_the_others_up(changes: dict[str, dict[int, object]], said: st
 
 
 def ready(**changes: Any) -> Status:
-    idle = Activity(0.0, 0, 0, 0, 0.0, None, None, None, [])
+    idle = Activity(0.0, 0, 0, 0, 0.0, None, None, None, [], 1.0)
     return Status("ready", activity=msgspec.structs.replace(idle, **changes))
 
 
@@ -230,6 +230,24 @@ def test_spans_after_counts_those_that_are_no_longer_kept() -> None:
     stage.update(ready(spans=[Span(n, 0, 1, 1, n, n + 1) for n in range(max_spans + 9)]), [0], 1.0)
     found = spans_after([stage], {}, 0.0, StepLog())
     assert (found[0].number, found[-1].number) == (max_spans + 9, 10)
+
+
+def test_times_of_other_hosts_are_converted_to_those_of_rank_0() -> None:
+    """The other host's clock is 500 s ahead. The second report was the fastest: 0.25 s."""
+    stage = make_stage(0, (0, 4), 0.1)
+
+    def report(number: int, end: float, sent_at: float, now: float) -> None:
+        span = Span(number, 0, 1, 1, end - 1, end)
+        stage.update(ready(spans=[span], sent_at=sent_at), [0], now)
+
+    report(1, 510.0, 511.0, 12.0)
+    report(2, 512.0, 513.0, 13.25)
+    report(3, 514.0, 515.0, 19.0)
+    spans = [(span.start, span.end) for span in stage.spans]
+    assert spans == [(10.0, 11.0), (11.25, 12.25), (13.25, 14.25)]
+    stage.renew()  # The host was started again: its clock begins anew.
+    report(4, 2.0, 3.0, 23.0)
+    assert stage.spans[-1].end == 22.0
 
 
 def test_step_log_forgets_old_steps() -> None:
