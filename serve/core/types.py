@@ -165,6 +165,7 @@ class Sequence:
     boundaries: tuple[int, ...] = ()
     stops: list[int] = field(default_factory=list)
     may_read: bool = True
+    may_keep: bool = True
 
     @property
     def tokens(self) -> list[int]:
@@ -210,6 +211,13 @@ class Sequence:
         self.drafts = []
         if not self.output:
             self.num_cached = 0
+
+    def record(self, token: int) -> None:
+        """Notes a token that was sampled after the client had left."""
+        if token in FAILURES:
+            self.may_keep = False
+        else:
+            self.output.append(token)
 
     def next_tokens(self, count: int) -> list[int]:
         """Returns the next tokens to feed: LAST_TOKEN stands for a token that is not known yet, and

@@ -87,6 +87,21 @@ def test_max_tokens_and_stop(server: Server) -> None:
     assert "g" not in text
 
 
+def test_an_answer_that_a_stop_string_ended_is_kept_for_the_next_turn(server: Server) -> None:
+    create = server.client().chat.completions.create
+    system = {"role": "system", "content": "You are called Max. " + "the dog ate the bone " * 10}
+    messages = [system, *user("Say the alphabet.")]
+    first = create(**CHAT, messages=messages, stop=[" c"], max_tokens=40)
+    assert first.choices[0].finish_reason == "stop"
+    messages += [first.choices[0].message.to_dict(), *user("What is the capital of Spain?")]
+    second = create(**CHAT, messages=messages)
+    assert first.usage
+    assert second.usage
+    assert second.usage.prompt_tokens_details
+    cached = second.usage.prompt_tokens_details.cached_tokens or 0
+    assert cached >= first.usage.prompt_tokens
+
+
 def test_the_same_seed_gives_the_same_text_whatever_else_runs(server: Server) -> None:
     def sampled(seed: int) -> str:
         reply = server.client().chat.completions.create(

@@ -147,6 +147,20 @@ class LocalPipeline:
         elif self.scheduler.room.disk:
             self.scheduler.room.disk.on_written(rank, message)
 
+    def leave(self, sequence: Sequence, num_tokens: int) -> None:
+        """Runs a sequence until it has so many tokens of its answer, and ends it then, as for a
+        client that disconnects."""
+        self.scheduler.add(sequence)
+        self._pump()
+        while len(sequence.output) < num_tokens:
+            self._take(self.results.get(timeout=30))
+            self._pump()
+        self.scheduler.drop(sequence.id, may_keep=True)
+        self._pump()
+        while self.scheduler.num_in_flight:
+            self._take(self.results.get(timeout=30))
+            self._pump()
+
     def answer(self, sequences: list[Sequence]) -> dict[int, list[int]]:
         """Runs the sequences to their end, as serve.front.pipeline.engine does."""
         self.scheduler.add(*sequences)

@@ -96,6 +96,29 @@ def test_a_second_turn_begins_at_a_checkpoint(name: str, monkeypatch: pytest.Mon
         assert sequence.num_cached >= 0.9 * num_shared
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "mamba2", "qwen3_moe"])
+def test_a_sequence_whose_client_has_left_is_continued(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reuse = reuse_of(name)
+    with pipeline(2, make_in_two_stages(name, monkeypatch)) as local:
+        local.scheduler = Scheduler(2, max_num_sequences=32, max_queue=64, prefill_chunk=32)
+        local.scheduler.reuse = reuse  # type: ignore[assignment]
+        left = Sequence(0, SHARED, 40, SCORED, frozenset())
+        local.leave(left, 5)
+        prompt = [*left.tokens[: left.num_computed], 7, 8, 9]
+        continued = Sequence(1, prompt, 4, SCORED, frozenset())
+        got = local.answer([continued])[1]
+        local.scheduler.reuse = "none"
+        computed = local.answer([Sequence(2, prompt, 4, SCORED, frozenset())])[2]
+    assert len(left.output) > 5, "nothing was under way when the client left"
+    assert continued.num_cached == left.num_computed > len(SHARED)
+    assert got == computed
+    for position, score in local.scores[2].items():
+        expected = pytest.approx(score.logprob, rel=1e-4, abs=2e-4)
+        assert local.scores[1][position].logprob == expected
+
+
 @pytest.mark.parametrize(
     ("name", "reuse", "can_rewind"),
     [

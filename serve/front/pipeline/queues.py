@@ -1,7 +1,9 @@
-"""The sequences that wait to be computed, and the groups in which they decode. Pure."""
+"""The sequences that wait to be computed, the groups in which they decode, and the steps under way.
+Pure."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from serve.core.types import Group, Sequence
 
@@ -88,3 +90,15 @@ def balance(groups: list[Group]) -> None:
 def unfinished(group: Group) -> list[Sequence]:
     """Returns the sequences of a group for which another token may be sampled."""
     return [sequence for sequence in group.sequences if sequence.num_left > 0]
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A step whose result has not come back. group is None for prefill. ends has the number of
+    tokens of each sequence that are computed once it has run. embedded are the sequences whose
+    embedding comes with the result."""
+
+    group: Group | None
+    sequences: tuple[Sequence, ...]
+    ends: tuple[int, ...]
+    embedded: tuple[Sequence, ...] = ()

@@ -171,19 +171,19 @@ class Requests:
         return sequences
 
     def _leave(self, sequence_id: int) -> None:
-        """Ends a sequence whose client has disconnected. A sequence that may have crashed the
-        engines stays until its next token. Otherwise it would never be found out, and clients that
-        do not wait could use up the restarts."""
+        """Ends a sequence whose client has disconnected, or whose answer has reached a stop string.
+        A sequence that may have crashed the engines stays until its next token. Otherwise it would
+        never be found out, and clients that do not wait could use up the restarts."""
         if sequence_id not in self._generations or self._fault_blame.is_clear(sequence_id):
-            self._drop(sequence_id)
+            self._drop(sequence_id, may_keep=True)
             return
         sequence = self.scheduler.sequence(sequence_id)
         num_tokens = len(sequence.output) + sequence.num_pending + 1
         sequence.max_tokens = min(sequence.max_tokens, num_tokens)
 
-    def _drop(self, sequence_id: int) -> None:
+    def _drop(self, sequence_id: int, may_keep: bool = False) -> None:
         if self._generations.pop(sequence_id, None):
-            self.scheduler.drop(sequence_id)
+            self.scheduler.drop(sequence_id, may_keep)
             self._fault_blame.forget(sequence_id)
             self.scheduler.run_alone(self._fault_blame.alone)
             self._pump()

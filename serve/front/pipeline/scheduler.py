@@ -15,7 +15,6 @@ result, because only the result says at which position each row continues.
 
 import itertools
 from collections import deque
-from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -38,7 +37,7 @@ from serve.front.drafts.counts import DraftCounts
 from serve.front.drafts.interface import Drafting
 from serve.front.pipeline import chunks
 from serve.front.pipeline.chunks import is_long, next_chunk
-from serve.front.pipeline.queues import Waiting, balance, smallest, unfinished
+from serve.front.pipeline.queues import InFlight, Waiting, balance, smallest, unfinished
 from serve.front.prefixes.checkpoints import stops_of
 from serve.front.prefixes.counts import PrefixCounts
 from serve.front.prefixes.index import Reuse, beginning, beginning_of_original
@@ -46,18 +45,6 @@ from serve.front.prefixes.room import Room
 
 _NUM_STEPS_OF_A_GROUP = 2  # one is computed, one waits for its tokens
 _SPARE_TOKENS = 64  # so that a sequence is not sent back soon after it was admitted
-
-
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    """A step whose result has not come back. group is None for prefill. ends has the number of
-    tokens of each sequence that are computed once it has run. embedded are the sequences whose
-    embedding comes with the result."""
-
-    group: Group | None
-    sequences: tuple[Sequence, ...]
-    ends: tuple[int, ...]
-    embedded: tuple[Sequence, ...] = ()
 
 
 class Scheduler:
@@ -92,7 +79,7 @@ class Scheduler:
         self._prefill_chunk = prefill_chunk
         self._live: dict[int, Sequence] = {}
         self._leaving: list[Sequence] = []  # out of all groups, but steps of it are under way
-        self._in_flight: dict[int, _InFlight] = {}
+        self._in_flight: dict[int, InFlight] = {}
         self._retired: set[int] = set()
         self._ready: deque[Step] = deque()
         self._alone: int | None = None
@@ -175,10 +162,12 @@ class Scheduler:
     def num_with_adapter(self, adapter_version: int) -> int:
         return sum(sequence.adapter_version == adapter_version for sequence in self._live.values())
 
-    def drop(self, sequence_id: int) -> None:
-        """Ends a sequence, in whatever state it is. Unknown and ended sequences are ignored."""
+    def drop(self, sequence_id: int, may_keep: bool = False) -> None:
+        """Ends a sequence, in whatever state it is. Unknown and ended sequences are ignored. With
+        may_keep, later prompts can begin as a copy of what is computed of it."""
         if sequence := self._take_out(sequence_id):
             self.waiting.free_copies(sequence)
+            sequence.may_keep = may_keep
             self._leaving.append(sequence)
             self._let_go()
 
@@ -352,7 +341,7 @@ class Scheduler:
         embedded = [s for s in fed if s.pooling and s.num_computed == s.num_to_prefill]
         for sequence in fed if sample else embedded:
             sequence.num_pending += 1 + len(sequence.drafts)
-        self._in_flight[self.num_steps] = _InFlight(
+        self._in_flight[self.num_steps] = InFlight(
             group, tuple(fed), tuple(s.num_computed for s in fed), tuple(embedded)
         )
         key = -1
@@ -453,10 +442,14 @@ class Scheduler:
             sequence.may_draft = False
         events = []
         for n, token in enumerate(sampled):
-            if sequence.id not in self._live:
+            is_live = sequence.id in self._live
+            if not is_live and sequence not in self._leaving:
                 break
             sequence.num_computed += n > 0
-            events.append(self._advance(sequence, token))
+            if is_live:
+                events.append(self._advance(sequence, token))
+            else:
+                sequence.record(token)
         if self._drafting and sequence.id in self._live:
             self._drafting.learn(sequence)
         if num_verified:
@@ -479,12 +472,7 @@ class Scheduler:
             reason = "length"
         if reason:
             self._take_out(sequence.id)
-            # If two more steps are under way, it is not known which token the last one feeds.
-            is_known = sequence.num_computed <= sequence.num_tokens
-            if self.reuse != "none" and is_known and sequence.adapter_version not in self._retired:
-                self.room.keep(sequence, self._num_running_tokens)
-            else:
-                self.room.forget(sequence)
+            self._end(sequence)
         return Event(sequence.id, token, reason)
 
     def _end_embedded(self, sequences: tuple[Sequence, ...]) -> list[Event]:
@@ -495,7 +483,7 @@ class Scheduler:
             sequence.num_pending -= 1
             if sequence.id in self._live:
                 self._take_out(sequence.id)
-                self.room.forget(sequence)
+                self._end(sequence)
                 events.append(Event(sequence.id, None, "stop"))
         self._let_go()
         return events
@@ -558,7 +546,15 @@ class Scheduler:
         return to the queue."""
         for sequence in [s for s in self._leaving if not s.num_pending]:
             self._leaving.remove(sequence)
-            self.room.forget(sequence)
             if sequence.id in self._live:
+                self.room.forget(sequence)
                 sequence.begin_anew()
                 self.waiting.put_back([sequence])
+            else:
+                self._end(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        """Has the stages keep a sequence that has ended, or drop it."""
+        is_current = sequence.adapter_version not in self._retired
+        may_keep = self.reuse != "none" and is_current
+        self.room.end(sequence, self._num_running_tokens, may_keep)

@@ -43,7 +43,18 @@ class Room:
 
     # --- what stays and what goes
 
-    def keep(self, sequence: Sequence, num_running_tokens: int) -> None:
+    def end(self, sequence: Sequence, num_running_tokens: int, may_keep: bool) -> None:
+        """Keeps a sequence that has ended for later prompts, if these can use what the stages hold
+        of it. Otherwise has the stages drop it."""
+        # If two more steps are under way, it is not known which token the last one feeds.
+        is_known = 0 < sequence.num_computed <= sequence.num_tokens
+        # Nobody continues a prompt that was embedded.
+        if may_keep and sequence.may_keep and is_known and not sequence.pooling:
+            self._keep(sequence, num_running_tokens)
+        else:
+            self.forget(sequence)
+
+    def _keep(self, sequence: Sequence, num_running_tokens: int) -> None:
         """Keeps an ended sequence, with all tokens that the stages hold of it, as far as there is
         room."""
         held = sequence.tokens[: sequence.num_computed]

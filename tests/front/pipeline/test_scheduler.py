@@ -155,6 +155,51 @@ def test_random_lives(num_examples: int) -> None:
     check_examples(check_random_lives, LIVES, num_examples)
 
 
+@pytest.mark.parametrize("reuse", ["any", "checkpoints"])
+def test_drop_keeps_what_is_computed_at_every_tick(reuse: Reuse) -> None:
+    """Of the prompt, and of the answer: also the tokens of steps that were under way."""
+    num_kept_answers = 0
+    for num_ticks in range(30):
+        pipeline = Pipeline(2)
+        pipeline.scheduler.reuse = reuse
+        pipeline.add(make_sequence(0, 60, 20))
+        for _ in range(num_ticks):
+            pipeline.tick()
+        pipeline.scheduler.drop(0, may_keep=True)
+        pipeline.run()
+        check_all_ended(pipeline)
+        held = pipeline.stages[0].held.get(0, [])
+        num_kept_answers += len(held) > 62
+        prompt = [*(held or [5] * 60), 1, 2, 3]
+        pipeline.add(make_sequence(1, prompt, 3))
+        pipeline.run()
+        assert pipeline.output(1) == expected(1, len(prompt), 3)
+        assert pipeline.added[1].num_cached == (len(held) if len(held) >= 16 else 0)
+        check_all_ended(pipeline)
+    assert num_kept_answers > 5
+
+
+def test_drop_keeps_no_sequence_whose_numbers_overflow_later() -> None:
+    """The client leaves before the token comes that says so."""
+    outcomes = set()
+    for num_ticks in range(20):
+        pipeline = Pipeline(2)
+        pipeline.scheduler.reuse = "any"
+        pipeline.failing.add((0, 43))
+        pipeline.add(make_sequence(0, 40, 9))
+        for _ in range(num_ticks):
+            pipeline.tick()
+        pipeline.scheduler.drop(0, may_keep=True)
+        pipeline.run()
+        rows = [step.rows[0] for step in pipeline.steps if step.sample]
+        has_failed = any(row.position == 42 for row in rows)
+        is_kept = 0 in pipeline.scheduler.room.kept
+        assert not (has_failed and is_kept)
+        outcomes.add((has_failed, is_kept))
+        check_all_ended(pipeline)
+    assert outcomes >= {(False, True), (True, False)}
+
+
 def test_eos_ends_a_sequence_and_counts_as_its_last_token() -> None:
     eos = next_token(0, 12)
     pipeline = Pipeline(2)
