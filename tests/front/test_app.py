@@ -441,6 +441,20 @@ def test_fields_that_nobody_knows_are_named_in_a_header(shared: Running, stream:
     assert "x-ignored-fields" not in post(shared, stream=stream).headers
 
 
+def test_fields_that_nobody_knows_are_logged_with_the_request(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    odd = {"temprature\n": 1, "x" * 9999: 2}
+    for path, body in ((CHAT, HELLO), ("/tokenize", {"prompt": "a"})):
+        caplog.clear()
+        headers = {"X-Request-Id": "mine-1"}
+        httpx2.post(server.url + path, json={**body, **odd}, headers=headers)
+        (line,) = [each for each in caplog.messages if "event=ignored_fields" in each]
+        assert line.startswith("request=mine-1 event=ignored_fields num=2 names=")
+        assert '"temprature\\n"' in line
+        assert len(line) < 400
+
+
 def test_fields_that_nobody_knows_are_named_where_nothing_is_generated(shared: Running) -> None:
     for path, body in (
         ("/tokenize", {"prompt": "a"}),

@@ -1,12 +1,9 @@
 """Validates the bodies of OpenAI's requests.
 
 A field of OpenAI or vLLM that is not supported must hold the value that changes nothing, unless
-it is harmless (`serve.front.api.fields`). Unknown fields are ignored with a line in the log, as
-vLLM does.
+it is harmless (`serve.front.api.fields`). Unknown fields are ignored, as in vLLM, and noted.
 """
 
-import json
-import logging
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -41,11 +38,9 @@ from serve.front.output.answer import Listing, UsageInStream
 from serve.front.text.tokens import Tokenizer
 
 MAX_PROMPTS = 1024
-_MAX_NAMES_LOGGED = 8
 # A reply's header has room for fewer.
 _MAX_NAMES_NOTED = 400
 
-_logger = logging.getLogger(__name__)
 Parsed = TypeVar("Parsed", bound=Body)
 
 
@@ -378,9 +373,6 @@ def parse(kind: type[Parsed], body: dict[str, Any]) -> Parsed:
         return _validated(kind, body)
     known = kind.model_fields.keys() | NEUTRAL.keys() | HARMLESS
     unknown = [name[:MAX_PATH_CHARACTERS] for name in sorted(body.keys() - known)]
-    if unknown:
-        names = unknown[:_MAX_NAMES_LOGGED]
-        _logger.warning("event=ignored_fields num=%d names=%s", len(unknown), json.dumps(names))
     supported = {name: body[name] for name in body if name in kind.model_fields}
     unsupported = NEUTRAL.keys() - supported.keys()
     for name in body.keys() & unsupported:

@@ -86,10 +86,25 @@ def endpoint(*errors: int, **fields: Any) -> Callable[[Endpoint], Endpoint]:
     return mark
 
 
+def by_method(**endpoints: Callable[..., Any]) -> Callable[..., Any]:
+    """Joins the endpoints of one path, by their methods, to the endpoint of one route: so a 405
+    names all methods. Their policies are the same."""
+
+    async def answer(request: Any) -> Any:
+        method = "GET" if request.method == "HEAD" else request.method
+        return await endpoints[method](request)
+
+    first, *others = (_call(each) for each in endpoints.values())
+    assert all(call.policy == first.policy for call in others)
+    answer.call = first  # type: ignore[attr-defined]
+    answer.by_method = endpoints  # type: ignore[attr-defined]
+    return answer
+
+
 def summaries(routes: Iterable[Route]) -> dict[str, str]:
     """The first line of each call's docstring, by its method and path, such as `GET /ready`."""
     return {
-        f"{method} {_template(route)}": _summary(route)
+        f"{method} {_template(route)}": _summary(_endpoint(route, method))
         for route in routes
         for method in _methods(route)
     }
@@ -104,13 +119,19 @@ def _template(route: Route) -> str:
     return re.sub(r":\w+}", "}", route.path)
 
 
-def _summary(route: Route) -> str:
-    docstring = (route.endpoint.__doc__ or "").strip()
+def _endpoint(route: Route, method: str) -> Callable[..., Any]:
+    """The function that answers this method of a route."""
+    by_method: Mapping[str, Callable[..., Any]] = getattr(route.endpoint, "by_method", {})
+    return by_method.get(method, route.endpoint)
+
+
+def _summary(function: Callable[..., Any]) -> str:
+    docstring = (function.__doc__ or "").strip()
     return docstring.partition("\n")[0]
 
 
-def _call(route: Route) -> Call:
-    call: Call = route.endpoint.call  # type: ignore[attr-defined]
+def _call(function: Callable[..., Any]) -> Call:
+    call: Call = function.call  # type: ignore[attr-defined]
     return call
 
 
@@ -119,13 +140,14 @@ def document(routes: Iterable[Route], version: str) -> Json:
     routes = list(routes)
     types: set[Any] = set()
     for route in routes:
-        types |= _call(route).types
+        for method in _methods(route):
+            types |= _call(_endpoint(route, method)).types
     schemas, components = _schemas(list(types))
     paths: Json = {}
     for route in routes:
         operations = paths.setdefault(_template(route), {})
         for method in _methods(route):
-            operations[method.lower()] = _operation(route, method.lower(), schemas)
+            operations[method.lower()] = _operation(route, method, schemas)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Brigade", "version": version},
@@ -150,13 +172,14 @@ def _schemas(types: list[Any]) -> tuple[dict[Any, JsonSchemaValue], Json]:
 
 
 def _operation(route: Route, method: str, schemas: Schemas) -> Json:
-    call = _call(route)
+    function = _endpoint(route, method)
+    call = _call(function)
     responses = {str(call.status): _reply(call, schemas)}
     for status in call.statuses:
         responses[str(status)] = _error(status, schemas[call.error])
     operation: Json = {
-        "operationId": f"{method}_{route.endpoint.__name__}",
-        "summary": _summary(route),
+        "operationId": f"{method.lower()}_{function.__name__}",
+        "summary": _summary(function),
         "responses": responses,
     }
     parameters = _parameters(route, call)

@@ -229,6 +229,12 @@ class CompletionReply(_Reply):
     warnings: NotRequired[list[str]]
 
 
+class DeletedResponse(TypedDict):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
 class MessageText(TypedDict):
     type: Literal["text"]
     text: str

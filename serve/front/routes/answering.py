@@ -4,7 +4,7 @@ answer."""
 import json
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -41,6 +41,8 @@ from serve.front.text.schema_check import SchemaChecker
 from serve.front.text.schemas import TOOLS
 from serve.front.text.tokens import Tokenizer
 
+_MAX_NAMES_LOGGED = 8
+_MAX_CHARACTERS_LOGGED = 120
 WARM_UP_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 _logger = logging.getLogger(__name__)
@@ -114,6 +116,8 @@ class Answering:
         try:
             reading = self._lanes.read(method, held, client)
             named: Read = self._named(await guard.unless_gone(request.receive, reading))
+            if isinstance(named, Job | EmbeddingJob | FinishedReply) and named.ignored_fields:
+                log_names(request.scope[guard.RECORD], "ignored_fields", named.ignored_fields)
             return named
         finally:
             held.clear()  # A request that waits for a thread must not keep its body alive.
@@ -248,3 +252,15 @@ class Answering:
         read = await self.read(request, method)
         headers = replies.ignored_fields(read.ignored_fields)
         return Response(read.reply, headers=headers, media_type="application/json")
+
+
+def log_names(record: Record, event: str, names: Sequence[str]) -> None:
+    """Logs names that a client chose: only the first ones, because they may be many and long."""
+    shown = [name[:_MAX_CHARACTERS_LOGGED] for name in names[:_MAX_NAMES_LOGGED]]
+    _logger.warning(
+        "request=%s event=%s num=%d names=%s",
+        record.request,
+        event,
+        len(names),
+        json.dumps(shown),
+    )

@@ -1,8 +1,5 @@
 """The HTTP calls of Anthropic's Messages, which are chats in another dialect."""
 
-import json
-import logging
-
 from sse_starlette import ServerSentEvent
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,12 +13,11 @@ from serve.front.http.access import Dialect, Policy
 from serve.front.http.openapi import endpoint
 from serve.front.http.record import Record
 from serve.front.http.replies import Json, listed, named_event
-from serve.front.routes.answering import Answering
+from serve.front.routes.answering import Answering, log_names
 from serve.front.routes.stream import Framing, stream_reply, whole_reply
 
 _PING = ServerSentEvent('{"type":"ping"}', event="ping", sep="\n")
 _FRAMING = Framing(named_event, ping=_PING)
-_logger = logging.getLogger(__name__)
 
 _POLICY = Policy(dialect=Dialect.ANTHROPIC)
 # Unknown paths below this folder get Anthropic's error objects, too.
@@ -53,8 +49,7 @@ class MessageCalls:
         record: Record = request.scope[guard.RECORD]
         if read.left_out:
             headers |= listed("x-tools-not-offered", read.left_out)
-            names = json.dumps(read.left_out)
-            _logger.warning("request=%s event=tools_not_offered names=%s", record.request, names)
+            log_names(record, "tools_not_offered", read.left_out)
         writer = MessagesWriter(job.model, record.request, read.omits_thoughts, read.applied_edits)
         if job.is_stream:
             return stream_reply(answer, writer, headers, _FRAMING)

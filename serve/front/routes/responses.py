@@ -19,9 +19,10 @@ from serve.front.api.responses.store import Store, StoredItem
 from serve.front.api.writers.compaction import CompactionWriter
 from serve.front.api.writers.responses import ResponsesWriter
 from serve.front.http.guard import RECORD, read_parts
-from serve.front.http.openapi import endpoint
+from serve.front.http.openapi import Call, by_method, endpoint
 from serve.front.http.record import Record
 from serve.front.http.replies import Json, encode
+from serve.front.http.schemas import DeletedResponse
 from serve.front.routes.answering import Answering
 from serve.front.routes.background import Background, Run
 from serve.front.routes.stream import NAMED, Stream, json_response, stream_reply, whole_reply
@@ -29,6 +30,9 @@ from serve.front.text.tokens import Tokenizer
 
 MAX_PAGE = 100
 _PAGE = 20
+# Harmless: a response is returned with everything that it has.
+_STRINGS = {"type": "array", "items": {"type": "string"}}
+_INCLUDE: Json = {"include": _STRINGS, "include[]": _STRINGS}
 
 _logger = logging.getLogger(__name__)
 
@@ -43,8 +47,11 @@ class ResponseCalls:
         return [
             Route("/v1/responses", self.respond, methods=["POST"]),
             Route("/v1/responses/compact", self.compact, methods=["POST"]),
-            # One route, so that a 405 names both methods.
-            Route("/v1/responses/{id}", self.kept, methods=["GET", "DELETE"]),
+            Route(
+                "/v1/responses/{id}",
+                by_method(GET=self.retrieve, DELETE=self.delete),
+                methods=["GET", "DELETE"],
+            ),
             Route("/v1/responses/{id}/cancel", self.cancel, methods=["POST"]),
             Route("/v1/responses/{id}/input_items", self.input_items, methods=["GET"]),
         ]
@@ -99,20 +106,14 @@ class ResponseCalls:
             "stream": {"type": "boolean"},
             "starting_after": {"type": "integer", "minimum": 0},
             "include_obfuscation": {"type": "boolean"},
-            "include": {"type": "string"},
-            "include[]": {"type": "string"},
+            **_INCLUDE,
         },
     )
-    async def kept(self, request: Request) -> Response:
-        """Returns or deletes a stored response."""
+    async def retrieve(self, request: Request) -> Response:
+        """Returns a stored response."""
+        _check_query(request, type(self).retrieve)
+        _is_true(request, "include_obfuscation")  # Checked only: it pads OpenAI's events.
         id = request.path_params["id"]
-        if request.method == "DELETE":
-            _check_query(request, ())
-            self._store.get(id)
-            await self.background.forget(id)  # Before delete, because it stores the last state.
-            self._store.delete(id)
-            return json_response({"id": id, "object": "response", "deleted": True})
-        _check_query(request, type(self).kept.call.query)  # type: ignore[attr-defined]
         stored = self._store.get(id)
         run = self.background.get(id)
         if _is_true(request, "stream"):
@@ -122,6 +123,17 @@ class ResponseCalls:
         if run is not None and not run.is_done:
             return json_response(run.response)
         return Response(stored.response, media_type="application/json")
+
+    @endpoint(*(400, 404), reply=DeletedResponse)
+    async def delete(self, request: Request) -> Response:
+        """Deletes a stored response, and ends it if it is still generated."""
+        _check_query(request, type(self).delete)
+        id = request.path_params["id"]
+        self._store.get(id)
+        await self.background.forget(id)  # Before delete, because it stores the last state.
+        self._store.delete(id)
+        reply: DeletedResponse = {"id": id, "object": "response", "deleted": True}
+        return json_response(reply)
 
     def _resumed(self, request: Request, run: Run | None) -> Response:
         """The events of a background response from a number on."""
@@ -158,13 +170,12 @@ class ResponseCalls:
             "after": {"type": "string"},
             "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE},
             "order": {"enum": ["asc", "desc"]},
-            "include": {"type": "string"},
-            "include[]": {"type": "string"},
+            **_INCLUDE,
         },
     )
     async def input_items(self, request: Request) -> Response:
         """Lists the items of a stored response's input."""
-        _check_query(request, type(self).input_items.call.query)  # type: ignore[attr-defined]
+        _check_query(request, type(self).input_items)
         order = request.query_params.get("order", "desc")
         if order not in ("asc", "desc"):
             raise RequestError("order must be asc or desc.", param="order")
@@ -202,11 +213,19 @@ def _after(items: list[StoredItem], id: str | None) -> list[StoredItem]:
     return items[ids.index(id) + 1 :]
 
 
-def _check_query(request: Request, known: Any) -> None:
-    unknown = sorted(set(request.query_params) - set(known))
-    if unknown:
-        name = unknown[0][:80]
-        raise RequestError(f"The parameter {name!r} is not supported: leave it out.", param="query")
+def _check_query(request: Request, function: Callable[..., Any]) -> None:
+    """Raises RequestError if the query has a parameter that is not declared for this endpoint, or
+    has one twice that is no list."""
+    call: Call = function.call  # type: ignore[attr-defined]
+    known = call.query or {}
+    for name in sorted(set(request.query_params)):
+        if name not in known:
+            raise RequestError(
+                f"The parameter {name[:80]!r} is not supported: leave it out.", param="query"
+            )
+        is_list = known[name].get("type") == "array"
+        if not is_list and len(request.query_params.getlist(name)) > 1:
+            raise RequestError(f"{name} must not be given twice.", param=name)
 
 
 def _is_true(request: Request, name: str) -> bool:

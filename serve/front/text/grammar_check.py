@@ -30,6 +30,8 @@ _MEMORY_FILE = Path("/proc/self/statm")
 _RULE = re.compile(r"(?:^|\n|\\n|\")[ \t]*[?!]?[A-Za-z_][\w.-]*(?:\[[^\]\n]*\])?[ \t]*:")
 _REFERENCE = re.compile(r'\$(?:ref|dynamicRef|recursiveRef)\\?"\s*:\s*\\?"([^"]*)"')
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*\])", re.DOTALL)
+# llguidance's word for a grammar that allows no first token.
+_NO_TOKEN = "NoExtensionBias"
 _QUOTED = re.compile(r'"(\w+)"')
 
 
@@ -74,11 +76,11 @@ def _checked(tokenizer: LLTokenizer, grammar: str) -> GrammarChecked:
     limits = LLParserLimits(**PARSER_LIMITS)
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     can_begin = not matcher.is_error() and any(matcher.compute_logit_bias())
-    if matcher.is_error():
-        reason = matcher.get_error().partition("<state>")[0]
+    reason = matcher.get_error().partition("<state>")[0].strip()
+    if reason == _NO_TOKEN or not (can_begin or reason):
+        return GrammarChecked("no answer can follow it: its rules allow no text, or never end")
+    if reason:
         return GrammarChecked(reason[:500])
-    if not can_begin:
-        return GrammarChecked("no answer can follow it")
     unenforced: set[str] = set()
     for warning in matcher.get_grammar_warnings():
         unenforced.update(_names(warning))

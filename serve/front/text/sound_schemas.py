@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import quote, unquote
 
-from serve.front.text.references import target
+from serve.front.text.references import IN_NAMES, bundled, target
 
 Schema = dict[str, Any]
 # Returns the valid part of a keyword's value, or None if nothing of it is valid.
@@ -39,7 +39,6 @@ _MAX_NUMBER = 2**53  # A larger one is not exact in JSON.
 _MIN_STEP, _MAX_STEP = 1e-6, 1e9  # of multipleOf, for llguidance
 _DRAFT = re.compile(r"https?://json-schema\.org/(draft-0[4-7]|draft/20(19-09|20-12))/schema#?")
 _CATEGORY = re.compile(r"\\[pP](?:\{[^}]*\}|[A-Z])")
-_IN_NAMES = ":?@!$&'()*+,;="  # characters that need no % in a reference
 _URI = re.compile(r"[\w.~:/?#@!$&'()*+,;=%-]+", re.ASCII)
 
 
@@ -51,8 +50,9 @@ def sound_tools(tools: Sequence[Schema]) -> tuple[list[Schema], set[str]]:
     for tool in tools:
         function = tool.get("function") or tool
         if isinstance(function.get("parameters"), dict):
-            cleaner = _Cleaner(function["parameters"])
-            function = {**function, "parameters": cleaner.schema(function["parameters"])}
+            parameters = bundled(function["parameters"])
+            cleaner = _Cleaner(parameters)
+            function = {**function, "parameters": cleaner.schema(parameters)}
             changed |= cleaner.changed
         found.append({**tool, "function": function} if "function" in tool else function)
     return found, changed
@@ -61,6 +61,7 @@ def sound_tools(tools: Sequence[Schema]) -> tuple[list[Schema], set[str]]:
 def sound(document: Schema) -> Schema:
     """The schema without keywords that are not valid. It must be a whole document: references are
     looked up in it."""
+    document = bundled(document)
     result: Schema = _Cleaner(document).schema(document)
     return result
 
@@ -140,7 +141,7 @@ class _Cleaner:
         if not isinstance(value, str) or not isinstance(target(value, self._document), dict | bool):
             return None
         steps = value.removeprefix("#").split("/")
-        return "#" + "/".join(quote(unquote(step), safe=_IN_NAMES) for step in steps)
+        return "#" + "/".join(quote(unquote(step), safe=IN_NAMES) for step in steps)
 
 
 def _is_number(value: Any) -> bool:

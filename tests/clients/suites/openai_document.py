@@ -45,6 +45,44 @@ REFUSED_KINDS = (
     *("ChatCompletionCustomTool", "ChatCompletionNamedToolChoiceCustom"),
 )
 
+# A history is accepted as other clients and servers write it (docs/api.md, "Messages of a chat"):
+# roles of any name, content that is null, and calls and results without what joins them.
+ANY_TEXT = {"type": "object", "required": ["text"], "properties": {"text": {"type": "string"}}}
+ANY_CONTENT = {
+    "anyOf": [
+        {"type": ["string", "null"]},
+        {"type": "array", "items": {"anyOf": [{"type": "string"}, ANY_TEXT]}},
+    ]
+}
+ANY_MESSAGE = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {
+        "role": {"type": "string", "minLength": 1, "maxLength": 64},
+        "content": ANY_CONTENT,
+    },
+}
+ANY_CALL = {
+    "type": "object",
+    "required": ["function"],
+    "properties": {
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {
+                "name": {"type": "string"},
+                "arguments": {"type": ["string", "object", "null"]},
+            },
+        },
+    },
+}
+# The further items of a list, by the title of the type and the name of its field.
+ANY_ITEMS = {
+    ("CompletionCreateParamsNonStreaming", "messages"): ANY_MESSAGE,
+    ("CompletionCreateParamsStreaming", "messages"): ANY_MESSAGE,
+    ("ChatCompletionAssistantMessageParam", "tool_calls"): ANY_CALL,
+}
+
 
 def trimmed(schema: Any) -> Any:
     """Without what is refused; and null is the same as leaving a field out."""
@@ -61,7 +99,17 @@ def trimmed(schema: Any) -> Any:
             for name, value in properties.items()
             if name not in REFUSED or name in needed
         }
+        for (title, name), items in ANY_ITEMS.items():
+            if schema.get("title") == title and name in properties:
+                widen(schema["properties"][name], items)
     return schema
+
+
+def widen(field: Any, items: dict[str, Any]) -> None:
+    """Has a field that is a list accept further items."""
+    for schema in (field, *field.get("anyOf", ())):
+        if "items" in schema:
+            schema["items"] = {"anyOf": [schema["items"], items]}
 
 
 def loosened(name: str, schema: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from serve.core.grammar_limits import MAX_REFERENCES, MAX_RULES
 from serve.front.api.sampling import SamplingBody
 from serve.front.api.structured import ResponseFormat, StructuredOutputs
 from serve.front.text import grammars as grammars_module
-from serve.front.text.grammars import Grammars, of_schema
+from serve.front.text.grammars import Grammars, of_grammar, of_schema
 from serve.front.text.isolated import IsolatedProcess
 
 MODEL = Path(__file__).resolve().parents[3] / "examples" / "tiny-chat"
@@ -282,6 +282,21 @@ def test_the_check_names_keywords_that_a_grammar_does_not_hold(
     grammar = of_schema(schema)
     assert Grammars(MODEL).check(grammar, "response_format") == keywords
     assert accepts(tokenizer, grammar, right)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "root ::= root",
+        "root ::= a\na ::= b\nb ::= a",
+        "start: start",
+        "start: /[^\\x00-\\U0010ffff]/",
+    ],
+)
+def test_the_check_refuses_a_grammar_without_texts_in_plain_words(text: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        Grammars(MODEL).check(of_grammar(text, "grammar"), "grammar")
+    assert "no answer can follow it" in str(caught.value)
 
 
 def multiple_of(number: int) -> dict[str, Any]:

@@ -51,6 +51,17 @@ def test_every_route_is_documented_and_no_other(engine: FakeEngine, document: An
     assert len({call["operationId"] for call in calls}) == len(calls)
 
 
+def test_each_method_of_a_path_has_its_own_description(document: Any) -> None:
+    calls = document["paths"]["/v1/responses/{id}"]
+    get, delete = calls["get"], calls["delete"]
+    assert "text/event-stream" in get["responses"]["200"]["content"]
+    content = delete["responses"]["200"]["content"]
+    assert [*content] == ["application/json"]
+    assert content["application/json"]["schema"]["$ref"].endswith("/DeletedResponse")
+    assert {each["name"] for each in delete["parameters"]} == {"id"}
+    assert get["summary"] != delete["summary"]
+
+
 def test_every_reference_leads_somewhere(document: Any) -> None:
     found = set(references(document))
     assert len(found) > 30

@@ -531,6 +531,69 @@ def test_a_response_that_is_not_in_the_background_cannot_be_cancelled(client: Op
         client.responses.cancel("resp_unknown")
 
 
+def test_many_tools_make_few_warnings_and_lines(
+    client: OpenAI, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A client could otherwise fill the log, whose reader is slower than the server."""
+    types = [f"web_search_{number}" for number in range(1000)]
+    with caplog.at_level("WARNING"):
+        warnings = ask(client, tools=[{"type": type} for type in types]).warnings
+    assert len(warnings) == 17
+    assert "'web_search_0'" in warnings[0]
+    assert "984 further" in warnings[-1]
+    assert len(caplog.records) <= 17
+    with pytest.raises(BadRequestError) as caught:
+        ask(client, tools=[{"type": "web_search" + "x" * 7000}])
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("place", ["tools", "input"])
+def test_tools_in_namespaces_count(client: OpenAI, place: str) -> None:
+    functions = [{"type": "function", "name": f"f{number}"} for number in range(600)]
+    tools = [{"type": "namespace", "name": name, "tools": functions} for name in "ab"]
+    fields: Any = {"tools": tools}
+    if place == "input":
+        fields = {"input": [{"type": "additional_tools", "role": "user", "tools": tools}]}
+    with pytest.raises(BadRequestError) as caught:
+        client.responses.create(**{"model": "tiny", "input": "hi", **fields})
+    assert caught.value.param == "tools"
+    assert "1200" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("include_obfuscation=null", "include_obfuscation"),
+        ("stream=false&stream=false", "stream"),
+        ("include_obfuscation=true&include_obfuscation=true", "include_obfuscation"),
+        ("color=red", "query"),
+        ("include=a&include=b&include[]=c&include_obfuscation=true", None),
+    ],
+)
+def test_the_query_of_a_stored_response_is_checked(
+    client: OpenAI, query: str, param: str | None
+) -> None:
+    path = f"/responses/{ask(client).id}?{query}"
+    if param is None:
+        client.get(path, cast_to=object)
+        return
+    with pytest.raises(BadRequestError) as caught:
+        client.get(path, cast_to=object)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("type", [None, {}, "", "message"])
+def test_the_type_of_an_item_is_a_text_or_left_out(client: OpenAI, type: Any) -> None:
+    item = {"type": type, "role": "user", "content": "hi"}
+    if type in (None, "message"):
+        reference = {"id": ask(client, [item]).output[0].id, "type": None}
+        ask(client, [item, reference])
+        return
+    with pytest.raises(BadRequestError) as caught:
+        ask(client, [item])
+    assert caught.value.param == "input[0]"
+
+
 def test_items_of_the_input_are_listed(client: OpenAI) -> None:
     texts = [str(number) for number in range(5)]
     reply = ask(client, [{"role": "user", "content": text} for text in texts])

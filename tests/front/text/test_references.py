@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from serve.front.text.references import moved, references, target
+from serve.front.text.references import bundled, moved, references, target
 
 DOCUMENT: dict[str, Any] = {
     "properties": {"a/b": {"$ref": "#/allOf/1"}, "~": True, "c d": {"$ref": "#"}},
@@ -36,3 +36,49 @@ def test_moved_references_point_to_the_same_parts() -> None:
     for before, after in zip(references(DOCUMENT), references(outer), strict=True):
         expected = moved(target(before, DOCUMENT), "#/$defs/inner")
         assert target(after, outer) == expected
+
+
+NODE = {"type": "string"}
+
+
+@pytest.mark.parametrize(
+    ("reference", "place"),
+    [
+        ("#/$defs/A", "#/properties/x/$defs/A"),
+        ("#", "#/properties/x"),
+        ("#here", "#/properties/x/$defs/B"),
+        ("urn:other", "#/$defs/a~1b"),
+        ("https://example.org/tools/x#/$defs/A", "#/properties/x/$defs/A"),
+        ("x#/$defs/A", "#/properties/x/$defs/A"),
+        ("/tools/root#/$defs/a~1b", "#/$defs/a~1b"),
+        ("root", "#"),
+        # These lead nowhere from here. Some programs write them as from the beginning.
+        ("#/$defs/a~1b", "#/$defs/a~1b"),
+        ("#/nowhere", "#/nowhere"),
+        ("#nowhere", "#nowhere"),
+        ("http://[", "http://["),
+    ],
+)
+def test_bundled_references_begin_at_the_document(reference: str, place: str) -> None:
+    inner = {
+        "$id": "x",
+        "$ref": reference,
+        "$defs": {"A": NODE, "B": {"$anchor": "here", **NODE}},
+        "default": {"$ref": "#/$defs/A", "$id": "y"},
+    }
+    document = {
+        "$id": "https://example.org/tools/root",
+        "properties": {"x": inner, "$id": NODE},
+        "$defs": {"a/b": {"$id": "urn:other"}},
+    }
+    found = bundled(document)
+    assert found["properties"]["x"]["$ref"] == place
+    assert found == {
+        "$id": "https://example.org/tools/root",
+        "properties": {
+            "x": {"$ref": place, "$defs": {"A": NODE, "B": NODE}, "default": inner["default"]},
+            "$id": NODE,
+        },
+        "$defs": {"a/b": {}},
+    }
+    assert bundled(found) is found

@@ -12,6 +12,7 @@ from serve.front.api.openai import ChatBody, parse
 from serve.front.text.calls.values import Declared
 from serve.front.text.dialects.detect import NAMED
 from serve.front.text.dialects.grammar import tool_grammar
+from serve.front.text.grammars import of_tool_schema
 from serve.front.text.sound_schemas import sound, sound_tools
 from tests.front.api.test_structured import MODEL
 
@@ -43,8 +44,14 @@ CHANGED: list[tuple[str, Any, Any]] = [
     ("multipleOf", 0, None),
     ("multipleOf", 0.5, 0.5),
     ("$schema", "mine", None),
-    ("$id", "[", None),
+    ("$id", 5, None),
 ]
+# The reference is to a part of the parameter's own document.
+WITH_ID = {
+    "$id": "https://example.org/address",
+    "properties": {"street": {"$ref": "#/$defs/Line"}},
+    "$defs": {"Line": {"type": "string"}},
+}
 KEPT: dict[str, Any] = {
     "$schema": "http://json-schema.org/draft-07/schema#",
     "$id": "urn:x",
@@ -154,3 +161,15 @@ def test_tool_grammar_and_readers_take_any_schema() -> None:
         reader = calls.reader(tools)
         parts = [*reader.feed(written), *reader.finish()]
         assert json.loads("".join(getattr(part, "text", "") for part in parts)).keys() == {"a"}
+
+
+def test_sound_tools_keep_references_below_an_id() -> None:
+    parameters = {"type": "object", "properties": {"home": WITH_ID}}
+    (tool,), changed = sound_tools([{"name": "f", "parameters": parameters}])
+    assert not changed
+    tokenizer = LLTokenizer(str(MODEL / "tokenizer.json"))
+    matcher = LLMatcher(tokenizer, of_tool_schema(tool["parameters"]), log_level=0)
+    for street, is_right in (('"a"', True), ("1", False)):
+        matcher.reset()
+        tokens = tokenizer.tokenize_str(f'{{"home": {{"street": {street}}}}}')
+        assert (matcher.try_consume_tokens(tokens) == len(tokens)) is is_right

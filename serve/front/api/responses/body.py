@@ -39,6 +39,8 @@ from serve.front.text.tokens import Tokenizer
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
 
+_MAX_WARNINGS = 16
+
 Strings = Annotated[list[str], Field(fail_fast=True)]
 
 
@@ -211,7 +213,11 @@ class Conversation(SamplingBody):
             for name, offered in self.offer.tools.items()
             if offered.is_lark and name not in held_inputs and offered is not raw
         ]
-        return [*self.offer.warnings, *map(_unenforced, free_tools)]
+        warnings = [*self.offer.warnings, *map(_unenforced, free_tools)]
+        num_more = len(warnings) - _MAX_WARNINGS
+        if num_more <= 0:
+            return warnings
+        return [*warnings[:_MAX_WARNINGS], f"There are {num_more} further warnings."]
 
     def messages(self, stored: Mapping[str, Json]) -> list[ChatMessage]:
         """The messages of its input. stored are the items that it refers to. Raises

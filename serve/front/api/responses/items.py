@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, TypeAdapter
+from pydantic import BeforeValidator, Discriminator, Field, TypeAdapter, WithJsonSchema
 
 from serve.core.errors import RequestError
 from serve.front.api.messages import AssistantPart, ChatMessage, called, joined_parts
@@ -112,8 +112,12 @@ class _Item(Tolerant):
         raise NotImplementedError
 
 
+# null is the same as leaving the type out.
+_MESSAGE_TYPE = WithJsonSchema({"enum": ["message", None], "default": "message"})
+
+
 class MessageItem(_Item):
-    type: Literal["message"] = "message"
+    type: Annotated[Literal["message"], _MESSAGE_TYPE] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Parts
 
@@ -312,10 +316,13 @@ class HostedItem(_Item):
         return iter(())
 
 
+_REFERENCE_TYPE = WithJsonSchema({"enum": ["item_reference", None], "default": "item_reference"})
+
+
 class ItemReference(_Item):
     """An item of a stored response."""
 
-    type: Literal["item_reference"] = "item_reference"
+    type: Annotated[Literal["item_reference"], _REFERENCE_TYPE] = "item_reference"
     id: str
 
     def parts(self, offer: Offer) -> Iterator[Given]:  # noqa: ARG002
@@ -341,9 +348,9 @@ def _as_items(given: Any) -> Any:
 
 def _with_type(item: Any) -> Any:
     """An item without a type is a message, or a reference if an id is all it has."""
-    if not isinstance(item, dict) or item.get("type"):
+    if not isinstance(item, dict) or item.get("type") is not None:
         return item
-    is_reference = item.keys() == {"id"}
+    is_reference = item.keys() - {"type"} == {"id"}
     return {**item, "type": "item_reference" if is_reference else "message"}
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from serve.core.errors import RequestError
-from serve.front.api.tools import Function, NamedTool, ToolName
+from serve.front.api.tools import MAX_TOOLS, Function, NamedTool, ToolName
 from serve.front.http.body import Tolerant
 from serve.front.text import grammars
 
@@ -30,6 +30,7 @@ _HOSTED = (
     "computer",
     "programmatic_tool_calling",
 )
+_MAX_TYPE_CHARACTERS = 64
 
 
 class FunctionTool(Function):
@@ -110,7 +111,9 @@ class HostedTool(Tolerant):
 
 def is_hosted(type: object) -> bool:
     """Whether a tool of this type would be run by the server."""
-    return isinstance(type, str) and type.startswith(_HOSTED)
+    if not isinstance(type, str):
+        return False
+    return len(type) <= _MAX_TYPE_CHARACTERS and type.startswith(_HOSTED)
 
 
 def _tag(tool: Any) -> Any:
@@ -156,14 +159,19 @@ class Offer:
     tools: Mapping[str, OfferedTool]
     functions: Mapping[str, Function] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    _names: dict[tuple[Kind, str, str | None], str] = field(
+        init=False, default_factory=dict, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        for known, offered in self.tools.items():
+            # A call without a namespace is one of the first tool with the name.
+            for namespace in {offered.namespace, None}:
+                self._names.setdefault((offered.kind, offered.name, namespace), known)
 
     def model_name(self, kind: Kind, name: str, namespace: str | None = None) -> str:
         """The name under which the model knows a tool; its own if it is not offered."""
-        for known, offered in self.tools.items():
-            same_namespace = namespace is None or offered.namespace == namespace
-            if (offered.kind, offered.name) == (kind, name) and same_namespace:
-                return known
-        return name
+        return self._names.get((kind, name, namespace), name)
 
     def named(self, kind: Kind, name: str, namespace: str | None = None) -> str:
         """The model's name of a tool that tool_choice demands. Raises RequestError."""
@@ -178,7 +186,7 @@ class Offer:
 
 def offer_of(declared: Iterable[ToolDeclaration]) -> Offer:
     """Decides what the model is offered. Of two tools with the same name, kind and namespace the
-    last one counts."""
+    last one counts. Raises RequestError."""
     found: dict[tuple[str, str, str | None], tuple[OfferedTool, Function]] = {}
     hosted: dict[str, None] = {}
     for each in declared:
@@ -187,6 +195,12 @@ def offer_of(declared: Iterable[ToolDeclaration]) -> Offer:
             continue
         for offered, function in _offered(each):
             found[offered.kind, offered.name, offered.namespace] = offered, function
+    if len(found) > MAX_TOOLS:
+        raise RequestError(
+            f"tools has {len(found)} tools with those in namespaces and in input, but only "
+            f"{MAX_TOOLS} are allowed.",
+            param="tools",
+        )
     tools: dict[str, OfferedTool] = {}
     functions: dict[str, Function] = {}
     for offered, function in found.values():
@@ -202,7 +216,7 @@ def _is_searched_here(tool: ToolDeclaration) -> bool:
 
 
 def _warning(type: str) -> str:
-    return f"The tool {type[:80]!r} was not offered to the model: this server runs no tools."
+    return f"The tool {type!r} was not offered to the model: this server runs no tools."
 
 
 def _offered(declared: ToolDeclaration) -> Iterable[tuple[OfferedTool, Function]]:
