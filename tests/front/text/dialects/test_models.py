@@ -201,6 +201,30 @@ def test_deepseek_v32_prompt_is_mlx_lms(tokenizers: dict[str, Tokenizer]) -> Non
     assert '"name": "write"' in tokenizer.render(asked, {}, tools=TOOLS)
 
 
+def test_deepseek_v31_prompt_lists_tools_as_the_model_card(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
+    function = {"name": "get_weather", "description": "Weather now", "parameters": parameters}
+    two = [{"type": "function", "function": {**function, "name": name}} for name in ("a", "b")]
+    prompt = tokenizers["deepseek_v31"].render(HISTORY[:2], {}, tools=two)
+    listed = "".join(
+        f"### {name}\nDescription: Weather now\n\nParameters: {json.dumps(parameters)}\n\n"
+        for name in ("a", "b")
+    )
+    assert prompt.startswith(
+        "<｜begin▁of▁sentence｜>Be brief.\n\n## Tools\nYou have access to the following tools:\n\n"
+        f"{listed}IMPORTANT: ALWAYS adhere to this exact format for tool use:\n"
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>tool_call_name<｜tool▁sep｜>tool_call_arguments"
+        "<｜tool▁call▁end｜>{additional_tool_calls}<｜tool▁calls▁end｜>\n\nWhere:\n"
+        "- `tool_call_name` must be an exact match to one of the available tools\n"
+        "- `tool_call_arguments` must be valid JSON that strictly follows the tool's Parameters "
+        "Schema\n"
+        "- For multiple tool calls, chain them directly without separators or spaces\n"
+        "<｜User｜>"
+    )
+
+
 def test_deepseek_v4_prompt_joins_results_with_questions(tokenizers: dict[str, Tokenizer]) -> None:
     """As DeepSeek's published encoding of V4 writes it."""
     tokenizer = tokenizers["deepseek_v4"]
