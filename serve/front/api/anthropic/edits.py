@@ -182,8 +182,12 @@ class Compact(Body):
 Edit = Annotated[ClearThinking | ClearToolUses | Compact, Field(discriminator="type")]
 
 
+# Each edit counts the tokens of the whole prompt anew.
+_MAX_EDITS = 4
+
+
 class ContextManagement(Body):
-    edits: Annotated[list[Edit], Field(fail_fast=True)] = []
+    edits: Annotated[list[Edit], Field(max_length=_MAX_EDITS, fail_fast=True)] = []
 
     def apply(self, context: Context) -> tuple[Context, list[Json]]:
         """Applies the edits in their order. Returns the context after them, and what the reply says

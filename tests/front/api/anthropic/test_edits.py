@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from anthropic.types.beta import BetaContextManagementResponse
 
+from serve.core.errors import RequestError
 from serve.front.api.anthropic.body import EditedPrompt, MessagesBody
 from serve.front.api.anthropic.edits import CLEARED
 from serve.front.api.openai import parse
@@ -162,3 +163,11 @@ def test_compaction_changes_nothing_and_is_not_called_applied() -> None:
 def test_edits_that_nobody_asked_for_are_not_spoken_of() -> None:
     body = parse(MessagesBody, {"model": "m", "max_tokens": 5, "messages": turns(1)})
     assert body.edited(count).applied_edits is None
+
+
+def test_edits_are_few_because_each_counts_the_prompt() -> None:
+    clear = {"type": TOOLS, "trigger": {"type": "tool_uses", "value": 1}}
+    edited(turns(2), *[clear] * 4)
+    with pytest.raises(RequestError) as caught:
+        edited(turns(2), *[clear] * 5)
+    assert caught.value.param == "context_management.edits"
