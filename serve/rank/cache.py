@@ -94,7 +94,7 @@ class GroupCaches:
         self._checkpoints: dict[int, Checkpoint] = {}
         self._layout = Layout()
         self._lifted: list[Any] = []
-        self._moved: list[Any] = []
+        self._moved: set[int] = set()  # keys of batches whose rows were copied
 
     def apply(self, step: Step) -> list[Part]:
         """Arranges the caches as a step says, and returns the parts in which its rows run. Raises
@@ -161,11 +161,15 @@ class GroupCaches:
         caches = batch.extract(sequence, write.end)
         return prefix_parts.segment(caches, write.start, write.end)
 
-    def moved(self) -> list[mx.array]:
-        """Returns the copied rows, which have to be evaluated before the forward: while a copy is
-        lazy, MLX cannot write to the buffers in place."""
-        moved = _arrays(self._moved)
-        self._moved = []
+    def moved(self) -> list[list[mx.array]]:
+        """Returns the arrays of each cache whose rows were copied. They have to be evaluated before
+        the forward: while a copy is lazy, MLX cannot write to the buffers in place. If one cache is
+        evaluated after the other, only one of them has its old and its new arrays at a time."""
+        moved: list[list[mx.array]] = []
+        for key in sorted(self._moved & self._layout.batches.keys()):
+            caches = self._layout.batches[key].caches
+            moved += [_arrays([[cache]]) for cache in caches]
+        self._moved.clear()
         return moved
 
     def states(self, step: Step) -> list[mx.array]:
@@ -218,6 +222,7 @@ class GroupCaches:
                 layout.batches[key].add([row])
                 layout.key_of[sequence] = key
                 self._lifted = []
+                self._moved.add(key)
             case placement.Own(group, keys):
                 layout.keys_of_group[group] = keys
             case placement.ForgetGroups():
@@ -229,6 +234,8 @@ class GroupCaches:
         index_of = {step.rows[n].sequence: n for n in run.rows}
         feeds = {step.rows[n].sequence: step.rows[n].num_tokens for n in run.rows}
         order = batch.arrange(feeds)
+        if batch.has_grown:
+            self._moved.add(run.key)
         indices = [None if sequence is None else index_of[sequence] for sequence in order]
         return Part(tuple(indices), batch.caches)
 
@@ -259,9 +266,9 @@ class GroupCaches:
             states = self._states(checkpoint, length, len(caches))
             pairs = zip(caches, states, strict=True)
             caches = [checkpoints.restored(cache, state, num_surplus) for cache, state in pairs]
-        self._moved.append(caches)
         self._leave(sequence)
         self._place(sequence, caches, length)
+        self._moved.add(layout.key_of[sequence])
 
     def _place(self, sequence: int, caches: list[Any], length: int) -> None:
         """Puts a sequence with plain caches into a new batch."""
@@ -312,6 +319,7 @@ class MergedBatch:
     def __init__(self) -> None:
         self.sequences: list[int] = []
         self.caches: list[Any] = []
+        self.has_grown = False  # Buffers grow when rows join, not for a forward.
         self._batched = False
 
     def staying(self, sequences: Collection[int]) -> list[int]:

@@ -21,7 +21,7 @@ Joining = tuple[int, list[Any], int]
 class Batch(Protocol):
     """Rows of several sequences that run in one forward. Lengths are numbers of tokens.
 
-    The first five only answer questions; the other methods change the batch.
+    The first six only answer questions; the other methods change the batch.
     """
 
     @property
@@ -30,6 +30,10 @@ class Batch(Protocol):
     @property
     def caches(self) -> list[Any]:
         """One cache for each layer."""
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether the last `arrange` has copied the rows into larger buffers."""
 
     def staying(self, sequences: Collection[int]) -> list[int]:
         """The rows of the last forward whose sequences are among these."""

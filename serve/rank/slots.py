@@ -207,13 +207,19 @@ class SlotCache(BatchKVCache):
             return
         rows = max(num_slots(rows), held_rows)
         if columns > held:
-            spare = 1
-            if held:
-                spare = max(int(held * (_GROWTH - 1)), 1)
+            spare = max(int(held * (_GROWTH - 1)), 1)
             wanted = columns + spare
             num_blocks = -(-wanted // _ROUND_TOKENS)
             columns = num_blocks * _ROUND_TOKENS
         self._move_to(rows, max(columns, held), 0, keys, values)
+
+    def grow(self, rows: int, columns: int) -> bool:
+        """Makes room for this number of rows and columns, if there are any keys yet. Returns
+        whether it has copied the rows for that."""
+        held = self.keys
+        if held is not None:
+            self.reserve(rows, columns, self.keys, self.values)
+        return self.keys is not held
 
     @property
     def num_columns(self) -> int:
@@ -321,6 +327,7 @@ class SlotBatch:
         self._clears_behind = False
         self._num_steps_without_drafts = 0
         self._fed: list[int] = []
+        self.has_grown = False
 
     @classmethod
     def of_new(cls, lengths: dict[int, int], plain: list[Any]) -> "SlotBatch":
@@ -458,6 +465,7 @@ class SlotBatch:
         batch, with None for a row that is only padding."""
         sequences = self._fed = list(feeds)
         num_tokens = max(feeds.values())
+        self.has_grown = False
         if not isinstance(self.caches[0], SlotCache):
             self._note_fed(feeds)
             return list(sequences)
@@ -489,6 +497,7 @@ class SlotBatch:
             cache.ends = own_ends
             cache.num_cleared = num_cleared
             cache._idx = self._end
+            self.has_grown |= cache.grow(num_rows, self._end + num_tokens + num_cleared)
         self._note_fed(feeds)
         return order
 

@@ -171,7 +171,8 @@ class StepLoop:
         for load in step.load:
             self.caches.begin(load.sequence, self._store().take(load.sequence), load.num_tokens)
         parts = self.caches.apply(step)
-        mx.eval(self.caches.moved(), self.adapters.apply(step))
+        self._evaluate_moved()
+        mx.eval(self.adapters.apply(step))
         if self.has_head:
             for sequence in self.chooser.forget(step.drop):
                 self.outbox.forget(sequence)
@@ -209,11 +210,18 @@ class StepLoop:
             outputs = [hidden]
         self.transport.evaluate(outputs)
 
+    def _evaluate_moved(self) -> None:
+        """Evaluates rows that were copied, layer by layer: together, the old and the new arrays of
+        all layers would be in memory at the same time."""
+        for arrays in self.caches.moved():
+            mx.eval(arrays)
+
     def _write(self, step: Step) -> None:
         """Hands the files of a step to the store, which writes them while later steps run."""
         for write in step.write:
             content = self.caches.content(write)
-            mx.eval(content.arrays, self.caches.moved())
+            self._evaluate_moved()
+            mx.eval(content.arrays)
             self._store().write(write, content)
 
     def _store(self) -> PrefixStore:

@@ -1,6 +1,7 @@
 """A model that thinks, over two real ranks: the embedded one, whose marks of calls are renamed, and
 whose template opens a thought. So what it would call is what it thinks."""
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -9,9 +10,14 @@ from typing import Any
 
 import anthropic
 import httpx2
+import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 
+from tests import architectures
 from tests.cluster.servers import TINY_CHAT, Server, running
+from tests.front.prefixes.test_boundaries import MARKS, REASONER, SYSTEM, TOOLS, asked, called
+from tests.front.text.dialects import models
 
 pytestmark = pytest.mark.long
 
@@ -109,3 +115,45 @@ def test_messages_say_how_much_the_model_thinks(thinker: Server) -> None:
         disabled = ask_for({"type": "disabled"})
         assert disabled.usage.output_tokens_details.thinking_tokens == 0
         assert "thinking" not in {block.type for block in disabled.content}
+
+
+# --- a tool loop
+
+NUM_TURNS = 20
+
+
+def save_reasoner(folder: Path, name: str, patch: pytest.MonkeyPatch) -> Path:
+    """Writes a tiny random model of an architecture. Its template leaves out earlier thoughts."""
+    patch.setitem(models.MODELS, "reasoner", (REASONER, MARKS, {}))
+    patch.setitem(architectures.WORDS, "vocab_size", 512)
+    patch.setitem(architectures.WORDS, "max_position_embeddings", 1 << 15)
+    models.save("reasoner", folder)
+    weights = dict(tree_flatten(architectures.build(name).parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    (folder / "config.json").write_text(json.dumps(architectures.config_of(name)))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_next"])
+def test_a_tool_loop_of_twenty_turns_computes_little_twice(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client sends calls and their results, and no thoughts."""
+    model = save_reasoner(tmp_path / name, name, monkeypatch)
+    messages: list[dict[str, Any]] = [SYSTEM, asked(0)]
+    num_computed = 0
+    with running(2, "--model", str(model)) as server:
+        create: Any = server.client().chat.completions.create
+        for turn in range(NUM_TURNS):
+            reply = create(model=name, messages=messages, tools=TOOLS, max_tokens=40, seed=turn)
+            cached = reply.usage.prompt_tokens_details.cached_tokens or 0
+            num_computed += reply.usage.prompt_tokens - cached
+            messages += called(turn)
+            if turn in (7, 14):
+                messages += [{"role": "assistant", "content": "Done."}, asked(turn)]
+    num_tokens = reply.usage.prompt_tokens
+    assert num_tokens > 19_000
+    print(f"{name}: {num_computed} computed, {num_tokens} tokens")
+    assert num_computed <= 1.15 * num_tokens

@@ -6,7 +6,12 @@ import random
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import (
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+    trim_prompt_cache,
+)
 
 from serve.core.errors import EngineError
 from serve.core.types import Row, Step, Take
@@ -395,6 +400,35 @@ def test_keys_and_values_take_little_more_than_is_needed() -> None:
     run(stage, caches, Step(99, 0, rows, (1,) * 8, False))
     needed = sum(length + 1 for length in lengths.values()) * 2 * 2 * 8 * 4
     assert caches.num_bytes <= 1.5 * needed
+
+
+def test_buffers_that_grow_are_copied_one_after_the_other() -> None:
+    """Together, the old and the new buffers of all layers would take twice the memory."""
+    caches = GroupCaches(lambda: [KVCache() for _ in range(8)])
+
+    def feed(step: Step) -> None:
+        (part,) = caches.apply(step)
+        for arrays in caches.moved():
+            mx.eval(arrays)
+        num_rows, num_tokens = part.tokens(step).shape
+        for cache in part.caches:
+            new = mx.ones((num_rows, 2, num_tokens, 16))
+            cache.update_and_fetch(new, new)
+        mx.eval(caches.states(step))
+
+    for id in range(13):
+        feed(Step(id, 100 + id, (Row(id, 0, 500),), (1,) * 500, False))
+    feed(Step(20, 0, tuple(Row(id, 500, 1) for id in range(12)), (1,) * 12, True))
+    rows = tuple(Row(id, 501 - (id == 12), 1) for id in range(13))
+    num_before = mx.get_active_memory() - caches.num_bytes
+    mx.reset_peak_memory()
+    feed(Step(21, 0, rows, (1,) * 13, True))
+    assert mx.get_peak_memory() - num_before <= 1.3 * caches.num_bytes
+    mx.reset_peak_memory()
+    for n in range(300):  # until there is no column left
+        rows = tuple(Row(id, 502 - (id == 12) + n, 1) for id in range(13))
+        feed(Step(22 + n, 0, rows, (1,) * 13, True))
+    assert mx.get_peak_memory() - num_before <= 1.3 * caches.num_bytes
 
 
 def run(stage: Stage, caches: GroupCaches, step: Step) -> None:

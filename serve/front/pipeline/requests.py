@@ -296,7 +296,8 @@ class Requests:
         """Describes the prefix cache on disk for people."""
         disk = self.scheduler.room.disk
         if disk is None:
-            return {"num_files": 0, "num_bytes": 0, "max_bytes": 0, "is_writing": False}
+            names = ("num_files", "num_unwritten_files", "num_bytes", "max_bytes")
+            return {**dict.fromkeys(names, 0), "is_writing": False}
         return disk.to_json()
 
     def clear_prefixes(self) -> None:

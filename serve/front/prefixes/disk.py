@@ -2,7 +2,7 @@
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -144,6 +144,7 @@ class DiskPrefixes:
         """Describes the cache for people."""
         return {
             "num_files": len(self._index),
+            "num_unwritten_files": len(self._wanted) + (self._writing is not None),
             "num_bytes": sum(self._index.num_bytes.values()),
             "max_bytes": sum(self._index.max_bytes.values()),
             "is_writing": self._can_write,
@@ -193,15 +194,21 @@ class DiskPrefixes:
     # --- writing
 
     def keep(
-        self, sequence_id: int, tokens: list[int], key: PrefixKey, stops: dict[int, int]
+        self,
+        sequence_id: int,
+        tokens: list[int],
+        key: PrefixKey,
+        checkpoints: Mapping[int, int],
+        num_prompt: int,
     ) -> None:
         """Notes that the stages keep a sequence, and that the part of it that is not on disk is to
-        be written. stops has its checkpoints by their positions."""
+        be written. checkpoints has its checkpoints by their positions. The first num_prompt tokens
+        are its prompt, which may come again with any answer."""
         root = self._root(key)
         if root is not None and self._can_write:
             if found := self._index.find(root, tokens, with_state=False):
                 self._use(found)
-            writes = self._writes(sequence_id, tokens, root, stops, found)
+            writes = self._writes(sequence_id, tokens, root, checkpoints, num_prompt, found)
             self._wanted.extend(writes)
 
     def next_write(self, is_held: Callable[[Write], bool]) -> Write | None:
@@ -247,7 +254,8 @@ class DiskPrefixes:
         sequence_id: int,
         tokens: list[int],
         root: str,
-        stops: dict[int, int],
+        checkpoints: Mapping[int, int],
+        num_prompt: int,
         found: Found | None,
     ) -> Iterator[Write]:
         """Yields the files of a sequence that come after the ones that were found."""
@@ -256,32 +264,38 @@ class DiskPrefixes:
         else:
             name, start = root, 0
         if self._has_states:
-            yield from self._states_of_found(sequence_id, stops, found)
-        for end in self._ends(start, len(tokens), stops):
+            yield from self._states_of_found(sequence_id, checkpoints, found)
+            stops = {*checkpoints, len(tokens)}
+        else:
+            # The last token of a prompt is fed with the answer.
+            stops = {min(num_prompt - 1, len(tokens)), len(tokens)}
+        for end in self._ends(start, stops, checkpoints):
             parent, name = name, segment_name(name, tokens[start:end])
             yield Write(sequence_id, name, parent, start, end)
-            if self._has_states and (end in stops or end == len(tokens)):
-                yield _state(sequence_id, name, end, stops)
+            if self._has_states and end in stops:
+                yield _state(sequence_id, name, end, checkpoints)
             start = end
 
     def _states_of_found(
-        self, sequence_id: int, stops: dict[int, int], found: Found | None
+        self, sequence_id: int, checkpoints: Mapping[int, int], found: Found | None
     ) -> Iterator[Write]:
         """Yields the states at the ends of segments that are on disk already."""
         names = found.names if found else ()
         for name in names:
             end = self._index.end(name)
-            if end in stops and state_name(name) not in self._index:
-                yield _state(sequence_id, name, end, stops)
+            if end in checkpoints and state_name(name) not in self._index:
+                yield _state(sequence_id, name, end, checkpoints)
 
-    def _ends(self, start: int, end: int, stops: dict[int, int]) -> Iterator[int]:
-        """Yields the ends of new segments: at checkpoints, at the end of the sequence, and between
-        them so that no segment is too long."""
-        for stop in sorted({*stops, end}):
+    def _ends(
+        self, start: int, stops: Collection[int], checkpoints: Collection[int]
+    ) -> Iterator[int]:
+        """Yields the ends of new segments: at the stops, and between them so that no segment is too
+        long. Only a checkpoint is worth a short segment."""
+        for stop in sorted(stops):
             while stop - start > self._rules.segment:
                 start += self._rules.segment
                 yield start
-            min_length = 1 if stop in stops else self._rules.min_segment
+            min_length = 1 if stop in checkpoints else self._rules.min_segment
             if stop - start >= min_length:
                 yield stop
                 start = stop
@@ -308,7 +322,7 @@ class DiskPrefixes:
             self._messages.append(ForgetPrefixFiles(tuple(names), sequences))
 
 
-def _state(sequence_id: int, segment: str, end: int, stops: dict[int, int]) -> Write:
+def _state(sequence_id: int, segment: str, end: int, checkpoints: Mapping[int, int]) -> Write:
     """Makes the file of the state at the end of a segment."""
-    checkpoint = stops.get(end, NO_CHECKPOINT)
+    checkpoint = checkpoints.get(end, NO_CHECKPOINT)
     return Write(sequence_id, state_name(segment), segment, end, end, checkpoint)

@@ -62,7 +62,7 @@ class Room:
         self._drop(self.kept.keep(sequence.id, held, *key))
         if self.disk:
             checkpoints = self.kept.checkpoints.of_sequence(sequence.id)
-            self.disk.keep(sequence.id, held, key, checkpoints)
+            self.disk.keep(sequence.id, held, key, checkpoints, len(sequence.prompt))
         self.make(num_running_tokens)
 
     def keep_loaded(self, loaded: Loaded, num_running_tokens: int) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import hypothesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
 
@@ -279,8 +280,12 @@ def check_examples(
     check: Callable[..., None],
     lives: SearchStrategy[tuple[Any, ...]],
     num_examples: int,
+    seed: int | None = None,
 ) -> None:
-    """Calls check with num_examples random tuples of arguments."""
+    """Calls check with num_examples random tuples of arguments, which a seed determines."""
     test = given(lives)(lambda life: check(*life))
+    if seed is not None:
+        test = hypothesis.seed(seed)(test)
+    # A busy machine is no reason to fail.
     slow_is_fine = [HealthCheck.too_slow]
     settings(max_examples=num_examples, deadline=None, suppress_health_check=slow_is_fine)(test)()

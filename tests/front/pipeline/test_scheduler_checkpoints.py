@@ -19,7 +19,7 @@ from tests.front.pipeline.simulation import (
     live,
     make_sequence,
 )
-from tests.front.pipeline.test_scheduler import TEN_THOUSAND, check_all_ended
+from tests.front.pipeline.test_scheduler import check_all_ended
 
 
 def chat(id: int, prompt: list[int], boundary: int, max_tokens: int = 5) -> Sequence:
@@ -263,6 +263,12 @@ def check_random_lives(
     assert not pipeline.outbox._steps
 
 
-@pytest.mark.parametrize("num_examples", [200, TEN_THOUSAND])
-def test_random_lives_with_checkpoints(num_examples: int) -> None:
-    check_examples(check_random_lives, LIVES, num_examples)
+def test_random_lives_with_checkpoints() -> None:
+    check_examples(check_random_lives, LIVES, 200)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("part", range(20))
+def test_ten_thousand_random_lives_with_checkpoints(part: int) -> None:
+    check_examples(check_random_lives, LIVES, 500, seed=part)

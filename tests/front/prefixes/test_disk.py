@@ -53,10 +53,14 @@ class Ranks:
         self.obey()
 
     def keep(
-        self, held: list[int], stops: dict[int, int] | None = None, key: PrefixKey = KEY
+        self,
+        held: list[int],
+        checkpoints: dict[int, int] | None = None,
+        key: PrefixKey = KEY,
+        num_prompt: int = 1,
     ) -> None:
         """Keeps a sequence on all stages, which write the files that rank 0 asks for."""
-        self.disk.keep(1, held, key, stops or {})
+        self.disk.keep(1, held, key, checkpoints or {}, num_prompt)
         while write := self.disk.next_write(lambda _: True):
             self.obey()
             for rank in self.files:
@@ -120,6 +124,16 @@ def test_disk_prefixes_write_what_is_new() -> None:
     ranks.keep([*tokens(1, 64), *tokens(3, 32)])
     assert ranks.counts.num_written_files == 4 + 2 + 2
     assert ranks.num_bytes(0) == BYTES_PER_TOKEN * (64 + 32 + 32)
+
+
+def test_disk_prefixes_end_where_a_prompt_ends_that_may_come_again() -> None:
+    ranks = Ranks()
+    ranks.keep([*tokens(1, 56), *tokens(2, 20)], num_prompt=56)
+    assert [file.end for file in ranks.files[0].values()] == [16, 32, 48, 55, 71, 76]
+    assert ranks.read(tokens(1, 56)) == 55
+    assert ranks.read([*tokens(1, 56), *tokens(2, 20)]) == 76
+    ranks.keep(tokens(3, 30), num_prompt=100)  # of which only this much was computed
+    assert [file.end for file in ranks.files[0].values()][6:] == [16, 30]
 
 
 def test_disk_prefixes_do_not_write_a_short_rest() -> None:
@@ -227,7 +241,7 @@ def test_disk_prefixes_are_not_written_to_a_full_disk_until_they_are_cleared() -
 
 def test_disk_prefixes_that_were_cleared_during_a_write_are_deleted() -> None:
     ranks = Ranks()
-    ranks.disk.keep(1, tokens(1, 16), KEY, {})
+    ranks.disk.keep(1, tokens(1, 16), KEY, {}, 16)
     write = ranks.disk.next_write(lambda _: True)
     assert write
     ranks.disk.clear()
