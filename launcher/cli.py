@@ -27,6 +27,7 @@ from launcher.command import (
     check_variable,
     forwarded,
     rank_command,
+    with_shards,
 )
 from launcher.demo import DEFAULT_MODEL, Demo
 from launcher.doctor import ask, check_before, diagnose
@@ -37,7 +38,7 @@ from launcher.record import launches, recorded, stop
 from launcher.remote import SshAccess, connected, on_each, remote_ranks
 from launcher.supervisor import DRAIN_SECONDS, END_SECONDS, MAX_RESTARTS, Supervisor, write_line
 from serve import __version__
-from serve.core.config import check_range
+from serve.core.config import TENSOR_PARALLEL_HELP, check_range
 from serve.core.errors import BrigadeError, UsageError
 
 if _takes_ctrl_c:
@@ -109,6 +110,8 @@ def launch(flags: argparse.Namespace) -> int:
             return show_launches()
         return stop_launch(flags.stop)
     environment = dict(check_variable(word, "--env") for word in flags.env)
+    if flags.tensor_parallel is not None:
+        flags.command = with_shards(flags.command, flags.tensor_parallel)
     command = rank_command(flags.command, flags.python)
     if flags.hostfile is None:
         if flags.cwd or flags.ssh:
@@ -148,6 +151,7 @@ def check_alone(flags: argparse.Namespace) -> None:
         "--cwd": flags.cwd is not None,
         "--ssh": flags.ssh is not None,
         "--python": flags.python != sys.executable,
+        "--tensor-parallel": flags.tensor_parallel is not None,
     }
     ignored = [name for name, is_given in given.items() if is_given]
     if ignored:
@@ -305,6 +309,11 @@ def add_launch_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="environment variable for all ranks (may be repeated)",
     )
+    parser.add_argument(
+        "--tensor-parallel",
+        metavar="T",
+        help=f"{TENSOR_PARALLEL_HELP}; the same as after `serve`",
+    )
     add_host_flags(parser)
 
 
@@ -371,7 +380,8 @@ HANDED_OVER: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
 SUBCOMMANDS = {
     "launch": Subcommand(
         purpose="start and supervise ranks on this machine or over ssh",
-        usage="brigade launch (-n N | --hostfile F) [--env NAME=VALUE] [--] serve …\n"
+        usage="brigade launch (-n N | --hostfile F) [--tensor-parallel T] [--env NAME=VALUE] [--] "
+        "serve …\n"
         "       brigade launch --status | --stop [PID]",
         add_flags=add_launch_flags,
         run=launch,
@@ -414,7 +424,10 @@ def build_parsers() -> tuple[Parser, dict[str, Parser]]:
 
 
 # The flags of `launch` that are followed by a word of any kind.
-LAUNCH_FLAGS_WITH_WORD = ("-n", "--num-ranks", "--hostfile", "--env", "--python", "--cwd", "--ssh")
+LAUNCH_FLAGS_WITH_WORD = (
+    *("-n", "--num-ranks", "--hostfile", "--tensor-parallel"),
+    *("--env", "--python", "--cwd", "--ssh"),
+)
 
 
 def split_at_dashes(words: Sequence[str]) -> tuple[list[str], list[str]]:

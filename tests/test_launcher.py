@@ -16,7 +16,14 @@ from pathlib import Path
 import pytest
 
 from launcher import cli
-from launcher.command import Ring, exit_code, hostfile_text, rank_command, rank_environment
+from launcher.command import (
+    Ring,
+    exit_code,
+    hostfile_text,
+    rank_command,
+    rank_environment,
+    with_shards,
+)
 from launcher.process import free_ports, local_ranks, shown
 from launcher.supervisor import Supervisor
 from serve.core.errors import ClusterError, UsageError
@@ -598,6 +605,26 @@ def test_rank_command_hands_the_words_over_unread() -> None:
     assert rank_command(words) == [sys.executable, "-m", "serve.cli.main", *words[1:]]
 
 
+def test_with_shards_adds_the_flag_of_the_launcher_to_serve() -> None:
+    assert with_shards(["serve", "--model", "m"], "2") == [
+        *("serve", "--model", "m"),
+        *("--tensor-parallel", "2"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["fine-tune", "--train"], "is for `serve`"),
+        (["serve", "--tensor-parallel", "2"], "before and after"),
+        (["serve", "--tensor-parallel=2"], "before and after"),
+    ],
+)
+def test_with_shards_refuses_what_the_command_would_ignore(words: list[str], reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        with_shards(words, "2")
+
+
 def test_hostfile_is_a_list_of_lists() -> None:
     addresses = [["127.0.0.1:1"], ["127.0.0.1:2"]]
     assert json.loads(hostfile_text(addresses)) == addresses
@@ -725,6 +752,11 @@ def test_launch_runs_serve_with_the_words_after_the_dashes(
         ("launch --python serve -n 2 serve", "launch --python serve -n 2", "serve"),
         ("launch --hostfile fine-tune fine-tune", "launch --hostfile fine-tune", "fine-tune"),
         ("launch -n 2 serve -- x", "launch -n 2 serve", "x"),
+        (
+            "launch -n 4 --tensor-parallel 2 serve",
+            "launch -n 4 --tensor-parallel 2",
+            "serve",
+        ),
         ("launch --status", "launch --status", ""),
         ("demo serve", "demo serve", ""),
     ],
@@ -760,6 +792,8 @@ def test_launch_says_what_is_wrong_before_any_rank_starts(
         (["-n", "2", "--", "serve", "--model", str(model), "--bogus"], 2),
         (["-n", "2", "--cwd", "/", "--", "serve", "--model", str(model)], 2),
         (["-n", "2", "--ssh", "ssh", "--", "serve", "--model", str(model)], 2),
+        (["-n", "3", "--tensor-parallel", "2", "serve", "--model", str(model)], 2),
+        (["-n", "2", "--tensor-parallel", "x", "serve", "--model", str(model)], 2),
     ):
         assert cli.main(["launch", *words]) == code
         assert capsys.readouterr().err.count("\n") == 1

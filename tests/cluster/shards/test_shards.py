@@ -2,7 +2,7 @@
 whole model, also after a shard was lost."""
 
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,6 +23,12 @@ from tests.cluster.test_parity import ask
 
 TWO_SHARDS = ("--tensor-parallel", "2")
 MAX_DIFFERENCE = 1e-4
+
+
+def launch_shards(num_ranks: int, flags: Sequence[str]) -> list[str]:
+    """Gives the launcher's own flag, before `serve`."""
+    brigade, launch, *words = brigade_launch(num_ranks, flags)
+    return [brigade, launch, *TWO_SHARDS, *words]
 
 
 def check_scores(server: Server, max_tokens: int) -> None:
@@ -51,7 +57,7 @@ def check_scores(server: Server, max_tokens: int) -> None:
 
 
 def test_shards_of_two_stages_answer_as_mlx_lm(mlx_lm_answer: Callable[[str], str]) -> None:
-    with running(4, *TWO_SHARDS, "--kv-memory", "1GB") as server:
+    with running(4, "--kv-memory", "1GB", launch=launch_shards) as server:
         found = server.get("/admin/pipeline")
         places = [(stage["stage"], stage["shard"]) for stage in found["stages"]]
         assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
