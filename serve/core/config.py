@@ -322,12 +322,8 @@ def _check_adapters(words: tuple[str, ...], model_name: str) -> None:
 
 
 def _check_shards(config: ServeConfig) -> None:
-    for name in ("lora", "adapter_root", "allow_hub_adapters", "adapter_memory", "replan"):
-        if getattr(config, name):
-            raise UsageError(
-                f"--{name.replace('_', '-')} does not work with --tensor-parallel: leave out one "
-                "of them."
-            )
+    if config.replan:
+        raise UsageError("--replan does not work with --tensor-parallel: leave out one of them.")
 
 
 def may_name_adapter(name: str, model_name: str) -> bool:

@@ -18,6 +18,8 @@ from serve.model import trace
 
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
+SUMMING = (nn.ShardedToAllLinear, nn.QuantizedShardedToAllLinear)
+"""Modules that have some of the inputs, and add up the outputs of all shards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,7 @@ class Adapted:
 
     def __init__(self, name: str, module: nn.Module, rows: Rows) -> None:
         self._name = name
+        self._module = module
         self._rows = rows
         if "bias" in module:
             self._bias = module["bias"]
@@ -112,6 +115,8 @@ class Adapted:
             object.__setattr__(module, "as_linear", as_linear)
         elif isinstance(module, EXPERTS):
             trace.open_seam(module, self._ask_experts)
+        elif isinstance(module, SUMMING):
+            trace.open_seam(module, self._project_and_sum)
         else:
             trace.open_seam(module, self._project)
 
@@ -195,6 +200,22 @@ class Adapted:
             output = mx.where(has_none, output, output + more)
         return output.reshape(y.shape)
 
+    def _project_and_sum(self, call: trace.Call, args: Any, kwargs: Any) -> mx.array:
+        """Adds the change to this shard's part of the sum, so that it needs no sum of its own."""
+        if not self._is_used():
+            plain: mx.array = call(*args, **kwargs)
+            return plain
+        module: Any = self._module
+        x = args[0]
+        base = _times_own_weight(x, module)
+        inner = self._rows.times(self._rows.apart(x, self._name), self._a)
+        wide_delta = self._rows.times(inner, self._b)
+        delta = wide_delta.reshape(base.shape).astype(base.dtype)
+        y: mx.array = mx.distributed.all_sum(base + delta, group=module.group)
+        if "bias" in module:
+            y = y + module["bias"]
+        return y
+
     def _embed(self, call: trace.Call, args: Any, kwargs: Any) -> mx.array:
         y: mx.array = call(*args, **kwargs)
         if not self._is_used():
@@ -244,6 +265,22 @@ class Adapted:
         inner = mx.gather_mm(x, a, rhs_indices=experts, sorted_indices=is_sorted)
         delta = mx.gather_mm(inner, b, rhs_indices=experts, sorted_indices=is_sorted)
         return y + delta.astype(y.dtype)
+
+
+def _times_own_weight(x: mx.array, module: Any) -> mx.array:
+    """This shard's part of the outputs of a module of SUMMING."""
+    if "scales" not in module:
+        return x @ module["weight"].T
+    return mx.quantized_matmul(
+        x,
+        module["weight"],
+        scales=module["scales"],
+        biases=module.get("biases"),
+        transpose=True,
+        group_size=module.group_size,
+        bits=module.bits,
+        mode=module.mode,
+    )
 
 
 def note_routing(rows: Rows, call: trace.Call, args: Any, kwargs: Any) -> mx.array:

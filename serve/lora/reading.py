@@ -12,10 +12,12 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 from serve.core.errors import AdapterError, ModelError
 from serve.hub.partial import PartialModel
 from serve.lora.files import CONFIG_FILE, AdapterFiles, Target, file_stamp
-from serve.lora.layers import EMBEDDINGS, EXPERTS, Matrices, ModuleMatrices
+from serve.lora.layers import EMBEDDINGS, EXPERTS, SUMMING, Matrices, ModuleMatrices
+from serve.model.sharding import Division, Divisions
 from serve.model.stage import Stage
 
-_ADAPTABLE = (nn.Linear, nn.QuantizedLinear, *EMBEDDINGS, *EXPERTS)
+_DIVIDED = (nn.AllToShardedLinear, nn.QuantizedAllToShardedLinear, *SUMMING)
+_ADAPTABLE = (nn.Linear, nn.QuantizedLinear, *_DIVIDED, *EMBEDDINGS, *EXPERTS)
 _TINY = 1e-30
 _SAMPLED_ROWS = 64  # of a weight, to estimate its size
 
@@ -42,15 +44,16 @@ class ReadAdapter:
 class Place:
     """A module of the stage. layer is the number of its layer, and inside is its name in that
     layer; outside of layers they are None and "". router is the module that chooses experts, if
-    this one holds experts."""
+    this one holds experts. division is this shard's part of the module, None if it is whole."""
 
     module: nn.Module
     layer: int | None
     inside: str
     router: nn.Module | None
+    division: Division | None
 
 
-def places(stage: Stage) -> Iterator[tuple[str, Place]]:
+def places(stage: Stage, divisions: Divisions) -> Iterator[tuple[str, Place]]:
     """Yields the modules of a stage that an adapter may change, with their full names."""
     layers: dict[int, tuple[int, str]] = {}
     for i in range(stage.start, stage.end):
@@ -66,7 +69,7 @@ def places(stage: Stage) -> Iterator[tuple[str, Place]]:
         if isinstance(module, _ADAPTABLE) and "weight" in module:
             layer, inside = layers.get(id(module), (None, ""))
             router = routers.get(id(module))
-            yield name, Place(module, layer, inside, router)
+            yield name, Place(module, layer, inside, router, divisions.get(name))
 
 
 def num_bytes(modules: ModuleMatrices) -> int:
@@ -83,7 +86,11 @@ def check_fit(name: str, place: Place, files: AdapterFiles, target: Target) -> N
         raise AdapterError(
             f"{name} is a {type(module).__name__}: {file_format}'s {kind} on it is not supported."
         )
-    *experts, rows, columns = module["weight"].shape
+    _check_division(name, place, files)
+    shape = module["weight"].shape
+    if place.division:
+        shape = place.division.whole_shape(shape)
+    *experts, rows, columns = shape
     if "scales" in module:
         columns = columns * 32 // module.bits
     if isinstance(module, EMBEDDINGS):
@@ -101,10 +108,10 @@ def check_fit(name: str, place: Place, files: AdapterFiles, target: Target) -> N
     }
     is_transposed = files.is_peft or bool(experts)
     for part, tensor in target.parts.items():
-        shape = shapes[part]
+        wanted = shapes[part]
         if is_transposed:
-            shape = shape[::-1]
-        pattern = (*experts, *shape)
+            wanted = wanted[::-1]
+        pattern = (*experts, *wanted)
         _check_shape(tensor, files.tensors[tensor].shape, pattern, target.rank)
 
 
@@ -115,6 +122,18 @@ def _is_supported(place: Place, files: AdapterFiles) -> bool:
     if isinstance(place.module, EXPERTS):
         return place.router is not None and not files.is_peft and not files.is_dora
     return True
+
+
+def _check_division(name: str, place: Place, files: AdapterFiles) -> None:
+    """Raises AdapterError if a shard cannot apply its part of the adapter alone. The magnitudes of
+    DoRA need whole rows of the weight, which no shard has if the inputs are divided."""
+    axis = place.division.axis if place.division else -2
+    if axis not in (-1, -2) or (files.is_dora and axis == -1):
+        kind = "DoRA" if files.is_dora else "LoRA"
+        raise AdapterError(
+            f"{name} is divided among shards in a way that {kind} does not support: use another "
+            "adapter, or serve without --tensor-parallel."
+        )
 
 
 def _check_shape(
@@ -160,17 +179,18 @@ def fetch(partial: PartialModel, targets: Mapping[str, Target]) -> None:
 def read_matrices(
     files: AdapterFiles,
     targets: Mapping[str, Target],
-    modules: Mapping[str, nn.Module],
+    own_places: Mapping[str, Place],
 ) -> ModuleMatrices:
-    """Reads the matrices for these targets, and nothing else of the file. They are evaluated here,
-    because a lazy array belongs to the thread that made it. Raises AdapterError."""
+    """Reads the matrices for these targets, and nothing else of the file. Of a module that is
+    divided among shards, it keeps this shard's part. They are evaluated here, because a lazy array
+    belongs to the thread that made it. Raises AdapterError."""
     matrices: ModuleMatrices = {}
     try:
         tensors = mx.load(str(files.file))
         assert isinstance(tensors, dict)
         for name, target in targets.items():
             parts = {part: tensors[tensor] for part, tensor in target.parts.items()}
-            matrices[name] = _matrices(parts, target, files, modules[name])
+            matrices[name] = _matrices(parts, target, files, own_places[name])
         has_changed = files.stamp not in (None, file_stamp(files.file))
     except (RuntimeError, KeyError, OSError) as error:
         reason = str(error).rstrip(".")
@@ -184,21 +204,29 @@ def _matrices(
     parts: dict[str, mx.array],
     target: Target,
     files: AdapterFiles,
-    module: nn.Module,
+    place: Place,
 ) -> Matrices:
     """The matrices for one module, from the tensors of the file by part (a, b and m)."""
+    module = place.module
+    division = place.division
     a = parts["a"].astype(mx.float32)
     b = parts["b"].astype(mx.float32)
     is_transposed = files.is_peft or isinstance(module, EXPERTS)
     if is_transposed:
         a = a.swapaxes(-1, -2)
         b = b.swapaxes(-1, -2)
+    if division and division.axis == -1:
+        a = division.own_part(a, -2)
+    elif division:
+        b = division.own_part(b, -1)
     a = mx.contiguous(a)
     b = mx.contiguous(target.scale * b)
     gain = None
     made = {"a": a, "b": b}
     if files.is_dora:
         magnitudes = parts["m"].astype(mx.float32)
+        if division:
+            magnitudes = division.own_part(magnitudes, 0)
         adapted_weight = _weight(module) + (a @ b).T
         norm = mx.linalg.norm(adapted_weight, axis=1)
         gain = (magnitudes / norm - 1)[None]

@@ -11,7 +11,6 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from serve.core.errors import AdapterError, EngineError, ModelError
 from serve.core.messages import AdapterRead, AdapterRefused, LoadAdapter
@@ -33,6 +32,7 @@ from serve.lora.layers import (
     note_routing,
 )
 from serve.lora.reading import (
+    Place,
     ReadAdapter,
     check_fit,
     fetch,
@@ -42,6 +42,7 @@ from serve.lora.reading import (
     relative_size,
 )
 from serve.model import trace
+from serve.model.sharding import Divisions
 from serve.model.stage import Stage
 
 _MIN_SLOTS = 4
@@ -55,6 +56,7 @@ class Adapters:
 
     `read` may be called from another thread than the rest, which belongs to the step loop.
     cache_dir stores parts of hub adapters; copies is a folder that outlives this process.
+    divisions has the modules that are divided among shards.
     """
 
     def __init__(
@@ -62,10 +64,11 @@ class Adapters:
         stage: Stage,
         cache_dir: Path | None = None,
         copies: Path | None = None,
+        divisions: Divisions | None = None,
     ) -> None:
         self._cache_dir = cache_dir
         self._copies = copies
-        self._places = dict(places(stage))
+        self._places = dict(places(stage, divisions or {}))
         self._num_layers = len(stage.layers)
         self._read: dict[int, ModuleMatrices] = {}
         self._uncopied: tuple[int, ModuleMatrices, AdapterRead] | None = None
@@ -98,16 +101,16 @@ class Adapters:
             raise AdapterError(f"The adapter has rank {files.rank}: --max-lora-rank is {max_rank}.")
         self._check_targets(files)
         own: dict[str, Target] = {}
-        modules: dict[str, nn.Module] = {}
+        own_places: dict[str, Place] = {}
         for name, target in files.targets.items():
             place = self._places.get(name)
             if place:
                 check_fit(name, place, files, target)
                 own[name] = target
-                modules[name] = place.module
+                own_places[name] = place
         if partial:
             fetch(partial, own)
-        matrices = read_matrices(files, own, modules)
+        matrices = read_matrices(files, own, own_places)
         self._warn_of_size(version, path, matrices)
         self._read[version] = matrices
         return ReadAdapter(files, matrices)

@@ -1,13 +1,15 @@
 """Divides the layers of a model among shards, with mlx-lm's own `shard`, and refuses models that
 cannot be divided evenly. Every shard keeps everything outside of the layers whole."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.nn.layers import distributed
+from mlx.utils import tree_map_with_path
 
 from serve.core.errors import PlanError
 from serve.model import trace
@@ -29,9 +31,45 @@ class StandIn:
         return self.num_shards
 
 
-def shard(model: nn.Module, group: Any) -> None:
-    """Reduces each layer of a lazy model to the part that this shard computes. group is MLX's group
-    of the shards, or a StandIn. Raises PlanError if the layers cannot be divided."""
+@dataclass(frozen=True, slots=True)
+class Division:
+    """The part of a module's weight (..., outputs, inputs) that this shard has.
+
+    axis is -2 if the outputs are divided and -1 if the inputs are. The shard has these ranges of
+    the axis, which is num_whole long in the whole weight. The inputs of quantized weights are
+    packed, so their numbers are smaller than those of the inputs.
+    """
+
+    axis: int
+    num_whole: int
+    ranges: tuple[tuple[int, int], ...]
+
+    def own_part(self, array: mx.array, axis: int) -> mx.array:
+        """The own part of another array, whose axis is divided in the same proportions."""
+        size = array.shape[axis]
+        parts: list[mx.array] = []
+        for start, end in self.ranges:
+            first = start * size // self.num_whole
+            last = end * size // self.num_whole
+            parts.append(_slice(array, axis, first, last))
+        return mx.concatenate(parts, axis=axis)
+
+    def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the whole weight, from that of the own part."""
+        sizes = list(shape)
+        sizes[self.axis] = self.num_whole
+        return tuple(sizes)
+
+
+Divisions = dict[str, Division]
+"""How the weights of modules are divided, by the full name of the module. Other modules are
+whole."""
+
+
+def shard(model: nn.Module, group: Any) -> Divisions:
+    """Reduces each layer of a lazy model to the part that this shard computes, and returns how the
+    modules were divided. group is MLX's group of the shards, or a StandIn. Raises PlanError if the
+    layers cannot be divided."""
     divide = getattr(model, "shard", None)
     kind = getattr(model, "model_type", type(model).__module__)
     if divide is None:
@@ -42,8 +80,10 @@ def shard(model: nn.Module, group: Any) -> None:
     numbers = [(module, _numbers(module)) for module in model.modules()]
     outside = [(module, dict(module), dict(vars(module))) for module in _outside_layers(model)]
     num_shards = group.size()
+    divider = _Divider()
     try:
-        divide(group)
+        with divider.in_place_of_mlx():
+            divide(group)
     except FAILURES as error:
         raise PlanError(
             f"--tensor-parallel {num_shards}: this model of type {kind} cannot be divided "
@@ -53,6 +93,88 @@ def shard(model: nn.Module, group: Any) -> None:
         _check_numbers(before, _numbers(module), num_shards)
     for module, children, attributes in outside:
         _restore(module, children, attributes, group)
+    return divider.divisions(model)
+
+
+class _Divider:
+    """Divides weights as MLX's `shard_linear` and `shard_inplace` do, and notes how."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[mx.array, Division]] = {}
+
+    @contextmanager
+    def in_place_of_mlx(self) -> Iterator[None]:
+        """Makes MLX call this divider inside a with block."""
+        original = distributed._shard
+        distributed._shard = self._divide
+        try:
+            yield
+        finally:
+            distributed._shard = original
+
+    def divisions(self, model: nn.Module) -> Divisions:
+        found: Divisions = {}
+        for name, module in model.named_modules():
+            _, division = self._made.get(id(module.get("weight")), (None, None))
+            if division:
+                found[name] = division
+        return found
+
+    def _divide(
+        self,
+        parameters: dict[str, Any],
+        where: Callable[[str, mx.array], Any],
+        group: Any,
+    ) -> Any:
+        """The parameters of this shard. where returns the axis along which a weight is divided,
+        perhaps with the segments of which every shard gets a part, or None for a whole weight."""
+
+        def own(path: str, weight: Any) -> Any:
+            if not isinstance(weight, mx.array):
+                return weight
+            place = where(path, weight)
+            if place is None:
+                return weight
+            axis, segments = place if isinstance(place, tuple) else (place, 1)
+            return self._own(weight, axis, segments, group)
+
+        return tree_map_with_path(own, parameters)
+
+    def _own(self, weight: mx.array, axis: int, segments: Any, group: Any) -> mx.array:
+        ranges = _own_ranges(weight.shape[axis], segments, group)
+        pieces = [_slice(weight, axis, *each) for each in ranges]
+        made = mx.contiguous(mx.concatenate(pieces, axis=axis))
+        division = Division(axis % weight.ndim - weight.ndim, weight.shape[axis], ranges)
+        # The array is kept, because another one could get its id.
+        self._made[id(made)] = made, division
+        return made
+
+
+def _slice(array: mx.array, axis: int, start: int, end: int) -> mx.array:
+    before = [slice(None)] * (axis % array.ndim)
+    return array[(*before, slice(start, end))]
+
+
+def _own_ranges(size: int, segments: Any, group: Any) -> tuple[tuple[int, int], ...]:
+    """The ranges of an axis that belong to this shard: an equal part of each segment. segments is
+    a number of equal segments, or has the places at which the axis is cut, as indices or as
+    fractions of its size. Raises ValueError if the parts are not equal."""
+    num_shards = group.size()
+    if isinstance(segments, int):
+        if size % segments:
+            raise ValueError(f"{size} does not divide into {segments} segments")
+        cuts = list(range(0, size, size // segments))[1:]
+    else:
+        cuts = [cut if isinstance(cut, int) else int(cut * size) for cut in segments]
+    edges = [0, *cuts, size]
+    ranges: list[tuple[int, int]] = []
+    for start, end in zip(edges, edges[1:], strict=False):
+        part, rest = divmod(end - start, num_shards)
+        if rest:
+            raise ValueError(f"{end - start} does not divide into {num_shards} parts")
+        first = start + group.rank() * part
+        ranges.append((first, first + part))
+    return tuple(ranges)
 
 
 @contextmanager

@@ -56,7 +56,7 @@ from serve.hub.partial import PartialModel, open_partial
 from serve.lora.table import Adapters
 from serve.model.caches import quantized
 from serve.model.planning import make_plan
-from serve.model.sharding import shard
+from serve.model.sharding import Divisions, shard
 from serve.model.stage import Stage
 from serve.model.weights import LoadedStage, load_stage
 from serve.rank.batching import can_batch, is_causal
@@ -123,6 +123,7 @@ class StepLoop:
         *,
         batchable: bool,
         open_store: OpenStore | None = None,
+        divisions: Divisions | None = None,
     ) -> None:
         self.stage = stage
         self.transport = transport
@@ -130,7 +131,7 @@ class StepLoop:
         make_cache = partial(_new_caches, stage, kv_bits)
         self.caches = GroupCaches(make_cache, batchable)
         self.prefix_store = open_store(make_cache) if open_store else None
-        self.adapters = Adapters(stage, cache_dir, copies)
+        self.adapters = Adapters(stage, cache_dir, copies, divisions)
         self.outbox = Outbox(lambda step: transport.send(step, []))
         self.chooser = Chooser(folder)
         self.embedder = Embedder()
@@ -344,13 +345,14 @@ class Worker:
             folder = model.folder
         batchable = True
         causal = True
+        divisions: Divisions = {}
 
         def try_and_shard(whole: nn.Module) -> None:
-            nonlocal batchable, causal
+            nonlocal batchable, causal, divisions
             batchable = can_batch(whole)
             causal = is_causal(whole)
             if isinstance(self.transport, GridTransport):
-                shard(whole, self.transport.group)
+                divisions = shard(whole, self.transport.group)
 
         loaded = load_stage(model, *order.layers, self._loading, try_and_shard)
         cache_dir = Path(order.cache_dir) if order.cache_dir else None
@@ -363,6 +365,7 @@ class Worker:
             Path(order.copies),
             batchable=batchable,
             open_store=partial(self._open_store, loaded, folder),
+            divisions=divisions,
         )
         if self.loop.prefix_store:
             self.parent.send(self.loop.prefix_store.files())

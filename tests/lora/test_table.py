@@ -79,7 +79,7 @@ def difference(a: mx.array, b: mx.array) -> float:
 
 
 def quantized(**changes: Any) -> nn.Module:
-    model = build("llama", hidden_size=64, intermediate_size=64, **changes)
+    model = build("llama", **{"hidden_size": 64, "intermediate_size": 64, **changes})
     nn.quantize(model, group_size=32, bits=4)
     return model
 

@@ -1,7 +1,6 @@
 """Shards of a model: together they give the logits of the whole model, or the model is refused."""
 
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from serve.core.errors import PlanError
 from serve.model.sharding import StandIn, shard, without_sums
 from serve.model.trial import Trial, named_arrays
 from tests import architectures
+from tests.model.shard_threads import Seat, on_shards
 from tests.models import build
 
 QUICK = {"deepseek_v3", "llama", "qwen3_5"}
@@ -23,58 +23,12 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 NUM_SHARDS = 2
 MAX_DIFFERENCE = 1e-4
 MAX_DIFFERENCE_OF = {"muse_spark": 1e-3}  # It computes in half precision.
-BUILDING = threading.Lock()
 
 
 def shardable() -> Iterator[Any]:
     for name in architectures.architectures():
         if hasattr(architectures.model_class(name), "shard"):
             yield pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
-
-
-class Seat:
-    """One shard's view of a group whose shards are threads."""
-
-    def __init__(self, group: "ThreadGroup", rank: int) -> None:
-        self.group = group
-        self._rank = rank
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return len(self.group.parts)
-
-
-class ThreadGroup:
-    """Stands in for a group of MLX within one process. It evaluates at once, while MLX is lazy."""
-
-    def __init__(self, num_shards: int) -> None:
-        self.parts: list[mx.array | None] = [None] * num_shards
-        self.barrier = threading.Barrier(num_shards, timeout=60)
-        self.seats = [Seat(self, rank) for rank in range(num_shards)]
-
-    def gather(self, seat: Seat, x: mx.array) -> list[mx.array]:
-        mx.eval(x)
-        self.parts[seat.rank()] = x
-        self.barrier.wait()
-        parts = [part for part in self.parts if part is not None]
-        self.barrier.wait()
-        return parts
-
-
-@contextmanager
-def sums_between_threads() -> Iterator[None]:
-    def all_sum(x: mx.array, *, group: Seat, **_: Any) -> mx.array:
-        first, *others = group.group.gather(group, x)
-        return sum(others, first)
-
-    def all_gather(x: mx.array, *, group: Seat, **_: Any) -> mx.array:
-        return mx.concatenate(group.group.gather(group, x), axis=0)
-
-    with without_sums():
-        vars(mx.distributed).update({"all_sum": all_sum, "all_gather": all_gather})
-        yield
 
 
 def answers(model: nn.Module) -> list[mx.array]:
@@ -91,29 +45,14 @@ def answers(model: nn.Module) -> list[mx.array]:
 @pytest.mark.parametrize("name", list(shardable()))
 def test_shards_give_the_logits_of_the_whole_model(name: str) -> None:
     whole = answers(architectures.build(name))
-    group = ThreadGroup(NUM_SHARDS)
-    found: dict[int, list[mx.array]] = {}
-    errors: list[BaseException] = []
 
-    def run(seat: Seat) -> None:
-        try:
-            with BUILDING:  # The seed is global.
-                model = architectures.build(name)
-                shard(model, seat)
-                mx.eval(model.parameters())
-            found[seat.rank()] = answers(model)
-        except BaseException as error:
-            errors.append(error)
-            group.barrier.abort()
+    def build_shard(seat: Seat) -> nn.Module:
+        model = architectures.build(name)
+        shard(model, seat)
+        mx.eval(model.parameters())
+        return model
 
-    threads = [threading.Thread(target=run, args=(seat,)) for seat in group.seats]
-    with sums_between_threads():
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert not errors, errors
-    for own in found.values():
+    for own in on_shards(NUM_SHARDS, build_shard, answers):
         for expected, logits in zip(whole, own, strict=True):
             scale = float(mx.abs(expected).max())
             limit = MAX_DIFFERENCE_OF.get(name, MAX_DIFFERENCE) * scale

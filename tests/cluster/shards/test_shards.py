@@ -4,12 +4,15 @@ whole model, also after a shard was lost."""
 import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import httpx2
 import mlx.core as mx
 import mlx_lm
 import pytest
 
+from tests import adapters
 from tests.cluster.questions import QUESTIONS
 from tests.cluster.servers import (
     ROOT,
@@ -20,6 +23,7 @@ from tests.cluster.servers import (
     running,
 )
 from tests.cluster.test_parity import ask
+from tests.lora.test_table import ALL
 
 TWO_SHARDS = ("--tensor-parallel", "2")
 MAX_DIFFERENCE = 1e-4
@@ -100,6 +104,51 @@ def test_shards_answer_many_requests_at_once_as_mlx_lm(
     assert pipeline["prefix_cache"]["num_reused"] > 0
 
 
+def mlx_lm_with_adapter(folder: Path | None, question: str) -> str:
+    """The greedy answer of mlx_lm, with an adapter on the whole model."""
+    model, tokenizer = mlx_lm.load(str(TINY_CHAT), adapter_path=str(folder) if folder else None)
+    messages = [{"role": "user", "content": question}]
+    prompt = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+    steps = mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=24)
+    return tokenizer.decode([step.token for step in steps], skip_special_tokens=True)
+
+
+@pytest.mark.slow
+def test_shards_mix_and_swap_adapters_as_mlx_lm(tmp_path: Path) -> None:
+    settings = {"a": {"keys": ALL, "rank": 8}, "b": {"rank": 4, "num_layers": 5, "size": 0.6}}
+    for seed, (name, options) in enumerate(settings.items()):
+        model, _ = mlx_lm.load(str(TINY_CHAT))
+        adapters.save_adapter(tmp_path / name, model, seed, **options)
+    question = QUESTIONS[7]
+
+    def load(server: Server, name: str, path: str, **more: Any) -> None:
+        body = {"lora_name": name, "lora_path": path, **more}
+        url = f"{server.url}/v1/load_lora_adapter"
+        httpx2.post(url, json=body, timeout=60).raise_for_status()
+
+    def answer(server: Server, name: str) -> str:
+        reply = server.client().chat.completions.create(
+            model=name,
+            messages=[{"role": "user", "content": question}],
+            temperature=0,
+            max_tokens=24,
+        )
+        return reply.choices[0].message.content or ""
+
+    with running(4, *TWO_SHARDS, "--adapter-root", str(tmp_path)) as server:
+        for name in settings:
+            load(server, name, name)
+        names = ["tiny-chat", "a", "b"]
+        with ThreadPoolExecutor(len(names)) as threads:
+            answers = list(threads.map(lambda name: answer(server, name), names))
+        load(server, "a", "b", load_inplace=True)
+        swapped = answer(server, "a")
+    folders = [None, tmp_path / "a", tmp_path / "b"]
+    assert answers == [mlx_lm_with_adapter(folder, question) for folder in folders]
+    assert swapped == answers[2]
+    assert len(set(answers)) == 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", range(4))
 def test_shards_continue_answers_after_any_rank_is_killed(
@@ -120,7 +169,6 @@ def test_shards_continue_answers_after_any_rank_is_killed(
     [
         (3, (), "does not divide the number of ranks"),
         (2, ("--replan",), "--replan does not work with --tensor-parallel"),
-        (2, ("--adapter-root", "."), "--adapter-root does not work with --tensor-parallel"),
     ],
 )
 def test_serve_refuses_flags_that_do_not_work_with_shards(

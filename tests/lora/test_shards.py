@@ -1,0 +1,94 @@
+"""Adapters of modules that are divided among shards, beside mlx_lm on the whole model."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.tuner.utils import load_adapters
+
+from serve.core.errors import AdapterError
+from serve.lora.table import Adapters
+from serve.model.sharding import StandIn, shard, without_sums
+from serve.model.stage import Stage
+from tests import adapters
+from tests.lora.test_table import ALL, CASES, LLAMA, Pipeline, alone, difference, quantized
+from tests.model.shard_threads import Seat, on_shards
+
+MIXED = ([1, 2, 0], [2, 2, 2], [0, 0, 0])
+QUICK = {"lora", "4 bit"}
+WIDE = partial(quantized, hidden_size=128, intermediate_size=128, head_dim=16)
+# Half of a divided input must be whole groups of quantized numbers.
+MADE_WIDE = {"4 bit": WIDE, "4 bit, tied": partial(WIDE, tie_word_embeddings=True)}
+
+
+class Shard(Pipeline):
+    """One shard of a whole model, with its adapters."""
+
+    def __init__(self, make: Any, group: Any) -> None:
+        model = make()
+        divisions = shard(model, group)
+        self.stages = [Stage(model, 0, len(model.layers))]
+        self.adapters = [Adapters(self.stages[0], divisions=divisions)]
+        mx.eval(model.parameters())
+
+
+def without_dora(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "dora"}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES]
+)
+def test_shards_apply_the_adapters_of_the_whole_model(tmp_path: Path, case: str) -> None:
+    narrow, *settings = CASES[case]
+    make = MADE_WIDE.get(case, narrow)
+    folders: list[Path] = []
+    whole = {0: make()}
+    for version, options in enumerate(settings, start=1):
+        folder = tmp_path / str(version)
+        adapters.save_adapter(folder, make(), version, **without_dora(options))
+        whole[version] = load_adapters(make(), str(folder))
+        folders.append(folder)
+
+    def build(seat: Seat) -> Shard:
+        own = Shard(make, seat)
+        for version, folder in enumerate(folders, start=1):
+            own.read(version, folder)
+        return own
+
+    def run(own: Shard) -> list[list[mx.array]]:
+        return [own.logits(versions) for versions in MIXED]
+
+    for found in on_shards(2, build, run):
+        for versions, logits in zip(MIXED, found, strict=True):
+            for row, version in enumerate(versions):
+                expected = alone(whole[version], row)
+                for got, wanted in zip(logits, expected, strict=True):
+                    assert difference(got[row], wanted) < 1e-5, (versions, row)
+
+
+def test_shards_keep_their_parts_of_an_adapter(tmp_path: Path) -> None:
+    """Of a divided module, half of one of the two matrices."""
+    folder = adapters.save_adapter(tmp_path / "a", LLAMA(), keys=ALL)
+    with without_sums():
+        own = Shard(LLAMA, StandIn(2))
+    (table,) = own.adapters
+    read = table.read(1, str(folder), None, 64)
+    for name, array in adapters.read(folder)[0].items():
+        module, _, part = name.rpartition(".")
+        matrices = read.matrices[module]
+        mine = matrices.a if part == "lora_a" else matrices.b
+        is_row_parallel = module.endswith(("o_proj", "down_proj"))
+        is_divided = is_row_parallel == (part == "lora_a")
+        assert mine.size == array.size // (2 if is_divided else 1), name
+
+
+def test_shards_refuse_magnitudes_of_divided_inputs(tmp_path: Path) -> None:
+    folder = adapters.save_adapter(tmp_path / "a", LLAMA(), keys=ALL, dora=True)
+    with without_sums():
+        own = Shard(LLAMA, StandIn(2))
+    with pytest.raises(AdapterError, match="down_proj is divided among shards") as caught:
+        own.read(1, folder)
+    assert caught.value.http_status == 400
