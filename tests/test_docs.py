@@ -6,6 +6,7 @@ from pathlib import Path
 
 from serve.core import errors
 from serve.core.config import ServeConfig
+from serve.core.messages import SumCounts
 from serve.core.tool_parsers import call_formats
 from serve.front.api.anthropic.body import MessagesBody
 from serve.front.api.fields import NEUTRAL
@@ -64,6 +65,7 @@ def test_operations_names_flags_and_metrics_that_there_are() -> None:
     assert flags
     assert flags <= set(ServeConfig.__dataclass_fields__)
     stage = {"rank": 0, "busy_seconds": 1.0, "num_hops": 1, "hop_seconds": 1.0}
+    stage |= {"all_reduce": SumCounts().to_json()}
     counted = {"num_requests": {}, "num_swapped": 0, "num_loaded": 0, "load_seconds": 0.0}
     state = {"stages": [stage], "adapters": counted, "num_restarts": 1, "recovery_seconds": 1.0}
     state["drafts"] = {"suffixes": {"drafted": 1, "accepted": 1}}

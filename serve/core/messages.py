@@ -243,7 +243,8 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True):
 class Span(msgspec.Struct, frozen=True, array_like=True):
     """One step on one stage, from the arrival of its tensors to its result. Times are seconds of
     a monotonic clock: that of the host in its report, and that of rank 0 once it has the report.
-    num_drafts of the tokens were guesses."""
+    num_drafts of the tokens were guesses. sum_seconds is the time of the sums between shards, None
+    if it was not measured."""
 
     step: int
     group: int
@@ -252,6 +253,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     start: float
     end: float
     num_drafts: int = 0
+    sum_seconds: float | None = None
 
     @property
     def kind(self) -> str:
@@ -266,12 +268,49 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
         return f"{self.kind} group {self.group}" if self.num_rows else self.kind
 
 
+class SumCounts(msgspec.Struct, frozen=True, array_like=True):
+    """The sums that a shard has computed with the other shards of its stage, and the bytes that it
+    sent for them. num_measured of its steps were measured: they took step_seconds, of which
+    seconds were spent in sums, waiting for the other shards included."""
+
+    num_sums: int = 0
+    num_bytes: int = 0
+    num_measured: int = 0
+    seconds: float = 0.0
+    step_seconds: float = 0.0
+
+    def with_sum(self, num_bytes: int, seconds: float) -> "SumCounts":
+        return msgspec.structs.replace(
+            self,
+            num_sums=self.num_sums + 1,
+            num_bytes=self.num_bytes + num_bytes,
+            seconds=self.seconds + seconds,
+        )
+
+    def with_step(self, seconds: float) -> "SumCounts":
+        """Counts a measured step."""
+        return msgspec.structs.replace(
+            self,
+            num_measured=self.num_measured + 1,
+            step_seconds=self.step_seconds + seconds,
+        )
+
+    def to_json(self) -> dict[str, float]:
+        return {
+            "num_sums": self.num_sums,
+            "num_bytes": self.num_bytes,
+            "num_measured_steps": self.num_measured,
+            "seconds": round(self.seconds, 5),
+            "step_seconds": round(self.step_seconds, 5),
+        }
+
+
 class Activity(msgspec.Struct, frozen=True, array_like=True):
     """The work of a stage since its start, and its spans since the last report.
 
     waits_on is the hop of a tensor that is on its way, as (from, to) in places of the ring; step
     is the one being computed; kv_bytes is None if it has not changed; sent_at is the time of the
-    report on the clock of the spans.
+    report on the clock of the spans. sums is None if the stage has one shard.
     """
 
     busy_seconds: float
@@ -284,6 +323,7 @@ class Activity(msgspec.Struct, frozen=True, array_like=True):
     kv_bytes: int | None
     spans: list[Span]
     sent_at: float
+    sums: SumCounts | None = None
 
 
 class Status(Message, frozen=True):

@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -140,6 +141,7 @@ class StepLoop:
         self.pooled: list[mx.array] = []  # the embedder's arrays of the latest step
         self.busy_seconds = 0.0
         self.num_steps = 0
+        self.sum_seconds: float | None = None  # of the latest step, if they were measured
         self.step: int | None = None  # the number of the step that is being computed
         self.spans: deque[Span] = deque(maxlen=_NUM_SPANS)
 
@@ -149,7 +151,8 @@ class StepLoop:
             step, received = message
             started = time.monotonic()
             self.step = step.number
-            outputs = self.forward(step, received)
+            with self._sums_of(step):
+                outputs = self.forward(step, received)
             if self.has_head:
                 result = self._result(step, outputs)
                 self._note(step, started)
@@ -161,6 +164,20 @@ class StepLoop:
                 self._note(step, started)
                 if not self.stage.is_last:
                     self.transport.send(step, outputs)
+
+    @contextmanager
+    def _sums_of(self, step: Step) -> Iterator[None]:
+        """Counts the sums between shards inside a with block."""
+        sums = self.transport.sums
+        self.sum_seconds = None
+        if sums is None:
+            yield
+            return
+        before = sums.counts
+        with sums.of_step(step):
+            yield
+        if sums.counts.num_measured > before.num_measured:
+            self.sum_seconds = sums.counts.seconds - before.seconds
 
     def forward(self, step: Step, received: list[mx.array]) -> list[mx.array]:
         """Runs a step and returns the arrays for the next stage, or on rank 0 the tokens (B,) and
@@ -261,6 +278,7 @@ class StepLoop:
             started,
             ended,
             step.num_drafts,
+            self.sum_seconds,
         )
         self.spans.append(span)
 
@@ -500,6 +518,7 @@ def _activity(loop: StepLoop) -> Activity:
         kv_bytes=kv_bytes,
         spans=spans,
         sent_at=time.monotonic(),
+        sums=loop.transport.sums and loop.transport.sums.counts,
     )
 
 

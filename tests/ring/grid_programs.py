@@ -19,7 +19,8 @@ from serve.ring.transport import among
 
 RANK = int(os.environ["MLX_RANK"])
 ADDRESSES = json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text())
-NUM_STEPS = 30
+NUM_STEPS = 40
+NUM_SMALL_SUMS = 10**6
 
 
 def place(nonce: int = 1) -> Grid:
@@ -62,15 +63,36 @@ def steps() -> None:
         same = [mx.array_equal(a, b).item() for a, b in zip(arrays, expected, strict=True)]
         assert all(same), (number, same)
         own = mx.array([number * (10.0 if grid.shard else 1.0)])
-        total = mx.distributed.all_sum(own, group=transport.group)
-        transport.evaluate([total])
+        assert transport.sums is not None
+        with transport.sums.of_step(got):
+            total = mx.distributed.all_sum(own, group=transport.group)
+            transport.evaluate([total])
         assert total.item() == number * 11.0, total
         if grid.stage:
             transport.send(got, hidden(number, grid.stage))
+    assert transport.sums is not None
+    counts = transport.sums.counts
+    assert (counts.num_sums, counts.num_bytes) == (NUM_STEPS - 1, 4 * (NUM_STEPS - 1))
+    assert counts.num_measured == 1  # Step 32.
+    assert 0 < counts.seconds <= counts.step_seconds
     print("fine", flush=True)
     if RANK:  # Rank 0 ends when it has everything. The others end with it, and not before.
         with suppress(ClusterError):
             assert transport.receive() is None
+    os._exit(0)
+
+
+def small_sums() -> None:
+    """Both ranks compute sums as large as those of a small model's decode step, one by one."""
+    transport = join()
+    own = mx.full((576,), RANK + 1.0)
+    mx.eval(own)
+    started = time.monotonic()
+    for _ in range(NUM_SMALL_SUMS):
+        total = mx.distributed.all_sum(own, group=transport.group)
+        transport.evaluate([total])
+    assert total[0].item() == 3.0
+    print(f"{time.monotonic() - started:.0f} s", flush=True)
     os._exit(0)
 
 
@@ -121,6 +143,7 @@ def idle() -> None:
 if __name__ == "__main__":
     PROGRAMS = {
         "steps": steps,
+        "small_sums": small_sums,
         "other_nonce": other_nonce,
         "peer_dies": peer_dies,
         "rank_0_ends": rank_0_ends,

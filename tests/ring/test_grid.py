@@ -32,6 +32,14 @@ def test_grid_passes_steps_to_all_shards_in_order(tmp_path: Path, num_ranks: int
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_grid_computes_a_million_small_sums(tmp_path: Path) -> None:
+    """In other versions of MLX, sums over a ring could wait forever."""
+    outputs = run_ring(tmp_path, "small_sums", 2, PROGRAMS, seconds=1700.0)
+    assert all(output.endswith(" s") for output in outputs), outputs
+
+
+@pytest.mark.slow
 def test_grid_refuses_a_rank_of_another_launch(tmp_path: Path) -> None:
     for output in run_ring(tmp_path, "other_nonce", 2, PROGRAMS):
         assert "waited in vain" in output

@@ -27,7 +27,11 @@ def free_ports(count: int) -> list[int]:
 
 
 def run_ring(
-    tmp_path: Path, program: str, num_ranks: int, programs: str = "tests.ring.ring_programs"
+    tmp_path: Path,
+    program: str,
+    num_ranks: int,
+    programs: str = "tests.ring.ring_programs",
+    seconds: float = 60.0,
 ) -> list[str]:
     """What each rank printed."""
     hostfile = tmp_path / "hosts.json"
@@ -48,7 +52,7 @@ def run_ring(
         for rank in range(num_ranks)
     ]
     try:
-        outputs = [rank.communicate(timeout=60) for rank in ranks]
+        outputs = [rank.communicate(timeout=seconds) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

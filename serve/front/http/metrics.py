@@ -18,6 +18,11 @@ _FIRST_TOKEN_SECONDS = (0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 
 _TOKEN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)
 _REQUEST_SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480)
 _BUSY = ("brigade_stage_busy_seconds", "Seconds that a stage computed")
+_SUMS = (
+    "brigade_all_reduce_seconds",
+    "Time of a step in sums between shards, measured in every 32nd step",
+)
+_SUM_BYTES = ("brigade_all_reduce_bytes", "Bytes that a shard sent for sums between shards")
 _HOPS = ("brigade_hop_seconds", "Time from a hop's header to its tensors")
 
 
@@ -149,6 +154,21 @@ def _stage_families(stages: list[dict[str, Any]]) -> Iterator[Metric]:
     for stage in stages:
         hops.add_metric([str(stage["rank"])], stage["num_hops"], stage["hop_seconds"])
     yield hops
+    yield from _sum_families(stages)
+
+
+def _sum_families(stages: list[dict[str, Any]]) -> Iterator[Metric]:
+    """The metrics of the sums between shards, of stages that have several."""
+    seconds = SummaryMetricFamily(*_SUMS, labels=["stage"])
+    sent = CounterMetricFamily(*_SUM_BYTES, labels=["stage"])
+    for stage in stages:
+        sums = stage.get("all_reduce")
+        if sums:
+            rank = str(stage["rank"])
+            seconds.add_metric([rank], sums["num_measured_steps"], sums["seconds"])
+            sent.add_metric([rank], sums["num_bytes"])
+    yield seconds
+    yield sent
 
 
 def _adapter_families(counted: dict[str, Any]) -> Iterator[Metric]:

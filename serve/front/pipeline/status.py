@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from serve.core.messages import Activity, Loaded, Span, Status
+from serve.core.messages import Activity, Loaded, Span, Status, SumCounts
 from serve.core.plan import StagePlan
 from serve.core.types import Step
 from serve.front.drafts.step_cost import StepCost
@@ -102,6 +102,7 @@ class StageStatus:
     adapter_bytes: int = 0
     num_hops: int = 0
     hop_seconds: float = 0.0
+    sums: SumCounts | None = None  # between the shards of this stage
     busy_seconds: float = 0.0
     num_steps: int = 0
     # The ranks (from, to) of the hop whose tensor has not arrived yet.
@@ -150,6 +151,7 @@ class StageStatus:
         self.adapter_bytes = activity.adapter_bytes
         self.num_hops = activity.num_hops
         self.hop_seconds = activity.hop_seconds
+        self.sums = activity.sums
         self.step = activity.step
         self.waits_on = None
         if activity.waits_on:
@@ -243,6 +245,7 @@ class StageStatus:
             "adapter_bytes": self.adapter_bytes,
             "num_hops": self.num_hops,
             "hop_seconds": round(self.hop_seconds, 5),
+            "all_reduce": self.sums and self.sums.to_json(),
         }
 
 
@@ -364,6 +367,14 @@ def _events(stage: StageStatus, since: float) -> Iterator[dict[str, Any]]:
     }
     for span in stage.spans:
         if span.end >= since:
+            arguments = {
+                "step": span.step,
+                "rows": span.num_rows,
+                "tokens": span.num_tokens,
+                "drafts": span.num_drafts,
+            }
+            if span.sum_seconds is not None:
+                arguments["all_reduce_seconds"] = round(span.sum_seconds, 6)
             yield {
                 "name": span.name,
                 "ph": "X",
@@ -371,10 +382,5 @@ def _events(stage: StageStatus, since: float) -> Iterator[dict[str, Any]]:
                 "tid": 0,
                 "ts": span.start * 1e6,
                 "dur": (span.end - span.start) * 1e6,
-                "args": {
-                    "step": span.step,
-                    "rows": span.num_rows,
-                    "tokens": span.num_tokens,
-                    "drafts": span.num_drafts,
-                },
+                "args": arguments,
             }

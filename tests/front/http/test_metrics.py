@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from serve.core.messages import SumCounts
 from serve.front.http.metrics import Metrics
 
 ADAPTERS = {"num_loaded": 3, "num_swapped": 1, "load_seconds": 0.5, "num_requests": {"x": 4}}
@@ -86,6 +87,8 @@ def test_bytes_of_stages_where_they_are_known() -> None:
         {"rank": 0, "bytes_owned": 10, "bytes_read": None, "bytes_fetched": 0} | ran(0.5),
         {"rank": 1, "bytes_owned": 20, "bytes_read": 21, "bytes_fetched": 5} | ran(0.25),
     ]
+    counts = SumCounts(num_sums=9, num_bytes=72, num_measured=2, seconds=0.125, step_seconds=0.5)
+    stages[1]["all_reduce"] = counts.to_json()
     found = lines(Metrics(lambda: {**STATE, "stages": stages}))
     assert 'brigade_stage_owned_bytes{stage="1"} 20.0' in found
     assert 'brigade_stage_fetched_bytes{stage="0"} 0.0' in found
@@ -95,6 +98,10 @@ def test_bytes_of_stages_where_they_are_known() -> None:
     assert 'brigade_stage_adapter_bytes{stage="1"} 32.0' in found
     assert 'brigade_hop_seconds_count{stage="1"} 4.0' in found
     assert 'brigade_hop_seconds_sum{stage="0"} 0.02' in found
+    assert 'brigade_all_reduce_seconds_count{stage="1"} 2.0' in found
+    assert 'brigade_all_reduce_seconds_sum{stage="1"} 0.125' in found
+    assert 'brigade_all_reduce_bytes_total{stage="1"} 72.0' in found
+    assert 'brigade_all_reduce_bytes_total{stage="0"} 72.0' not in found
     assert not any(line.startswith('brigade_stage_read_bytes{stage="0"}') for line in found)
 
 
