@@ -17,6 +17,7 @@ from huggingface_hub.utils import WeakFileLock
 from serve.core.checkpoint import TensorRange, header_bytes, parse_header, read_header
 from serve.core.errors import ModelError
 from serve.hub.fetch import STANDARD, Fetch, Progress, Shard, Sizes
+from serve.hub.parts import Part
 from serve.hub.ranges import Range, subtract
 from serve.hub.remote import NoRanges, RemoteFile
 from serve.hub.repo import (
@@ -61,12 +62,22 @@ class PartialModel:
                 self._shards[name] = Shard(path, _journal(folder, name), remote)
             self.tensors |= read_header(path)
 
-    def fetch(self, names: Iterable[str], progress: Progress) -> int:
-        """Fetches the missing parts of these tensors; returns the number of bytes received.
+    def fetch(
+        self,
+        names: Iterable[str],
+        progress: Progress,
+        parts: Iterable[Part] = (),
+    ) -> int:
+        """Fetches what is missing of these tensors and parts of tensors; returns the number of
+        bytes received.
 
         Raises ModelError. Bytes that have arrived by then are kept, and are not fetched again.
         """
         wanted = self._wanted(names)
+        for part in parts:
+            shard = self._shards.get(part.tensor.file.name)
+            if shard:
+                wanted.setdefault(shard, []).extend(part.pieces())
         before = self._received()
         fetch = Fetch(wanted, self._sizes, progress)
         try:

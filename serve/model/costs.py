@@ -20,6 +20,7 @@ from serve.core.errors import PlanError
 from serve.core.plan import LayerCost, ModelCost
 from serve.model import trace
 from serve.model.caches import quantized
+from serve.model.sharding import Divisions
 from serve.model.trial import (
     FAILURES,
     Crossing,
@@ -41,16 +42,18 @@ def measure(
     model: nn.Module,
     checkpoint: Checkpoint,
     kv_bits: int | None = None,
+    divisions: Divisions | None = None,
 ) -> ModelCost:
     """Measures a model that was built on the lazy arrays of checkpoint. The model cannot be used
-    afterwards.
+    afterwards. divisions has the modules that are divided among shards; the costs are then those
+    of one shard.
 
     Raises PlanError, also if its attention does not support caches of kv_bits bits per value.
     """
     stand_in_for_weights(model)  # Graphs then show who uses a weight, not how it is made.
     layers = list(model.layers)
     outside = _outside_bytes(model, layers)
-    held = _fetch_bytes(checkpoint, len(layers), outside)
+    held = _fetch_bytes(checkpoint, len(layers), outside, divisions or {})
     try:
         caches = quantized(make_prompt_cache(model), kv_bits)
         run = _run(model, layers, caches)
@@ -99,6 +102,7 @@ def _fetch_bytes(
     checkpoint: Checkpoint,
     num_layers: int,
     outside: Iterable[str],
+    divisions: Divisions,
 ) -> _Held:
     held = _Held(num_layers)
     names = set(outside)
@@ -106,10 +110,20 @@ def _fetch_bytes(
         match = _LAYER_NAME.search(name)
         layer = int(match[1]) if match else num_layers
         if layer < num_layers:
-            held.layers[layer] += tensor.num_bytes
+            held.layers[layer] += int(tensor.num_bytes * _read_share(name, divisions))
         elif name in names:
             held.outside[name] += tensor.num_bytes
     return held
+
+
+def _read_share(name: str, divisions: Divisions) -> float:
+    """The share of a tensor that a shard reads. A tensor with another name than the weight that is
+    made of it is read whole, and so is a bias that every shard adds."""
+    module, _, part = name.rpartition(".")
+    division = divisions.get(module)
+    if division is None or (part == "bias" and division.axis == -1):
+        return 1.0
+    return division.share
 
 
 def _num_bytes(arrays: Iterable[mx.array]) -> int:

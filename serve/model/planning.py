@@ -31,7 +31,7 @@ from serve.core.plan import (
     room_for_tokens,
 )
 from serve.model.costs import growing_values, measure
-from serve.model.sharding import StandIn, shard, without_sums
+from serve.model.sharding import Divisions, StandIn, shard, without_sums
 from serve.model.trial import Crossing, Trial, crossings
 from serve.model.weights import build_model
 
@@ -83,9 +83,9 @@ def make_plan(folder: Path, request: PlanRequest) -> Plan:
     model = build_model(folder)
     if request.num_shards == 1:
         return _plan(model, checkpoint, request, memory)
-    shard(model, StandIn(request.num_shards))
+    sharding = shard(model, StandIn(request.num_shards))
     with without_sums():
-        return _plan(model, checkpoint, request, memory)
+        return _plan(model, checkpoint, request, memory, sharding.divisions)
 
 
 def _plan(
@@ -93,8 +93,9 @@ def _plan(
     checkpoint: Checkpoint,
     request: PlanRequest,
     memory: list[int] | None,
+    divisions: Divisions | None = None,
 ) -> Plan:
-    cost = measure(model, checkpoint, request.kv_bits)
+    cost = measure(model, checkpoint, request.kv_bits, divisions)
     context = request.context or checkpoint.max_context or 4096
     demand = Demand(context, request.concurrency)
     if request.min_tokens is None:

@@ -54,6 +54,11 @@ class Division:
             parts.append(_slice(array, axis, first, last))
         return mx.concatenate(parts, axis=axis)
 
+    @property
+    def share(self) -> float:
+        """This shard's share of the whole weight."""
+        return sum(end - start for start, end in self.ranges) / self.num_whole
+
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the whole weight, from that of the own part."""
         sizes = list(shape)
@@ -66,10 +71,27 @@ Divisions = dict[str, Division]
 whole."""
 
 
-def shard(model: nn.Module, group: Any) -> Divisions:
-    """Reduces each layer of a lazy model to the part that this shard computes, and returns how the
-    modules were divided. group is MLX's group of the shards, or a StandIn. Raises PlanError if the
-    layers cannot be divided."""
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A lazy array that is a part of another one, which was a weight of the whole model."""
+
+    array: mx.array
+    source: mx.array
+    division: Division
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """What `shard` did to a model: how modules were divided, and all arrays that it made, by their
+    id. Whoever evaluates the model first clears made, because it refers to whole weights."""
+
+    divisions: Divisions
+    made: dict[int, Made]
+
+
+def shard(model: nn.Module, group: Any) -> Sharding:
+    """Reduces each layer of a lazy model to the part that this shard computes. group is MLX's group
+    of the shards, or a StandIn. Raises PlanError if the layers cannot be divided."""
     divide = getattr(model, "shard", None)
     kind = getattr(model, "model_type", type(model).__module__)
     if divide is None:
@@ -93,14 +115,14 @@ def shard(model: nn.Module, group: Any) -> Divisions:
         _check_numbers(before, _numbers(module), num_shards)
     for module, children, attributes in outside:
         _restore(module, children, attributes, group)
-    return divider.divisions(model)
+    return Sharding(divider.divisions(model), divider.made)
 
 
 class _Divider:
     """Divides weights as MLX's `shard_linear` and `shard_inplace` do, and notes how."""
 
     def __init__(self) -> None:
-        self._made: dict[int, tuple[mx.array, Division]] = {}
+        self.made: dict[int, Made] = {}  # by the id of the array that was made
 
     @contextmanager
     def in_place_of_mlx(self) -> Iterator[None]:
@@ -115,9 +137,9 @@ class _Divider:
     def divisions(self, model: nn.Module) -> Divisions:
         found: Divisions = {}
         for name, module in model.named_modules():
-            _, division = self._made.get(id(module.get("weight")), (None, None))
-            if division:
-                found[name] = division
+            made = self.made.get(id(module.get("weight")))
+            if made:
+                found[name] = made.division
         return found
 
     def _divide(
@@ -145,8 +167,7 @@ class _Divider:
         pieces = [_slice(weight, axis, *each) for each in ranges]
         made = mx.contiguous(mx.concatenate(pieces, axis=axis))
         division = Division(axis % weight.ndim - weight.ndim, weight.shape[axis], ranges)
-        # The array is kept, because another one could get its id.
-        self._made[id(made)] = made, division
+        self.made[id(made)] = Made(made, weight, division)
         return made
 
 

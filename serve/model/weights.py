@@ -17,31 +17,39 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 from mlx_lm import utils
 
+from serve.core.checkpoint import TensorRange, read_checkpoint
 from serve.core.errors import ModelError
 from serve.hub.partial import PartialModel
+from serve.hub.parts import Part
+from serve.model.sharding import Divisions, Sharding
 from serve.model.stage import Stage
 from serve.model.trace import Arrays, depends_on, edges
 from serve.model.trial import named_arrays
 
-_PART_BYTES = 64 << 20
+_GROUP_BYTES = 64 << 20
 _MAX_TRACED = 400  # arrays in one call of the tracer
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
+Parts = dict[int, Part]
+"""The parts of tensors that lazy arrays are, by the id of the array."""
 Progress = Callable[[str, int, int], None]
 """Called with what goes on ("fetching" or "loading"), the bytes done, and the bytes in all."""
-Prepare = Callable[[nn.Module], object]
+Prepare = Callable[[nn.Module], Sharding | None]
+"""Changes a whole lazy model. If it divides the model among shards, it returns how."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedStage:
-    """A stage with its weights, and how many bytes it took.
+    """A stage with its weights, how its modules are divided among shards, and how many bytes it
+    took.
 
     bytes_read is what the process really read from files; it is None where the system does not
     count that (Linux does). bytes_fetched came from the hub.
     """
 
     stage: Stage
+    divisions: Divisions
     bytes_owned: int
     bytes_read: int | None
     bytes_fetched: int
@@ -59,37 +67,80 @@ def load_stage(
     prepare may change the whole lazy model before it is cut.
     """
 
-    def cut(whole: nn.Module) -> Stage:
-        prepare(whole)
-        return Stage(whole, start, end)
+    def cut(whole: nn.Module) -> _Cut:
+        sharding = prepare(whole)
+        return _Cut(Stage(whole, start, end), sharding)
 
     before = _bytes_read()
     bytes_fetched = 0
+    raw: Arrays = {}
     if isinstance(model, PartialModel):
         folder = model.folder
-        stage, bytes_fetched = _build_partial(model, progress, cut, _weights_of)
+        tensors = model.tensors
+        own, bytes_fetched = _build_partial(model, progress, cut, _Cut.weights, _Cut.parts, raw)
     else:
         folder = model
-        stage = cut(build_model(folder))
-    weights = list(stage.weights().values())
+        own = cut(build_model(folder, raw))
+        tensors = read_checkpoint(folder).tensors if own.sharding else {}
+    weights = list(own.weights())
+    parts = own.parts(raw, tensors)
+    # Whole tensors would stay in memory while something refers to them.
+    raw.clear()
+    if own.sharding:
+        own.sharding.made.clear()
     bytes_owned = _num_bytes(weights)
     bytes_done = 0
-    for part in _parts(weights):
+    for group in _groups(weights):
+        for array in group:
+            if id(array) in parts:
+                _read_part(array, parts[id(array)])
         try:
-            mx.eval(part)  # In parts, so that the progress of loading can be shown.
+            mx.eval(group)  # In groups, so that the progress of loading can be shown.
         except RuntimeError as error:
             raise ModelError(f"The weights in {folder} cannot be read: {error}.") from error
-        bytes_done += _num_bytes(part)
+        bytes_done += _num_bytes(group)
         progress("loading", bytes_done, bytes_owned)
     after = _bytes_read()
     bytes_read = None
     if before is not None and after is not None:
         bytes_read = after - before
-    return LoadedStage(stage, bytes_owned, bytes_read, bytes_fetched)
+    divisions = own.sharding.divisions if own.sharding else {}
+    return LoadedStage(own.stage, divisions, bytes_owned, bytes_read, bytes_fetched)
 
 
-def _weights_of(stage: Stage) -> Iterable[mx.array]:
-    return stage.weights().values()
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A lazy stage, and how its model was divided among shards (None: it was not)."""
+
+    stage: Stage
+    sharding: Sharding | None
+
+    def weights(self) -> Iterable[mx.array]:
+        return self.stage.weights().values()
+
+    def parts(self, raw: Arrays, tensors: Mapping[str, TensorRange]) -> Parts:
+        """The parts of tensors that the arrays of a shard are. An array that is computed from the
+        tensors in another way is not among them: it needs whole tensors."""
+        if self.sharding is None:
+            return {}
+        names = {id(array): name for name, array in raw.items()}
+        found: Parts = {}
+        for key, made in self.sharding.made.items():
+            name = names.get(id(made.source))
+            if name is None:
+                continue
+            tensor = tensors[name]
+            if tensor.shape == tuple(made.source.shape):
+                axis = made.division.axis % len(tensor.shape)
+                found[key] = Part(tensor, axis, made.division.ranges)
+        return found
+
+
+def _read_part(array: mx.array, part: Part) -> None:
+    """Reads the part into the lazy array, in place of what it would have been computed from."""
+    data: Any = part.read()
+    flat = mx.array(data).view(array.dtype)
+    array[...] = flat.reshape(array.shape)
 
 
 def load_changed(model: Path | PartialModel, changed: Mapping[str, mx.array]) -> nn.Module:
@@ -105,7 +156,7 @@ def load_changed(model: Path | PartialModel, changed: Mapping[str, mx.array]) ->
 
     if not isinstance(model, PartialModel):
         return change(build_model(model))
-    whole, _ = _build_partial(model, lambda *_: None, change, weights)
+    whole, _ = _build_partial(model, lambda *_: None, change, weights, lambda *_: {}, {})
     return whole
 
 
@@ -157,8 +208,12 @@ def _build_partial(
     progress: Progress,
     make: Callable[[nn.Module], Made],
     weights: Callable[[Made], Iterable[mx.array]],
+    own_parts: Callable[[Made, Arrays, Mapping[str, TensorRange]], Parts],
+    raw: Arrays,
 ) -> tuple[Made, int]:
-    """Builds the lazy model, applies make to it, and fetches what its weights are made of.
+    """Builds the lazy model, applies make to it, and fetches what its weights are made of. raw is
+    filled with the arrays of the files. own_parts has the weights of which a part of one tensor is
+    enough, if that part is in few pieces.
 
     Returns the result of make, not evaluated, and how many bytes were fetched. A model whose
     code evaluates while it is built has read bytes that were not there yet: then these are
@@ -167,12 +222,22 @@ def _build_partial(
     wanted: set[str] = set()
     bytes_fetched = 0
     while True:
-        raw: Arrays = {}
+        raw.clear()
         made = make(build_model(partial.folder, raw))
         early = _evaluated(raw) - wanted
         wanted |= early
-        wanted |= _computed_from(list(weights(made)), raw)
-        bytes_fetched += partial.fetch(wanted, functools.partial(progress, "fetching"))
+        parts: list[Part] = []
+        whole: list[mx.array] = []
+        found = own_parts(made, raw, partial.tensors)
+        for array in weights(made):
+            part = found.get(id(array))
+            if part and part.is_in_few_pieces:
+                parts.append(part)
+            else:
+                whole.append(array)
+        wanted |= _computed_from(whole, raw)
+        report = functools.partial(progress, "fetching")
+        bytes_fetched += partial.fetch(wanted, report, parts)
         if not early:
             return made, bytes_fetched
 
@@ -223,16 +288,16 @@ def _num_bytes(arrays: Iterable[mx.array]) -> int:
     return sum(array.nbytes for array in arrays)
 
 
-def _parts(weights: list[mx.array]) -> list[list[mx.array]]:
-    parts: list[list[mx.array]] = [[]]
+def _groups(weights: list[mx.array]) -> list[list[mx.array]]:
+    groups: list[list[mx.array]] = [[]]
     size = 0
     for array in weights:
-        if size > _PART_BYTES:
-            parts.append([])
+        if size > _GROUP_BYTES:
+            groups.append([])
             size = 0
-        parts[-1].append(array)
+        groups[-1].append(array)
         size += array.nbytes
-    return parts
+    return groups
 
 
 def _bytes_read() -> int | None:

@@ -57,7 +57,7 @@ from serve.hub.partial import PartialModel, open_partial
 from serve.lora.table import Adapters
 from serve.model.caches import quantized
 from serve.model.planning import make_plan
-from serve.model.sharding import Divisions, shard
+from serve.model.sharding import Divisions, Sharding, shard
 from serve.model.stage import Stage
 from serve.model.weights import LoadedStage, load_stage
 from serve.rank.batching import can_batch, is_causal
@@ -363,14 +363,14 @@ class Worker:
             folder = model.folder
         batchable = True
         causal = True
-        divisions: Divisions = {}
 
-        def try_and_shard(whole: nn.Module) -> None:
-            nonlocal batchable, causal, divisions
+        def try_and_shard(whole: nn.Module) -> Sharding | None:
+            nonlocal batchable, causal
             batchable = can_batch(whole)
             causal = is_causal(whole)
             if isinstance(self.transport, GridTransport):
-                divisions = shard(whole, self.transport.group)
+                return shard(whole, self.transport.group)
+            return None
 
         loaded = load_stage(model, *order.layers, self._loading, try_and_shard)
         cache_dir = Path(order.cache_dir) if order.cache_dir else None
@@ -383,7 +383,7 @@ class Worker:
             Path(order.copies),
             batchable=batchable,
             open_store=partial(self._open_store, loaded, folder),
-            divisions=divisions,
+            divisions=loaded.divisions,
         )
         if self.loop.prefix_store:
             self.parent.send(self.loop.prefix_store.files())

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import gpt2, llama, mixtral
@@ -13,7 +14,9 @@ from serve.core.checkpoint import read_checkpoint
 from serve.core.errors import ModelError
 from serve.core.plan import even_split
 from serve.hub.partial import open_partial
-from serve.model.weights import LoadedStage, load_stage
+from serve.model.sharding import Sharding, StandIn, shard, without_sums
+from serve.model.trial import named_arrays
+from serve.model.weights import LoadedStage, build_model, load_stage
 from tests.hub.checkpoints import header_sizes
 from tests.hub.server import COMMIT, REPO, FakeHub
 
@@ -136,6 +139,38 @@ def test_the_same_weights_as_from_a_whole_folder(
         fetched = [step for step in seen if step[0] == "fetching"]
         assert fetched[-1][1] == fetched[-1][2] <= mine.bytes_fetched
         assert seen[-1] == ("loading", mine.bytes_owned, mine.bytes_owned)
+
+
+class Second(StandIn):
+    """The second shard."""
+
+    def rank(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("group", [StandIn(2), Second(2)], ids=["first", "second"])
+def test_load_stage_reads_the_bytes_of_one_shard(
+    hub: FakeHub, home: Path, repo: Path, group: StandIn
+) -> None:
+    def divide(model: nn.Module) -> Sharding:
+        return shard(model, group)
+
+    whole = build_model(repo)
+    shard(whole, group)
+    expected = dict(named_arrays(whole))
+    all_layers = load_stage(repo, 0, 6, lambda *_: None)
+    with without_sums():
+        local = load_stage(repo, 0, 6, lambda *_: None, divide)
+        headers = header_sizes(repo)
+        partial = open_partial(REPO, COMMIT, home / "cache")
+        remote = load_stage(partial, 0, 6, lambda *_: None, divide)
+    for mine in (local, remote):
+        for name, array in mine.stage.weights().items():
+            assert mx.array_equal(array, expected[name]), name
+    assert local.bytes_owned == remote.bytes_owned < 0.7 * all_layers.bytes_owned
+    if local.bytes_read is not None:
+        assert local.bytes_read <= 1.01 * local.bytes_owned + 100_000  # headers and config
+    assert remote.bytes_fetched == hub.data_bytes(headers) < 0.8 * all_layers.bytes_owned
 
 
 def test_nothing_is_fetched_again(hub: FakeHub, home: Path, repo: Path) -> None:

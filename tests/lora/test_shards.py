@@ -28,7 +28,7 @@ class Shard(Pipeline):
 
     def __init__(self, make: Any, group: Any) -> None:
         model = make()
-        divisions = shard(model, group)
+        divisions = shard(model, group).divisions
         self.stages = [Stage(model, 0, len(model.layers))]
         self.adapters = [Adapters(self.stages[0], divisions=divisions)]
         mx.eval(model.parameters())

@@ -19,7 +19,7 @@ from serve.core.plan import PlanRequest, StagePlan, with_slack
 from serve.front.pipeline.orders import replan_request
 from serve.model.caches import quantized
 from serve.model.planning import make_plan
-from serve.model.sharding import StandIn, shard, without_sums
+from serve.model.sharding import Sharding, StandIn, shard, without_sums
 from serve.model.weights import load_stage
 from tests import architectures, shapes
 from tests.models import ARCHITECTURES, save
@@ -274,5 +274,5 @@ def test_make_plan_counts_the_weights_of_each_shard(tmp_path: Path, name: str) -
             assert plan.cache_bytes_per_token == whole[plan.stage].cache_bytes_per_token // 2
 
 
-def divide_by_two(model: nn.Module) -> None:
-    shard(model, StandIn(2))
+def divide_by_two(model: nn.Module) -> Sharding:
+    return shard(model, StandIn(2))
