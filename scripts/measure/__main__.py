@@ -12,7 +12,7 @@ from typing import Any
 
 from scripts.measure import servers
 from scripts.measure.adapters import adapters
-from scripts.measure.curve import curve
+from scripts.measure.curve import curve, shards
 from scripts.measure.disk import disk
 from scripts.measure.first import first
 from scripts.measure.hops import hops
@@ -44,6 +44,7 @@ ROWS: dict[str, Callable[[Settings], Row]] = {
     "adapters": adapters,
     "neighbours": neighbours,
     "page": page,
+    "shards": shards,
     "single": single,
     "train": training,
 }

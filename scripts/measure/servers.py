@@ -22,12 +22,13 @@ MAX_SEQUENCES = 64
 
 BRIGADE_1 = "Brigade, 1 rank"
 BRIGADE_2 = "Brigade, 2 ranks"
+SHARDS_2 = "Brigade, 2 shards"
 LOCKSTEP = "Brigade, 2 ranks, one group"
 MLX_LM_1 = "mlx_lm.server, 1 rank"
 MLX_LM_2 = "mlx_lm.server --pipeline, 2 ranks"
 SERVERS = (BRIGADE_1, BRIGADE_2, LOCKSTEP, MLX_LM_1, MLX_LM_2)
-_NUM_RANKS = dict(zip(SERVERS, (1, 2, 2, 1, 2), strict=True))
-_FLAGS = {LOCKSTEP: ("--num-groups", "1")}
+_NUM_RANKS = dict(zip((*SERVERS, SHARDS_2), (1, 2, 2, 1, 2, 2), strict=True))
+_FLAGS = {LOCKSTEP: ("--num-groups", "1"), SHARDS_2: ("--tensor-parallel", "2")}
 
 
 class StartError(Exception):
