@@ -269,8 +269,10 @@ class Adapted:
 
 def _times_own_weight(x: mx.array, module: Any) -> mx.array:
     """This shard's part of the outputs of a module of SUMMING."""
+    y: mx.array
     if "scales" not in module:
-        return x @ module["weight"].T
+        y = x @ module["weight"].T
+        return y
     return mx.quantized_matmul(
         x,
         module["weight"],

@@ -128,11 +128,11 @@ class _Divider:
     def in_place_of_mlx(self) -> Iterator[None]:
         """Makes MLX call this divider inside a with block."""
         original = distributed._shard
-        distributed._shard = self._divide
+        vars(distributed)["_shard"] = self._divide
         try:
             yield
         finally:
-            distributed._shard = original
+            vars(distributed)["_shard"] = original
 
     def divisions(self, model: nn.Module) -> Divisions:
         found: Divisions = {}

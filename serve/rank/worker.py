@@ -506,6 +506,7 @@ class Worker:
 def _activity(loop: StepLoop) -> Activity:
     spans = [loop.spans.popleft() for _ in range(len(loop.spans))]
     kv_bytes = loop.caches.num_bytes if spans else None
+    sums = loop.transport.sums
     return Activity(
         busy_seconds=loop.busy_seconds,
         num_steps=loop.num_steps,
@@ -518,7 +519,7 @@ def _activity(loop: StepLoop) -> Activity:
         kv_bytes=kv_bytes,
         spans=spans,
         sent_at=time.monotonic(),
-        sums=loop.transport.sums and loop.transport.sums.counts,
+        sums=sums.counts if sums else None,
     )
 
 

@@ -367,7 +367,7 @@ def _events(stage: StageStatus, since: float) -> Iterator[dict[str, Any]]:
     }
     for span in stage.spans:
         if span.end >= since:
-            arguments = {
+            arguments: dict[str, float] = {
                 "step": span.step,
                 "rows": span.num_rows,
                 "tokens": span.num_tokens,
