@@ -89,6 +89,7 @@ OWNERS = {
 TRANSPORTS = (
     "serve.ring.transport",
     "serve.ring.grid",
+    "serve.ring.sums",
     "serve.tune.transport",
     "serve.model.sharding",
 )

@@ -15,6 +15,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from serve.core.errors import EngineError
 from serve.model import trace
+from serve.model.sharding import sum_of_shards
 
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
@@ -208,12 +209,16 @@ class Adapted:
         module: Any = self._module
         x = args[0]
         base = _times_own_weight(x, module)
-        inner = self._rows.times(self._rows.apart(x, self._name), self._a)
+        apart = self._rows.apart(x, self._name)
+        inner = self._rows.times(apart, self._a)
         wide_delta = self._rows.times(inner, self._b)
-        delta = wide_delta.reshape(base.shape).astype(base.dtype)
-        y: mx.array = mx.distributed.all_sum(base + delta, group=module.group)
+        delta = wide_delta.astype(base.dtype)
+        delta = delta.reshape(base.shape)
+        own = base + delta
+        y = sum_of_shards(own, module.group)
         if "bias" in module:
-            y = y + module["bias"]
+            bias = module["bias"]
+            y = y + bias
         return y
 
     def _embed(self, call: trace.Call, args: Any, kwargs: Any) -> mx.array:
@@ -269,14 +274,16 @@ class Adapted:
 
 def _times_own_weight(x: mx.array, module: Any) -> mx.array:
     """This shard's part of the outputs of a module of SUMMING."""
+    weight = module["weight"]
     y: mx.array
     if "scales" not in module:
-        y = x @ module["weight"].T
+        y = x @ weight.T
         return y
+    scales = module["scales"]
     return mx.quantized_matmul(
         x,
-        module["weight"],
-        scales=module["scales"],
+        weight,
+        scales=scales,
         biases=module.get("biases"),
         transpose=True,
         group_size=module.group_size,

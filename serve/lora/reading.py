@@ -127,9 +127,11 @@ def _is_supported(place: Place, files: AdapterFiles) -> bool:
 def _check_division(name: str, place: Place, files: AdapterFiles) -> None:
     """Raises AdapterError if a shard cannot apply its part of the adapter alone. The magnitudes of
     DoRA need whole rows of the weight, which no shard has if the inputs are divided."""
-    axis = place.division.axis if place.division else -2
-    if axis not in (-1, -2) or (files.is_dora and axis == -1):
-        kind = "DoRA" if files.is_dora else "LoRA"
+    division = place.division
+    if division is None or division.axis == -2:
+        return
+    kind = "DoRA" if files.is_dora else "LoRA"
+    if division.axis != -1 or files.is_dora:
         raise AdapterError(
             f"{name} is divided among shards in a way that {kind} does not support: use another "
             "adapter, or serve without --tensor-parallel."

@@ -110,7 +110,8 @@ def _fetch_bytes(
         match = _LAYER_NAME.search(name)
         layer = int(match[1]) if match else num_layers
         if layer < num_layers:
-            held.layers[layer] += int(tensor.num_bytes * _read_share(name, divisions))
+            share = _read_share(name, divisions)
+            held.layers[layer] += int(tensor.num_bytes * share)
         elif name in names:
             held.outside[name] += tensor.num_bytes
     return held
@@ -121,7 +122,10 @@ def _read_share(name: str, divisions: Divisions) -> float:
     made of it is read whole, and so is a bias that every shard adds."""
     module, _, part = name.rpartition(".")
     division = divisions.get(module)
-    if division is None or (part == "bias" and division.axis == -1):
+    if division is None:
+        return 1.0
+    is_added_by_all = part == "bias" and division.axis == -1
+    if is_added_by_all:
         return 1.0
     return division.share
 

@@ -51,13 +51,17 @@ class Division:
         for start, end in self.ranges:
             first = start * size // self.num_whole
             last = end * size // self.num_whole
-            parts.append(_slice(array, axis, first, last))
+            part = _slice(array, axis, first, last)
+            parts.append(part)
         return mx.concatenate(parts, axis=axis)
 
     @property
     def share(self) -> float:
         """This shard's share of the whole weight."""
-        return sum(end - start for start, end in self.ranges) / self.num_whole
+        num_own = 0
+        for start, end in self.ranges:
+            num_own += end - start
+        return num_own / self.num_whole
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the whole weight, from that of the own part."""
@@ -82,8 +86,8 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """What `shard` did to a model: how modules were divided, and all arrays that it made, by their
-    id. Whoever evaluates the model first clears made, because it refers to whole weights."""
+    """The result of `shard`: how modules were divided, and all arrays that were made, by their id.
+    Whoever evaluates the model clears made before, because it refers to whole weights."""
 
     divisions: Divisions
     made: dict[int, Made]
@@ -116,6 +120,12 @@ def shard(model: nn.Module, group: Any) -> Sharding:
     for module, children, attributes in outside:
         _restore(module, children, attributes, group)
     return Sharding(divider.divisions(model), divider.made)
+
+
+def sum_of_shards(x: mx.array, group: Any) -> mx.array:
+    """Adds up the arrays of all shards of the group."""
+    total: mx.array = mx.distributed.all_sum(x, group=group)
+    return total
 
 
 class _Divider:
@@ -157,16 +167,25 @@ class _Divider:
             place = where(path, weight)
             if place is None:
                 return weight
-            axis, segments = place if isinstance(place, tuple) else (place, 1)
+            segments: Any = 1
+            axis = place
+            if isinstance(place, tuple):
+                axis, segments = place
             return self._own(weight, axis, segments, group)
 
         return tree_map_with_path(own, parameters)
 
     def _own(self, weight: mx.array, axis: int, segments: Any, group: Any) -> mx.array:
-        ranges = _own_ranges(weight.shape[axis], segments, group)
-        pieces = [_slice(weight, axis, *each) for each in ranges]
-        made = mx.contiguous(mx.concatenate(pieces, axis=axis))
-        division = Division(axis % weight.ndim - weight.ndim, weight.shape[axis], ranges)
+        size = weight.shape[axis]
+        ranges = _own_ranges(size, segments, group)
+        pieces: list[mx.array] = []
+        for start, end in ranges:
+            piece = _slice(weight, axis, start, end)
+            pieces.append(piece)
+        joined = mx.concatenate(pieces, axis=axis)
+        made = mx.contiguous(joined)
+        from_end = axis % weight.ndim - weight.ndim
+        division = Division(from_end, size, ranges)
         self.made[id(made)] = Made(made, weight, division)
         return made
 
@@ -181,21 +200,38 @@ def _own_ranges(size: int, segments: Any, group: Any) -> tuple[tuple[int, int], 
     a number of equal segments, or has the places at which the axis is cut, as indices or as
     fractions of its size. Raises ValueError if the parts are not equal."""
     num_shards = group.size()
-    if isinstance(segments, int):
-        if size % segments:
-            raise ValueError(f"{size} does not divide into {segments} segments")
-        cuts = list(range(0, size, size // segments))[1:]
-    else:
-        cuts = [cut if isinstance(cut, int) else int(cut * size) for cut in segments]
-    edges = [0, *cuts, size]
+    shard_number = group.rank()
     ranges: list[tuple[int, int]] = []
-    for start, end in zip(edges, edges[1:], strict=False):
-        part, rest = divmod(end - start, num_shards)
+    start = 0
+    for end in _segment_ends(size, segments):
+        length = end - start
+        part, rest = divmod(length, num_shards)
         if rest:
-            raise ValueError(f"{end - start} does not divide into {num_shards} parts")
-        first = start + group.rank() * part
-        ranges.append((first, first + part))
+            raise ValueError(f"{length} does not divide into {num_shards} parts")
+        first = start + shard_number * part
+        last = first + part
+        ranges.append((first, last))
+        start = end
     return tuple(ranges)
+
+
+def _segment_ends(size: int, segments: Any) -> list[int]:
+    ends: list[int] = []
+    if isinstance(segments, int):
+        length, rest = divmod(size, segments)
+        if rest:
+            raise ValueError(f"{size} does not divide into {segments} segments")
+        for number in range(segments):
+            ends.append(length * (number + 1))
+        return ends
+    for cut in segments:
+        if isinstance(cut, int):
+            ends.append(cut)
+        else:
+            place = int(cut * size)
+            ends.append(place)
+    ends.append(size)
+    return ends
 
 
 @contextmanager

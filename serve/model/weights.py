@@ -92,8 +92,9 @@ def load_stage(
     bytes_done = 0
     for group in _groups(weights):
         for array in group:
-            if id(array) in parts:
-                _read_part(array, parts[id(array)])
+            part = parts.get(id(array))
+            if part:
+                _read_part(array, part)
         try:
             mx.eval(group)  # In groups, so that the progress of loading can be shown.
         except RuntimeError as error:
@@ -126,21 +127,26 @@ class _Cut:
         names = {id(array): name for name, array in raw.items()}
         found: Parts = {}
         for key, made in self.sharding.made.items():
-            name = names.get(id(made.source))
+            source = made.source
+            name = names.get(id(source))
             if name is None:
                 continue
             tensor = tensors[name]
-            if tensor.shape == tuple(made.source.shape):
-                axis = made.division.axis % len(tensor.shape)
-                found[key] = Part(tensor, axis, made.division.ranges)
+            shape = tuple(source.shape)
+            if tensor.shape == shape:
+                division = made.division
+                axis = division.axis % len(shape)
+                found[key] = Part(tensor, axis, division.ranges)
         return found
 
 
 def _read_part(array: mx.array, part: Part) -> None:
     """Reads the part into the lazy array, in place of what it would have been computed from."""
     data: Any = part.read()
-    flat = mx.array(data).view(array.dtype)
-    array[...] = flat.reshape(array.shape)
+    numbers = mx.array(data)
+    flat = numbers.view(array.dtype)
+    whole = flat.reshape(array.shape)
+    array[...] = whole
 
 
 def load_changed(model: Path | PartialModel, changed: Mapping[str, mx.array]) -> nn.Module:

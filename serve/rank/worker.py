@@ -19,7 +19,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -141,7 +140,6 @@ class StepLoop:
         self.pooled: list[mx.array] = []  # the embedder's arrays of the latest step
         self.busy_seconds = 0.0
         self.num_steps = 0
-        self.sum_seconds: float | None = None  # of the latest step, if they were measured
         self.step: int | None = None  # the number of the step that is being computed
         self.spans: deque[Span] = deque(maxlen=_NUM_SPANS)
 
@@ -151,7 +149,7 @@ class StepLoop:
             step, received = message
             started = time.monotonic()
             self.step = step.number
-            with self._sums_of(step):
+            with self.transport.sums.of_step(step):
                 outputs = self.forward(step, received)
             if self.has_head:
                 result = self._result(step, outputs)
@@ -164,20 +162,6 @@ class StepLoop:
                 self._note(step, started)
                 if not self.stage.is_last:
                     self.transport.send(step, outputs)
-
-    @contextmanager
-    def _sums_of(self, step: Step) -> Iterator[None]:
-        """Counts the sums between shards inside a with block."""
-        sums = self.transport.sums
-        self.sum_seconds = None
-        if sums is None:
-            yield
-            return
-        before = sums.counts
-        with sums.of_step(step):
-            yield
-        if sums.counts.num_measured > before.num_measured:
-            self.sum_seconds = sums.counts.seconds - before.seconds
 
     def forward(self, step: Step, received: list[mx.array]) -> list[mx.array]:
         """Runs a step and returns the arrays for the next stage, or on rank 0 the tokens (B,) and
@@ -270,6 +254,7 @@ class StepLoop:
         self.num_steps += 1
         num_rows = len(step.rows)
         num_tokens = len(step.tokens)
+        sums = self.transport.sums
         span = Span(
             step.number,
             step.group,
@@ -278,7 +263,7 @@ class StepLoop:
             started,
             ended,
             step.num_drafts,
-            self.sum_seconds,
+            sums.latest_seconds,
         )
         self.spans.append(span)
 
@@ -505,21 +490,21 @@ class Worker:
 
 def _activity(loop: StepLoop) -> Activity:
     spans = [loop.spans.popleft() for _ in range(len(loop.spans))]
+    transport = loop.transport
     kv_bytes = loop.caches.num_bytes if spans else None
-    sums = loop.transport.sums
     return Activity(
         busy_seconds=loop.busy_seconds,
         num_steps=loop.num_steps,
         adapter_bytes=loop.adapters.num_bytes,
-        num_hops=loop.transport.num_hops,
-        hop_seconds=loop.transport.hop_seconds,
-        waits_on=loop.transport.waits_on,
+        num_hops=transport.num_hops,
+        hop_seconds=transport.hop_seconds,
+        waits_on=transport.waits_on,
         step=loop.step,
         # It changes only with steps, and counting looks at every cache.
         kv_bytes=kv_bytes,
         spans=spans,
         sent_at=time.monotonic(),
-        sums=sums.counts if sums else None,
+        sums=transport.sums.counts,
     )
 
 

@@ -18,7 +18,6 @@ from serve.core.errors import ClusterError
 from serve.core.messages import Hop
 from serve.core.types import Step
 from serve.ring.doorbells import Doorbell, Grid, Neighbours
-from serve.ring.sums import Sums
 from serve.ring.transport import (
     Hops,
     Received,
@@ -56,8 +55,7 @@ class GridTransport(Hops):
             exchange(grid.nonce, 0, self.group, mx.default_stream(mx.cpu))
         except RuntimeError as error:
             raise ClusterError(f"The ring of the shards broke: {error}.") from error
-        self.sums = Sums(grid.num_shards, self.evaluate)
-        self.sums.install()
+        self.sums.install(grid.num_shards, self.evaluate)
         self._sender: _Sender | None = None
         if grid.stage:
             assert neighbours.column_left is not None

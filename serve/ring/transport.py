@@ -42,7 +42,7 @@ class Transport(Protocol):
     waits_on is the hop (from rank, to rank) that this rank waits for: its tensor has been
     announced, or has still to be taken. It is None while nothing is on the way. num_hops counts
     received messages with tensors, hop_seconds is the time from their headers to their tensors.
-    sums counts the sums between shards; it is None if the stage has one shard.
+    sums counts the sums between the shards of this stage.
     """
 
     shard: int
@@ -50,7 +50,7 @@ class Transport(Protocol):
     waits_on: tuple[int, int] | None
     num_hops: int
     hop_seconds: float
-    sums: Sums | None
+    sums: Sums
 
     def evaluate(self, arrays: Sequence[mx.array]) -> None:
         """Evaluates arrays that the shards of a stage compute together. All shards evaluate the
@@ -74,7 +74,7 @@ class Hops:
         self.waits_on: tuple[int, int] | None = None
         self.num_hops = 0
         self.hop_seconds = 0.0
-        self.sums: Sums | None = None
+        self.sums = Sums()
 
     def evaluate(self, arrays: Sequence[mx.array]) -> None:
         mx.eval(*arrays)

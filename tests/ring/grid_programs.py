@@ -63,15 +63,14 @@ def steps() -> None:
         same = [mx.array_equal(a, b).item() for a, b in zip(arrays, expected, strict=True)]
         assert all(same), (number, same)
         own = mx.array([number * (10.0 if grid.shard else 1.0)])
-        assert transport.sums is not None
         with transport.sums.of_step(got):
             total = mx.distributed.all_sum(own, group=transport.group)
             transport.evaluate([total])
         assert total.item() == number * 11.0, total
         if grid.stage:
             transport.send(got, hidden(number, grid.stage))
-    assert transport.sums is not None
     counts = transport.sums.counts
+    assert counts is not None
     assert (counts.num_sums, counts.num_bytes) == (NUM_STEPS - 1, 4 * (NUM_STEPS - 1))
     assert counts.num_measured == 1  # Step 32.
     assert 0 < counts.seconds <= counts.step_seconds
