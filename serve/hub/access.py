@@ -151,12 +151,14 @@ def _reason_by_type(error: Exception, repo: str) -> str | None:
         return f"{repo} is gated: accept its licence at {page} and set HF_TOKEN."
     if isinstance(error, RevisionNotFoundError):
         return f"{repo} has no such revision: see {page}."
-    if isinstance(error, EntryNotFoundError):
-        return f"{repo} lacks a file that it should have: {error}"
-    if isinstance(error, HFValidationError):
-        return f"{repo} is not a valid name of a model on the hub: {error}"
     if isinstance(error, OfflineModeIsEnabled):
-        return f"{repo} is only partly in the cache, and HF_HUB_OFFLINE is set."
+        return f"{repo} is only partly in the cache, and HF_HUB_OFFLINE is set: unset it once."
+    if isinstance(error, LocalEntryNotFoundError):
+        return f"{repo} is only partly in the cache, and {constants.ENDPOINT} cannot be reached."
+    if isinstance(error, EntryNotFoundError):
+        return f"{repo} lacks a file that it should have: see {page}/tree/main."
+    if isinstance(error, HFValidationError):
+        return f"{repo} is neither a folder here nor a name on the hub, such as OWNER/NAME."
     return None
 
 

@@ -105,12 +105,20 @@ class Snapshot:
         names = self._names_by_pattern(kind) if index is None else self._names_in(index)
         for name in names:
             if name not in self.files:
-                where = "" if self.complete else " in the cache, and the hub cannot be reached"
-                raise ModelError(f"{self.repo} has no {name}{where}; its {INDEX} names it.")
+                raise ModelError(f"{self.repo} has no {name}{self._where}; its {INDEX} names it.")
         if not names:
             refuse_pickles(self.repo, self.files)
-            raise ModelError(f"{self.repo} has no safetensors of {kind.what}.")
+            raise ModelError(f"{self.repo} has no safetensors of {kind.what}{self._where}.")
         return names
+
+    @property
+    def _where(self) -> str:
+        """Completes the error about a missing file: the hub may have it."""
+        if self.complete:
+            return ""
+        if constants.HF_HUB_OFFLINE:
+            return " in the cache, and HF_HUB_OFFLINE is set"
+        return " in the cache, and the hub cannot be reached"
 
     def _names_by_pattern(self, kind: Kind) -> list[str]:
         return sorted(name for name in self.files if re.fullmatch(kind.weights, name))

@@ -7,13 +7,21 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants, hf_hub_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+)
 
 from serve.core.checkpoint import read_checkpoint, read_header
 from serve.core.errors import EngineError, ModelError
 from serve.front.text.pooling import pooling_of
+from serve.hub.access import explain
 from serve.hub.fetch import Sizes
 from serve.hub.partial import PartialModel, open_partial
 from serve.hub.ranges import subtract, total
@@ -411,6 +419,32 @@ def test_offline_with_what_the_hubs_cache_has(
     model = open_partial(REPO, snapshot.commit, home / "cache", snapshot)
     assert model.fetch(model.tensors, nobody) == 0
     assert_right(model, model.tensors)
+
+
+def test_offline_with_a_config_alone(
+    hub: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf_hub_download(REPO, "config.json")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    snapshot = resolve(REPO, None, home / "cache")
+    with pytest.raises(ModelError, match=r"safetensors.*HF_HUB_OFFLINE"):
+        open_partial(REPO, snapshot.commit, home / "cache", snapshot)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (LocalEntryNotFoundError("outgoing traffic has been disabled"), "partly in the cache"),
+        (EntryNotFoundError("404 Client Error.\n\nEntry Not Found for url"), "lacks a file"),
+        (HFValidationError("Repo id must be in the form"), "OWNER/NAME"),
+        (OfflineModeIsEnabled("Cannot reach the hub: offline mode is enabled"), "HF_HUB_OFFLINE"),
+    ],
+)
+def test_errors_of_the_hubs_library_are_explained_in_one_line(error: Any, words: str) -> None:
+    text = str(explain(error, REPO))
+    assert words in text
+    assert str(error) not in text
+    assert "\n" not in text
 
 
 def test_offline_with_nothing(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,9 @@ on npm) has that of 2023, which knows neither tools nor responses.
 """
 
 import json
+import os
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,9 @@ from openai.types.responses import Response
 from openai.types.responses.response_create_params import ResponseCreateParams
 from openai.types.shared import ErrorObject
 from pydantic import TypeAdapter
+
+SCHEMAS = "#/components/schemas/"
+PREFIX = "Brigade"
 
 POSTED = {
     "/v1/chat/completions": (ChatParams, ChatCompletion),
@@ -45,43 +50,42 @@ REFUSED_KINDS = (
     *("ChatCompletionCustomTool", "ChatCompletionNamedToolChoiceCustom"),
 )
 
-# A history is accepted as other clients and servers write it (docs/api.md, "Messages of a chat"):
-# roles of any name, content that is null, and calls and results without what joins them.
-ANY_TEXT = {"type": "object", "required": ["text"], "properties": {"text": {"type": "string"}}}
-ANY_CONTENT = {
-    "anyOf": [
-        {"type": ["string", "null"]},
-        {"type": "array", "items": {"anyOf": [{"type": "string"}, ANY_TEXT]}},
-    ]
+# What a client sends back, and tools, are accepted as other clients and servers write them. There
+# the server's own description holds too, by the title of OpenAI's type.
+WIDER_BODIES = {
+    "CompletionCreateParamsNonStreaming": "ChatBody",
+    "CompletionCreateParamsStreaming": "ChatBody",
+    "ResponseCreateParamsNonStreaming": "ResponsesBody",
+    "ResponseCreateParamsStreaming": "ResponsesBody",
 }
-ANY_MESSAGE = {
-    "type": "object",
-    "required": ["role", "content"],
-    "properties": {
-        "role": {"type": "string", "minLength": 1, "maxLength": 64},
-        "content": ANY_CONTENT,
-    },
-}
-ANY_CALL = {
-    "type": "object",
-    "required": ["function"],
-    "properties": {
-        "function": {
-            "type": "object",
-            "required": ["name"],
-            "properties": {
-                "name": {"type": "string"},
-                "arguments": {"type": ["string", "object", "null"]},
-            },
-        },
-    },
-}
-# The further items of a list, by the title of the type and the name of its field.
-ANY_ITEMS = {
-    ("CompletionCreateParamsNonStreaming", "messages"): ANY_MESSAGE,
-    ("CompletionCreateParamsStreaming", "messages"): ANY_MESSAGE,
-    ("ChatCompletionAssistantMessageParam", "tool_calls"): ANY_CALL,
-}
+WIDER_FIELDS = (
+    "include",
+    "input",
+    "messages",
+    "reasoning",
+    "stream_options",
+    "text",
+    "tool_choice",
+    "tools",
+)
+
+
+def own_schemas() -> dict[str, Any]:
+    """The schemas of the server's description, whose names get a prefix."""
+    url = os.environ["OPENAI_BASE_URL"].removesuffix("/v1") + "/openapi.json"
+    with urllib.request.urlopen(url, timeout=60) as reply:
+        text = reply.read().decode().replace("#/components/schemas/", f"{SCHEMAS}{PREFIX}")
+    return json.loads(text)["components"]["schemas"]
+
+
+def widen(schemas: dict[str, Any], own: dict[str, Any]) -> None:
+    """Has fields of OpenAI's bodies accept what the server's description allows, too."""
+    for schema in schemas.values():
+        body = own.get(WIDER_BODIES.get(schema.get("title"), ""))
+        for name in WIDER_FIELDS:
+            if body and name in schema["properties"] and name in body["properties"]:
+                both = [schema["properties"][name], body["properties"][name]]
+                schema["properties"][name] = {"anyOf": both}
 
 
 def trimmed(schema: Any) -> Any:
@@ -99,17 +103,7 @@ def trimmed(schema: Any) -> Any:
             for name, value in properties.items()
             if name not in REFUSED or name in needed
         }
-        for (title, name), items in ANY_ITEMS.items():
-            if schema.get("title") == title and name in properties:
-                widen(schema["properties"][name], items)
     return schema
-
-
-def widen(field: Any, items: dict[str, Any]) -> None:
-    """Has a field that is a list accept further items."""
-    for schema in (field, *field.get("anyOf", ())):
-        if "items" in schema:
-            schema["items"] = {"anyOf": [schema["items"], items]}
 
 
 def loosened(name: str, schema: Any) -> dict[str, Any]:
@@ -130,7 +124,7 @@ def document() -> dict[str, Any]:
     kinds = [*(kind for pair in POSTED.values() for kind in pair), ErrorObject, Model]
     schemas, whole = TypeAdapter.json_schemas(
         [(number, "validation", TypeAdapter(kind)) for number, kind in enumerate(kinds)],
-        ref_template="#/components/schemas/{model}",
+        ref_template=SCHEMAS + "{model}",
     )
     *posted, error, model = [schemas[number, "validation"] for number in range(len(kinds))]
     refused = {"type": "object", "properties": {"error": error}, "required": ["error"]}
@@ -149,11 +143,15 @@ def document() -> dict[str, Any]:
     named = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
     call = {"parameters": [named], "responses": {"200": described, **refusals}}
     paths["/v1/models/{model}"] = {"get": call}
+    own = own_schemas()
+    components = trimmed(whole["$defs"])
+    widen(components, own)
+    components |= {f"{PREFIX}{name}": schema for name, schema in own.items()}
     return {
         "openapi": "3.1.0",
         "info": {"title": "OpenAI", "version": "trimmed"},
         "paths": paths,
-        "components": {"schemas": trimmed(whole["$defs"])},
+        "components": {"schemas": components},
     }
 
 
