@@ -31,6 +31,19 @@ def files(folder: Path, weights_digest: str) -> dict[str, str]:
     return facts
 
 
+def stamp(folder: Path) -> str:
+    """A digest of the names, sizes and times of a model folder's weights and config. It changes
+    when any of these files is written or replaced."""
+    digest = hashlib.sha256()
+    for path in sorted([*folder.glob("*.safetensors"), folder / "config.json"]):
+        try:
+            status = path.stat()
+        except OSError:
+            continue
+        digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:16]
+
+
 def compare(facts: Mapping[int, Mapping[str, str]]) -> None:
     """Compares the facts of all ranks. Raises DisagreementError, which has every rank's value for
     each fact that differs."""

@@ -4,9 +4,9 @@ They travel as MessagePack arrays that begin with the name of their type. Both e
 types; a body of a type that is not expected there is an error.
 
     parent  -> engine             MakePlan, Order, Admit, Embed, LoadAdapter, ReadPrefix,
-                                  ForgetPrefixFiles, Step
+                                  ForgetPrefixFiles, Step, Leave
     engine  -> parent             Planned, Status, Fault, AdapterRead, AdapterRefused, PrefixFiles,
-                                  PrefixRead, PrefixFileWritten, Result
+                                  PrefixRead, PrefixFileWritten, Result, RingLost, Left
     rank 0's parent -> parent     Challenge, Welcome, Refused, Renew, Start, Ping, Stop,
                                   LoadAdapter, ReadPrefix, ForgetPrefixFiles
     parent -> rank 0's parent     Hello, Pong, Report
@@ -89,6 +89,10 @@ class Order(Message, frozen=True):
     [start, end). num_shards ranks share these layers: place r of the ring is shard r % num_shards
     of stage r // num_shards. prefix_dir is the folder of the prefix cache on disk (None: there is
     none), which may hold up to prefix_bytes.
+
+    An engine that has left an earlier ring and gets the same order again, except for the nonce,
+    keeps its layers, those of its adapters whose versions are in adapters, and of the sequences in
+    positions the keys and values of that many first tokens.
     """
 
     rank: int
@@ -106,19 +110,33 @@ class Order(Message, frozen=True):
     num_shards: int = 1
     prefix_dir: str | None = None
     prefix_bytes: int = 0
+    adapters: tuple[int, ...] = ()
+    positions: dict[int, int] = {}
 
     @property
     def name(self) -> str:
         """The rank within the launch, for messages to people."""
         return f"Rank {self.ring[self.rank]}"
 
+    def loads_the_same(self, other: "Order") -> bool:
+        """Whether the engines of both orders load the same, and have the same place in a ring."""
+        same = msgspec.structs.replace(
+            self,
+            nonce=other.nonce,
+            adapters=other.adapters,
+            positions=other.positions,
+        )
+        return same == other
+
 
 class Renew(Message, frozen=True):
     """Rank 0's parent asks another parent to start a new engine, and with dump to log the stacks of
-    the old one first."""
+    the old one first. With keep, the old engine stays if it leaves its ring in time. The answer is
+    the Status "starting" of a new engine, or Left."""
 
     life: int
     dump: bool
+    keep: bool = False
 
 
 class Start(Message, frozen=True):
@@ -148,6 +166,13 @@ class MakePlan(Message, frozen=True):
 
     model: str
     request: PlanRequest
+
+
+class Leave(Message, frozen=True):
+    """A parent asks its engine to leave its ring, to keep everything else, and to wait for another
+    order. life is that of the next ring. The answer is Left; an engine that cannot do so ends."""
+
+    life: int
 
 
 class Admit(Message, frozen=True):
@@ -222,6 +247,8 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True):
     """The memory and the bytes that loading a stage took. bytes_read is None where the system does
     not count them. can_rewind says whether rows can forget their last tokens.
 
+    files identifies the model's files as they were read: a stamp of serve.core.facts, or the commit
+    of a model on the hub. objection is the reason why the engine cannot outlive a fault, or None.
     is_causal says whether tokens that are fed together give the same logits as one after the other.
     Only the stage with the head sets the three fields before it: the memory for the logits of one
     token, the memory that scoring a prompt needs in addition, and the numbers in a hidden state (0
@@ -238,6 +265,8 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True):
     scoring_bytes: int = 0
     hidden_size: int = 0
     is_causal: bool = True
+    files: str = ""
+    objection: str | None = None
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
@@ -342,6 +371,21 @@ class Fault(Message, frozen=True):
 
     exit_code: int
     message: str
+
+
+class RingLost(Message, frozen=True):
+    """An engine reports that a neighbour or a link is gone. It keeps everything else, and waits for
+    Leave."""
+
+    reason: str
+
+
+class Left(Message, frozen=True):
+    """An engine has left its ring and waits for an order. All later messages belong to this
+    life. positions has the number of tokens whose keys and values it holds, by sequence."""
+
+    life: int
+    positions: dict[int, int] = {}
 
 
 class AdapterRead(Message, frozen=True):
@@ -452,7 +496,7 @@ class Result(Message, frozen=True):
 
 FromPrefixCache: TypeAlias = PrefixFiles | PrefixRead | PrefixFileWritten
 AnswerOfRank: TypeAlias = AdapterRead | AdapterRefused | FromPrefixCache
-FromEngine: TypeAlias = Planned | Status | Fault | AnswerOfRank | Result
+FromEngine: TypeAlias = Planned | Status | Fault | AnswerOfRank | Result | RingLost | Left
 
 
 class Report(Message, frozen=True):
@@ -634,7 +678,7 @@ class Parting(Message, frozen=True):
 
 
 ToPrefixCache: TypeAlias = ReadPrefix | ForgetPrefixFiles
-ToEngine: TypeAlias = MakePlan | Order | Admit | Embed | LoadAdapter | ToPrefixCache | Step
+ToEngine: TypeAlias = MakePlan | Order | Admit | Embed | LoadAdapter | ToPrefixCache | Step | Leave
 ToRank: TypeAlias = (
     Challenge | Welcome | Refused | Renew | Start | Ping | Stop | LoadAdapter | ToPrefixCache
 )

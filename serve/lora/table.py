@@ -72,6 +72,7 @@ class Adapters:
         self._num_layers = len(stage.layers)
         self._read: dict[int, ModuleMatrices] = {}
         self._uncopied: tuple[int, ModuleMatrices, AdapterRead] | None = None
+        self._answers: dict[int, AdapterRead] = {}  # to rank 0, about the versions held here
         self._slots: dict[int, int] = {}
         self._num_slots = 0
         self._adapted: dict[str, Adapted] = {}
@@ -163,15 +164,19 @@ class Adapters:
             raise AdapterError(str(error)) from error
 
     def answer(self, asked: LoadAdapter) -> AdapterRead | AdapterRefused:
-        """Reads an adapter, and returns the answer to rank 0. A version that an earlier engine of
-        this rank has read comes from its copy."""
+        """Reads an adapter, and returns the answer to rank 0. A version that is held here already
+        is not read again, and one that an earlier engine of this rank has read comes from its
+        copy."""
         version = asked.version
+        if version in self._answers:
+            return self._answers[version]
         copy = self._copy_of(version, asked.held) if self._copies else None
         if copy:
             matrices, answer = copy
             for own in matrices.values():
                 mx.eval(own.a, own.b, own.gain)
             self._read[version] = matrices
+            self._answers[version] = answer
             return answer
         try:
             read = self.read(
@@ -199,6 +204,7 @@ class Adapters:
             num_bytes=num_bytes(read.matrices),
         )
         self._uncopied = version, read.matrices, answer
+        self._answers[version] = answer
         return answer
 
     def _copy_of(
@@ -241,6 +247,13 @@ class Adapters:
             return self._arrays()
         return []
 
+    def keep_only(self, versions: Collection[int]) -> list[mx.array]:
+        """Frees all other versions. Returns the arrays to evaluate, as apply does."""
+        held = self._answers.keys() | self._read.keys() | self._slots.keys()
+        for version in sorted(held - set(versions)):
+            self._unload(version)
+        return self._arrays()
+
     def _install(self, version: int) -> None:
         modules = self._read.pop(version, None)
         if modules is None:
@@ -261,6 +274,7 @@ class Adapters:
             self._adapted[name].write(slot, matrices, self._num_slots)
 
     def _unload(self, version: int) -> None:
+        self._answers.pop(version, None)
         self._read.pop(version, None)
         slot = self._slots.pop(version, None)
         if slot is None:

@@ -6,14 +6,17 @@ import os
 import signal
 import socket
 import sys
+from typing import Any
 
 from serve.core.blas import with_openblas
 from serve.core.errors import EngineError
-from serve.core.messages import FromEngine
+from serve.core.messages import FromEngine, Leave, Left
 from serve.parent.link import Link
 
 _DUMP_SECONDS = 0.3
 _KILLED_SECONDS = 10.0
+# The step that an engine computes when its ring is lost has to end before the engine can leave.
+_LEAVE_SECONDS = 5.0
 
 
 class EngineProcess:
@@ -21,6 +24,7 @@ class EngineProcess:
 
     def __init__(self, process: asyncio.subprocess.Process, link: Link[FromEngine]) -> None:
         self._process, self.link = process, link
+        self._left: asyncio.Future[Left] | None = None
 
     @classmethod
     async def start(cls) -> "EngineProcess":
@@ -44,6 +48,33 @@ class EngineProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    async def receive(self) -> FromEngine | None:
+        """Waits for the engine's next message; returns None when the engine is gone. Raises
+        ClusterError if the bytes are not a message that is expected."""
+        while isinstance(message := await self.link.receive(), Left):
+            if self._left and not self._left.done():
+                self._left.set_result(message)
+                return message
+        return message
+
+    async def leave(self, life: int) -> Left | None:
+        """Asks the engine to leave its ring and to keep everything else. Returns its answer, or
+        None if it does not answer in time: then the caller has to stop it. Another task calls
+        receive."""
+        left: asyncio.Future[Left] = asyncio.get_running_loop().create_future()
+        ended = asyncio.create_task(self._process.wait())
+        either: set[asyncio.Future[Any]] = {left, ended}
+        self._left = left
+        self.link.send(Leave(life))
+        await asyncio.wait(
+            either,
+            timeout=_LEAVE_SECONDS,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        ended.cancel()
+        self._left = None  # From here on, it comes too late.
+        return left.result() if left.done() else None
 
     async def wait(self) -> int:
         return await self._process.wait()

@@ -15,6 +15,7 @@ from serve.core.messages import (
     Fault,
     ForgetPrefixFiles,
     FromEngine,
+    Left,
     LoadAdapter,
     Order,
     Ping,
@@ -108,8 +109,8 @@ async def _until(
 
 
 class _Member:
-    """Does what rank 0 says. When its engine ends, it reports that to rank 0 and waits, because all
-    engines restart together."""
+    """Does what rank 0 says. When its engine ends or loses its ring, it reports that to rank 0 and
+    waits, because all engines form the next ring together."""
 
     def __init__(
         self,
@@ -168,8 +169,12 @@ class _Member:
         )
 
     async def _renew(self, message: Renew) -> None:
-        """Replaces the engine, unless it is new and has not had an order yet."""
-        if message.dump and self._engine:
+        """Replaces the engine, unless it is new and has not had an order yet, or may stay and has
+        left its ring."""
+        assert self._engine is not None
+        if message.keep and not self._is_fresh and await self._engine.leave(message.life):
+            return
+        if message.dump:
             await self._engine.dump()
         if not self._is_fresh:
             # If the engine has ended already, its reason is reported first: it may be the cause.
@@ -195,8 +200,10 @@ class _Member:
     async def _read(self, engine: EngineProcess) -> None:
         has_said_why = False
         try:
-            while message := await engine.link.receive():
+            while message := await engine.receive():
                 has_said_why |= isinstance(message, Fault)
+                if isinstance(message, Left):
+                    self._life = message.life
                 self._tell(message)
         except ClusterError as error:
             self._tell(fault_of(error))

@@ -142,6 +142,28 @@ class GroupCaches:
         self._place(sequence, caches, num_tokens)
         self._layout.positions[sequence] = num_tokens
 
+    @property
+    def positions(self) -> dict[int, int]:
+        """The number of tokens that are held of each sequence."""
+        return dict(self._layout.positions)
+
+    def keep_only(self, positions: Mapping[int, int]) -> None:
+        """Keeps so many first tokens of these sequences, and nothing else. Raises EngineError if
+        less is held, or if a sequence cannot go back that far."""
+        layout = self._layout
+        self._checkpoints.clear()
+        layout.floors.clear()
+        for sequence in layout.positions.keys() - positions.keys():
+            self._perform(placement.Drop(sequence))
+        for sequence, num_tokens in positions.items():
+            held = layout.positions.get(sequence, 0)
+            if held < num_tokens:
+                raise EngineError(
+                    f"Sequence {sequence} is to go on at {num_tokens} tokens, and {held} are held."
+                )
+            if held > num_tokens:
+                self._perform(placement.Rewind(sequence, num_tokens))
+
     def content(self, write: Write) -> FileContent:
         """Returns the content of a file of the prefix cache. Its arrays have to be evaluated.
         Raises EngineError if the sequence or the checkpoint is not held here."""

@@ -86,6 +86,12 @@ class Chooser:
                     gone.append(sequence)
         return gone
 
+    def clear(self) -> None:
+        """Forgets all sequences. Compiled grammars stay."""
+        with self._lock:
+            self._samplers.clear()
+            self._num_begun.clear()
+
     def cut_drafts(self, step: Step) -> Step:
         """Returns the step without the drafts that a grammar forbids. It may be called while
         earlier steps run, but not while a step runs whose tokens the drafts follow."""

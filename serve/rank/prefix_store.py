@@ -99,7 +99,8 @@ class PrefixStore:
         self._reader = ThreadPoolExecutor(1, "prefix-reader")
 
     def files(self) -> PrefixFiles:
-        """Lists the files that were there at the start, the least recently used one first."""
+        """Lists the files that were there at the start or at the last rescan, the least recently
+        used one first."""
         return PrefixFiles(self._files, self._max_bytes)
 
     def write(self, write: Write, content: FileContent) -> None:
@@ -115,8 +116,16 @@ class PrefixStore:
             self._writer.submit(self._forget, message)
 
     def wait(self) -> None:
-        """Waits until all earlier writes and deletions are done."""
-        self._writer.submit(lambda: None).result()
+        """Waits until all earlier writes, deletions and reads are done."""
+        for pool in (self._writer, self._reader):
+            pool.submit(lambda: None).result()
+
+    def rescan(self) -> None:
+        """Looks again which files there are, and forgets what was read for sequences. No thread
+        has work."""
+        self._loaded.clear()
+        self._known.clear()
+        self._files = self._scan()
 
     def close(self) -> None:
         """Ends the threads once their work is done, and unlocks the folder."""

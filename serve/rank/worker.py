@@ -3,8 +3,9 @@ and no HTTP.
 
 The main thread talks to the parent, because a process whose main thread is inside
 MLX cannot answer. One other thread has all of MLX: it makes the streams, loads the
-stage and runs the step loop. When the parent goes, or a neighbour, this process
-ends at once: there is nothing in it that is worth saving.
+stage and runs the step loop. When the parent goes, this process ends at once. When
+a neighbour goes, it leaves the ring, keeps what it has loaded, and waits for the
+parent: either for an order with another ring, or to be killed.
 """
 
 import faulthandler
@@ -21,41 +22,39 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from queue import SimpleQueue
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import msgspec
 
-from serve.core.config import Address, parse_address
-from serve.core.errors import BrigadeError, ClusterError, EngineError, PlanError
-from serve.core.facts import versions
+from serve.core.errors import ClusterError, EngineError, PlanError
+from serve.core.facts import stamp, versions
 from serve.core.messages import (
     Activity,
     AdapterRead,
     AdapterRefused,
     Admit,
     Embed,
-    Fault,
     ForgetPrefixFiles,
-    FromEngine,
+    Leave,
+    Left,
     LoadAdapter,
     Loaded,
     MakePlan,
     Order,
-    Planned,
     ReadPrefix,
     Result,
+    RingLost,
     Span,
     Status,
     ToEngine,
 )
 from serve.core.types import FIRST_WARM_UP_STEP, Step
-from serve.core.wire import FrameReader, frame
 from serve.hub.partial import PartialModel, open_partial
 from serve.lora.table import Adapters
 from serve.model.caches import quantized
-from serve.model.planning import make_plan
 from serve.model.sharding import Divisions, Sharding, shard
 from serve.model.stage import Stage
 from serve.model.weights import LoadedStage, load_stage
@@ -63,12 +62,14 @@ from serve.rank.batching import can_batch, is_causal
 from serve.rank.cache import GroupCaches, Part
 from serve.rank.chooser import Chooser, scoring_bytes
 from serve.rank.embedder import Embedder
+from serve.rank.joining import join
 from serve.rank.memory import free_bytes
 from serve.rank.outbox import Outbox
+from serve.rank.parent import Parent, fail, wait_for_order
 from serve.rank.prefix_store import PrefixStore, open_store, stage_digest
-from serve.ring.doorbells import Grid, meet
 from serve.ring.grid import GridTransport
-from serve.ring.transport import LocalTransport, Ring, RingTransport, Transport, among
+from serve.ring.regroup import objection
+from serve.ring.transport import RingLostError, RingTransport, Streams, Transport
 
 _logger = logging.getLogger(__name__)
 
@@ -77,31 +78,6 @@ OpenStore = Callable[[Callable[[], list[Any]]], PrefixStore | None]
 
 _STATUS_SECONDS = 0.25
 _NUM_SPANS = 4096
-_PARENT_FIRST_SECONDS = 5.0  # The parent gives up first, because its reason is clearer.
-
-
-class Parent:
-    """The socket to the parent."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._reader: FrameReader[ToEngine] = FrameReader(ToEngine)
-        self._ready: deque[ToEngine] = deque()
-        self._lock = threading.Lock()
-
-    def send(self, message: FromEngine) -> None:
-        """Sends a message. May be called from every thread. Raises OSError."""
-        with self._lock:
-            self._connection.sendall(frame(message))
-
-    def receive(self) -> ToEngine | None:
-        """The next message; None when the parent is gone."""
-        while not self._ready:
-            data = self._connection.recv(1 << 16)
-            if not data:
-                return None
-            self._ready.extend(self._reader.feed(data))
-        return self._ready.popleft()
 
 
 def _new_caches(stage: Stage, kv_bits: int | None) -> list[Any]:
@@ -126,22 +102,40 @@ class StepLoop:
         divisions: Divisions | None = None,
     ) -> None:
         self.stage = stage
-        self.transport = transport
         self.has_head = stage.is_last and transport.shard == 0
-        make_cache = partial(_new_caches, stage, kv_bits)
-        self.caches = GroupCaches(make_cache, batchable)
-        self.prefix_store = open_store(make_cache) if open_store else None
+        self._make_cache = partial(_new_caches, stage, kv_bits)
+        self._batchable = batchable
+        self.prefix_store = open_store(self._make_cache) if open_store else None
         self.adapters = Adapters(stage, cache_dir, copies, divisions)
-        self.outbox = Outbox(lambda step: transport.send(step, []))
         self.chooser = Chooser(folder)
-        self.embedder = Embedder()
         if stage.is_last:
             stage.keep_hidden()
+        self.spans: deque[Span] = deque(maxlen=_NUM_SPANS)
+        self._begin(transport)
+
+    def _begin(self, transport: Transport) -> None:
+        """Begins to run steps in a ring, with nothing of any sequence."""
+        self.transport = transport
+        self.caches = GroupCaches(self._make_cache, self._batchable)
+        self.outbox = Outbox(lambda step: transport.send(step, []))
+        self.embedder = Embedder()
         self.pooled: list[mx.array] = []  # the embedder's arrays of the latest step
         self.busy_seconds = 0.0
         self.num_steps = 0
         self.step: int | None = None  # the number of the step that is being computed
-        self.spans: deque[Span] = deque(maxlen=_NUM_SPANS)
+
+    def rejoin(self, transport: Transport, order: Order) -> None:
+        """Begins again in another ring, with the same layers, and the adapters and sequences that
+        the order says. Raises EngineError if it holds less than that of a sequence."""
+        caches = self.caches
+        self._begin(transport)
+        if order.positions:
+            caches.keep_only(order.positions)
+            self.caches = caches
+        self.chooser.clear()
+        mx.eval(self.adapters.keep_only(order.adapters))
+        if self.prefix_store:
+            self.prefix_store.rescan()
 
     def run(self) -> Iterator[Result]:
         """Yields the result of each step on rank 0."""
@@ -275,10 +269,17 @@ class Worker:
         self.parent = parent
         self.order = order
         self.transport: Transport | None = None
-        self.loop: StepLoop | None = None
+        self.loop: StepLoop | None = None  # while steps may come
         self.status = Status("joining")
         # A thread of its own, so that no stream waits while an adapter is read.
         self.reader = ThreadPoolExecutor(1, "adapters")
+        self._kept: tuple[Order, StepLoop, Loaded] | None = None
+        self._orders: SimpleQueue[Order] = SimpleQueue()
+        self._leaves: SimpleQueue[Leave] = SimpleQueue()
+        self._has_left = False
+        self._objection = objection()
+        self._streams: Streams | None = None  # made by the thread that has all of MLX
+        self._reports = threading.Lock()
 
     def run(self) -> None:
         threading.Thread(target=self._run_engine, name="mlx", daemon=True).start()
@@ -291,8 +292,7 @@ class Worker:
     def _obey(self, message: ToEngine) -> None:
         match message:
             case Step():
-                loop = self._running_loop()
-                loop.outbox.put(loop.chooser.cut_drafts(message))
+                self._take_step(message)
             case Admit():
                 self._running_loop().chooser.admit(
                     message.sequence, message.sampling, message.num_prompt, message.tokens
@@ -305,8 +305,28 @@ class Worker:
                 store = self._running_loop().prefix_store
                 if store is not None:
                     store.obey(message)
+            case Leave():
+                self._leave(message)
+            case Order() if self._has_left:
+                self._has_left = False
+                self._orders.put(message)
             case Order() | MakePlan():
                 raise EngineError(f"The parent sent a second {type(message).__name__}.")
+
+    def _take_step(self, step: Step) -> None:
+        loop = self._running_loop()
+        try:
+            loop.outbox.put(loop.chooser.cut_drafts(step))
+        except RingLostError:
+            loop.transport.close()  # The other thread notices it, and reports it.
+
+    def _leave(self, message: Leave) -> None:
+        """Makes the other thread leave the ring, as soon as the step that it computes is done."""
+        self.loop = None
+        self._has_left = True
+        self._leaves.put(message)
+        if self.transport:
+            self.transport.close()
 
     def _read_adapter(self, message: LoadAdapter, adapters: Adapters) -> None:
         """Reads an adapter and answers rank 0. No step uses the adapter yet, so an error here ends
@@ -331,21 +351,49 @@ class Worker:
 
     def _run_engine(self) -> None:
         try:
-            for result in self._start().run():
-                self.parent.send(result)
-            raise ClusterError(f"{self.order.name}: its right neighbour is gone.")
+            self._streams = Streams()
+            while True:
+                loop = self._start()
+                reason = self._run_steps(loop)
+                if self._objection or not isinstance(loop.transport, RingTransport):
+                    raise ClusterError(reason)
+                self._leave_ring(loop, loop.transport, reason)
+                self.order = self._orders.get()
         except Exception as error:  # The top of the thread: the process ends with it.
             fail(self.parent, error, self.order.name)
 
+    def _run_steps(self, loop: StepLoop) -> str:
+        """Runs steps until the ring is lost, and returns the reason."""
+        try:
+            for result in loop.run():
+                self.parent.send(result)
+        except RingLostError as error:
+            return str(error)
+        return f"{self.order.name}: its right neighbour is gone."
+
+    def _leave_ring(self, loop: StepLoop, transport: RingTransport, reason: str) -> None:
+        """Leaves a lost ring, and answers the parent when it asks for that. Whatever blocks or
+        fails here makes the parent end this process."""
+        if self._leaves.empty():
+            self.parent.send(RingLost(reason))
+        transport.leave()
+        leave = self._leaves.get()
+        # No answer of an earlier life may come after Left.
+        self.reader.submit(lambda: None).result()
+        if loop.prefix_store:
+            loop.prefix_store.wait()
+        with self._reports:
+            self.status = Status("starting")
+            self.parent.send(Left(leave.life, loop.caches.positions))
+
     def _start(self) -> StepLoop:
         order = self.order
-        self.transport = self._join()
+        self.transport = join(order, self._streams)
         self.status = Status("loading")
+        if self._kept is not None:
+            return self._rejoin(*self._kept)
         model = self._model()
-        if isinstance(model, Path):
-            folder = model
-        else:
-            folder = model.folder
+        folder = model if isinstance(model, Path) else model.folder
         batchable = True
         causal = True
 
@@ -359,7 +407,7 @@ class Worker:
 
         loaded = load_stage(model, *order.layers, self._loading, try_and_shard)
         cache_dir = Path(order.cache_dir) if order.cache_dir else None
-        self.loop = StepLoop(
+        loop = StepLoop(
             loaded.stage,
             self.transport,
             order.kv_bits,
@@ -370,13 +418,29 @@ class Worker:
             open_store=partial(self._open_store, loaded, folder),
             divisions=loaded.divisions,
         )
-        if self.loop.prefix_store:
-            self.parent.send(self.loop.prefix_store.files())
-        what_is_loaded = self._what_is_loaded(loaded, self.loop, causal)
+        what_is_loaded = self._what_is_loaded(loaded, loop, causal)
         if order.num_shards > 1 and loaded.stage.is_last and not what_is_loaded.hidden_size:
             raise PlanError("--tensor-parallel: this model does not show its hidden states.")
-        self.status = Status("ready", loaded=what_is_loaded)
-        return self.loop
+        self._kept = order, loop, what_is_loaded
+        self._be_ready(loop, what_is_loaded)
+        return loop
+
+    def _rejoin(self, earlier: Order, loop: StepLoop, loaded: Loaded) -> StepLoop:
+        """Continues in another ring with what is loaded. Raises EngineError if this is not what the
+        order says."""
+        assert self.transport is not None
+        order = self.order
+        if not order.loads_the_same(earlier):
+            raise EngineError(f"{order.name} holds something else than what its order says.")
+        loop.rejoin(self.transport, order)
+        self._be_ready(loop, loaded)
+        return loop
+
+    def _be_ready(self, loop: StepLoop, loaded: Loaded) -> None:
+        if loop.prefix_store:
+            self.parent.send(loop.prefix_store.files())
+        self.loop = loop
+        self.status = Status("ready", loaded=loaded)
 
     def _open_store(
         self, loaded: LoadedStage, folder: Path, make_cache: Callable[[], list[Any]]
@@ -422,50 +486,16 @@ class Worker:
             scoring_bytes=bytes_to_score,
             hidden_size=hidden_size,
             is_causal=is_causal,
+            objection=self._objection,
+            files=self.order.commit or stamp(Path(self.order.model)),
         )
 
     def _model(self) -> Path | PartialModel:
         order = self.order
         if order.commit is None:
             return Path(order.model)
-        if order.cache_dir:
-            cache_dir = Path(order.cache_dir)
-        else:
-            cache_dir = None
+        cache_dir = Path(order.cache_dir) if order.cache_dir else None
         return open_partial(order.model, order.commit, cache_dir)
-
-    def _join(self) -> Transport:
-        order = self.order
-        if len(order.hosts) == 1:
-            return LocalTransport()
-        # MLX holds the interpreter's lock while it waits for neighbours, so no thread here would
-        # see that the parent was killed. This one needs no lock, and ends the process.
-        faulthandler.dump_traceback_later(order.join_timeout + _PARENT_FIRST_SECONDS, exit=True)
-        try:
-            if order.num_shards > 1:
-                return self._join_grid()
-            with among(order.ring, order.addresses, Path(order.copies)):
-                return RingTransport(Ring(order.rank, order.hosts, order.nonce, order.join_timeout))
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-
-    def _join_grid(self) -> Transport:
-        order = self.order
-        addresses: list[Address] = []
-        for rank in order.ring:
-            first_address, *_ = order.addresses[rank]
-            addresses.append(parse_address(first_address, "MLX_HOSTFILE"))
-        grid = Grid(
-            order.rank,
-            order.num_shards,
-            tuple(addresses),
-            order.nonce,
-            order.join_timeout,
-        )
-        neighbours = meet(grid)
-        row = [order.ring[place] for place in grid.row]
-        with among(row, order.addresses, Path(order.copies)):
-            return GridTransport(grid, neighbours)
 
     def _loading(self, state: str, done: int, total: int) -> None:
         self.status = Status(state, done, total)
@@ -482,10 +512,10 @@ class Worker:
             fail(self.parent, error, self.order.name)
 
     def _report(self) -> None:
-        status = self.status
-        if self.loop:
-            status = msgspec.structs.replace(status, activity=_activity(self.loop))
-        self.parent.send(status)
+        loop = self.loop
+        activity = _activity(loop) if loop else None
+        with self._reports:  # A report of the time before Left would be taken for a later one.
+            self.parent.send(msgspec.structs.replace(self.status, activity=activity))
 
 
 def _activity(loop: StepLoop) -> Activity:
@@ -517,43 +547,12 @@ def main(argv: list[str]) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the parent asks, after a stall
     parent = Parent(socket.socket(fileno=int(argv[1])))
     try:
-        order = _wait_for_order(parent)
+        order = wait_for_order(parent)
         if order is not None:
             Worker(parent, order).run()
     except Exception as error:  # The top of the process.
         fail(parent, error)
     os._exit(0)
-
-
-def _wait_for_order(parent: Parent) -> Order | None:
-    """Waits for the order to load a model, and returns None if the parent ends first. Rank 0's
-    engine makes plans before that."""
-    while message := parent.receive():
-        match message:
-            case Order():
-                return message
-            case MakePlan(model, request):
-                plan = make_plan(Path(model), request)
-                parent.send(Planned(plan.stages))
-            case _:
-                raise EngineError(f"The parent sent {type(message).__name__} before an order.")
-    return None
-
-
-def fail(parent: Parent, error: BaseException, name: str = "The engine") -> NoReturn:
-    """Reports an error to the parent, and ends the process without waiting for any thread."""
-    if isinstance(error, BrigadeError):
-        exit_code = error.exit_code
-        message = str(error)
-    else:
-        sys.excepthook(type(error), error, error.__traceback__)
-        exit_code = EngineError.exit_code
-        message = f"{name}: {type(error).__name__}: {error}"
-    try:
-        parent.send(Fault(exit_code, message))
-    except OSError:
-        exit_code = ClusterError.exit_code  # The parent is gone.
-    os._exit(exit_code)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
@@ -25,10 +25,15 @@ from serve.core.errors import ClusterError
 from serve.core.messages import Greeting, Hop, TensorSpec
 from serve.core.types import FIRST_WARM_UP_STEP, Step
 from serve.core.wire import FrameReader, frame
+from serve.ring.regroup import forget_groups
 from serve.ring.sums import Sums
 
 _MIN_WAIT_SECONDS = 0.01
 _MAX_GREETING_SECONDS = 5.0
+
+
+class RingLostError(ClusterError):
+    """A neighbour or a link is gone. Everything that this process holds is as it was."""
 
 
 Received = tuple[Step, list[mx.array]]
@@ -93,7 +98,8 @@ class Hops:
         try:
             yield
         except RuntimeError as error:
-            raise ClusterError(f"The ring broke: {error}.") from error
+            kind = RingLostError if "[ring]" in str(error) else ClusterError
+            raise kind(f"The ring broke: {error}.") from error
         finally:
             self.waits_on = None
 
@@ -142,25 +148,35 @@ class Ring:
     timeout_seconds: float
 
 
+class Streams:
+    """The streams on which a process sends and receives. Each has a thread that lasts as long as
+    the process, so all rings of a process use the same ones, in the thread that made them."""
+
+    def __init__(self) -> None:
+        # On one common stream, no message could come in while a sent one waits to be taken.
+        self.sends = mx.new_stream(mx.cpu)
+        self.receives = mx.new_stream(mx.cpu)
+
+
 class RingTransport(Hops):
     """A transport between processes, for stages of one rank each.
 
-    It raises ClusterError at the first sign that a neighbour is gone. Such an error is the end
-    of the process, because MLX can form a group only once in each.
+    It raises RingLostError at the first sign that a neighbour is gone, and ClusterError if what
+    comes is wrong. streams are those of an earlier ring of this process, if there was one.
     """
 
-    def __init__(self, ring: Ring) -> None:
+    def __init__(self, ring: Ring, streams: Streams | None = None) -> None:
         super().__init__()
         num_ranks = len(ring.hosts)
         self._rank = ring.rank
         self._left_rank = (ring.rank - 1) % num_ranks
         self._right_rank = (ring.rank + 1) % num_ranks
-        # On one common stream, no message could come in while a sent one waits to be taken.
-        self._sends = mx.new_stream(mx.cpu)
-        self._receives = mx.new_stream(mx.cpu)
+        streams = streams or Streams()
+        self._sends, self._receives = streams.sends, streams.receives
         self._reader: FrameReader[Hop] = FrameReader(Hop)
         self._hops: list[Hop] = []
         self._sending: mx.array | None = None
+        self._group: mx.distributed.Group | None
         self._group, self._left, self._right = form_ring(ring, self._receives)
 
     def send(self, step: Step, arrays: Sequence[mx.array]) -> None:
@@ -195,15 +211,30 @@ class RingTransport(Hops):
         return step, arrays
 
     def close(self) -> None:
+        """Closes the doorbells, and wakes up a thread that waits for one."""
         for doorbell in (self._left, self._right):
+            with suppress(OSError):  # The neighbour may have closed it already.
+                doorbell.shutdown(socket.SHUT_RDWR)
             doorbell.close()
+
+    def leave(self) -> None:
+        """Closes the ring, so that this process can form another one. The thread that sends and
+        receives calls it. It blocks while a message is on its way and its link is not closed."""
+        self.close()
+        for stream in (self._sends, self._receives):
+            # MLX frees a group without looking whether a stream still uses it.
+            with suppress(RuntimeError):  # The neighbour did not take the last message.
+                mx.synchronize(stream)
+        self._sending = None
+        self._group = None
+        forget_groups()
 
     def _next_hop(self) -> Hop | None:
         while not self._hops:
             try:
                 data = self._right.recv(1 << 16)
             except OSError as error:
-                raise ClusterError(f"The link to the right neighbour broke: {error}.") from error
+                raise RingLostError(f"The link to the right neighbour broke: {error}.") from error
             if not data:
                 return None
             self._hops += self._reader.feed(data)
@@ -213,7 +244,7 @@ class RingTransport(Hops):
         try:
             self._left.sendall(data)
         except OSError as error:
-            raise ClusterError(f"The link to the left neighbour broke: {error}.") from error
+            raise RingLostError(f"The link to the left neighbour broke: {error}.") from error
 
 
 @contextmanager
@@ -225,17 +256,22 @@ def among(
     """Sets the environment variables from which MLX forms a ring, here of some of the launch's
     ranks.
 
-    The caller removes the folder of the host file, because this process may be killed.
+    MLX_RANK is the rank within the launch, before and after. The caller removes the folder of the
+    host file, because this process may be killed.
     """
     # The folder may be gone, because some systems clean up temporary folders after days.
     folder.mkdir(0o700, parents=True, exist_ok=True)
-    rank = int(os.environ["MLX_RANK"])
+    own_place = os.environ["MLX_RANK"]
+    rank = int(own_place)
     with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".json") as file:
         json.dump([addresses[each] for each in ranks], file)
         file.flush()
         os.environ["MLX_HOSTFILE"] = file.name
         os.environ["MLX_RANK"] = str(ranks.index(rank))
-        yield
+        try:
+            yield
+        finally:
+            os.environ["MLX_RANK"] = own_place  # It is read again for the next ring.
 
 
 def form_ring(

@@ -25,7 +25,8 @@ from serve.core.wire import FrameReader
 from serve.lora.files import read_adapter
 from serve.lora.table import Adapters
 from serve.model.stage import Stage
-from serve.rank.worker import Order, Parent, Worker
+from serve.rank.parent import Parent
+from serve.rank.worker import Order, Worker
 from tests import adapters
 from tests.models import build
 
@@ -190,6 +191,29 @@ def test_slots_come_and_go(tmp_path: Path) -> None:
             halves = [2 * own.num_bytes for own in pipeline.adapters]
             assert all(half <= size for half, size in zip(halves, full, strict=True))
     assert [own.num_bytes for own in pipeline.adapters] == empty
+
+
+def test_table_keeps_only_some_versions_and_does_not_read_them_again(tmp_path: Path) -> None:
+    """As an engine does that outlives a fault. Version 3 has not been used by a step so far."""
+    own = Adapters(Stage(LLAMA(), 0, 4))
+    answers = {}
+    for version in (1, 2, 3):
+        folder = adapters.save_adapter(tmp_path / str(version), LLAMA(), version)
+        asked = LoadAdapter(version, str(folder), None, None, 64, [])
+        answers[version] = own.answer(asked)
+        if version < 3:
+            step = Step(version, 0, (Row(0, 0, 1, version),), (0,), True)
+            mx.eval(own.apply(step))
+    mx.eval(own.keep_only([2, 3]))
+    shutil.rmtree(tmp_path)
+    for version in (2, 3):
+        asked = LoadAdapter(version, str(tmp_path / str(version)), None, None, 64, [])
+        assert own.answer(asked) is answers[version]
+        mx.eval(own.apply(Step(9, 0, (Row(0, 0, 1, version),), (0,), True)))
+    gone = LoadAdapter(1, str(tmp_path / "1"), None, None, 64, [])
+    assert isinstance(own.answer(gone), AdapterRefused)
+    with pytest.raises(EngineError, match="version 1"):
+        own.apply(Step(9, 0, (Row(0, 0, 1, 1),), (0,), True))
 
 
 def test_a_step_with_a_version_that_is_not_there_is_an_error(tmp_path: Path) -> None:

@@ -78,6 +78,16 @@ class Rig:
         self.length[sequence] -= num_drafts
         trim_prompt_cache(self.alone[sequence], num_drafts)
 
+    def lose_ring(self, numbers: dict[int, int]) -> None:
+        """Only these sequences stay, without so many of their last tokens."""
+        positions = {sequence: self.length[sequence] - n for sequence, n in numbers.items()}
+        self.caches.keep_only(positions)
+        assert self.caches.positions == positions
+        self.alone = {sequence: self.alone[sequence] for sequence in numbers}
+        for sequence, num_tokens in numbers.items():
+            trim_prompt_cache(self.alone[sequence], num_tokens)
+        self.length = positions
+
 
 def _model(config: dict[str, int], overflows: int | None) -> nn.Module:
     model = build("llama", **config)
@@ -206,6 +216,19 @@ def test_rows_go_back_only_behind_drafts(rig: Rig) -> None:
     rig.step(0, {0: [5]})
 
 
+def test_caches_keep_only_the_beginnings_of_some_sequences(rig: Rig) -> None:
+    rig.step(0, {0: [1, 2, 3], 1: [4, 5], 2: [6]})
+    rig.step(0, {0: [7], 1: [8], 2: [9]})
+    rig.step(1, {3: [10, 11, 12, 13]})
+    rig.lose_ring({0: 1, 1: 0, 3: 2})
+    rig.step(0, {0: [20]})
+    rig.step(1, {1: [21], 3: [22]})
+    rig.step(0, {0: [23], 1: [24], 3: [25]})
+    rig.step(2, {2: [26, 27]})
+    with pytest.raises(EngineError, match="go on at 5 tokens, and 2 are held"):
+        rig.caches.keep_only({2: 5})
+
+
 def test_caches_that_cannot_go_back_refuse_to() -> None:
     caches = GroupCaches(lambda: [RotatingKVCache(4)])
     caches.apply(Step(1, 0, (Row(0, 0, 1),), (1,), True))
@@ -328,6 +351,16 @@ class RandomLife:
             self.rig.step(-1, {}, take=(Take(new_id, source, num_tokens),))
             self.groups[group].append(new_id)
 
+    def lose_ring(self) -> None:
+        """All are taken out of their groups, and some of them are kept in part."""
+        kept = [id for id in self.rig.length if self.chance.random() < 0.8]
+        numbers = {id: self.chance.randint(0, min(3, self.rig.length[id] - 1)) for id in kept}
+        self.rig.lose_ring(numbers)
+        for ids in (self.away, *self.groups.values()):
+            ids.clear()
+        for id in kept:
+            self.groups[self.chance.choice((0, 1))].append(id)
+
 
 @pytest.mark.parametrize(("seed", "kv_bits", "overflows"), LIVES)
 def test_random_lives(seed: int, kv_bits: int | None, overflows: int | None) -> None:
@@ -369,6 +402,8 @@ def test_random_lives_with_drafts(seed: int, kv_bits: int | None, overflows: int
             life.drop()
         elif kind < 0.4:
             life.copy(group)
+        elif kind < 0.45:
+            life.lose_ring()
         else:
             feed_drafts(life, group)
 

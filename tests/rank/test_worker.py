@@ -6,7 +6,8 @@ from serve.core.messages import Activity, Order, Status
 from serve.core.types import Row, Sampling, Step
 from serve.core.wire import FrameReader
 from serve.model.stage import Stage
-from serve.rank.worker import Parent, StepLoop, Worker
+from serve.rank.parent import Parent
+from serve.rank.worker import StepLoop, Worker
 from serve.ring.transport import LocalTransport
 from tests.models import build
 

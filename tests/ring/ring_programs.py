@@ -4,20 +4,21 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import mlx.core as mx
 
 from serve.core.errors import ClusterError
 from serve.core.types import Row, Step
-from serve.ring.transport import Ring, RingTransport
+from serve.ring.transport import Ring, RingLostError, RingTransport, Streams
 
 RANK = int(os.environ["MLX_RANK"])
 NUM_RANKS = int(os.environ["NUM_RANKS"])
 
 
-def join(nonce: int = 1) -> RingTransport:
-    return RingTransport(Ring(RANK, ("127.0.0.1",) * NUM_RANKS, nonce, 10.0))
+def join(nonce: int = 1, streams: Streams | None = None) -> RingTransport:
+    return RingTransport(Ring(RANK, ("127.0.0.1",) * NUM_RANKS, nonce, 10.0), streams)
 
 
 def step(number: int) -> Step:
@@ -102,6 +103,49 @@ def peer_dies() -> None:
         os._exit(0)  # MLX would wait forever on a group that has lost a peer.
 
 
+def again() -> None:
+    """Forms rings one after the other in the same processes. Rank 0 leaves each one while a large
+    message is on its way to it. Prints threads and megabytes after the first tenth and at the end,
+    and the descriptors at the end."""
+    num_rings = int(sys.argv[2])
+    streams = Streams()
+    kept, sizes = tensors(7), []
+    mx.eval(kept)
+    for number in range(1, num_rings + 1):
+        transport = join(number, streams)
+        pass_around(transport, number)
+        transport.leave()
+        if number in (max(1, num_rings // 10), num_rings):
+            sizes += own_sizes()
+    assert all(mx.array_equal(a, b).item() for a, b in zip(kept, tensors(7), strict=True))
+    print(*sizes, len(os.listdir("/proc/self/fd")), flush=True)
+    os._exit(0)
+
+
+def pass_around(transport: RingTransport, number: int) -> None:
+    """Takes a message around the ring, and then loses the ring."""
+    if RANK == 0:
+        transport.send(step(number), [])
+    message = transport.receive()
+    assert message is not None
+    got, arrays = message
+    assert got == step(number), "a message of another ring"
+    if RANK == 0:
+        same = [mx.array_equal(a, b).item() for a, b in zip(arrays, tensors(number), strict=True)]
+        assert all(same), (number, same)
+        return
+    transport.send(got, tensors(number) if RANK == NUM_RANKS - 1 else arrays)
+    transport.send(step(number + 1), [mx.zeros((4 << 20,))])
+    with suppress(RingLostError):
+        while transport.receive() is not None:
+            continue
+
+
+def own_sizes() -> list[int]:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return [len(os.listdir("/proc/self/task")), pages * os.sysconf("SC_PAGESIZE") >> 20]
+
+
 def idle() -> None:
     """Prints the CPU seconds that a second of waiting costs."""
     transport = join()
@@ -117,5 +161,5 @@ def idle() -> None:
 if __name__ == "__main__":
     {
         **{"around": around, "one_ahead": one_ahead, "other_nonce": other_nonce},
-        **{"peer_dies": peer_dies, "idle": idle},
+        **{"peer_dies": peer_dies, "idle": idle, "again": again},
     }[sys.argv[1]]()

@@ -12,9 +12,12 @@ import mlx.core as mx
 import psutil
 import pytest
 
+from serve.core.config import parse_address
 from serve.core.errors import ClusterError
 from serve.core.messages import Order
 from serve.core.wire import frame
+from serve.ring import regroup
+from serve.ring.doorbells import Grid, meet
 from serve.ring.transport import Ring, _ring_doorbells, form_ring
 
 
@@ -33,12 +36,12 @@ def run_ring(
     programs: str = "tests.ring.ring_programs",
     seconds: float = 60.0,
 ) -> list[str]:
-    """What each rank printed."""
+    """What each rank printed. The program's name may be followed by an argument."""
     hostfile = tmp_path / "hosts.json"
     hostfile.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(num_ranks)]))
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", programs, program],
+            [sys.executable, "-m", programs, *program.split()],
             env={
                 **os.environ,
                 "MLX_RANK": str(rank),
@@ -82,6 +85,23 @@ def test_a_peer_that_dies_is_an_error_not_a_hang(tmp_path: Path) -> None:
     assert "broke" in first
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_transport_that_leaves_its_ring_can_join_another_one(
+    tmp_path: Path, num_ranks: int
+) -> None:
+    """A message of an earlier ring, which was on its way when the ring was left, never comes."""
+    for sizes in run_ring(tmp_path, "again 4", num_ranks):
+        threads, _, threads_at_the_end, _, num_descriptors = map(int, sizes.split())
+        assert threads == threads_at_the_end
+        assert num_descriptors < 50
+
+
+def test_regroup_objects_where_mlx_lacks_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert regroup.objection() is None
+    monkeypatch.setattr(regroup, "_CLEAR_BACKENDS", "no_such_function")
+    assert "does not offer clear_backends" in (regroup.objection() or "")
+
+
 def test_a_waiting_rank_costs_no_cpu(tmp_path: Path) -> None:
     _, second = run_ring(tmp_path, "idle", 2)
     assert float(second) < 0.2
@@ -123,6 +143,9 @@ def test_an_engine_whose_parent_was_killed_ends_also_in_the_middle_of_joining(
             stderr=subprocess.PIPE,
         )
         ours.sendall(frame(order))
+        own, other = (parse_address(address, "") for (address,) in addresses)
+        # A neighbour that meets the engine, and then never joins MLX's ring.
+        meet(Grid(1, 2, (own, other), order.nonce, 60.0)).close()
         wait_until_listening(psutil.Process(engine.pid))
     try:
         _, said = engine.communicate(timeout=30)

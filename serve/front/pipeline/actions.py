@@ -14,10 +14,12 @@ from serve.core.plan import PlanRequest, StagePlan
 @dataclass(frozen=True, slots=True)
 class ReplaceEngine:
     """Ends rank 0's engine process, if there is one, and starts another. With dump, the old one
-    writes its stacks first. Answered by EngineStarted or EngineFailed."""
+    writes its stacks first. With keep, it stays if it leaves its ring in time. Answered by
+    EngineStarted or EngineFailed."""
 
     life: int
     dump: bool = False
+    keep: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +31,13 @@ class AskForPlan:
 
 @dataclass(frozen=True, slots=True)
 class RenewRank:
-    """Tells a rank's parent to start a new engine, which reports the state "starting"."""
+    """Tells a rank's parent to start a new engine, which reports the state "starting". With keep,
+    the old one stays if it leaves its ring in time, and reports Left."""
 
     rank: int
     life: int
     dump: bool
+    keep: bool
 
 
 @dataclass(frozen=True, slots=True)

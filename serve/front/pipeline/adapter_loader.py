@@ -292,6 +292,10 @@ class AdapterLoader:
 
     # --- engines that restart
 
+    def wanted_versions(self) -> tuple[int, ...]:
+        """Returns the versions that engines keep if they stay for the next life."""
+        return tuple(filter(self.registry.is_wanted, self.registry.versions))
+
     def interrupt(self) -> None:
         """Notes that the engines have ended. They will not answer."""
         self._num_interrupted += 1
@@ -302,6 +306,7 @@ class AdapterLoader:
         for version, loaded in list(self.registry.versions.items()):
             if not self.registry.is_wanted(version):
                 self.registry.versions.pop(version, None)
+                self._ranks.retire(version)  # An engine that has stayed may hold it.
                 continue
             try:
                 answers = await self._ask(version, loaded.source)

@@ -14,6 +14,8 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, Protocol
 
+from msgspec.structs import replace
+
 from serve.core.config import Cluster, ServeConfig
 from serve.core.errors import BrigadeError, EngineError, PlanError, UnavailableError
 from serve.core.folder import own_folder
@@ -22,6 +24,7 @@ from serve.core.messages import (
     Embed,
     Fault,
     FromPrefixCache,
+    Left,
     LoadAdapter,
     MakePlan,
     Renew,
@@ -159,12 +162,12 @@ class Driver:
 
     def _perform(self, action: actions.Action) -> None:
         match action:
-            case actions.ReplaceEngine(life, dump):
-                self._spawn(self._replace_engine(life, dump))
+            case actions.ReplaceEngine(life, dump, keep):
+                self._spawn(self._replace_engine(life, dump, keep))
             case actions.AskForPlan(request):
                 self._send_to_engine(MakePlan(str(self._folder), request))
-            case actions.RenewRank(rank, life, dump):
-                self._control.send(rank, Renew(life, dump))
+            case actions.RenewRank(rank, life, dump, keep):
+                self._control.send(rank, Renew(life, dump, keep))
             case actions.GiveOrders(stages):
                 self._give_orders(stages)
             case actions.Settle(life):
@@ -200,7 +203,10 @@ class Driver:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _replace_engine(self, life: int, dump: bool) -> None:
+    async def _replace_engine(self, life: int, dump: bool, keep: bool) -> None:
+        if keep and self._process and (left := await self._process.leave(life)):
+            self.on(events.EngineStarted(life, left))
+            return
         try:
             if self._reading:
                 await cancelled(self._reading)
@@ -219,9 +225,12 @@ class Driver:
         """Reads the messages of rank 0's engine until it ends."""
         has_said_why = False
         try:
-            while message := await process.link.receive():
+            while message := await process.receive():
                 if isinstance(message, Result):
                     self._requests.on_result(message)
+                    continue
+                if isinstance(message, Left):
+                    life = message.life
                     continue
                 has_said_why |= isinstance(message, Fault)
                 self.on(events.Heard(0, Report(life, message)))
@@ -235,8 +244,14 @@ class Driver:
         """Sends the orders with a new nonce, so that no engine of an older ring can join."""
         nonce = secrets.randbits(31)
         ring = tuple(stage.rank for stage in stages)
+        adapters = self._adapters.wanted_versions()
+        positions = self._requests.keep([stage.positions for stage in self._lifecycle.stages])
         for stage in stages:
-            message = order(self._config, self._cluster, ring, stage, nonce, self._copies.name)
+            message = replace(
+                order(self._config, self._cluster, ring, stage, nonce, self._copies.name),
+                adapters=adapters,
+                positions=positions,
+            )
             if stage.rank:
                 self._control.send(stage.rank, Start(message))
             else:

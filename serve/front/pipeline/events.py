@@ -8,7 +8,7 @@ from enum import Enum
 from typing import TypeAlias
 
 from serve.core.errors import BrigadeError
-from serve.core.messages import Report
+from serve.core.messages import Left, Report
 from serve.parent.control import Gone, Joined
 
 
@@ -79,7 +79,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class EngineStarted(Answer):
-    """Rank 0 has a new engine process, which waits for an order."""
+    """Rank 0 has an engine process that waits for an order. It is a new one, or the old one, which
+    has left its ring."""
+
+    left: Left | None = None
 
 
 @dataclass(frozen=True, slots=True)

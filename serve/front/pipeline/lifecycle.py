@@ -1,8 +1,9 @@
 """The life cycle of the engines: a state machine that takes events and answers with actions. Pure.
 
-All engines start, work and end together, and this period is a life. The ranks' parents outlive it,
-and so do the sequences and connections that they hold. docs/architecture.md shows the states. The
-caller has the clock, performs the actions in order, and sends `Ticked` when `deadline` has passed.
+All engines join a ring, work and leave it together, and this period is a life. The ranks' parents
+outlive it, and so do the sequences and connections that they hold, and engines that can.
+docs/architecture.md shows the states. The caller has the clock, performs the actions in order, and
+sends `Ticked` when `deadline` has passed.
 """
 
 import logging
@@ -22,8 +23,10 @@ from serve.core.messages import (
     AnswerOfRank,
     Fault,
     FromEngine,
+    Left,
     Planned,
     Report,
+    RingLost,
     Status,
 )
 from serve.core.plan import StagePlan
@@ -34,7 +37,6 @@ from serve.front.pipeline.orders import plan_request, replan_request
 from serve.front.pipeline.status import StageStatus, is_silent, stall_cause
 from serve.parent.control import Gone, Joined
 from serve.parent.restarts import Judgement, Restarts, better_reason, may_pass, reason_seconds
-from serve.parent.roster import Roster
 
 WATCH_SECONDS = 0.5
 RENEW_SECONDS = 10.0  # for a parent to start an engine
@@ -50,12 +52,9 @@ class Lifecycle(Machine):
         hosts: Sequence[str],
         facts: dict[str, str],
     ) -> None:
-        super().__init__()
+        super().__init__(hosts, facts)
         self._config = config
         self.recovery_seconds = 0.0
-        self.roster = Roster(facts)
-        self.ranks = [StageStatus(rank, host) for rank, host in enumerate(hosts)]
-        self.stages = list(self.ranks)  # of the ranks that take part, in order
         self._plans: dict[tuple[int, ...], list[StagePlan] | PlanError] = {}
         self._tried: tuple[int, ...] = ()  # the ranks of the latest plan
         self._settled: tuple[int, ...] = ()  # the ring that has had room
@@ -75,24 +74,6 @@ class Lifecycle(Machine):
         self._pause_seconds = 0.0
         self._gather_until = 0.0
 
-    # --- what is seen from outside
-
-    @property
-    def ring(self) -> tuple[int, ...]:
-        """The ranks that take part, in order."""
-        return tuple(stage.rank for stage in self.stages)
-
-    @property
-    def missing(self) -> list[int]:
-        """The ranks that take part and have not joined."""
-        return self.roster.missing(self.ring)
-
-    def late(self) -> str | None:
-        """Returns one line that says which rank is awaited, or None if all stages are ready."""
-        if self.missing:
-            return f"waiting for rank {self.missing[0]}"
-        return next((stage.doing for stage in self.stages if stage.state != "ready"), None)
-
     # --- events
 
     def on(self, event: events.Event, now: float) -> list[actions.Action]:
@@ -111,8 +92,8 @@ class Lifecycle(Machine):
                 self._do(actions.ReplaceEngine(self.number))
             case events.Heard(rank, message):
                 self._on_heard(rank, message)
-            case events.EngineStarted():
-                self._on_engine_started()
+            case events.EngineStarted(_, left):
+                self._on_engine_started(left)
             case events.EngineFailed(error):
                 self._fail(error)
             case events.Settled():
@@ -186,6 +167,11 @@ class Lifecycle(Machine):
         match message:
             case Status():
                 self._on_status(self.ranks[rank], message)
+            case RingLost(reason):
+                self._warn(f"event=fault rank={rank}", reason)
+                self._fault(ClusterError(reason))
+            case Left():
+                self._on_left(self.ranks[rank], message)
             case _ if isinstance(message, AnswerOfRank):
                 self._do(actions.PassOn(rank, message))
             case Planned(stages) if is_planning and not rank:
@@ -201,7 +187,11 @@ class Lifecycle(Machine):
 
     def _on_status(self, stage: StageStatus, status: Status) -> None:
         before = stage.state, stage.done
+        files = stage.files
         stage.update(status, self.ring, self._now)
+        if files and files != stage.files and any(other.has_stayed for other in self.stages):
+            reason = f"The model's files on rank {stage.rank} have changed: all ranks read theirs."
+            self._fault(ClusterError(reason))
         if stage.state != before[0]:
             self._log(logging.INFO, stage.line())
         if (stage.state, stage.done) == before:
@@ -210,6 +200,13 @@ class Lifecycle(Machine):
         if self.state in events.AWAITED:
             # The time counts from the last progress of any stage: a download may take hours.
             self.deadline = self._now + self._patience[self.state]
+            self._check_stages()
+
+    def _on_left(self, stage: StageStatus, left: Left) -> None:
+        """Notes that an engine has outlived a fault, and what it holds."""
+        stage.stay(left.positions)
+        self._log(logging.INFO, f"event=engine_stayed rank={stage.rank} life={self.number}")
+        if self.state in events.AWAITED:
             self._check_stages()
 
     def _on_tick(self, waiting_seconds: float) -> None:
@@ -233,7 +230,7 @@ class Lifecycle(Machine):
 
     # --- who takes part
 
-    def _on_engine_started(self) -> None:
+    def _on_engine_started(self, left: Left | None) -> None:
         self._has_engine = True
         match self.state:
             case State.PLANNING:
@@ -242,6 +239,8 @@ class Lifecycle(Machine):
                 self.deadline = self._now + self._config.load_timeout
             case State.RENEWING:
                 self.stages[0].state = "starting"
+                if left:
+                    self._on_left(self.stages[0], left)
                 self._gather()
             case State.LACKING:
                 self._check_more()
@@ -324,6 +323,10 @@ class Lifecycle(Machine):
             self._pause()
             return
         there = (0, *sorted(self.roster.fit))
+        if there != self.ring and any(stage.has_stayed for stage in self.stages):
+            # Their layers would change, and so would what rank 0's engine has memory for.
+            self._renew(ClusterError("The layers are redistributed."))
+            return
         plan = self._plans.get(there)
         self._tried = there
         if isinstance(plan, PlanError):
@@ -533,18 +536,28 @@ class Lifecycle(Machine):
             self._renew(reason)
 
     def _renew(self, reason: BrigadeError) -> None:
-        """Begins the next life: all ranks get new engines."""
+        """Begins the next life. Engines that worked until the fault stay if they can; the others
+        are replaced, and all are if there was a stall."""
         self.number += 1
         self._warn(f"event=recovering life={self.number}", reason)
         self._reason = None
+        is_stalled, self._is_stalled = self._is_stalled, False
+        keep = self._judgement.was_working and not is_stalled and self._can_stay
+        self._judgement.was_working = False
         for stage in self.ranks:
-            self._renew_rank(stage)
+            self._renew_rank(stage, is_stalled, keep)
         self._has_engine = False
         self._enter(State.RENEWING)
-        self._do(actions.ReplaceEngine(self.number, self._is_stalled))
-        self._is_stalled = False
+        self._do(actions.ReplaceEngine(self.number, is_stalled, keep))
 
-    def _renew_rank(self, stage: StageStatus) -> None:
+    @property
+    def _can_stay(self) -> bool:
+        """Whether engines may keep what they hold for the next life. Shards cannot, because their
+        layers use MLX's group, and neither can engines whose layers will change."""
+        are_the_same = self.roster.fit == set(self.ring) - {0}
+        return self._config.tensor_parallel == 1 and (are_the_same or not self._config.replan)
+
+    def _renew_rank(self, stage: StageStatus, dump: bool = False, keep: bool = False) -> None:
         stage.renew()
         if stage.rank in self.roster.joined:
-            self._do(actions.RenewRank(stage.rank, self.number, self._is_stalled))
+            self._do(actions.RenewRank(stage.rank, self.number, dump, keep))

@@ -1,18 +1,25 @@
-"""The base of the life cycle: its state, its deadline, and the actions that it asks for."""
+"""The base of the life cycle: its state, its deadline, the ranks, and the actions that it asks
+for."""
 
 import json
 import logging
+from collections.abc import Sequence
 
 from serve.core.errors import BrigadeError
 from serve.front.pipeline import actions, events
 from serve.front.pipeline.events import LastFault, State
+from serve.front.pipeline.status import StageStatus
+from serve.parent.roster import Roster
 
 
 class Machine:
     """A state machine. `deadline` is the time at which `Ticked` is due, or None. `number` counts
-    the lives before this one."""
+    the lives before this one. hosts has the host of each rank; facts are those of rank 0."""
 
-    def __init__(self) -> None:
+    def __init__(self, hosts: Sequence[str], facts: dict[str, str]) -> None:
+        self.roster = Roster(facts)
+        self.ranks = [StageStatus(rank, host) for rank, host in enumerate(hosts)]
+        self.stages = list(self.ranks)  # of the ranks that take part, in order
         self.state = State.PLANNING
         self.deadline: float | None = None
         self.number = 0
@@ -24,6 +31,22 @@ class Machine:
     def is_working(self) -> bool:
         """Whether the engines get steps."""
         return self.state is State.WORKING
+
+    @property
+    def ring(self) -> tuple[int, ...]:
+        """The ranks that take part, in order."""
+        return tuple(stage.rank for stage in self.stages)
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that take part and have not joined."""
+        return self.roster.missing(self.ring)
+
+    def late(self) -> str | None:
+        """Returns one line that says which rank is awaited, or None if all stages are ready."""
+        if self.missing:
+            return f"waiting for rank {self.missing[0]}"
+        return next((stage.doing for stage in self.stages if stage.state != "ready"), None)
 
     def _is_late(self, answer: events.Answer) -> bool:
         """Whether the life or the state to which an answer belongs is over."""

@@ -2,7 +2,7 @@
 Pure."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from serve.core.types import Group, Sequence
@@ -102,3 +102,27 @@ class InFlight:
     sequences: tuple[Sequence, ...]
     ends: tuple[int, ...]
     embedded: tuple[Sequence, ...] = ()
+
+
+def common_position(
+    sequence: Sequence,
+    held: Iterable[Mapping[int, int]],
+    can_rewind: bool,
+) -> int:
+    """Returns the position from which a sequence can go on after a fault, or 0 if it has to be
+    computed again. held has what each stage holds: a number of tokens for each sequence.
+
+    The newest token is fed again, because its result was lost. Stages that cannot forget tokens
+    have to agree. A prompt is computed again if something is made of all its hidden states or
+    logits.
+    """
+    is_read_whole = sequence.pooling or (
+        sequence.sampling.prompt_logprobs is not None and not sequence.output
+    )
+    numbers = [positions.get(sequence.id, 0) for positions in held]
+    if is_read_whole or not numbers:
+        return 0
+    position = min(*numbers, sequence.num_to_prefill)
+    if not can_rewind and max(numbers) > position:
+        return 0
+    return position

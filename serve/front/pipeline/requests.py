@@ -7,7 +7,7 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ReadableList
 from dataclasses import replace
 from typing import Any, cast, get_args
@@ -38,6 +38,7 @@ from serve.front.pipeline.capacity import chunk_beside_decoding, room_under_limi
 from serve.front.pipeline.fault_blame import Blame, FaultBlame
 from serve.front.pipeline.generation import Generation
 from serve.front.pipeline.interface import Prompt
+from serve.front.pipeline.queues import common_position
 from serve.front.pipeline.scheduler import Scheduler
 from serve.front.pipeline.status import StageStatus, StepLog, first_shards
 from serve.front.pipeline.warm_up import WarmUp
@@ -248,10 +249,36 @@ class Requests:
         return self._warm_up is not None
 
     def resume(self) -> None:
-        """Starts sending steps to engines that hold nothing yet."""
+        """Starts sending steps to engines that hold nothing yet, except what keep has let them
+        hold."""
         self._is_running = True
         self._open_disk()
+        for sequence in self.scheduler.waiting:
+            if sequence.is_held:
+                self._admit(sequence)
         self._pump()
+
+    def keep(self, held: ReadableList[Mapping[int, int]]) -> dict[int, int]:
+        """Lets sequences go on from the last position that all stages hold. held has what each
+        stage holds, as in Left. Returns what the stages have to keep in the next life, in tokens by
+        sequence: everything else is computed again."""
+        if not self._stages or self._fault_blame.alone is not None:
+            return {}
+        can_rewind = all(stage.can_rewind for stage in self._stages)
+        positions: dict[int, int] = {}
+        for sequence in self.scheduler.waiting:
+            position = common_position(sequence, held, can_rewind)
+            if position:
+                sequence.num_computed = position
+                sequence.num_done = position
+                sequence.is_held = True
+                positions[sequence.id] = position
+        if positions:
+            _logger.info(
+                "event=sequences_stayed sequences=%d tokens=%d",
+                *(len(positions), sum(positions.values())),
+            )
+        return positions
 
     def _open_disk(self) -> None:
         """Uses the prefix cache on disk, if all ranks that take part have one."""

@@ -357,12 +357,13 @@ class Scheduler:
 
     def _admit(self) -> None:
         while (sequence := self._next()) and self.num_running < self._num_at_once:
-            if self._read_from_disk(sequence):
-                continue
-            if not self._has_room_for(sequence):
-                return
+            if not sequence.is_held:  # Otherwise it goes on where the stages hold it.
+                if self._read_from_disk(sequence):
+                    continue
+                if not self._has_room_for(sequence):
+                    return
+                self._reuse_prefix(sequence)
             self.waiting.remove(sequence)
-            self._reuse_prefix(sequence)
             sequence.stops = stops_of(sequence) if self.reuse == "checkpoints" else []
             self.prefilling.append(sequence)
             self._join_if_prefilled(sequence)

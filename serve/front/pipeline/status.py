@@ -85,6 +85,10 @@ class StageStatus:
     host: str
     plan: StagePlan | None = None
     pid: int | None = None
+    has_stayed: bool = False  # whether its engine outlived the latest fault
+    num_stays: int = 0  # faults that engines of this rank have outlived
+    # What the engine held of each sequence, in tokens, when it left its ring.
+    positions: Mapping[int, int] = field(default_factory=dict)
     state: str = "starting"
     done: int = 0  # bytes fetched or loaded so far
     total: int = 0  # bytes to fetch or load in all
@@ -92,6 +96,8 @@ class StageStatus:
     bytes_read: int | None = None
     bytes_fetched: int = 0
     free_bytes: int = 0
+    objection: str | None = None  # the reason why its engine cannot outlive a fault
+    files: str = ""  # identifies the model's files as the engine has read them
     logits_bytes_per_token: int = 0  # on rank 0, which has the head
     scoring_bytes: int = 0  # further bytes that scoring a prompt takes
     hidden_size: int = 0
@@ -134,6 +140,8 @@ class StageStatus:
             self._busy.popleft()
 
     def _note_loaded(self, loaded: Loaded) -> None:
+        self.files = loaded.files
+        self.objection = loaded.objection
         self.bytes_owned = loaded.bytes_owned
         self.bytes_read = loaded.bytes_read
         self.bytes_fetched = loaded.bytes_fetched
@@ -169,8 +177,10 @@ class StageStatus:
         self.pace = Pace()
 
     def renew(self) -> None:
-        """Resets the status: the engine has been ended, and a new one will start."""
+        """Resets the status: the engine has been ended or leaves its ring."""
         self.state = "renewing"
+        self.has_stayed = False
+        self.positions = {}
         self.done = 0
         self.total = 0
         self.kv_bytes = 0
@@ -180,6 +190,13 @@ class StageStatus:
         self.step = None
         self._busy.clear()
         self.clock = RemoteClock()  # The host may have been started again.
+
+    def stay(self, positions: Mapping[int, int]) -> None:
+        """Notes that the engine has left its ring and waits for an order, as a new one would."""
+        self.state = "starting"
+        self.positions = positions
+        self.has_stayed = True
+        self.num_stays += 1
 
     @property
     def memory_bytes(self) -> int:
@@ -231,6 +248,9 @@ class StageStatus:
             "shard": self.plan.shard if self.plan else None,
             "host": self.host,
             "pid": self.pid,
+            "cannot_stay": self.objection,
+            "has_stayed": self.has_stayed,
+            "num_stays": self.num_stays,
             "layers": list(self.plan.layers) if self.plan else None,
             "state": self.state,
             "bytes_done": self.done,

@@ -5,6 +5,7 @@ is behind a proxy.
 """
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -96,6 +97,38 @@ def test_a_slow_link_changes_no_token_and_a_broken_one_is_mended(tmp_path: Path)
         check_same(run_streams(server, freeze), expected)
         assert "No step came back for 3 s: the hop from rank 1 to rank 0 is stuck" in server.text
         assert num_restarts(server) == 2
+
+
+@pytest.mark.slow
+def test_link_that_is_reset_costs_no_weights_and_no_tokens(tmp_path: Path) -> None:
+    """Every engine stays, with the keys and values of every sequence that runs."""
+    with two_ranks(tmp_path, "--max-restarts", "9") as (ranks, server, other):
+        expected = run_streams(server)
+        engines = engine_pids(server, other)
+        num_running: list[int] = []
+
+        def reset() -> None:
+            time.sleep(0.7)
+            num_running.append(server.get("/admin/pipeline")["num_running"])
+            for proxy in ranks.proxies:
+                proxy.reset()
+
+        for number in range(3):
+            check_same(run_streams(server, reset), expected)
+            assert num_restarts(server) == number + 1, server.text
+            assert engine_pids(server, other) == engines, server.text + other.text
+            stages = server.get("/admin/pipeline")["stages"]
+            assert [stage["num_stays"] for stage in stages] == [number + 1] * 2
+            stayed = re.findall(r"event=sequences_stayed sequences=(\d+) tokens=\d+", server.text)
+            assert len(stayed) == number + 1
+            # One may have ended, or begun to decode, between the question and the reset.
+            assert abs(num_running[-1] - int(stayed[-1])) <= 2
+
+
+def engine_pids(*ranks: Server) -> list[int]:
+    """The process ids of the engines of ranks that were started one by one."""
+    family = [process for rank in ranks for process in rank.family()]
+    return [process.pid for process in family if "serve.rank.worker" in process.cmdline()]
 
 
 @pytest.mark.slow

@@ -202,10 +202,11 @@ def expected(server: Server) -> list[Stream]:
 @pytest.mark.parametrize("rank", EACH_RANK)
 def test_a_killed_engine_costs_a_pause(server: Server, expected: list[Stream], rank: int) -> None:
     before = server.get("/admin/pipeline")["num_restarts"]
+    engines = server.engines()
 
     def kill() -> None:
         time.sleep(0.5)
-        server.engines()[rank].kill()
+        engines[rank].kill()
         began = time.monotonic()
         while httpx2.get(server.url + "/ready").status_code == 200:
             assert time.monotonic() - began < 10, "it says that it is ready, and is not"
@@ -214,9 +215,36 @@ def test_a_killed_engine_costs_a_pause(server: Server, expected: list[Stream], r
     check_same(run_streams(server, kill), expected)
     assert f"The engine of rank {rank} ended by signal 9" in server.text
     assert server.get("/admin/pipeline")["num_restarts"] == before + 1
+    check_others_stayed(server, engines, rank)
     metrics = httpx2.get(server.url + "/metrics").text
     assert f"brigade_restarts_total {before + 1:.1f}" in metrics
     assert float(metrics.split("\nbrigade_recovery_seconds_total ")[1].split()[0]) > 0
+
+
+def check_others_stayed(server: Server, before: dict[int, psutil.Process], lost: int) -> None:
+    """Checks that the engines of all other ranks are the processes that they were."""
+    after = server.engines()
+    stayed = {rank for rank, engine in before.items() if after[rank].pid == engine.pid}
+    assert stayed == before.keys() - {lost}, server.text
+    stages = server.get("/admin/pipeline")["stages"]
+    assert {stage["rank"] for stage in stages if stage["has_stayed"]} == stayed
+    for rank in stayed:
+        assert f"event=engine_stayed rank={rank} life=" in server.text
+
+
+@pytest.mark.slow
+def test_engines_of_three_ranks_outlive_the_kill_of_any_one() -> None:
+    with running(3, *WITHOUT_LIMIT) as server:
+        expected = run_streams(server)
+        for rank in range(3):
+            engines = server.engines()
+
+            def kill(victim: psutil.Process = engines[rank]) -> None:
+                time.sleep(0.5)
+                victim.kill()
+
+            check_same(run_streams(server, kill), expected)
+            check_others_stayed(server, engines, rank)
 
 
 @pytest.mark.slow

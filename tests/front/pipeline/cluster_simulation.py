@@ -16,7 +16,17 @@ from typing import Any
 
 from serve.core.config import ServeConfig
 from serve.core.errors import BrigadeError, EngineError, PlanError
-from serve.core.messages import Admit, Fault, FromEngine, Loaded, Planned, Report, Status
+from serve.core.messages import (
+    Admit,
+    Fault,
+    FromEngine,
+    Left,
+    Loaded,
+    Planned,
+    Report,
+    RingLost,
+    Status,
+)
 from serve.core.plan import StagePlan, even_split
 from serve.core.types import Event as Answer
 from serve.core.types import Sampling, Step
@@ -38,13 +48,18 @@ REPORT_SECONDS = 0.25
 
 @dataclass
 class PlayedEngine:
-    """An engine process of one rank. order is the life whose order it has, None before that."""
+    """An engine process of one rank. order is the life whose order it has, None before that and
+    after it has left its ring. loaded_for is the ring for which it has loaded its layers. If it is
+    stuck, it cannot leave its ring."""
 
     rank: int
     order: int | None = None
     state: str = ""
     is_stopped: bool = False
     is_dead: bool = False
+    is_stuck: bool = False
+    loaded_for: list[int] | None = None
+    files: str = ""
     model: StageModel = field(default_factory=StageModel)
 
     @property
@@ -90,6 +105,7 @@ class PlayedCluster:
         }
         config = ServeConfig(model=Path(), **(settings | flags))
         self.chance = random.Random(seed)
+        self.can_rewind = seed % 2 == 0
         self.now = 1000.0
         self.lifecycle = Lifecycle(config, ["h"] * num_ranks, FACTS)
         self.requests = Requests(
@@ -117,6 +133,10 @@ class PlayedCluster:
         self.ordered: list[int] = []
         self.logged: list[str] = []
         self.num_events = 0
+        self.num_stays = 0
+        self.num_kept_sequences = 0
+        self._broken_life = -1
+        self.files = "1"  # the state of the model's files on all hosts
         self._is_replacing = False
         self._todo: list[Step] = []
         self._outbox = Outbox(self._todo.append)
@@ -199,27 +219,30 @@ class PlayedCluster:
         life = getattr(action, "life", self.lifecycle.number)
         assert life == self.lifecycle.number, f"{action} is of another life"
         match action:
-            case actions.ReplaceEngine():
+            case actions.ReplaceEngine(_, _, keep):
                 assert not self._is_replacing, "two engines of rank 0 at once"
                 self._is_replacing = True
-                if self.engine:
-                    self.engine.is_dead = True
-                self.after(self.delay(2.0), lambda: self.start_engine(life))
+                if keep and self.engine and self.can_stay(self.engine):
+                    self.after(self.delay(2.0), lambda: self.keep_engine(life))
+                else:
+                    self.replace_engine(life)
             case actions.AskForPlan(request):
                 engine = self.engine
                 self.after(self.delay(), lambda: self.plan(engine, life, request.num_ranks))
-            case actions.RenewRank(rank):
+            case actions.RenewRank(rank, _, _, keep):
                 parent = self.parents[rank]
-                self.after(self.delay(), lambda: self.renew(rank, parent, life))
+                self.after(self.delay(), lambda: self.renew(rank, parent, life, keep))
             case actions.GiveOrders(stages):
                 assert life not in self.ordered, "a life has one order"
                 self.ordered.append(life)
                 ring = [stage.rank for stage in stages]
                 self._todo.clear()
                 self._outbox = Outbox(self._todo.append)
+                held = [stage.positions for stage in self.lifecycle.stages]
+                positions = self.requests.keep(held)
                 for rank in ring:
                     engine = self.engine_of(rank)
-                    self.after(self.delay(), lambda e=engine: self.obey(e, life, ring))
+                    self.after(self.delay(), lambda e=engine: self.obey(e, life, ring, positions))
             case actions.Settle():
                 self.settle(life)
             case actions.Prepare():
@@ -246,6 +269,29 @@ class PlayedCluster:
             case actions.Log(_, line):
                 self.logged.append(line)
 
+    def can_stay(self, engine: PlayedEngine) -> bool:
+        """Whether an engine can leave its ring."""
+        return engine.runs and not engine.is_stuck and engine.order is not None
+
+    def leave_ring(self, engine: PlayedEngine, life: int) -> Left:
+        engine.order, engine.state = None, "starting"
+        self.num_stays += 1
+        return Left(life, {id: len(tokens) for id, tokens in engine.model.held.items()})
+
+    def keep_engine(self, life: int) -> None:
+        """Rank 0's engine leaves its ring, unless it has ended or stopped meanwhile."""
+        assert self.engine
+        if not self.can_stay(self.engine):
+            self.replace_engine(life)
+            return
+        self._is_replacing = False
+        self.on(events.EngineStarted(life, self.leave_ring(self.engine, life)))
+
+    def replace_engine(self, life: int) -> None:
+        if self.engine:
+            self.engine.is_dead = True
+        self.after(self.delay(2.0), lambda: self.start_engine(life))
+
     def start_engine(self, life: int) -> None:
         self._is_replacing = False
         self.engine = PlayedEngine(0)
@@ -263,21 +309,39 @@ class PlayedCluster:
         stages = [StagePlan(n, layers[n], 0, 0, 10, 0, 0, 0.5, None) for n in range(num_ranks)]
         self.say(0, life, Planned(stages))
 
-    def renew(self, rank: int, parent: PlayedParent, life: int) -> None:
+    def renew(self, rank: int, parent: PlayedParent, life: int, keep: bool) -> None:
         if parent is not self.parents[rank] or not parent.is_connected or parent.is_stopped:
+            return
+        if keep and self.can_stay(parent.engine):
+            parent.life = life
+            self.say(rank, life, self.leave_ring(parent.engine, life))
             return
         parent.engine.is_dead = True
         parent.engine = PlayedEngine(rank)
         parent.life = life
         self.say(rank, life, Status("starting"))
 
-    def obey(self, engine: PlayedEngine | None, life: int, ring: list[int]) -> None:
+    def obey(
+        self,
+        engine: PlayedEngine | None,
+        life: int,
+        ring: list[int],
+        positions: dict[int, int],
+    ) -> None:
         if engine is None or not engine.runs or engine is not self.engine_of(engine.rank):
             return
         if engine.rank and self.parents[engine.rank].life != life:
             return
         assert engine.order is None, "an engine that has an order gets another one"
+        assert engine.loaded_for in (None, ring), "an engine that has stayed gets other layers"
         engine.order, engine.state = life, "joining"
+        kept = {id: tokens for id, tokens in engine.model.held.items() if id in positions}
+        for id, position in positions.items():
+            if id in self.requests.scheduler._live:
+                tokens = self.requests.scheduler.sequence(id).tokens
+                assert kept[id][:position] == tokens[:position], "it goes on after other tokens"
+        engine.model = StageModel({id: kept[id][:position] for id, position in positions.items()})
+        self.num_kept_sequences += len(positions)
         self.after(self.delay(), lambda: self.load(engine, life, ring))
         self.report(engine, life)
 
@@ -286,9 +350,16 @@ class PlayedCluster:
         others = [self.engine_of(rank) for rank in ring]
         if all(other and other.order == life for other in others):
             engine.state = "loading"
-            self.after(self.delay(3.0), lambda: setattr(engine, "state", "ready"))
-        elif engine.runs:
+            if engine.loaded_for is None:
+                engine.files = self.files
+            seconds = 0.0 if engine.loaded_for else self.delay(3.0)
+            self.after(seconds, lambda: self.loaded(engine, life, ring))
+        elif engine.runs and engine.order == life:
             self.after(0.1, lambda: self.load(engine, life, ring))
+
+    def loaded(self, engine: PlayedEngine, life: int, ring: list[int]) -> None:
+        if engine.order == life:
+            engine.state, engine.loaded_for = "ready", ring
 
     def settle(self, life: int) -> None:
         try:
@@ -350,15 +421,23 @@ class PlayedCluster:
 
     def report(self, engine: PlayedEngine, life: int) -> None:
         """Four times a second, as long as the engine and its parent run."""
-        if engine.is_dead or engine is not self.engine_of(engine.rank):
+        if engine.is_dead or engine is not self.engine_of(engine.rank) or engine.order != life:
             return
         self.after(REPORT_SECONDS, lambda: self.report(engine, life))
         parent = self.parents.get(engine.rank)
         if engine.is_stopped or (parent and parent.is_stopped):
             return
         free_bytes = 1 << 30 if len(self.lifecycle.ring) >= self.roomy_ranks else 0
-        loaded = Loaded(0, None, 0, free_bytes=free_bytes, reuse="any")
-        self.say(engine.rank, life, Status(engine.state, loaded=loaded))
+        loaded = Loaded(
+            *(0, None, 0, free_bytes, "any"),
+            can_rewind=self.can_rewind,
+            files=engine.files,
+        )
+        self.say(
+            engine.rank,
+            life,
+            Status(engine.state, loaded=loaded if engine.state == "ready" else None),
+        )
 
     # --- steps
 
@@ -375,7 +454,7 @@ class PlayedCluster:
         """One step on all stages. A stage that is dead or stopped holds it up for good."""
         ring = self.lifecycle.ring
         engines = [self.engine_of(rank) for rank in ring]
-        if life != self.lifecycle.number or not self._todo:
+        if life == self._broken_life or life != self.lifecycle.number or not self._todo:
             return
         if not all(engine and engine.runs and engine.order == life for engine in engines):
             self.after(STEP_SECONDS * 10, lambda: self.compute(life))
@@ -417,6 +496,39 @@ class PlayedCluster:
             return  # Its reader is gone.
         self.say(rank, life, fault)
 
+    def reset_link(self, rank: int) -> None:
+        """The link from one rank to the next: both of them notice it, and one of them may hang."""
+        ring = self.lifecycle.ring
+        if rank not in ring or len(ring) < 2:
+            return
+        self._break_ring(ring)
+        ends = [rank, ring[ring.index(rank) - 1]]
+        life = self.lifecycle.number
+        for end in ends:
+            if (engine := self.engine_of(end)) and engine.runs and engine.order == life:
+                engine.is_stuck = self.chance.random() < 0.2
+                self.after(self.delay(0.2), lambda e=engine: self.say_ring_lost(e, life))
+
+    def _break_ring(self, ring: tuple[int, ...]) -> None:
+        """No step goes on. Some stages, the last rank's first, have run one whose result is lost,
+        and some of these the one after it."""
+        if self._broken_life == self.lifecycle.number:
+            return
+        self._broken_life = self.lifecycle.number
+        num_stages = len(ring)
+        for step in self._todo[:2]:
+            num_stages = self.chance.randint(0, num_stages)
+            for rank in ring[::-1][:num_stages]:
+                engine = self.engine_of(rank)
+                if engine and engine.runs and engine.order == self._broken_life:
+                    engine.model.run(step)
+
+    def say_ring_lost(self, engine: PlayedEngine, life: int) -> None:
+        parent = self.parents.get(engine.rank)
+        can_speak = parent is None or (parent.is_connected and not parent.is_stopped)
+        if can_speak and engine.runs and engine is self.engine_of(engine.rank):
+            self.say(engine.rank, life, RingLost(f"Rank {engine.rank}: its link broke."))
+
     def stop(self, rank: int) -> None:
         if engine := self.engine_of(rank):
             engine.is_stopped = True
@@ -437,6 +549,7 @@ class PlayedCluster:
         anyone = self.chance.randrange(self.num_ranks)
         faults: list[Callable[[], None]] = [
             *[lambda: self.kill(anyone)] * 4,
+            *[lambda: self.reset_link(anyone)] * 3,
             lambda: self.stop(anyone),
             lambda: self.stop_parent(other),
             lambda: self.cut(other),

@@ -18,6 +18,8 @@ from serve.core.messages import (
     Admit,
     Fault,
     FromEngine,
+    Leave,
+    Left,
     LoadAdapter,
     Loaded,
     MakePlan,
@@ -51,8 +53,9 @@ class Standin:
 
     def report(self) -> None:
         while True:
-            if self.status:
-                self.send(self.status)
+            with self.lock:
+                if self.status:
+                    self.connection.sendall(frame(self.status))
             time.sleep(STATUS_SECONDS)
 
     def serve(self) -> None:
@@ -88,6 +91,8 @@ class Standin:
                 self.join(message)
             case LoadAdapter():
                 self.load_adapter(message)
+            case Leave(life):
+                self.leave(life)
             case Admit():
                 """Its model needs to know nothing of a sequence."""
 
@@ -99,7 +104,18 @@ class Standin:
         stages = [StagePlan(n, layers[n], 0, 0, 10, 0, 0, 0.5, None) for n in range(num_ranks)]
         self.send(Planned(stages))
 
+    def leave(self, life: int) -> None:
+        self.outbox = Outbox(self.run)
+        self.todo.clear()
+        positions = {id: len(tokens) for id, tokens in self.model.held.items()}
+        with self.lock:
+            self.status = None
+            self.connection.sendall(frame(Left(life, positions)))
+
     def join(self, order: Order) -> None:
+        held = self.model.held
+        kept = {id: held[id][:position] for id, position in order.positions.items()}
+        self.model = StageModel(kept)
         rank, exit_code = map(int, os.environ.get("BREAK_AT_ORDER", "-1,0").split(","))
         if rank == order.rank:
             self.send(Fault(exit_code, f"Rank {rank} cannot."))

@@ -241,6 +241,86 @@ def test_the_better_reason_is_reported() -> None:
     assert "ran out of memory" in line
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_lifecycle_keeps_engines_and_sequences_when_only_a_link_is_lost(seed: int) -> None:
+    """Also when ranks disagree about how far the sequences are."""
+    cluster = PlayedCluster(seed)
+    assert cluster.run(60, lambda: cluster.lifecycle.is_working)
+    asked = [cluster.ask(10, 200) for _ in range(4)]
+    cluster.run(1 + seed / 10)
+    engines = [cluster.engine_of(rank) for rank in range(3)]
+    num_computed = sum(cluster.requests.scheduler.sequence(n).num_computed for n in range(4))
+    cluster.reset_link(seed % 3)
+    stayed = [engine for engine in engines if engine and not engine.is_stuck]
+    assert cluster.run(60, lambda: cluster.lifecycle.number == 1 and cluster.lifecycle.is_working)
+    assert all(cluster.engine_of(engine.rank) is engine for engine in stayed)
+    assert cluster.num_stays == len(stayed) > 0
+    is_whole = len(stayed) == 3
+    if not is_whole:
+        assert cluster.num_kept_sequences == 0
+    elif cluster.can_rewind:
+        assert cluster.num_kept_sequences == 4 * 3
+        held = engines[0] and engines[0].model.num_held
+        assert (held or 0) >= num_computed - 2 * 4, "more is computed again than was lost"
+    assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
+    assert not any(check_answer(each) for each in asked)
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_lifecycle_replaces_only_the_engine_that_ended(rank: int) -> None:
+    cluster = begun()
+    asked = [cluster.ask(10, 50) for _ in range(4)]
+    cluster.run(1)
+    engines = [cluster.engine_of(each) for each in range(3)]
+    cluster.kill(rank)
+    assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
+    stayed = [cluster.engine_of(each) is engines[each] for each in range(3)]
+    assert stayed == [each != rank for each in range(3)]
+    shown = [stage.has_stayed for stage in cluster.lifecycle.stages]
+    assert shown == stayed
+    assert not any(check_answer(each) for each in asked)
+
+
+def test_lifecycle_replaces_all_engines_after_a_stall_and_after_a_fault_of_a_recovery() -> None:
+    cluster = begun()
+    cluster.ask(10, 5000)
+    cluster.stop(2)
+    assert cluster.run(60, lambda: cluster.lifecycle.number == 1 and cluster.lifecycle.is_working)
+    assert cluster.num_stays == 0
+    cluster.kill(1)
+    assert cluster.run(60, lambda: cluster.lifecycle.state is State.JOINING)
+    assert cluster.num_stays == 2
+    cluster.kill(2)
+    assert cluster.run(60, lambda: cluster.lifecycle.number == 3 and cluster.lifecycle.is_working)
+    assert cluster.num_stays == 2
+
+
+def test_lifecycle_replaces_all_engines_when_a_new_one_has_read_other_files() -> None:
+    """One half of a model would be the old one."""
+    cluster = begun()
+    asked = cluster.ask(10, 50)
+    cluster.run(1)
+    engines = [cluster.engine_of(each) for each in range(3)]
+    cluster.files = "2"
+    cluster.kill(1)
+    assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
+    assert not any(cluster.engine_of(each) is engines[each] for each in range(3))
+    assert any("files on rank 1 have changed" in line for line in cluster.logged)
+    assert not check_answer(asked)
+
+
+def test_lifecycle_with_replan_replaces_all_engines_when_layers_change_owner() -> None:
+    """An engine that stayed would hold other layers than its order says."""
+    cluster = begun(replan=True, join_timeout=2.0)
+    asked = cluster.ask(10, 50)
+    cluster.run(1)
+    cluster.disconnect(2, "Rank 2 is gone.", back_seconds=20.0)
+    assert cluster.run(30, lambda: cluster.lifecycle.ring == (0, 1))
+    assert cluster.run(HEALING_SECONDS, lambda: cluster.lifecycle.ring == (0, 1, 2))
+    assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
+    assert not check_answer(asked)
+
+
 def test_a_process_that_stood_still_takes_nobody_for_silent() -> None:
     """Rank 0's parent itself: what came meanwhile is read first."""
     cluster = begun()

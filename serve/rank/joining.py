@@ -1,0 +1,64 @@
+"""Joins the ring, or the grid, that an order describes."""
+
+import faulthandler
+import time
+from pathlib import Path
+
+from serve.core.config import Address, parse_address
+from serve.core.messages import Order
+from serve.ring.doorbells import Grid, meet
+from serve.ring.grid import GridTransport
+from serve.ring.transport import LocalTransport, Ring, RingTransport, Streams, Transport, among
+
+_PARENT_FIRST_SECONDS = 5.0  # The parent gives up first, because its reason is clearer.
+_LISTEN_SECONDS = 0.05
+
+
+def join(order: Order, streams: Streams | None = None) -> Transport:
+    """Joins a ring when all its ranks do so. streams are as for RingTransport. Raises
+    ClusterError."""
+    if len(order.hosts) == 1:
+        return LocalTransport()
+    # MLX holds the interpreter's lock while it waits for neighbours, so no other thread would see
+    # that the parent was killed. This one needs no lock, and ends the process.
+    faulthandler.dump_traceback_later(order.join_timeout + _PARENT_FIRST_SECONDS, exit=True)
+    try:
+        if order.num_shards > 1:
+            return _join_grid(order)
+        return _join_ring(order, streams)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _join_ring(order: Order, streams: Streams | None) -> Transport:
+    """Joins a ring. The ranks meet first: MLX itself would wait for a late rank with the
+    interpreter's lock, look for it only after 1, 3, 7 and 15 seconds, and leave a descriptor open
+    each time."""
+    meet(_grid(order, len(order.ring))).close()
+    if order.rank == len(order.ring) - 1:
+        time.sleep(_LISTEN_SECONDS)  # The last rank connects first, and rank 0 has to listen.
+    with among(order.ring, order.addresses, Path(order.copies)):
+        ring = Ring(order.rank, order.hosts, order.nonce, order.join_timeout)
+        return RingTransport(ring, streams)
+
+
+def _join_grid(order: Order) -> Transport:
+    grid = _grid(order, order.num_shards)
+    neighbours = meet(grid)
+    row = [order.ring[place] for place in grid.row]
+    with among(row, order.addresses, Path(order.copies)):
+        return GridTransport(grid, neighbours)
+
+
+def _grid(order: Order, num_shards: int) -> Grid:
+    addresses: list[Address] = []
+    for rank in order.ring:
+        first_address, *_ = order.addresses[rank]
+        addresses.append(parse_address(first_address, "MLX_HOSTFILE"))
+    return Grid(
+        order.rank,
+        num_shards,
+        tuple(addresses),
+        order.nonce,
+        order.join_timeout,
+    )

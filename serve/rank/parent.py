@@ -1,0 +1,69 @@
+"""An engine's end of the connection to its parent."""
+
+import os
+import socket
+import sys
+import threading
+from collections import deque
+from pathlib import Path
+from typing import NoReturn
+
+from serve.core.errors import BrigadeError, ClusterError, EngineError
+from serve.core.messages import Fault, FromEngine, MakePlan, Order, Planned, ToEngine
+from serve.core.wire import FrameReader, frame
+from serve.model.planning import make_plan
+
+
+class Parent:
+    """The socket to the parent."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._reader: FrameReader[ToEngine] = FrameReader(ToEngine)
+        self._ready: deque[ToEngine] = deque()
+        self._lock = threading.Lock()
+
+    def send(self, message: FromEngine) -> None:
+        """Sends a message. May be called from every thread. Raises OSError."""
+        with self._lock:
+            self._connection.sendall(frame(message))
+
+    def receive(self) -> ToEngine | None:
+        """The next message; None when the parent is gone."""
+        while not self._ready:
+            data = self._connection.recv(1 << 16)
+            if not data:
+                return None
+            self._ready.extend(self._reader.feed(data))
+        return self._ready.popleft()
+
+
+def wait_for_order(parent: Parent) -> Order | None:
+    """Waits for the order to load a model, and returns None if the parent ends first. Rank 0's
+    engine makes plans before that."""
+    while message := parent.receive():
+        match message:
+            case Order():
+                return message
+            case MakePlan(model, request):
+                plan = make_plan(Path(model), request)
+                parent.send(Planned(plan.stages))
+            case _:
+                raise EngineError(f"The parent sent {type(message).__name__} before an order.")
+    return None
+
+
+def fail(parent: Parent, error: BaseException, name: str = "The engine") -> NoReturn:
+    """Reports an error to the parent, and ends the process without waiting for any thread."""
+    if isinstance(error, BrigadeError):
+        exit_code = error.exit_code
+        message = str(error)
+    else:
+        sys.excepthook(type(error), error, error.__traceback__)
+        exit_code = EngineError.exit_code
+        message = f"{name}: {type(error).__name__}: {error}"
+    try:
+        parent.send(Fault(exit_code, message))
+    except OSError:
+        exit_code = ClusterError.exit_code  # The parent is gone.
+    os._exit(exit_code)
