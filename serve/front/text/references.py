@@ -1,10 +1,15 @@
 """Finds, resolves and moves references inside JSON schemas, such as `#/$defs/A`."""
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 from urllib.parse import quote, unquote, urldefrag, urljoin
 
 IN_NAMES = ":?@!$&'()*+,;="  # characters that need no % in a reference
+# A client could otherwise have each of many references take the length of a long one.
+_MAX_URI_CHARACTERS = 1024
+_MAX_PLACE_CHARACTERS = 256
+_MAX_IDENTIFIED = 1000
 _VALUES = ("const", "enum", "default", "examples")  # Nothing inside is a schema.
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
@@ -60,9 +65,9 @@ def moved(schema: Any, place: str) -> Any:
 def bundled(document: Any) -> Any:
     """The schema with references that need no `$id` and no `$anchor` of its parts: those inside a
     part with an `$id` begin at that part, and others may name it by its URI. A reference that leads
-    nowhere is left as it is."""
+    nowhere, or too far, is left as it is."""
     places: dict[str, str] = {}
-    for uri, place in _identified(document, "", ""):
+    for uri, place in islice(_identified(document, "", ""), _MAX_IDENTIFIED):
         places.setdefault(uri, place)
     if len(places) < 2:  # Only the document itself has an identity.
         return document
@@ -72,6 +77,8 @@ def bundled(document: Any) -> Any:
 def _identified(schema: Any, base: str, place: str) -> Iterator[tuple[str, str]]:
     """The URI and the place of the schema and of its parts that have an identity. base is the URI
     of the part with an `$id` in which the schema lies."""
+    if len(place) > _MAX_PLACE_CHARACTERS:
+        return
     if isinstance(schema, list):
         for number, part in enumerate(schema):
             yield from _identified(part, base, f"{place}/{number}")
@@ -82,7 +89,9 @@ def _identified(schema: Any, base: str, place: str) -> Iterator[tuple[str, str]]
         yield own, place
     for name in ("$anchor", "$id"):  # Up to draft 7 an $id that begins with # is an anchor.
         anchor = schema.get(name)
-        if isinstance(anchor, str) and (name == "$anchor" or anchor.startswith("#")):
+        if not isinstance(anchor, str) or len(anchor) > _MAX_URI_CHARACTERS:
+            continue
+        if name == "$anchor" or anchor.startswith("#"):
             yield f"{own}#{anchor.removeprefix('#')}", place
     for name, part in schema.items():
         if name in _NAMED and isinstance(part, dict):
@@ -95,12 +104,14 @@ def _identified(schema: Any, base: str, place: str) -> Iterator[tuple[str, str]]
 def _uri(schema: dict[str, Any], base: str) -> str:
     """The URI at which the references of a schema begin."""
     id = schema.get("$id")
-    if not isinstance(id, str) or id.startswith("#"):
+    if not isinstance(id, str) or id.startswith("#") or len(id) > _MAX_URI_CHARACTERS:
         return base
     return _joined(base, id)
 
 
 def _joined(base: str, uri: str) -> str:
+    if len(base) + len(uri) > _MAX_URI_CHARACTERS:
+        return uri
     try:
         return urldefrag(urljoin(base, uri)).url
     except ValueError:  # It is not a URI.

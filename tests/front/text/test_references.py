@@ -1,5 +1,7 @@
 """References are resolved as JSON pointers, and move with their documents."""
 
+import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -82,3 +84,28 @@ def test_bundled_references_begin_at_the_document(reference: str, place: str) ->
         "$defs": {"a/b": {}},
     }
     assert bundled(found) is found
+
+
+LONG = "x" * 300_000
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"$id": LONG, "items": [{"$id": f"a{number}", "$ref": "#"} for number in range(3000)]},
+        {"properties": {LONG: [{"$id": f"a{n}", "$ref": "#/allOf"} for n in range(3000)]}},
+        {"items": [{"$id": "https://x/y/", "$anchor": LONG, "$ref": LONG} for _ in range(30)]},
+        {"items": [{"$id": f"a{number}", "$ref": "#"} for number in range(3000)]},
+    ],
+    ids=["long id", "long name", "long anchors", "many ids"],
+)
+def test_bundled_schemas_stay_about_as_long(part: Any) -> None:
+    """A client could otherwise have a small body take gigabytes."""
+    document = {"$id": "https://example.org/", "allOf": [part]}
+    before = len(json.dumps(document))
+    tracemalloc.start()
+    after = len(json.dumps(bundled(document)))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert after < 2 * before
+    assert peak < 100_000_000
