@@ -132,7 +132,7 @@ def test_an_engine_whose_parent_was_killed_ends_also_in_the_middle_of_joining(
         copies=str(tmp_path / "gone"),
         layers=(0, 1),
         kv_bits=None,
-        join_timeout=1.0,
+        join_timeout=10.0,
     )
     ours, theirs = socket.socketpair()
     with ours, theirs:
