@@ -2,9 +2,11 @@
 whole model, also after a shard was lost."""
 
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx2
@@ -18,6 +20,7 @@ from tests.cluster.servers import (
     ROOT,
     TINY_CHAT,
     Server,
+    alone,
     brigade_launch,
     mlx_launch,
     running,
@@ -162,6 +165,52 @@ def test_shards_continue_answers_after_any_rank_is_killed(
             texts = [answer.result() for answer in answers]
         assert server.get("/admin/pipeline")["num_restarts"] == 1
     assert texts == [mlx_lm_answer(question) for question in questions]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_shards_lose_and_change_nothing_in_forty_kills(
+    mlx_lm_answer: Callable[[str], str],
+) -> None:
+    expected = {question: mlx_lm_answer(question) for question in QUESTIONS}
+    chance = Random(0)
+    with running(4, *TWO_SHARDS, "--max-restarts", "1000") as server:
+        for number in range(40):
+            questions = chance.sample(QUESTIONS, 4)
+            with ThreadPoolExecutor(len(questions)) as threads:
+                answers = [threads.submit(ask, server, question) for question in questions]
+                time.sleep(chance.uniform(0.0, 0.5))
+                server.engines()[number % 4].kill()
+                texts = [answer.result() for answer in answers]
+            assert texts == [expected[question] for question in questions], f"kill {number}"
+            server.wait_until_ready()
+        assert server.get("/admin/pipeline")["num_restarts"] == 40
+
+
+@pytest.mark.slow
+def test_shards_verify_drafts_as_one_rank_does() -> None:
+    text = "red green blue red green blue one two three one two three"
+    body: dict[str, Any] = {
+        "model": "tiny-chat",
+        "messages": [{"role": "user", "content": f"Say this twice: {text}"}],
+        "temperature": 0,
+        "max_tokens": 64,
+        "extra_body": {"prediction": {"type": "content", "content": text}},
+    }
+
+    def answer(server: Server) -> str:
+        reply = server.client().chat.completions.create(**body)
+        return reply.choices[0].message.content or ""
+
+    with running(2, *TWO_SHARDS) as server:
+        with ThreadPoolExecutor(3) as threads:
+            answers = list(threads.map(lambda _: answer(server), range(3)))
+        answers.append(answer(server))
+        drafts = server.get("/admin/pipeline")["drafts"]
+    with running(1, "--no-speculation", launch=alone) as server:
+        expected = answer(server)
+    assert answers == [expected] * 4
+    assert sum(each["drafted"] for each in drafts.values()) > 0, drafts
 
 
 @pytest.mark.parametrize(
