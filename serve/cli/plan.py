@@ -4,7 +4,7 @@ anything."""
 import gc
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich import box
 from rich.table import Table
@@ -20,6 +20,8 @@ from serve.core.config import (
     check_revision,
     flag,
 )
+from serve.core.errors import UsageError
+from serve.core.layouts import parse_link
 from serve.core.plan import (
     MIN_KV_TOKENS,
     Demand,
@@ -60,12 +62,49 @@ class PlanConfig(ModelSource):
         None,
         among=(4, 8),
     )
-    tensor_parallel: int = flag(TENSOR_PARALLEL_HELP, 1, min=1)
+    tensor_parallel: str = flag(
+        f"{TENSOR_PARALLEL_HELP}, or auto for the fastest layout (needs --link)",
+        "1",
+        metavar="T",
+    )
+    explain: bool = flag("compare the layouts of stages and shards (needs --link)", False)
+    link: str | None = flag(
+        "round trip in milliseconds and MB/s of the slowest link between ranks, as `brigade "
+        "doctor` reports them: 0.2,1100",
+        None,
+        metavar="MS,MB/S",
+    )
+    memory_speed: float | None = flag(
+        "GB/s at which the ranks read their memory (default: measured on this machine)",
+        None,
+        min=0.001,
+        max=10**6,
+        metavar="GB/S",
+    )
     json: bool = flag("print the plan as JSON", False)
 
     def __post_init__(self) -> None:
         check_ranges(self)
         check_revision(self.model, self.revision)
+        is_number = self.tensor_parallel.isdecimal() and int(self.tensor_parallel) > 0
+        if not is_number and self.tensor_parallel != "auto":
+            raise UsageError(
+                f"--tensor-parallel {self.tensor_parallel} is not a number of ranks: give 1 or "
+                "more, or auto."
+            )
+        if self.compares and self.link is None:
+            raise UsageError(
+                "--explain and --tensor-parallel auto need --link: `brigade doctor` measures it."
+            )
+        if not self.compares and (self.link or self.memory_speed):
+            raise UsageError(
+                "--link and --memory-speed are for --explain and --tensor-parallel auto."
+            )
+
+    @property
+    def compares(self) -> bool:
+        """Whether layouts are compared."""
+        return self.explain or self.tensor_parallel == "auto"
 
     @property
     def is_promise(self) -> bool:
@@ -78,6 +117,7 @@ def run(argv: Sequence[str]) -> int:
     gc.disable()  # A large model has 100,000 tensors, and this process ends soon.
     config = parse(PlanConfig, argv, "brigade plan", __doc__)
     # Imported here: a wrong flag should not wait for MLX.
+    from serve.cli.layouts import Comparison, compare
     from serve.model.planning import make_plan
 
     concurrency = config.concurrency or (1 if config.is_promise else DEFAULT_NUM_SEQUENCES)
@@ -90,17 +130,31 @@ def run(argv: Sequence[str]) -> int:
         kv_memory=config.kv_memory,
         split=config.split,
         kv_bits=config.kv_bits,
-        num_shards=config.tensor_parallel,
     )
+    if config.tensor_parallel != "auto":
+        request = replace(request, num_shards=int(config.tensor_parallel))
+    link = parse_link(config.link) if config.link else None
     folder = config.model
     if config.hub_id:
         from serve.hub.partial import pin
 
         folder = pin(config.hub_id, config.revision, config.cache_dir).folder
+    comparison: Comparison | None = None
+    if link:
+        memory_speed = config.memory_speed and config.memory_speed * 1e9
+        comparison = compare(folder, request, link, memory_speed)
+        if config.tensor_parallel == "auto":
+            request = replace(request, num_shards=comparison.fastest.num_shards)
     plan = make_plan(folder, request)
     if config.json:
-        print(json.dumps(plan.to_json(), indent=2))
+        compared = comparison.to_json() if comparison else {}
+        print(json.dumps(plan.to_json() | compared, indent=2))
         return 0
+    if comparison and config.explain:
+        print_table(comparison.table())
+        for line in comparison.notes():
+            print(line)
+        print()
     layers = f"{plan.num_layers} layers of {plan.model_type}"
     print_table(plan_table(plan.stages, config.is_promise), f"{config.model.name}: {layers}")
     promise = plan.demand if config.is_promise else None

@@ -1,9 +1,14 @@
-"""Measures how much memory MLX may still use on this machine."""
+"""Measures how much memory MLX may still use on this machine, and how fast it reads memory."""
+
+import time
+from statistics import median
 
 import mlx.core as mx
 import psutil
 
 _MAX_SHARE = 0.8  # The rest is for other programs.
+_NUM_MEASURED = 1 << 26  # numbers of four bytes, more than a cache holds
+_NUM_MEASUREMENTS = 5
 
 
 def free_bytes() -> int:
@@ -14,3 +19,16 @@ def free_bytes() -> int:
         return max(0, recommended - mx.get_active_memory())
     available = psutil.virtual_memory().available
     return int(_MAX_SHARE * available)
+
+
+def memory_speed() -> float:
+    """Measures the bytes per second at which MLX reads a large array on this machine."""
+    numbers = mx.ones(_NUM_MEASURED)
+    numbers.sum().item()  # Makes the array.
+    times: list[float] = []
+    for _ in range(_NUM_MEASUREMENTS):
+        started = time.perf_counter()
+        numbers.sum().item()
+        seconds = time.perf_counter() - started
+        times.append(seconds)
+    return numbers.nbytes / median(times)

@@ -203,6 +203,10 @@ def test_a_table_of_the_largest_amounts_fits_a_terminal(
         (["-n", "0"], UsageError, "--num-ranks 0"),
         ([], UsageError, "num-ranks"),
         (["-n", "2", "--bogus"], UsageError, "--bogus"),
+        (["-n", "2", "--tensor-parallel", "some"], UsageError, "--tensor-parallel some"),
+        (["-n", "2", "--explain"], UsageError, "need --link"),
+        (["-n", "2", "--link", "1,1"], UsageError, "--link and --memory-speed are for"),
+        (["-n", "2", "--explain", "--link", "1"], UsageError, "is not a link"),
     ],
 )
 def test_what_cannot_be_planned(
@@ -211,6 +215,31 @@ def test_what_cannot_be_planned(
     folder = save(tmp_path, "llama")
     with pytest.raises(error, match=words):
         plan_command.run(["--model", str(folder), *more])
+
+
+@pytest.mark.parametrize(
+    ("link", "layout", "stages"),
+    [("0.0001,1000000", "1 x 2", [0, 0]), ("10,10", "2 x 1", [0, 1])],
+)
+def test_plan_explains_and_chooses_layouts(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    link: str,
+    layout: str,
+    stages: list[int],
+) -> None:
+    folder = save(tmp_path, "llama")
+    words = ["--model", str(folder), "-n", "2", "--link", link, "--memory-speed", "0.01"]
+    assert plan_command.run([*words, "--explain"]) == 0
+    explained = capsys.readouterr().out
+    assert "2 x 1" in explained
+    assert "1 x 2" in explained
+    assert f"clients with {layout}" in explained.replace("\n", " ")
+    assert plan_command.run([*words, "--tensor-parallel", "auto", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    ranks = [stage["rank"] // stage["num_shards"] for stage in plan["stages"]]
+    assert ranks == stages
+    assert len(plan["layouts"]) == 4
 
 
 def save_architecture(folder: Path, name: str) -> Path:

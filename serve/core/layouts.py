@@ -1,0 +1,120 @@
+"""Forecasts how fast a layout of stages and shards decodes, from bytes and measured speeds. Pure.
+
+A decode step of few rows takes as long as its weights take to read. Stages read their weights one
+after the other, shards at the same time. Each layer of a shard has two sums over the shards of its
+stage, which wait for the link.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from serve.core.errors import UsageError
+from serve.core.plan import StagePlan
+
+_SUMS_PER_LAYER = 2  # after the attention, and after the rest of the layer
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The link between two ranks, as `brigade doctor` measures it."""
+
+    round_trip_seconds: float
+    bytes_per_second: float
+
+    def seconds(self, num_bytes: float) -> float:
+        """The time from the start of sending to the arrival of the last byte."""
+        return self.round_trip_seconds / 2 + num_bytes / self.bytes_per_second
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """The measured speeds of ranks that are alike: of their memory, and of their links."""
+
+    memory_bytes_per_second: float
+    link: Link
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """The forecast for one layout. sum_seconds is the part of step_seconds that goes into sums;
+    both are of one step through all stages, for num_clients rows in all."""
+
+    num_stages: int
+    num_shards: int
+    num_clients: int
+    step_seconds: float
+    sum_seconds: float
+    tokens_per_second: float
+    weight_bytes: int  # of the rank with the most
+
+    @property
+    def layout(self) -> str:
+        return f"{self.num_stages} x {self.num_shards}"
+
+
+def forecast(
+    stages: Sequence[StagePlan],
+    hop_bytes_per_token: int,
+    num_clients: int,
+    speeds: Speeds,
+) -> Forecast:
+    """Forecasts a layout. stages has the plan of every rank; hop_bytes_per_token is the size of one
+    token's hidden state. Clients are divided among as many groups as there are stages."""
+    first = [stage for stage in stages if stage.shard == 0]
+    num_stages = len(first)
+    num_shards = len(stages) // num_stages
+    num_rows = max(1, num_clients // num_stages)
+    hidden_bytes = hop_bytes_per_token * num_rows
+    sum_seconds = _sum_seconds(hidden_bytes, num_shards, speeds.link)
+    times: list[float] = []
+    all_sums = 0.0
+    for stage in first:
+        start, end = stage.layers
+        sums = _SUMS_PER_LAYER * (end - start) * sum_seconds
+        times.append(stage.weight_bytes / speeds.memory_bytes_per_second + sums)
+        all_sums += sums
+    hops = 0.0
+    if num_stages > 1:
+        hops = num_stages * speeds.link.seconds(hidden_bytes)
+    step_seconds = sum(times) + hops
+    # Each group waits until its step has passed all stages, and until the others had their turns.
+    num_groups = min(num_stages, num_clients)
+    turn_seconds = max(step_seconds, num_groups * max(times))
+    return Forecast(
+        num_stages=num_stages,
+        num_shards=num_shards,
+        num_clients=num_clients,
+        step_seconds=step_seconds,
+        sum_seconds=all_sums,
+        tokens_per_second=num_clients / turn_seconds,
+        weight_bytes=max(stage.weight_bytes for stage in stages),
+    )
+
+
+def _sum_seconds(num_bytes: int, num_shards: int, link: Link) -> float:
+    """The time of one sum around a ring: every shard sends its part of the sum T - 1 times, and
+    then of the result."""
+    if num_shards == 1:
+        return 0.0
+    num_messages = 2 * (num_shards - 1)
+    return num_messages * link.seconds(num_bytes / num_shards)
+
+
+def best(forecasts: Sequence[Forecast]) -> Forecast:
+    """The fastest layout. Of two equal ones it is the one with fewer shards, which send less."""
+    return max(forecasts, key=lambda each: (each.tokens_per_second, -each.num_shards))
+
+
+def parse_link(text: str) -> Link:
+    """Reads a link from "0.2,1100": its round trip in milliseconds and its MB/s. Raises
+    UsageError."""
+    try:
+        milliseconds, megabytes = map(float, text.split(","))
+    except ValueError:
+        milliseconds = megabytes = 0.0
+    if not (0 < milliseconds < 1e5 and 0 < megabytes < 1e7):
+        raise UsageError(
+            f"--link {text!r} is not a link: give its round trip in milliseconds and its MB/s, as "
+            "`brigade doctor` reports them, such as 0.2,1100."
+        )
+    return Link(milliseconds / 1e3, megabytes * 1e6)

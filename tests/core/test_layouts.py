@@ -1,0 +1,75 @@
+"""Forecasts of layouts: which one is fastest, and why."""
+
+import pytest
+
+from serve.core.errors import UsageError
+from serve.core.layouts import Forecast, Link, Speeds, best, forecast, parse_link
+from serve.core.plan import StagePlan
+
+HIDDEN_BYTES = 8192
+NUM_LAYERS = 32
+WEIGHT_BYTES = 8_000_000_000
+FAST = Link(round_trip_seconds=0.00001, bytes_per_second=5e9)
+SLOW = Link(round_trip_seconds=0.002, bytes_per_second=1e8)
+
+
+def forecast_layout(num_stages: int, num_shards: int, clients: int, link: Link) -> Forecast:
+    stages = []
+    num_layers = NUM_LAYERS // num_stages
+    for rank in range(num_stages * num_shards):
+        start = num_layers * (rank // num_shards)
+        stages.append(
+            StagePlan(
+                rank=rank,
+                layers=(start, start + num_layers),
+                weight_bytes=WEIGHT_BYTES // (num_stages * num_shards),
+                cache_bytes=0,
+                cache_bytes_per_token=0,
+                cache_bytes_per_sequence=0,
+                fetch_bytes=0,
+                step_share=0.0,
+                memory_bytes=None,
+                num_shards=num_shards,
+            )
+        )
+    return forecast(stages, HIDDEN_BYTES, clients, Speeds(400e9, link))
+
+
+@pytest.mark.parametrize("clients", [1, 8, 32])
+@pytest.mark.parametrize(("link", "layout"), [(FAST, "1 x 4"), (SLOW, "4 x 1")])
+def test_best_layout_depends_on_the_link(clients: int, link: Link, layout: str) -> None:
+    """Sums wait for the link 64 times in a step, hops only four times."""
+    found = [forecast_layout(4 // shards, shards, clients, link) for shards in (1, 2, 4)]
+    assert best(found).layout == layout
+
+
+def test_forecast_counts_reading_sums_and_hops() -> None:
+    read = WEIGHT_BYTES / 400e9
+    shards = forecast_layout(1, 2, 1, FAST)
+    one_sum = 2 * (0.000005 + HIDDEN_BYTES / 2 / 5e9)
+    assert shards.sum_seconds == pytest.approx(2 * NUM_LAYERS * one_sum)
+    assert shards.step_seconds == pytest.approx(read / 2 + shards.sum_seconds)
+    stages = forecast_layout(2, 1, 1, FAST)
+    assert stages.sum_seconds == 0
+    assert stages.step_seconds == pytest.approx(read + 2 * FAST.seconds(HIDDEN_BYTES))
+    alone = forecast_layout(1, 1, 1, FAST)
+    assert alone.step_seconds == pytest.approx(read)
+    assert alone.tokens_per_second == pytest.approx(1 / read)
+
+
+def test_forecast_of_stages_lets_groups_take_turns() -> None:
+    """Two groups on two stages keep both busy, so hops cost nothing."""
+    one = forecast_layout(2, 1, 1, SLOW)
+    many = forecast_layout(2, 1, 16, SLOW)
+    assert many.tokens_per_second > 15 * one.tokens_per_second
+    assert many.tokens_per_second <= 16 / (WEIGHT_BYTES / 400e9)
+
+
+def test_parse_link() -> None:
+    assert parse_link("0.2,1100") == Link(0.0002, 1.1e9)
+
+
+@pytest.mark.parametrize("text", ["", "0.2", "0,1", "a,b", "1,2,3", "nan,1", "1,-1"])
+def test_parse_link_refuses_what_is_no_link(text: str) -> None:
+    with pytest.raises(UsageError, match="is not a link"):
+        parse_link(text)
