@@ -277,7 +277,6 @@ class Worker:
         self._orders: SimpleQueue[Order] = SimpleQueue()
         self._leaves: SimpleQueue[Leave] = SimpleQueue()
         self._has_left = False
-        self._objection = objection()
         self._streams: Streams | None = None  # made by the thread that has all of MLX
         self._reports = threading.Lock()
 
@@ -355,7 +354,7 @@ class Worker:
             while True:
                 loop = self._start()
                 reason = self._run_steps(loop)
-                if self._objection or not isinstance(loop.transport, RingTransport):
+                if objection() or not isinstance(loop.transport, RingTransport):
                     raise ClusterError(reason)
                 self._leave_ring(loop, loop.transport, reason)
                 self.order = self._orders.get()
@@ -486,7 +485,7 @@ class Worker:
             scoring_bytes=bytes_to_score,
             hidden_size=hidden_size,
             is_causal=is_causal,
-            objection=self._objection,
+            objection=objection(),
             files=self.order.commit or stamp(Path(self.order.model)),
         )
 

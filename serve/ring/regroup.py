@@ -5,6 +5,8 @@ Python sees that function only at exit, so it is called here by its name in MLX'
 """
 
 import ctypes
+import os
+import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
+_MAX_SHARE_OF_DESCRIPTORS = 0.5
 _CLEAR_BACKENDS = "_ZN3mlx4core11distributed14clear_backendsEv"
 
 
@@ -22,8 +25,13 @@ def forget_groups() -> None:
 
 
 def objection() -> str | None:
-    """Returns the reason why this MLX cannot form another group, or None if it has the function for
-    that. `brigade doctor` tries whether the function does it."""
+    """Returns the reason why this process should not form another group, or None. MLX may lack the
+    function for that; `brigade doctor` tries whether the function does it. And MLX leaves a
+    descriptor open whenever a neighbour does not listen yet."""
+    num_open = len(os.listdir("/dev/fd"))
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != resource.RLIM_INFINITY and num_open > _MAX_SHARE_OF_DESCRIPTORS * limit:
+        return f"{num_open} of {limit} descriptors are open"
     try:
         _clear_backends()
     except (OSError, AttributeError) as error:

@@ -96,6 +96,23 @@ def test_transport_that_leaves_its_ring_can_join_another_one(
         assert num_descriptors < 50
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_transport_that_joins_many_rings_does_not_grow(tmp_path: Path) -> None:
+    """The sizes are those after a tenth of the rings, and at the end."""
+    for sizes in run_ring(tmp_path, "again 200", 2, seconds=800):
+        threads, megabytes, threads_at_the_end, megabytes_at_the_end, _ = map(int, sizes.split())
+        assert threads == threads_at_the_end
+        assert megabytes_at_the_end <= megabytes + 16
+
+
+def test_regroup_objects_before_descriptors_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX leaves one open whenever it finds that a neighbour does not listen yet."""
+    assert regroup.objection() is None
+    monkeypatch.setattr(regroup, "_MAX_SHARE_OF_DESCRIPTORS", 0)
+    assert "descriptors are open" in (regroup.objection() or "")
+
+
 def test_regroup_objects_where_mlx_lacks_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
     assert regroup.objection() is None
     monkeypatch.setattr(regroup, "_CLEAR_BACKENDS", "no_such_function")
