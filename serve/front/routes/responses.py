@@ -214,8 +214,8 @@ def _after(items: list[StoredItem], id: str | None) -> list[StoredItem]:
 
 
 def _check_query(request: Request, function: Callable[..., Any]) -> None:
-    """Raises RequestError if the query has a parameter that is not declared for this endpoint, or
-    has one twice that is no list."""
+    """Raises RequestError for a parameter that this endpoint does not declare, and for one that is
+    given twice although it is not a list."""
     call: Call = function.call  # type: ignore[attr-defined]
     known = call.query or {}
     for name in sorted(set(request.query_params)):
