@@ -358,6 +358,7 @@ class Worker:
                     raise ClusterError(reason)
                 self._leave_ring(loop, loop.transport, reason)
                 self.order = self._orders.get()
+                self.status = Status("joining")
         except Exception as error:  # The top of the thread: the process ends with it.
             fail(self.parent, error, self.order.name)
 
