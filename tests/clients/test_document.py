@@ -1,6 +1,7 @@
 """schemathesis holds the server to its own description, and to OpenAI's: what they say comes, and
-nothing else."""
+nothing else. BRIGADE_SCHEMATHESIS_SEED chooses other cases."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,7 +60,8 @@ def test_openais_own_types_are_met(
 
 
 def hold(server: Server, run: Run, document: str, *flags: str) -> None:
-    shared = ["--max-examples", "40", "--seed", "1", "--generation-database", "none"]
+    seed = os.environ.get("BRIGADE_SCHEMATHESIS_SEED", "1")
+    shared = ["--max-examples", "40", "--seed", seed, "--generation-database", "none"]
     shared += ["--phases", "examples,coverage,fuzzing", "--suppress-health-check", "all"]
     shared += ["--request-timeout", "20", "--warnings", "off", "--continue-on-failure"]
     said = run(server, ["schemathesis.cli", "run", document, *flags, *shared])
