@@ -145,10 +145,13 @@ def _width(axes: list[str]) -> float:
 def page() -> Iterator[str]:
     lines = [describe(name) for name in architectures.architectures()]
     kinds = [line.splits.partition(" ")[0] for line in lines]
+    prefixes = [line.prefixes for line in lines]
     summary = (
         f"Of {len(lines)} architectures {kinds.count('at')} split at any cut, "
         f"{kinds.count('before')} at some, {kinds.count('no:')} at none, "
-        f"{kinds.count('not')} could not be tried."
+        f"{kinds.count('not')} could not be tried.\n"
+        f"Prefixes are shared after any token with {prefixes.count(_REUSE['any'])} of them, "
+        f"at checkpoints with {prefixes.count(_REUSE['checkpoints'])}."
     )
     yield _HEAD.format(version=version("mlx-lm"), summary=summary)
     yield from (f"{line}\n" for line in lines)

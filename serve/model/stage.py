@@ -91,6 +91,16 @@ class Stage:
         """New mlx-lm caches for the stage's own layers, and for counting positions."""
         return self._caching.own_part(make_prompt_cache(self.model))
 
+    @property
+    def cache_numbers(self) -> list[int | None]:
+        """The number of each cache of `make_cache` among those of the whole model; None for one
+        that only counts positions."""
+        return self._caching.numbers()
+
+    def count_positions(self, cache: list[Any], num_tokens: int) -> None:
+        """Makes the caches of one row that only count positions count so many more."""
+        self._caching.advance_ghosts(cache, 1, num_tokens)
+
     def logits(self) -> mx.array:
         """Logits of the last stage, not to be evaluated, for their shape and type."""
         cut = self.cuts[False]
@@ -249,6 +259,12 @@ class _Caching:
 
     def own_part(self, caches: list[Any]) -> list[Any]:
         return [caches[j] for j in self._kept]
+
+    def numbers(self) -> list[int | None]:
+        numbers: list[int | None] = list(self._kept)
+        for n in self._ghosts:
+            numbers[n] = None
+        return numbers
 
     def as_model_expects(self, cache: list[Any]) -> list[Any]:
         """The list with a cache for every layer: in place of a cache of another stage it has one

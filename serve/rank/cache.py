@@ -82,12 +82,19 @@ class GroupCaches:
     """The caches of all sequences of a stage. It performs the moves of `rank.placement`.
 
     make_cache returns the plain caches of one new row. can_batch says whether several rows can
-    share a batch; otherwise each row runs in a part of its own.
+    share a batch; otherwise each row runs in a part of its own. numbers has the numbers of these
+    caches in files of the prefix cache, which are those of the whole model.
     """
 
-    def __init__(self, make_cache: Callable[[], list[Any]], can_batch: bool = True) -> None:
+    def __init__(
+        self,
+        make_cache: Callable[[], list[Any]],
+        can_batch: bool = True,
+        numbers: prefix_parts.Numbers | None = None,
+    ) -> None:
         self._make_cache = make_cache
         caches = make_cache()
+        self._numbers = range(len(caches)) if numbers is None else numbers
         is_plain = all(type(cache) in _PLAIN_CACHES for cache in caches)
         self._can_cut = all(checkpoints.can_cut(cache) for cache in caches)
         self._rules = Rules(can_batch, in_slots=can_batch and is_plain)
@@ -172,16 +179,16 @@ class GroupCaches:
             raise EngineError(f"Sequence {sequence} is to be written, and is not held here.")
         if write.is_state and write.checkpoint != NO_CHECKPOINT:
             states = self._states(write.checkpoint, write.end, 0)
-            return prefix_parts.state(states, write.end)
+            return prefix_parts.state(states, self._numbers, write.end)
         batch = self._layout.batch_of(sequence)
         if write.is_state:
-            return prefix_parts.state(batch.states(sequence), write.end)
+            return prefix_parts.state(batch.states(sequence), self._numbers, write.end)
         if not self._rules.in_slots and len(batch.sequences) > 1:
             # Each file would copy the whole row out of the batch.
             self._set_apart(sequence, sequence, self._layout.positions[sequence])
             batch = self._layout.batch_of(sequence)
         caches = batch.extract(sequence, write.end)
-        return prefix_parts.segment(caches, write.start, write.end)
+        return prefix_parts.segment(caches, self._numbers, write.start, write.end)
 
     def moved(self) -> list[list[mx.array]]:
         """Returns the arrays of each cache whose rows were copied. They have to be evaluated before

@@ -1,11 +1,13 @@
 """Divides the caches of a sequence into arrays that files can hold, and restores caches from them.
 
 Caches that can be cut are divided into ranges of tokens. The others are written whole: their arrays
-as such, and their other attributes as JSON.
+as such, and their other attributes as JSON. Each cache is known by its number among the caches of
+the whole model, which is the same however the model is divided into stages.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as ReadableList
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,11 +30,27 @@ class FileContent:
     metadata: dict[str, str] = field(default_factory=dict)
 
 
-def segment(caches: list[Any], start: int, end: int) -> FileContent:
+Numbers = ReadableList[int | None]
+"""The number of each cache of a stage among those of the model; None if it only counts
+positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageCaches:
+    """The caches of a stage. make makes those of one new row. count makes caches that only count
+    positions count so many."""
+
+    layers: tuple[int, int]
+    numbers: Numbers
+    make: Callable[[], list[Any]]
+    count: Callable[[list[Any], int], None]
+
+
+def segment(caches: list[Any], numbers: Numbers, start: int, end: int) -> FileContent:
     """Copies, lazily, the keys and values of the tokens [start, end) from plain caches."""
     # A file needs at least one array.
     arrays = {"range": mx.array([start, end])}
-    for n, cache in enumerate(_leaves(caches)):
+    for n, cache in _leaves(caches, numbers):
         if not can_cut(cache):
             continue
         for buffer in _BUFFERS:
@@ -41,12 +59,12 @@ def segment(caches: list[Any], start: int, end: int) -> FileContent:
     return FileContent(arrays)
 
 
-def state(states: list[Any], num_tokens: int) -> FileContent:
+def state(states: list[Any], numbers: Numbers, num_tokens: int) -> FileContent:
     """Makes the content of a file from the states of a checkpoint (`rank.checkpoints`). Raises
     EngineError if a cache has an attribute that is neither an array nor JSON."""
     arrays = {"range": mx.array([num_tokens, num_tokens])}
     attributes: dict[str, Any] = {}
-    for n, cache in enumerate(_flat(states)):
+    for n, cache in _flat(states, numbers):
         if cache is None:
             continue
         for entry in tree_flatten(vars(cache)):
@@ -63,16 +81,22 @@ def state(states: list[Any], num_tokens: int) -> FileContent:
 
 
 def restore(
-    caches: list[Any],
+    stage: StageCaches,
     segments: list[dict[str, mx.array]],
     state: tuple[dict[str, mx.array], dict[str, str]] | None,
     num_tokens: int,
-) -> list[mx.array]:
-    """Fills new plain caches with the content of files: segments in order, and a state with its
-    metadata if some caches cannot be cut. Returns the arrays of the caches, which have to be
-    evaluated. Raises KeyError if a file lacks something that the caches need."""
+) -> tuple[list[Any], list[mx.array]]:
+    """Makes caches with the content of files: segments in order, and a state with its metadata if
+    some caches cannot be cut. Returns the caches, and their arrays, which have to be evaluated.
+    Raises KeyError if a file lacks something that the caches need."""
+    caches = stage.make()
+    stage.count(caches, num_tokens)
     restored: list[mx.array] = []
-    for n, cache in enumerate(_leaves(caches)):
+    for cache, number in zip(caches, stage.numbers, strict=True):
+        if number is None:
+            entries = tree_flatten(cache.state)
+            restored += [entry[1] for entry in entries if isinstance(entry[1], mx.array)]
+    for n, cache in _leaves(caches, stage.numbers):
         if can_cut(cache):
             for buffer in _BUFFERS:
                 joined = _joined(segments, f"{n}.{buffer}.")
@@ -83,7 +107,19 @@ def restore(
             raise KeyError(f"state of cache {n}")
         else:
             restored += _restore_state(cache, f"{n}.", *state)
-    return restored
+    return caches, restored
+
+
+def merged(
+    files: list[tuple[dict[str, mx.array], dict[str, str]]],
+) -> tuple[dict[str, mx.array], dict[str, str]]:
+    """Joins the contents of files with different layers, as MLX reads them."""
+    arrays: dict[str, mx.array] = {}
+    attributes: dict[str, Any] = {}
+    for own_arrays, metadata in files:
+        arrays |= own_arrays
+        attributes |= json.loads(metadata.get(_ATTRIBUTES, "{}"))
+    return arrays, {_ATTRIBUTES: json.dumps(attributes)}
 
 
 def _joined(segments: list[dict[str, mx.array]], prefix: str) -> list[mx.array]:
@@ -121,23 +157,36 @@ def _below(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _leaves(caches: list[Any]) -> Iterator[Any]:
-    """Yields all caches, with the parts of one that consists of several in its place."""
-    for cache in caches:
-        parts = getattr(cache, "caches", None)
-        if parts is None:
-            yield cache
-        else:
-            yield from _leaves(parts)
+def _leaves(caches: list[Any], numbers: Numbers) -> Iterator[tuple[str, Any]]:
+    """Yields all caches with their numbers, and the parts of one that consists of several in its
+    place. Leaves out those that only count positions."""
+    for cache, number in zip(caches, numbers, strict=True):
+        if number is not None:
+            yield from _parts(cache, str(number))
 
 
-def _flat(states: list[Any]) -> Iterator[Any]:
-    """Yields states in the order of `_leaves`."""
-    for state in states:
-        if isinstance(state, list):
-            yield from _flat(state)
-        else:
-            yield state
+def _parts(cache: Any, name: str) -> Iterator[tuple[str, Any]]:
+    parts = getattr(cache, "caches", None)
+    if parts is None:
+        yield name, cache
+        return
+    for i, part in enumerate(parts):
+        yield from _parts(part, f"{name}_{i}")
+
+
+def _flat(states: list[Any], numbers: Numbers) -> Iterator[tuple[str, Any]]:
+    """Yields states with the names that `_leaves` gives to their caches."""
+    for state, number in zip(states, numbers, strict=True):
+        if number is not None:
+            yield from _flat_parts(state, str(number))
+
+
+def _flat_parts(state: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if not isinstance(state, list):
+        yield name, state
+        return
+    for i, part in enumerate(state):
+        yield from _flat_parts(part, f"{name}_{i}")
 
 
 def _as_tuple(buffer: Any) -> tuple[mx.array, ...]:

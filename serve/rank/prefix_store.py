@@ -11,12 +11,12 @@ import hashlib
 import json
 import logging
 import os
-import re
 import threading
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +32,16 @@ from serve.core.messages import (
     ReadPrefix,
 )
 from serve.core.types import Write
-from serve.rank import prefix_parts
-from serve.rank.prefix_parts import FileContent
+from serve.rank import prefix_files, prefix_parts
+from serve.rank.prefix_files import SUFFIX, UNFINISHED, StoredFile
+from serve.rank.prefix_parts import FileContent, StageCaches
 
 _logger = logging.getLogger(__name__)
 
-_SUFFIX = ".safetensors"
-_UNFINISHED = "unfinished-"
-_FILE_NAME = re.compile(
-    r"(?P<name>[0-9a-f]{32})-(?P<parent>[0-9a-f]{32})-(?P<start>\d+)-(?P<end>\d+)"
-    r"-(?P<checksum>[0-9a-f]{8})\.safetensors"
-)
 _BLOCK_BYTES = 1 << 20
 _LENGTH_BYTES = 8  # A safetensors file begins with the length of its header.
 
 
-MakeCache = Callable[[], list[Any]]
 Report = Callable[[PrefixRead | PrefixFileWritten], None]
 
 
@@ -59,19 +53,13 @@ class _DamagedFile(Exception):
         self.name = name
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    path: Path
-    checksum: int
-    num_bytes: int
-
-
 class PrefixStore:
-    """The files of a stage, below the folder of its rank. digest identifies the stage: its layers,
-    its weights, and everything else that its keys and values depend on.
+    """The files of a stage, in the folder of its rank. It also reads those in the folders of other
+    ranks beside it, which an earlier division into stages may have left there.
 
-    make_cache makes the plain caches of one new row. report sends a message to rank 0, and can be
-    called from any thread. Raises OSError if the folder cannot be used.
+    digest identifies everything but weights and layers that the files depend on, weights the
+    weights of the stage. report sends a message to rank 0, and can be called from any thread.
+    Raises OSError if the folder cannot be used.
     """
 
     def __init__(
@@ -79,29 +67,31 @@ class PrefixStore:
         folder: Path,
         digest: str,
         max_bytes: int,
-        make_cache: MakeCache,
+        stage: StageCaches,
         report: Report,
+        weights: Mapping[str, str] | None = None,
     ) -> None:
         self._root = folder
         self._folder = folder / digest
         self._max_bytes = max_bytes
-        self._make_cache, self._report = make_cache, report
+        self._stage, self._report = stage, report
+        self._weights = dict(weights or {})
         for path in (folder.parent, folder, self._folder):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder_lock = _locked(folder)
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, list[StoredFile]] = {}  # files that together have all layers
+        self._others: list[StoredFile] = []  # own files that are of no use to this stage
         self._loaded: dict[int, list[Any]] = {}
         self._lock = threading.Lock()
         self._has_warned = False
         self._files = self._scan()
-        self._others = self._scan_others()
         self._writer = ThreadPoolExecutor(1, "prefix-writer")
         self._reader = ThreadPoolExecutor(1, "prefix-reader")
 
     def files(self) -> PrefixFiles:
         """Lists the files that were there at the start or at the last rescan, the least recently
         used one first."""
-        return PrefixFiles(self._files, self._max_bytes)
+        return PrefixFiles(self._files, self._max_bytes, self._weights)
 
     def write(self, write: Write, content: FileContent) -> None:
         """Writes a file in the background. The arrays have to be evaluated."""
@@ -125,6 +115,7 @@ class PrefixStore:
         has work."""
         self._loaded.clear()
         self._known.clear()
+        self._others.clear()
         self._files = self._scan()
 
     def close(self) -> None:
@@ -155,22 +146,23 @@ class PrefixStore:
     def _written(self, write: Write, content: FileContent) -> int:
         """Writes a file and returns its size. The file is renamed last, so a kill leaves no
         incomplete file with a final name."""
-        unfinished = self._folder / f"{_UNFINISHED}{write.name}{_SUFFIX}"
+        unfinished = self._folder / f"{UNFINISHED}{write.name}{SUFFIX}"
         try:
             mx.save_safetensors(str(unfinished), content.arrays, content.metadata)
             with unfinished.open("rb") as file:
                 num_bytes = _check_length(file.fileno(), content.arrays)
                 checksum = _checksum(file.fileno())
                 os.fsync(file.fileno())
-            name = f"{write.name}-{write.parent}-{write.start}-{write.end}-{checksum:08x}{_SUFFIX}"
-            path = self._folder / name
+            path = prefix_files.path_of(self._folder, write, self._stage.layers, checksum)
             unfinished.rename(path)
         except BaseException:
             unfinished.unlink(missing_ok=True)
             raise
         _sync_folder(self._folder)
+        stored = prefix_files.stored_file(path, is_own=True)
+        assert stored
         with self._lock:
-            self._known[write.name] = _Known(path, checksum, num_bytes)
+            self._known[write.name] = [stored]
         self._make_room()
         return num_bytes
 
@@ -192,28 +184,22 @@ class PrefixStore:
     def _restored(self, message: ReadPrefix) -> list[Any]:
         segments = [self._content(name)[0] for name in message.names]
         state = self._content(message.state) if message.state else None
-        caches = self._make_cache()
         try:
-            mx.eval(prefix_parts.restore(caches, segments, state, message.num_tokens))
+            restored = prefix_parts.restore(self._stage, segments, state, message.num_tokens)
+            caches, arrays = restored
+            mx.eval(arrays)
         except (KeyError, ValueError) as error:
             raise _DamagedFile(message.state or message.names[-1]) from error
         return caches
 
     def _content(self, name: str) -> tuple[dict[str, mx.array], dict[str, str]]:
-        """Checks the checksum of a file, and reads the file lazily. Raises _DamagedFile."""
+        """Checks the checksums of the files with this name, and reads them lazily. Raises
+        _DamagedFile."""
         with self._lock:
-            known = self._known.get(name)
-        if known is None:
+            files = self._known.get(name)
+        if files is None:
             raise _DamagedFile(name)
-        try:
-            with known.path.open("rb") as file:
-                is_right = _checksum(file.fileno()) == known.checksum
-            if not is_right:
-                raise _DamagedFile(name)
-            os.utime(known.path)
-            return mx.load(str(known.path), return_metadata=True)  # type: ignore[return-value]
-        except (OSError, RuntimeError) as error:
-            raise _DamagedFile(name) from error
+        return prefix_parts.merged([_checked(file) for file in files])
 
     def _forget(self, message: ForgetPrefixFiles) -> None:
         for sequence in message.sequences:
@@ -223,64 +209,82 @@ class PrefixStore:
         if message.everything:
             with self._lock:
                 names = tuple(self._known)
-            self._limit_others(0)
         for name in names:
             self._delete(name)
+        if message.everything:
+            self._limit_others(0)
+            self._clear_unused_folders()
 
     def _delete(self, name: str) -> None:
+        """Deletes the files of this stage with this name. Files of another division into stages may
+        be of use later, but are the first to go when room is needed."""
         with self._lock:
-            known = self._known.pop(name, None)
-        if known:
-            _unlink(known.path)
+            own = [file for file in self._known.pop(name, []) if file.is_own]
+            self._others += [file for file in own if file.layers != self._stage.layers]
+        for file in own:
+            if file.layers == self._stage.layers:
+                _unlink(file.path)
 
     # --- files
 
     def _scan(self) -> list[PrefixFile]:
-        """Finds the files of this stage, and deletes unfinished ones."""
+        """Finds the files that this stage can use, and its own others. Deletes own unfinished
+        files."""
+        by_name: defaultdict[str, list[StoredFile]] = defaultdict(list)
+        for path in self._folder.glob(f"{UNFINISHED}*"):
+            _unlink(path)
+        for folder in self._root.parent.glob(f"*/{self._folder.name}"):
+            for path in folder.iterdir():
+                with suppress(OSError):  # Another rank may delete its files meanwhile.
+                    if file := prefix_files.stored_file(path, folder == self._folder):
+                        by_name[file.name].append(file)
         found: list[tuple[float, PrefixFile]] = []
-        for path in self._folder.iterdir():
-            match = _FILE_NAME.fullmatch(path.name)
-            if match is None:
-                if path.name.startswith(_UNFINISHED):
-                    _unlink(path)
-                continue
-            status = path.stat()
-            file = PrefixFile(
-                match["name"],
-                match["parent"],
-                int(match["start"]),
-                int(match["end"]),
-                status.st_size,
-            )
-            checksum = int(match["checksum"], 16)
-            self._known[file.name] = _Known(path, checksum, file.num_bytes)
-            found.append((status.st_mtime, file))
+        for name, files in by_name.items():
+            chosen = prefix_files.covering(files, self._stage.layers)
+            if chosen:
+                self._known[name] = chosen
+                last_used = max(file.modified for file in chosen)
+                found.append((last_used, prefix_files.reported(chosen)))
+            self._others += [file for file in files if file.is_own and file not in chosen]
+        self._others += self._files_of_other_models()
+        self._others.sort(key=lambda file: file.modified)
         found.sort(key=lambda entry: entry[0])
         return [file for _, file in found]
 
-    def _scan_others(self) -> list[tuple[Path, int]]:
-        """Finds the files of other stages and models in this rank's folder, the oldest first. This
-        engine cannot use them, so they are the first to be deleted when room is needed."""
-        found: list[tuple[float, Path, int]] = []
-        for path in self._root.glob(f"*/*{_SUFFIX}"):
-            if path.parent != self._folder:
-                status = path.stat()
-                found.append((status.st_mtime, path, status.st_size))
-        found.sort()
-        return [(path, num_bytes) for _, path, num_bytes in found]
+    def _files_of_other_models(self) -> list[StoredFile]:
+        paths = [path for path in self._root.glob(f"*/*{SUFFIX}") if path.parent != self._folder]
+        files = [prefix_files.stored_file(path, is_own=True) for path in paths]
+        return [file for file in files if file]
 
     def _make_room(self) -> None:
         with self._lock:
-            own_bytes = sum(known.num_bytes for known in self._known.values())
+            known = [file for files in self._known.values() for file in files if file.is_own]
+            own_bytes = sum(file.num_bytes for file in known)
         self._limit_others(self._max_bytes - own_bytes)
 
     def _limit_others(self, max_bytes: int) -> None:
-        """Deletes files of other stages until the rest has at most max_bytes."""
-        total = sum(num_bytes for _, num_bytes in self._others)
-        while self._others and total > max_bytes:
-            path, num_bytes = self._others.pop(0)
-            total -= num_bytes
-            _unlink(path)
+        """Deletes files that are of no use to this stage until the rest has at most max_bytes."""
+        with self._lock:
+            total = sum(file.num_bytes for file in self._others)
+            deleted: list[StoredFile] = []
+            while self._others and total > max_bytes:
+                deleted.append(self._others.pop(0))
+                total -= deleted[-1].num_bytes
+        for file in deleted:
+            _unlink(file.path)
+
+    def _clear_unused_folders(self) -> None:
+        """Deletes the files of ranks that do not run: this cluster may have had more ranks."""
+        for folder in self._root.parent.glob("rank-*"):
+            if folder == self._root:
+                continue
+            try:
+                lock = _locked(folder)
+            except OSError:
+                continue  # Its rank runs, and deletes its files itself.
+            for path in folder.glob(f"*/*{SUFFIX}"):
+                _unlink(path)
+            os.close(lock)
 
     def _warn(self, action: str, error: Exception) -> None:
         """Logs the first error only: a full disk would fill the log as well."""
@@ -295,13 +299,14 @@ def open_store(
     folder: Path,
     digest: str,
     max_bytes: int,
-    make_cache: MakeCache,
+    stage: StageCaches,
     report: Report,
+    weights: Mapping[str, str],
 ) -> PrefixStore | None:
     """Opens a store. If the folder cannot be used, logs the reason and returns None. The server
     then works without a prefix cache on disk."""
     try:
-        return PrefixStore(folder, digest, max_bytes, make_cache, report)
+        return PrefixStore(folder, digest, max_bytes, stage, report, weights)
     except OSError as error:
         _logger.warning(
             "event=prefix_cache_disk_failed action=open path=%s reason=%s",
@@ -310,17 +315,23 @@ def open_store(
         return None
 
 
-def stage_digest(weights: Mapping[str, mx.array], facts: Mapping[str, str]) -> str:
-    """Computes a digest of everything that the keys and values of a stage depend on: its weights,
-    and facts such as its layers and the versions of packages."""
-    digest = hashlib.blake2b(json.dumps(sorted(facts.items())).encode(), digest_size=16)
-    for name, array in sorted(weights.items()):
-        digest.update(f"{name} {array.shape} {array.dtype}".encode())
+def facts_digest(facts: Mapping[str, str]) -> str:
+    """Computes the name of the folder for files that depend on facts, such as the versions of
+    packages."""
+    return hashlib.blake2b(json.dumps(sorted(facts.items())).encode(), digest_size=16).hexdigest()
+
+
+def weight_digests(weights: Mapping[str, mx.array]) -> dict[str, str]:
+    """Computes a digest of each weight of a stage. Keys and values depend on them."""
+    digests: dict[str, str] = {}
+    for name, array in weights.items():
+        digest = hashlib.blake2b(f"{array.shape} {array.dtype}".encode(), digest_size=8)
         # Sums of the bits differ for other weights, and need no copy of the weights.
         bits = array.view(_BITS[array.dtype.size])
         sums = bits.sum(axis=-1) if bits.ndim else bits
         digest.update(memoryview(mx.contiguous(sums)))  # type: ignore[arg-type]
-    return digest.hexdigest()
+        digests[name] = digest.hexdigest()
+    return digests
 
 
 _BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
@@ -332,6 +343,22 @@ def _locked(folder: Path) -> int:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return descriptor
+
+
+def _checked(file: StoredFile) -> tuple[dict[str, mx.array], dict[str, str]]:
+    """Reads a file lazily, after a check of its checksum. Deletes it and raises _DamagedFile if it
+    is not right."""
+    try:
+        with file.path.open("rb") as opened:
+            is_right = _checksum(opened.fileno()) == file.checksum
+        if is_right:
+            os.utime(file.path)
+            return mx.load(str(file.path), return_metadata=True)  # type: ignore[return-value]
+    except (OSError, RuntimeError) as error:
+        raise _DamagedFile(file.name) from error
+    if file.is_own:
+        _unlink(file.path)
+    raise _DamagedFile(file.name)
 
 
 def _checksum(descriptor: int) -> int:

@@ -66,15 +66,16 @@ from serve.rank.joining import join
 from serve.rank.memory import free_bytes
 from serve.rank.outbox import Outbox
 from serve.rank.parent import Parent, fail, wait_for_order
-from serve.rank.prefix_store import PrefixStore, open_store, stage_digest
+from serve.rank.prefix_parts import StageCaches
+from serve.rank.prefix_store import PrefixStore, open_store
 from serve.ring.grid import GridTransport
 from serve.ring.regroup import objection
 from serve.ring.transport import RingLostError, RingTransport, Streams, Transport
 
 _logger = logging.getLogger(__name__)
 
-OpenStore = Callable[[Callable[[], list[Any]]], PrefixStore | None]
-"""Opens a stage's prefix cache on disk. The argument makes the plain caches of one new row."""
+OpenStore = Callable[[StageCaches], PrefixStore | None]
+"""Opens a stage's prefix cache on disk."""
 
 _STATUS_SECONDS = 0.25
 _NUM_SPANS = 4096
@@ -105,7 +106,13 @@ class StepLoop:
         self.has_head = stage.is_last and transport.shard == 0
         self._make_cache = partial(_new_caches, stage, kv_bits)
         self._batchable = batchable
-        self.prefix_store = open_store(self._make_cache) if open_store else None
+        caches = StageCaches(
+            layers=(stage.start, stage.end),
+            numbers=stage.cache_numbers,
+            make=self._make_cache,
+            count=stage.count_positions,
+        )
+        self.prefix_store = open_store(caches) if open_store else None
         self.adapters = Adapters(stage, cache_dir, copies, divisions)
         self.chooser = Chooser(folder)
         if stage.is_last:
@@ -116,7 +123,8 @@ class StepLoop:
     def _begin(self, transport: Transport) -> None:
         """Begins to run steps in a ring, with nothing of any sequence."""
         self.transport = transport
-        self.caches = GroupCaches(self._make_cache, self._batchable)
+        numbers = self.stage.cache_numbers
+        self.caches = GroupCaches(self._make_cache, self._batchable, numbers)
         self.outbox = Outbox(lambda step: transport.send(step, []))
         self.embedder = Embedder()
         self.pooled: list[mx.array] = []  # the embedder's arrays of the latest step
@@ -443,24 +451,26 @@ class Worker:
         self.status = Status("ready", loaded=loaded)
 
     def _open_store(
-        self, loaded: LoadedStage, folder: Path, make_cache: Callable[[], list[Any]]
+        self, loaded: LoadedStage, folder: Path, caches: StageCaches
     ) -> PrefixStore | None:
         """Opens the prefix cache on disk, if there is a folder for it."""
         order = self.order
         if order.prefix_dir is None:
             return None
+        shard = f"{order.rank % order.num_shards} of {order.num_shards}"
         facts = versions() | {
-            "layers": str(order.layers),
-            "shard": f"{order.rank % order.num_shards} of {order.num_shards}",
+            "shard": shard,
             "kv_bits": str(order.kv_bits),
             "config": (folder / "config.json").read_text("utf-8"),
         }
+        digests = weight_digests(loaded.stage.weights())
         return open_store(
             Path(order.prefix_dir) / f"rank-{order.ring[order.rank]}",
-            stage_digest(loaded.stage.weights(), facts),
+            facts_digest(facts),
             order.prefix_bytes,
-            make_cache,
+            caches,
             self.parent.send,
+            {f"{shard}: {name}": digest for name, digest in digests.items()},
         )
 
     def _what_is_loaded(self, loaded: LoadedStage, loop: StepLoop, is_causal: bool) -> Loaded:

@@ -13,25 +13,30 @@ from mlx_lm.models.cache import KVCache
 
 from serve.core.types import Write
 from serve.rank import prefix_parts
+from serve.rank.prefix_parts import StageCaches
 from serve.rank.prefix_store import PrefixStore
 
 NUM_TOKENS = 64
 DIGEST = "a" * 32
 
 
-def make_cache() -> list[KVCache]:
-    return [KVCache(), KVCache()]
+STAGE = StageCaches(
+    layers=(0, 1),
+    numbers=(0, 1),
+    make=lambda: [KVCache(), KVCache()],
+    count=lambda caches, num_tokens: None,
+)
 
 
 def main(folder: Path) -> None:
-    store = PrefixStore(folder, DIGEST, 1 << 30, make_cache, lambda _: None)
+    store = PrefixStore(folder, DIGEST, 1 << 30, STAGE, lambda _: None)
     print("writing", flush=True)
     for number in itertools.count():
         array = mx.full((1, 4, NUM_TOKENS, 32), float(number))
-        caches = make_cache()
+        caches = STAGE.make()
         for cache in caches:
             cache.update_and_fetch(array, array)
-        content = prefix_parts.segment(caches, 0, NUM_TOKENS)
+        content = prefix_parts.segment(caches, STAGE.numbers, 0, NUM_TOKENS)
         mx.eval(content.arrays)
         asked = Write(1, f"{number:032x}", "0" * 32, 0, NUM_TOKENS)
         store.write(asked, content)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,6 +22,7 @@ from serve.core.types import Sampling, Score, Sequence
 from serve.front.drafts.interface import Drafting
 from serve.front.pipeline.scheduler import Scheduler
 from serve.front.prefixes.disk import DiskCounts, DiskPrefixes, DiskRules
+from serve.front.prefixes.disk_index import model_digest
 from serve.front.prefixes.index import Reuse
 from serve.model.caches import quantized
 from serve.model.stage import Stage
@@ -30,7 +30,8 @@ from serve.rank.batching import can_batch
 from serve.rank.chooser import Chooser
 from serve.rank.embedder import Embedder
 from serve.rank.outbox import Outbox
-from serve.rank.prefix_store import PrefixStore, stage_digest
+from serve.rank.prefix_parts import StageCaches
+from serve.rank.prefix_store import PrefixStore, weight_digests
 from serve.rank.worker import StepLoop
 from serve.ring.transport import local_ring
 from tests import architectures
@@ -99,17 +100,15 @@ class LocalPipeline:
         for result in loop.run():
             self.results.put(result)
 
-    def _open_store(
-        self, rank: int, stage: Stage, make_cache: Callable[[], list[Any]]
-    ) -> PrefixStore:
+    def _open_store(self, rank: int, stage: Stage, caches: StageCaches) -> PrefixStore:
         assert self.prefix_dir
-        digest = stage_digest(stage.weights(), {"bits": str(self.kv_bits)})
         self.stores[rank] = PrefixStore(
             self.prefix_dir / f"rank-{rank}",
-            digest,
+            f"{self.kv_bits}",
             1 << 30,
-            make_cache,
+            caches,
             lambda message: self.results.put((rank, message)),
+            weight_digests(stage.weights()),
         )
         return self.stores[rank]
 
@@ -119,8 +118,13 @@ class LocalPipeline:
         counts = DiskCounts()
         stored = {rank: store.files() for rank, store in self.stores.items()}
         self.scheduler.reuse = reuse
+        model = model_digest(stored.values())
         self.scheduler.room.disk = DiskPrefixes(
-            stored, lambda key: str(key), counts, has_states=reuse == "checkpoints", rules=rules
+            stored,
+            lambda key: f"{model} {key}",
+            counts,
+            has_states=reuse == "checkpoints",
+            rules=rules,
         )
         return counts
 

@@ -17,11 +17,17 @@ from serve.core.types import Sampling, Sequence, Write
 from serve.front.pipeline.scheduler import Scheduler
 from serve.front.prefixes.disk import DiskRules
 from serve.rank import prefix_parts
-from serve.rank.prefix_store import PrefixStore, stage_digest
+from serve.rank.prefix_parts import StageCaches
+from serve.rank.prefix_store import PrefixStore, facts_digest, weight_digests
+from tests import architectures
 from tests.models_page import reuse_of
 from tests.rank.test_pipeline import LocalPipeline, pipeline
 from tests.rank.test_reuse import ALL, DEPENDS_ON_CHUNKS, make_in_two_stages
 
+DIVIDED = [  # gemma4_text has caches that only count positions, qwen3_next has states
+    pytest.param(name, marks=() if name in {"gemma4_text", "qwen3_next"} else pytest.mark.slow)
+    for name in architectures.architectures()
+]
 SHORT = DiskRules(segment=16, min_segment=4, min_gain=8)
 SHARED = [3 + i % 40 for i in range(75)] + [5, 4, 3, 2, 1]  # longer than all windows
 SCORED = Sampling(temperature=0, logprobs=3)
@@ -71,11 +77,48 @@ def test_prefix_store_serves_a_second_turn_after_a_restart(
         assert got == pytest.approx(expected, rel=1e-4, abs=2e-4)
 
 
+@pytest.mark.parametrize("num_ranks", [(1, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize("name", DIVIDED)
+def test_prefix_store_serves_another_division_into_stages(
+    name: str, num_ranks: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank finds the layers that it needs in the folders of all ranks."""
+    make = make_in_two_stages(name, monkeypatch)
+    reuse = reuse_of(name)
+    before, after = num_ranks
+    with pipeline(before, make, prefix_dir=tmp_path) as local:
+        local.scheduler = Scheduler(before, max_num_sequences=32, max_queue=64, prefill_chunk=32)
+        expected = scores(local, second_turn(5))
+        local.open_disk(SHORT, reuse)
+        scores(local, first_turn(0))
+        local.flush()
+    with pipeline(after, make, prefix_dir=tmp_path) as local:
+        local.scheduler = Scheduler(after, max_num_sequences=32, max_queue=64, prefill_chunk=32)
+        counts = local.open_disk(SHORT, reuse)
+        second = second_turn(1)
+        got = scores(local, second)
+    assert counts.num_reads == 1
+    assert second.num_cached >= len(SHARED) - SHORT.segment
+    if name not in DEPENDS_ON_CHUNKS:
+        assert got == pytest.approx(expected, rel=1e-4, abs=2e-4)
+
+
 # --- one store
 
 
 def make_cache() -> list[KVCache]:
     return [KVCache(), KVCache()]
+
+
+def of_layers(first: int, end: int) -> StageCaches:
+    """The caches of a stage with these layers, each of which has two caches."""
+    numbers = range(2 * first, 2 * end)
+    return StageCaches(
+        (first, end),
+        numbers,
+        lambda: [KVCache() for _ in numbers],
+        lambda caches, num_tokens: None,
+    )
 
 
 @pytest.fixture
@@ -89,22 +132,28 @@ def opened(
     reports: "queue.Queue[PrefixRead | PrefixFileWritten]",
     max_bytes: int = 1 << 20,
     digest: str = "a" * 32,
+    layers: tuple[int, int] = (0, 1),
+    rank: int = 0,
 ) -> Iterator[PrefixStore]:
-    store = PrefixStore(folder / "rank-0", digest, max_bytes, make_cache, reports.put)
+    stage = of_layers(*layers)
+    store = PrefixStore(folder / f"rank-{rank}", digest, max_bytes, stage, reports.put)
     try:
         yield store
     finally:
         store.close()
 
 
-def write(store: PrefixStore, number: int, num_tokens: int = 8) -> Write:
+def write(
+    store: PrefixStore, number: int, num_tokens: int = 8, layers: tuple[int, int] = (0, 1)
+) -> Write:
     """Makes a store write a file whose keys and values are all equal to this number."""
     name = f"{number:032x}"
     asked = Write(1, name, "0" * 32, 0, num_tokens)
-    caches = make_cache()
+    stage = of_layers(*layers)
+    caches = stage.make()
     for cache in caches:
         cache.update_and_fetch(*[mx.full((1, 2, num_tokens, 4), float(number))] * 2)
-    content = prefix_parts.segment(caches, 0, num_tokens)
+    content = prefix_parts.segment(caches, stage.numbers, 0, num_tokens)
     mx.eval(content.arrays)
     store.write(asked, content)
     return asked
@@ -165,6 +214,44 @@ def test_prefix_store_leaves_nothing_of_a_write_that_fails(
     assert caplog.text.count("event=prefix_cache_disk_failed") == 1
 
 
+def test_prefix_store_reads_layers_from_several_folders(
+    tmp_path: Path, reports: queue.Queue
+) -> None:
+    """Two ranks become one, and then two others: the second one lacks a layer."""
+    for rank, layers in ((0, (2, 4)), (1, (0, 2))):
+        with opened(tmp_path, reports, layers=layers, rank=rank) as store:
+            asked = write(store, 5, layers=layers)
+            num_bytes = reports.get(timeout=60).num_bytes
+    with opened(tmp_path, reports, layers=(0, 4)) as store:
+        (file,) = store.files().files
+        assert file.num_bytes == num_bytes, "files of others do not count"
+        read(store, asked)
+        assert reports.get(timeout=60) == PrefixRead(7)
+        caches = store.take(7)
+        assert [mx.all(cache.keys == 5.0).item() for cache in caches] == [True] * 8
+        store.obey(ForgetPrefixFiles((asked.name,)))
+    with opened(tmp_path, reports, layers=(2, 4)) as store:
+        assert len(store.files().files) == 1, "the files of another division are kept"
+    (path,) = tmp_path.glob("rank-0/*/*.safetensors")
+    path.unlink()
+    with opened(tmp_path, reports, layers=(1, 4)) as store:
+        assert not store.files().files
+
+
+def test_prefix_store_clears_the_folders_of_ranks_that_do_not_run(
+    tmp_path: Path, reports: queue.Queue
+) -> None:
+    for rank in (1, 2):
+        with opened(tmp_path, reports, rank=rank) as store:
+            write(store, 5)
+            reports.get(timeout=60)
+    with opened(tmp_path, reports, rank=1), opened(tmp_path, reports) as store:
+        store.obey(ForgetPrefixFiles(everything=True))
+        store.wait()
+        assert not list(tmp_path.glob("rank-2/*/*.safetensors"))
+        assert len(list(tmp_path.glob("rank-1/*/*.safetensors"))) == 1, "that one runs"
+
+
 def test_prefix_store_deletes_files_of_other_stages_for_room(
     tmp_path: Path, reports: queue.Queue
 ) -> None:
@@ -186,13 +273,12 @@ def test_prefix_store_locks_its_folder(tmp_path: Path, reports: queue.Queue) -> 
         raise AssertionError("two stores have the same folder")
 
 
-def test_stage_digest_depends_on_weights_and_facts() -> None:
+def test_weight_digests_depend_on_every_bit() -> None:
     weights = {"a": mx.arange(12.0).reshape(3, 4), "b": mx.ones((4,), mx.bfloat16)}
-    digests = {
-        stage_digest(weights, {"layers": "0-2"}),
-        stage_digest(weights, {"layers": "2-4"}),
-        stage_digest(weights | {"b": mx.array([1, 1, 2, 1], mx.bfloat16)}, {"layers": "0-2"}),
-        stage_digest({"a": weights["a"][::-1], "b": weights["b"]}, {"layers": "0-2"}),
-    }
-    assert len(digests) == 4
-    assert stage_digest(dict(weights), {"layers": "0-2"}) in digests
+    digests = weight_digests(weights)
+    assert digests == weight_digests(dict(weights))
+    changed = weights | {"b": mx.array([1, 1, 2, 1], mx.bfloat16)}
+    assert weight_digests(changed)["a"] == digests["a"]
+    assert weight_digests(changed)["b"] != digests["b"]
+    assert weight_digests({"a": weights["a"][::-1]})["a"] != digests["a"]
+    assert facts_digest({"config": "a"}) != facts_digest({"config": "b"})

@@ -76,8 +76,8 @@ def make_in_two_stages(name: str, monkeypatch: pytest.MonkeyPatch) -> Make:
     if not cuts:
         pytest.skip("cannot be split")
     cut = cuts[len(cuts) // 2]
-    layers = [(cut, len(model.layers)), (0, cut)]
-    monkeypatch.setattr("tests.rank.test_pipeline.even_split", lambda *_: layers)
+    layers = {1: [(0, len(model.layers))], 2: [(cut, len(model.layers)), (0, cut)]}
+    monkeypatch.setattr("tests.rank.test_pipeline.even_split", lambda _, ranks: layers[ranks])
     return partial(architectures.build, name)
 
 

@@ -7,15 +7,23 @@ segments have a second file, the state, which holds these caches at the segment'
 """
 
 import hashlib
+import json
 from array import array
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as ReadableList
 from dataclasses import dataclass
 
 from serve.core.messages import PrefixFile, PrefixFiles
 
 _NAME_BYTES = 16
+
+
+def model_digest(stored: Iterable[PrefixFiles]) -> str:
+    """Computes a digest of all weights of the model. It does not depend on which rank has which
+    layers."""
+    weights = {item for own in stored for item in own.weights.items()}
+    return _hash(b"model", json.dumps(sorted(weights)).encode())
 
 
 def root_name(contents: str) -> str:
