@@ -23,8 +23,10 @@ from typing import Any
 import mlx.core as mx
 
 from serve.core.errors import EngineError
+from serve.core.facts import versions
 from serve.core.messages import (
     ForgetPrefixFiles,
+    Order,
     PrefixFile,
     PrefixFiles,
     PrefixFileWritten,
@@ -296,17 +298,30 @@ class PrefixStore:
 
 
 def open_store(
-    folder: Path,
-    digest: str,
-    max_bytes: int,
+    order: Order,
+    config: str,
+    weights: Mapping[str, mx.array],
     stage: StageCaches,
     report: Report,
-    weights: Mapping[str, str],
 ) -> PrefixStore | None:
-    """Opens a store. If the folder cannot be used, logs the reason and returns None. The server
-    then works without a prefix cache on disk."""
+    """Opens the store of a rank, if there is a folder for it. config is the text of the model's
+    config.json. If the folder cannot be used, logs the reason and returns None. The server then
+    works without a prefix cache on disk."""
+    if order.prefix_dir is None:
+        return None
+    shard = f"{order.rank % order.num_shards} of {order.num_shards}"
+    facts = {"shard": shard, "kv_bits": str(order.kv_bits), "config": config}
+    digests = weight_digests(weights)
+    folder = Path(order.prefix_dir) / f"rank-{order.ring[order.rank]}"
     try:
-        return PrefixStore(folder, digest, max_bytes, stage, report, weights)
+        return PrefixStore(
+            folder,
+            facts_digest(versions() | facts),
+            order.prefix_bytes,
+            stage,
+            report,
+            {f"{shard}: {name}": digest for name, digest in digests.items()},
+        )
     except OSError as error:
         _logger.warning(
             "event=prefix_cache_disk_failed action=open path=%s reason=%s",

@@ -30,7 +30,7 @@ import mlx.nn as nn
 import msgspec
 
 from serve.core.errors import ClusterError, EngineError, PlanError
-from serve.core.facts import stamp, versions
+from serve.core.facts import stamp
 from serve.core.messages import (
     Activity,
     AdapterRead,
@@ -454,24 +454,9 @@ class Worker:
         self, loaded: LoadedStage, folder: Path, caches: StageCaches
     ) -> PrefixStore | None:
         """Opens the prefix cache on disk, if there is a folder for it."""
-        order = self.order
-        if order.prefix_dir is None:
-            return None
-        shard = f"{order.rank % order.num_shards} of {order.num_shards}"
-        facts = versions() | {
-            "shard": shard,
-            "kv_bits": str(order.kv_bits),
-            "config": (folder / "config.json").read_text("utf-8"),
-        }
-        digests = weight_digests(loaded.stage.weights())
-        return open_store(
-            Path(order.prefix_dir) / f"rank-{order.ring[order.rank]}",
-            facts_digest(facts),
-            order.prefix_bytes,
-            caches,
-            self.parent.send,
-            {f"{shard}: {name}": digest for name, digest in digests.items()},
-        )
+        config = (folder / "config.json").read_text("utf-8")
+        weights = loaded.stage.weights()
+        return open_store(self.order, config, weights, caches, self.parent.send)
 
     def _what_is_loaded(self, loaded: LoadedStage, loop: StepLoop, is_causal: bool) -> Loaded:
         hosts = self.order.hosts

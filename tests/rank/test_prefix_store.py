@@ -12,13 +12,19 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from serve.core.messages import ForgetPrefixFiles, PrefixFileWritten, PrefixRead, ReadPrefix
+from serve.core.messages import (
+    ForgetPrefixFiles,
+    Order,
+    PrefixFileWritten,
+    PrefixRead,
+    ReadPrefix,
+)
 from serve.core.types import Sampling, Sequence, Write
 from serve.front.pipeline.scheduler import Scheduler
 from serve.front.prefixes.disk import DiskRules
 from serve.rank import prefix_parts
 from serve.rank.prefix_parts import StageCaches
-from serve.rank.prefix_store import PrefixStore, facts_digest, weight_digests
+from serve.rank.prefix_store import PrefixStore, facts_digest, open_store, weight_digests
 from tests import architectures
 from tests.models_page import reuse_of
 from tests.rank.test_pipeline import LocalPipeline, pipeline
@@ -271,6 +277,45 @@ def test_prefix_store_deletes_files_of_other_stages_for_room(
 def test_prefix_store_locks_its_folder(tmp_path: Path, reports: queue.Queue) -> None:
     with opened(tmp_path, reports), pytest.raises(BlockingIOError), opened(tmp_path, reports):
         raise AssertionError("two stores have the same folder")
+
+
+def order(prefix_dir: Path | None) -> Order:
+    """The order of an engine that is rank 3 of its launch, and the first of a ring of two."""
+    return Order(
+        rank=0,
+        ring=(3, 1),
+        hosts=("a", "b"),
+        addresses=[],
+        nonce=1,
+        model="m",
+        commit=None,
+        cache_dir=None,
+        copies="",
+        layers=(0, 1),
+        kv_bits=None,
+        join_timeout=1.0,
+        prefix_dir=str(prefix_dir) if prefix_dir else None,
+        prefix_bytes=1 << 20,
+    )
+
+
+def test_open_store_has_a_folder_for_each_rank_config_and_version(
+    tmp_path: Path, reports: queue.Queue, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = {"a": mx.ones((2, 2))}
+    for config in ("one", "two"):
+        store = open_store(order(tmp_path), config, weights, of_layers(0, 1), reports.put)
+        assert store
+        assert open_store(order(tmp_path), config, weights, of_layers(0, 1), reports.put) is None
+        assert store.files().weights == {
+            f"0 of 1: {n}": d for n, d in weight_digests(weights).items()
+        }
+        write(store, 5)
+        assert reports.get(timeout=60).num_bytes
+        store.close()
+    assert len(list(tmp_path.glob("rank-3/*/*.safetensors"))) == 2
+    assert caplog.text.count("event=prefix_cache_disk_failed action=open") == 2, "it was locked"
+    assert open_store(order(None), "one", weights, of_layers(0, 1), reports.put) is None
 
 
 def test_weight_digests_depend_on_every_bit() -> None:
