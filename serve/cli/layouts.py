@@ -17,8 +17,8 @@ from serve.rank.memory import memory_speed
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The forecasts of all possible layouts, for one client and for many. refused says why a layout
-    is not possible."""
+    """The forecasts of all possible layouts by name, such as "2 x 1", for one client and for many.
+    refused has the reasons why other layouts are not possible."""
 
     one_client: dict[str, Forecast]
     many_clients: dict[str, Forecast]
