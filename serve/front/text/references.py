@@ -1,15 +1,18 @@
 """Finds, resolves and moves references inside JSON schemas, such as `#/$defs/A`."""
 
+import re
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 from urllib.parse import quote, unquote, urldefrag, urljoin
 
 IN_NAMES = ":?@!$&'()*+,;="  # characters that need no % in a reference
-# A client could otherwise have each of many references take the length of a long one.
-_MAX_URI_CHARACTERS = 1024
-_MAX_PLACE_CHARACTERS = 256
+# With longer URIs or paths, a client's short schema could take much time and become very long,
+# because each of its many references can stand for a long one.
+_MAX_URI_CHARACTERS = 256
+_MAX_PATH_CHARACTERS = 256
 _MAX_IDENTIFIED = 1000
+_INDEX = re.compile(r"0|[1-9][0-9]{0,8}")  # of an item of a list
 _VALUES = ("const", "enum", "default", "examples")  # Nothing inside is a schema.
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
@@ -21,7 +24,7 @@ def target(reference: str, document: Any) -> Any:
     found = document
     for step in reference.split("/")[1:]:
         name = unquote(step).replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+        if isinstance(found, list) and _INDEX.fullmatch(name) and int(name) < len(found):
             found = found[int(name)]
         elif isinstance(found, dict) and name in found:
             found = found[name]
@@ -59,50 +62,52 @@ def moved(schema: Any, place: str) -> Any:
     return found
 
 
-# --- parts with an identity of their own
+# --- parts with an $id or an $anchor
 
 
 def bundled(document: Any) -> Any:
-    """The schema with references that need no `$id` and no `$anchor` of its parts: those inside a
-    part with an `$id` begin at that part, and others may name it by its URI. A reference that leads
-    nowhere, or too far, is left as it is."""
-    places: dict[str, str] = {}
-    for uri, place in islice(_identified(document, "", ""), _MAX_IDENTIFIED):
-        places.setdefault(uri, place)
-    if len(places) < 2:  # Only the document itself has an identity.
+    """The schema without the `$id` and `$anchor` of its parts, and with references that do not need
+    them. In the given schema, references inside a part with an `$id` are relative to that part, and
+    all references may name a part by its URI. A reference that cannot be resolved, or whose target
+    has a long URI or path, is left as it is."""
+    paths: dict[str, str] = {}
+    for uri, path in islice(_identified(document, "", ""), _MAX_IDENTIFIED):
+        paths.setdefault(uri, path)
+    if len(paths) < 2:  # Only the document itself has an identity.
         return document
-    return _without_ids(document, document, "", places)
+    return _without_ids(document, document, "", paths)
 
 
-def _identified(schema: Any, base: str, place: str) -> Iterator[tuple[str, str]]:
-    """The URI and the place of the schema and of its parts that have an identity. base is the URI
-    of the part with an `$id` in which the schema lies."""
-    if len(place) > _MAX_PLACE_CHARACTERS:
+def _identified(schema: Any, base: str, path: str) -> Iterator[tuple[str, str]]:
+    """Yields the URI and the path of the schema, and of each of its parts that has an `$id` or an
+    `$anchor`. base is the URI of the nearest part with an `$id` around the schema; path leads from
+    the document to the schema."""
+    if len(path) > _MAX_PATH_CHARACTERS:
         return
     if isinstance(schema, list):
         for number, part in enumerate(schema):
-            yield from _identified(part, base, f"{place}/{number}")
+            yield from _identified(part, base, f"{path}/{number}")
     if not isinstance(schema, dict):
         return
     own = _uri(schema, base)
-    if own != base or not place:
-        yield own, place
+    if own != base or not path:
+        yield own, path
     for name in ("$anchor", "$id"):  # Up to draft 7 an $id that begins with # is an anchor.
         anchor = schema.get(name)
         if not isinstance(anchor, str) or len(anchor) > _MAX_URI_CHARACTERS:
             continue
         if name == "$anchor" or anchor.startswith("#"):
-            yield f"{own}#{anchor.removeprefix('#')}", place
+            yield f"{own}#{anchor.removeprefix('#')}", path
     for name, part in schema.items():
         if name in _NAMED and isinstance(part, dict):
             for key, named in part.items():
-                yield from _identified(named, own, f"{place}/{name}/{_step(key)}")
+                yield from _identified(named, own, f"{path}/{name}/{_escaped(key)}")
         elif name not in _VALUES:
-            yield from _identified(part, own, f"{place}/{_step(name)}")
+            yield from _identified(part, own, f"{path}/{_escaped(name)}")
 
 
 def _uri(schema: dict[str, Any], base: str) -> str:
-    """The URI at which the references of a schema begin."""
+    """The URI to which the references in a schema are relative."""
     id = schema.get("$id")
     if not isinstance(id, str) or id.startswith("#") or len(id) > _MAX_URI_CHARACTERS:
         return base
@@ -118,13 +123,13 @@ def _joined(base: str, uri: str) -> str:
         return uri
 
 
-def _step(name: str) -> str:
+def _escaped(name: str) -> str:
     return quote(name.replace("~", "~0").replace("/", "~1"), safe=IN_NAMES)
 
 
-def _without_ids(part: Any, document: Any, base: str, places: Mapping[str, str]) -> Any:
+def _without_ids(part: Any, document: Any, base: str, paths: Mapping[str, str]) -> Any:
     if isinstance(part, list):
-        return [_without_ids(each, document, base, places) for each in part]
+        return [_without_ids(each, document, base, paths) for each in part]
     if not isinstance(part, dict):
         return part
     own = _uri(part, base)
@@ -133,23 +138,23 @@ def _without_ids(part: Any, document: Any, base: str, places: Mapping[str, str])
         if name in _VALUES:
             found[name] = value
         elif name == "$ref" and isinstance(value, str):
-            found[name] = _from_the_beginning(value, document, own, places)
+            found[name] = _from_the_root(value, document, own, paths)
         elif name in _NAMED and isinstance(value, dict):
             found[name] = {
-                key: _without_ids(each, document, own, places) for key, each in value.items()
+                key: _without_ids(each, document, own, paths) for key, each in value.items()
             }
         elif name not in ("$id", "$anchor") or part is document:
-            found[name] = _without_ids(value, document, own, places)
+            found[name] = _without_ids(value, document, own, paths)
     return found
 
 
-def _from_the_beginning(reference: str, document: Any, base: str, places: Mapping[str, str]) -> str:
-    """A reference as the path from the beginning of the document."""
+def _from_the_root(reference: str, document: Any, base: str, paths: Mapping[str, str]) -> str:
+    """The reference as a path from the root of the document."""
     uri, _, fragment = reference.partition("#")
     uri = _joined(base, uri) if uri else base
     is_anchor = bool(fragment) and not fragment.startswith("/")
     named = f"{uri}#{unquote(fragment)}" if is_anchor else uri
-    if named not in places:
+    if named not in paths:
         return reference
-    path = f"#{places[named]}" if is_anchor else f"#{places[named]}{fragment}"
+    path = f"#{paths[named]}" if is_anchor else f"#{paths[named]}{fragment}"
     return reference if target(path, document) is None else path
