@@ -95,6 +95,7 @@ TRANSPORTS = (
 )
 EVALUATING_FILES = {
     "worker",
+    "draft_model",
     "transport",
     "grid",
     "weights",

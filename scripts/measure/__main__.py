@@ -69,13 +69,13 @@ def main() -> None:
     names = flags.rows or _names_of(flags)
     if unknown := set(names) - set(ROWS):
         parser.error(f"{', '.join(sorted(unknown))}: there is no such row")
-    levels = flags.levels or ("1,8,16" if flags.quick else "1,8,16,32,64")
+    levels = flags.levels or _levels_of(flags)
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", levels):
         parser.error(f"--levels {levels}: give numbers such as 1,8")
     settings = Settings(
         model=flags.single or make_model(flags.folder),
         levels=tuple(map(int, levels.split(","))),
-        rounds=flags.rounds or (1 if flags.quick else 3),
+        rounds=flags.rounds or (1 if flags.quick or flags.single else 3),
         requests_per_client=flags.requests or 2,
         pass_seconds=2.0 if flags.quick else 5.0,
         seed=flags.seed,
@@ -83,6 +83,12 @@ def main() -> None:
     output = flags.output or flags.folder
     output.mkdir(parents=True, exist_ok=True)
     report(settings, names, output)
+
+
+def _levels_of(flags: argparse.Namespace) -> str:
+    if flags.single:
+        return "1,2,4,8,16,32"
+    return "1,8,16" if flags.quick else "1,8,16,32,64"
 
 
 def _names_of(flags: argparse.Namespace) -> list[str]:

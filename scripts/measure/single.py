@@ -1,8 +1,10 @@
-"""One client: with speculation and without, on two ranks, in turn on each task."""
+"""One client on two ranks, with speculation and without, beside mlx_lm.server; then several
+clients."""
 
 import json
 import time
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import geometric_mean, median
@@ -11,61 +13,88 @@ from typing import Any
 import httpx2
 
 from scripts.measure import servers
-from scripts.measure.settings import TIMEOUT, Row, Settings
+from scripts.measure.crowd import crowd
+from scripts.measure.python_share import python_share
+from scripts.measure.settings import TIMEOUT, Row, Settings, Table
 from scripts.measure.tasks import Task, tasks
 
-WITH, WITHOUT = "with", "without"
-NUM_TOKENS = 64
+WITH, WITHOUT, OTHER = "with", "without", servers.MLX_LM_1
+NUM_TOKENS = 48
 TEMPERATURES = (0.0, 0.7)
+Pair = dict[str, Any]
+Measured = dict[tuple[str, float], list[Pair]]
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """seconds are those of a token. Several tokens may come with the first event, so the time from
-    there to the last event is divided among the steps."""
+    """seconds are those of a token, or None if the answer came in one piece. Several tokens may
+    come with the first event, so the time from there to the last event is divided among the steps.
+    """
 
     text: str
-    seconds: float
+    seconds: float | None
     num_tokens: int
     num_accepted: int
     num_rejected: int
 
 
 def single(settings: Settings) -> Row:
-    """Both clusters run all the time. An idle one takes no CPU time."""
-    measured: dict[tuple[str, float], list[dict[str, Any]]] = defaultdict(list)
+    """All servers run all the time. An idle one takes almost no CPU time."""
+    measured: Measured = defaultdict(list)
     with ExitStack() as stack:
         urls = {
             WITH: stack.enter_context(servers.running(servers.BRIGADE_2, settings.model)),
             WITHOUT: stack.enter_context(
                 servers.running(servers.BRIGADE_2, settings.model, "--no-speculation")
             ),
+            OTHER: stack.enter_context(servers.running(OTHER, settings.model)),
         }
         for round_ in range(settings.rounds):
             for task in tasks(settings.requests_per_client):
                 for temperature in TEMPERATURES:
-                    pair = _in_both(urls, settings, task, temperature, round_)
+                    pair = _in_turn(urls, settings, task, temperature, round_)
                     measured[task.kind, temperature].append(pair)
                     line = {"kind": task.kind, "temperature": temperature, **pair}
                     print(json.dumps(line), flush=True)
+        many, many_tables = crowd(urls[WITH], urls[WITHOUT], urls[OTHER], settings)
+    share = python_share(settings.model)
     return Row(
-        {"single": [{"kind": k, "temperature": t, "pairs": p} for (k, t), p in measured.items()]},
-        {"one client, two ranks, with ÷ without speculation": _table(measured)},
+        {
+            "single": [
+                {"kind": kind, "temperature": temperature, "pairs": pairs}
+                for (kind, temperature), pairs in measured.items()
+            ],
+            "crowd": many,
+            "python_share": share,
+        },
+        {
+            "one client, two ranks, with ÷ without speculation": _table(measured),
+            "figures": _figures(measured, share),
+            **many_tables,
+        },
     )
 
 
-def _in_both(
-    urls: dict[str, str], settings: Settings, task: Task, temperature: float, round_: int
-) -> dict[str, Any]:
-    """Asks one server and then the other; the first one changes from round to round."""
-    names = [WITH, WITHOUT] if round_ % 2 else [WITHOUT, WITH]
+def _in_turn(
+    urls: dict[str, str],
+    settings: Settings,
+    task: Task,
+    temperature: float,
+    round_: int,
+) -> Pair:
+    """Asks one server after the other; the first one changes from task to task. mlx_lm.server is
+    asked at temperature 0 only, because it has random numbers of its own."""
+    names = [WITH, WITHOUT]
+    if temperature == 0:
+        names.append(OTHER)
+    first = (round_ + len(task.question)) % len(names)
     answers = {}
-    for name in names:
-        answers[name] = _ask(urls[name], settings, task, temperature, settings.seed)
+    for name in [*names[first:], *names[:first]]:
+        answers[name] = _ask(urls[name], name, settings, task, temperature)
     with_, without = answers[WITH], answers[WITHOUT]
+    other = answers.get(OTHER)
     return {
-        "ratio": without.seconds / with_.seconds,
-        "seconds": [with_.seconds, without.seconds],
+        "seconds": [with_.seconds, without.seconds, other.seconds if other else None],
         "tokens": with_.num_tokens,
         "accepted": with_.num_accepted,
         "rejected": with_.num_rejected,
@@ -73,17 +102,18 @@ def _in_both(
     }
 
 
-def _ask(url: str, settings: Settings, task: Task, temperature: float, seed: int) -> Answered:
+def _ask(url: str, name: str, settings: Settings, task: Task, temperature: float) -> Answered:
+    server = OTHER if name == OTHER else servers.BRIGADE_2
     body: dict[str, Any] = {
-        "model": servers.model_name(servers.BRIGADE_2, settings.model),
+        "model": servers.model_name(server, settings.model),
         "messages": [{"role": "user", "content": task.question}],
         "max_tokens": NUM_TOKENS,
         "temperature": temperature,
-        "seed": seed,
+        "seed": settings.seed,
         "stream": True,
-        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "stream_options": {"include_usage": True},
     }
-    if task.prediction:
+    if task.prediction and name != OTHER:
         body["prediction"] = {"type": "content", "content": task.prediction}
     text = ""
     times: list[float] = []
@@ -99,40 +129,81 @@ def _ask(url: str, settings: Settings, task: Task, temperature: float, seed: int
                 if choice["delta"].get("content"):
                     text += choice["delta"]["content"]
                     times.append(time.perf_counter())
-    details = usage["completion_tokens_details"]
+    details = usage.get("completion_tokens_details") or {}
     num_tokens = usage["completion_tokens"]
-    num_accepted = details["accepted_prediction_tokens"]
-    num_steps = max(2, num_tokens - num_accepted)
-    step_seconds = (times[-1] - times[0]) / (num_steps - 1)
-    seconds = step_seconds * num_steps / num_tokens
-    num_rejected = details["rejected_prediction_tokens"]
+    num_accepted = details.get("accepted_prediction_tokens", 0)
+    seconds = None
+    num_steps = num_tokens - num_accepted
+    if num_steps > 1 and len(times) > 1:
+        step_seconds = (times[-1] - times[0]) / (num_steps - 1)
+        seconds = step_seconds * num_steps / num_tokens
+    num_rejected = details.get("rejected_prediction_tokens", 0)
     return Answered(text, seconds, num_tokens, num_accepted, num_rejected)
 
 
-def _table(
-    measured: dict[tuple[str, float], list[dict[str, Any]]],
-) -> tuple[list[str], list[list[object]]]:
-    columns = ["tasks", "temperature", "ms a token", "ratio", "worst", "right guesses", "same text"]
+def _ratios(pairs: Sequence[Pair], over: int) -> list[float]:
+    """How much faster answers came with speculation than from the server with this index."""
+    both = [(pair["seconds"][0], pair["seconds"][over]) for pair in pairs]
+    return [other / own for own, other in both if own and other]
+
+
+def _table(measured: Measured) -> Table:
+    columns = ["tasks", "temperature", "ms a token with / without / mlx_lm"]
+    columns += ["ratio", "worst", "÷ mlx_lm", "right guesses", "same text"]
     rows: list[list[object]] = []
     for (kind, temperature), pairs in measured.items():
         rows.append([kind, temperature, *_cells(pairs)])
     for temperature in TEMPERATURES:
-        pairs = [p for (_, t), own in measured.items() if t == temperature for p in own]
-        rows.append(["all", temperature, *_cells(pairs)])
+        rows.append(["all", temperature, *_cells(_all(measured, temperature))])
     return columns, rows
 
 
-def _cells(pairs: list[dict[str, Any]]) -> list[object]:
-    """The cells of several pairs. The ratio is the geometric mean of the pairs'."""
-    with_ = median(pair["seconds"][0] for pair in pairs)
-    without = median(pair["seconds"][1] for pair in pairs)
-    ratios = [pair["ratio"] for pair in pairs]
+def _all(measured: Measured, temperature: float) -> list[Pair]:
+    return [pair for (_, t), pairs in measured.items() if t == temperature for pair in pairs]
+
+
+def _cells(pairs: Sequence[Pair]) -> list[object]:
+    """The cells of several pairs. Times are medians, ratios geometric means of the pairs'."""
+    times = []
+    for server in range(3):
+        known = [pair["seconds"][server] for pair in pairs if pair["seconds"][server]]
+        times.append(f"{median(known) * 1000:.0f}" if known else "-")
+    ratios = _ratios(pairs, 1)
     accepted = sum(pair["accepted"] for pair in pairs)
     drafted = accepted + sum(pair["rejected"] for pair in pairs)
     return [
-        f"{with_ * 1000:.0f} / {without * 1000:.0f}",
-        f"{geometric_mean(ratios):.2f}",
-        f"{min(ratios):.2f}",
+        " / ".join(times),
+        _mean(ratios),
+        f"{min(ratios):.2f}" if ratios else "-",
+        _mean(_ratios(pairs, 2)),
         f"{accepted} of {drafted}",
         f"{sum(pair['same'] for pair in pairs)} of {len(pairs)}",
     ]
+
+
+def _mean(ratios: Sequence[float]) -> str:
+    return f"{geometric_mean(ratios):.2f}" if ratios else "-"
+
+
+def _figures(measured: Measured, share: float) -> Table:
+    """The figures that have targets."""
+
+    def of_kinds(temperature: float, has: Callable[[str], bool], over: int = 1) -> str:
+        chosen: list[Pair] = []
+        for (kind, t), pairs in measured.items():
+            if t == temperature and has(kind):
+                chosen += pairs
+        return _mean(_ratios(chosen, over))
+
+    def is_any(_: str) -> bool:
+        return True
+
+    rows: list[list[object]] = [
+        ["all tasks, temperature 0, with ÷ without", of_kinds(0.0, is_any), "1.6"],
+        ["edits", of_kinds(0.0, lambda kind: kind.startswith("edits")), "2.8"],
+        ["chat", of_kinds(0.0, lambda kind: kind == "chat"), "1.0"],
+        ["all tasks, temperature 0.7, with ÷ without", of_kinds(0.7, is_any), "1.3"],
+        ["two ranks ÷ mlx_lm.server on one, temperature 0", of_kinds(0.0, is_any, 2), "1.5"],
+        ["time of a decode step spent in Python, one rank", f"{share:.3f}", "0.04"],
+    ]
+    return ["one client", "measured", "target"], rows

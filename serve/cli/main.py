@@ -28,6 +28,7 @@ from serve.parent.member import run_member
 if TYPE_CHECKING:
     from serve.front.app import EarlyServer
     from serve.front.routes.events import Observation
+    from serve.front.text.tokens import Tokenizer
 
 _PARENT_SECONDS = 1.0
 FIRST_WORD_SECONDS = 2.0  # how long other ranks wait for rank 0 to report an error first
@@ -122,6 +123,15 @@ def _check_first(argv: Sequence[str], cluster: Cluster) -> Callable[[], Coroutin
     return functools.partial(_run_front, config, cluster, lambda: (config, checkpoint), facts)
 
 
+def _with_pinned_draft(config: ServeConfig) -> ServeConfig:
+    """Fetches the small files of a draft model on the hub, and notes its commit."""
+    from serve.hub.partial import pin
+
+    assert config.draft_hub_id is not None
+    model = pin(config.draft_hub_id, config.draft_revision, config.cache_dir)
+    return dataclasses.replace(config, draft_revision=model.snapshot.commit)
+
+
 def _facts(asked: ServeConfig, checkpoint: Checkpoint | None) -> dict[str, str]:
     """Collects the facts that ranks compare. For a model on the hub these are not digests, because
     only rank 0 has the files so far; it sends the commit to the others instead."""
@@ -158,6 +168,8 @@ async def _run_front(
         logging.info("event=listening url=%s", config.url)
         pinned, checkpoint = await _in_thread(read_model)
         config = dataclasses.replace(config, revision=pinned.revision)
+        if config.draft_hub_id:
+            config = await _in_thread(functools.partial(_with_pinned_draft, config))
         await _run_engines(config, cluster, checkpoint, facts, listening, observation, early)
     except asyncio.CancelledError:
         logging.info("event=stopped reason=signal")
@@ -198,6 +210,8 @@ async def _run_engines(
             config.tool_parser,
             config.generation_config,
         )
+        if config.draft_model:
+            await asyncio.to_thread(_check_draft, config, tokenizer)
         view.sampling(tokenizer.sampling_defaults.own())
         await asyncio.to_thread(tokenizer.check_chat)
         await early.stop()
@@ -205,6 +219,18 @@ async def _run_engines(
     finally:
         view.close()
         await engine.close()
+
+
+def _check_draft(config: ServeConfig, tokenizer: "Tokenizer") -> None:
+    """Raises ModelError if the draft model has another vocabulary than the model."""
+    folder = config.draft_model
+    assert folder is not None
+    if config.draft_hub_id:
+        from serve.hub.partial import open_partial
+
+        assert config.draft_revision is not None
+        folder = open_partial(config.draft_hub_id, config.draft_revision, config.cache_dir).folder
+    tokenizer.check_same_vocabulary(folder)
 
 
 async def _in_thread(work: Callable[[], Result]) -> Result:

@@ -5,6 +5,7 @@ import gc
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from rich import box
 from rich.table import Table
@@ -19,12 +20,14 @@ from serve.core.config import (
     check_ranges,
     check_revision,
     flag,
+    hub_id,
 )
 from serve.core.errors import UsageError
 from serve.core.layouts import parse_link
 from serve.core.plan import (
     MIN_KV_TOKENS,
     Demand,
+    DraftSource,
     PlanRequest,
     StagePlan,
     format_bytes,
@@ -81,6 +84,8 @@ class PlanConfig(ModelSource):
         max=10**6,
         metavar="GB/S",
     )
+    draft_model: Path | None = flag("draft model for rank 0, as for serve", None)
+    draft_revision: str | None = flag("its branch, tag or commit, if it is on the hub", None)
     json: bool = flag("print the plan as JSON", False)
 
     def __post_init__(self) -> None:
@@ -130,6 +135,7 @@ def run(argv: Sequence[str]) -> int:
         kv_memory=config.kv_memory,
         split=config.split,
         kv_bits=config.kv_bits,
+        draft=_draft_source(config),
     )
     if config.tensor_parallel != "auto":
         request = replace(request, num_shards=int(config.tensor_parallel))
@@ -161,6 +167,19 @@ def run(argv: Sequence[str]) -> int:
     for line in _notes(plan.stages, plan.kv_tokens, promise, plan.hop_bytes_per_token):
         print(line)
     return 0
+
+
+def _draft_source(config: PlanConfig) -> DraftSource | None:
+    if config.draft_model is None:
+        return None
+    repo = hub_id(config.draft_model)
+    if repo is None:
+        return DraftSource(str(config.draft_model), None, None)
+    from serve.hub.partial import pin
+
+    cache_dir = str(config.cache_dir) if config.cache_dir else None
+    commit = pin(repo, config.draft_revision, config.cache_dir).snapshot.commit
+    return DraftSource(repo, commit, cache_dir)
 
 
 def _notes(
@@ -198,6 +217,8 @@ def plan_table(stages: Sequence[StagePlan], has_promise: bool = False) -> Table:
         "layers": lambda stage: f"{stage.layers[0]}-{stage.layers[1] - 1}",
         "weights": lambda stage: format_bytes(stage.weight_bytes),
     }
+    if any(stage.draft_bytes for stage in stages):
+        columns["draft\nmodel"] = lambda stage: format_bytes(stage.draft_bytes)
     if has_promise:
         columns["KV cache"] = lambda stage: format_bytes(with_slack(stage.cache_bytes))
         columns["total"] = lambda stage: format_bytes(stage.total_bytes)

@@ -131,6 +131,15 @@ class ServeConfig(ModelSource):
         "do not guess the next tokens of answers; guesses never change a text",
         False,
     )
+    draft_model: Path | None = flag(
+        "small model with the same vocabulary that guesses the next tokens of answers where that "
+        "pays: a folder on rank 0's host, or org/name (default: none)",
+        None,
+    )
+    draft_revision: str | None = flag(
+        "branch, tag or commit of a --draft-model on the hub",
+        None,
+    )
     prefix_cache_scope: str = flag(
         "who shares the keys and values of common prefixes: all (all clients) or key (clients with "
         "the same API key)",
@@ -272,6 +281,7 @@ class ServeConfig(ModelSource):
     def __post_init__(self) -> None:
         check_ranges(self)
         check_revision(self.model, self.revision)
+        _check_draft(self)
         _check_origins(self.cors_origin)
         _check_hosts(self.allowed_host)
         _check_adapters(self.lora, self.model_name)
@@ -285,6 +295,11 @@ class ServeConfig(ModelSource):
         else:
             host = self.host
         return f"http://{host}:{self.port}"
+
+    @property
+    def draft_hub_id(self) -> str | None:
+        """The draft model's `org/name` if it is on the hub, or None if it is a folder."""
+        return hub_id(self.draft_model) if self.draft_model else None
 
     @property
     def model_name(self) -> str:
@@ -319,6 +334,15 @@ def _check_adapters(words: tuple[str, ...], model_name: str) -> None:
         if name in names:
             raise UsageError(f"--lora has the name {name!r} twice: give each its own.")
         names.add(name)
+
+
+def _check_draft(config: ServeConfig) -> None:
+    if config.draft_model and config.no_speculation:
+        raise UsageError("--draft-model does nothing with --no-speculation: leave out one of them.")
+    if config.draft_revision and not (config.draft_model and config.draft_hub_id):
+        raise UsageError(
+            f"--draft-revision is for draft models on the hub, and {config.draft_model} is not one."
+        )
 
 
 def _check_shards(config: ServeConfig) -> None:

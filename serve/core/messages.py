@@ -32,7 +32,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from serve.core.plan import PlanRequest, StagePlan
+from serve.core.plan import DraftSource, PlanRequest, StagePlan
 from serve.core.types import Pooling, Sampling, Score, Step
 
 
@@ -112,6 +112,8 @@ class Order(Message, frozen=True):
     prefix_bytes: int = 0
     adapters: tuple[int, ...] = ()
     positions: dict[int, int] = {}
+    draft: DraftSource | None = None
+    draft_bytes: int = 0
 
     @property
     def name(self) -> str:
@@ -179,7 +181,7 @@ class Admit(Message, frozen=True):
     """Rank 0's parent tells its engine how to sample a sequence, before the sequence's first step.
 
     tokens are prompt and answer so far, of which num_prompt are the prompt; they are empty if
-    sampling does not depend on them.
+    sampling does not depend on them and there is no draft model.
     """
 
     sequence: int
@@ -252,7 +254,8 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True):
     is_causal says whether tokens that are fed together give the same logits as one after the other.
     Only the stage with the head sets the three fields before it: the memory for the logits of one
     token, the memory that scoring a prompt needs in addition, and the numbers in a hidden state (0
-    if the model shows no hidden states).
+    if the model shows no hidden states). draft_bytes is the size of the draft model's weights, and
+    draft_seconds the time of one guess.
     """
 
     bytes_owned: int
@@ -267,13 +270,16 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True):
     is_causal: bool = True
     files: str = ""
     objection: str | None = None
+    draft_bytes: int = 0
+    draft_seconds: float = 0.0
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
     """One step on one stage, from the arrival of its tensors to its result. Times are seconds of
     a monotonic clock: that of the host in its report, and that of rank 0 once it has the report.
     num_drafts of the tokens were guesses. sum_seconds is the time of the sums between shards, None
-    if it was not measured."""
+    if it was not measured. is_draft marks a run of the draft model, which guessed num_drafts tokens
+    for each row, or none while it read their text."""
 
     step: int
     group: int
@@ -283,12 +289,16 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     end: float
     num_drafts: int = 0
     sum_seconds: float | None = None
+    is_draft: bool = False
 
     @property
     def kind(self) -> str:
-        """The kind of step: prefill, decode, or drop for one that computed nothing."""
+        """The kind of step: prefill, decode, draft for a run of the draft model, or drop for a step
+        that computed nothing."""
         if not self.num_rows:
             return "drop"
+        if self.is_draft:
+            return "draft"
         return "prefill" if self.num_tokens > self.num_rows + self.num_drafts else "decode"
 
     @property
@@ -484,7 +494,8 @@ class Result(Message, frozen=True):
     step did not sample. If the step fed drafts, num_drafts has their number for each row, and
     num_accepted how many of them were right. Then each row has that many tokens more, one row after
     the other. A row with -1 has no token: its drafts may have made its numbers overflow, and it has
-    to be computed again without drafts.
+    to be computed again without drafts. guesses are the draft model's for each row, if the step
+    asked for some.
     """
 
     number: int
@@ -493,6 +504,7 @@ class Result(Message, frozen=True):
     embeddings: tuple[Embedding, ...] = ()
     num_accepted: tuple[int, ...] = ()
     num_drafts: tuple[int, ...] = ()
+    guesses: tuple[tuple[int, ...], ...] = ()
 
 
 FromPrefixCache: TypeAlias = PrefixFiles | PrefixRead | PrefixFileWritten

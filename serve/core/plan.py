@@ -18,6 +18,8 @@ _SLACK = 3, 2  # a ratio of whole numbers, so that sums are exact
 MAX_KV_TOKENS = 2**31 - 1
 _SHRINKAGE = 4  # the factor between two demands that are tried one after the other
 MIN_KV_TOKENS = 256  # Nothing starts with less room than this for keys and values.
+MAX_DRAFT_ROWS = 8  # The draft model has keys and values of so many sequences at a time,
+MAX_DRAFT_TOKENS = 1024  # and of so many tokens of each.
 _UNITS = {
     "KB": 10**3,
     "MB": 10**6,
@@ -114,13 +116,23 @@ class Demand:
         return demands
 
 
+@dataclass(frozen=True, slots=True)
+class DraftSource:
+    """The place of rank 0's draft model: a folder, or with a commit `org/name` on the hub."""
+
+    model: str
+    commit: str | None
+    cache_dir: str | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
     """The settings of a plan, which `brigade plan` and `serve` take as flags.
 
     split is auto, even, or the number of layers of each stage. memory, kv_memory and adapter_memory
     are one amount for all ranks, or one for each. There must be room for context * concurrency
-    tokens, or for min_tokens if that is set. num_shards ranks share the layers of each stage.
+    tokens, or for min_tokens if that is set. num_shards ranks share the layers of each stage. Rank
+    0 also holds the draft model, if there is one.
     """
 
     num_ranks: int
@@ -133,6 +145,7 @@ class PlanRequest:
     split: str = "auto"
     kv_bits: int | None = None
     num_shards: int = 1
+    draft: DraftSource | None = None
 
     @property
     def num_stages(self) -> int:
@@ -155,6 +168,7 @@ class StagePlan:
 
     A sequence takes cache_bytes_per_token for each token and, in layers that look back a limited
     way, up to cache_bytes_per_sequence. cache_bytes is the sum for the demand, without slack.
+    draft_bytes are the weights of the draft model and the memory for its keys and values.
     """
 
     rank: int
@@ -167,6 +181,7 @@ class StagePlan:
     step_share: float
     memory_bytes: int | None
     num_shards: int = 1
+    draft_bytes: int = 0
 
     @property
     def stage(self) -> int:
@@ -179,7 +194,7 @@ class StagePlan:
 
     @property
     def total_bytes(self) -> int:
-        return self.weight_bytes + with_slack(self.cache_bytes)
+        return self.weight_bytes + with_slack(self.cache_bytes) + self.draft_bytes
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -134,7 +134,8 @@ class Sequence:
     the newest token, until it is known which of them are right; drafter is what they were made
     from. num_drafted and num_accepted count the drafts that were verified and those that became
     part of the answer. may_draft says whether it may have further drafts. prediction is the answer
-    that its client expects.
+    that its client expects. guesses are the draft model's, of the tokens that follow its newest
+    token; num_asked is how many more are to come with the result of its last step.
 
     boundaries are the positions in the prompt behind which the next prompt of the same chat may
     differ. stops are the positions at which prefill still has to stop for a checkpoint. may_read
@@ -162,6 +163,8 @@ class Sequence:
     may_draft: bool = True
     num_drafted: int = 0
     num_accepted: int = 0
+    guesses: tuple[int, ...] = ()
+    num_asked: int = 0
     boundaries: tuple[int, ...] = ()
     stops: list[int] = field(default_factory=list)
     may_read: bool = True
@@ -209,6 +212,8 @@ class Sequence:
         self.is_held = False
         self.may_read = True
         self.drafts = []
+        self.guesses = ()
+        self.num_asked = 0
         if not self.output:
             self.num_cached = 0
 
@@ -311,7 +316,9 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     A step that samples does so at each token that it feeds. A row feeds one token, and may feed
     drafts behind it: guesses of the tokens that follow. The next step of the sequence says by its
-    position how many of them were right, and a stage first forgets those that were not.
+    position how many of them were right, and a stage first forgets those that were not. num_guesses
+    has for each row how many tokens rank 0's draft model guesses after the step; it is empty if
+    there are none to guess.
     """
 
     number: int
@@ -326,6 +333,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     forget: tuple[int, ...] = ()
     load: tuple[Load, ...] = ()
     write: tuple[Write, ...] = ()
+    num_guesses: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if sum(row.num_tokens for row in self.rows) != len(self.tokens):

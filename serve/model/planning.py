@@ -13,7 +13,10 @@ import mlx.nn as nn
 from serve.core.checkpoint import Checkpoint, read_checkpoint
 from serve.core.errors import PlanError
 from serve.core.plan import (
+    MAX_DRAFT_ROWS,
+    MAX_DRAFT_TOKENS,
     Demand,
+    DraftSource,
     KvRoom,
     LayerRange,
     ModelCost,
@@ -24,16 +27,19 @@ from serve.core.plan import (
     check_room,
     count_stages,
     even_split,
+    format_bytes,
     kv_budgets,
     kv_room,
     parse_split,
     plan_stages,
     room_for_tokens,
+    stage_plan,
+    with_slack,
 )
 from serve.model.costs import growing_values, measure
 from serve.model.sharding import Divisions, StandIn, shard, without_sums
 from serve.model.trial import Crossing, Trial, crossings
-from serve.model.weights import build_model
+from serve.model.weights import build_model, open_model
 
 _Accept = Callable[[tuple[Crossing, ...]], bool]
 """Whether a cut that these arrays cross is good enough."""
@@ -78,14 +84,42 @@ def make_plan(folder: Path, request: PlanRequest) -> Plan:
     checkpoint = read_checkpoint(folder)
     num_stages = count_stages(request.num_ranks, request.num_shards)
     check_num_ranks(checkpoint.num_layers, num_stages)
-    memory = _memory_for_model(request)
+    draft_bytes = _draft_bytes(request.draft) if request.draft else 0
+    memory = _memory_for_model(request, draft_bytes)
     request.amounts("kv_memory")  # Raises UsageError before the model is built.
     model = build_model(folder)
     if request.num_shards == 1:
-        return _plan(model, checkpoint, request, memory)
-    sharding = shard(model, StandIn(request.num_shards))
-    with without_sums():
-        return _plan(model, checkpoint, request, memory, sharding.divisions)
+        plan = _plan(model, checkpoint, request, memory)
+    else:
+        stand_in = StandIn(request.num_shards)
+        sharding = shard(model, stand_in)
+        with without_sums():
+            plan = _plan(model, checkpoint, request, memory, sharding.divisions)
+    return _with_draft(plan, draft_bytes)
+
+
+def _draft_bytes(source: DraftSource) -> int:
+    """The memory that rank 0 needs for a draft model and for its keys and values."""
+    opened = open_model(source.model, source.commit, source.cache_dir)
+    folder = opened if isinstance(opened, Path) else opened.folder
+    model = build_model(folder)
+    checkpoint = read_checkpoint(folder)
+    cost = measure(model, checkpoint)
+    num_layers = len(cost.layers)
+    demand = Demand(MAX_DRAFT_TOKENS, MAX_DRAFT_ROWS)
+    whole = stage_plan(cost, 0, (0, num_layers), demand, None)
+    cache_bytes = with_slack(whole.cache_bytes)
+    return whole.weight_bytes + cache_bytes
+
+
+def _with_draft(plan: Plan, draft_bytes: int) -> Plan:
+    """The same plan, with the draft model on rank 0."""
+    first, *others = plan.stages
+    memory_bytes = first.memory_bytes
+    if memory_bytes is not None:
+        memory_bytes += draft_bytes
+    first = replace(first, draft_bytes=draft_bytes, memory_bytes=memory_bytes)
+    return replace(plan, stages=[first, *others])
 
 
 def _plan(
@@ -137,8 +171,16 @@ def _smallest(memory: Sequence[int], num_shards: int) -> list[int]:
     return [min(memory[start : start + num_shards]) for start in starts]
 
 
-def _memory_for_model(request: PlanRequest) -> list[int] | None:
+def _memory_for_model(request: PlanRequest, draft_bytes: int) -> list[int] | None:
     memory = request.amounts("memory")
+    if memory and memory[0] <= draft_bytes:
+        needed = format_bytes(draft_bytes)
+        raise PlanError(
+            f"The draft model needs {needed} on rank 0, which may use only "
+            f"{format_bytes(memory[0])}: choose a smaller one, or raise --memory."
+        )
+    if memory:
+        memory[0] -= draft_bytes
     kept = request.amounts("adapter_memory")
     if memory and kept:
         pairs = zip(memory, kept, strict=True)

@@ -19,7 +19,7 @@ from mlx_lm import utils
 
 from serve.core.checkpoint import TensorRange, read_checkpoint
 from serve.core.errors import ModelError
-from serve.hub.partial import PartialModel
+from serve.hub.partial import PartialModel, open_partial
 from serve.hub.parts import Part
 from serve.model.sharding import Divisions, Sharding
 from serve.model.stage import Stage
@@ -53,6 +53,19 @@ class LoadedStage:
     bytes_owned: int
     bytes_read: int | None
     bytes_fetched: int
+
+
+def open_model(
+    model: str,
+    commit: str | None,
+    cache_dir: str | None,
+) -> Path | PartialModel:
+    """Returns the folder of a model, or with a commit the partial folder of a model on the hub.
+    Raises ModelError."""
+    if commit is None:
+        return Path(model)
+    cache = Path(cache_dir) if cache_dir else None
+    return open_partial(model, commit, cache)
 
 
 def load_stage(

@@ -171,6 +171,11 @@ class GroupCaches:
             if held > num_tokens:
                 self._perform(placement.Rewind(sequence, num_tokens))
 
+    def rewind(self, sequence: int, num_tokens: int) -> None:
+        """Makes a sequence forget all but its first num_tokens tokens. Steps do this through their
+        positions; a draft model, which nothing has to keep in step, calls it."""
+        self._perform(placement.Rewind(sequence, num_tokens))
+
     def content(self, write: Write) -> FileContent:
         """Returns the content of a file of the prefix cache. Its arrays have to be evaluated.
         Raises EngineError if the sequence or the checkpoint is not held here."""

@@ -92,6 +92,11 @@ class Chooser:
             self._samplers.clear()
             self._num_begun.clear()
 
+    def sampler(self, sequence: int) -> Sampler:
+        """The sampler of a sequence that has been admitted."""
+        with self._lock:
+            return self._samplers[sequence]
+
     def cut_drafts(self, step: Step) -> Step:
         """Returns the step without the drafts that a grammar forbids. It may be called while
         earlier steps run, but not while a step runs whose tokens the drafts follow."""
@@ -101,9 +106,7 @@ class Chooser:
         tokens: list[int] = []
         for row, own in zip(step.rows, step.tokens_fed, strict=True):
             if len(own) > 1:  # An earlier step may be choosing a token of a row without drafts.
-                with self._lock:
-                    sampler = self._samplers[row.sequence]
-                own = own[: 1 + sampler.num_allowed(own[1:])]
+                own = own[: 1 + self.sampler(row.sequence).num_allowed(own[1:])]
             rows.append(msgspec.structs.replace(row, num_tokens=len(own)))
             tokens += own
         return msgspec.structs.replace(step, rows=tuple(rows), tokens=tuple(tokens))

@@ -28,8 +28,9 @@ _MIN_TOP_P = 1e-30  # 0 in float32 would leave no token
 class Sampler:
     """Chooses the tokens of one sequence.
 
-    tokens are those of its prompt and of its answer so far, and may be empty unless
-    sampling.reads_tokens. grammars is needed if the sampling has a grammar.
+    tokens are those of its prompt and of its answer so far, to which each chosen token is added.
+    They may be empty if the sampling does not read them; then none is added. grammars is needed if
+    the sampling has a grammar.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Sampler:
         self.sampling = sampling
         self.num_prompt = num_prompt
         self.tokens = list(tokens)
+        self._records = sampling.reads_tokens or bool(self.tokens)
         self._is_greedy = sampling.temperature <= _GREEDY_BELOW
         lists = (sampling.bias_ids, sampling.allowed_ids, sampling.bad_words)
         self._adjusts = sampling.has_penalties or any(lists)
@@ -92,7 +94,7 @@ class Sampler:
 
     def note(self, token: int) -> None:
         """Records the chosen token."""
-        if self.sampling.reads_tokens:
+        if self._records:
             self.tokens.append(token)
         if self._counts is not None:
             self._counts[token] += 1

@@ -23,7 +23,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -52,15 +51,15 @@ from serve.core.messages import (
     ToEngine,
 )
 from serve.core.types import FIRST_WARM_UP_STEP, Step
-from serve.hub.partial import PartialModel, open_partial
 from serve.lora.table import Adapters
 from serve.model.caches import quantized
 from serve.model.sharding import Divisions, Sharding, shard
 from serve.model.stage import Stage
-from serve.model.weights import LoadedStage, load_stage
+from serve.model.weights import LoadedStage, load_stage, open_model
 from serve.rank.batching import can_batch, is_causal
 from serve.rank.cache import GroupCaches, Part
 from serve.rank.chooser import Chooser, scoring_bytes
+from serve.rank.draft_model import DraftModel, load_draft
 from serve.rank.embedder import Embedder
 from serve.rank.joining import join
 from serve.rank.memory import free_bytes
@@ -81,11 +80,6 @@ _STATUS_SECONDS = 0.25
 _NUM_SPANS = 4096
 
 
-def _new_caches(stage: Stage, kv_bits: int | None) -> list[Any]:
-    """Makes the plain caches of one new row."""
-    return quantized(stage.make_cache(), kv_bits)
-
-
 class StepLoop:
     """Receive, forward, send. Rank 0, the first shard of the last stage, chooses tokens."""
 
@@ -101,10 +95,12 @@ class StepLoop:
         batchable: bool,
         open_store: OpenStore | None = None,
         divisions: Divisions | None = None,
+        draft_model: DraftModel | None = None,
     ) -> None:
         self.stage = stage
+        self.draft_model = draft_model
         self.has_head = stage.is_last and transport.shard == 0
-        self._make_cache = partial(_new_caches, stage, kv_bits)
+        self._make_cache = lambda: quantized(stage.make_cache(), kv_bits)
         self._batchable = batchable
         caches = StageCaches(
             layers=(stage.start, stage.end),
@@ -141,6 +137,8 @@ class StepLoop:
             caches.keep_only(order.positions)
             self.caches = caches
         self.chooser.clear()
+        if self.draft_model:
+            self.draft_model.clear()
         mx.eval(self.adapters.keep_only(order.adapters))
         if self.prefix_store:
             self.prefix_store.rescan()
@@ -159,6 +157,10 @@ class StepLoop:
                 # The next step of the group goes first, because the stages wait for it.
                 if step.sample:
                     self.outbox.sampled(step, result.tokens, result.num_accepted)
+                if self.draft_model:
+                    result, spans = self.draft_model.guess_after(step, result, self.chooser)
+                    self.busy_seconds += sum(span.end - span.start for span in spans)
+                    self.spans.extend(spans)
                 yield result
             else:
                 self._note(step, started)
@@ -180,6 +182,8 @@ class StepLoop:
         if self.has_head:
             for sequence in self.chooser.forget(step.drop):
                 self.outbox.forget(sequence)
+                if self.draft_model:
+                    self.draft_model.forget([sequence])
             self.embedder.forget(step.drop)
         outputs: list[mx.array] = []
         hidden: list[mx.array | None] = []
@@ -254,14 +258,12 @@ class StepLoop:
             return  # The times of warm-up steps say nothing about later ones.
         self.busy_seconds += ended - started
         self.num_steps += 1
-        num_rows = len(step.rows)
-        num_tokens = len(step.tokens)
         sums = self.transport.sums
         span = Span(
             step.number,
             step.group,
-            num_rows,
-            num_tokens,
+            len(step.rows),
+            len(step.tokens),
             started,
             ended,
             step.num_drafts,
@@ -400,7 +402,7 @@ class Worker:
         self.status = Status("loading")
         if self._kept is not None:
             return self._rejoin(*self._kept)
-        model = self._model()
+        model = open_model(order.model, order.commit, order.cache_dir)
         folder = model if isinstance(model, Path) else model.folder
         batchable = True
         causal = True
@@ -413,20 +415,24 @@ class Worker:
                 return shard(whole, self.transport.group)
             return None
 
+        draft = load_draft(order.draft, self._loading) if order.draft else None
         loaded = load_stage(model, *order.layers, self._loading, try_and_shard)
-        cache_dir = Path(order.cache_dir) if order.cache_dir else None
+        draft_model = draft.for_logits_of(loaded.stage) if draft else None
         loop = StepLoop(
             loaded.stage,
             self.transport,
             order.kv_bits,
             folder,
-            cache_dir,
+            Path(order.cache_dir) if order.cache_dir else None,
             Path(order.copies),
             batchable=batchable,
             open_store=partial(self._open_store, loaded, folder),
             divisions=loaded.divisions,
+            draft_model=draft_model,
         )
         what_is_loaded = self._what_is_loaded(loaded, loop, causal)
+        if draft_model:
+            what_is_loaded = draft_model.noted(what_is_loaded, order.draft_bytes)
         if order.num_shards > 1 and loaded.stage.is_last and not what_is_loaded.hidden_size:
             raise PlanError("--tensor-parallel: this model does not show its hidden states.")
         self._kept = order, loop, what_is_loaded
@@ -484,13 +490,6 @@ class Worker:
             objection=objection(),
             files=self.order.commit or stamp(Path(self.order.model)),
         )
-
-    def _model(self) -> Path | PartialModel:
-        order = self.order
-        if order.commit is None:
-            return Path(order.model)
-        cache_dir = Path(order.cache_dir) if order.cache_dir else None
-        return open_partial(order.model, order.commit, cache_dir)
 
     def _loading(self, state: str, done: int, total: int) -> None:
         self.status = Status(state, done, total)

@@ -4,16 +4,21 @@ and while engines are killed."""
 import itertools
 import json
 import os
+import re
+import shutil
 import signal
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx2
+import mlx.core as mx
 import pytest
 
 from tests.cluster.questions import QUESTIONS
-from tests.cluster.servers import ROOT, Server, running
+from tests.cluster.servers import ROOT, TINY_CHAT, Server, alone, running, serve_flags
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -21,6 +26,7 @@ ADAPTERS = ROOT / "examples" / "adapters"
 FLAGS = ("--lora", f"pirate={ADAPTERS / 'pirate'}", "--max-restarts", "1000")
 LIST = {"type": "array", "items": {"type": "string", "maxLength": 8}, "minItems": 3, "maxItems": 9}
 OBJECT = {"type": "object", "properties": {"words": LIST}, "required": ["words"]}
+NUM_DRAFT_LAYERS = 2
 TEXT = "red green blue red green blue one two three one two three"
 FIELDS: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -104,6 +110,70 @@ def test_replies_are_the_same_with_guesses(
     for body, reply, other, wanted in zip(bodies(), one_by_one, together, expected, strict=True):
         assert comparable(reply) == wanted, body
         assert comparable(other) == wanted, body
+
+
+@pytest.fixture(scope="module")
+def draft_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first layers of the embedded model, and its tokenizer."""
+    folder = tmp_path_factory.mktemp("draft") / "draft"
+    shutil.copytree(TINY_CHAT, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["num_hidden_layers"] = NUM_DRAFT_LAYERS
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = mx.load(str(TINY_CHAT / "model.safetensors"))
+    assert isinstance(weights, dict)
+    left_out = [f"layers.{n}." for n in range(NUM_DRAFT_LAYERS, 8)]
+    kept = {k: v for k, v in weights.items() if not any(part in k for part in left_out)}
+    mx.save_safetensors(str(folder / "model.safetensors"), kept, {"format": "mlx"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "flags"),
+    [(2, ()), pytest.param(4, ("--tensor-parallel", "2"), marks=pytest.mark.slow)],
+)
+def test_replies_are_the_same_with_a_draft_model(
+    expected: list[Any], draft_model: Path, num_ranks: int, flags: tuple[str, ...]
+) -> None:
+    """Engines are killed as well, and the new ones load it again."""
+    is_sharded = bool(flags)
+    own_flags = () if is_sharded else FLAGS
+    with running(num_ranks, *own_flags, *flags, "--draft-model", str(draft_model)) as server:
+        assert re.search(r"draft\s", server.text), "the plan has no column for it"
+        compared = 0
+        for n, (body, wanted) in enumerate(zip(bodies(), expected, strict=True)):
+            if is_sharded and body["model"] != "tiny-chat":
+                continue  # Adapters do not work on shards.
+            assert comparable(ask(server, body)) == wanted, body
+            compared += 1
+            if n in (4, 12):
+                os.kill(server.engines()[n % 2].pid, signal.SIGKILL)
+        with ThreadPoolExecutor(4) as threads:
+            own_bodies = [b for b in bodies() if not is_sharded or b["model"] == "tiny-chat"]
+            together = list(threads.map(lambda body: ask(server, body), own_bodies))
+        drafts = server.get("/admin/pipeline")["drafts"]
+        metrics = httpx2.get(f"{server.url}/metrics", timeout=10).text
+    assert compared > 15
+    wanted_of = [w for b, w in zip(bodies(), expected, strict=True) if b in own_bodies]
+    assert [comparable(reply) for reply in together] == wanted_of
+    assert drafts["model"]["drafted"] > 0, drafts
+    assert 'brigade_draft_tokens_total{drafter="model"}' in metrics
+
+
+def test_a_draft_model_with_another_vocabulary_is_refused(draft_model: Path) -> None:
+    tokenizer = json.loads((draft_model / "tokenizer.json").read_text())
+    first, second, *_ = tokenizer["model"]["vocab"]
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    other = draft_model.parent / "other"
+    shutil.copytree(draft_model, other)
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    flags = serve_flags(0, TINY_CHAT, "--draft-model", str(other))
+    ended = subprocess.run(alone(flags), capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert ended.returncode != 0
+    *_, last = ended.stderr.splitlines()
+    assert last.startswith(f"brigade serve: --draft-model {other}: only ")
+    assert "same tokenizer" in last
 
 
 def test_replies_are_the_same_while_engines_are_killed(expected: list[Any]) -> None:

@@ -15,7 +15,14 @@ from serve.cli.plan import plan_table, print_table
 from serve.core.checkpoint import read_checkpoint
 from serve.core.config import ServeConfig
 from serve.core.errors import PlanError, UsageError
-from serve.core.plan import PlanRequest, StagePlan, with_slack
+from serve.core.plan import (
+    MAX_DRAFT_ROWS,
+    MAX_DRAFT_TOKENS,
+    DraftSource,
+    PlanRequest,
+    StagePlan,
+    with_slack,
+)
 from serve.front.pipeline.orders import replan_request
 from serve.model.caches import quantized
 from serve.model.planning import make_plan
@@ -51,6 +58,26 @@ def test_a_model_fits_into_just_what_its_plan_says(
     too_little = f"{(total - 1) / 1000}KB"
     with pytest.raises(PlanError, match="--memory, add ranks, or lower --context"):
         make_plan(folder, PlanRequest(num_ranks=num_ranks, memory=too_little))
+
+
+def test_a_draft_model_takes_its_memory_on_rank_0(tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", "llama")
+    draft = DraftSource(str(save(tmp_path / "draft", "qwen3")), None, None)
+    alone = make_plan(tmp_path / "draft", PlanRequest(num_ranks=1)).stages[0]
+    num_tokens = MAX_DRAFT_ROWS * MAX_DRAFT_TOKENS
+    expected = alone.weight_bytes + with_slack(num_tokens * alone.cache_bytes_per_token)
+    request = PlanRequest(num_ranks=2, concurrency=32, min_tokens=256, memory="9MB")
+    without = make_plan(folder, request)
+    plan = make_plan(folder, replace(request, draft=draft))
+    assert [stage.draft_bytes for stage in plan.stages] == [expected, 0]
+    assert [stage.memory_bytes for stage in plan.stages] == [9_000_000, 9_000_000]
+    assert plan.kv_tokens
+    assert without.kv_tokens
+    assert plan.kv_tokens < without.kv_tokens
+    first = plan.stages[0]
+    assert first.total_bytes == first.weight_bytes + with_slack(first.cache_bytes) + expected
+    with pytest.raises(PlanError, match="The draft model needs"):
+        make_plan(folder, replace(request, draft=draft, memory=f"{expected // 1000}KB"))
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "llama"])

@@ -28,6 +28,7 @@ from serve.model.caches import quantized
 from serve.model.stage import Stage
 from serve.rank.batching import can_batch
 from serve.rank.chooser import Chooser
+from serve.rank.draft_model import DraftModel, LoadedDraft
 from serve.rank.embedder import Embedder
 from serve.rank.outbox import Outbox
 from serve.rank.prefix_parts import StageCaches
@@ -55,8 +56,10 @@ class LocalPipeline:
         drafting: Drafting | None = None,
         num_groups: int | None = None,
         prefix_dir: Path | None = None,
+        make_draft: Make | None = None,
     ) -> None:
         self.make, self.kv_bits = make, kv_bits
+        self.make_draft = make_draft
         self.prefix_dir = prefix_dir
         self.stores: dict[int, PrefixStore] = {}
         self.ring = local_ring(num_ranks)
@@ -88,9 +91,15 @@ class LocalPipeline:
             model = self.make()
             batchable = can_batch(model)
             stage = Stage(model, *layers)
+            draft_model = self._draft_model(stage) if rank == 0 and self.make_draft else None
         open_store = partial(self._open_store, rank, stage) if self.prefix_dir else None
         loop = StepLoop(
-            stage, self.ring[rank], self.kv_bits, batchable=batchable, open_store=open_store
+            stage,
+            self.ring[rank],
+            self.kv_bits,
+            batchable=batchable,
+            open_store=open_store,
+            draft_model=draft_model,
         )
         self.built.wait(60)
         if rank == 0:  # Others forget what is dropped before rank 0 has done with it.
@@ -99,6 +108,13 @@ class LocalPipeline:
         self.started.set()
         for result in loop.run():
             self.results.put(result)
+
+    def _draft_model(self, stage: Stage) -> DraftModel:
+        assert self.make_draft
+        whole = self.make_draft()
+        is_batchable = can_batch(whole)
+        draft = LoadedDraft(Stage(whole, 0, len(whole.layers)), is_batchable)
+        return draft.for_logits_of(stage)
 
     def _open_store(self, rank: int, stage: Stage, caches: StageCaches) -> PrefixStore:
         assert self.prefix_dir
@@ -200,8 +216,11 @@ def pipeline(
     drafting: Drafting | None = None,
     num_groups: int | None = None,
     prefix_dir: Path | None = None,
+    make_draft: Make | None = None,
 ) -> Iterator[LocalPipeline]:
-    local = LocalPipeline(num_ranks, queue.Queue(), make, kv_bits, drafting, num_groups, prefix_dir)
+    local = LocalPipeline(
+        num_ranks, queue.Queue(), make, kv_bits, drafting, num_groups, prefix_dir, make_draft
+    )
     for thread in local.threads:
         thread.start()
     try:

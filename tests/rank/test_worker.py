@@ -1,15 +1,20 @@
 """What an engine tells its parent."""
 
 import socket
+from pathlib import Path
 
-from serve.core.messages import Activity, Order, Status
+import msgspec
+
+from serve.core.messages import Activity, Order, Status, ToEngine
+from serve.core.plan import DraftSource
 from serve.core.types import Row, Sampling, Step
-from serve.core.wire import FrameReader
+from serve.core.wire import FrameReader, frame
 from serve.model.stage import Stage
 from serve.rank.parent import Parent
 from serve.rank.worker import StepLoop, Worker
 from serve.ring.transport import LocalTransport
-from tests.models import build
+from tests.models import build, save
+from tests.rank.test_pipeline import whole_model
 
 ORDER = Order(
     **{"rank": 0, "ring": (0,), "hosts": ("127.0.0.1",), "addresses": [[]], "nonce": 1},
@@ -38,3 +43,41 @@ def test_caches_are_looked_at_after_steps_alone() -> None:
         assert (activity().kv_bytes or 0) > 0
         idle = activity()
         assert (idle.num_steps, idle.spans, idle.kv_bytes) == (1, [], None)
+
+
+def test_rank_0_loads_its_draft_model_and_reports_its_guesses(tmp_path: Path) -> None:
+    """From the order to the result, as another process would see it."""
+    draft = DraftSource(str(save(tmp_path / "draft", "llama")), None, None)
+    planned_bytes = 10_000_000
+    sent = msgspec.structs.replace(
+        ORDER,
+        model=str(save(tmp_path / "model", "llama")),
+        copies=str(tmp_path),
+        draft=draft,
+        draft_bytes=planned_bytes,
+    )
+    (order,) = FrameReader(ToEngine).feed(frame(sent))
+    assert isinstance(order, Order)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        worker = Worker(Parent(theirs), order)
+        loop = worker._start()
+        loaded = worker.status.loaded
+        assert loaded
+        assert planned_bytes > loaded.draft_bytes > 0
+        assert loaded.draft_seconds > 0
+        prompt = [5, 6, 7]
+        loop.chooser.admit(5, Sampling(temperature=0), 3, prompt)
+        loop.transport.send(Step(1, 7, (Row(5, 0, 2),), (5, 6), False), [])
+        asking = Step(2, 0, (Row(5, 2, 1),), (7,), True, num_guesses=(3,))
+        loop.transport.send(asking, [])
+        results = loop.run()
+        assert next(results).guesses == ()
+        result = next(results)
+        expected = tuple(whole_model(prompt, 4))
+        assert (result.tokens, result.guesses) == (expected[:1], (expected[1:],))
+        worker._report()
+        (status,) = FrameReader(Status).feed(ours.recv(1 << 16))
+        assert status.activity
+        kinds = [span.kind for span in status.activity.spans]
+        assert kinds == ["prefill", "decode", "draft"]

@@ -1,5 +1,7 @@
 """Estimates how likely the next guess is right, from how many earlier guesses were right."""
 
+from collections.abc import Iterable
+
 # Guesses are counted by the length of the match that they come from: up to each of these lengths,
 # and above the last one.
 _LENGTHS = (3, 6, 12, 24)
@@ -66,6 +68,13 @@ class HitShares:
         """The tokens that a draft of the next token is expected to give, minus its cost, which is
         token_cost tokens."""
         return self._hits[had_match] - token_cost * self._guesses[had_match]
+
+
+def net_gain(gains: Iterable[float], token_cost: float) -> float:
+    """Returns the tokens that drafts are expected to give, minus their cost, if as many are fed as
+    are worth it. gains has the chance of each draft to be accepted; token_cost is the cost of a
+    draft, in tokens."""
+    return sum(max(0.0, chance - token_cost) for chance in gains)
 
 
 def _kind(match_length: int) -> int:

@@ -1,7 +1,7 @@
 """The guesses about one sequence: where they come from, and how often they were right."""
 
 from serve.core.types import Sequence
-from serve.front.drafts.acceptance import Acceptance, HitShares
+from serve.front.drafts.acceptance import Acceptance, HitShares, net_gain
 from serve.front.drafts.interface import Draft, Drafter
 from serve.front.drafts.suffixes import Match, Suffixes
 
@@ -41,6 +41,15 @@ class Guesses:
         tokens that came after a match, if the newest token has one, and otherwise from the others.
         """
         return self._hit_shares.gain(self._match is not None, token_cost)
+
+    def next_gain(self, max_drafts: int, token_cost: float) -> float:
+        """The tokens that drafts are expected to give behind the token that comes next, minus what
+        they cost. token_cost is the cost of a draft, in tokens."""
+        if self._match is None:
+            return max(0.0, self._hit_shares.gain(False, token_cost))
+        length = self._match.length
+        gains = self._acceptance.gains(length + 1, max_drafts)
+        return self._acceptance.share(length) * net_gain(gains, token_cost)
 
     def catch_up(self, sequence: Sequence) -> bool:
         """Learns the tokens that have come, but only a part if there are many. Returns whether

@@ -6,8 +6,8 @@ from typing import Literal, NamedTuple, Protocol
 
 from serve.core.types import Sequence
 
-# What a draft was made from: the text so far, or the answer that the client predicts.
-Drafter = Literal["suffixes", "prediction"]
+# What made a draft: the text so far, the answer that the client predicts, or the draft model.
+Drafter = Literal["suffixes", "prediction", "model"]
 
 
 class Draft(NamedTuple):
@@ -27,6 +27,10 @@ class Drafting(Protocol):
     def is_worth_waiting(self, sequences: ReadableList[Sequence]) -> bool:
         """Whether the next step of these rows should wait until their newest tokens are known, so
         that it can have drafts."""
+
+    def ask(self, sequences: ReadableList[Sequence], num_busy_groups: int) -> list[int]:
+        """Returns for each row of a step how many tokens rank 0's draft model should guess after
+        it. num_busy_groups groups take turns on rank 0."""
 
     def learn(self, sequence: Sequence) -> None:
         """Takes note of a sequence's new tokens."""

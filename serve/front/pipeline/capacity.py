@@ -3,6 +3,7 @@ beside decoding, and a better split of the layers."""
 
 from serve.core.config import ServeConfig
 from serve.core.plan import KvRoom, kv_budgets, kv_room, memory_of
+from serve.front.drafts.model_guesses import ModelCosts
 from serve.front.pipeline.chunks import MAX_CHUNK_SHARE, max_chunks_between_steps
 from serve.front.pipeline.status import StageStatus
 from serve.front.prefixes.index import PrefixIndex
@@ -12,6 +13,7 @@ from serve.front.prefixes.index import PrefixIndex
 _CHUNK_BY_DECODE = 2.2
 # One stage has one chunk for each decode step. A smaller one would mostly read weights.
 _CHUNK_BY_DECODE_ALONE = 1.6
+_UNKNOWN_READING_COST = 0.1  # of a token that the draft model reads, in its guesses
 _MIN_CHUNK = 8
 _UNKNOWN_CHUNK = 32
 _WARM_STEPS = 200
@@ -72,6 +74,25 @@ def token_cost(stages: list[StageStatus]) -> float | None:
     return sum(cost.seconds_per_token for cost in costs) / seconds
 
 
+def draft_model_costs(stages: list[StageStatus]) -> ModelCosts | None:
+    """Returns what the draft model costs, or None if there is none. Until its times are known, it
+    is expected to be faster than the model by the size of its weights."""
+    draft_bytes = stages[0].draft_bytes
+    if not draft_bytes:
+        return None
+    pace = stages[0].pace
+    seconds = sum(stage.pace.decode_cost.seconds(1) for stage in stages)
+    if seconds and pace.draft_cost.is_known:
+        guess = pace.draft_cost.seconds(1) / seconds
+    else:
+        guess = draft_bytes / sum(stage.bytes_owned for stage in stages)
+    if seconds and pace.reading_seconds_per_token is not None:
+        reading = pace.reading_seconds_per_token / seconds
+    else:
+        reading = _UNKNOWN_READING_COST * guess
+    return ModelCosts(guess, reading)
+
+
 def room_under_limits(stages: list[StageStatus], config: ServeConfig) -> KvRoom:
     """Computes the room for keys and values, as a plan does. Without a limit, all free memory
     counts, minus what scoring a prompt needs (unless --kv-memory decides). Raises PlanError if
@@ -85,6 +106,8 @@ def room_under_limits(stages: list[StageStatus], config: ServeConfig) -> KvRoom:
         memory = _less(memory, adapters)
     beside_scoring = [_free_beside_scoring(stage, config.prefill_chunk) for stage in stages]
     free = _less(beside_scoring, adapters)
+    if memory:
+        memory = _less(memory, [plan.draft_bytes for plan in plans])
     budgets = kv_budgets(plans, memory, kv_memory) or free
     if memory and not kv_memory:
         pairs = zip(budgets, free, strict=True)

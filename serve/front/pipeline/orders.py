@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from serve.core.config import Cluster, ServeConfig
 from serve.core.messages import Order
-from serve.core.plan import MIN_KV_TOKENS, PlanRequest, StagePlan, memory_of
+from serve.core.plan import MIN_KV_TOKENS, DraftSource, PlanRequest, StagePlan, memory_of
 
 _CONVERSATION_TOKENS = 4096
 
@@ -23,7 +23,15 @@ def plan_request(config: ServeConfig, num_ranks: int) -> PlanRequest:
         split=config.split,
         kv_bits=config.kv_bits,
         num_shards=config.tensor_parallel,
+        draft=_draft_source(config),
     )
+
+
+def _draft_source(config: ServeConfig) -> DraftSource | None:
+    if config.draft_model is None:
+        return None
+    cache_dir = str(config.cache_dir) if config.cache_dir else None
+    return DraftSource(str(config.draft_model), config.draft_revision, cache_dir)
 
 
 def replan_request(
@@ -88,4 +96,6 @@ def order(
         num_shards=stage.num_shards,
         prefix_dir=str(config.prefix_cache_dir) if config.prefix_cache_dir else None,
         prefix_bytes=memory_of(config.prefix_cache_disk, [stage.rank])[0],
+        draft=None if stage.rank else _draft_source(config),
+        draft_bytes=stage.draft_bytes,
     )

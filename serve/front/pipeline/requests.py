@@ -17,6 +17,7 @@ from serve.core.errors import (
     BrigadeError,
     GivenUpError,
     OverflowedError,
+    PlanError,
     RequestError,
     UnavailableError,
 )
@@ -34,7 +35,12 @@ from serve.core.messages import (
 from serve.core.plan import KvRoom
 from serve.core.types import NUM_SEQUENCE_IDS, Event, Sampling, Sequence, Step
 from serve.front.drafts.speculation import Speculation
-from serve.front.pipeline.capacity import chunk_beside_decoding, room_under_limits, token_cost
+from serve.front.pipeline.capacity import (
+    chunk_beside_decoding,
+    draft_model_costs,
+    room_under_limits,
+    token_cost,
+)
 from serve.front.pipeline.fault_blame import Blame, FaultBlame
 from serve.front.pipeline.generation import Generation
 from serve.front.pipeline.interface import Prompt
@@ -213,6 +219,12 @@ class Requests:
         self._speculation.is_possible = all(
             stage.can_rewind and stage.is_causal for stage in stages
         )
+        self._speculation.model_costs = draft_model_costs(self._stages)
+        if self._config.draft_model and not self._speculation.is_possible:
+            raise PlanError(
+                "--draft-model: the model cannot forget wrong guesses (reuse=checkpoints in "
+                "event=kv_room), so nothing can be guessed: leave it out."
+            )
         _logger.info(
             "event=kv_room tokens=%d sequences=%d reuse=%s",
             *(room.num_tokens, room.num_sequences, self.scheduler.reuse),
@@ -239,6 +251,7 @@ class Requests:
             adapter_versions,
             self._send_step,
             has_drafts,
+            has_draft_model=self._speculation.model_costs is not None,
         )
         try:
             await self._warm_up.run()
@@ -420,6 +433,7 @@ class Requests:
         )
         if (cost := token_cost(self._stages)) is not None:
             self._speculation.token_cost = cost
+        self._speculation.model_costs = draft_model_costs(self._stages)
         embeddings: dict[int, bytes] = {}
         for embedding in result.embeddings:
             if embedding.numbers is not None:
@@ -485,5 +499,6 @@ class Requests:
             self._send(Embed(sequence.id, sequence.pooling, len(sequence.prompt)))
             return
         sampling = sequence.sampling
-        tokens = sequence.tokens if sampling.reads_tokens else []
+        is_read = sampling.reads_tokens or self._config.draft_model
+        tokens = sequence.tokens if is_read else []
         self._send(Admit(sequence.id, sampling, len(sequence.prompt), tokens))

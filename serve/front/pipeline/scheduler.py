@@ -33,6 +33,7 @@ from serve.core.types import (
     Take,
     tokens_of_rows,
 )
+from serve.front.drafts import rows
 from serve.front.drafts.counts import DraftCounts
 from serve.front.drafts.interface import Drafting
 from serve.front.pipeline import chunks
@@ -202,10 +203,11 @@ class Scheduler:
             return self._end_embedded(done.embedded)
         done.group.num_in_flight -= 1
         events: list[Event] = []
-        rows = tokens_of_rows(result.tokens, result.num_accepted)
-        num_verified = result.num_drafts or (0,) * len(rows)
-        for sequence, sampled, num in zip(done.sequences, rows, num_verified, strict=True):
+        tokens = tokens_of_rows(result.tokens, result.num_accepted)
+        num_verified = result.num_drafts or (0,) * len(tokens)
+        for sequence, sampled, num in zip(done.sequences, tokens, num_verified, strict=True):
             events += self._take_sampled(sequence, sampled, num)
+        rows.take_guesses(done.sequences, result.guesses)
         balance(self.groups)
         self._let_go()
         return events
@@ -243,12 +245,12 @@ class Scheduler:
                 if sequences:
                     self._draft(sequences)
                     num_tokens = [1 + len(sequence.drafts) for sequence in sequences]
-                    return self._step(sequences, num_tokens, group)
+                    return self._ask(sequences, self._step(sequences, num_tokens, group))
         return None
 
     def _must_wait(self, group: Group) -> bool:
         """Whether the next step of a group waits for the result of the step under way."""
-        if any(sequence.drafts for sequence in group.sequences):
+        if rows.awaits_result(group.sequences):
             return True
         if self._drafting is None or self.prefilling:
             return False
@@ -258,15 +260,15 @@ class Scheduler:
         """Gives drafts to the rows of a step. Nothing is dropped to make room for them. During
         prefill there are none: steps with drafts take longer, and only a few chunks may run between
         two of them."""
+        if self._drafting and not self.prefilling:
+            num_running = self._num_running_tokens
+            rows.give(self._drafting, sequences, lambda num: self.room.fits(num_running + num))
+
+    def _ask(self, sequences: list[Sequence], step: Step) -> Step:
+        """Has the draft model guess what follows a step, except during prefill."""
         if self._drafting is None or self.prefilling:
-            return
-        proposed = self._drafting.propose(sequences)
-        num_tokens = len(sequences) + sum(len(draft.tokens) for draft in proposed)
-        if not self.room.fits(self._num_running_tokens + num_tokens):
-            return
-        for sequence, draft in zip(sequences, proposed, strict=True):
-            sequence.drafts = list(draft.tokens) if sequence.may_draft else []
-            sequence.drafter = draft.drafter
+            return step
+        return rows.ask(self._drafting, sequences, step, self.groups)
 
     def _prefill(self) -> Step | None:
         """Returns a step with a chunk of the oldest prompt, or with several short prompts. Long and
@@ -330,11 +332,11 @@ class Scheduler:
         self.num_steps += 1
         if self.num_steps == FIRST_WARM_UP_STEP:
             self.num_steps = 1
-        rows: list[Row] = []
+        made: list[Row] = []
         tokens: list[int] = []
         sample = group is not None
         for sequence, count in zip(fed, num_tokens, strict=True):
-            rows.append(Row(sequence.id, sequence.num_computed, count, sequence.adapter_version))
+            made.append(Row(sequence.id, sequence.num_computed, count, sequence.adapter_version))
             tokens += sequence.next_tokens(count)
             sequence.num_computed += count
             sequence.is_held = True
@@ -351,7 +353,7 @@ class Scheduler:
             group.num_chunks = 0
         elif fed:
             key = len(self.groups) + fed[0].id
-        return Step(self.num_steps, key, tuple(rows), tuple(tokens), sample)
+        return Step(self.num_steps, key, tuple(made), tuple(tokens), sample)
 
     # --- sequences
 

@@ -29,17 +29,22 @@ _NUM_COMPARED_REPORTS = 64
 class Pace:
     """The running means of a stage's step times, in seconds; None before the first step. A prefill
     step takes as long as a decode step, which reads the weights, and prefill_seconds_per_token more
-    for each token."""
+    for each token. draft_cost is that of a token of the draft model by the number of rows, and
+    reading_seconds_per_token the time in which it reads a token of the text."""
 
     decode_seconds: float | None = None
     prefill_seconds_per_token: float | None = None
     num_decode_steps: int = 0
     decode_cost: StepCost = field(default_factory=StepCost)
+    draft_cost: StepCost = field(default_factory=StepCost)
+    reading_seconds_per_token: float | None = None
 
     def update(self, spans: list[Span]) -> None:
         for span in spans:
             seconds = span.end - span.start
-            if span.num_tokens > span.num_rows + span.num_drafts:
+            if span.is_draft:
+                self._note_draft(span, seconds)
+            elif span.num_tokens > span.num_rows + span.num_drafts:
                 seconds_of_tokens = max(0.0, seconds - (self.decode_seconds or 0.0))
                 # Later chunks of a prompt take longer, because they attend to more tokens. A large
                 # share of the latest chunk follows this quickly.
@@ -53,6 +58,15 @@ class Pace:
                 self.num_decode_steps += 1
                 if not span.num_drafts or self.decode_seconds is None:
                     self.decode_seconds = _mean(self.decode_seconds, seconds)
+
+    def _note_draft(self, span: Span, seconds: float) -> None:
+        if span.num_drafts:
+            self.draft_cost.note(span.num_rows, seconds / span.num_drafts)
+        else:
+            self.reading_seconds_per_token = _mean(
+                self.reading_seconds_per_token,
+                seconds / span.num_tokens,
+            )
 
 
 def _mean(before: float | None, value: float, new_share: float = _NEW_SHARE) -> float:
@@ -104,6 +118,7 @@ class StageStatus:
     reuse: str = "none"
     can_rewind: bool = False
     is_causal: bool = True  # whether tokens fed together give the same logits as one by one
+    draft_bytes: int = 0  # the weights of the draft model on rank 0
     kv_bytes: int = 0
     adapter_bytes: int = 0
     num_hops: int = 0
@@ -149,6 +164,9 @@ class StageStatus:
         self.reuse = loaded.reuse
         self.can_rewind = loaded.can_rewind
         self.is_causal = loaded.is_causal
+        self.draft_bytes = loaded.draft_bytes
+        if loaded.draft_bytes and not self.pace.draft_cost.is_known:
+            self.pace.draft_cost.note(1, loaded.draft_seconds)
         self.logits_bytes_per_token = loaded.logits_bytes_per_token
         self.scoring_bytes = loaded.scoring_bytes
         self.hidden_size = loaded.hidden_size
@@ -200,10 +218,12 @@ class StageStatus:
 
     @property
     def memory_bytes(self) -> int:
-        """The memory for weights, keys and values when the stage was loaded; 0 before that."""
+        """The memory for weights, keys and values when the stage was loaded, with that of the draft
+        model; 0 before that."""
         if not self.free_bytes:
             return 0
-        return self.free_bytes + self.bytes_owned
+        draft_bytes = self.plan.draft_bytes if self.plan else 0
+        return self.free_bytes + self.bytes_owned + draft_bytes
 
     @property
     def busy_share(self) -> float:

@@ -46,10 +46,12 @@ _logger = logging.getLogger(__name__)
 
 
 class _Drafting:
-    """Guesses a few tokens of each row while it is on. They need not be right."""
+    """Guesses a few tokens of each row while it is on, as the draft model does if there is one.
+    They need not be right."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_model: bool) -> None:
         self.is_on = False
+        self._has_model = has_model
 
     def propose(self, sequences: ReadableList[Sequence]) -> list[Draft]:
         return [self._guess(sequence) for sequence in sequences]
@@ -62,6 +64,10 @@ class _Drafting:
     def is_worth_waiting(self, _: ReadableList[Sequence]) -> bool:
         return self.is_on
 
+    def ask(self, sequences: ReadableList[Sequence], _: int) -> list[int]:
+        num_guesses = _NUM_DRAFTS if self.is_on and self._has_model else 0
+        return [num_guesses for _ in sequences]
+
     def learn(self, sequence: Sequence) -> None:
         """Learns nothing, because its guesses do not depend on the text."""
 
@@ -72,7 +78,7 @@ class _Drafting:
 class WarmUp:
     """send takes a step and the sequences that begin with it. adapters are the loaded versions.
     room is the number of tokens whose keys and values the stages can hold. has_drafts says whether
-    steps of requests may have drafts."""
+    steps of requests may have drafts, and has_draft_model whether rank 0 has a draft model."""
 
     def __init__(
         self,
@@ -82,12 +88,14 @@ class WarmUp:
         adapters: ReadableList[int],
         send: Callable[[Step, list[Sequence]], None],
         has_drafts: bool = False,
+        *,
+        has_draft_model: bool = False,
     ) -> None:
         self._config, self._send, self._adapters = config, send, adapters
         self._max_tokens = min(room, config.max_context or room)
         self._num_groups = config.num_groups or num_stages
         self._has_drafts = has_drafts
-        self._drafting = _Drafting()
+        self._drafting = _Drafting(has_draft_model)
         self._scheduler = Scheduler(
             num_stages,
             max_num_sequences=config.max_num_sequences,

@@ -72,6 +72,18 @@ class Tokenizer:
         self._marks = frozenset(self._special_ids_in(self.dialect.marks))
         self.grammars = Grammars(folder)
 
+    def check_same_vocabulary(self, folder: Path) -> None:
+        """Raises ModelError if the draft model in a folder has other tokens than this model, apart
+        from special ones: it could not guess this model's."""
+        own = self._backend.get_vocab(with_added_tokens=False)
+        others = _load(folder).backend_tokenizer.get_vocab(with_added_tokens=False)
+        if own != others:
+            num_same = len(own.items() & others.items())
+            raise ModelError(
+                f"--draft-model {folder}: only {num_same:,} of its {len(others):,} tokens are the "
+                f"same as the model's {len(own):,}: choose a model with the same tokenizer."
+            )
+
     def render(
         self,
         messages: list[dict[str, Any]],

@@ -8,6 +8,7 @@ from serve.core.types import Sampling, Sequence
 from serve.front.drafts.acceptance import Acceptance, HitShares
 from serve.front.drafts.counts import DraftCounts
 from serve.front.drafts.guesses import Guesses
+from serve.front.drafts.model_guesses import ModelCosts
 from serve.front.drafts.speculation import MAX_DRAFTS, Speculation, best_length
 from serve.front.drafts.step_cost import StepCost
 
@@ -191,3 +192,111 @@ def test_step_cost_of_steps_of_one_size_is_a_guess() -> None:
     for _ in range(20):
         cost.note(1, 0.1)
     assert 0 < cost.seconds_per_token < 0.02
+
+
+# --- the draft model
+
+
+def make_with_model(guess: float = 0.1, reading: float = 0.01) -> Speculation:
+    speculation = make_speculation(token_cost=0.05)
+    speculation.model_costs = ModelCosts(guess, reading)
+    return speculation
+
+
+def new_text(id: int = 0, num_tokens: int = 20) -> Sequence:
+    """Nothing in this text repeats."""
+    return make_sequence(id, list(range(1000 * id, 1000 * id + num_tokens)))
+
+
+def generate_with_model(
+    speculation: Speculation, sequence: Sequence, num_tokens: int, right: float
+) -> int:
+    """Runs steps whose tokens the draft model guesses with this chance each. Returns for how many
+    steps it was asked."""
+    chance = random.Random(0)
+    num_asked = 0
+    for n in range(num_tokens):
+        (number,) = speculation.ask([sequence], 1)
+        num_asked += number > 0
+        sequence.output.append(10**6 + n)
+        sequence.num_computed += 1
+        speculation.learn(sequence)
+        following = [10**6 + n + 1 + i for i in range(number)]
+        sequence.guesses = tuple(t if chance.random() < right else -9 for t in following)
+    return num_asked
+
+
+def test_ask_wants_more_guesses_the_cheaper_they_are() -> None:
+    (cheap,), (dear,), (too_dear,) = (
+        make_with_model(guess).ask([new_text()], 1) for guess in (0.01, 0.15, 0.9)
+    )
+    assert cheap > dear > too_dear == 0
+
+
+def test_ask_wants_nothing_without_a_draft_model_or_memory_or_for_the_last_token() -> None:
+    assert make_speculation().ask([new_text()], 1) == [0]
+    nine = [new_text(id) for id in range(9)]
+    speculation = make_with_model(guess=0.001, reading=0.0)
+    speculation.token_cost = 0.01
+    assert all(speculation.ask(nine[:4], 2))
+    assert not any(speculation.ask(nine, 1))
+    assert not any(speculation.ask(nine[:4], 3))
+    ending = new_text()
+    ending.max_tokens = 1
+    assert speculation.ask([ending], 1) == [0]
+    cannot = new_text()
+    cannot.may_draft = False
+    assert speculation.ask([cannot], 1) == [0]
+
+
+def test_ask_weighs_the_time_that_other_groups_lose() -> None:
+    speculation = make_with_model(guess=0.15, reading=0.0)
+    assert speculation.ask([new_text()], 1)[0] > 0
+    assert speculation.ask([new_text()], 4) == [0]
+
+
+def test_ask_does_not_read_a_long_text_for_a_short_answer() -> None:
+    speculation = make_with_model(guess=0.1, reading=0.02)
+    long, short = new_text(0, 400), new_text(1, 400)
+    short.max_tokens = 8
+    (number_of_long, number_of_short) = speculation.ask([long, short], 1)
+    assert number_of_long > 0 == number_of_short
+
+
+def test_ask_leaves_a_text_that_repeats_to_the_suffixes() -> None:
+    speculation = make_with_model()
+    sequence = make_sequence()
+    generate(speculation, sequence, LOOP * 3)
+    assert speculation.ask([sequence], 1) == [0]
+
+
+def test_ask_gives_a_draft_model_up_that_is_often_wrong_and_tries_again_later() -> None:
+    speculation = make_with_model()
+    assert generate_with_model(speculation, new_text(), 200, right=0.9) > 190
+    wrong = make_with_model()
+    first = generate_with_model(wrong, new_text(), 60, right=0.05)
+    assert 0 < first < 30
+    assert wrong.ask([new_text(1)], 1)[0] > 0, "another text may be easier"
+    later = generate_with_model(wrong, new_text(2), 1000, right=0.05)
+    assert first < later < 150
+
+
+def test_propose_takes_the_drafter_that_is_expected_to_gain_more() -> None:
+    speculation = make_with_model()
+    sequence = new_text()
+    sequence.guesses = (7, 8, 9)
+    assert speculation.propose([sequence]) == [((7, 8, 9), "model")]
+    repeating = make_sequence(1)
+    generate(speculation, repeating, LOOP * 3)
+    repeating.guesses = (7, 8)
+    ((drafts, drafter),) = speculation.propose([repeating])
+    assert drafter == "suffixes"
+    assert len(drafts) > 4
+
+
+def test_forget_leaves_nothing_of_the_draft_model() -> None:
+    speculation = make_with_model()
+    speculation.ask([new_text()], 1)
+    assert speculation._model_guesses
+    speculation.forget(0)
+    assert not speculation._model_guesses

@@ -1,0 +1,115 @@
+"""Decides how many tokens the draft model guesses: that depends on how often it was right, and on
+what it costs."""
+
+from collections.abc import Sequence as ReadableList
+from typing import NamedTuple
+
+from serve.core.types import Sequence
+
+MAX_GUESSES = 8
+_FIRST_SHARE = 0.7
+_NEW_SHARE = 0.06  # of the latest guess in the share of a sequence
+_NEW_SHARE_OF_ALL = 0.01  # and in that of all sequences
+# Where nothing is guessed, the share returns to the first one with each token, so that the draft
+# model gets another try after some hundred tokens.
+_FORGOTTEN = 0.002
+_MIN_GAIN = 1.1  # With guesses, the next step cannot be sent before its tokens are known.
+_READ_TOGETHER = 4  # The draft model reads a few new tokens in no extra time.
+_NUM_TOKENS_READ = 256  # It reads no more of a text that it has not read yet.
+_EXPECTED_TOKENS = 64  # Most answers end before their limit.
+_MIN_RETURN = 2.0  # of the time in which it reads a text
+
+
+class ModelCosts(NamedTuple):
+    """The times of the draft model, as shares of a step with one token: of one guess, and of
+    reading one token of a text."""
+
+    guess: float
+    reading: float
+
+
+class ModelShare:
+    """The share of right guesses of the draft model. prior is the share over all sequences, from
+    which this one begins."""
+
+    def __init__(self, prior: "ModelShare | None" = None) -> None:
+        self._prior = prior
+        self.value: float = prior.value if prior else _FIRST_SHARE
+
+    def note(self, is_right: bool) -> None:
+        new_share = _NEW_SHARE if self._prior else _NEW_SHARE_OF_ALL
+        self.value += new_share * (is_right - self.value)
+        if self._prior:
+            self._prior.note(is_right)
+
+    def forget(self, num_tokens: int) -> None:
+        """Takes note of tokens for which nothing was guessed."""
+        self.value += _FORGOTTEN * num_tokens * (_FIRST_SHARE - self.value)
+
+
+class ModelGuesses:
+    """The draft model's guesses of one sequence."""
+
+    def __init__(self, sequence: Sequence, share_of_all: ModelShare) -> None:
+        self._share = ModelShare(share_of_all)
+        self._num_known = len(sequence.output)
+        self._num_read = 0  # tokens of the text that the draft model has read
+
+    def learn(self, sequence: Sequence) -> None:
+        """Compares the guesses with the tokens that have come. A guess behind a wrong one is not
+        counted, because it continues another text."""
+        new = sequence.output[self._num_known :]
+        guesses = sequence.guesses
+        if guesses:
+            self._num_read = len(sequence.prompt) + self._num_known
+        else:
+            self._share.forget(len(new))
+        for guess, token in zip(guesses, new, strict=False):
+            self._share.note(guess == token)
+            if guess != token:
+                break
+        self._num_known = len(sequence.output)
+
+    def gains(self, num_guesses: int) -> list[float]:
+        """The chance of each of num_guesses consecutive guesses to be accepted."""
+        return [self._share.value**n for n in range(1, num_guesses + 1)]
+
+    def reading_pays(self, sequence: Sequence, costs: ModelCosts, token_cost: float) -> bool:
+        """Whether guesses may save more time than the draft model needs to read the text first.
+        token_cost is the share of a step that verifying a guess takes."""
+        num_new = min(_NUM_TOKENS_READ, sequence.num_tokens - self._num_read)
+        if num_new <= _READ_TOGETHER:
+            return True
+        _, rate = best_number([self.gains(MAX_GUESSES)], token_cost, costs.guess)
+        num_left = min(_EXPECTED_TOKENS, sequence.num_left)
+        saved = num_left * (1 - 1 / rate)
+        return saved > _MIN_RETURN * num_new * costs.reading
+
+
+def best_number(
+    gains: ReadableList[ReadableList[float]],
+    token_cost: float,
+    guess_cost: float,
+) -> tuple[int, float]:
+    """Returns for how many tokens the draft model should run to give the most tokens per time, and
+    how many tokens a row then gets in the time of a step without guesses. Returns 0 and 1 if that
+    does not clearly help.
+
+    gains has the chance of each guess of each row to be accepted. As shares of a step without
+    guesses, token_cost is the time to verify a guess, and guess_cost that of the draft model for
+    one guess of all rows.
+    """
+    num_rows = len(gains)
+    tokens = float(num_rows)
+    seconds = 1.0
+    best = 0, 1.0
+    for number in range(1, max(map(len, gains), default=0) + 1):
+        seconds += guess_cost
+        for chances in gains:
+            if number <= len(chances):
+                tokens += chances[number - 1]
+                seconds += token_cost
+        rate = tokens / seconds / num_rows
+        if rate > max(_MIN_GAIN, best[1]):
+            best = number, rate
+    return best

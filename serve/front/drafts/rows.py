@@ -1,0 +1,61 @@
+"""Drafts of the rows of a step: gives rows their drafts, asks the draft model for guesses, and
+takes what it has guessed."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as ReadableList
+
+from msgspec.structs import replace
+
+from serve.core.types import Group, Sequence, Step
+from serve.front.drafts.interface import Drafting
+
+
+def give(
+    drafting: Drafting,
+    sequences: ReadableList[Sequence],
+    fits: Callable[[int], bool],
+) -> None:
+    """Gives drafts to rows, if the stages have room for the tokens of all of them."""
+    proposed = drafting.propose(sequences)
+    num_tokens = len(sequences) + sum(len(draft.tokens) for draft in proposed)
+    if not fits(num_tokens):
+        return
+    for sequence, draft in zip(sequences, proposed, strict=True):
+        sequence.drafts = list(draft.tokens) if sequence.may_draft else []
+        sequence.drafter = draft.drafter
+
+
+def ask(
+    drafting: Drafting,
+    sequences: ReadableList[Sequence],
+    step: Step,
+    groups: ReadableList[Group],
+) -> Step:
+    """Returns the step of these rows with the number of tokens that the draft model guesses after
+    it. groups are all groups that there are."""
+    num_busy_groups = sum(bool(group.sequences) for group in groups)
+    asked = drafting.ask(sequences, num_busy_groups)
+    if not any(asked):
+        return step
+    for sequence, num_guesses in zip(sequences, asked, strict=True):
+        sequence.num_asked = num_guesses
+    return replace(step, num_guesses=tuple(asked))
+
+
+def take_guesses(
+    sequences: ReadableList[Sequence],
+    guesses: ReadableList[tuple[int, ...]],
+) -> None:
+    """Takes what the draft model has guessed after a step, for each of its rows. Only the latest
+    step of a row can have asked for guesses."""
+    for n, sequence in enumerate(sequences):
+        if sequence.num_pending:
+            continue
+        sequence.num_asked = 0
+        sequence.guesses = guesses[n] if guesses else ()
+
+
+def awaits_result(sequences: ReadableList[Sequence]) -> bool:
+    """Whether the next step of these rows depends on a result that is still to come: on how many
+    drafts are right, or on guesses of the draft model."""
+    return any(sequence.drafts or sequence.num_asked for sequence in sequences)

@@ -1,0 +1,385 @@
+"""The draft model: a small model on rank 0 that guesses the next tokens of sequences.
+
+It guesses after a step, for the rows that the step names. Its guesses may be wrong without harm,
+so it reads only the end of a long text, and it keeps nothing that could not be computed again.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import msgspec
+
+from serve.core.checkpoint import read_checkpoint
+from serve.core.errors import PlanError
+from serve.core.messages import Loaded, Result, Span
+from serve.core.plan import MAX_DRAFT_ROWS, MAX_DRAFT_TOKENS, DraftSource
+from serve.core.types import FIRST_WARM_UP_STEP, NUM_SEQUENCE_IDS, Row, Sampling, Step
+from serve.model.stage import Stage
+from serve.model.weights import Progress, load_stage, open_model
+from serve.rank.batching import can_batch
+from serve.rank.cache import GroupCaches
+from serve.rank.chooser import Chooser
+from serve.rank.sampling import Sampler, sample
+
+# A row begins with so many tokens from the end of its text. More would delay the first guesses.
+NUM_TOKENS_READ = 256
+# Up to so many new tokens of a row are read together with the first guess, which computes logits
+# for all of them.
+_MAX_READ_WITH_GUESS = 4
+_NUM_TRIALS = 3
+_NUM_TRIED = 4  # guesses in a trial
+
+
+class Asked(NamedTuple):
+    """A row to guess num_guesses tokens for. text has all tokens of the sequence so far."""
+
+    sequence: int
+    text: list[int]
+    sampling: Sampling
+    num_guesses: int
+
+
+class Run(NamedTuple):
+    """A run of the draft model: its rows, the tokens that it was fed, the guesses for each row, and
+    its times in seconds of the host's monotonic clock."""
+
+    num_rows: int
+    num_tokens: int
+    num_guesses: int
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+    def span(self, step: Step) -> Span:
+        """The span of this run, which came after a step."""
+        return Span(
+            step.number,
+            step.group,
+            self.num_rows,
+            self.num_tokens,
+            self.start,
+            self.end,
+            self.num_guesses,
+            is_draft=True,
+        )
+
+
+@dataclass(slots=True)
+class _Row:
+    """A sequence of which keys and values are held: those of the tokens `held`, which were in its
+    text from position start on when they were fed."""
+
+    start: int
+    sampler: Sampler
+    held: list[int] = field(default_factory=list)
+
+
+class DraftModel:
+    """Guesses tokens, each with the key that the model itself will use at that position. Equal
+    random numbers make both models choose the same token more often.
+
+    make_cache returns plain caches for one row of the stage, which has all layers. Its logits are
+    cut or padded to vocabulary_size, the number of the other model's logits.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        make_cache: Callable[[], list[Any]],
+        vocabulary_size: int,
+        *,
+        batchable: bool,
+    ) -> None:
+        self._stage = stage
+        self._caches = GroupCaches(make_cache, batchable)
+        if not self._caches.can_rewind:
+            raise PlanError(
+                "--draft-model: this model cannot forget wrong guesses, because its layers keep "
+                "windows or states: choose one with plain attention."
+            )
+        self._vocabulary_size = vocabulary_size
+        self._rows: OrderedDict[int, _Row] = OrderedDict()  # the latest used one last
+        self._gone: list[int] = []
+        self._runs: list[Run] = []
+
+    def noted(self, loaded: Loaded, planned_bytes: int) -> Loaded:
+        """Returns what a stage has loaded with what this model takes beside it, now and later, when
+        it has keys and values. planned_bytes is the sum of both. It tries the model out."""
+        weights = self._stage.weights().values()
+        num_bytes = sum(array.nbytes for array in weights)
+        num_later_bytes = max(0, planned_bytes - num_bytes)
+        free_bytes = max(0, loaded.free_bytes - num_later_bytes)
+        return msgspec.structs.replace(
+            loaded,
+            free_bytes=free_bytes,
+            draft_bytes=num_bytes,
+            draft_seconds=self.try_out(),
+        )
+
+    def try_out(self) -> float:
+        """Guesses a few tokens. Returns the time of one guess in seconds."""
+        greedy = Sampling(temperature=0)
+        asked = Asked(NUM_SEQUENCE_IDS, [0], greedy, _NUM_TRIED)
+        seconds: list[float] = []
+        for _ in range(_NUM_TRIALS):
+            self.guess(0, [asked])
+            *_, run = self.take_runs()
+            num_guesses = max(1, run.num_guesses)
+            seconds.append(run.seconds / num_guesses)
+        self.forget([NUM_SEQUENCE_IDS])
+        return min(seconds)
+
+    def forget(self, sequences: Collection[int]) -> None:
+        """Frees what is held of ended sequences. Unknown ones are ignored."""
+        for sequence in sequences:
+            if self._rows.pop(sequence, None):
+                self._gone.append(sequence)
+
+    def clear(self) -> None:
+        """Frees what is held of all sequences."""
+        self.forget(list(self._rows))
+
+    def take_runs(self) -> list[Run]:
+        """Returns the runs since the last call."""
+        runs, self._runs = self._runs, []
+        return runs
+
+    def guess_after(
+        self,
+        step: Step,
+        result: Result,
+        chooser: Chooser,
+    ) -> tuple[Result, list[Span]]:
+        """Returns the result of a step with guesses, as many as the step asks for, and the spans of
+        the runs that it took; none for a warm-up."""
+        if not step.num_guesses:
+            return result, []
+        asked: list[Asked] = []
+        for row, num_guesses in zip(step.rows, step.num_guesses, strict=True):
+            sampler = chooser.sampler(row.sequence)
+            each = Asked(row.sequence, sampler.tokens, sampler.sampling, num_guesses)
+            asked.append(each)
+        guesses = self.guess(step.group, asked)
+        result = msgspec.structs.replace(result, guesses=tuple(guesses))
+        runs = self.take_runs()
+        if step.number >= FIRST_WARM_UP_STEP:
+            return result, []
+        return result, [run.span(step) for run in runs]
+
+    def guess(self, group: int, asked: list[Asked]) -> list[tuple[int, ...]]:
+        """Returns guesses of the tokens that follow each text: up to num_guesses, and none for rows
+        that there is no memory for. Rows of the same group stay together."""
+        wanted = [each for each in asked if each.num_guesses > 0][:MAX_DRAFT_ROWS]
+        for each in wanted:
+            self._prepare(each)
+        if not wanted:
+            return [() for _ in asked]
+        while len(self._rows) > MAX_DRAFT_ROWS:
+            oldest = next(iter(self._rows))
+            self.forget([oldest])
+        self._read(group, wanted)
+        started = time.monotonic()
+        guesses: dict[int, list[int]] = {each.sequence: [] for each in wanted}
+        left = wanted
+        num_tokens = 0
+        while left:
+            num_tokens += self._guess_next(group, left, guesses)
+            left = [each for each in left if _goes_on(guesses[each.sequence], each)]
+        ended = time.monotonic()
+        longest = max(map(len, guesses.values()))
+        run = Run(len(wanted), num_tokens, longest, started, ended)
+        self._runs.append(run)
+        return [tuple(guesses.get(each.sequence, ())) for each in asked]
+
+    def _prepare(self, asked: Asked) -> None:
+        """Finds out what is held of a text, and forgets what differs from it."""
+        row = self._rows.get(asked.sequence)
+        length = len(asked.text)
+        if row is not None:
+            text = asked.text[row.start :]
+            num_same = _common_prefix(row.held, text)
+            num_new = len(text) - num_same
+            num_held = len(text) + asked.num_guesses
+            is_far_behind = num_new > NUM_TOKENS_READ
+            is_full = num_held > MAX_DRAFT_TOKENS
+            if is_far_behind or is_full or not num_same:
+                self.forget([asked.sequence])
+                row = None
+            else:
+                # The last token is fed again if it is held, because its logits are not.
+                num_kept = min(num_same, len(text) - 1)
+                self._rewind(asked.sequence, row, num_kept)
+        if row is None:
+            start = max(0, length - NUM_TOKENS_READ)
+            sampling = _without_history(asked.sampling)
+            sampler = Sampler(sampling)
+            row = _Row(start, sampler)
+            self._rows[asked.sequence] = row
+        self._rows.move_to_end(asked.sequence)
+
+    def _rewind(self, sequence: int, row: _Row, num_tokens: int) -> None:
+        if num_tokens < len(row.held):
+            self._caches.rewind(sequence, num_tokens)
+            del row.held[num_tokens:]
+
+    def _read(self, group: int, asked: list[Asked]) -> None:
+        """Feeds all new tokens but the last one to the rows that have many."""
+        started = time.monotonic()
+        feeds: dict[int, list[int]] = {}
+        for each in asked:
+            new = self._not_held(each)
+            if len(new) > _MAX_READ_WITH_GUESS:
+                feeds[each.sequence] = new[:-1]
+        if not feeds:
+            return
+        step, _ = self._fed(group, feeds)
+        states = self._caches.states(step)
+        mx.eval(states)  # without the logits, which nobody needs
+        ended = time.monotonic()
+        run = Run(len(feeds), len(step.tokens), 0, started, ended)
+        self._runs.append(run)
+
+    def _not_held(self, asked: Asked) -> list[int]:
+        """The tokens of a text whose keys and values are not held."""
+        row = self._rows[asked.sequence]
+        end = row.start + len(row.held)
+        return asked.text[end:]
+
+    def _guess_next(
+        self,
+        group: int,
+        asked: list[Asked],
+        guesses: dict[int, list[int]],
+    ) -> int:
+        """Adds the next guess of each row. Returns the number of tokens that were fed."""
+        feeds: dict[int, list[int]] = {}
+        for each in asked:
+            own_guesses = guesses[each.sequence]
+            feeds[each.sequence] = self._not_held(each) or own_guesses[-1:]
+        step, logits = self._fed(group, feeds)
+        last: list[mx.array] = []
+        samplers: list[Sampler] = []
+        positions: list[int] = []
+        for n, each in enumerate(asked):
+            last.append(logits[n][-1])
+            samplers.append(self._rows[each.sequence].sampler)
+            own_guesses = guesses[each.sequence]
+            position = len(each.text) + len(own_guesses)
+            positions.append(position)
+        fitting = self._of_vocabulary(mx.stack(last))
+        tokens = sample(fitting, samplers, positions)
+        # The next tokens are fed as numbers, so that rows of different lengths can share a batch.
+        states = self._caches.states(step)
+        mx.eval(tokens, states)
+        drawn: list[int] = tokens.tolist()  # type: ignore[assignment]
+        for each, token in zip(asked, drawn, strict=True):
+            guesses[each.sequence].append(token)
+        return len(step.tokens)
+
+    def _fed(self, group: int, feeds: dict[int, list[int]]) -> tuple[Step, dict[int, mx.array]]:
+        """Feeds tokens to rows. Returns the step and the logits (num_tokens, vocabulary) of each
+        row, lazily."""
+        rows: list[Row] = []
+        tokens: list[int] = []
+        for sequence, new in feeds.items():
+            held = self._rows[sequence].held
+            row = Row(sequence, len(held), len(new))
+            rows.append(row)
+            tokens += new
+            held += new
+        gone = tuple(self._gone)
+        self._gone = []
+        step = Step(0, group, tuple(rows), tuple(tokens), sample=True, drop=gone)
+        parts = self._caches.apply(step)
+        moved = self._caches.moved()
+        mx.eval(moved)  # before the forward, as GroupCaches says
+        logits: dict[int, mx.array] = {}
+        for part in parts:
+            fed = part.tokens(step)
+            (output,) = self._stage(fed, part.caches, [])
+            logits |= part.outputs_of_rows(step, output)
+        return step, logits
+
+    def _of_vocabulary(self, logits: mx.array) -> mx.array:
+        """Cuts or pads logits (B, V) to the other model's vocabulary: models round it up
+        differently, and equal random numbers need equal shapes."""
+        num_missing = self._vocabulary_size - logits.shape[-1]
+        if num_missing > 0:
+            return mx.pad(logits, [(0, 0), (0, num_missing)], constant_values=-mx.inf)
+        return logits[:, : self._vocabulary_size]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDraft:
+    """A draft model whose weights are loaded, before it is known which model it guesses for."""
+
+    stage: Stage
+    is_batchable: bool
+
+    def for_logits_of(self, stage: Stage) -> DraftModel:
+        """Makes it guess for the model of this last stage. Raises PlanError if it cannot forget
+        wrong guesses."""
+        vocabulary_size = stage.logits().shape[-1]
+        return DraftModel(
+            self.stage,
+            self.stage.make_cache,
+            vocabulary_size,
+            batchable=self.is_batchable,
+        )
+
+
+def load_draft(source: DraftSource, progress: Progress) -> LoadedDraft:
+    """Loads all layers of a draft model. progress is as for load_stage. Raises ModelError or
+    PlanError."""
+    model = open_model(source.model, source.commit, source.cache_dir)
+    folder = model if isinstance(model, Path) else model.folder
+    num_layers = read_checkpoint(folder).num_layers
+    is_batchable = True
+
+    def try_rows(whole: nn.Module) -> None:
+        nonlocal is_batchable
+        is_batchable = can_batch(whole)
+
+    loaded = load_stage(model, 0, num_layers, progress, try_rows)
+    return LoadedDraft(loaded.stage, is_batchable)
+
+
+def _goes_on(guesses: list[int], asked: Asked) -> bool:
+    """Whether a row gets another guess. A negative one says that its numbers have overflowed."""
+    if guesses[-1] < 0:
+        guesses.pop()
+        return False
+    return len(guesses) < asked.num_guesses
+
+
+def _common_prefix(held: list[int], text: list[int]) -> int:
+    for n, (one, other) in enumerate(zip(held, text, strict=False)):
+        if one != other:
+            return n
+    return min(len(held), len(text))
+
+
+def _without_history(sampling: Sampling) -> Sampling:
+    """The sampling without what depends on the tokens before, which the draft model may not have
+    read."""
+    return replace(
+        sampling,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        repetition_penalty=1.0,
+        min_tokens=0,
+        bad_words=(),
+        grammar=None,
+        reasoning=None,
+        logprobs=None,
+        prompt_logprobs=None,
+    )

@@ -1,0 +1,154 @@
+"""The draft model guesses what it would say itself, and its guesses change no answer."""
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import mlx.nn as nn
+import pytest
+
+from serve.core.errors import PlanError
+from serve.core.plan import MAX_DRAFT_ROWS, MAX_DRAFT_TOKENS
+from serve.core.types import Sampling, Sequence
+from serve.front.drafts.model_guesses import ModelCosts
+from serve.front.drafts.speculation import Speculation
+from serve.model.stage import Stage
+from serve.rank.draft_model import NUM_TOKENS_READ, Asked, DraftModel
+from tests import architectures
+from tests.models import build
+from tests.rank.test_pipeline import LLAMA, pipeline, whole_model
+from tests.rank.test_verification import SAMPLINGS, make_sequences
+
+GREEDY = Sampling(temperature=0)
+VOCABULARY = 96
+
+
+def make_draft_model(
+    model: nn.Module | None = None, vocabulary_size: int = VOCABULARY
+) -> DraftModel:
+    whole = model or LLAMA()
+    stage = Stage(whole, 0, len(whole.layers))
+    return DraftModel(stage, stage.make_cache, vocabulary_size, batchable=True)
+
+
+def said(text: list[int], num_tokens: int) -> tuple[int, ...]:
+    """What the model says after the end of a text, all of which it reads."""
+    return tuple(whole_model(text, num_tokens))
+
+
+def test_guess_gives_the_models_own_tokens_after_right_and_wrong_guesses() -> None:
+    draft_model, chance = make_draft_model(), random.Random(0)
+    texts = {id: [1 + id, 2, 3, *range(3 * id)] for id in range(4)}
+    for _ in range(12):
+        asked = [
+            Asked(id, text, GREEDY, chance.randint(0, 4))
+            for id, text in texts.items()
+            if chance.random() < 0.8
+        ]
+        guesses = draft_model.guess(chance.randint(0, 1), asked)
+        for each, own in zip(asked, guesses, strict=True):
+            assert own == said(each.text, each.num_guesses)[: each.num_guesses]
+            num_accepted = chance.randint(0, len(own))
+            texts[each.sequence] += [*own[:num_accepted], chance.randrange(VOCABULARY)]
+    assert {run.num_guesses > 0 for run in draft_model.take_runs()} == {False, True}
+    assert not draft_model.take_runs()
+
+
+def test_guess_reads_only_the_end_of_a_long_text() -> None:
+    chance = random.Random(1)
+    text = [chance.randrange(VOCABULARY) for _ in range(3 * NUM_TOKENS_READ)]
+    draft_model = make_draft_model()
+    (guesses,) = draft_model.guess(0, [Asked(0, text, GREEDY, 2)])
+    assert guesses == said(text[-NUM_TOKENS_READ:], 2)
+    assert sum(run.num_tokens for run in draft_model.take_runs()) == NUM_TOKENS_READ + 1
+    # A text that has grown a lot since is read from its new end, without what lies between.
+    text += [chance.randrange(VOCABULARY) for _ in range(NUM_TOKENS_READ + 1)]
+    (guesses,) = draft_model.guess(0, [Asked(0, text, GREEDY, 2)])
+    assert guesses == said(text[-NUM_TOKENS_READ:], 2)
+
+
+def test_guess_holds_a_limited_number_of_tokens_and_rows() -> None:
+    draft_model, chance = make_draft_model(), random.Random(2)
+    text = [chance.randrange(VOCABULARY) for _ in range(NUM_TOKENS_READ)]
+    while len(text) < MAX_DRAFT_TOKENS + 300:
+        (guesses,) = draft_model.guess(0, [Asked(0, text, GREEDY, 3)])
+        assert len(guesses) == 3
+        text += [chance.randrange(VOCABULARY) for _ in range(100)]
+        assert all(len(row.held) <= MAX_DRAFT_TOKENS for row in draft_model._rows.values())
+    asked = [Asked(id, [id, 1, 2], GREEDY, 1) for id in range(MAX_DRAFT_ROWS + 2)]
+    guesses_of_all = draft_model.guess(0, asked)
+    assert [bool(own) for own in guesses_of_all] == [True] * MAX_DRAFT_ROWS + [False] * 2
+    assert len(draft_model._rows) == MAX_DRAFT_ROWS
+    draft_model.forget(range(MAX_DRAFT_ROWS))
+    assert not draft_model._rows
+    assert draft_model.guess(0, asked[:1]) == [said([0, 1, 2], 1)]
+    assert len(draft_model._caches._layout.batches) == 1
+
+
+@pytest.mark.parametrize("size", [90, 96, 120])
+def test_guesses_are_tokens_of_the_other_models_vocabulary(size: int) -> None:
+    """The sizes differ where models round their vocabulary up."""
+    draft_model = make_draft_model(vocabulary_size=size)
+    sampling = Sampling(temperature=2.0, seed=1)
+    (guesses,) = draft_model.guess(0, [Asked(0, [1, 2, 3], sampling, 8)])
+    assert len(guesses) == 8
+    assert max(guesses) < min(size, VOCABULARY)
+
+
+def test_guesses_are_drawn_with_the_keys_of_their_positions() -> None:
+    """So a draft model that agrees with the model is right at any temperature."""
+    sampling = Sampling(temperature=1.0, seed=5, top_p=0.95)
+    with pipeline(1) as local:
+        answer = local.answer([Sequence(0, [1, 2, 3], 8, sampling, frozenset())])[0]
+    (guesses,) = make_draft_model().guess(0, [Asked(0, [1, 2, 3], sampling, 8)])
+    assert list(guesses) == answer
+
+
+def test_guess_ends_where_numbers_overflow() -> None:
+    model = LLAMA()
+    model.lm_head.weight[:, 0] = float("inf")
+    (guesses,) = make_draft_model(model).guess(0, [Asked(0, [1, 2, 3], GREEDY, 4)])
+    assert guesses == ()
+
+
+def test_models_that_cannot_forget_tokens_are_refused() -> None:
+    model = architectures.build("recurrent_gemma")
+    with pytest.raises(PlanError, match="--draft-model"):
+        make_draft_model(model)
+
+
+def first_layers(num_layers: int) -> nn.Module:
+    """The first layers of LLAMA, and its head. They often say the same."""
+    model = build("llama")
+    model.layers[num_layers:] = []
+    return model
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_groups", "num_layers"),
+    [(1, None, 4), (2, None, 4), (2, 1, 3)],
+)
+def test_a_draft_model_changes_no_answer(
+    num_ranks: int, num_groups: int | None, num_layers: int
+) -> None:
+    samplings = [Sampling(**fields) for fields in SAMPLINGS.values()]
+    with pipeline(num_ranks) as local:
+        expected = local.answer(make_sequences(samplings))
+    speculation = Speculation()
+    speculation.is_possible = True
+    speculation.token_cost = 0.01
+    speculation.model_costs = ModelCosts(guess=0.01, reading=0.001)
+    make_draft: Callable[[], nn.Module] = partial(first_layers, num_layers)
+    with pipeline(
+        num_ranks, drafting=speculation, num_groups=num_groups, make_draft=make_draft
+    ) as local:
+        alone: dict[int, Any] = {}
+        for sequence in make_sequences(samplings):
+            alone |= local.answer([sequence])
+        together = local.answer(make_sequences(samplings)[:6])
+        counts = local.scheduler.draft_counts
+    assert alone == expected
+    assert together == {id: expected[id] for id in range(6)}
+    assert counts.drafted["model"] >= counts.accepted["model"] > 20
+    assert not speculation._model_guesses
