@@ -68,6 +68,24 @@ def stored_file(path: Path, is_own: bool) -> StoredFile | None:
     )
 
 
+def unusable_file(path: Path) -> StoredFile:
+    """Describes an own file that no stage of this model can use: only its size and the time of its
+    last use count. Raises OSError."""
+    status = path.stat()
+    return StoredFile(
+        path=path,
+        name="",
+        parent="",
+        start=0,
+        end=0,
+        layers=(0, 0),
+        checksum=0,
+        num_bytes=status.st_size,
+        modified=status.st_mtime,
+        is_own=True,
+    )
+
+
 def covering(files: Collection[StoredFile], layers: Layers) -> list[StoredFile]:
     """Chooses files that together have all these layers. Returns nothing if there are none."""
     chosen: list[StoredFile] = []
@@ -76,7 +94,8 @@ def covering(files: Collection[StoredFile], layers: Layers) -> list[StoredFile]:
         fitting = [file for file in files if file.layers[0] <= position < file.layers[1]]
         if not fitting:
             return []
-        best = max(fitting, key=lambda file: (file.layers[1], file.is_own))
+        # Of the files that reach equally far, an own one saves reading other layers.
+        best = max(fitting, key=lambda file: (min(file.layers[1], end), file.is_own))
         chosen.append(best)
         position = best.layers[1]
     return chosen

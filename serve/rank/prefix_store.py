@@ -233,13 +233,13 @@ class PrefixStore:
         """Finds the files that this stage can use, and its own others. Deletes own unfinished
         files."""
         by_name: defaultdict[str, list[StoredFile]] = defaultdict(list)
-        for path in self._folder.glob(f"{UNFINISHED}*"):
+        for path in self._root.glob(f"*/{UNFINISHED}*"):
             _unlink(path)
-        for folder in self._root.parent.glob(f"*/{self._folder.name}"):
-            for path in folder.iterdir():
-                with suppress(OSError):  # Another rank may delete its files meanwhile.
-                    if file := prefix_files.stored_file(path, folder == self._folder):
-                        by_name[file.name].append(file)
+        # glob skips folders that cannot be read, such as those of another user.
+        for path in self._root.parent.glob(f"*/{self._folder.name}/*"):
+            with suppress(OSError):  # Another rank may delete its files meanwhile.
+                if file := prefix_files.stored_file(path, path.parent == self._folder):
+                    by_name[file.name].append(file)
         found: list[tuple[float, PrefixFile]] = []
         for name, files in by_name.items():
             chosen = prefix_files.covering(files, self._stage.layers)
@@ -254,9 +254,9 @@ class PrefixStore:
         return [file for _, file in found]
 
     def _files_of_other_models(self) -> list[StoredFile]:
+        """Describes this rank's files of other models and versions, whatever their names are."""
         paths = [path for path in self._root.glob(f"*/*{SUFFIX}") if path.parent != self._folder]
-        files = [prefix_files.stored_file(path, is_own=True) for path in paths]
-        return [file for file in files if file]
+        return [prefix_files.unusable_file(path) for path in paths]
 
     def _make_room(self) -> None:
         with self._lock:

@@ -1,12 +1,15 @@
 """Prefixes that a pipeline reads from disk after a restart: its answers are those of a computation
 without them."""
 
+import os
 import queue
 import random
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -23,6 +26,7 @@ from serve.core.types import Sampling, Sequence, Write
 from serve.front.pipeline.scheduler import Scheduler
 from serve.front.prefixes.disk import DiskRules
 from serve.rank import prefix_parts
+from serve.rank.prefix_files import UNFINISHED, StoredFile, covering, unusable_file
 from serve.rank.prefix_parts import StageCaches
 from serve.rank.prefix_store import PrefixStore, facts_digest, open_store, weight_digests
 from tests import architectures
@@ -272,6 +276,51 @@ def test_prefix_store_deletes_files_of_other_stages_for_room(
         assert len(list(tmp_path.glob("rank-0/*/*.safetensors"))) == 3
         store.obey(ForgetPrefixFiles(everything=True))
     assert not list(tmp_path.glob("rank-0/*/*.safetensors"))
+
+
+def test_prefix_store_deletes_files_of_other_versions_whatever_their_names_are(
+    tmp_path: Path, reports: queue.Queue
+) -> None:
+    """Otherwise they would keep their room, and their texts, forever."""
+    older = tmp_path / "rank-0" / ("b" * 32)
+    older.mkdir(parents=True)
+    for name in ("a-b-0-16-01234567.safetensors", f"{UNFINISHED}a.safetensors"):
+        older.joinpath(name).write_bytes(bytes(100))
+    with opened(tmp_path, reports) as store:
+        assert [path.name for path in older.iterdir()] == ["a-b-0-16-01234567.safetensors"]
+        store.obey(ForgetPrefixFiles(everything=True))
+    assert not list(older.iterdir())
+
+
+def test_prefix_store_works_beside_a_folder_that_cannot_be_read(
+    tmp_path: Path, reports: queue.Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked = tmp_path / "rank-1" / ("a" * 32)
+    locked.mkdir(parents=True)
+
+    def refusing(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def refuse(path: Any) -> Any:
+            if Path(path) == locked:
+                raise PermissionError
+            return function(path)
+
+        return refuse
+
+    for name in ("listdir", "scandir"):
+        original = getattr(os, name)
+        monkeypatch.setattr(os, name, refusing(original))
+    with opened(tmp_path, reports) as store:
+        assert not store.files().files
+
+
+def test_covering_prefers_own_files_to_larger_ones_of_other_ranks() -> None:
+    def stored(layers: tuple[int, int], is_own: bool) -> StoredFile:
+        return replace(unusable_file(Path(__file__)), layers=layers, is_own=is_own)
+
+    own, whole = stored((2, 4), is_own=True), stored((0, 8), is_own=False)
+    assert covering([whole, own], (2, 4)) == [own]
+    assert covering([whole, own], (2, 6)) == [whole]
+    assert covering([own], (2, 6)) == []
 
 
 def test_prefix_store_locks_its_folder(tmp_path: Path, reports: queue.Queue) -> None:
