@@ -425,8 +425,14 @@ def build_parsers() -> tuple[Parser, dict[str, Parser]]:
 
 # The flags of `launch` that are followed by a word of any kind.
 LAUNCH_FLAGS_WITH_WORD = (
-    *("-n", "--num-ranks", "--hostfile", "--tensor-parallel"),
-    *("--env", "--python", "--cwd", "--ssh"),
+    "-n",
+    "--num-ranks",
+    "--hostfile",
+    "--tensor-parallel",
+    "--env",
+    "--python",
+    "--cwd",
+    "--ssh",
 )
 
 

@@ -1,8 +1,8 @@
 """Forecasts how fast a layout of stages and shards decodes, from bytes and measured speeds. Pure.
 
-A decode step of few rows takes as long as its weights take to read. Stages read their weights one
-after the other, shards at the same time. Each layer of a shard has two sums over the shards of its
-stage, which wait for the link.
+A decode step of few rows takes as long as reading the weights. Stages read their weights one after
+the other, shards at the same time. In each layer, the shards of a stage add up their results twice,
+which takes time on the link.
 """
 
 from collections.abc import Sequence

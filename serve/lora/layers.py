@@ -20,7 +20,7 @@ from serve.model.sharding import sum_of_shards
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 SUMMING = (nn.ShardedToAllLinear, nn.QuantizedShardedToAllLinear)
-"""Modules that have some of the inputs, and add up the outputs of all shards."""
+"""Modules that have only some of the inputs, and add up the outputs of all shards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,8 @@ class Adapted:
         return output.reshape(y.shape)
 
     def _project_and_sum(self, call: trace.Call, args: Any, kwargs: Any) -> mx.array:
-        """Adds the change to this shard's part of the sum, so that it needs no sum of its own."""
+        """Adds the adapter's change before the sum over the shards, so that the change needs no sum
+        of its own."""
         if not self._is_used():
             plain: mx.array = call(*args, **kwargs)
             return plain
@@ -273,7 +274,7 @@ class Adapted:
 
 
 def _times_own_weight(x: mx.array, module: Any) -> mx.array:
-    """This shard's part of the outputs of a module of SUMMING."""
+    """The outputs of one of the modules in SUMMING, before they are summed over the shards."""
     weight = module["weight"]
     y: mx.array
     if "scales" not in module:

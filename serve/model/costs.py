@@ -118,8 +118,8 @@ def _fetch_bytes(
 
 
 def _read_share(name: str, divisions: Divisions) -> float:
-    """The share of a tensor that a shard reads. A tensor with another name than the weight that is
-    made of it is read whole, and so is a bias that every shard adds."""
+    """The share of a tensor that a shard reads. It is 1 if the model has no weight of that name,
+    and for a bias that every shard adds."""
     module, _, part = name.rpartition(".")
     division = divisions.get(module)
     if division is None:

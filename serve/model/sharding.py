@@ -35,9 +35,9 @@ class StandIn:
 class Division:
     """The part of a module's weight (..., outputs, inputs) that this shard has.
 
-    axis is -2 if the outputs are divided and -1 if the inputs are. The shard has these ranges of
-    the axis, which is num_whole long in the whole weight. The inputs of quantized weights are
-    packed, so their numbers are smaller than those of the inputs.
+    axis is -2 if the outputs are divided and -1 if the inputs are. num_whole is the size of that
+    axis in the whole weight, and ranges has the shard's ranges of it. Quantized weights pack
+    several inputs into one number, so their ranges count packed numbers.
     """
 
     axis: int
@@ -45,7 +45,8 @@ class Division:
     ranges: tuple[tuple[int, int], ...]
 
     def own_part(self, array: mx.array, axis: int) -> mx.array:
-        """The own part of another array, whose axis is divided in the same proportions."""
+        """The shard's part of another array, one axis of which is divided in the same
+        proportions."""
         size = array.shape[axis]
         parts: list[mx.array] = []
         for start, end in self.ranges:
@@ -77,7 +78,7 @@ whole."""
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A lazy array that is a part of another one, which was a weight of the whole model."""
+    """A lazy array of a shard, and the weight of the whole model (source) of which it is a part."""
 
     array: mx.array
     source: mx.array
@@ -87,7 +88,8 @@ class Made:
 @dataclass(frozen=True, slots=True)
 class Sharding:
     """The result of `shard`: how modules were divided, and all arrays that were made, by their id.
-    Whoever evaluates the model clears made before, because it refers to whole weights."""
+    Clear made before the model is evaluated: it refers to whole weights, which would stay in
+    memory."""
 
     divisions: Divisions
     made: dict[int, Made]
@@ -129,7 +131,7 @@ def sum_of_shards(x: mx.array, group: Any) -> mx.array:
 
 
 class _Divider:
-    """Divides weights as MLX's `shard_linear` and `shard_inplace` do, and notes how."""
+    """Divides weights as MLX's `shard_linear` and `shard_inplace` do, and records how."""
 
     def __init__(self) -> None:
         self.made: dict[int, Made] = {}  # by the id of the array that was made
@@ -158,8 +160,9 @@ class _Divider:
         where: Callable[[str, mx.array], Any],
         group: Any,
     ) -> Any:
-        """The parameters of this shard. where returns the axis along which a weight is divided,
-        perhaps with the segments of which every shard gets a part, or None for a whole weight."""
+        """The parameters of this shard. where returns the axis along which a weight is divided, or
+        the axis and its segments, of each of which every shard gets a part; or None for a weight
+        that stays whole."""
 
         def own(path: str, weight: Any) -> Any:
             if not isinstance(weight, mx.array):
@@ -197,8 +200,8 @@ def _slice(array: mx.array, axis: int, start: int, end: int) -> mx.array:
 
 def _own_ranges(size: int, segments: Any, group: Any) -> tuple[tuple[int, int], ...]:
     """The ranges of an axis that belong to this shard: an equal part of each segment. segments is
-    a number of equal segments, or has the places at which the axis is cut, as indices or as
-    fractions of its size. Raises ValueError if the parts are not equal."""
+    either a number of equal segments, or a list of the positions at which the axis is cut, as
+    indices or as fractions of its size. Raises ValueError if the parts are not equal."""
     num_shards = group.size()
     shard_number = group.rank()
     ranges: list[tuple[int, int]] = []

@@ -32,7 +32,7 @@ _MAX_TRACED = 400  # arrays in one call of the tracer
 Item = TypeVar("Item")
 Made = TypeVar("Made")
 Parts = dict[int, Part]
-"""The parts of tensors that lazy arrays are, by the id of the array."""
+"""The parts of tensors that lazy arrays stand for, by the id of the array."""
 Progress = Callable[[str, int, int], None]
 """Called with what goes on ("fetching" or "loading"), the bytes done, and the bytes in all."""
 Prepare = Callable[[nn.Module], Sharding | None]
@@ -133,8 +133,8 @@ class _Cut:
         return self.stage.weights().values()
 
     def parts(self, raw: Arrays, tensors: Mapping[str, TensorRange]) -> Parts:
-        """The parts of tensors that the arrays of a shard are. An array that is computed from the
-        tensors in another way is not among them: it needs whole tensors."""
+        """Finds the arrays of a shard that are plain parts of a tensor in the files. Other arrays
+        are computed from whole tensors."""
         if self.sharding is None:
             return {}
         names = {id(array): name for name, array in raw.items()}
@@ -154,7 +154,7 @@ class _Cut:
 
 
 def _read_part(array: mx.array, part: Part) -> None:
-    """Reads the part into the lazy array, in place of what it would have been computed from."""
+    """Replaces the content of a lazy array by the part, which is read from the file."""
     data: Any = part.read()
     numbers = mx.array(data)
     flat = numbers.view(array.dtype)
@@ -231,8 +231,8 @@ def _build_partial(
     raw: Arrays,
 ) -> tuple[Made, int]:
     """Builds the lazy model, applies make to it, and fetches what its weights are made of. raw is
-    filled with the arrays of the files. own_parts has the weights of which a part of one tensor is
-    enough, if that part is in few pieces.
+    filled with the arrays of the files. own_parts returns the weights that are parts of one tensor;
+    only the part is fetched, if it is in few pieces.
 
     Returns the result of make, not evaluated, and how many bytes were fetched. A model whose
     code evaluates while it is built has read bytes that were not there yet: then these are

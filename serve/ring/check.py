@@ -49,7 +49,7 @@ def go_round(cluster: Cluster, streams: Streams) -> str | None:
 
 
 def _leave(transport: RingTransport) -> None:
-    """Leaves a ring for good where MLX cannot form another one."""
+    """Leaves the ring, in a way that lets this process form another one if MLX can do that."""
     if objection():
         transport.close()
     else:

@@ -25,9 +25,9 @@ def forget_groups() -> None:
 
 
 def objection() -> str | None:
-    """Returns the reason why this process should not form another group, or None. MLX may lack the
-    function for that; `brigade doctor` tries whether the function does it. And MLX leaves a
-    descriptor open whenever a neighbour does not listen yet."""
+    """Returns the reason why this process should not form another group, or None. This MLX may lack
+    the function, or too many descriptors may be open: MLX leaves one open whenever it connects to a
+    neighbour that does not listen yet. `brigade doctor` tests whether the function works."""
     num_open = len(os.listdir("/dev/fd"))
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit != resource.RLIM_INFINITY and num_open > _MAX_SHARE_OF_DESCRIPTORS * limit:

@@ -10,18 +10,18 @@ import mlx.core as mx
 from serve.core.messages import SumCounts
 from serve.core.types import FIRST_WARM_UP_STEP, Step
 
-_MEASURED_EVERY = 32  # steps. A measured step waits before and after each sum.
+_MEASURED_EVERY = 32  # steps. A measured step is slower, because it waits for each sum.
 
 Evaluate = Callable[[Sequence[mx.array]], None]
 
 
 class Sums:
-    """The sums of one shard, while it computes steps. Before `install` there are none.
+    """Counts and measures the sums of one shard while it computes steps, once it is installed.
 
-    Sums are parts of lazy graphs, so their time shows only where they are evaluated one by one. All
-    shards do this in the same steps, because they match their sums by the order of evaluation.
-    counts is None for a stage of one shard. latest_seconds is the time of the sums in the latest
-    step, if it was measured.
+    Sums are parts of lazy graphs, so their time can be measured only if each is evaluated by
+    itself. All shards do this in the same steps, because they match their sums by the order of
+    evaluation. counts is None for a stage of one shard. latest_seconds is the time of the sums in
+    the latest step, None if it was not measured.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Sums:
         self._is_measuring = False
 
     def install(self, num_shards: int, evaluate: Evaluate) -> None:
-        """Makes every sum of this process go through this object, for good."""
+        """Makes every later sum of this process go through this object."""
         self.counts = SumCounts()
         self._num_shards = num_shards
         self._evaluate = evaluate
@@ -73,7 +73,7 @@ class Sums:
             seconds = time.perf_counter() - started
         else:
             total = self._sum_up(x, group=group, stream=stream)
-        # Around a ring of T shards, each one sends T - 1 parts of the sum, and then of the result.
+        # In a ring of T shards, each sends T - 1 parts of partial sums, then T - 1 of the result.
         num_sent = 2 * (self._num_shards - 1)
         num_bytes = num_sent * x.nbytes // self._num_shards
         self.counts = self.counts.with_sum(num_bytes, seconds)
