@@ -156,20 +156,26 @@ class GroupCaches:
 
     def keep_only(self, positions: Mapping[int, int]) -> None:
         """Keeps so many first tokens of these sequences, and nothing else. Raises EngineError if
-        less is held, or if a sequence cannot go back that far."""
+        less is held, or if a sequence cannot go back that far.
+
+        Each sequence gets a batch of its own. The ranks have not all run the same steps when a ring
+        is lost, so their batches can differ, but in later steps each part has to have the same rows
+        in the same order on every rank.
+        """
         layout = self._layout
-        self._checkpoints.clear()
-        layout.floors.clear()
         for sequence in layout.positions.keys() - positions.keys():
             self._perform(placement.Drop(sequence))
-        for sequence, num_tokens in positions.items():
+        for sequence, num_tokens in sorted(positions.items()):
             held = layout.positions.get(sequence, 0)
             if held < num_tokens:
                 raise EngineError(
                     f"Sequence {sequence} is to go on at {num_tokens} tokens, and {held} are held."
                 )
-            if held > num_tokens:
-                self._perform(placement.Rewind(sequence, num_tokens))
+            self._set_apart(sequence, sequence, num_tokens)
+            layout.positions[sequence] = num_tokens
+        layout.floors.clear()
+        layout.keys_of_group.clear()
+        self._checkpoints.clear()
 
     def rewind(self, sequence: int, num_tokens: int) -> None:
         """Makes a sequence forget all but its first num_tokens tokens. Steps do this through their
@@ -196,15 +202,14 @@ class GroupCaches:
         return prefix_parts.segment(caches, self._numbers, write.start, write.end)
 
     def moved(self) -> list[list[mx.array]]:
-        """Returns the arrays of each cache whose rows were copied. They have to be evaluated before
-        the forward: while a copy is lazy, MLX cannot write to the buffers in place. If one cache is
-        evaluated after the other, only one of them has its old and its new arrays at a time."""
-        moved: list[list[mx.array]] = []
-        for key in sorted(self._moved & self._layout.batches.keys()):
-            caches = self._layout.batches[key].caches
-            moved += [_arrays([[cache]]) for cache in caches]
+        """Returns the arrays of each layer's caches whose rows were copied. They have to be
+        evaluated before the forward: while a copy is lazy, MLX cannot write to the buffers in
+        place. If one layer is evaluated after the other, only one of them has its old and its new
+        arrays at a time."""
+        keys = sorted(self._moved & self._layout.batches.keys())
         self._moved.clear()
-        return moved
+        batches = [self._layout.batches[key].caches for key in keys]
+        return [_arrays([list(layer)]) for layer in zip(*batches, strict=True)]
 
     def states(self, step: Step) -> list[mx.array]:
         """Returns the arrays that have to be evaluated after a step. Offsets are among them: the

@@ -136,6 +136,7 @@ class StepLoop:
         if order.positions:
             caches.keep_only(order.positions)
             self.caches = caches
+            self._evaluate_moved()
         self.chooser.clear()
         if self.draft_model:
             self.draft_model.clear()
@@ -506,9 +507,9 @@ class Worker:
             fail(self.parent, error, self.order.name)
 
     def _report(self) -> None:
-        loop = self.loop
-        activity = _activity(loop) if loop else None
         with self._reports:  # A report of the time before Left would be taken for a later one.
+            loop = self.loop
+            activity = _activity(loop) if loop else None
             self.parent.send(msgspec.structs.replace(self.status, activity=activity))
 
 

@@ -354,10 +354,13 @@ class Requests:
         """Returns all sequences to the queue, because no step under way comes back. If a request
         turns out to be the cause, gives it up. Returns the number of faults that it caused,
         including this one, or 0."""
+        held: list[int] = []
+        if self._is_running:  # Before that, no sequence has had a step in this life.
+            sequences = [self.scheduler.sequence(id) for id in self._generations]
+            held = [sequence.id for sequence in sequences if sequence.is_held]
         self._is_running = False
         self._stored.clear()
-        sequences = [self.scheduler.sequence(id) for id in self._generations]
-        blame = self._fault_blame.after_fault(s.id for s in sequences if s.is_held)
+        blame = self._fault_blame.after_fault(held)
         self.scheduler.restart()
         if blame:
             self._give_up(blame)

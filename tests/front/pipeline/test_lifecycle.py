@@ -295,6 +295,22 @@ def test_lifecycle_replaces_all_engines_after_a_stall_and_after_a_fault_of_a_rec
     assert cluster.num_stays == 2
 
 
+def test_lifecycle_blames_no_kept_sequence_for_a_fault_before_the_engines_work_again() -> None:
+    """No step of it has run since the first fault, so it need not run alone."""
+    cluster = PlayedCluster(2)
+    assert cluster.run(60, lambda: cluster.lifecycle.is_working)
+    asked = [cluster.ask(10, 50) for _ in range(3)]
+    cluster.run(1)
+    cluster.reset_link(0)
+    assert cluster.run(60, lambda: cluster.lifecycle.state is State.JOINING)
+    assert all(cluster.requests.scheduler.sequence(n).is_held for n in range(3))
+    cluster.kill(1)
+    assert cluster.run(60, lambda: cluster.lifecycle.number == 2 and cluster.lifecycle.is_working)
+    assert cluster.requests._fault_blame.alone is None
+    assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
+    assert not any(check_answer(each) for each in asked)
+
+
 def test_lifecycle_replaces_all_engines_when_a_new_one_has_read_other_files() -> None:
     """One half of a model would be the old one."""
     cluster = begun()
