@@ -74,8 +74,8 @@ def compare(
     link: Link,
     memory_bytes_per_second: float | None,
 ) -> Comparison:
-    """Forecasts every layout of the ranks of the request. Without a speed of the memory, that of
-    this machine is measured. Raises PlanError if no layout is possible."""
+    """Forecasts every layout of the ranks of the request. Without memory_bytes_per_second, the
+    memory of this machine is measured. Raises PlanError if no layout is possible."""
     speeds = Speeds(memory_bytes_per_second or memory_speed(), link)
     found = Comparison({}, {}, {}, speeds)
     for num_shards in range(1, request.num_ranks + 1):

@@ -8,6 +8,7 @@ written when the model was divided into other stages, and those of other ranks o
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from serve.core.messages import PrefixFile
@@ -94,11 +95,17 @@ def covering(files: Collection[StoredFile], layers: Layers) -> list[StoredFile]:
         fitting = [file for file in files if file.layers[0] <= position < file.layers[1]]
         if not fitting:
             return []
-        # Of the files that reach equally far, an own one saves reading other layers.
-        best = max(fitting, key=lambda file: (min(file.layers[1], end), file.is_own))
+        best = max(fitting, key=partial(_worth, end=end))
         chosen.append(best)
         position = best.layers[1]
     return chosen
+
+
+def _worth(file: StoredFile, end: int) -> tuple[int, bool, int]:
+    """Orders files: the best one reaches farthest, up to end; then it is an own one; then it has
+    the fewest layers."""
+    first, last = file.layers
+    return min(last, end), file.is_own, first - last
 
 
 def reported(files: Collection[StoredFile]) -> PrefixFile:

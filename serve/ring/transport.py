@@ -33,7 +33,7 @@ _MAX_GREETING_SECONDS = 5.0
 
 
 class RingLostError(ClusterError):
-    """A neighbour or a link is gone. Everything that this process holds is as it was."""
+    """A neighbour or a link is gone. Everything that this process holds is still intact."""
 
 
 Received = tuple[Step, list[mx.array]]
@@ -218,11 +218,11 @@ class RingTransport(Hops):
             doorbell.close()
 
     def leave(self) -> None:
-        """Closes the ring, so that this process can form another one. The thread that sends and
-        receives calls it. It blocks while a message is on its way and its link is not closed."""
+        """Closes the ring, so that this process can form another one. It must be called in the
+        thread that sends and receives. It blocks while a message is on its way on an open link."""
         self.close()
         for stream in (self._sends, self._receives):
-            # MLX frees a group without looking whether a stream still uses it.
+            # MLX frees a group without checking whether a stream still uses it.
             with suppress(RuntimeError):  # The neighbour did not take the last message.
                 mx.synchronize(stream)
         self._sending = None

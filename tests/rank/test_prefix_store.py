@@ -321,6 +321,8 @@ def test_covering_prefers_own_files_to_larger_ones_of_other_ranks() -> None:
     assert covering([whole, own], (2, 4)) == [own]
     assert covering([whole, own], (2, 6)) == [whole]
     assert covering([own], (2, 6)) == []
+    larger = stored((0, 8), is_own=True)
+    assert covering([larger, own], (2, 4)) == [own]
 
 
 def test_prefix_store_locks_its_folder(tmp_path: Path, reports: queue.Queue) -> None:

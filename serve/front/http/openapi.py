@@ -87,8 +87,8 @@ def endpoint(*errors: int, **fields: Any) -> Callable[[Endpoint], Endpoint]:
 
 
 def by_method(**endpoints: Callable[..., Any]) -> Callable[..., Any]:
-    """Joins the endpoints of one path, by their methods, to the endpoint of one route: so a 405
-    names all methods. Their policies are the same."""
+    """Combines the endpoints of one path, given by their methods, into the endpoint of one route,
+    so that a 405 names all methods. They must have the same policy."""
 
     async def answer(request: Any) -> Any:
         method = "GET" if request.method == "HEAD" else request.method

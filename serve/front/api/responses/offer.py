@@ -165,7 +165,7 @@ class Offer:
 
     def __post_init__(self) -> None:
         for known, offered in self.tools.items():
-            # A call without a namespace is one of the first tool with the name.
+            # A call without a namespace means the first tool with that name.
             for namespace in {offered.namespace, None}:
                 self._names.setdefault((offered.kind, offered.name, namespace), known)
 
