@@ -90,9 +90,10 @@ class Order(Message, frozen=True):
     of stage r // num_shards. prefix_dir is the folder of the prefix cache on disk (None: there is
     none), which may hold up to prefix_bytes.
 
-    An engine that has left an earlier ring and gets the same order again, except for the nonce,
-    keeps its layers, those of its adapters whose versions are in adapters, and of the sequences in
-    positions the keys and values of that many first tokens.
+    An engine that has left a ring gets an order that may differ from its earlier one only in nonce,
+    adapters and positions. It keeps its layers, the adapters of these versions, and the keys and
+    values of the first tokens of each sequence, as many as positions says. It drops everything
+    else.
     """
 
     rank: int
@@ -132,9 +133,9 @@ class Order(Message, frozen=True):
 
 
 class Renew(Message, frozen=True):
-    """Rank 0's parent asks another parent to start a new engine, and with dump to log the stacks of
-    the old one first. With keep, the old engine stays if it leaves its ring in time. The answer is
-    the Status "starting" of a new engine, or Left."""
+    """Rank 0's parent asks another parent for an engine without a ring. With keep, this is the old
+    engine if it leaves its ring in time, which answers Left. Otherwise it is a new one, and the
+    answer is the Status "starting". With dump, the stacks of the old one are logged first."""
 
     life: int
     dump: bool
@@ -172,7 +173,8 @@ class MakePlan(Message, frozen=True):
 
 class Leave(Message, frozen=True):
     """A parent asks its engine to leave its ring, to keep everything else, and to wait for another
-    order. life is that of the next ring. The answer is Left; an engine that cannot do so ends."""
+    order. life is the number of the next life. The answer is Left; an engine that cannot leave
+    ends."""
 
     life: int
 

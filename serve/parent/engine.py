@@ -73,7 +73,7 @@ class EngineProcess:
             return_when=asyncio.FIRST_COMPLETED,
         )
         ended.cancel()
-        self._left = None  # From here on, it comes too late.
+        self._left = None  # An answer that comes later is ignored.
         return left.result() if left.done() else None
 
     async def wait(self) -> int:

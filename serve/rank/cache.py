@@ -155,12 +155,12 @@ class GroupCaches:
         return dict(self._layout.positions)
 
     def keep_only(self, positions: Mapping[int, int]) -> None:
-        """Keeps so many first tokens of these sequences, and nothing else. Raises EngineError if
-        less is held, or if a sequence cannot go back that far.
+        """Keeps the first tokens of these sequences, as many as positions says, and nothing else.
+        Raises EngineError if fewer are held, or if a sequence cannot go back that far.
 
-        Each sequence gets a batch of its own. The ranks have not all run the same steps when a ring
-        is lost, so their batches can differ, but in later steps each part has to have the same rows
-        in the same order on every rank.
+        Each sequence gets a batch of its own. When a ring is lost, some ranks have run steps that
+        others have not, so their batches may differ. But in later steps each part needs the same
+        rows in the same order on all ranks.
         """
         layout = self._layout
         for sequence in layout.positions.keys() - positions.keys():

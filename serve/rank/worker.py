@@ -4,8 +4,8 @@ and no HTTP.
 The main thread talks to the parent, because a process whose main thread is inside
 MLX cannot answer. One other thread has all of MLX: it makes the streams, loads the
 stage and runs the step loop. When the parent goes, this process ends at once. When
-a neighbour goes, it leaves the ring, keeps what it has loaded, and waits for the
-parent: either for an order with another ring, or to be killed.
+a neighbour goes, it leaves the ring, keeps what it has loaded, and waits until its
+parent sends an order for another ring, or kills it.
 """
 
 import faulthandler
@@ -129,8 +129,9 @@ class StepLoop:
         self.step: int | None = None  # the number of the step that is being computed
 
     def rejoin(self, transport: Transport, order: Order) -> None:
-        """Begins again in another ring, with the same layers, and the adapters and sequences that
-        the order says. Raises EngineError if it holds less than that of a sequence."""
+        """Begins again in another ring, with the same layers, and with the adapters and sequences
+        that the order names. Raises EngineError if fewer tokens of a sequence are held than the
+        order says."""
         caches = self.caches
         self._begin(transport)
         if order.positions:
@@ -383,8 +384,8 @@ class Worker:
         return f"{self.order.name}: its right neighbour is gone."
 
     def _leave_ring(self, loop: StepLoop, transport: RingTransport, reason: str) -> None:
-        """Leaves a lost ring, and answers the parent when it asks for that. Whatever blocks or
-        fails here makes the parent end this process."""
+        """Leaves a lost ring, and answers the parent when it sends Leave. If this blocks or fails,
+        the parent ends this process."""
         if self._leaves.empty():
             self.parent.send(RingLost(reason))
         transport.leave()

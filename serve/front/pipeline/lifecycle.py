@@ -1,9 +1,9 @@
 """The life cycle of the engines: a state machine that takes events and answers with actions. Pure.
 
 All engines join a ring, work and leave it together, and this period is a life. The ranks' parents
-outlive it, and so do the sequences and connections that they hold, and engines that can.
-docs/architecture.md shows the states. The caller has the clock, performs the actions in order, and
-sends `Ticked` when `deadline` has passed.
+outlive it, with the sequences and connections that they hold, and so do engines that can leave a
+ring in time. docs/architecture.md shows the states. The caller has the clock, performs the actions
+in order, and sends `Ticked` when `deadline` has passed.
 """
 
 import logging
@@ -190,7 +190,7 @@ class Lifecycle(Machine):
         files = stage.files
         stage.update(status, self.ring, self._now)
         if files and files != stage.files and any(other.has_stayed for other in self.stages):
-            reason = f"The model's files on rank {stage.rank} have changed: all ranks read theirs."
+            reason = f"The model's files on rank {stage.rank} have changed: all ranks read them."
             self._fault(ClusterError(reason))
         if stage.state != before[0]:
             self._log(logging.INFO, stage.line())
@@ -324,7 +324,7 @@ class Lifecycle(Machine):
             return
         there = (0, *sorted(self.roster.fit))
         if there != self.ring and any(stage.has_stayed for stage in self.stages):
-            # Their layers would change, and so would what rank 0's engine has memory for.
+            # Engines that have stayed keep their layers, and rank 0's cannot plan beside them.
             self._renew(ClusterError("The layers are redistributed."))
             return
         plan = self._plans.get(there)
@@ -536,8 +536,8 @@ class Lifecycle(Machine):
             self._renew(reason)
 
     def _renew(self, reason: BrigadeError) -> None:
-        """Begins the next life. Engines that worked until the fault stay if they can; the others
-        are replaced, and all are if there was a stall."""
+        """Begins the next life. Engines that worked until the fault stay if they can, and the
+        others are replaced. After a stall all are replaced."""
         self.number += 1
         self._warn(f"event=recovering life={self.number}", reason)
         self._reason = None

@@ -264,8 +264,8 @@ class Requests:
         return self._warm_up is not None
 
     def resume(self) -> None:
-        """Starts sending steps to engines that hold nothing yet, except what keep has let them
-        hold."""
+        """Starts sending steps to engines that hold nothing yet, except for what `keep` has
+        returned."""
         self._is_running = True
         self._open_disk()
         for sequence in self.scheduler.waiting:
@@ -275,12 +275,17 @@ class Requests:
 
     def keep(self, held: ReadableList[Mapping[int, int]]) -> dict[int, int]:
         """Lets sequences go on from the last position that all stages hold. held has what each
-        stage holds, as in Left. Returns what the stages have to keep in the next life, in tokens by
-        sequence: everything else is computed again."""
+        stage holds, as in Left. Returns what the stages have to keep for the next life, in tokens
+        by sequence. Everything else is computed again.
+
+        These sequences come first in the queue. One that has to be computed again might otherwise
+        wait for the room that they take.
+        """
         if not self._stages or self._fault_blame.alone is not None:
             return {}
         can_rewind = all(stage.can_rewind for stage in self._stages)
         positions: dict[int, int] = {}
+        kept: list[Sequence] = []
         for sequence in self.scheduler.waiting:
             position = common_position(sequence, held, can_rewind)
             if position:
@@ -288,6 +293,10 @@ class Requests:
                 sequence.num_done = position
                 sequence.is_held = True
                 positions[sequence.id] = position
+                kept.append(sequence)
+        for sequence in kept:
+            self.scheduler.waiting.remove(sequence)
+        self.scheduler.waiting.put_back(kept)
         if positions:
             _logger.info(
                 "event=sequences_stayed sequences=%d tokens=%d",

@@ -311,6 +311,20 @@ def test_lifecycle_blames_no_kept_sequence_for_a_fault_before_the_engines_work_a
     assert not any(check_answer(each) for each in asked)
 
 
+def test_requests_that_are_kept_run_before_those_that_are_computed_again() -> None:
+    """They take room already, for which one that came earlier would wait for ever."""
+    cluster = begun()
+    for _ in range(2):
+        cluster.ask(60, 30)
+    requests = cluster.requests
+    requests.interrupt()
+    requests.scheduler.settle(3, max_held_tokens=100)
+    assert requests.keep([{1: 59}] * 3) == {1: 59}
+    step = requests.scheduler.schedule()
+    assert step is not None
+    assert step.rows[0].sequence == 1
+
+
 def test_lifecycle_replaces_all_engines_when_a_new_one_has_read_other_files() -> None:
     """One half of a model would be the old one."""
     cluster = begun()
