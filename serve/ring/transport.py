@@ -192,7 +192,9 @@ class RingTransport(Hops):
             with mx.stream(self._sends):
                 packed = pack(step.number, arrays)
                 self._sending = mx.distributed.send(packed, self._left_rank, group=self._group)
-            mx.async_eval(self._sending)
+            # MLX may have seen meanwhile that the neighbour is gone, and then it raises here.
+            with self.waiting_on((self._rank, self._left_rank)):
+                mx.async_eval(self._sending)
 
     def receive(self) -> Received | None:
         hop = self._next_hop()

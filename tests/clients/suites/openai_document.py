@@ -6,9 +6,7 @@ on npm) has that of 2023, which knows neither tools nor responses.
 """
 
 import json
-import os
 import sys
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ from openai.types.shared import ErrorObject
 from pydantic import TypeAdapter
 
 SCHEMAS = "#/components/schemas/"
-PREFIX = "Brigade"
 
 POSTED = {
     "/v1/chat/completions": (ChatParams, ChatCompletion),
@@ -49,43 +46,6 @@ REFUSED_KINDS = (
     # Chats know functions only.
     *("ChatCompletionCustomTool", "ChatCompletionNamedToolChoiceCustom"),
 )
-
-# What a client sends back, and tools, are accepted as other clients and servers write them. There
-# the server's own description holds too, by the title of OpenAI's type.
-WIDER_BODIES = {
-    "CompletionCreateParamsNonStreaming": "ChatBody",
-    "CompletionCreateParamsStreaming": "ChatBody",
-    "ResponseCreateParamsNonStreaming": "ResponsesBody",
-    "ResponseCreateParamsStreaming": "ResponsesBody",
-}
-WIDER_FIELDS = (
-    "include",
-    "input",
-    "messages",
-    "reasoning",
-    "stream_options",
-    "text",
-    "tool_choice",
-    "tools",
-)
-
-
-def own_schemas() -> dict[str, Any]:
-    """The schemas of the server's description, whose names get a prefix."""
-    url = os.environ["OPENAI_BASE_URL"].removesuffix("/v1") + "/openapi.json"
-    with urllib.request.urlopen(url, timeout=60) as reply:
-        text = reply.read().decode().replace("#/components/schemas/", f"{SCHEMAS}{PREFIX}")
-    return json.loads(text)["components"]["schemas"]
-
-
-def widen(schemas: dict[str, Any], own: dict[str, Any]) -> None:
-    """Has fields of OpenAI's bodies accept what the server's description allows, too."""
-    for schema in schemas.values():
-        body = own.get(WIDER_BODIES.get(schema.get("title"), ""))
-        for name in WIDER_FIELDS:
-            if body and name in schema["properties"] and name in body["properties"]:
-                both = [schema["properties"][name], body["properties"][name]]
-                schema["properties"][name] = {"anyOf": both}
 
 
 def trimmed(schema: Any) -> Any:
@@ -143,15 +103,11 @@ def document() -> dict[str, Any]:
     named = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
     call = {"parameters": [named], "responses": {"200": described, **refusals}}
     paths["/v1/models/{model}"] = {"get": call}
-    own = own_schemas()
-    components = trimmed(whole["$defs"])
-    widen(components, own)
-    components |= {f"{PREFIX}{name}": schema for name, schema in own.items()}
     return {
         "openapi": "3.1.0",
         "info": {"title": "OpenAI", "version": "trimmed"},
         "paths": paths,
-        "components": {"schemas": components},
+        "components": {"schemas": trimmed(whole["$defs"])},
     }
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, WithJsonSchema, model_validator
 
 from serve.core.errors import RequestError
 from serve.front.api.messages import ChatMessage
@@ -80,10 +80,14 @@ Value = Annotated[str, Field(max_length=512)]
 Metadata = Annotated[dict[Name, Value], Field(max_length=16)]  # as OpenAI has it
 
 
+# null is the same as leaving the model out.
+_MODEL_TYPE = WithJsonSchema({"type": ["string", "null"], "default": DEFAULT_MODEL})
+
+
 class Conversation(SamplingBody):
     """The fields from which a prompt is made, and vLLM's sampling parameters."""
 
-    model: str = DEFAULT_MODEL
+    model: Annotated[str, _MODEL_TYPE] = DEFAULT_MODEL
     input: Items
     instructions: str | None = None
     previous_response_id: str | None = None
