@@ -105,7 +105,7 @@ def test_shards_answer_many_requests_at_once_as_mlx_lm(
         return
     assert answers == expected
     assert again == expected[7]
-    assert pipeline["prefix_cache"]["num_reused"] > 0
+    assert pipeline["prefix_cache"]["num_reuses"] > 0
 
 
 def mlx_lm_with_adapter(folder: Path | None, question: str) -> str:
