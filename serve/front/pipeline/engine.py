@@ -171,7 +171,8 @@ class Engine:
 
     def timeline(self, seconds: float) -> dict[str, Any]:
         """The last seconds as a Chrome trace."""
-        return chrome_trace(self._lifecycle.stages, time.monotonic() - seconds)
+        now = time.monotonic()
+        return chrome_trace(self._lifecycle.stages, now - seconds, time.time() - now)
 
     def state(self) -> dict[str, Any]:
         """The state of the life cycle, in words for operators, and the latest fault."""

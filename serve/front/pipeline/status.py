@@ -23,6 +23,7 @@ _NEW_SHARE = 0.1  # of the latest step in a running mean
 _NEW_CHUNK_SHARE = 0.4
 _SILENT_SECONDS = 1.5
 _NUM_COMPARED_REPORTS = 64
+_SAME_CLOCK_SECONDS = 0.1
 
 
 @dataclass(slots=True)
@@ -88,6 +89,8 @@ class RemoteClock:
     def convert(self, spans: list[Span]) -> list[Span]:
         # Each difference also has the time that the report took. It is least in the smallest one.
         offset = min(self._differences)
+        if 0 <= offset < _SAME_CLOCK_SECONDS:  # An engine on rank 0's host has the same clock.
+            return spans
         return [moved(span, offset) for span in spans]
 
 
@@ -383,16 +386,17 @@ def spans_after(
     return found
 
 
-def chrome_trace(stages: list[StageStatus], since: float) -> dict[str, Any]:
+def chrome_trace(stages: list[StageStatus], since: float, offset: float) -> dict[str, Any]:
     """Returns the steps that end after `since`, in the format of chrome://tracing and Perfetto: one
-    row for each stage, times in microseconds."""
+    row for each stage, times in microseconds. offset is what turns a time of the monotonic clock
+    into seconds since 1970."""
     trace: list[dict[str, Any]] = []
     for stage in stages:
-        trace += _events(stage, since)
+        trace += _events(stage, since, offset)
     return {"traceEvents": trace}
 
 
-def _events(stage: StageStatus, since: float) -> Iterator[dict[str, Any]]:
+def _events(stage: StageStatus, since: float, offset: float) -> Iterator[dict[str, Any]]:
     if stage.plan is None:
         return
     start, end = stage.plan.layers
@@ -420,7 +424,7 @@ def _events(stage: StageStatus, since: float) -> Iterator[dict[str, Any]]:
                 "ph": "X",
                 "pid": stage.rank,
                 "tid": 0,
-                "ts": span.start * 1e6,
+                "ts": (span.start + offset) * 1e6,
                 "dur": (span.end - span.start) * 1e6,
                 "args": arguments,
             }

@@ -181,14 +181,14 @@ def test_a_trace_has_a_bar_for_each_step_since_then() -> None:
     stages = [make_stage(0, (4, 8), 0.1), make_stage(1, (0, 4), 0.1), StageStatus(2, "h")]
     stages[0].update(ready(spans=[Span(*span) for span in spans[:2]]), [0, 1], 1.0)
     stages[1].update(ready(spans=[Span(*span) for span in spans[2:]]), [0, 1], 1.0)
-    first, second, other, third = chrome_trace(stages, 9.75)["traceEvents"]
+    first, second, other, third = chrome_trace(stages, 9.75, 500.0)["traceEvents"]
     assert [first["args"]["name"], other["args"]["name"]] == [
         "rank 0, layers 4 to 7",
         "rank 1, layers 0 to 3",
     ]
     assert (second["name"], second["pid"], second["ts"], second["dur"]) == (
         *("decode group 0", 0),
-        *(10_000_000.0, 500_000.0),
+        *(510_000_000.0, 500_000.0),
     )
     assert (third["name"], third["pid"], third["args"]) == (
         *("prefill group 5", 1),
@@ -275,6 +275,9 @@ def test_times_of_other_hosts_are_converted_to_those_of_rank_0() -> None:
     stage.renew()  # The host was started again: its clock begins anew.
     report(4, 2.0, 3.0, 23.0)
     assert stage.spans[-1].end == 22.0
+    stage.renew()
+    report(5, 25.0, 25.5, 25.5625)  # It comes from this host.
+    assert stage.spans[-1].end == 25.0
 
 
 def test_step_log_forgets_old_steps() -> None:
