@@ -93,6 +93,8 @@ def test_an_answer_that_a_stop_string_ended_is_kept_for_the_next_turn(server: Se
     messages = [system, *user("Say the alphabet.")]
     first = create(**CHAT, messages=messages, stop=[" c"], max_tokens=40)
     assert first.choices[0].finish_reason == "stop"
+    wait_until_idle(server)
+    time.sleep(0.3)  # The steps under way end after the answer.
     messages += [first.choices[0].message.to_dict(), *user("What is the capital of Spain?")]
     second = create(**CHAT, messages=messages)
     assert first.usage
