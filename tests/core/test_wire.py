@@ -51,6 +51,8 @@ def steps(draw: st.DrawFn) -> Step:
 st.register_type_strategy(int, st.integers(-(2**63), 2**63 - 1))
 st.register_type_strategy(float, st.floats(allow_nan=False))
 st.register_type_strategy(Step, steps())
+# Where a field has a factory, hypothesis would take the factory itself for the default.
+st.register_type_strategy(Order, st.builds(Order, positions=st.dictionaries(small, small)))
 ALL = typing.get_args(AnyMessage)
 LINES = (*typing.get_args(ToAgent), *typing.get_args(FromAgent))
 NOTES = typing.get_args(messages.AnyNote)
