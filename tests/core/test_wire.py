@@ -52,7 +52,13 @@ st.register_type_strategy(int, st.integers(-(2**63), 2**63 - 1))
 st.register_type_strategy(float, st.floats(allow_nan=False))
 st.register_type_strategy(Step, steps())
 # Where a field has a factory, hypothesis would take the factory itself for the default.
-st.register_type_strategy(Order, st.builds(Order, positions=st.dictionaries(small, small)))
+for with_factory in (messages.Left, Order, messages.PrefixFiles):
+    drawn = {
+        field.name: st.from_type(field.type)
+        for field in msgspec.structs.fields(with_factory)
+        if field.default_factory is not msgspec.NODEFAULT
+    }
+    st.register_type_strategy(with_factory, st.builds(with_factory, **drawn))
 ALL = typing.get_args(AnyMessage)
 LINES = (*typing.get_args(ToAgent), *typing.get_args(FromAgent))
 NOTES = typing.get_args(messages.AnyNote)
