@@ -3,7 +3,7 @@ tokens ÷ that of mlx_lm.server."""
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice
@@ -106,17 +106,21 @@ def _ask(url: str, model: str, task: Task, mark: str) -> Answered:
     times: list[float] = []
     num_tokens = 0
     started = time.perf_counter()
+    for chunk in streamed_chat(url, body):
+        if usage := chunk.get("usage"):
+            num_tokens = usage["completion_tokens"]
+        if any(choice["delta"].get("content") for choice in chunk["choices"]):
+            times.append(time.perf_counter() - started)
+    return Answered(num_tokens, times)
+
+
+def streamed_chat(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Posts a chat with `stream` and yields its chunks as they arrive."""
     endpoint = f"{url}/v1/chat/completions"
     with httpx2.stream("POST", endpoint, json=body, timeout=TIMEOUT) as reply:
         for line in reply.iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            chunk = json.loads(line.removeprefix("data: "))
-            if usage := chunk.get("usage"):
-                num_tokens = usage["completion_tokens"]
-            if any(choice["delta"].get("content") for choice in chunk["choices"]):
-                times.append(time.perf_counter() - started)
-    return Answered(num_tokens, times)
+            if line.startswith("data: {"):
+                yield json.loads(line.removeprefix("data: "))
 
 
 def _median(loads: list[Load]) -> Load:

@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from statistics import geometric_mean, median
 from typing import Any
 
-import httpx2
-
 from scripts.measure import servers
-from scripts.measure.crowd import crowd
+from scripts.measure.crowd import crowd, streamed_chat
 from scripts.measure.python_share import python_share
-from scripts.measure.settings import TIMEOUT, Row, Settings, Table
+from scripts.measure.settings import Row, Settings, Table
 from scripts.measure.tasks import Task, tasks
 
 WITH, WITHOUT, OTHER = "with", "without", servers.MLX_LM_1
@@ -118,17 +116,12 @@ def _ask(url: str, name: str, settings: Settings, task: Task, temperature: float
     text = ""
     times: list[float] = []
     usage: dict[str, Any] = {}
-    endpoint = f"{url}/v1/chat/completions"
-    with httpx2.stream("POST", endpoint, json=body, timeout=TIMEOUT) as reply:
-        for line in reply.iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            chunk = json.loads(line.removeprefix("data: "))
-            usage = chunk.get("usage") or usage
-            for choice in chunk["choices"]:
-                if choice["delta"].get("content"):
-                    text += choice["delta"]["content"]
-                    times.append(time.perf_counter())
+    for chunk in streamed_chat(url, body):
+        usage = chunk.get("usage") or usage
+        for choice in chunk["choices"]:
+            if choice["delta"].get("content"):
+                text += choice["delta"]["content"]
+                times.append(time.perf_counter())
     details = usage.get("completion_tokens_details") or {}
     num_tokens = usage["completion_tokens"]
     num_accepted = details.get("accepted_prediction_tokens", 0)

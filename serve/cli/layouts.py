@@ -55,7 +55,7 @@ class Comparison:
         return table
 
     def notes(self) -> Iterator[str]:
-        """Sentences below the table."""
+        """Yields the lines below the table: refused layouts with their reasons, and the fastest."""
         for layout, reason in self.refused.items():
             yield f"{layout} is not possible: {reason}"
         speed = format_bytes(self.speeds.memory_bytes_per_second)

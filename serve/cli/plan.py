@@ -108,7 +108,7 @@ class PlanConfig(ModelSource):
 
     @property
     def compares(self) -> bool:
-        """Whether layouts are compared."""
+        """Whether to compare all layouts of stages and shards instead of planning one."""
         return self.explain or self.tensor_parallel == "auto"
 
     @property

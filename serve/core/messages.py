@@ -329,7 +329,7 @@ class SumCounts(msgspec.Struct, frozen=True, array_like=True):
         )
 
     def with_step(self, seconds: float) -> "SumCounts":
-        """Counts a measured step."""
+        """Returns the counts with one more measured step, which took these seconds."""
         return msgspec.structs.replace(
             self,
             num_measured=self.num_measured + 1,

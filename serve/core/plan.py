@@ -18,8 +18,8 @@ _SLACK = 3, 2  # a ratio of whole numbers, so that sums are exact
 MAX_KV_TOKENS = 2**31 - 1
 _SHRINKAGE = 4  # the factor between two demands that are tried one after the other
 MIN_KV_TOKENS = 256  # Nothing starts with less room than this for keys and values.
-MAX_DRAFT_ROWS = 8  # The draft model has keys and values of so many sequences at a time,
-MAX_DRAFT_TOKENS = 1024  # and of so many tokens of each.
+MAX_DRAFT_ROWS = 8  # sequences whose keys and values the draft model holds at a time
+MAX_DRAFT_TOKENS = 1024  # tokens that it holds of each of them
 _UNITS = {
     "KB": 10**3,
     "MB": 10**6,

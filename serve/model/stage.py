@@ -98,7 +98,7 @@ class Stage:
         return self._caching.numbers()
 
     def count_positions(self, cache: list[Any], num_tokens: int) -> None:
-        """Makes the caches of one row that only count positions count so many more."""
+        """Advances the caches of one row that only count positions by num_tokens."""
         self._caching.advance_ghosts(cache, 1, num_tokens)
 
     def logits(self) -> mx.array:

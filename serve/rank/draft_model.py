@@ -27,10 +27,10 @@ from serve.rank.cache import GroupCaches
 from serve.rank.chooser import Chooser
 from serve.rank.sampling import Sampler, sample
 
-# A row begins with so many tokens from the end of its text. More would delay the first guesses.
+# A new row reads only the last tokens of its text. More would delay the first guesses.
 NUM_TOKENS_READ = 256
-# Up to so many new tokens of a row are read together with the first guess, which computes logits
-# for all of them.
+# A row with at most this many new tokens reads them in the step that makes its first guess, which
+# computes logits for all of them.
 _MAX_READ_WITH_GUESS = 4
 _NUM_TRIALS = 3
 _NUM_TRIED = 4  # guesses in a trial

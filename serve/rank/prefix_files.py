@@ -109,7 +109,7 @@ def _worth(file: StoredFile, end: int) -> tuple[int, bool, int]:
 
 
 def reported(files: Collection[StoredFile]) -> PrefixFile:
-    """Describes files with the same name for rank 0. Only a rank's own files count as its bytes."""
+    """Describes files with the same name for rank 0. The size is that of the rank's own files."""
     first, *_ = files
     num_bytes = sum(file.num_bytes for file in files if file.is_own)
     return PrefixFile(first.name, first.parent, first.start, first.end, num_bytes)

@@ -37,8 +37,8 @@ positions."""
 
 @dataclass(frozen=True, slots=True)
 class StageCaches:
-    """The caches of a stage. make makes those of one new row. count makes caches that only count
-    positions count so many."""
+    """The caches of a stage. make returns empty caches for one row. count advances those that only
+    count positions by a number of tokens."""
 
     layers: tuple[int, int]
     numbers: Numbers

@@ -93,7 +93,7 @@ class Sampler:
         return _draw(logits, self.sampling, position)
 
     def note(self, token: int) -> None:
-        """Records the chosen token."""
+        """Updates penalties, grammar and reasoning with the token that was chosen."""
         if self._records:
             self.tokens.append(token)
         if self._counts is not None:

@@ -37,8 +37,8 @@ _GRAMMAR = "start: /[a-z]+/"
 
 
 def shapes_of(requests: list[Request], model: str) -> list[dict[str, Any]]:
-    """The shapes of the requests with a body, each once. The served name becomes MODEL. Of tools
-    that an earlier shape has, only the first stays."""
+    """The shapes of the requests with a body, each once. The served name becomes MODEL. A tool that
+    an earlier shape has too is left out."""
     found: dict[str, dict[str, Any]] = {}
     known_tools: list[Any] = []
     for request in requests:

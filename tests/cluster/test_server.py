@@ -11,6 +11,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+from openai.types.chat import ChatCompletion
 
 from tests.cluster.questions import QUESTIONS
 from tests.cluster.servers import Server
@@ -55,6 +56,12 @@ def test_a_system_prompt_is_followed(server: Server) -> None:
     assert "PARIS" in (reply.choices[0].message.content or "")
 
 
+def cached_tokens(reply: ChatCompletion) -> int:
+    assert reply.usage
+    assert reply.usage.prompt_tokens_details
+    return reply.usage.prompt_tokens_details.cached_tokens or 0
+
+
 def test_a_second_turn_goes_on_where_the_first_ended(
     server: Server, mlx_lm_answer: Callable[[Any], str]
 ) -> None:
@@ -64,10 +71,8 @@ def test_a_second_turn_goes_on_where_the_first_ended(
     first = create(**CHAT, messages=messages)
     messages += [first.choices[0].message.to_dict(), *user("What is the capital of Spain?")]
     second = create(**CHAT, messages=messages)
+    cached = cached_tokens(second)
     assert first.usage
-    assert second.usage
-    assert second.usage.prompt_tokens_details
-    cached = second.usage.prompt_tokens_details.cached_tokens or 0
     assert cached >= first.usage.total_tokens - 2
     assert second.choices[0].message.content == mlx_lm_answer(messages)
     metrics = httpx2.get(f"{server.url}/metrics").text
@@ -98,10 +103,7 @@ def test_an_answer_that_a_stop_string_ended_is_kept_for_the_next_turn(server: Se
     messages += [first.choices[0].message.to_dict(), *user("What is the capital of Spain?")]
     second = create(**CHAT, messages=messages)
     assert first.usage
-    assert second.usage
-    assert second.usage.prompt_tokens_details
-    cached = second.usage.prompt_tokens_details.cached_tokens or 0
-    assert cached >= first.usage.prompt_tokens
+    assert cached_tokens(second) >= first.usage.prompt_tokens
 
 
 def test_the_same_seed_gives_the_same_text_whatever_else_runs(server: Server) -> None:

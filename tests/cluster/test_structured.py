@@ -240,7 +240,7 @@ def test_what_does_not_fit_is_refused_by_name(server: Server, fields: Any, param
 
 
 def explosive_grammar(num_rules: int = 40) -> str:
-    """Each word may be read in so many ways that llguidance gives up after some dozens."""
+    """Texts of some dozen words can be parsed in more ways than llguidance is willing to try."""
     rules = [
         f"s{i}: s{i} s{(i + 1) % num_rules} | s{(i + 2) % num_rules} s{i} | WORD"
         for i in range(num_rules)

@@ -81,7 +81,7 @@ def test_without_a_copy_the_files_are_read(tmp_path: Path, parents: list[Path]) 
 def test_a_number_of_another_rank_0_is_not_that_version(
     tmp_path: Path, parents: list[Path]
 ) -> None:
-    """A rank may outlive rank 0, and its numbers begin anew."""
+    """A rank may outlive rank 0. The next rank 0 begins with version 1 again."""
     folders = [adapters.save_adapter(tmp_path / name, LLAMA(), i) for i, name in enumerate("ab")]
     old = ask(Pipeline(LLAMA, CUTS), parents, 1, folders[0])
     new = ask(Pipeline(LLAMA, CUTS), parents, 1, folders[1])

@@ -79,7 +79,7 @@ class Rig:
         trim_prompt_cache(self.alone[sequence], num_drafts)
 
     def lose_ring(self, numbers: dict[int, int]) -> None:
-        """Only these sequences stay, without so many of their last tokens."""
+        """Keeps only these sequences. numbers says how many of its last tokens each one loses."""
         positions = {sequence: self.length[sequence] - n for sequence, n in numbers.items()}
         self.caches.keep_only(positions)
         assert self.caches.positions == positions

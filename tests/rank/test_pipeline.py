@@ -168,8 +168,8 @@ class LocalPipeline:
             self.scheduler.room.disk.on_written(rank, message)
 
     def leave(self, sequence: Sequence, num_tokens: int) -> None:
-        """Runs a sequence until it has so many tokens of its answer, and ends it then, as for a
-        client that disconnects."""
+        """Runs a sequence until its answer has num_tokens tokens, then ends it as if its client had
+        disconnected."""
         self.scheduler.add(sequence)
         self._pump()
         while len(sequence.output) < num_tokens:

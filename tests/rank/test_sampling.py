@@ -182,8 +182,8 @@ def test_a_sampler_remembers_what_it_chose() -> None:
     for position in range(len(PROMPT), 40):
         logits = [chance.gauss(0, 2) for _ in LOGITS]
         (token,) = sample(mx.array([logits]), [sampler], [position]).tolist()
-        anew = Sampler(sampling, len(PROMPT), tokens)
-        assert sample(mx.array([logits]), [anew], [position]).tolist() == [token]
+        rebuilt = Sampler(sampling, len(PROMPT), tokens)
+        assert sample(mx.array([logits]), [rebuilt], [position]).tolist() == [token]
         wanted = allowed_scores(logits, sampling, PROMPT, tokens[len(PROMPT) :])
         assert token == int(wanted.argmax())
         sampler.note(token)

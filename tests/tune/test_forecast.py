@@ -35,7 +35,7 @@ def test_memory_grows_with_what_is_held() -> None:
 
 
 def test_an_update_can_need_most() -> None:
-    """Beside the gradients it makes the weights anew, and perhaps the gradients."""
+    """An update holds the gradients, the new weights, and clipped gradients if it clips."""
     assert peak_bytes(probed(gradients=50, updated=50), 1) == 100 + 50 + 50
     clipped = probe_of(RECORDS, 100, 50, 50, clips=True)
     assert peak_bytes(clipped, 1) == 100 + 50 + 2 * 50
@@ -48,7 +48,7 @@ def test_one_micro_batch_has_no_sums_beside_it() -> None:
 
 
 def test_gradients_of_half_precision_weights_count_as_float32() -> None:
-    """Twice the bytes of what the update makes anew."""
+    """They have twice the bytes of the new weights."""
     assert peak_bytes(probed(gradients=80, updated=45), 1) == 100 + 80 + 45
     clipped = probe_of(RECORDS, 100, 80, 45, clips=True)
     assert peak_bytes(clipped, 1) == 100 + 80 + 45 + 80

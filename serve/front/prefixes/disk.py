@@ -290,7 +290,7 @@ class DiskPrefixes:
         self, start: int, stops: Collection[int], checkpoints: Collection[int]
     ) -> Iterator[int]:
         """Yields the ends of new segments: at the stops, and between them so that no segment is too
-        long. Only a checkpoint is worth a short segment."""
+        long. A short segment is written only if it ends at a checkpoint."""
         for stop in sorted(stops):
             while stop - start > self._rules.segment:
                 start += self._rules.segment

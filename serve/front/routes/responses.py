@@ -110,7 +110,7 @@ class ResponseCalls:
         },
     )
     async def retrieve(self, request: Request) -> Response:
-        """Returns a stored response."""
+        """Returns a stored response, or the rest of its stream from an event on."""
         _check_query(request, type(self).retrieve)
         _is_true(request, "include_obfuscation")  # Checked only: it pads OpenAI's events.
         id = request.path_params["id"]

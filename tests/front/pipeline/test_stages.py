@@ -272,7 +272,7 @@ def test_times_of_other_hosts_are_converted_to_those_of_rank_0() -> None:
     report(3, 514.0, 515.0, 19.0)
     spans = [(span.start, span.end) for span in stage.spans]
     assert spans == [(10.0, 11.0), (11.25, 12.25), (13.25, 14.25)]
-    stage.renew()  # The host was started again: its clock begins anew.
+    stage.renew()  # The host was restarted, and its clock begins at 0.
     report(4, 2.0, 3.0, 23.0)
     assert stage.spans[-1].end == 22.0
     stage.renew()

@@ -182,7 +182,7 @@ class Compact(Body):
 Edit = Annotated[ClearThinking | ClearToolUses | Compact, Field(discriminator="type")]
 
 
-# Each edit counts the tokens of the whole prompt anew.
+# After each edit, the whole prompt is encoded again to count its tokens.
 _MAX_EDITS = 4
 
 

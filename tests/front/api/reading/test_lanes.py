@@ -81,7 +81,7 @@ BODIES += [
 
 
 def described(read: Any) -> Any:
-    """The parts that can be compared: seeds and ids are drawn anew each time."""
+    """Returns the parts that can be compared: seeds and ids are random."""
     if isinstance(read, BodyRead):
         return described(read.result)
     if isinstance(read, ReadResponse):
