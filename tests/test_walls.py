@@ -94,7 +94,7 @@ TRANSPORTS = (
     "serve.model.sharding",
 )
 EVALUATING_FILES = {
-    "worker",
+    "step_loop",
     "draft_model",
     "transport",
     "grid",

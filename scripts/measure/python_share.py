@@ -34,7 +34,7 @@ def _measure(folder: Path) -> float:
     from serve.core.checkpoint import read_checkpoint
     from serve.core.types import Row, Sampling, Step
     from serve.model.weights import load_stage
-    from serve.rank.worker import StepLoop
+    from serve.rank.step_loop import StepLoop
     from serve.ring.transport import LocalTransport
 
     num_layers = read_checkpoint(folder).num_layers

@@ -17,21 +17,17 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
-import mlx.core as mx
 import mlx.nn as nn
 import msgspec
 
 from serve.core.errors import ClusterError, EngineError, PlanError
 from serve.core.facts import stamp
 from serve.core.messages import (
-    Activity,
     AdapterRead,
     AdapterRefused,
     Admit,
@@ -44,234 +40,30 @@ from serve.core.messages import (
     MakePlan,
     Order,
     ReadPrefix,
-    Result,
     RingLost,
-    Span,
     Status,
     ToEngine,
 )
-from serve.core.types import FIRST_WARM_UP_STEP, Step
+from serve.core.types import Step
 from serve.lora.table import Adapters
-from serve.model.caches import quantized
-from serve.model.sharding import Divisions, Sharding, shard
-from serve.model.stage import Stage
+from serve.model.sharding import Sharding, shard
 from serve.model.weights import LoadedStage, load_stage, open_model
 from serve.rank.batching import can_batch, is_causal
-from serve.rank.cache import GroupCaches, Part
-from serve.rank.chooser import Chooser, scoring_bytes
-from serve.rank.draft_model import DraftModel, load_draft
-from serve.rank.embedder import Embedder
+from serve.rank.chooser import scoring_bytes
+from serve.rank.draft_model import load_draft
 from serve.rank.joining import join
 from serve.rank.memory import free_bytes
-from serve.rank.outbox import Outbox
 from serve.rank.parent import Parent, fail, wait_for_order
 from serve.rank.prefix_parts import StageCaches
 from serve.rank.prefix_store import PrefixStore, open_store
+from serve.rank.step_loop import StepLoop
 from serve.ring.grid import GridTransport
 from serve.ring.regroup import objection
 from serve.ring.transport import RingLostError, RingTransport, Streams, Transport
 
 _logger = logging.getLogger(__name__)
 
-OpenStore = Callable[[StageCaches], PrefixStore | None]
-"""Opens a stage's prefix cache on disk."""
-
 _STATUS_SECONDS = 0.25
-_NUM_SPANS = 4096
-
-
-class StepLoop:
-    """Receive, forward, send. Rank 0, the first shard of the last stage, chooses tokens."""
-
-    def __init__(
-        self,
-        stage: Stage,
-        transport: Transport,
-        kv_bits: int | None = None,
-        folder: Path | None = None,
-        cache_dir: Path | None = None,
-        copies: Path | None = None,
-        *,
-        batchable: bool,
-        open_store: OpenStore | None = None,
-        divisions: Divisions | None = None,
-        draft_model: DraftModel | None = None,
-    ) -> None:
-        self.stage = stage
-        self.draft_model = draft_model
-        self.has_head = stage.is_last and transport.shard == 0
-        self._make_cache = lambda: quantized(stage.make_cache(), kv_bits)
-        self._batchable = batchable
-        caches = StageCaches(
-            layers=(stage.start, stage.end),
-            numbers=stage.cache_numbers,
-            make=self._make_cache,
-            count=stage.count_positions,
-        )
-        self.prefix_store = open_store(caches) if open_store else None
-        self.adapters = Adapters(stage, cache_dir, copies, divisions)
-        self.chooser = Chooser(folder)
-        if stage.is_last:
-            stage.keep_hidden()
-        self.spans: deque[Span] = deque(maxlen=_NUM_SPANS)
-        self._begin(transport)
-
-    def _begin(self, transport: Transport) -> None:
-        """Begins to run steps in a ring, with nothing of any sequence."""
-        self.transport = transport
-        numbers = self.stage.cache_numbers
-        self.caches = GroupCaches(self._make_cache, self._batchable, numbers)
-        self.outbox = Outbox(lambda step: transport.send(step, []))
-        self.embedder = Embedder()
-        self.pooled: list[mx.array] = []  # the embedder's arrays of the latest step
-        self.busy_seconds = 0.0
-        self.num_steps = 0
-        self.step: int | None = None  # the number of the step that is being computed
-
-    def rejoin(self, transport: Transport, order: Order) -> None:
-        """Begins again in another ring, with the same layers, and with the adapters and sequences
-        that the order names. Raises EngineError if fewer tokens of a sequence are held than the
-        order says."""
-        caches = self.caches
-        self._begin(transport)
-        if order.positions:
-            caches.keep_only(order.positions)
-            self.caches = caches
-            self._evaluate_moved()
-        self.chooser.clear()
-        if self.draft_model:
-            self.draft_model.clear()
-        mx.eval(self.adapters.keep_only(order.adapters))
-        if self.prefix_store:
-            self.prefix_store.rescan()
-
-    def run(self) -> Iterator[Result]:
-        """Yields the result of each step on rank 0."""
-        while (message := self.transport.receive()) is not None:
-            step, received = message
-            started = time.monotonic()
-            self.step = step.number
-            with self.transport.sums.of_step(step):
-                outputs = self.forward(step, received)
-            if self.has_head:
-                result = self._result(step, outputs)
-                self._note(step, started)
-                # The next step of the group goes first, because the stages wait for it.
-                if step.sample:
-                    self.outbox.sampled(step, result.tokens, result.num_accepted)
-                if self.draft_model:
-                    result, spans = self.draft_model.guess_after(step, result, self.chooser)
-                    self.busy_seconds += sum(span.end - span.start for span in spans)
-                    self.spans.extend(spans)
-                yield result
-            else:
-                self._note(step, started)
-                if not self.stage.is_last:
-                    self.transport.send(step, outputs)
-
-    def forward(self, step: Step, received: list[mx.array]) -> list[mx.array]:
-        """Runs a step and returns the arrays for the next stage, or on rank 0 the tokens (B,) and
-        their scores.
-
-        Stages divide the rows into the same parts, so the arrays of one part follow those of the
-        other. The other shards of the last stage return nothing.
-        """
-        for load in step.load:
-            self.caches.begin(load.sequence, self._store().take(load.sequence), load.num_tokens)
-        parts = self.caches.apply(step)
-        self._evaluate_moved()
-        mx.eval(self.adapters.apply(step))
-        if self.has_head:
-            for sequence in self.chooser.forget(step.drop):
-                self.outbox.forget(sequence)
-                if self.draft_model:
-                    self.draft_model.forget([sequence])
-            self.embedder.forget(step.drop)
-        outputs: list[mx.array] = []
-        hidden: list[mx.array | None] = []
-        for n, part in enumerate(parts):
-            size = len(received) // len(parts)
-            self.adapters.select(step, part.rows)
-            own_received = received[n * size : (n + 1) * size]
-            own_outputs = self.stage(part.tokens(step), part.caches, own_received)
-            own_hidden = self.stage.take_hidden()
-            self._sum_up(own_outputs, own_hidden)
-            outputs += own_outputs
-            hidden.append(own_hidden)
-        if self.has_head and parts:
-            outputs = self._chosen(step, parts, outputs)
-        elif self.stage.is_last:
-            outputs = []
-        self.pooled = self.embedder.pool(step, parts, hidden)
-        hidden.clear()
-        mx.eval(outputs, self.pooled, self.caches.states(step))
-        mx.eval(self.caches.save(step))
-        self._write(step)
-        return outputs
-
-    def _sum_up(self, outputs: list[mx.array], hidden: mx.array | None) -> None:
-        """Evaluates what the shards of this stage compute together. Shards match their sums only by
-        the order of evaluation, and only rank 0 knows whether the head is needed. So all shards
-        evaluate one part after the other, each up to the head."""
-        if self.transport.num_shards == 1:
-            return
-        if self.stage.is_last:
-            assert hidden is not None, "Worker refuses models that show no hidden states"
-            outputs = [hidden]
-        self.transport.evaluate(outputs)
-
-    def _evaluate_moved(self) -> None:
-        """Evaluates rows that were copied, layer by layer: together, the old and the new arrays of
-        all layers would be in memory at the same time."""
-        for arrays in self.caches.moved():
-            mx.eval(arrays)
-
-    def _write(self, step: Step) -> None:
-        """Hands the files of a step to the store, which writes them while later steps run."""
-        for write in step.write:
-            content = self.caches.content(write)
-            self._evaluate_moved()
-            mx.eval(content.arrays)
-            self._store().write(write, content)
-
-    def _store(self) -> PrefixStore:
-        if self.prefix_store is None:
-            raise EngineError("A step uses the prefix cache on disk, and this stage has none.")
-        return self.prefix_store
-
-    def _result(self, step: Step, outputs: list[mx.array]) -> Result:
-        result = self.chooser.result(step, outputs)
-        if not self.pooled:
-            return result
-        return msgspec.structs.replace(result, embeddings=self.embedder.result(self.pooled))
-
-    def _chosen(self, step: Step, parts: list[Part], logits: list[mx.array]) -> list[mx.array]:
-        chosen: list[mx.array] = []
-        for arrays in self.chooser.choose(step, parts, logits):
-            if not step.sample:
-                mx.eval(arrays)  # Before the next slice of scores is made, to save memory.
-            chosen += arrays
-        return chosen
-
-    def _note(self, step: Step, started: float) -> None:
-        ended = time.monotonic()
-        self.step = None
-        if step.number >= FIRST_WARM_UP_STEP:
-            return  # The times of warm-up steps say nothing about later ones.
-        self.busy_seconds += ended - started
-        self.num_steps += 1
-        sums = self.transport.sums
-        span = Span(
-            step.number,
-            step.group,
-            len(step.rows),
-            len(step.tokens),
-            started,
-            ended,
-            step.num_drafts,
-            sums.latest_seconds,
-        )
-        self.spans.append(span)
 
 
 class Worker:
@@ -510,28 +302,8 @@ class Worker:
     def _report(self) -> None:
         with self._reports:  # A report of the time before Left would be taken for a later one.
             loop = self.loop
-            activity = _activity(loop) if loop else None
+            activity = loop.activity() if loop else None
             self.parent.send(msgspec.structs.replace(self.status, activity=activity))
-
-
-def _activity(loop: StepLoop) -> Activity:
-    spans = [loop.spans.popleft() for _ in range(len(loop.spans))]
-    transport = loop.transport
-    kv_bytes = loop.caches.num_bytes if spans else None
-    return Activity(
-        busy_seconds=loop.busy_seconds,
-        num_steps=loop.num_steps,
-        adapter_bytes=loop.adapters.num_bytes,
-        num_hops=transport.num_hops,
-        hop_seconds=transport.hop_seconds,
-        waits_on=transport.waits_on,
-        step=loop.step,
-        # It changes only with steps, and counting looks at every cache.
-        kv_bytes=kv_bytes,
-        spans=spans,
-        sent_at=time.monotonic(),
-        sums=transport.sums.counts,
-    )
 
 
 def main(argv: list[str]) -> None:

@@ -13,7 +13,7 @@ from mlx_lm.tuner.utils import load_adapters
 from serve.core.types import Sequence
 from serve.model.stage import Stage
 from serve.rank.batching import can_batch
-from serve.rank.worker import StepLoop
+from serve.rank.step_loop import StepLoop
 from tests import adapters
 from tests.models import build
 from tests.rank.test_pipeline import BUILDING, GREEDY, LocalPipeline, Make, whole_model

@@ -33,7 +33,7 @@ from serve.rank.embedder import Embedder
 from serve.rank.outbox import Outbox
 from serve.rank.prefix_parts import StageCaches
 from serve.rank.prefix_store import PrefixStore, weight_digests
-from serve.rank.worker import StepLoop
+from serve.rank.step_loop import StepLoop
 from serve.ring.transport import local_ring
 from tests import architectures
 from tests.models import build

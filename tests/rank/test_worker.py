@@ -11,7 +11,8 @@ from serve.core.types import Row, Sampling, Step
 from serve.core.wire import FrameReader, frame
 from serve.model.stage import Stage
 from serve.rank.parent import Parent
-from serve.rank.worker import StepLoop, Worker
+from serve.rank.step_loop import StepLoop
+from serve.rank.worker import Worker
 from serve.ring.transport import LocalTransport
 from tests.models import build, save
 from tests.rank.test_pipeline import whole_model
