@@ -17,6 +17,7 @@ from serve.core.config import (
     MEMORY_HELP,
     TENSOR_PARALLEL_HELP,
     ModelSource,
+    check_one_drafter,
     check_ranges,
     check_revision,
     flag,
@@ -85,6 +86,7 @@ class PlanConfig(ModelSource):
         metavar="GB/S",
     )
     draft_model: Path | None = flag("draft model for rank 0, as for serve", None)
+    mtp: bool = flag("count the model's own multi-token-prediction head, as for serve", False)
     draft_revision: str | None = flag("its branch, tag or commit, if it is on the hub", None)
     json: bool = flag("print the plan as JSON", False)
 
@@ -97,6 +99,7 @@ class PlanConfig(ModelSource):
                 f"--tensor-parallel {self.tensor_parallel} is not a number of ranks: give 1 or "
                 "more, or auto."
             )
+        check_one_drafter(self.draft_model, self.mtp)
         if self.compares and self.link is None:
             raise UsageError(
                 "--explain and --tensor-parallel auto need --link: `brigade doctor` measures it."
@@ -125,6 +128,11 @@ def run(argv: Sequence[str]) -> int:
     from serve.cli.layouts import Comparison, compare
     from serve.model.planning import make_plan
 
+    folder = config.model
+    if config.hub_id:
+        from serve.hub.partial import pin
+
+        folder = pin(config.hub_id, config.revision, config.cache_dir).folder
     concurrency = config.concurrency or (1 if config.is_promise else DEFAULT_NUM_SEQUENCES)
     request = PlanRequest(
         num_ranks=config.num_ranks,
@@ -135,16 +143,11 @@ def run(argv: Sequence[str]) -> int:
         kv_memory=config.kv_memory,
         split=config.split,
         kv_bits=config.kv_bits,
-        draft=_draft_source(config),
+        draft=_draft_source(config, folder),
     )
     if config.tensor_parallel != "auto":
         request = replace(request, num_shards=int(config.tensor_parallel))
     link = parse_link(config.link) if config.link else None
-    folder = config.model
-    if config.hub_id:
-        from serve.hub.partial import pin
-
-        folder = pin(config.hub_id, config.revision, config.cache_dir).folder
     comparison: Comparison | None = None
     if link:
         memory_speed = config.memory_speed and config.memory_speed * 1e9
@@ -169,7 +172,9 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _draft_source(config: PlanConfig) -> DraftSource | None:
+def _draft_source(config: PlanConfig, folder: Path) -> DraftSource | None:
+    if config.mtp:
+        return DraftSource(str(folder), None, None, is_head=True)
     if config.draft_model is None:
         return None
     repo = hub_id(config.draft_model)

@@ -140,6 +140,11 @@ class ServeConfig(ModelSource):
         "branch, tag or commit of a --draft-model on the hub",
         None,
     )
+    mtp: bool = flag(
+        "guess the next tokens of answers with the model's own multi-token-prediction head, where "
+        "that pays",
+        False,
+    )
     prefix_cache_scope: str = flag(
         "who shares the keys and values of common prefixes: all (all clients) or key (clients with "
         "the same API key)",
@@ -302,6 +307,13 @@ class ServeConfig(ModelSource):
         return hub_id(self.draft_model) if self.draft_model else None
 
     @property
+    def draft_flag(self) -> str | None:
+        """The flag that gives rank 0 a draft model, or None if it has none."""
+        if self.mtp:
+            return "--mtp"
+        return "--draft-model" if self.draft_model else None
+
+    @property
     def model_name(self) -> str:
         return self.served_model_name or self.hub_id or self.model.resolve().name
 
@@ -337,12 +349,21 @@ def _check_adapters(words: tuple[str, ...], model_name: str) -> None:
 
 
 def _check_draft(config: ServeConfig) -> None:
-    if config.draft_model and config.no_speculation:
-        raise UsageError("--draft-model does nothing with --no-speculation: leave out one of them.")
+    if config.draft_flag and config.no_speculation:
+        raise UsageError(
+            f"{config.draft_flag} does nothing with --no-speculation: leave out one of them."
+        )
+    check_one_drafter(config.draft_model, config.mtp)
     if config.draft_revision and not (config.draft_model and config.draft_hub_id):
         raise UsageError(
             f"--draft-revision is for draft models on the hub, and {config.draft_model} is not one."
         )
+
+
+def check_one_drafter(draft_model: Path | None, mtp: bool) -> None:
+    """Raises UsageError if both a draft model and the model's own head are to guess."""
+    if draft_model and mtp:
+        raise UsageError("--mtp does not work with --draft-model: leave out one of them.")
 
 
 def _check_shards(config: ServeConfig) -> None:

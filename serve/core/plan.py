@@ -118,11 +118,13 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class DraftSource:
-    """The place of rank 0's draft model: a folder, or with a commit `org/name` on the hub."""
+    """The place of rank 0's draft model: a folder, or with a commit `org/name` on the hub. If
+    is_head is set, the draft model is the prediction head of the model there."""
 
     model: str
     commit: str | None
     cache_dir: str | None
+    is_head: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

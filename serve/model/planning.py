@@ -37,6 +37,7 @@ from serve.core.plan import (
     with_slack,
 )
 from serve.model.costs import growing_values, measure
+from serve.model.mtp import head_bytes
 from serve.model.sharding import Divisions, StandIn, shard, without_sums
 from serve.model.trial import Crossing, Trial, crossings
 from serve.model.weights import build_model, open_model
@@ -102,11 +103,13 @@ def _draft_bytes(source: DraftSource) -> int:
     """The memory that rank 0 needs for a draft model and for its keys and values."""
     opened = open_model(source.model, source.commit, source.cache_dir)
     folder = opened if isinstance(opened, Path) else opened.folder
+    demand = Demand(MAX_DRAFT_TOKENS, MAX_DRAFT_ROWS)
+    if source.is_head:
+        return head_bytes(folder, demand)
     model = build_model(folder)
     checkpoint = read_checkpoint(folder)
     cost = measure(model, checkpoint)
     num_layers = len(cost.layers)
-    demand = Demand(MAX_DRAFT_TOKENS, MAX_DRAFT_ROWS)
     whole = stage_plan(cost, 0, (0, num_layers), demand, None)
     cache_bytes = with_slack(whole.cache_bytes)
     return whole.weight_bytes + cache_bytes

@@ -40,6 +40,15 @@ Prepare = Callable[[nn.Module], Sharding | None]
 
 
 @dataclass(frozen=True, slots=True)
+class Variant:
+    """Another model on the same files: changes of the config, and of the class that mlx-lm has for
+    the model."""
+
+    config: dict[str, Any]
+    changed: Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedStage:
     """A stage with its weights, how its modules are divided among shards, and how many bytes it
     took.
@@ -101,6 +110,36 @@ def load_stage(
     raw.clear()
     if own.sharding:
         own.sharding.made.clear()
+    _read(weights, parts, folder, progress)
+    after = _bytes_read()
+    bytes_read = None
+    if before is not None and after is not None:
+        bytes_read = after - before
+    divisions = own.sharding.divisions if own.sharding else {}
+    return LoadedStage(own.stage, divisions, _num_bytes(weights), bytes_read, bytes_fetched)
+
+
+def load_variant(
+    model: Path | PartialModel,
+    variant: Variant,
+    progress: Progress,
+    make: Callable[[nn.Module], Made],
+    weights: Callable[[Made], Iterable[mx.array]],
+) -> Made:
+    """Builds another model on the same files, applies make to it, and reads the weights that are
+    left. progress is as for load_stage. Raises ModelError."""
+    if isinstance(model, PartialModel):
+        folder = model.folder
+        made, _ = _build_partial(model, progress, make, weights, lambda *_: {}, {}, variant)
+    else:
+        folder = model
+        made = make(build_model(folder, variant=variant))
+    _read(list(weights(made)), {}, folder, progress)
+    return made
+
+
+def _read(weights: list[mx.array], parts: Parts, folder: Path, progress: Progress) -> None:
+    """Reads weights from their files. Raises ModelError."""
     bytes_owned = _num_bytes(weights)
     bytes_done = 0
     for group in _groups(weights):
@@ -114,12 +153,6 @@ def load_stage(
             raise ModelError(f"The weights in {folder} cannot be read: {error}.") from error
         bytes_done += _num_bytes(group)
         progress("loading", bytes_done, bytes_owned)
-    after = _bytes_read()
-    bytes_read = None
-    if before is not None and after is not None:
-        bytes_read = after - before
-    divisions = own.sharding.divisions if own.sharding else {}
-    return LoadedStage(own.stage, divisions, bytes_owned, bytes_read, bytes_fetched)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +212,12 @@ def load_changed(model: Path | PartialModel, changed: Mapping[str, mx.array]) ->
     return whole
 
 
-def build_model(folder: Path, raw: Arrays | None = None) -> nn.Module:
-    """Builds the whole lazy model. Raises ModelError.
+def build_model(
+    folder: Path,
+    raw: Arrays | None = None,
+    variant: Variant | None = None,
+) -> nn.Module:
+    """Builds the whole lazy model, or a variant of it. Raises ModelError.
 
     raw is filled with the arrays of the files, as they are before the model's `sanitize`
     renames, stacks or splits them.
@@ -188,6 +225,8 @@ def build_model(folder: Path, raw: Arrays | None = None) -> nn.Module:
 
     def classes(config: dict[str, Any]) -> Any:
         model_class, args_class = utils._get_classes(config=config)
+        if variant:
+            model_class = variant.changed(model_class)
         if raw is None:
             return model_class, args_class
         return lambda args: _recording(model_class(args), raw), args_class
@@ -195,7 +234,12 @@ def build_model(folder: Path, raw: Arrays | None = None) -> nn.Module:
     collects = gc.isenabled()
     gc.disable()  # Scanning 100,000 arrays again and again would take half of the time.
     try:
-        model, _ = utils.load_model(folder, lazy=True, get_model_classes=classes)
+        model, _ = utils.load_model(
+            folder,
+            lazy=True,
+            model_config=variant.config if variant else None,
+            get_model_classes=classes,
+        )
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError) as error:
         reason = str(error).rstrip(".\n")
         raise ModelError(f"mlx-lm cannot build the model in {folder}: {reason}.") from error
@@ -229,6 +273,7 @@ def _build_partial(
     weights: Callable[[Made], Iterable[mx.array]],
     own_parts: Callable[[Made, Arrays, Mapping[str, TensorRange]], Parts],
     raw: Arrays,
+    variant: Variant | None = None,
 ) -> tuple[Made, int]:
     """Builds the lazy model, applies make to it, and fetches what its weights are made of. raw is
     filled with the arrays of the files. own_parts returns the weights that are parts of one tensor;
@@ -242,7 +287,7 @@ def _build_partial(
     bytes_fetched = 0
     while True:
         raw.clear()
-        made = make(build_model(partial.folder, raw))
+        made = make(build_model(partial.folder, raw, variant))
         early = _evaluated(raw) - wanted
         wanted |= early
         parts: list[Part] = []

@@ -97,6 +97,13 @@ class Chooser:
         with self._lock:
             return self._samplers[sequence]
 
+    def num_known(self, sequence: int) -> int | None:
+        """The number of known tokens of a sequence; None if it has not been admitted, because its
+        prompt is embedded."""
+        with self._lock:
+            sampler = self._samplers.get(sequence)
+        return None if sampler is None else len(sampler.tokens)
+
     def cut_drafts(self, step: Step) -> Step:
         """Returns the step without the drafts that a grammar forbids. It may be called while
         earlier steps run, but not while a step runs whose tokens the drafts follow."""

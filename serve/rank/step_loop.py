@@ -19,7 +19,7 @@ from serve.model.sharding import Divisions
 from serve.model.stage import Stage
 from serve.rank.cache import GroupCaches, Part
 from serve.rank.chooser import Chooser
-from serve.rank.draft_model import DraftModel
+from serve.rank.drafts.draft_model import Drafter
 from serve.rank.embedder import Embedder
 from serve.rank.outbox import Outbox
 from serve.rank.prefix_parts import StageCaches
@@ -47,7 +47,7 @@ class StepLoop:
         batchable: bool,
         open_store: OpenStore | None = None,
         divisions: Divisions | None = None,
-        draft_model: DraftModel | None = None,
+        draft_model: Drafter | None = None,
     ) -> None:
         self.stage = stage
         self.draft_model = draft_model
@@ -156,7 +156,8 @@ class StepLoop:
             outputs = []
         self.pooled = self.embedder.pool(step, parts, hidden)
         hidden.clear()
-        mx.eval(outputs, self.pooled, self.caches.states(step))
+        kept = self.draft_model.keep(step, parts, self.chooser) if self.draft_model else []
+        mx.eval(outputs, self.pooled, kept, self.caches.states(step))
         mx.eval(self.caches.save(step))
         self._write(step)
         return outputs

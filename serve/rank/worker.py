@@ -50,7 +50,7 @@ from serve.model.sharding import Sharding, shard
 from serve.model.weights import LoadedStage, load_stage, open_model
 from serve.rank.batching import can_batch, is_causal
 from serve.rank.chooser import scoring_bytes
-from serve.rank.draft_model import load_draft
+from serve.rank.drafts.mtp import load_drafter
 from serve.rank.joining import join
 from serve.rank.memory import free_bytes
 from serve.rank.parent import Parent, fail, wait_for_order
@@ -209,7 +209,7 @@ class Worker:
                 return shard(whole, self.transport.group)
             return None
 
-        draft = load_draft(order.draft, self._loading) if order.draft else None
+        draft = load_drafter(order.draft, self._loading) if order.draft else None
         loaded = load_stage(model, *order.layers, self._loading, try_and_shard)
         draft_model = draft.for_logits_of(loaded.stage) if draft else None
         loop = StepLoop(

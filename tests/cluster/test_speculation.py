@@ -10,6 +10,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,19 @@ import httpx2
 import mlx.core as mx
 import pytest
 
+from launcher.process import free_ports
+from tests import heads
 from tests.cluster.questions import QUESTIONS
-from tests.cluster.servers import ROOT, TINY_CHAT, Server, alone, running, serve_flags
+from tests.cluster.servers import (
+    ROOT,
+    TINY_CHAT,
+    Server,
+    alone,
+    brigade_launch,
+    running,
+    serve_flags,
+    started,
+)
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -174,6 +186,60 @@ def test_a_draft_model_with_another_vocabulary_is_refused(draft_model: Path) -> 
     *_, last = ended.stderr.splitlines()
     assert last.startswith(f"brigade serve: --draft-model {other}: only ")
     assert "same tokenizer" in last
+
+
+@contextmanager
+def serving(model: Path, num_ranks: int, *more: str) -> Iterator[Server]:
+    port = free_ports(1)[0]
+    flags = serve_flags(port, model, *more)
+    with started(brigade_launch(num_ranks, flags), port) as server:
+        server.wait_until_ready()
+        yield server
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_ranks", "flags"), [(2, ()), (4, ("--tensor-parallel", "2"))], ids=["stages", "shards"]
+)
+def test_replies_are_the_same_with_a_prediction_head(
+    expected: list[Any], tmp_path: Path, num_ranks: int, flags: tuple[str, ...]
+) -> None:
+    """The embedded model with a random head. Engines are killed as well, and the new ones load it
+    again."""
+    folder = heads.chat_model(tmp_path / "tiny-chat", TINY_CHAT)
+    own_flags = flags or FLAGS
+    pairs = list(zip(bodies(), expected, strict=True))
+    if flags:  # Adapters do not work on shards.
+        pairs = [(body, wanted) for body, wanted in pairs if body["model"] == "tiny-chat"]
+    with serving(folder, num_ranks, "--mtp", *own_flags) as server:
+        for n, (body, wanted) in enumerate(pairs):
+            assert comparable(ask(server, body)) == wanted, body
+            if n in (4, 12):
+                os.kill(server.engines()[n % 2].pid, signal.SIGKILL)
+        with ThreadPoolExecutor(4) as threads:
+            together = list(threads.map(lambda pair: ask(server, pair[0]), pairs))
+        drafts = server.get("/admin/pipeline")["drafts"]
+    assert [comparable(reply) for reply in together] == [wanted for _, wanted in pairs]
+    assert drafts["model"]["drafted"] > 0, drafts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reads", ["hidden", "embedding"])
+def test_a_head_that_knows_the_answer_is_always_right(tmp_path: Path, reads: str) -> None:
+    """Each token determines the next. The head finds it in the hidden state of the position before,
+    or in the newest token, so it is wrong if it reads those of another position."""
+    folder = heads.cyclic_model(tmp_path / "tiny-chat", TINY_CHAT, reads)
+    body = {"model": "tiny-chat", "max_tokens": 120, "ignore_eos": True, "temperature": 0}
+    prompts = ["One two three.", "Blue and green, red and blue.", "Why?"]
+    with serving(folder, 2, "--mtp") as server:
+        for prompt in prompts:
+            message = {"role": "user", "content": prompt}
+            reply = ask(server, body | {"messages": [message]})
+            details = reply["usage"]["completion_tokens_details"]
+            assert details["rejected_prediction_tokens"] == 0, details
+        drafts = server.get("/admin/pipeline")["drafts"]
+    # How many there are depends on what they cost on this machine.
+    assert drafts["model"]["accepted"] == drafts["model"]["drafted"] > 0, drafts
 
 
 def test_replies_are_the_same_while_engines_are_killed(expected: list[Any]) -> None:

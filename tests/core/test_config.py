@@ -175,3 +175,15 @@ def test_what_cannot_be_an_adapters_name_is_refused_before_anything_is_loaded(na
 def test_an_adapter_without_name_or_path_is_refused(word: str) -> None:
     with pytest.raises(UsageError, match="--lora .*NAME=PATH"):
         ServeConfig(model=Path("m"), lora=(word,))
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--mtp", "--no-speculation"], "--mtp does nothing with --no-speculation"),
+        (["--mtp", "--draft-model", "m"], "--mtp does not work with --draft-model"),
+    ],
+)
+def test_mtp_excludes_other_settings_of_speculation(flags: list[str], reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        parse(ServeConfig, ["--model", "m", *flags], "brigade serve", None)

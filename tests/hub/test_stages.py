@@ -1,6 +1,7 @@
 """A stage gets the right weights from a folder with holes, and only its own bytes."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from serve.core.checkpoint import read_checkpoint
 from serve.core.errors import ModelError
 from serve.core.plan import even_split
 from serve.hub.partial import open_partial
+from serve.model.mtp import load_head
 from serve.model.sharding import Sharding, StandIn, shard, without_sums
 from serve.model.trial import named_arrays
 from serve.model.weights import LoadedStage, build_model, load_stage
+from tests import heads
 from tests.hub.checkpoints import header_sizes
 from tests.hub.server import COMMIT, REPO, FakeHub
 
@@ -187,6 +190,23 @@ def test_nothing_is_fetched_again(hub: FakeHub, home: Path, repo: Path) -> None:
     assert again.bytes_fetched == 0
     assert not hub.served
     assert_equal(again, first)
+
+
+def test_rank_0_fetches_a_prediction_head_beside_its_layers(
+    hub: FakeHub, home: Path, repo: Path
+) -> None:
+    shutil.rmtree(repo)
+    folder = heads.make(repo, "mimo", vocab_size=4096, hidden_size=128)
+    partial = open_partial(REPO, COMMIT, home / "cache")
+    headers = header_sizes(folder)
+    mine = load_head(partial, lambda *_: None, lambda _: None)
+    theirs = load_head(folder, lambda *_: None, lambda _: None)
+    num_bytes = 0
+    for name, array in mine.weights().items():
+        assert mx.array_equal(array, theirs.weights()[name]), name
+        num_bytes += array.nbytes
+    # Small gaps between tensors are fetched too.
+    assert num_bytes <= hub.data_bytes(headers) < 1.01 * num_bytes
 
 
 def test_code_that_evaluates_while_it_is_built_gets_what_it_reads(

@@ -28,7 +28,7 @@ from serve.model.caches import quantized
 from serve.model.stage import Stage
 from serve.rank.batching import can_batch
 from serve.rank.chooser import Chooser
-from serve.rank.draft_model import DraftModel, LoadedDraft
+from serve.rank.drafts.draft_model import DraftModel, LoadedDraft
 from serve.rank.embedder import Embedder
 from serve.rank.outbox import Outbox
 from serve.rank.prefix_parts import StageCaches

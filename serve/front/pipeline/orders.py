@@ -28,9 +28,11 @@ def plan_request(config: ServeConfig, num_ranks: int) -> PlanRequest:
 
 
 def _draft_source(config: ServeConfig) -> DraftSource | None:
+    cache_dir = str(config.cache_dir) if config.cache_dir else None
+    if config.mtp:
+        return DraftSource(str(config.model), config.revision, cache_dir, is_head=True)
     if config.draft_model is None:
         return None
-    cache_dir = str(config.cache_dir) if config.cache_dir else None
     return DraftSource(str(config.draft_model), config.draft_revision, cache_dir)
 
 

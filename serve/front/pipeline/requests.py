@@ -220,10 +220,10 @@ class Requests:
             stage.can_rewind and stage.is_causal for stage in stages
         )
         self._speculation.model_costs = draft_model_costs(self._stages)
-        if self._config.draft_model and not self._speculation.is_possible:
+        if self._config.draft_flag and not self._speculation.is_possible:
             raise PlanError(
-                "--draft-model: the model cannot forget wrong guesses (reuse=checkpoints in "
-                "event=kv_room), so nothing can be guessed: leave it out."
+                f"{self._config.draft_flag}: the model cannot forget wrong guesses "
+                "(reuse=checkpoints in event=kv_room), so nothing can be guessed: leave it out."
             )
         _logger.info(
             "event=kv_room tokens=%d sequences=%d reuse=%s",
@@ -511,6 +511,6 @@ class Requests:
             self._send(Embed(sequence.id, sequence.pooling, len(sequence.prompt)))
             return
         sampling = sequence.sampling
-        is_read = sampling.reads_tokens or self._config.draft_model
+        is_read = sampling.reads_tokens or self._config.draft_flag
         tokens = sequence.tokens if is_read else []
         self._send(Admit(sequence.id, sampling, len(sequence.prompt), tokens))

@@ -5,8 +5,9 @@ so it reads only the end of a long text, and it keeps nothing that could not be 
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from serve.core.types import FIRST_WARM_UP_STEP, NUM_SEQUENCE_IDS, Row, Sampling
 from serve.model.stage import Stage
 from serve.model.weights import Progress, load_stage, open_model
 from serve.rank.batching import can_batch
-from serve.rank.cache import GroupCaches
+from serve.rank.cache import GroupCaches, Part
 from serve.rank.chooser import Chooser
 from serve.rank.sampling import Sampler, sample
 
@@ -83,23 +84,21 @@ class _Row:
     held: list[int] = field(default_factory=list)
 
 
-class DraftModel:
+class Drafter(ABC):
     """Guesses tokens, each with the key that the model itself will use at that position. Equal
-    random numbers make both models choose the same token more often.
+    random numbers make both choose the same token more often.
 
-    make_cache returns plain caches for one row of the stage, which has all layers. Its logits are
-    cut or padded to vocabulary_size, the number of the other model's logits.
+    make_cache returns plain caches for one row. Logits are cut or padded to vocabulary_size, the
+    number of the model's logits.
     """
 
     def __init__(
         self,
-        stage: Stage,
         make_cache: Callable[[], list[Any]],
         vocabulary_size: int,
         *,
         batchable: bool,
     ) -> None:
-        self._stage = stage
         self._caches = GroupCaches(make_cache, batchable)
         if not self._caches.can_rewind:
             raise PlanError(
@@ -114,8 +113,7 @@ class DraftModel:
     def noted(self, loaded: Loaded, planned_bytes: int) -> Loaded:
         """Returns what a stage has loaded with what this model takes beside it, now and later, when
         it has keys and values. planned_bytes is the sum of both. It tries the model out."""
-        weights = self._stage.weights().values()
-        num_bytes = sum(array.nbytes for array in weights)
+        num_bytes = sum(array.nbytes for array in self._weights())
         num_later_bytes = max(0, planned_bytes - num_bytes)
         free_bytes = max(0, loaded.free_bytes - num_later_bytes)
         return msgspec.structs.replace(
@@ -128,7 +126,7 @@ class DraftModel:
     def try_out(self) -> float:
         """Guesses a few tokens. Returns the time of one guess in seconds."""
         greedy = Sampling(temperature=0)
-        asked = Asked(NUM_SEQUENCE_IDS, [0], greedy, _NUM_TRIED)
+        asked = Asked(NUM_SEQUENCE_IDS, [0, 0], greedy, _NUM_TRIED)
         seconds: list[float] = []
         for _ in range(_NUM_TRIALS):
             self.guess(0, [asked])
@@ -141,12 +139,16 @@ class DraftModel:
     def forget(self, sequences: Collection[int]) -> None:
         """Frees what is held of ended sequences. Unknown ones are ignored."""
         for sequence in sequences:
-            if self._rows.pop(sequence, None):
-                self._gone.append(sequence)
+            self._free(sequence)
 
     def clear(self) -> None:
         """Frees what is held of all sequences."""
         self.forget(list(self._rows))
+
+    def keep(self, _step: Step, _parts: list[Part], _chooser: Chooser) -> list[mx.array]:
+        """Takes what it needs of a step of the model, which has been built and not run. Returns the
+        arrays that have to be evaluated with the step."""
+        return []
 
     def take_runs(self) -> list[Run]:
         """Returns the runs since the last call."""
@@ -178,14 +180,15 @@ class DraftModel:
     def guess(self, group: int, asked: list[Asked]) -> list[tuple[int, ...]]:
         """Returns guesses of the tokens that follow each text: up to num_guesses, and none for rows
         that there is no memory for. Rows of the same group stay together."""
-        wanted = [each for each in asked if each.num_guesses > 0][:MAX_DRAFT_ROWS]
+        wanted = [each for each in asked if each.num_guesses > 0 and self._can_guess(each)]
+        wanted = wanted[:MAX_DRAFT_ROWS]
         for each in wanted:
             self._prepare(each)
         if not wanted:
             return [() for _ in asked]
         while len(self._rows) > MAX_DRAFT_ROWS:
             oldest = next(iter(self._rows))
-            self.forget([oldest])
+            self._free(oldest)
         self._read(group, wanted)
         started = time.monotonic()
         guesses: dict[int, list[int]] = {each.sequence: [] for each in wanted}
@@ -200,29 +203,48 @@ class DraftModel:
         self._runs.append(run)
         return [tuple(guesses.get(each.sequence, ())) for each in asked]
 
+    @abstractmethod
+    def _weights(self) -> Iterable[mx.array]:
+        """Returns the weights that it alone has."""
+
+    @abstractmethod
+    def _logits(self, step: Step, part: Part) -> mx.array:
+        """The logits (B, L, vocabulary) of a part of its own step, lazily."""
+
+    def _can_guess(self, asked: Asked) -> bool:
+        """Whether it can guess behind a text."""
+        return bool(asked.text)
+
+    def _first_position(self, asked: Asked) -> int:
+        """The position in a text from which on it can be read."""
+        return max(0, len(asked.text) - NUM_TOKENS_READ)
+
+    def _free(self, sequence: int) -> None:
+        """Frees the keys and values of a sequence, if there are any."""
+        if self._rows.pop(sequence, None):
+            self._gone.append(sequence)
+
     def _prepare(self, asked: Asked) -> None:
         """Finds out what is held of a text, and forgets what differs from it."""
         row = self._rows.get(asked.sequence)
-        length = len(asked.text)
+        first = self._first_position(asked)
         if row is not None:
             text = asked.text[row.start :]
             num_same = _common_prefix(row.held, text)
-            num_new = len(text) - num_same
             num_held = len(text) + asked.num_guesses
-            is_far_behind = num_new > NUM_TOKENS_READ
+            is_far_behind = row.start + num_same < first
             is_full = num_held > MAX_DRAFT_TOKENS
             if is_far_behind or is_full or not num_same:
-                self.forget([asked.sequence])
+                self._free(asked.sequence)
                 row = None
             else:
                 # The last token is fed again if it is held, because its logits are not.
                 num_kept = min(num_same, len(text) - 1)
                 self._rewind(asked.sequence, row, num_kept)
         if row is None:
-            start = max(0, length - NUM_TOKENS_READ)
             sampling = _without_history(asked.sampling)
             sampler = Sampler(sampling)
-            row = _Row(start, sampler)
+            row = _Row(first, sampler)
             self._rows[asked.sequence] = row
         self._rows.move_to_end(asked.sequence)
 
@@ -304,9 +326,7 @@ class DraftModel:
         mx.eval(moved)  # before the forward, as GroupCaches says
         logits: dict[int, mx.array] = {}
         for part in parts:
-            fed = part.tokens(step)
-            (output,) = self._stage(fed, part.caches, [])
-            logits |= part.outputs_of_rows(step, output)
+            logits |= part.outputs_of_rows(step, self._logits(step, part))
         return step, logits
 
     def _of_vocabulary(self, logits: mx.array) -> mx.array:
@@ -316,6 +336,29 @@ class DraftModel:
         if num_missing > 0:
             return mx.pad(logits, [(0, 0), (0, num_missing)], constant_values=-mx.inf)
         return logits[:, : self._vocabulary_size]
+
+
+class DraftModel(Drafter):
+    """A small model that guesses tokens. Its stage has all layers, and make_cache returns plain
+    caches for one row of it."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        make_cache: Callable[[], list[Any]],
+        vocabulary_size: int,
+        *,
+        batchable: bool,
+    ) -> None:
+        super().__init__(make_cache, vocabulary_size, batchable=batchable)
+        self._stage = stage
+
+    def _weights(self) -> Iterable[mx.array]:
+        return self._stage.weights().values()
+
+    def _logits(self, step: Step, part: Part) -> mx.array:
+        (logits,) = self._stage(part.tokens(step), part.caches, [])
+        return logits
 
 
 @dataclass(frozen=True, slots=True)

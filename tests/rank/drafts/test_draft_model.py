@@ -14,7 +14,7 @@ from serve.core.types import Sampling, Sequence
 from serve.front.drafts.model_guesses import ModelCosts
 from serve.front.drafts.speculation import Speculation
 from serve.model.stage import Stage
-from serve.rank.draft_model import NUM_TOKENS_READ, Asked, DraftModel
+from serve.rank.drafts.draft_model import NUM_TOKENS_READ, Asked, DraftModel
 from tests import architectures
 from tests.models import build
 from tests.rank.test_pipeline import LLAMA, pipeline, whole_model

@@ -1,0 +1,208 @@
+"""Guesses with the model's own multi-token-prediction head, which rank 0 has beside the last stage.
+
+The head reads the hidden states of the model, so it guesses only behind positions that were
+computed here, and keeps the last hidden states of each sequence for that.
+"""
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+import msgspec
+
+from serve.core.plan import MAX_DRAFT_ROWS, DraftSource
+from serve.core.types import NUM_SEQUENCE_IDS, Step
+from serve.model.mtp import HeadInputs, PredictionHead, load_head
+from serve.model.stage import Stage
+from serve.model.weights import Progress, open_model
+from serve.rank.batching import can_batch
+from serve.rank.cache import Part
+from serve.rank.chooser import Chooser
+from serve.rank.drafts.draft_model import NUM_TOKENS_READ, Asked, Drafter, LoadedDraft, load_draft
+
+
+class HiddenStates:
+    """The last hidden states of one sequence: those of the positions [start, end)."""
+
+    def __init__(self) -> None:
+        self.start = 0
+        self.end = 0
+        self._arrays: list[mx.array] = []  # (num_tokens, D) each
+
+    def add(self, position: int, states: mx.array) -> None:
+        """Takes the states (num_tokens, D) from a position on. What was held from there on is
+        forgotten, and everything if there is a gap."""
+        if not self.start <= position <= self.end:
+            self.start = self.end = position
+        num_kept = position - self.start
+        kept: list[mx.array] = []
+        for array in self._arrays:
+            if num_kept > 0:
+                kept.append(array if len(array) <= num_kept else array[:num_kept])
+                num_kept -= len(array)
+        self._arrays = [*kept, states]
+        self.end = position + len(states)
+        while self.end - self.start - len(self._arrays[0]) >= NUM_TOKENS_READ:
+            self.start += len(self._arrays.pop(0))
+
+    def between(self, start: int, end: int) -> mx.array:
+        """The states (end - start, D) of these positions, which must be held."""
+        found: list[mx.array] = []
+        first = self.end
+        for array in reversed(self._arrays):
+            if first <= start:
+                break
+            first -= len(array)
+            found.insert(0, array)
+        return mx.concatenate(found)[start - first : end - first]
+
+
+class HeadDrafter(Drafter):
+    """Guesses tokens with a prediction head. The keys and values of a row are those of tokens, each
+    with the hidden state before it. For a guess this is the head's own one, so what is held of
+    guesses is always forgotten."""
+
+    def __init__(
+        self,
+        head: PredictionHead,
+        inputs: HeadInputs,
+        *,
+        batchable: bool,
+    ) -> None:
+        super().__init__(head.make_cache, inputs.vocabulary_size, batchable=batchable)
+        self._head = head
+        self._inputs = inputs
+        self._hidden: OrderedDict[int, HiddenStates] = OrderedDict()  # the latest used one last
+        self._lengths: dict[int, int] = {}  # of the texts to guess behind
+        self._outputs: dict[int, mx.array] = {}  # the head's last hidden state (1, D) of each row
+        self._fed_hidden: mx.array | None = None  # (num_tokens, D) of a step of the head
+
+    def try_out(self) -> float:
+        self._add(NUM_SEQUENCE_IDS, 0, self._inputs.example())
+        return super().try_out()
+
+    def keep(self, step: Step, parts: list[Part], chooser: Chooser) -> list[mx.array]:
+        """Keeps the hidden states of a step of the model, as far as they may be read later. Returns
+        them; they have to be evaluated with the step."""
+        hidden = self._inputs.take(len(parts))
+        if len(step.rows) > MAX_DRAFT_ROWS:
+            # Nobody asks for guesses about so many rows.
+            for row in step.rows:
+                self._hidden.pop(row.sequence, None)
+            return []
+        kept: list[mx.array] = []
+        for part, output in zip(parts, hidden, strict=True):
+            for n, states in part.outputs_of_rows(step, output).items():
+                row = step.rows[n]
+                num_known = chooser.num_known(row.sequence)
+                if num_known is None:
+                    continue  # Its prompt is embedded.
+                end = row.position + row.num_tokens
+                num_kept = min(row.num_tokens, end - (num_known - NUM_TOKENS_READ))
+                if num_kept > 0:
+                    # A slice alone would keep the states of a whole chunk in memory.
+                    own = mx.contiguous(states[-num_kept:])
+                    self._add(row.sequence, end - num_kept, own)
+                    kept.append(own)
+        return kept
+
+    def forget(self, sequences: Collection[int]) -> None:
+        super().forget(sequences)
+        for sequence in sequences:
+            self._hidden.pop(sequence, None)
+
+    def clear(self) -> None:
+        super().clear()
+        self._hidden.clear()
+
+    def _weights(self) -> Iterable[mx.array]:
+        return self._head.weights().values()
+
+    def _add(self, sequence: int, position: int, states: mx.array) -> None:
+        own = self._hidden.setdefault(sequence, HiddenStates())
+        own.add(position, states)
+        self._hidden.move_to_end(sequence)
+        while len(self._hidden) > MAX_DRAFT_ROWS:
+            self._hidden.popitem(last=False)
+
+    def _can_guess(self, asked: Asked) -> bool:
+        """Whether the hidden state before the newest token is held."""
+        states = self._hidden.get(asked.sequence)
+        position = len(asked.text) - 2
+        return states is not None and states.start <= position < states.end
+
+    def _first_position(self, asked: Asked) -> int:
+        start = self._hidden[asked.sequence].start
+        return max(start + 1, super()._first_position(asked))
+
+    def _prepare(self, asked: Asked) -> None:
+        row = self._rows.get(asked.sequence)
+        if row is not None:
+            # Keys and values of guesses come from the head's own hidden states, even of right ones.
+            num_read = self._lengths[asked.sequence] - row.start
+            self._rewind(asked.sequence, row, num_read)
+        super()._prepare(asked)
+        self._lengths[asked.sequence] = len(asked.text)
+
+    def _free(self, sequence: int) -> None:
+        super()._free(sequence)
+        self._outputs.pop(sequence, None)
+        self._lengths.pop(sequence, None)
+
+    def _fed(self, group: int, feeds: dict[int, list[int]]) -> tuple[Step, dict[int, mx.array]]:
+        hidden: list[mx.array] = []
+        for sequence, new in feeds.items():
+            own = self._hidden_before(sequence, len(new))
+            hidden.append(own)
+        self._fed_hidden = mx.concatenate(hidden)
+        return super()._fed(group, feeds)
+
+    def _hidden_before(self, sequence: int, num_tokens: int) -> mx.array:
+        """The hidden states (num_tokens, D) before the next tokens of a row."""
+        row = self._rows[sequence]
+        position = row.start + len(row.held)
+        if position >= self._lengths[sequence]:
+            return self._outputs[sequence]
+        return self._hidden[sequence].between(position - 1, position - 1 + num_tokens)
+
+    def _logits(self, step: Step, part: Part) -> mx.array:
+        assert self._fed_hidden is not None
+        numbers = tuple(range(len(step.tokens)))
+        # The hidden states are padded in the same way as the tokens that they belong to.
+        places = part.tokens(msgspec.structs.replace(step, tokens=numbers))
+        hidden = self._fed_hidden[places]
+        normed, output = self._head(part.tokens(step), hidden, part.caches)
+        for n, states in part.outputs_of_rows(step, output).items():
+            self._outputs[step.rows[n].sequence] = states[-1:]
+        return self._inputs.logits(normed)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedHead:
+    """A prediction head whose weights are loaded, before the last stage of its model is."""
+
+    head: PredictionHead
+    is_batchable: bool
+
+    def for_logits_of(self, stage: Stage) -> HeadDrafter:
+        """Makes it read the hidden states of this last stage, and use its head."""
+        inputs = HeadInputs(stage, self.head.before_norm)
+        return HeadDrafter(self.head, inputs, batchable=self.is_batchable)
+
+
+def load_drafter(source: DraftSource, progress: Progress) -> LoadedDraft | LoadedHead:
+    """Loads a draft model or a prediction head. progress is as for load_stage. Raises ModelError or
+    PlanError."""
+    if not source.is_head:
+        return load_draft(source, progress)
+    model = open_model(source.model, source.commit, source.cache_dir)
+    is_batchable = True
+
+    def try_rows(whole: nn.Module) -> None:
+        nonlocal is_batchable
+        is_batchable = can_batch(whole)
+
+    head = load_head(model, progress, try_rows)
+    return LoadedHead(head, is_batchable)

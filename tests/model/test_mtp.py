@@ -1,0 +1,73 @@
+"""Prediction heads are planned, and weights of a checkpoint that is quantized keep their form."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from serve.core.errors import ModelError, PlanError
+from serve.core.plan import MAX_DRAFT_ROWS, MAX_DRAFT_TOKENS, DraftSource, PlanRequest, with_slack
+from serve.model.mtp import PredictionHead, load_head
+from serve.model.planning import make_plan
+from tests import heads
+
+
+def no_progress(_state: str, _done: int, _total: int) -> None:
+    return
+
+
+def load(folder: Path) -> PredictionHead:
+    return load_head(folder, no_progress, lambda _: None)
+
+
+def test_a_head_takes_its_memory_on_rank_0(tmp_path: Path) -> None:
+    folder = heads.make(tmp_path, "mimo")
+    source = DraftSource(str(folder), None, None, is_head=True)
+    loaded = sum(array.nbytes for array in load(folder).weights().values())
+    layer = make_plan(folder, PlanRequest(num_ranks=4, split="even")).stages[1]
+    num_tokens = MAX_DRAFT_ROWS * MAX_DRAFT_TOKENS
+    expected = loaded + with_slack(num_tokens * layer.cache_bytes_per_token)
+    request = PlanRequest(num_ranks=2, concurrency=32, min_tokens=256, memory="9MB")
+    plan = make_plan(folder, replace(request, draft=source))
+    assert [stage.draft_bytes for stage in plan.stages] == [expected, 0]
+    with pytest.raises(PlanError, match="The draft model needs"):
+        make_plan(folder, replace(request, draft=source, memory=f"{expected // 1000}KB"))
+
+
+def test_a_quantized_head_is_read_as_it_is(tmp_path: Path) -> None:
+    """Its layer has another number in the checkpoint than in the model with one layer."""
+    config = heads.config_of("glm4_moe", num_hidden_layers=2)
+    size = config["hidden_size"]
+    weights = heads.model_weights(config) | heads.head_weights(config)
+    name = "model.layers.2.eh_proj"
+    packed = mx.quantize(weights.pop(f"{name}.weight"), group_size=32, bits=4)
+    for kind, array in zip(("weight", "scales", "biases"), packed, strict=True):
+        weights[f"{name}.{kind}"] = array
+    other = {"model.layers.0.self_attn.q_proj": {"group_size": 32, "bits": 8}}
+    config["quantization"] = {"group_size": 32, "bits": 4, **other}
+    head = load(heads.save(tmp_path, config, weights))
+    own = head.weights()["model.layers.0.eh_proj.scales"]
+    assert own.shape == (size, 2 * size // 32)
+
+
+def test_deepseeks_head_is_converted_as_its_layers_are(tmp_path: Path) -> None:
+    """Experts are stacked, and compressed keys and values divided."""
+    folder = heads.make(tmp_path, "deepseek_v3", num_hidden_layers=3)
+    head = load(folder)
+    names = {name.removeprefix("model.layers.0.") for name in head.weights()}
+    assert {"enorm.weight", "mlp.switch_mlp.up_proj.weight", "self_attn.embed_q.weight"} <= names
+    size = head.weights()["model.norm.weight"].size
+    normed, output = head(mx.array([[1, 2, 3]]), mx.ones((1, 3, size)), head.make_cache())
+    assert normed.shape == output.shape == (1, 3, size)
+    assert mx.all(mx.isfinite(normed)).item()
+
+
+def test_a_folder_without_the_layers_of_a_head_is_refused(tmp_path: Path) -> None:
+    config = heads.config_of("mimo")
+    folder = heads.save(tmp_path, config, heads.model_weights(config))
+    with pytest.raises(ModelError, match="serve the original checkpoint"):
+        make_plan(
+            folder,
+            PlanRequest(num_ranks=2, draft=DraftSource(str(folder), None, None, is_head=True)),
+        )
