@@ -4,6 +4,7 @@ and while engines are killed."""
 import itertools
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -252,3 +253,44 @@ def test_replies_are_the_same_while_engines_are_killed(expected: list[Any]) -> N
                 server.wait_until_ready()
                 os.kill(server.engines()[n % 2].pid, signal.SIGKILL)
     assert kept == expected
+
+
+def random_bodies(num_bodies: int) -> Iterator[dict[str, Any]]:
+    """Combines the fields of up to three of the bodies above, with other questions and seeds."""
+    chance = random.Random(22)
+    for seed in range(num_bodies):
+        fields: dict[str, Any] = {}
+        for chosen in chance.sample(FIELDS, chance.randint(1, 3)):
+            fields |= chosen
+        if "response_format" in fields:
+            fields.pop("structured_outputs", None)
+        words = " ".join(chance.choices(TEXT.split(), k=chance.randint(4, 40)))
+        question = chance.choice([*QUESTIONS, f"Say this twice: {words}", f"Repeat: {words}"])
+        body = {
+            "model": "tiny-chat",
+            "messages": [{"role": "user", "content": question}],
+            "max_tokens": chance.randint(8, 64),
+            "seed": seed,
+        }
+        yield body | fields
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_a_thousand_random_replies_are_the_same() -> None:
+    """On one to four ranks, six at a time, while an engine is killed after every 50 replies."""
+    every = list(random_bodies(250))
+    with running(2, "--no-speculation", *FLAGS) as server, ThreadPoolExecutor(6) as threads:
+        replies = threads.map(lambda body: ask(server, body), every)
+        wanted = [comparable(reply) for reply in replies]
+    for num_ranks in range(1, 5):
+        num_accepted = 0
+        with running(num_ranks, *FLAGS) as server, ThreadPoolExecutor(6) as threads:
+            replies = threads.map(lambda body: ask(server, body), every)
+            for n, reply in enumerate(replies):
+                assert comparable(reply) == wanted[n], (num_ranks, every[n])
+                num_accepted += accepted(reply)
+                if n % 50 == 25:
+                    server.wait_until_ready()
+                    os.kill(server.engines()[n // 50 % num_ranks].pid, signal.SIGKILL)
+        assert num_accepted > 250
