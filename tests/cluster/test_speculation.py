@@ -266,13 +266,15 @@ def random_bodies(num_bodies: int) -> Iterator[dict[str, Any]]:
             fields.pop("structured_outputs", None)
         words = " ".join(chance.choices(TEXT.split(), k=chance.randint(4, 40)))
         question = chance.choice([*QUESTIONS, f"Say this twice: {words}", f"Repeat: {words}"])
-        body = {
+        body: dict[str, Any] = {
             "model": "tiny-chat",
             "messages": [{"role": "user", "content": question}],
             "max_tokens": chance.randint(8, 64),
             "seed": seed,
         }
-        yield body | fields
+        body |= fields
+        body["max_tokens"] = max(body["max_tokens"], body.get("min_tokens", 0))
+        yield body
 
 
 @pytest.mark.slow
