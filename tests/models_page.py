@@ -12,6 +12,8 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from serve.model.probe import EXPERTS, LINEAR
+from serve.model.sharding import StandIn, shard
 from serve.model.stage import Stage
 from serve.rank.batching import can_batch
 from serve.rank.cache import GroupCaches
@@ -42,12 +44,17 @@ gradients, over 2 ranks, 3 ranks and one layer on each rank.
   ([prefix cache](operations.md#prefix-cache)). Over two stages, the second turn of a chat reuses at
   least 90 % of the prefix, with the answer of a computation without reuse. (Logits of plamo3 depend
   on how a prompt is divided into chunks, in mlx-lm as well as here.)
+- **sharded**: what two shards divide among each other with `--tensor-parallel 2`; together they
+  give the logits of the whole model. *attention* includes recurrent layers. Other parts are *whole*
+  on each shard: that takes more memory and time, with the same results. With other numbers of
+  shards or heads, less may be divided; `brigade plan` shows the bytes.
 
 {summary}
 
-| architecture | splits | crosses a cut | traffic | rows | shared prefixes |
-|---|---|---|---|---|---|
+| architecture | splits | crosses a cut | traffic | rows | shared prefixes | sharded |
+|---|---|---|---|---|---|---|
 """
+_MLP_WORDS = ("mlp", "ffn", "feed_forward", "moe", "down_proj")
 _REUSE = {"any": "any token", "checkpoints": "checkpoint"}
 
 
@@ -59,9 +66,18 @@ class Line:
     traffic: str = ""
     rows: str = ""
     prefixes: str = ""
+    sharded: str = ""
 
     def __str__(self) -> str:
-        cells = self.name, self.splits, self.crosses, self.traffic, self.rows, self.prefixes
+        cells = (
+            self.name,
+            self.splits,
+            self.crosses,
+            self.traffic,
+            self.rows,
+            self.prefixes,
+            self.sharded,
+        )
         return f"| {' | '.join(cells)} |"
 
 
@@ -72,13 +88,30 @@ def describe(name: str) -> Line:
         return Line(name, f"not tried: no tiny model ({type(error).__name__}: {error})")
     crossing, refusal = possible_cuts(model)
     if not crossing:
-        return Line(name, f"no: {refusal}")
+        return Line(name, f"no: {refusal}", sharded=sharded(name))
     anywhere = len(crossing) == len(model.layers) - 1
     splits = "at any cut" if anywhere else f"before layers {_list(crossing)}: {refusal}"
     shapes = max((_probe(name, cut) for cut in crossing), key=_traffic_of)
     rows = "together" if can_batch(model) else "one by one"
     prefixes = _REUSE[reuse_of(name)]
-    return Line(name, splits, _crosses(shapes), _traffic(shapes), rows, prefixes)
+    return Line(name, splits, _crosses(shapes), _traffic(shapes), rows, prefixes, sharded(name))
+
+
+def sharded(name: str) -> str:
+    """What two shards of an architecture divide, such as "attention, MLP"."""
+    model = architectures.build(name)
+    modules = dict(model.named_modules())
+    found: set[str] = set()
+    for path, division in shard(model, StandIn(2)).divisions.items():
+        if division.axis == -1 and isinstance(modules[path], (*LINEAR, *EXPERTS)):
+            found.add(_kind_of(path, modules[path]))
+    return ", ".join(kind for kind in ("attention", "MLP", "experts") if kind in found) or "whole"
+
+
+def _kind_of(path: str, module: object) -> str:
+    if isinstance(module, EXPERTS) or "expert" in path:
+        return "experts"
+    return "MLP" if any(word in path for word in _MLP_WORDS) else "attention"
 
 
 def reuse_of(name: str) -> str:
@@ -146,12 +179,15 @@ def page() -> Iterator[str]:
     lines = [describe(name) for name in architectures.architectures()]
     kinds = [line.splits.partition(" ")[0] for line in lines]
     prefixes = [line.prefixes for line in lines]
+    shards = [line.sharded for line in lines]
     summary = (
         f"Of {len(lines)} architectures {kinds.count('at')} split at any cut, "
         f"{kinds.count('before')} at some, {kinds.count('no:')} at none, "
         f"{kinds.count('not')} could not be tried.\n"
         f"Prefixes are shared after any token with {prefixes.count(_REUSE['any'])} of them, "
-        f"at checkpoints with {prefixes.count(_REUSE['checkpoints'])}."
+        f"at checkpoints with {prefixes.count(_REUSE['checkpoints'])}.\n"
+        f"Two shards divide {len(shards) - shards.count('whole')} of them, "
+        f"and hold {shards.count('whole')} whole."
     )
     yield _HEAD.format(version=version("mlx-lm"), summary=summary)
     yield from (f"{line}\n" for line in lines)

@@ -103,6 +103,7 @@ EVALUATING_FILES = {
     "reading",
     "loop",
     "prefix_store",
+    "probe",
 }
 EVALUATIONS = {"mlx.core.eval", "mlx.core.async_eval"}
 

@@ -1,7 +1,9 @@
-"""Divides the layers of a model among shards, with mlx-lm's own `shard`, and refuses models that
-cannot be divided evenly. Every shard keeps everything outside of the layers whole."""
+"""Divides the layers of a model among shards: with mlx-lm's own `shard` where that is even, else as
+`serve.model.pairs` finds. Every shard keeps everything outside of the layers whole, and whatever
+cannot be divided."""
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +15,8 @@ from mlx.utils import tree_map_with_path
 
 from serve.core.errors import PlanError
 from serve.model import trace
+from serve.model.pairs import Pairs, find_pairs
+from serve.model.probe import LINEAR, Slices
 from serve.model.trial import FAILURES
 
 _Numbers = dict[str, int]
@@ -97,31 +101,152 @@ class Sharding:
 
 def shard(model: nn.Module, group: Any) -> Sharding:
     """Reduces each layer of a lazy model to the part that this shard computes. group is MLX's group
-    of the shards, or a StandIn. Raises PlanError if the layers cannot be divided."""
-    divide = getattr(model, "shard", None)
-    kind = getattr(model, "model_type", type(model).__module__)
-    if divide is None:
-        raise PlanError(
-            f"--tensor-parallel: mlx-lm cannot shard models of type {kind}. Leave the option out, "
-            "so that each rank becomes a stage."
-        )
+    of the shards, or a StandIn. Without divisions in the result, every shard holds all layers."""
+    before = [_State(module) for module in model.modules()]
+    if hasattr(model, "shard"):
+        try:
+            return _shard_as_mlx_lm(model, group)
+        except PlanError:
+            for state in before:
+                state.restore()
+    return _shard_pairs(model, find_pairs(model, group.size()), group)
+
+
+class _State:
+    """The arrays, children and attributes of a module, to undo later changes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._children = dict(module)
+        self._attributes = dict(vars(module))
+
+    def restore(self) -> None:
+        self._module.clear()
+        dict.update(self._module, self._children)
+        vars(self._module).clear()
+        vars(self._module).update(self._attributes)
+
+
+def _shard_as_mlx_lm(model: Any, group: Any) -> Sharding:
+    """Divides a model with its own `shard`. Raises PlanError if that is not even."""
     numbers = [(module, _numbers(module)) for module in model.modules()]
     outside = [(module, dict(module), dict(vars(module))) for module in _outside_layers(model)]
     num_shards = group.size()
     divider = _Divider()
     try:
         with divider.in_place_of_mlx():
-            divide(group)
+            model.shard(group)
     except FAILURES as error:
-        raise PlanError(
-            f"--tensor-parallel {num_shards}: this model of type {kind} cannot be divided "
-            f"evenly ({error})."
-        ) from error
+        raise PlanError(f"This model cannot be divided evenly ({error}).") from error
     for module, before in numbers:
         _check_numbers(before, _numbers(module), num_shards)
     for module, children, attributes in outside:
         _restore(module, children, attributes, group)
     return Sharding(divider.divisions(model), divider.made)
+
+
+def _shard_pairs(model: nn.Module, pairs: Pairs, group: Any) -> Sharding:
+    """Divides matrices, arrays and numbers of a model as they were found."""
+    modules: dict[str, Any] = dict(model.named_modules())
+    roles = pairs.roles
+    divider = _Divider()
+    with divider.in_place_of_mlx():
+        for name, slices in roles.columns.items():
+            module = modules[name]
+            is_in_place = _is_below(name, pairs.summed)
+            if is_in_place or not isinstance(module, LINEAR):
+                where = functools.partial(_divided_outputs, slices)
+                distributed.shard_inplace(module, where, group=group)
+            else:
+                own = _linear_part(module, "all-to-sharded", slices, group)
+                _replace(model, name, own)
+        for name, slices in roles.rows.items():
+            module = modules[name]
+            if not _is_below(name, pairs.summed):
+                own = _linear_part(module, "sharded-to-all", slices, group)
+                _replace(model, name, own)
+                continue
+            where = functools.partial(_divided_inputs, slices)
+            distributed.shard_inplace(module, where, group=group)
+            if "bias" in module:
+                # All shards add it, before their outputs are added up.
+                bias = module["bias"]
+                module["bias"] = bias / group.size()
+    for path, (axis, slices) in roles.arrays.items():
+        name, _, key = path.rpartition(".")
+        module = modules[name]
+        whole = module[key]
+        module[key] = divider.own_part(whole, axis, slices, group)
+    for (name, attribute), value in roles.numbers.items():
+        module = modules[name]
+        vars(module)[attribute] = value
+    for name in pairs.summed:
+        _sum_outputs(modules[name], group)
+    return Sharding(divider.divisions(model), divider.made)
+
+
+def _linear_part(module: nn.Module, sharding: str, slices: Any, group: Any) -> nn.Module:
+    """MLX's module for a part of a linear one. slices reaches `_own_ranges` through MLX."""
+    part: nn.Module = distributed.shard_linear(module, sharding, segments=slices, group=group)
+    return part
+
+
+def _divided_outputs(slices: Slices, path: str, weight: mx.array) -> tuple[int, Slices] | None:
+    if path == "bias":
+        return -1, slices
+    return (-2, slices) if weight.ndim > 1 else None
+
+
+def _divided_inputs(slices: Slices, path: str, weight: mx.array) -> tuple[int, Slices] | None:
+    if path == "bias" or weight.ndim < 2:
+        return None
+    return -1, slices
+
+
+def _is_below(name: str, modules: Sequence[str]) -> bool:
+    return any(name.startswith(f"{module}.") for module in modules)
+
+
+def _replace(model: Any, name: str, module: nn.Module) -> None:
+    """Puts a module in the place of the one of this name."""
+    *path, last = name.split(".")
+    parent = model
+    for word in path:
+        parent = parent[int(word)] if isinstance(parent, list) else parent[word]
+    if isinstance(parent, list):
+        parent[int(last)] = module
+    else:
+        parent[last] = module
+
+
+def _sum_outputs(module: nn.Module, group: Any) -> None:
+    """Makes a module return the sum of what it returns on all shards."""
+    module.__class__ = _summing(type(module))
+    object.__setattr__(module, "_brigade_group", group)
+
+
+@functools.cache
+def _summing(original: type[nn.Module]) -> type[nn.Module]:
+    """Makes the subclass that adds up the outputs of all shards. It keeps the name of the original,
+    for code that looks at class names."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> mx.array:
+        group = self._brigade_group
+        share = distributed.sum_gradients(group)
+
+        def shared(value: Any) -> Any:
+            if not isinstance(value, mx.array):
+                return value
+            is_float = mx.issubdtype(value.dtype, mx.floating)
+            return share(value) if is_float else value
+
+        own_args = [shared(value) for value in args]
+        for key, value in kwargs.items():
+            kwargs[key] = shared(value)
+        partial_sum = original.__call__(self, *own_args, **kwargs)
+        return sum_of_shards(partial_sum, group)
+
+    return type(original.__name__, (original,), {"__call__": call})
 
 
 def sum_of_shards(x: mx.array, group: Any) -> mx.array:
@@ -174,11 +299,12 @@ class _Divider:
             axis = place
             if isinstance(place, tuple):
                 axis, segments = place
-            return self._own(weight, axis, segments, group)
+            return self.own_part(weight, axis, segments, group)
 
         return tree_map_with_path(own, parameters)
 
-    def _own(self, weight: mx.array, axis: int, segments: Any, group: Any) -> mx.array:
+    def own_part(self, weight: mx.array, axis: int, segments: Any, group: Any) -> mx.array:
+        """This shard's part of a weight, as a lazy array."""
         size = weight.shape[axis]
         ranges = _own_ranges(size, segments, group)
         pieces: list[mx.array] = []
@@ -201,9 +327,12 @@ def _slice(array: mx.array, axis: int, start: int, end: int) -> mx.array:
 def _own_ranges(size: int, segments: Any, group: Any) -> tuple[tuple[int, int], ...]:
     """The ranges of an axis that belong to this shard: an equal part of each segment. segments is
     either a number of equal segments, or a list of the positions at which the axis is cut, as
-    indices or as fractions of its size. Raises ValueError if the parts are not equal."""
+    indices or as fractions of its size; or the Slices of all shards. Raises ValueError if the parts
+    are not equal."""
     num_shards = group.size()
     shard_number = group.rank()
+    if isinstance(segments, Slices):
+        return _scaled(segments.ranges[shard_number], size, segments.num_whole)
     ranges: list[tuple[int, int]] = []
     start = 0
     for end in _segment_ends(size, segments):
@@ -216,6 +345,22 @@ def _own_ranges(size: int, segments: Any, group: Any) -> tuple[tuple[int, int], 
         ranges.append((first, last))
         start = end
     return tuple(ranges)
+
+
+def _scaled(
+    ranges: Sequence[tuple[int, int]],
+    size: int,
+    num_whole: int,
+) -> tuple[tuple[int, int], ...]:
+    """The same ranges of an axis that has another size: quantized weights are packed."""
+    scaled: list[tuple[int, int]] = []
+    for start, end in ranges:
+        first, rest_of_first = divmod(start * size, num_whole)
+        last, rest_of_last = divmod(end * size, num_whole)
+        if rest_of_first or rest_of_last:
+            raise ValueError(f"{num_whole} numbers in {size} do not divide at {start} and {end}")
+        scaled.append((first, last))
+    return tuple(scaled)
 
 
 def _segment_ends(size: int, segments: Any) -> list[int]:

@@ -73,6 +73,28 @@ def _seamed(original: type[nn.Module]) -> type[nn.Module]:
     return type(original.__name__, (original,), members)
 
 
+@contextmanager
+def attributes_read(modules: Sequence[nn.Module]) -> Iterator[list[set[str]]]:
+    """Collects the names of the attributes that are read of each module inside a with block."""
+    found: list[set[str]] = [set() for _ in modules]
+    classes = [type(module) for module in modules]
+
+    def spied(original: type[nn.Module], names: set[str]) -> type[nn.Module]:
+        def get(self: Any, name: str) -> Any:
+            names.add(name)
+            return original.__getattribute__(self, name)
+
+        return type(original.__name__, (original,), {"__getattribute__": get})
+
+    try:
+        for module, original, names in zip(modules, classes, found, strict=True):
+            module.__class__ = spied(original, names)
+        yield found
+    finally:
+        for module, original in zip(modules, classes, strict=True):
+            module.__class__ = original
+
+
 _num_uncompiled = 0  # the number of open `with uncompiled()` blocks
 
 

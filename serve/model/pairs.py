@@ -1,0 +1,511 @@
+"""Finds out how the layers of any model can be divided among shards.
+
+A pair is a matrix of whose inputs each shard has a part (a row), and the matrices and arrays that
+this part is computed from (its columns). Gradients show which outputs of the columns a part of the
+row's inputs depends on: a head's, an expert's, or single ones. What stands between them is not
+interpreted. Runs with random numbers prove that a shard computes its part of what the whole model
+computes; a pair for which they do not stays whole. Every rank finds the same pairs, because all use
+the same random numbers.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from serve.model import trace
+from serve.model.probe import (
+    EXPERTS,
+    LINEAR,
+    TOLERANCE,
+    MismatchError,
+    Numbers,
+    Probe,
+    Roles,
+    Slices,
+    relative_difference,
+)
+from serve.model.trial import FAILURES, named_arrays
+
+_MAX_CHANGED_NUMBERS = 6
+_MAX_TRIALS = 200
+_FAILURES = (*FAILURES, MismatchError)
+
+_Options = list[tuple[tuple[str, str], int]]
+"""The possible new values of one attribute, each with the attribute's module and name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """How the layers of a model are divided among shards, by the names of modules.
+
+    summed has the modules whose outputs the shards add up. The outputs of other rows are added up
+    where they are computed.
+    """
+
+    roles: Roles
+    summed: tuple[str, ...]
+
+
+def find_pairs(model: nn.Module, num_shards: int) -> Pairs:
+    """Finds how the layers of a lazy model can be divided. Where nothing can be, it is empty."""
+    with Probe(model) as probe:
+        try:
+            probe.record()
+        except FAILURES:
+            return Pairs(_union([]), ())
+        return _Search(probe, num_shards).run()
+
+
+class _Search:
+    def __init__(self, probe: Probe, num_shards: int) -> None:
+        self.probe = probe
+        self.num_shards = num_shards
+
+    def run(self) -> Pairs:
+        known: dict[Any, list[Roles]] = {}
+        found: dict[str, list[Roles]] = {}  # by the name of the row inside its layer
+        for i, layer in enumerate(self.probe.layers):
+            signature = _signature(layer)
+            if signature not in known:
+                known[signature] = list(_Layer(self.probe, i, self.num_shards).pairs())
+            prefix = self.probe.prefix(i)
+            for roles in known[signature]:
+                (row,) = roles.rows
+                same = found.setdefault(row, [])
+                with_prefix = partial(_joined, prefix)
+                same.append(roles.renamed(with_prefix))
+        kinds = [_union(each) for each in found.values()]
+        proved = self._proved(kinds)
+        roles = _union(proved)
+        return Pairs(roles, self._summed(roles))
+
+    def _proved(self, kinds: list[Roles]) -> list[Roles]:
+        """Finds those pairs with which the whole model computes the same. Another layer may, for
+        example, use the keys and values of a pair."""
+        if self._is_equal(_union(kinds)):
+            return kinds
+        alone = [roles for roles in kinds if self._is_equal(roles)]
+        if self._is_equal(_union(alone)):
+            return alone
+        return []
+
+    def _is_equal(self, roles: Roles) -> bool:
+        try:
+            for shard in range(self.num_shards):
+                self.probe.check_model(roles, shard)
+        except _FAILURES:
+            return False
+        return True
+
+    def _summed(self, roles: Roles) -> tuple[str, ...]:
+        """The modules that call experts: the outermost ones whose outputs can be added up."""
+        known: dict[Any, str] = {}
+        summed: dict[str, None] = {}
+        for i, layer in enumerate(self.probe.layers):
+            prefix = self.probe.prefix(i)
+            signature = _signature(layer)
+            rows = [name for name in roles.rows if name.startswith(prefix)]
+            for name in rows:
+                matrix = self.probe.matrices[name]
+                if not isinstance(matrix, EXPERTS):
+                    continue
+                key = (signature, name.removeprefix(prefix))
+                if key not in known:
+                    outermost = self._outermost(i, name, rows)
+                    known[key] = outermost.removeprefix(prefix)
+                module = prefix + known[key]
+                summed[module] = None
+        return tuple(summed)
+
+    def _outermost(self, i: int, row: str, rows: Sequence[str]) -> str:
+        """The outermost module around a row whose outputs can be added up: at least the one that
+        calls it."""
+        prefix = self.probe.prefix(i)
+        words = row.removeprefix(prefix).split(".")
+        for length in range(1, len(words) - 1):
+            module = prefix + ".".join(words[:length])
+            inner = [name for name in rows if name.startswith(f"{module}.")]
+            try:
+                if _is_additive(self.probe, i, module, inner):
+                    return module
+            except _FAILURES:
+                continue
+        return row.rpartition(".")[0]
+
+
+class _Layer:
+    """Finds the pairs of one layer. Names are those inside of the layer."""
+
+    def __init__(self, probe: Probe, i: int, num_shards: int) -> None:
+        self.probe = probe
+        self.i = i
+        self.num_shards = num_shards
+        self.prefix = probe.prefix(i)
+        self.module = probe.layers[i]
+        self.names: list[str] = []
+        for name in probe.matrices:
+            if name.startswith(self.prefix) and len(probe.calls[name]) == len(probe.layer_calls[i]):
+                self.names.append(name)
+
+    def pairs(self) -> Iterator[Roles]:
+        taken: set[str] = set()
+        for name in self.names:
+            if name in taken or not self._can_be_row(name):
+                continue
+            try:
+                roles = self._pair(name)
+            except _FAILURES:
+                continue
+            if roles is None or not taken.isdisjoint(roles.columns):
+                continue
+            if not self._can_be_summed(name):
+                continue
+            taken.update(roles.columns, roles.rows)
+            without_prefix = partial(_cut_off, self.prefix)
+            yield roles.renamed(without_prefix)
+
+    def _can_be_row(self, name: str) -> bool:
+        module = self.probe.matrices[name]
+        if not isinstance(module, (*LINEAR, *EXPERTS)):
+            return False
+        call = self.probe.calls[name][0]
+        weight = module["weight"]
+        sizes = [call.inputs.shape[-1], weight.shape[-1]]
+        if "scales" in module:
+            scales = module["scales"]
+            sizes.append(scales.shape[-1])
+        return all(size % self.num_shards == 0 for size in sizes)
+
+    def _can_be_summed(self, row: str) -> bool:
+        """Whether the outputs of all shards can be added up: linear modules do it themselves,
+        experts are summed by the module that calls them."""
+        if isinstance(self.probe.matrices[row], LINEAR):
+            return True
+        caller = row.rpartition(".")[0]
+        is_inside = f"{caller}.".startswith(self.prefix) and caller != self.prefix[:-1]
+        try:
+            return is_inside and _is_additive(self.probe, self.i, caller, [row])
+        except _FAILURES:
+            return False
+
+    def _can_be_column(self, name: str) -> bool:
+        module = self.probe.matrices[name]
+        if not isinstance(module, (*LINEAR, *EXPERTS)):
+            return False
+        num_outputs: int = module["weight"].shape[-2]
+        return num_outputs % self.num_shards == 0
+
+    def _pair(self, row: str) -> Roles | None:
+        """The pair of a row, if it has columns and a run proves it."""
+        call = self.probe.calls[row][0]
+        num_inputs = call.inputs.shape[-1]
+        rows = {row: _equal_slices(num_inputs, self.num_shards)}
+        arrays = self._arrays()
+        supports = self._supports(row, rows[row], arrays)
+        columns: dict[str, Slices] = {}
+        for name in self.names:
+            gradients = [support[name] for support in supports]
+            slices = _slices(gradients, -1)
+            if slices and self._can_be_column(name):
+                columns[name] = slices
+        if not columns or not self._is_worth_a_sum(row, columns):
+            return None
+        divided: dict[str, tuple[int, Slices]] = {}
+        for name, array in arrays.items():
+            gradients = [support[name] for support in supports]
+            for axis in range(array.ndim):
+                slices = _slices(gradients, axis)
+                if slices:
+                    divided[name] = (axis, slices)
+        scope = _common_module([row, *columns])
+        for numbers in self._possible_numbers(scope):
+            candidate = Roles(columns, rows, divided, numbers)
+            if self._is_equal(candidate):
+                return candidate
+        return None
+
+    def _supports(
+        self,
+        row: str,
+        slices: Slices,
+        arrays: Mapping[str, mx.array],
+    ) -> list[dict[str, mx.array]]:
+        """Computes for each shard the derivatives of its part of the row's inputs by the outputs of
+        all matrices and by arrays. They are not zero where the part depends on something."""
+        probe = self.probe
+        names = [*self.names, *arrays]
+        primals: list[mx.array] = []
+        for name in self.names:
+            call = probe.calls[name][0]
+            outputs = probe.positive(call.outputs.shape)
+            primals.append(outputs)
+        primals += arrays.values()
+
+        def inputs_of_row(*values: mx.array) -> mx.array:
+            by_name = zip(names, values, strict=True)
+            given = dict(by_name)
+            own_arrays = {name: given[name] for name in arrays}
+            matrices = probe.matrices_return(given, self.prefix)
+            with self._arrays_are(own_arrays), matrices as calls:
+                self._call()
+            for call in calls:
+                if call.name == row:
+                    return call.inputs
+            raise MismatchError(f"{row} is not called")
+
+        whole = probe.calls[row][0].inputs
+        found: list[dict[str, mx.array]] = []
+        for shard in range(self.num_shards):
+            part = mx.zeros(whole.shape)
+            for start, end in slices.ranges[shard]:
+                own = whole[..., start:end]
+                part[..., start:end] = probe.positive(own.shape)
+            _, gradients = mx.vjp(inputs_of_row, primals, [part])
+            by_name = zip(names, gradients, strict=True)
+            found.append(dict(by_name))
+        return found
+
+    def _call(self) -> Any:
+        call = self.probe.layer_calls[self.i][0]
+        caches = make_prompt_cache(self.probe.model)
+        return self.probe.call_layer(self.i, call, caches)
+
+    def _arrays(self) -> dict[str, mx.array]:
+        """The arrays of the layer that do not belong to a matrix."""
+        found: dict[str, mx.array] = {}
+        for name, array in named_arrays(self.module):
+            path = self.prefix + name
+            module, _, _ = path.rpartition(".")
+            is_outside = module not in self.probe.matrices
+            is_float = mx.issubdtype(array.dtype, mx.floating)
+            if is_outside and is_float and array.ndim:
+                found[path] = array
+        return found
+
+    @contextmanager
+    def _arrays_are(self, arrays: Mapping[str, mx.array]) -> Iterator[None]:
+        modules = self.probe.modules
+        before: list[tuple[nn.Module, str, mx.array]] = []
+        try:
+            for path, array in arrays.items():
+                name, _, key = path.rpartition(".")
+                module = modules[name]
+                before.append((module, key, module[key]))
+                module[key] = array
+            yield
+        finally:
+            for module, key, array in before:
+                module[key] = array
+
+    def _is_worth_a_sum(self, row: str, columns: Iterable[str]) -> bool:
+        """Whether the weights are many beside the numbers that a sum sends. Those of pairs of low
+        rank, for example, are not."""
+        num_weights = 0
+        for name in (row, *columns):
+            call = self.probe.calls[name][0]
+            num_inputs = call.inputs.shape[-1]
+            num_outputs = call.outputs.shape[-1]
+            num_weights += num_inputs * num_outputs
+        call = self.probe.calls[row][0]
+        num_summed = call.outputs.shape[-1]
+        return num_weights >= num_summed**2 / 2
+
+    def _possible_numbers(self, scope: str) -> Iterator[Numbers]:
+        """Combinations of new values for the numbers that the modules in a scope have, those with
+        the fewest changes first."""
+        options: list[_Options] = []
+        for name, attribute in self._attributes_read(scope):
+            module = self.probe.modules[name]
+            value = vars(module).get(attribute)
+            if type(value) is not int:
+                continue
+            parts = _parts(value, self.num_shards)
+            key = (name, attribute)
+            if parts:
+                options.append([(key, part) for part in parts])
+        options.sort(key=_is_not_of_heads)
+        combinations = _combinations(options)
+        return itertools.islice(combinations, _MAX_TRIALS)
+
+    def _attributes_read(self, scope: str) -> list[tuple[str, str]]:
+        """The attributes that the layer reads of the modules in a scope, other than matrices."""
+        names: list[str] = []
+        modules: list[nn.Module] = []
+        for name, module in self.probe.modules.items():
+            is_inside = name == scope or name.startswith(f"{scope}.")
+            if is_inside and name not in self.probe.matrices:
+                names.append(name)
+                modules.append(module)
+        matrices = self.probe.matrices_return({}, self.prefix)
+        with trace.attributes_read(modules) as read, matrices:
+            self._call()
+        found: list[tuple[str, str]] = []
+        for name, attributes in zip(names, read, strict=True):
+            in_order = sorted(attributes)
+            found += [(name, attribute) for attribute in in_order]
+        return found
+
+    def _is_equal(self, roles: Roles) -> bool:
+        try:
+            for shard in range(self.num_shards):
+                self.probe.check_layer(self.i, roles, shard)
+        except _FAILURES:
+            return False
+        return True
+
+
+def _is_additive(probe: Probe, i: int, module_name: str, rows: Sequence[str]) -> bool:
+    """Whether the outputs of a module in layer i for parts of the outputs of its rows add up to its
+    output for the whole ones."""
+    module = probe.modules[module_name]
+    outputs: list[Any] = []
+
+    def keep(call: trace.Call, args: Any, kwargs: Any) -> Any:
+        output = call(*args, **kwargs)
+        outputs.append(output)
+        return output
+
+    first: trace.Arrays = {}
+    second: trace.Arrays = {}
+    both: trace.Arrays = {}
+    for name in rows:
+        row_call = probe.calls[name][0]
+        shape = row_call.outputs.shape
+        first[name] = probe.random(shape)
+        second[name] = probe.random(shape)
+        both[name] = first[name] + second[name]
+    layer_call = probe.layer_calls[i][0]
+    prefix = probe.prefix(i)
+    with trace.seams([module], lambda _: keep):
+        for given in (first, second, both):
+            caches = make_prompt_cache(probe.model)
+            with probe.matrices_return(given, prefix):
+                probe.call_layer(i, layer_call, caches)
+    if not all(isinstance(output, mx.array) for output in outputs):
+        return False
+    one, other, total = outputs
+    added = one + other
+    difference = relative_difference(added, total)
+    return float(difference) < TOLERANCE
+
+
+def _joined(prefix: str, name: str) -> str:
+    whole = prefix + name
+    return whole.rstrip(".")
+
+
+def _cut_off(prefix: str, name: str) -> str:
+    whole = f"{name}."
+    rest = whole.removeprefix(prefix)
+    return rest.rstrip(".")
+
+
+def _is_not_of_heads(option: _Options) -> bool:
+    """Sorts numbers of heads first: these are changed most often."""
+    (_, attribute), _ = option[0]
+    return "head" not in attribute
+
+
+def _equal_slices(size: int, num_shards: int) -> Slices:
+    part = size // num_shards
+    ranges: list[tuple[tuple[int, int], ...]] = []
+    for shard in range(num_shards):
+        start = shard * part
+        end = start + part
+        own = (start, end)
+        ranges.append((own,))
+    return Slices(size, tuple(ranges))
+
+
+def _combinations(options: Sequence[_Options]) -> Iterator[Numbers]:
+    for num_changed in range(_MAX_CHANGED_NUMBERS + 1):
+        for chosen in itertools.combinations(options, num_changed):
+            for values in itertools.product(*chosen):
+                yield dict(values)
+
+
+def _parts(value: int, num_shards: int) -> list[int]:
+    """The values that a number of the whole model may have on a shard, the likeliest first."""
+    parts: list[int] = []
+    if value <= 0:
+        return parts
+    for divisor in range(num_shards, 1, -1):
+        is_possible = num_shards % divisor == 0
+        part, rest = divmod(value, divisor)
+        if is_possible and not rest:
+            parts.append(part)
+    return parts
+
+
+def _slices(supports: Sequence[mx.array], axis: int) -> Slices | None:
+    """The ranges of an axis on which each shard depends. None if that is everything, nothing, or
+    differs in size."""
+    ranges: list[tuple[tuple[int, int], ...]] = []
+    sizes: set[int] = set()
+    num_whole = supports[0].shape[axis]
+    for support in supports:
+        depends = support != 0
+        moved = depends.swapaxes(axis, 0)
+        flat = moved.reshape(num_whole, -1)
+        is_used: Any = flat.any(axis=1)
+        used = is_used.tolist()
+        runs = tuple(_runs(used))
+        ranges.append(runs)
+        sizes.add(sum(used))
+    is_whole = num_whole in sizes
+    is_unused = 0 in sizes
+    if len(sizes) > 1 or is_whole or is_unused:
+        return None
+    return Slices(num_whole, tuple(ranges))
+
+
+def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """The ranges in which the flags are true."""
+    start = 0
+    for flag, group in itertools.groupby(flags):
+        length = len(list(group))
+        end = start + length
+        if flag:
+            yield start, end
+        start = end
+
+
+def _common_module(names: Sequence[str]) -> str:
+    """The innermost module that contains all of these modules."""
+    paths = [name.split(".")[:-1] for name in names]
+    common: list[str] = []
+    for words in zip(*paths, strict=False):
+        if len(set(words)) > 1:
+            break
+        common.append(words[0])
+    return ".".join(common)
+
+
+def _union(several: Sequence[Roles]) -> Roles:
+    total = Roles({}, {}, {}, {})
+    for roles in several:
+        total.add(roles)
+    return total
+
+
+def _signature(layer: nn.Module) -> tuple[Any, ...]:
+    """Equal for layers whose code does the same."""
+    parts: list[Any] = []
+    for name, module in layer.named_modules():
+        shapes: list[Any] = []
+        for key, value in module.items():
+            if isinstance(value, mx.array):
+                shapes.append((key, value.shape))
+        settings: list[Any] = []
+        for key, value in vars(module).items():
+            if isinstance(value, (bool, int, float, str)):
+                settings.append((key, value))
+        parts.append((name, type(module), tuple(shapes), tuple(settings)))
+    return tuple(parts)

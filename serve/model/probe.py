@@ -1,0 +1,388 @@
+"""Runs a model with random numbers in place of the outputs of its matrices.
+
+Such a run reads no weight and takes hardly any time, whatever the size of the model. It shows what
+the code between two matrices does: a run of a shard must give each matrix the same inputs, or the
+shard's part of them.
+"""
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from serve.model import trace, trial
+
+LINEAR = (nn.Linear, nn.QuantizedLinear)
+EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
+_MATRICES = (*LINEAR, *EXPERTS, nn.Embedding, nn.QuantizedEmbedding)
+
+_STEPS = (4, 1)  # tokens: a prompt, and the token after it
+_NUM_ROWS = 2
+_MAX_SIZE = 1 << 22  # Larger arrays outside of matrices stay NaN, so that nothing can be proved.
+_TINY = 1e-20
+TOLERANCE = 1e-4  # relative to the largest value
+
+
+class MismatchError(Exception):
+    """A run of a shard computes something else than the run of the whole model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """The ranges of an axis of size num_whole that each shard has."""
+
+    num_whole: int
+    ranges: tuple[tuple[tuple[int, int], ...], ...]
+
+    def take(self, array: mx.array, shard: int, axis: int = -1) -> mx.array:
+        """The shard's part of an array, whose axis has the size num_whole."""
+        moved = array.swapaxes(axis, 0)
+        parts = []
+        for start, end in self.ranges[shard]:
+            part = moved[start:end]
+            parts.append(part)
+        joined = mx.concatenate(parts)
+        return joined.swapaxes(axis, 0)
+
+
+Numbers = dict[tuple[str, str], int]
+"""Values of attributes, by the name of the module and that of the attribute."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """Describes what a shard does differently from the whole model, by the names of modules.
+
+    Columns have only some of their outputs, rows only some of their inputs; the outputs of rows
+    are whole, because all shards add them up. arrays are divided along an axis. numbers has new
+    values of attributes, by module and attribute.
+    """
+
+    columns: dict[str, Slices]
+    rows: dict[str, Slices]
+    arrays: dict[str, tuple[int, Slices]]
+    numbers: Numbers
+
+    def renamed(self, rename: Callable[[str], str]) -> "Roles":
+        """Makes the same roles for modules with other names."""
+        renamed = Roles({}, {}, {}, {})
+        for name, slices in self.columns.items():
+            renamed.columns[rename(name)] = slices
+        for name, slices in self.rows.items():
+            renamed.rows[rename(name)] = slices
+        for name, divided in self.arrays.items():
+            renamed.arrays[rename(name)] = divided
+        for (name, attribute), value in self.numbers.items():
+            new_name = rename(name)
+            renamed.numbers[new_name, attribute] = value
+        return renamed
+
+    def add(self, other: "Roles") -> None:
+        """Adds the roles of other modules."""
+        self.columns.update(other.columns)
+        self.rows.update(other.rows)
+        self.arrays.update(other.arrays)
+        self.numbers.update(other.numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """One call of a layer. Caches among its arguments are replaced by their numbers."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _CacheNumber:
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixCall:
+    """One call of a matrix in the run of the whole model, with its inputs and random outputs."""
+
+    name: str
+    inputs: mx.array
+    outputs: mx.array
+
+
+class Probe:
+    """The run of a whole lazy model. Its weights are blank, and smaller arrays random, while it is
+    used as a context manager."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.layers: trial.Layers = list(model.layers)
+        self.matrices: dict[str, nn.Module] = {}
+        self.calls: dict[str, list[MatrixCall]] = defaultdict(list)
+        self.layer_calls: dict[int, list[LayerCall]] = defaultdict(list)
+        self.modules: dict[str, nn.Module] = dict(model.named_modules())
+        self.names: dict[int, str] = {}
+        for name, module in self.modules.items():
+            first_name = self.names.setdefault(id(module), name)
+            if isinstance(module, _MATRICES) and "weight" in module:
+                self.matrices[first_name] = module
+        self._num_drawn = 0
+        self._open = ExitStack()
+
+    def __enter__(self) -> "Probe":
+        self._open.enter_context(mx.stream(mx.cpu))  # the same numbers on every machine
+        self._open.enter_context(trace.uncompiled())
+        self._open.enter_context(trial.without_weights(self.model))
+        self._fill_small_arrays()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+    def prefix(self, i: int) -> str:
+        """The beginning of the names of the modules in layer i."""
+        return f"{self.names[id(self.layers[i])]}."
+
+    def random(self, shape: Sequence[int]) -> mx.array:
+        """New random numbers, of which most are negative or positive by chance."""
+        self._num_drawn += 1
+        return mx.random.normal(shape, key=mx.random.key(self._num_drawn))
+
+    def positive(self, shape: Sequence[int]) -> mx.array:
+        """New random numbers between 0.5 and 1.5."""
+        self._num_drawn += 1
+        return mx.random.uniform(0.5, 1.5, shape, key=mx.random.key(self._num_drawn))
+
+    def record(self) -> None:
+        """Runs the whole model, and records the calls of matrices and layers. Raises one of
+        FAILURES if its code fails."""
+
+        def draw(name: str, call: trace.Call, args: Any, kwargs: Any) -> mx.array:
+            lazy = call(*args, **kwargs)
+            outputs = self.random(lazy.shape)
+            inputs = args[0]
+            mx.eval(inputs, outputs)
+            matrix_call = MatrixCall(name, inputs, outputs)
+            self.calls[name].append(matrix_call)
+            return outputs
+
+        def note(i: int, call: trace.Call, args: Any, kwargs: Any) -> Any:
+            saved = trace.snapshot(self._without_caches((args, kwargs)))
+            output = call(*args, **kwargs)
+            saved_output = trace.snapshot(output)
+            arrays = trace.arrays_in((saved, saved_output))
+            mx.eval(arrays)
+            saved_args, saved_kwargs = saved
+            layer_call = LayerCall(saved_args, saved_kwargs, saved_output)
+            self.layer_calls[i].append(layer_call)
+            return output
+
+        self._caches = make_prompt_cache(self.model)
+        with self._seams(draw), self._layer_seams(note):
+            self._run_model(self._caches)
+
+    def check_layer(self, i: int, roles: Roles, shard: int) -> None:
+        """Runs layer i as this shard would. Raises MismatchError, or one of FAILURES."""
+        caches = make_prompt_cache(self.model)
+        with self._as_shard(roles, shard, self.prefix(i)) as checks:
+            for call in self.layer_calls[i]:
+                output = self.call_layer(i, call, caches)
+                checks.compare(output, call.output)
+                checks.finish()
+
+    def check_model(self, roles: Roles, shard: int) -> None:
+        """Runs the whole model as this shard would. Raises MismatchError, or one of FAILURES."""
+        caches = make_prompt_cache(self.model)
+        numbers: dict[int, int] = defaultdict(int)
+
+        def compare(i: int, call: trace.Call, args: Any, kwargs: Any) -> Any:
+            output = call(*args, **kwargs)
+            number = numbers[i]
+            numbers[i] += 1
+            recorded = self.layer_calls[i][number]
+            checks.compare(output, recorded.output)
+            return output
+
+        with self._as_shard(roles, shard) as checks, self._layer_seams(compare):
+            self._run_model(caches)
+            checks.finish()
+
+    def _run_model(self, caches: Sequence[Any]) -> None:
+        for num_tokens in _STEPS:
+            shape = (_NUM_ROWS, num_tokens)
+            tokens = mx.ones(shape, dtype=mx.int32)
+            self.model(tokens, cache=list(caches))
+
+    def _layer_seams(self, seam: Callable[..., Any]) -> AbstractContextManager[None]:
+        """Opens a seam at each layer, which also gets the number of the layer."""
+
+        def make(i: int) -> trace.Seam:
+            return functools.partial(seam, i)
+
+        return trace.seams(self.layers, make)
+
+    def call_layer(self, i: int, call: LayerCall, caches: Sequence[Any]) -> Any:
+        """Calls layer i with the arguments of a recorded call, and with these caches."""
+
+        def filled(value: Any) -> Any:
+            if isinstance(value, _CacheNumber):
+                return caches[value.number]
+            return value
+
+        args, kwargs = trace.snapshot((call.args, call.kwargs))
+        layer = self.layers[i]
+        filled_args = [filled(value) for value in args]
+        for name, value in kwargs.items():
+            kwargs[name] = filled(value)
+        return layer(*filled_args, **kwargs)
+
+    @contextmanager
+    def matrices_return(
+        self,
+        outputs: Mapping[str, mx.array],
+        prefix: str,
+    ) -> Iterator[list[MatrixCall]]:
+        """Makes the matrices below a module return these outputs inside a with block, and lists
+        their calls. Those that are not named return what was recorded."""
+        calls: list[MatrixCall] = []
+        numbers: dict[str, int] = defaultdict(int)
+
+        def give(name: str, _call: trace.Call, args: Any, _kwargs: Any) -> mx.array:
+            recorded = self._recorded(name, numbers)
+            given = outputs.get(name, recorded.outputs)
+            calls.append(MatrixCall(name, args[0], given))
+            return given
+
+        with self._seams(give, prefix):
+            yield calls
+
+    @contextmanager
+    def _as_shard(self, roles: Roles, shard: int, prefix: str = "") -> Iterator["_Checks"]:
+        checks = _Checks()
+        numbers: dict[str, int] = defaultdict(int)
+
+        def replay(name: str, _call: trace.Call, args: Any, _kwargs: Any) -> mx.array:
+            recorded = self._recorded(name, numbers)
+            expected = recorded.inputs
+            if name in roles.rows:
+                slices = roles.rows[name]
+                expected = slices.take(expected, shard)
+            inputs = args[0]
+            checks.compare(inputs, expected)
+            outputs = recorded.outputs
+            if name in roles.columns:
+                slices = roles.columns[name]
+                outputs = slices.take(outputs, shard)
+            return outputs
+
+        with self._changed(roles, shard), self._seams(replay, prefix):
+            yield checks
+
+    @contextmanager
+    def _changed(self, roles: Roles, shard: int) -> Iterator[None]:
+        """Gives modules the numbers and arrays of a shard inside a with block."""
+        modules = self.modules
+        before: list[tuple[dict[str, Any], str, Any]] = []
+
+        def change(holder: dict[str, Any], key: str, value: Any) -> None:
+            before.append((holder, key, holder[key]))
+            holder[key] = value
+
+        try:
+            for (name, attribute), value in roles.numbers.items():
+                change(vars(modules[name]), attribute, value)
+            for path, (axis, slices) in roles.arrays.items():
+                name, _, key = path.rpartition(".")
+                module = modules[name]
+                part = slices.take(module[key], shard, axis)
+                change(module, key, part)
+            yield
+        finally:
+            for holder, key, value in before:
+                holder[key] = value
+
+    def _recorded(self, name: str, numbers: dict[str, int]) -> MatrixCall:
+        calls = self.calls[name]
+        number = numbers[name]
+        numbers[name] += 1
+        if number >= len(calls):
+            raise MismatchError(f"{name} is called more often")
+        return calls[number]
+
+    @contextmanager
+    def _seams(self, seam: Any, prefix: str = "") -> Iterator[None]:
+        names = [name for name in self.matrices if name.startswith(prefix)]
+        modules = [self.matrices[name] for name in names]
+
+        def make(number: int) -> trace.Seam:
+            return functools.partial(seam, names[number])
+
+        with trace.seams(modules, make):
+            yield
+
+    def _without_caches(self, value: Any) -> Any:
+        """The same tuples and dicts of arguments, with numbers in the place of caches."""
+        if isinstance(value, tuple):
+            return tuple(self._without_caches(item) for item in value)
+        if type(value) is dict:
+            return {key: self._without_caches(item) for key, item in value.items()}
+        for number, cache in enumerate(self._caches):
+            if value is cache:
+                return _CacheNumber(number)
+        return value
+
+    def _fill_small_arrays(self) -> None:
+        """Fills the arrays outside of matrices, such as the weights of norms."""
+        matrices = {id(module) for module in self.matrices.values()}
+        for module in self.model.modules():
+            if id(module) in matrices:
+                continue
+            for key, value in list(module.items()):
+                if not isinstance(value, mx.array) or value.size > _MAX_SIZE:
+                    continue
+                if mx.issubdtype(value.dtype, mx.floating):
+                    module[key] = self.positive(value.shape)
+
+
+def relative_difference(found: mx.array, expected: mx.array) -> mx.array:
+    """The largest difference, divided by the largest of the expected values."""
+    whole = expected.astype(mx.float32)
+    difference = found.astype(mx.float32) - whole
+    largest = mx.abs(difference).max()
+    scale = mx.abs(whole).max()
+    return largest / (scale + _TINY)
+
+
+class _Checks:
+    """Compares arrays, and evaluates all comparisons together."""
+
+    def __init__(self) -> None:
+        self._differences: list[mx.array] = []
+
+    def compare(self, value: Any, expected: Any) -> None:
+        """Raises MismatchError if these do not even have the same shapes."""
+        own = trace.places_in(value)
+        wanted = trace.places_in(expected)
+        if own.keys() != wanted.keys():
+            raise MismatchError("other values")
+        for place, array in wanted.items():
+            found = own[place]
+            if found.shape != array.shape:
+                raise MismatchError(f"{found.shape} in place of {array.shape}")
+            if array.size:
+                difference = relative_difference(found, array)
+                self._differences.append(difference)
+
+    def finish(self) -> None:
+        """Raises MismatchError if some arrays differed."""
+        if not self._differences:
+            return
+        largest = float(mx.stack(self._differences).max())
+        self._differences.clear()
+        if not largest < TOLERANCE:  # NaN is not.
+            raise MismatchError(f"a difference of {largest:.2g}")
