@@ -132,17 +132,19 @@ def _heed_signals() -> None:
 def check(argv: Sequence[str], num_ranks: int, rank: int = 0) -> FineTuneConfig:
     """Reads the command line and finds mistakes that can be found before anything starts."""
     config = _parse(argv)
+    layout = config.layout(num_ranks)
     if not config.hub_id:
         checkpoint = read_checkpoint(config.model)
-        check_num_ranks(checkpoint.num_layers, num_ranks * config.num_chunks())
+        check_num_ranks(checkpoint.num_layers, layout.pipeline_size * config.num_chunks())
         config.num_trained_layers(checkpoint.num_layers)
     if not config.data.is_dir():
         raise UsageError(
             f"--data {config.data} is not a folder: give one with train.jsonl and "
             "optionally valid.jsonl."
         )
-    num_micro_batches = config.grad_accumulation_steps * config.num_micro_batches(num_ranks)
-    make_schedule(config.schedule, Shape(num_ranks, num_micro_batches, config.num_chunks()))
+    total = config.grad_accumulation_steps * config.num_micro_batches(layout)
+    share = total // layout.num_replicas
+    make_schedule(config.schedule, Shape(layout.pipeline_size, share, config.num_chunks()))
     if rank == 0:
         services(config)
         if config.load_into:

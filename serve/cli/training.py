@@ -130,13 +130,23 @@ def _show_start(event: Started) -> None:
         _tell(f"Continues after {event.iteration} batches.")
     schedule = event.schedule
     shape = event.schedule.shape
-    parts = f"{shape.num_micro_batches} micro-batch{'es' * (shape.num_micro_batches > 1)}"
-    table = Table("rank", "layers", "micro-batches in memory", "peak memory (forecast)")
+    layout = event.layout
+    num_parts = shape.num_micro_batches * layout.num_replicas
+    parts = f"{num_parts} micro-batch{'es' * (num_parts > 1)}"
+    table = Table("rank")
     table.title = f"Schedule {schedule.kind}: {parts} an update"
+    if layout.num_replicas > 1:
+        table.add_column("replica")
+        table.title += f", on {layout}"
+    for header in ("layers", "micro-batches in memory", "peak memory (forecast)"):
+        table.add_column(header)
     for rank, peak in enumerate(event.forecast.peak_bytes):
-        ranges = [event.layers[n] for n in shape.stages(rank)]
+        ranges = [event.layers[n] for n in shape.stages(layout.place(rank))]
         layers = " ".join(f"{start}-{end - 1}" for start, end in ranges)
-        table.add_row(str(rank), layers, str(event.forecast.in_flight[rank]), format_bytes(peak))
+        cells = [layers, str(event.forecast.in_flight[rank]), format_bytes(peak)]
+        if layout.num_replicas > 1:
+            cells.insert(0, str(layout.replica(rank)))
+        table.add_row(str(rank), *cells)
     _OUT.print(table)
     if shape.num_ranks > 1:
         waiting = f"{1 - event.forecast.utilisation:.0%}"

@@ -649,6 +649,13 @@ class NotFinite(Note, frozen=True):
     name: str | None
 
 
+class WeightDigest(Note, frozen=True):
+    """Every rank of a training run sends a digest of its trained weights and of the optimizer's
+    state."""
+
+    digest: str
+
+
 class OpTimes(Note, frozen=True):
     """Every rank of a training run sends, at its end, the mean seconds of each op as in Probe, and
     the times of each op of the last update: kind, micro-batch, stage, start and end."""
@@ -670,6 +677,7 @@ AnyNote: TypeAlias = (
     | UpdateNote
     | LossSum
     | NotFinite
+    | WeightDigest
     | OpTimes
 )
 

@@ -118,6 +118,10 @@ class Doorbell:
     def set_timeout(self, seconds: float | None) -> None:
         self._socket.settimeout(seconds)
 
+    def detach(self) -> socket.socket:
+        """Returns the connection, for messages of another kind."""
+        return self._socket
+
     def close(self) -> None:
         """Closes the connection, and wakes up a thread that reads from it."""
         with suppress(OSError):  # The neighbour may have closed it already.
@@ -173,6 +177,34 @@ def meet(grid: Grid) -> Neighbours:
         _wait_for_row(grid, neighbours, deadline)
         on_failure.pop_all()
     return neighbours
+
+
+def meet_all(grid: Grid) -> dict[int, Doorbell]:
+    """Connects this rank to every other rank, at the ports of the hostfile.
+
+    When it returns, no rank listens on its port any more, as after `meet`. Raises ClusterError.
+    """
+    deadline = time.monotonic() + grid.timeout_seconds
+    num_ranks = len(grid.addresses)
+    doorbells: dict[int, Doorbell] = {}
+    with ExitStack() as on_failure:
+        with _listening(grid) as listening:
+            for rank in range(grid.rank):
+                doorbells[rank] = _call(grid, rank, deadline)
+                on_failure.callback(doorbells[rank].close)
+            while missing := set(range(grid.rank + 1, num_ranks)) - doorbells.keys():
+                rank, doorbell = _answer(grid, listening, missing, deadline)
+                doorbells[rank] = doorbell
+                on_failure.callback(doorbell.close)
+        for doorbell in doorbells.values():
+            doorbell.send(Greeting(grid.nonce, grid.rank))
+        for rank, doorbell in doorbells.items():
+            doorbell.set_timeout(_seconds_until(deadline))
+            if doorbell.receive() is None:
+                raise ClusterError(f"Rank {rank} is gone.")
+            doorbell.set_timeout(None)
+        on_failure.pop_all()
+    return doorbells
 
 
 def _listening(grid: Grid) -> socket.socket:

@@ -13,6 +13,7 @@ import yaml
 from serve.core.config import ModelSource, check_ranges, check_revision, flag
 from serve.core.errors import UsageError
 from serve.core.plan import parse_memory
+from serve.tune.layout import Layout, check_shares, layout_of
 from serve.tune.schedule import SCHEDULES
 
 OPTIMIZERS = ("adam", "adamw", "muon", "sgd", "adafactor")
@@ -75,7 +76,8 @@ class FineTuneConfig(ModelSource):
         heading="training",
     )
     micro_batches: int | None = flag(
-        "number of micro-batches that a batch is cut into (default: --batch-size; 1 on one rank)",
+        "number of micro-batches that a batch is cut into (default: --batch-size, or without stages "
+        "one for each replica",
         None,
         min=1,
     )
@@ -146,6 +148,12 @@ class FineTuneConfig(ModelSource):
     clear_cache_threshold: str = flag(
         "empty MLX's memory cache between updates if it is larger than this, such as 2GB",
         "0",
+    )
+    data_parallel: int = flag(
+        "number of pipelines that share the micro-batches of each update; it divides the number of "
+        "ranks",
+        1,
+        min=1,
     )
     schedule: str = flag("pipeline schedule: " + ", ".join(SCHEDULES), "1f1b", among=SCHEDULES)
     stages_per_rank: int | None = flag(
@@ -313,10 +321,28 @@ class FineTuneConfig(ModelSource):
             return self.stages_per_rank or 2
         return 1
 
-    def num_micro_batches(self, num_ranks: int) -> int:
+    def layout(self, num_ranks: int) -> Layout:
+        """Divides the ranks. Raises UsageError if that leaves a remainder."""
+        return layout_of(num_ranks, 1, self.data_parallel)
+
+    def num_micro_batches(self, layout: Layout) -> int:
+        """The number of micro-batches of a batch. Raises UsageError if the replicas cannot divide
+        those of an update evenly."""
+        num_batches = self.grad_accumulation_steps
         if self.micro_batches:
-            return self.micro_batches
-        return self.batch_size if num_ranks > 1 else 1
+            count = self.micro_batches
+        elif layout.pipeline_size > 1:
+            count = self.batch_size
+        else:
+            # One for each replica in an update.
+            count = layout.num_replicas // math.gcd(layout.num_replicas, num_batches)
+        if self.batch_size % count:
+            raise UsageError(
+                f"--data-parallel {layout.num_replicas} does not divide --batch-size "
+                f"{self.batch_size}: each replica needs as many examples as the others."
+            )
+        check_shares(num_batches * count, layout.num_replicas)
+        return count
 
     def decides_numbers(self) -> dict[str, Any]:
         """Returns the settings that must not change when a run is resumed."""

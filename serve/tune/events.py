@@ -6,15 +6,17 @@ from pathlib import Path
 
 from serve.core.plan import LayerRange
 from serve.tune.forecast import Forecast
+from serve.tune.layout import Layout
 from serve.tune.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """Training begins. layers has the range of each stage, in the order of the model. size says
+    """Training begins. schedule is that of each replica. layers has the range of each stage, in the order of the model. size says
     how many examples there are, and in how many rows."""
 
     schedule: Schedule
+    layout: Layout
     layers: list[LayerRange]
     num_trained: int
     forecast: Forecast

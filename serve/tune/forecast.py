@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from serve.core.messages import Probe
+from serve.tune.layout import Layout
 from serve.tune.schedule import Op, OpCost, Schedule, simulate
 
 
@@ -79,10 +80,11 @@ def probe_of(
     updated: int,
     *,
     clips: bool,
+    sums: bool = False,
 ) -> Probe:
     """Returns the bytes and times of a rank's largest micro-batch. `updated` is the number of
     bytes that an update allocates before it frees the arrays that it replaces. `clips` says
-    that gradients are clipped."""
+    that gradients are clipped, and `sums` that they are summed over replicas."""
     seconds = OpSeconds()
     seconds.add(records)
     forwards = [record for record in records if record.op.kind == "F"]
@@ -91,6 +93,9 @@ def probe_of(
     extra["update"] = updated
     if clips:
         extra["update"] += gradients
+    if sums:
+        # Beside the gradients there are those of the next replica, and the sum.
+        extra["update"] = max(extra["update"], 2 * gradients)
     return Probe(base, gradients, held, extra, seconds.means())
 
 
@@ -125,10 +130,12 @@ class Forecast:
     peak_bytes: list[int]
 
 
-def forecast(schedule: Schedule, probes: Sequence[Probe]) -> Forecast:
-    """Makes the forecast of a schedule from the probes of all ranks, rank 0's first."""
-    in_flight = schedule.in_flight[::-1]
-    means = [mean for probe in probes for mean in probe.means]
+def forecast(schedule: Schedule, probes: Sequence[Probe], layout: Layout) -> Forecast:
+    """Makes the forecast of a schedule from the probes of all ranks, rank 0's first. The times of
+    the first pipeline stand for those of the others."""
+    by_place = schedule.in_flight[::-1]
+    in_flight = [by_place[layout.place(rank)] for rank in range(layout.num_ranks)]
+    means = [mean for rank in layout.pipeline(0) for mean in probes[rank].means]
     expected = utilisation(schedule, means)
     adds_up = schedule.shape.num_micro_batches > 1
     peaks = []

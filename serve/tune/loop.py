@@ -1,6 +1,7 @@
 """The training loop of one rank: it runs schedules, sums values over all ranks, and updates the
 rank's parameters. It does not access files."""
 
+import hashlib
 import math
 import time
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from serve.tune.backward import Arrays, Pass, TrainedStage
 from serve.tune.config import FineTuneConfig
 from serve.tune.data.examples import MicroBatch
 from serve.tune.forecast import OpRecord
+from serve.tune.layout import check_shares
+from serve.tune.mesh import Groups
 from serve.tune.model import DropoutKeys
 from serve.tune.optimizer import make_optimizer, parts_of, states_of
 from serve.tune.precision import HALF, LossScale, master_weights
@@ -48,16 +51,19 @@ class ScheduleRun:
 
 
 class Pipeline:
-    """This rank's stages, by their number in the pipeline."""
+    """This rank's stages, by their number in the pipeline. With several replicas, each runs every
+    D-th of the micro-batches of an update."""
 
     def __init__(
         self,
         stages: dict[int, TrainedStage],
-        links: Links,
+        groups: Groups,
         draw: DropoutKeys,
     ) -> None:
         self.stages = stages
-        self.links = links
+        self.links = groups.pipeline
+        self._first_number = groups.replica
+        self._num_replicas = groups.layout.num_replicas
         self._draw = draw
         self._passes: dict[tuple[int, int], Pass] = {}
 
@@ -103,7 +109,8 @@ class Pipeline:
         ran: ScheduleRun,
     ) -> list[mx.array] | None:
         stage = self.stages[op.stage]
-        self._draw.micro_batch = op.micro_batch
+        # Dropout depends on the number in the whole batch.
+        self._draw.micro_batch = op.micro_batch * self._num_replicas + self._first_number
         if op.stage >= shape.first_trained:
             needs_dx = op.stage > shape.first_trained
             made = stage.forward_backward(batch, given, scale, needs_dx)
@@ -175,6 +182,22 @@ def _holders(notes: Sequence[TrainedNames]) -> dict[str, list[int]]:
     return holders
 
 
+def _sum_over(links: Links, gradients: Arrays, names: Sequence[str]) -> None:
+    """Replaces these gradients by their sums over some ranks, which are the same to the last bit
+    on all of them. They travel in one message."""
+    if links.num_ranks == 1 or not names:
+        return
+    own = [gradients[name] for name in names]
+    sums = sum_arrays(links, own)
+    gradients.update(zip(names, sums, strict=True))
+
+
+def _bytes_of(array: mx.array) -> memoryview:
+    flat = array.reshape(-1).view(mx.uint8)
+    mx.eval(flat)  # One array at a time, so that there is no second copy of all.
+    return memoryview(flat)  # type: ignore[arg-type]
+
+
 def number(array: mx.array) -> float:
     return float(array.item())  # type: ignore[arg-type]
 
@@ -201,34 +224,40 @@ class Update:
 
 
 class Trainer:
-    """Makes the same updates on all ranks, each of its own parameters."""
+    """Makes the same updates on all ranks, each of its own parameters.
+
+    shared are the parameters that several ranks of a pipeline have, and owned are those that this
+    rank saves. Every parameter has one owner, which is in the first replica.
+    """
 
     def __init__(
         self,
         config: FineTuneConfig,
         stages: dict[int, TrainedStage],
-        links: Links,
+        groups: Groups,
         draw: DropoutKeys,
     ) -> None:
         self.config = config
         self.stages = stages
-        self.links = links
+        self.groups = groups
+        self.links = groups.everybody
         self._draw = draw
-        self.pipeline = Pipeline(stages, links, draw)
+        self.pipeline = Pipeline(stages, groups, draw)
         own_names = {number: stage.names for number, stage in stages.items()}
-        notes = exchange(links, TrainedNames(own_names))
+        notes = exchange(groups.pipeline, TrainedNames(own_names))
         holders = _holders(notes)
         if not holders:
             raise UsageError("Nothing is trained: see num_layers, and keys of lora_parameters.")
         first_trained = min(min(numbers) for numbers in holders.values())
-        self.shape = Shape(links.num_ranks, 1, len(stages), first_trained)
+        self.shape = Shape(groups.layout.pipeline_size, 1, len(stages), first_trained)
         self.shared: set[str] = set()
         self.owned: set[str] = set()
         for name, numbers in holders.items():
             ranks = {self.shape.rank(number) for number in numbers}
             if len(ranks) > 1:
                 self.shared.add(name)
-            if self.shape.rank(min(numbers)) == links.rank:
+            is_first = self.shape.rank(min(numbers)) == groups.pipeline.rank
+            if is_first and groups.replica == 0:
                 self.owned.add(name)
         self.masters = master_weights(self.parameters())
         self.optimizer = make_optimizer(config)
@@ -301,6 +330,18 @@ class Trainer:
                 return name
         return None
 
+    def digest(self) -> str:
+        """A digest of this rank's trained weights, master weights and optimizer's state."""
+        digest = hashlib.sha256()
+        states = states_of(self.optimizer)
+        for name, array in sorted(self.parameters().items()):
+            named = {"": array, _MASTER: self.masters.get(name), **states.get(name, {})}
+            for part, each in named.items():
+                if each is not None:
+                    digest.update(f"{name} {part}".encode())
+                    digest.update(_bytes_of(each))
+        return digest.hexdigest()
+
     def schedule(self, num_micro_batches: int, kind: str | None = None) -> Schedule:
         """Makes a schedule and proves that it can be run."""
         shape = replace(self.shape, num_micro_batches=num_micro_batches)
@@ -308,13 +349,21 @@ class Trainer:
         check(schedule)
         return schedule
 
+    def update_schedule(self, num_micro_batches: int) -> Schedule:
+        """Makes this replica's schedule of an update. Raises UsageError if the replicas cannot
+        divide its micro-batches evenly."""
+        num_replicas = self.groups.layout.num_replicas
+        check_shares(num_micro_batches, num_replicas)
+        return self.schedule(num_micro_batches // num_replicas)
+
     def update(
         self,
         number: int,
         batches: Sequence[MicroBatch],
         schedule: Schedule,
     ) -> Update:
-        """Makes the update with this number, from the micro-batches of one batch."""
+        """Makes the update with this number, from all of its micro-batches. The schedule is that
+        of this replica's share."""
         self._draw.update = number
         num_labels = sum(batch.num_labels for batch in batches)
         ran, notes, loss, norm = self._gradients(batches, num_labels, schedule)
@@ -353,11 +402,12 @@ class Trainer:
         while True:
             ran = self.pipeline.run(
                 schedule,
-                batches,
+                self._share(batches),
                 scale=1 / num_labels,
                 loss_scale=self.loss_scale.value,
             )
             self._sum_shared(ran.gradients)
+            _sum_over(self.groups.replicas, ran.gradients, sorted(ran.gradients))
             own_note = self._note(ran)
             notes = exchange(self.links, own_note)
             loss = sum(note.loss for note in notes)
@@ -385,9 +435,10 @@ class Trainer:
         """Returns the mean loss over the learned tokens. Runs the same pipeline forward only."""
         self._set_training(False)
         total = 0.0
-        size = _FORWARD_ROUND * self.shape.num_ranks
+        layout = self.groups.layout
+        size = _FORWARD_ROUND * layout.pipeline_size * layout.num_replicas
         for start in range(0, len(batches), size):
-            part = batches[start : start + size]
+            part = self._share(batches[start : start + size])
             schedule = self.schedule(len(part), "forward")
             ran = self.pipeline.run(schedule, part, 1.0)
             # After each round all ranks wait for each other. Otherwise the first would run ahead.
@@ -397,6 +448,11 @@ class Trainer:
         num_labels = sum(batch.num_labels for batch in batches)
         return total / num_labels
 
+    def _share(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """This replica's share of micro-batches. They are in the order of their length, so every
+        replica gets short and long ones."""
+        return batches[self.groups.replica :: self.groups.layout.num_replicas]
+
     def _shared_dtypes(self) -> set[mx.Dtype]:
         """The types of all weights on all ranks."""
         own: set[str] = set()
@@ -404,7 +460,7 @@ class Trainer:
             for array in stage.stage.weights().values():
                 own.add(str(array.dtype))
         names: set[str] = set()
-        for note in exchange(self.links, WeightTypes(list(own))):
+        for note in exchange(self.groups.pipeline, WeightTypes(list(own))):
             names.update(note.names)
         dtypes = (*HALF, mx.float32)
         return {dtype for dtype in dtypes if str(dtype) in names}
@@ -421,7 +477,7 @@ class Trainer:
             # An integer, because a float32 zero would turn a bfloat16 sum into float32.
             zero = mx.array(0)
             own = gradients.get(name, zero)
-            (total,) = sum_arrays(self.links, [own])
+            (total,) = sum_arrays(self.groups.pipeline, [own])
             if name in gradients:
                 gradients[name] = total
 

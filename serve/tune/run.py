@@ -2,7 +2,6 @@
 all events for the user."""
 
 import time
-import zlib
 from pathlib import Path
 
 import mlx.core as mx
@@ -10,7 +9,6 @@ import mlx.core as mx
 from serve.core.config import Cluster
 from serve.core.errors import EngineError
 from serve.core.messages import NumTrained, OpTimes, Probe, Reached
-from serve.ring.transport import Ring
 from serve.tune import saving
 from serve.tune.config import FineTuneConfig
 from serve.tune.data import examples, packing
@@ -19,15 +17,15 @@ from serve.tune.events import Finished, NothingLeft, Show, Started, Validated, W
 from serve.tune.forecast import Forecast, Span, forecast, probe_of, spans, utilisation
 from serve.tune.inputs import Inputs, agree, open_inputs
 from serve.tune.loop import Update
+from serve.tune.mesh import Groups, join
 from serve.tune.precision import HALF
 from serve.tune.results import card, run_folder, whole
 from serve.tune.results.checkpoint import load_arrays
 from serve.tune.schedule import Schedule
 from serve.tune.session import Progress, Session, held_out_batches, keep, load, update_batches
-from serve.tune.transport import Links, RingLinks, exchange, local_links, share
+from serve.tune.transport import exchange, share
 from serve.tune.window import Window
 
-_JOIN_SECONDS = 60.0
 # How much of a loss rounding may change when an example is at another position of its row.
 _ROUNDING = 1e-4
 _HALF_ROUNDING = 1e-2
@@ -41,34 +39,28 @@ def run(
 ) -> Path:
     """Runs everything and returns the folder of the weights that a server should load. It returns
     when all ranks have finished. The model card quotes `command`. Raises BrigadeError."""
-    links = join(cluster, config.stall_timeout)
+    groups = join(cluster, config.layout(cluster.num_ranks), config.stall_timeout)
+    links = groups.everybody
     try:
-        folder = run_rank(config, links, show, command)
+        folder = run_rank(config, groups, show, command)
         exchange(links, Reached("the end"))
         return folder
     finally:
         links.close()
 
 
-def join(cluster: Cluster, stall_seconds: float) -> Links:
-    if cluster.num_ranks == 1:
-        return local_links(1)[0]
-    nonce = zlib.crc32(cluster.secret.encode()) >> 1
-    ring = Ring(cluster.rank, cluster.hosts, nonce, _JOIN_SECONDS)
-    return RingLinks(ring, stall_seconds)
-
-
 def run_rank(
     config: FineTuneConfig,
-    links: Links,
+    groups: Groups,
     show: Show,
     command: str = "",
 ) -> Path:
     """Does one rank's part of a run over these links. Returns the same folder as `run`."""
+    links = groups.everybody
     inputs = open_inputs(config, links)
     agree(inputs, links)
     own_show = show if links.rank == 0 else _show_nothing
-    session = load(inputs, links, own_show)
+    session = load(inputs, groups, own_show)
     progress = saving.new_progress(session)
     ran: list[Span] = []
     if inputs.config.trains:
@@ -113,7 +105,7 @@ def train(session: Session, progress: Progress) -> list[Span]:
     each op of the last update ran, on all ranks. Raises BrigadeError."""
     config = session.config
     num_micro_batches = config.grad_accumulation_steps * progress.num_parts
-    schedule = session.trainer.schedule(num_micro_batches)
+    schedule = session.trainer.update_schedule(num_micro_batches)
     expected = measure(session, progress.num_parts, schedule)
     _tell_start(session, progress, schedule, expected)
     saving.check_finite(session, progress, "before training")
@@ -173,13 +165,13 @@ def measure(session: Session, num_parts: int, schedule: Schedule) -> Forecast:
     """Runs the largest micro-batches and discards their gradients, to forecast an update. It runs
     them twice, because the first run includes one-time costs."""
     trainer = session.trainer
-    num_ranks = session.links.num_ranks
+    pipeline_size = session.groups.layout.pipeline_size
     num_rows = session.config.batch_size // num_parts
     largest = examples.largest(session.inputs.train, num_rows)
     kind = "interleaved" if schedule.shape.num_chunks > 1 else "naive"
-    small = trainer.schedule(num_ranks, kind)
+    small = trainer.schedule(pipeline_size, kind)
     for _ in range(2):
-        ran = trainer.pipeline.run(small, [largest] * num_ranks, 1.0)
+        ran = trainer.pipeline.run(small, [largest] * pipeline_size, 1.0)
         ran.gradients.clear()
         exchange(session.links, Reached("warm"))  # All have finished before one begins again.
     probe: Probe = probe_of(
@@ -188,9 +180,10 @@ def measure(session: Session, num_parts: int, schedule: Schedule) -> Forecast:
         gradients=trainer.gradient_bytes,
         updated=trainer.updated_bytes,
         clips=session.config.max_grad_norm is not None,
+        sums=session.groups.replicas.num_ranks > 1,
     )
     probes = exchange(session.links, probe)
-    return forecast(schedule, probes)
+    return forecast(schedule, probes, session.groups.layout)
 
 
 def _validate(session: Session, progress: Progress, batches: list[MicroBatch]) -> None:
@@ -236,6 +229,7 @@ def _tell_start(
     num_trained = sum(note.count for note in notes)
     started = Started(
         schedule=schedule,
+        layout=session.groups.layout,
         layers=session.layers,
         num_trained=num_trained,
         forecast=expected,
@@ -255,8 +249,11 @@ def _tell_end(
     expected: Forecast,
     window: Window,
 ) -> list[Span]:
-    own_spans = spans(window.last_records)
-    own = OpTimes(window.ops.means(), [*own_spans])
+    own = OpTimes([], [])
+    if session.links.rank in session.groups.layout.pipeline(0):
+        # The times of one pipeline stand for those of the others, which do the same.
+        own_spans = spans(window.last_records)
+        own = OpTimes(window.ops.means(), [*own_spans])
     notes = exchange(session.links, own)
     means = [mean for note in notes for mean in note.means]
     finished = Finished(

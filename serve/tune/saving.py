@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from serve.core.errors import EngineError
-from serve.core.messages import NotFinite, ResumePoint
+from serve.core.messages import NotFinite, ResumePoint, WeightDigest
 from serve.tune.backward import Arrays
 from serve.tune.events import Saved
 from serve.tune.history import History
@@ -37,7 +37,7 @@ def begin(session: Session) -> Progress:
 
 
 def new_progress(session: Session) -> Progress:
-    return Progress(session.config.num_micro_batches(session.links.num_ranks))
+    return Progress(session.config.num_micro_batches(session.groups.layout))
 
 
 def resume(session: Session) -> Progress:
@@ -68,6 +68,7 @@ def resume(session: Session) -> Progress:
 def save(session: Session, progress: Progress) -> None:
     """Gathers the adapter and the optimizer's state, and writes them on rank 0."""
     check_finite(session, progress, f"after batch {progress.done}")
+    check_replicas(session, progress)
     adapter = gather_adapter(session)
     state = gather(session.links, session.trainer.owned_state())
     if session.is_first:
@@ -108,6 +109,22 @@ def check_finite(session: Session, progress: Progress, moment: str) -> None:
             raise EngineError(
                 f"Not all numbers of {note.name} on rank {rank} are finite {moment}, so nothing "
                 f"was written. {what_is_kept(session, progress)}"
+            )
+
+
+def check_replicas(session: Session, progress: Progress) -> None:
+    """Raises EngineError on all ranks if two replicas no longer have the same weights."""
+    layout = session.groups.layout
+    if layout.num_replicas == 1:
+        return
+    notes = exchange(session.links, WeightDigest(session.trainer.digest()))
+    for rank, note in enumerate(notes):
+        first, *_ = layout.replicas(rank)
+        if note.digest != notes[first].digest:
+            raise EngineError(
+                f"Ranks {first} and {rank} should have the same weights after batch "
+                f"{progress.done}, but they differ: check their memory and their versions of MLX. "
+                f"Nothing was written. {what_is_kept(session, progress)}"
             )
 
 

@@ -12,6 +12,7 @@ from serve.tune.events import Finished, Reported, Show, Validated
 from serve.tune.history import History
 from serve.tune.inputs import Inputs
 from serve.tune.loop import Trainer
+from serve.tune.mesh import Groups
 from serve.tune.model import DropoutKeys, prepare, split_layers
 from serve.tune.results import checkpoint
 from serve.tune.schedule import Shape
@@ -24,7 +25,7 @@ class Session:
     model. Only rank 0 shows events and writes files."""
 
     inputs: Inputs
-    links: Links
+    groups: Groups
     show: Show
     layers: list[LayerRange]
     trainer: Trainer
@@ -32,6 +33,11 @@ class Session:
     @property
     def config(self) -> FineTuneConfig:
         return self.inputs.config
+
+    @property
+    def links(self) -> Links:
+        """The links to all ranks."""
+        return self.groups.everybody
 
     @property
     def is_first(self) -> bool:
@@ -54,20 +60,20 @@ class Progress:
     has_learned: bool = False
 
 
-def load(inputs: Inputs, links: Links, show: Show) -> Session:
+def load(inputs: Inputs, groups: Groups, show: Show) -> Session:
     """Loads this rank's stages. Raises BrigadeError."""
     config = inputs.config
-    shape = Shape(links.num_ranks, 1, config.num_chunks())
+    shape = Shape(groups.layout.pipeline_size, 1, config.num_chunks())
     layers = split_layers(config, inputs.folder, shape.num_stages)
     draw = DropoutKeys(config.seed)
     make_trainable = partial(prepare, config, draw)
     stages = {}
-    for number in shape.stages(links.rank):
+    for number in shape.stages(groups.pipeline.rank):
         start, end = layers[number]
         loaded = load_stage(inputs.model, start, end, _report_nothing, make_trainable)
         stages[number] = TrainedStage(loaded.stage, config.grad_checkpoint)
-    trainer = Trainer(config, stages, links, draw)
-    return Session(inputs, links, show, layers, trainer)
+    trainer = Trainer(config, stages, groups, draw)
+    return Session(inputs, groups, show, layers, trainer)
 
 
 def _report_nothing(*_: object) -> None:

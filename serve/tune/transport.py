@@ -8,7 +8,8 @@ because a waiting receive uses a core. Nothing here is a collective of MLX."""
 import math
 import queue
 import socket
-from collections import defaultdict, deque
+from abc import ABC, abstractmethod
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
@@ -46,6 +47,7 @@ class Inbox:
         self._num_peers = num_peers
         self._stall_seconds = stall_seconds
         self._silent_seconds: dict[int, float] = {}
+        self._num_heard: Counter[int] = Counter()
         self._messages: dict[str, deque[Payload]] = defaultdict(deque)
         self._changed = Condition()
         self._error: ClusterError | None = None
@@ -66,6 +68,12 @@ class Inbox:
         within every stall_seconds."""
         with self._changed:
             self._silent_seconds[peer] = 0.0
+            self._num_heard[peer] += 1
+
+    def num_heard(self) -> dict[int, int]:
+        """How often each neighbour that has not finished was heard."""
+        with self._changed:
+            return {peer: self._num_heard[peer] for peer in self._silent_seconds}
 
     def part(self, peer: int) -> None:
         """Notes that a neighbour has finished. Other neighbours may still send messages."""
@@ -93,10 +101,14 @@ class Inbox:
             self._silent_seconds[peer] += _TICK_SECONDS
             if self._silent_seconds[peer] <= self._stall_seconds:
                 continue
-            raise ClusterError(
-                f"Rank {peer} has been silent for {self._stall_seconds:g} s: is it "
-                "stopped, or its host or network down? See --stall-timeout."
-            )
+            raise ClusterError(silence(peer, self._stall_seconds))
+
+
+def silence(peer: int, seconds: float) -> str:
+    return (
+        f"Rank {peer} has been silent for {seconds:g} s: is it stopped, or its host or network "
+        "down? See --stall-timeout."
+    )
 
 
 class Links(Protocol):
@@ -279,30 +291,37 @@ def _neighbours(rank: int, num_ranks: int) -> set[int]:
 # --- between processes
 
 
-class RingLinks:
+class ProcessLinks(ABC):
     """The links of a rank that is a process of its own.
 
-    `receive` raises ClusterError when a neighbour is gone, or silent for stall_seconds. The
-    process has to end then, because it cannot form a second group.
+    Headers travel over sockets. How the bytes of tensors travel is up to the subclass. `receive`
+    raises ClusterError when a neighbour is gone, or silent for stall_seconds. The process has to
+    end then, because it cannot form a second group.
     """
 
-    def __init__(self, ring: Ring, stall_seconds: float) -> None:
-        self.rank = ring.rank
-        self.num_ranks = len(ring.hosts)
-        peers = _neighbours(self.rank, self.num_ranks)
-        self._inbox = Inbox(len(peers), stall_seconds)
+    def __init__(self, rank: int, num_ranks: int, num_peers: int, stall_seconds: float) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self._inbox = Inbox(num_peers, stall_seconds)
         self._beat_seconds = min(_BEAT_SECONDS, stall_seconds / 4)
-        stream = mx.new_stream(mx.cpu)
-        self._group, self._left, self._right = form_ring(ring, stream)
-        left = (ring.rank - 1) % self.num_ranks
-        right = (ring.rank + 1) % self.num_ranks
-        writers = {left: self._left}
-        readers = {right: self._right}
-        if left != right:
-            writers[right] = self._right
-            readers[left] = self._left
         self._outboxes: dict[int, queue.SimpleQueue[tuple[str, Payload] | None]] = {}
-        self._senders = []
+        self._senders: list[Thread] = []
+        self._sockets: set[socket.socket] = set()
+
+    @abstractmethod
+    def _send_part(self, peer: int, part: mx.array, stream: mx.Stream) -> None:
+        """Sends evaluated bytes, and returns when they are on their way."""
+
+    @abstractmethod
+    def _receive_part(self, peer: int, num_bytes: int, stream: mx.Stream) -> mx.array: ...
+
+    def _open(
+        self,
+        writers: Mapping[int, socket.socket],
+        readers: Mapping[int, socket.socket],
+    ) -> None:
+        """Starts to send to and to receive from neighbours, by their ranks."""
+        self._sockets = {*writers.values(), *readers.values()}
         for peer, doorbell in writers.items():
             self._outboxes[peer] = queue.SimpleQueue()
             self._senders.append(self._start(self._send_all, peer, doorbell))
@@ -318,7 +337,10 @@ class RingLinks:
         arrays: Sequence[mx.array],
     ) -> None:
         payload = notes, list(arrays)
-        self._outboxes[to].put((tag, payload))
+        if to == self.rank:
+            self._inbox.put(tag, payload)
+        else:
+            self._outboxes[to].put((tag, payload))
 
     def receive(self, tag: str) -> Payload:
         return self._inbox.take(tag)
@@ -330,7 +352,7 @@ class RingLinks:
             outbox.put(None)
         for sender in self._senders:
             sender.join(_FLUSH_SECONDS)
-        for doorbell in (self._left, self._right):
+        for doorbell in self._sockets:
             doorbell.close()
 
     def _start(
@@ -371,8 +393,7 @@ class RingLinks:
                 doorbell.sendall(frame(header))
                 while parts:
                     part = parts.pop(0)
-                    sent = mx.distributed.send(part, peer, group=self._group, stream=stream)
-                    mx.eval(sent)
+                    self._send_part(peer, part, stream)
 
     def _next(self, peer: int, doorbell: socket.socket) -> tuple[str, Payload] | None:
         """Waits for the next message to send, and tells the peer meanwhile that this rank is
@@ -388,7 +409,7 @@ class RingLinks:
 
     def _receive_all(self, peer: int, doorbell: socket.socket, stream: mx.Stream) -> None:
         frames: FrameReader[BetweenTrainers] = FrameReader(BetweenTrainers)
-        while data := doorbell.recv(1 << 16):
+        while data := doorbell.recv(frames.num_missing):
             self._inbox.hear(peer)
             for message in frames.feed(data):
                 match message:
@@ -417,13 +438,7 @@ class RingLinks:
                 item_bytes = DTYPES[spec.dtype].size
                 for start, end in _parts(num_elements, item_bytes):
                     part = [TensorSpec(spec.dtype, (end - start,))]
-                    packed = mx.distributed.recv(
-                        (packed_bytes(part),),
-                        mx.uint8,
-                        peer,
-                        group=self._group,
-                        stream=stream,
-                    )
+                    packed = self._receive_part(peer, packed_bytes(part), stream)
                     parts += unpack(header.number, part, packed)
                     mx.eval(parts)  # Here: a lazy array cannot leave the thread that made it.
                     self._inbox.hear(peer)
@@ -431,6 +446,36 @@ class RingLinks:
                 arrays.append(flat.reshape(spec.shape))
             mx.eval(arrays)
         return arrays
+
+
+class RingLinks(ProcessLinks):
+    """The links of a ring: to both neighbours. Tensors travel over MLX's own ring."""
+
+    def __init__(self, ring: Ring, stall_seconds: float) -> None:
+        num_ranks = len(ring.hosts)
+        num_peers = len(_neighbours(ring.rank, num_ranks))
+        super().__init__(ring.rank, num_ranks, num_peers, stall_seconds)
+        self._group, to_left, to_right = form_ring(ring, mx.new_stream(mx.cpu))
+        left = (ring.rank - 1) % num_ranks
+        right = (ring.rank + 1) % num_ranks
+        writers = {left: to_left}
+        readers = {right: to_right}
+        if left != right:
+            writers[right] = to_right
+            readers[left] = to_left
+        self._open(writers, readers)
+
+    def _send_part(self, peer: int, part: mx.array, stream: mx.Stream) -> None:
+        mx.eval(mx.distributed.send(part, peer, group=self._group, stream=stream))
+
+    def _receive_part(self, peer: int, num_bytes: int, stream: mx.Stream) -> mx.array:
+        return mx.distributed.recv(
+            (num_bytes,),
+            mx.uint8,
+            peer,
+            group=self._group,
+            stream=stream,
+        )
 
 
 def _parts(num_elements: int, item_bytes: int) -> list[tuple[int, int]]:

@@ -19,6 +19,7 @@ from serve.tune.backward import Arrays, TrainedStage, loss_sum
 from serve.tune.config import FineTuneConfig
 from serve.tune.data.examples import MicroBatch
 from serve.tune.loop import Trainer
+from serve.tune.mesh import groups_of
 from serve.tune.model import DropoutKeys, make_trainable
 from serve.tune.schedule import Shape
 from serve.tune.transport import Links, LocalLinks, gather, local_links
@@ -83,16 +84,17 @@ def trainer(
 ) -> Trainer:
     """A trainer of this rank's part of the same model."""
     draw = DropoutKeys(config.seed)
-    shape = Shape(links.num_ranks, 1, config.num_chunks())
+    groups = groups_of(config.layout(links.num_ranks), links)
+    shape = Shape(groups.layout.pipeline_size, 1, config.num_chunks())
     with BUILDING:
         layers = even_split(len(make(name).layers), shape.num_stages)[::-1]
         stages = {
             n: TrainedStage(
                 Stage(tuned(config, name, draw, make), *layers[n]), config.grad_checkpoint
             )
-            for n in shape.stages(links.rank)
+            for n in shape.stages(groups.pipeline.rank)
         }
-    return Trainer(config, stages, links, draw)
+    return Trainer(config, stages, groups, draw)
 
 
 def batches_of(lengths: Sequence[Sequence[int]], seed: int = 1) -> list[MicroBatch]:

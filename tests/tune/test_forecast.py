@@ -4,6 +4,7 @@ import pytest
 
 from serve.core.messages import Probe
 from serve.tune.forecast import OpRecord, OpSeconds, forecast, peak_bytes, probe_of, utilisation
+from serve.tune.layout import Layout
 from serve.tune.schedule import Op, Shape, make_schedule
 
 # One micro-batch: it holds 10 bytes from F to W, and ops need 5, 4 and 3 more for a while.
@@ -61,7 +62,7 @@ def test_a_forecast_has_the_ranks_in_their_order() -> None:
         probed(),
         probe_of([r._replace(op=r.op._replace(stage=1)) for r in RECORDS], 200, 2, 2, clips=False),
     ]
-    found = forecast(schedule, probes)
+    found = forecast(schedule, probes, Layout(2))
     assert found.in_flight == [1, 2]
     assert found.peak_bytes == [peak_bytes(probes[0], 1), peak_bytes(probes[1], 2)]
 

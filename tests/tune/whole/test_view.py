@@ -11,12 +11,14 @@ from rich.console import Console
 from serve.cli import training
 from serve.tune.events import Finished, NothingLeft, Reported, Saved, Started, Validated, Written
 from serve.tune.forecast import Forecast
+from serve.tune.layout import Layout
 from serve.tune.schedule import Shape, make_schedule
 
 FORECAST = Forecast(0.75, [1, 2], [10**6, 2 * 10**6])
 EVENTS = [
     Started(
         schedule=make_schedule("1f1b", Shape(2, 4)),
+        layout=Layout(2),
         layers=[(0, 3), (3, 8)],
         num_trained=1234,
         forecast=FORECAST,

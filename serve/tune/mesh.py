@@ -1,0 +1,188 @@
+"""Links between any two ranks of a run, and the groups of ranks that a layout of shards and
+replicas has.
+
+A ring of MLX has links to two neighbours only, and a process can be in only one. So with shards or
+replicas everything between ranks travels over TCP, and the ring is left to the shards of a stage,
+for the sums inside their layers."""
+
+import faulthandler
+import logging
+import os
+import socket
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Thread
+from typing import Any, cast
+
+import mlx.core as mx
+
+from serve.core.config import Cluster, parse_address
+from serve.core.errors import ClusterError
+from serve.core.messages import AnyNote
+from serve.ring.doorbells import Grid, meet_all
+from serve.ring.transport import Ring, among, exchange, form_group
+from serve.tune.layout import Layout
+from serve.tune.transport import Links, Payload, ProcessLinks, RingLinks, local_links, silence
+
+_logger = logging.getLogger(__name__)
+_JOIN_SECONDS = 60.0
+_TICK_SECONDS = 1.0
+
+
+class MeshLinks(ProcessLinks):
+    """The links of a rank to all others: one connection to each, which also carries the bytes of
+    tensors."""
+
+    def __init__(self, rank: int, peers: Mapping[int, socket.socket], stall_seconds: float) -> None:
+        super().__init__(rank, len(peers) + 1, len(peers), stall_seconds)
+        self._peers = peers
+        self._stall_seconds = stall_seconds
+        self._open(peers, peers)
+
+    def watch(self) -> None:
+        """Ends this process when another rank is silent, also while this one waits for it in a sum
+        of MLX, which cannot be interrupted."""
+        Thread(target=self._watch, name="watch", daemon=True).start()
+
+    def _watch(self) -> None:
+        silent = dict.fromkeys(self._peers, 0.0)
+        heard: dict[int, int] = {}
+        while True:
+            time.sleep(_TICK_SECONDS)
+            before, heard = heard, self._inbox.num_heard()
+            # Only seconds in which this process ran count: after it was stopped, it blames nobody.
+            for peer, count in heard.items():
+                silent[peer] = silent[peer] + _TICK_SECONDS if before.get(peer) == count else 0.0
+                if silent[peer] > self._stall_seconds + _TICK_SECONDS:
+                    _logger.error("%s", silence(peer, self._stall_seconds))
+                    os._exit(ClusterError.exit_code)
+
+    def _send_part(self, peer: int, part: mx.array, stream: mx.Stream) -> None:
+        mx.eval(part)
+        self._peers[peer].sendall(memoryview(cast(Any, part)))
+
+    def _receive_part(self, peer: int, num_bytes: int, stream: mx.Stream) -> mx.array:
+        data = bytearray(num_bytes)
+        view = memoryview(data)
+        while view:
+            num_read = self._peers[peer].recv_into(view)
+            if not num_read:
+                raise ClusterError("it ended in the middle of a message")
+            view = view[num_read:]
+        return mx.array(cast(Any, data))
+
+
+class Subset:
+    """The links among some of the ranks, which are numbered by their places in `ranks`. name is
+    part of the tags of its messages."""
+
+    def __init__(self, links: Links, name: str, ranks: Sequence[int]) -> None:
+        self.rank = ranks.index(links.rank)
+        self.num_ranks = len(ranks)
+        self._links = links
+        self._name = name
+        self._ranks = ranks
+
+    def send(
+        self,
+        to: int,
+        tag: str,
+        notes: tuple[AnyNote, ...],
+        arrays: Sequence[mx.array],
+    ) -> None:
+        self._links.send(self._ranks[to], f"{self._name} {tag}", notes, arrays)
+
+    def receive(self, tag: str) -> Payload:
+        return self._links.receive(f"{self._name} {tag}")
+
+    def close(self) -> None:
+        self._links.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The links of a rank to all ranks of the run and to those of its groups: its pipeline, the
+    shards of its stage, and the ranks with the same weights in other replicas. ring is MLX's group
+    of the shards, None if there is only one."""
+
+    layout: Layout
+    everybody: Links
+    pipeline: Links
+    shards: Links
+    replicas: Links
+    ring: mx.distributed.Group | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.everybody.rank
+
+    @property
+    def shard(self) -> int:
+        return self.layout.shard(self.rank)
+
+    @property
+    def replica(self) -> int:
+        return self.layout.replica(self.rank)
+
+
+def groups_of(
+    layout: Layout,
+    links: Links,
+    ring: mx.distributed.Group | None = None,
+) -> Groups:
+    rank = links.rank
+    return Groups(
+        layout,
+        links,
+        _subset(links, "pipeline", layout.pipeline(rank)),
+        _subset(links, "shards", layout.shards(rank)),
+        _subset(links, "replicas", layout.replicas(rank)),
+        ring,
+    )
+
+
+def _subset(links: Links, name: str, ranks: Sequence[int]) -> Links:
+    if len(ranks) == links.num_ranks:
+        return links
+    return Subset(links, name, ranks)
+
+
+def join(cluster: Cluster, layout: Layout, stall_seconds: float) -> Groups:
+    """Joins all ranks of a run, in the main thread. Raises ClusterError."""
+    if cluster.num_ranks == 1:
+        return groups_of(layout, local_links(1)[0])
+    nonce = zlib.crc32(cluster.secret.encode()) >> 1
+    if layout.pipeline_size == cluster.num_ranks:
+        ring = Ring(cluster.rank, cluster.hosts, nonce, _JOIN_SECONDS)
+        return groups_of(layout, RingLinks(ring, stall_seconds))
+    addresses = tuple(parse_address(first, "MLX_HOSTFILE") for first, *_ in cluster.addresses)
+    grid = Grid(cluster.rank, layout.num_shards, addresses, nonce, _JOIN_SECONDS)
+    doorbells = meet_all(grid)
+    group = None
+    if layout.num_shards > 1:
+        group = _form_ring(cluster, grid)
+    peers = {rank: doorbell.detach() for rank, doorbell in doorbells.items()}
+    links = MeshLinks(cluster.rank, peers, stall_seconds)
+    if group is not None:
+        links.watch()
+    return groups_of(layout, links, group)
+
+
+def _form_ring(cluster: Cluster, grid: Grid) -> mx.distributed.Group:
+    """Forms MLX's ring of the shards of a stage."""
+    addresses = [list(each) for each in cluster.addresses]
+    # MLX holds the interpreter's lock while it waits for neighbours, so no signal would be heeded.
+    faulthandler.dump_traceback_later(_JOIN_SECONDS, exit=True)
+    try:
+        with TemporaryDirectory() as folder, among(grid.row, addresses, Path(folder)):
+            group = form_group(grid.shard, grid.num_shards)
+            exchange(grid.nonce, 0, group, mx.default_stream(mx.cpu))
+            return group
+    except RuntimeError as error:
+        raise ClusterError(f"The ring of the shards broke: {error}.") from error
+    finally:
+        faulthandler.cancel_dump_traceback_later()
