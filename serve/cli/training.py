@@ -135,8 +135,9 @@ def _show_start(event: Started) -> None:
     parts = f"{num_parts} micro-batch{'es' * (num_parts > 1)}"
     table = Table("rank")
     table.title = f"Schedule {schedule.kind}: {parts} an update"
-    if layout.num_replicas > 1:
+    if layout.num_ranks > layout.pipeline_size:
         table.add_column("replica")
+        table.add_column("shard")
         table.title += f", on {layout}"
     for header in ("layers", "micro-batches in memory", "peak memory (forecast)"):
         table.add_column(header)
@@ -144,8 +145,8 @@ def _show_start(event: Started) -> None:
         ranges = [event.layers[n] for n in shape.stages(layout.place(rank))]
         layers = " ".join(f"{start}-{end - 1}" for start, end in ranges)
         cells = [layers, str(event.forecast.in_flight[rank]), format_bytes(peak)]
-        if layout.num_replicas > 1:
-            cells.insert(0, str(layout.replica(rank)))
+        if layout.num_ranks > layout.pipeline_size:
+            cells = [str(layout.replica(rank)), str(layout.shard(rank)), *cells]
         table.add_row(str(rank), *cells)
     _OUT.print(table)
     if shape.num_ranks > 1:

@@ -209,7 +209,7 @@ class Adapted:
             return plain
         module: Any = self._module
         x = args[0]
-        base = _times_own_weight(x, module)
+        base = times_own_weight(x, module)
         apart = self._rows.apart(x, self._name)
         inner = self._rows.times(apart, self._a)
         wide_delta = self._rows.times(inner, self._b)
@@ -273,7 +273,7 @@ class Adapted:
         return y + delta.astype(y.dtype)
 
 
-def _times_own_weight(x: mx.array, module: Any) -> mx.array:
+def times_own_weight(x: mx.array, module: Any) -> mx.array:
     """The outputs of one of the modules in SUMMING, before they are summed over the shards."""
     weight = module["weight"]
     y: mx.array

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from serve.core.config import ModelSource, check_ranges, check_revision, flag
+from serve.core.config import TENSOR_PARALLEL_HELP, ModelSource, check_ranges, check_revision, flag
 from serve.core.errors import UsageError
 from serve.core.plan import parse_memory
 from serve.tune.layout import Layout, check_shares, layout_of
@@ -76,8 +76,8 @@ class FineTuneConfig(ModelSource):
         heading="training",
     )
     micro_batches: int | None = flag(
-        "number of micro-batches that a batch is cut into (default: --batch-size, or without stages "
-        "one for each replica",
+        "number of micro-batches that a batch is cut into (default: --batch-size; without stages "
+        "1, or one for each replica)",
         None,
         min=1,
     )
@@ -149,6 +149,7 @@ class FineTuneConfig(ModelSource):
         "empty MLX's memory cache between updates if it is larger than this, such as 2GB",
         "0",
     )
+    tensor_parallel: int = flag(TENSOR_PARALLEL_HELP, 1, min=1)
     data_parallel: int = flag(
         "number of pipelines that share the micro-batches of each update; it divides the number of "
         "ranks",
@@ -194,6 +195,7 @@ class FineTuneConfig(ModelSource):
         check_revision(self.model, self.revision)
         self._check_numbers()
         self._check_structures()
+        self._check_shards()
         if self.trust_remote_code:
             raise UsageError(
                 "--trust-remote-code is refused: Brigade does not run code from model repositories."
@@ -230,6 +232,21 @@ class FineTuneConfig(ModelSource):
             raise UsageError("--early-stop needs validations: see --val-batches.")
         if self.fine_tune_type == "full" and (self.peft or self.load_into):
             raise UsageError("--peft and --load-into are for adapters, not --fine-tune-type full.")
+
+    def _check_shards(self) -> None:
+        if self.tensor_parallel == 1:
+            return
+        # Both need whole matrices, of which each shard has only a part.
+        if self.fine_tune_type != "lora":
+            raise UsageError(
+                f"--fine-tune-type {self.fine_tune_type} does not work with --tensor-parallel: "
+                "train lora, or use stages and --data-parallel."
+            )
+        if self.optimizer in ("muon", "adafactor"):
+            raise UsageError(
+                f"--optimizer {self.optimizer} does not work with --tensor-parallel: use adam, "
+                "adamw or sgd."
+            )
 
     def _check_adapter_flags(self) -> None:
         names = ("lora_rank", "lora_scale", "lora_alpha", "lora_dropout")
@@ -323,7 +340,7 @@ class FineTuneConfig(ModelSource):
 
     def layout(self, num_ranks: int) -> Layout:
         """Divides the ranks. Raises UsageError if that leaves a remainder."""
-        return layout_of(num_ranks, 1, self.data_parallel)
+        return layout_of(num_ranks, self.tensor_parallel, self.data_parallel)
 
     def num_micro_batches(self, layout: Layout) -> int:
         """The number of micro-batches of a batch. Raises UsageError if the replicas cannot divide

@@ -85,6 +85,7 @@ def check_shares(num_micro_batches: int, num_replicas: int) -> None:
     """Raises UsageError if the replicas cannot divide the micro-batches of an update evenly."""
     if num_micro_batches % num_replicas:
         raise UsageError(
-            f"--data-parallel {num_replicas} does not divide the {num_micro_batches} micro-batches "
-            "of an update: see --micro-batches, --batch-size and --grad-accumulation-steps."
+            f"--data-parallel {num_replicas} does not divide the number of micro-batches of an "
+            f"update, {num_micro_batches}: see --micro-batches, --batch-size and "
+            "--grad-accumulation-steps."
         )

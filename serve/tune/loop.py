@@ -4,7 +4,7 @@ rank's parameters. It does not access files."""
 import hashlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from serve.core.errors import UsageError
 from serve.core.messages import LossSum, TrainedNames, UpdateNote, WeightTypes
+from serve.lora.sharded import TrainedParts
 from serve.tune.backward import Arrays, Pass, TrainedStage
 from serve.tune.config import FineTuneConfig
 from serve.tune.data.examples import MicroBatch
@@ -226,8 +227,10 @@ class Update:
 class Trainer:
     """Makes the same updates on all ranks, each of its own parameters.
 
-    shared are the parameters that several ranks of a pipeline have, and owned are those that this
-    rank saves. Every parameter has one owner, which is in the first replica.
+    shared are the parameters that several ranks of a pipeline have. Every parameter has one owner,
+    which saves it: the first shard of a stage of the first replica. counted are the parameters, or
+    parts of them, whose numbers this rank counts, so that each is counted once. parts says how the
+    shards of a stage divide them; without it they do not.
     """
 
     def __init__(
@@ -236,8 +239,10 @@ class Trainer:
         stages: dict[int, TrainedStage],
         groups: Groups,
         draw: DropoutKeys,
+        parts: TrainedParts | None = None,
     ) -> None:
         self.config = config
+        self.parts = parts or TrainedParts({}, set())
         self.stages = stages
         self.groups = groups
         self.links = groups.everybody
@@ -251,14 +256,15 @@ class Trainer:
         first_trained = min(min(numbers) for numbers in holders.values())
         self.shape = Shape(groups.layout.pipeline_size, 1, len(stages), first_trained)
         self.shared: set[str] = set()
-        self.owned: set[str] = set()
+        self.counted: set[str] = set()
         for name, numbers in holders.items():
             ranks = {self.shape.rank(number) for number in numbers}
             if len(ranks) > 1:
                 self.shared.add(name)
             is_first = self.shape.rank(min(numbers)) == groups.pipeline.rank
-            if is_first and groups.replica == 0:
-                self.owned.add(name)
+            is_own = groups.shard == 0 or name in self.parts.divided
+            if is_first and is_own and groups.replica == 0:
+                self.counted.add(name)
         self.masters = master_weights(self.parameters())
         self.optimizer = make_optimizer(config)
         self.optimizer.init(self.parameters() | self.masters)
@@ -274,7 +280,17 @@ class Trainer:
             parameters |= stage.parameters()
         return parameters
 
-    def set_parameters(self, parameters: Arrays) -> None:
+    def set_whole(self, parameters: Arrays) -> None:
+        """Takes this rank's parts of the trained parameters of the whole model."""
+        own = {name: self._part_of(name, array) for name, array in parameters.items()}
+        self._set_parameters(own)
+
+    def _part_of(self, name: str, array: mx.array) -> mx.array:
+        """This shard's part of a parameter, or of an array of its shape."""
+        part = self.parts.divided.get(name)
+        return part.of(array) if part else array
+
+    def _set_parameters(self, parameters: Arrays) -> None:
         for stage in self.stages.values():
             stage.update(parameters)
 
@@ -292,35 +308,61 @@ class Trainer:
         weights = sum(array.nbytes for array in self.parameters().values())
         return weights + masters // _UPDATE_PARTS
 
+    def owned_parameters(self) -> Arrays:
+        """The parameters that this rank saves, whole. All shards of a stage have to call this."""
+        parameters = self.parameters()
+        counted = {(name, ""): parameters[name] for name in sorted(self.counted)}
+        return {name: array for (name, _), array in self._whole(counted).items()}
+
     def owned_state(self) -> Arrays:
         """The optimizer's arrays for the parameters that this rank saves, and their master
-        weights, as PARAMETER.ARRAY."""
+        weights, as PARAMETER.ARRAY and whole. All shards of a stage have to call this."""
+        whole = self._whole(self._state(self.counted))
+        return {f"{name}.{part}": array for (name, part), array in whole.items()}
+
+    def _state(self, names: Set[str]) -> dict[tuple[str, str], mx.array]:
+        """This rank's arrays of the optimizer and master weights, by parameter and name."""
         states = states_of(self.optimizer)
-        owned: Arrays = {}
-        for name in sorted(self.owned):
+        own: dict[tuple[str, str], mx.array] = {}
+        for name in sorted(names):
             for part, array in states[name].items():
-                owned[f"{name}.{part}"] = array
-        for name in sorted(self.owned & self.masters.keys()):
-            owned[f"{name}.{_MASTER}"] = self.masters[name]
-        return owned
+                own[name, part] = array
+        for name in sorted(names & self.masters.keys()):
+            own[name, _MASTER] = self.masters[name]
+        return own
+
+    def _whole(self, own: dict[tuple[str, str], mx.array]) -> dict[tuple[str, str], mx.array]:
+        """Puts the parts of all shards together. The other shards than the first get nothing."""
+        keys = [key for key in own if key[0] in self.parts.divided]
+        if not keys:
+            return own
+        padded = [self.parts.divided[key[0]].among_zeros(own[key]) for key in keys]
+        mx.eval(padded)  # A lazy array cannot leave the thread that made it.
+        sums = sum_arrays(self.groups.shards, padded)
+        if self.groups.shard:
+            return {}
+        return own | dict(zip(keys, sums, strict=True))
 
     def restore(self, adapter: Arrays, state: Arrays, step: int) -> None:
         """Takes this rank's part of what all ranks saved after `step` updates."""
-        self.set_parameters(adapter)
+        self.set_whole(adapter)
         self.masters = master_weights(self.parameters())
         states = states_of(self.optimizer)
         for key, array in state.items():
             name, _, part = key.rpartition(".")
+            own = self._part_of(name, array)
             if part == _MASTER and name in self.masters:
-                self.masters[name] = array
+                self.masters[name] = own
             elif name in states and part in states[name]:
-                states[name][part] = array
+                states[name][part] = own
         for optimizer in parts_of(self.optimizer):
             optimizer.state["step"] = mx.array(step, mx.uint64)
 
     def find_not_finite(self) -> str | None:
         """The name of one of this rank's trained arrays that has an infinity or a NaN."""
-        arrays = self.parameters() | self.owned_state()
+        arrays = self.parameters()
+        for (name, part), array in self._state(arrays.keys()).items():
+            arrays[f"{name}.{part}"] = array
         for name, array in arrays.items():
             # One at a time, because the results of isfinite take memory too.
             if not mx.issubdtype(array.dtype, mx.floating):
@@ -407,6 +449,8 @@ class Trainer:
                 loss_scale=self.loss_scale.value,
             )
             self._sum_shared(ran.gradients)
+            partial = sorted(self.parts.partial & ran.gradients.keys())
+            _sum_over(self.groups.shards, ran.gradients, partial)
             _sum_over(self.groups.replicas, ran.gradients, sorted(ran.gradients))
             own_note = self._note(ran)
             notes = exchange(self.links, own_note)
@@ -424,12 +468,16 @@ class Trainer:
     def _note(self, ran: ScheduleRun) -> UpdateNote:
         peaks = [record.peak for record in ran.records]
         return UpdateNote(
-            loss=ran.loss,
+            loss=self._counted_loss(ran),
             squares=self._squares(ran.gradients),
             busy_seconds=ran.busy_seconds,
             seconds=ran.seconds,
             peak_bytes=max(self._update_peak, *peaks),
         )
+
+    def _counted_loss(self, ran: ScheduleRun) -> float:
+        """This rank's share of the loss: all shards of the last stage compute the same."""
+        return 0.0 if self.groups.shard else ran.loss
 
     def loss_of(self, batches: Sequence[MicroBatch]) -> float:
         """Returns the mean loss over the learned tokens. Runs the same pipeline forward only."""
@@ -442,7 +490,7 @@ class Trainer:
             schedule = self.schedule(len(part), "forward")
             ran = self.pipeline.run(schedule, part, 1.0)
             # After each round all ranks wait for each other. Otherwise the first would run ahead.
-            notes = exchange(self.links, LossSum(ran.loss))
+            notes = exchange(self.links, LossSum(self._counted_loss(ran)))
             total += sum(note.loss for note in notes)
         self._set_training(True)
         num_labels = sum(batch.num_labels for batch in batches)
@@ -484,7 +532,7 @@ class Trainer:
     def _squares(self, gradients: Arrays) -> list[float]:
         squares = [
             gradients[name].astype(mx.float32).square().sum()
-            for name in sorted(self.owned & gradients.keys())
+            for name in sorted(self.counted & gradients.keys())
         ]
         mx.eval(squares)  # One number for each parameter, which ranks sum.
         return [number(square) for square in squares]
@@ -512,4 +560,4 @@ class Trainer:
             masters = [self.masters.get(name) for name in part]
             mx.eval(updated, masters, [states.get(name) for name in part])
         mx.eval(self.optimizer.state)  # Else the graphs of all updates would grow.
-        self.set_parameters(parameters)
+        self._set_parameters(parameters)

@@ -61,11 +61,11 @@ class MeshLinks(ProcessLinks):
                     _logger.error("%s", silence(peer, self._stall_seconds))
                     os._exit(ClusterError.exit_code)
 
-    def _send_part(self, peer: int, part: mx.array, stream: mx.Stream) -> None:
+    def _send_part(self, peer: int, part: mx.array) -> None:
         mx.eval(part)
         self._peers[peer].sendall(memoryview(cast(Any, part)))
 
-    def _receive_part(self, peer: int, num_bytes: int, stream: mx.Stream) -> mx.array:
+    def _receive_part(self, peer: int, num_bytes: int) -> mx.array:
         data = bytearray(num_bytes)
         view = memoryview(data)
         while view:

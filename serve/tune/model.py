@@ -24,8 +24,10 @@ from serve.core.plan import (
     even_split,
     parse_split,
 )
+from serve.lora.sharded import Part, TrainedParts, shard_trained
 from serve.model.costs import measure
 from serve.model.planning import balance
+from serve.model.sharding import Sharding
 from serve.model.weights import build_model
 from serve.tune.backward import Arrays
 from serve.tune.config import FineTuneConfig
@@ -57,13 +59,22 @@ class KeyedDropout(nn.Module):
         self._name = name
         self._keep = keep
         self._draw = draw
+        self._part: Part | None = None
+
+    def take(self, part: Part) -> None:
+        """Makes it drop the same numbers of a part of the inputs as it would of all."""
+        self._part = part
 
     def __call__(self, x: mx.array) -> mx.array:
         # Not `training`: after a cut, train() does not reach modules without weights.
         if not self._draw.is_on:
             return x
         key = self._draw.key(self._name)
-        mask = mx.random.bernoulli(self._keep, x.shape, key=key)
+        if self._part is None:
+            mask = mx.random.bernoulli(self._keep, x.shape, key=key)
+        else:
+            shape = self._part.whole_shape(x.shape)
+            mask = self._part.of(mx.random.bernoulli(self._keep, shape, key=key))
         return (mask * x) * (1 / self._keep)
 
 
@@ -139,6 +150,23 @@ def load_adapter(weights: Arrays, name: str, model: nn.Module) -> None:
         dtype = trained[key].dtype
         cast.append((key, array.astype(dtype)))
     model.update(tree_unflatten(cast))
+
+
+def divide(
+    parts: TrainedParts,
+    group: mx.distributed.Group,
+    model: nn.Module,
+) -> Sharding:
+    """Divides a model that was made trainable among the shards, and adds to parts how its trained
+    arrays are divided. Raises PlanError."""
+    sharding, found = shard_trained(model, group)
+    parts.divided |= found.divided
+    parts.partial |= found.partial
+    for name, module in model.named_modules():
+        part = found.divided.get(f"{name}.lora_a")
+        if part and isinstance(module.get("dropout"), KeyedDropout):
+            module["dropout"].take(Part(part.division, -1))
+    return sharding
 
 
 def _adapter_file(config: FineTuneConfig) -> Path:

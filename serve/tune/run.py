@@ -224,8 +224,8 @@ def _tell_start(
     split = session.inputs.train
     trainer = session.trainer
     parameters = trainer.parameters()
-    num_owned = sum(parameters[name].size for name in trainer.owned)
-    notes = exchange(session.links, NumTrained(num_owned))
+    num_counted = sum(parameters[name].size for name in trainer.counted)
+    notes = exchange(session.links, NumTrained(num_counted))
     num_trained = sum(note.count for note in notes)
     started = Started(
         schedule=schedule,
@@ -286,7 +286,7 @@ def finish(
         if folder != config.adapter_path:
             read = load_arrays(folder / run_folder.ADAPTERS) if session.is_first else {}
             best = share(session.links, read)
-            session.trainer.set_parameters(best)
+            session.trainer.set_whole(best)
         batches = held_out_batches(session, progress.num_parts, "test")
         if batches:
             _held_out_loss(session, iteration, "test", batches)

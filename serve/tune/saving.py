@@ -87,10 +87,7 @@ def save_best(session: Session, progress: Progress) -> None:
 
 def gather_adapter(session: Session) -> Arrays:
     """The trained parameters of all ranks, on rank 0."""
-    trainer = session.trainer
-    parameters = trainer.parameters()
-    owned = {name: parameters[name] for name in sorted(trainer.owned)}
-    return gather(session.links, owned)
+    return gather(session.links, session.trainer.owned_parameters())
 
 
 def save_adapter(session: Session, folder: Path, adapter: Arrays) -> None:

@@ -1,9 +1,12 @@
 """One rank of a run: the state that stays the same while it trains, and its progress."""
 
 from dataclasses import asdict, dataclass, field
-from functools import partial
+
+import mlx.nn as nn
 
 from serve.core.plan import LayerRange
+from serve.lora.sharded import TrainedParts
+from serve.model.sharding import Sharding
 from serve.model.weights import load_stage
 from serve.tune.backward import TrainedStage
 from serve.tune.config import FineTuneConfig
@@ -13,7 +16,7 @@ from serve.tune.history import History
 from serve.tune.inputs import Inputs
 from serve.tune.loop import Trainer
 from serve.tune.mesh import Groups
-from serve.tune.model import DropoutKeys, prepare, split_layers
+from serve.tune.model import DropoutKeys, divide, prepare, split_layers
 from serve.tune.results import checkpoint
 from serve.tune.schedule import Shape
 from serve.tune.transport import Links
@@ -66,13 +69,20 @@ def load(inputs: Inputs, groups: Groups, show: Show) -> Session:
     shape = Shape(groups.layout.pipeline_size, 1, config.num_chunks())
     layers = split_layers(config, inputs.folder, shape.num_stages)
     draw = DropoutKeys(config.seed)
-    make_trainable = partial(prepare, config, draw)
+    parts = TrainedParts({}, set())
+
+    def make_trainable(model: nn.Module) -> Sharding | None:
+        prepare(config, draw, model)
+        if groups.ring is None:
+            return None
+        return divide(parts, groups.ring, model)
+
     stages = {}
     for number in shape.stages(groups.pipeline.rank):
         start, end = layers[number]
         loaded = load_stage(inputs.model, start, end, _report_nothing, make_trainable)
         stages[number] = TrainedStage(loaded.stage, config.grad_checkpoint)
-    trainer = Trainer(config, stages, groups, draw)
+    trainer = Trainer(config, stages, groups, draw, parts)
     return Session(inputs, groups, show, layers, trainer)
 
 

@@ -309,11 +309,11 @@ class ProcessLinks(ABC):
         self._sockets: set[socket.socket] = set()
 
     @abstractmethod
-    def _send_part(self, peer: int, part: mx.array, stream: mx.Stream) -> None:
-        """Sends evaluated bytes, and returns when they are on their way."""
+    def _send_part(self, peer: int, part: mx.array) -> None:
+        """Sends bytes on the current stream, and returns when they are on their way."""
 
     @abstractmethod
-    def _receive_part(self, peer: int, num_bytes: int, stream: mx.Stream) -> mx.array: ...
+    def _receive_part(self, peer: int, num_bytes: int) -> mx.array: ...
 
     def _open(
         self,
@@ -393,7 +393,7 @@ class ProcessLinks(ABC):
                 doorbell.sendall(frame(header))
                 while parts:
                     part = parts.pop(0)
-                    self._send_part(peer, part, stream)
+                    self._send_part(peer, part)
 
     def _next(self, peer: int, doorbell: socket.socket) -> tuple[str, Payload] | None:
         """Waits for the next message to send, and tells the peer meanwhile that this rank is
@@ -438,7 +438,7 @@ class ProcessLinks(ABC):
                 item_bytes = DTYPES[spec.dtype].size
                 for start, end in _parts(num_elements, item_bytes):
                     part = [TensorSpec(spec.dtype, (end - start,))]
-                    packed = self._receive_part(peer, packed_bytes(part), stream)
+                    packed = self._receive_part(peer, packed_bytes(part))
                     parts += unpack(header.number, part, packed)
                     mx.eval(parts)  # Here: a lazy array cannot leave the thread that made it.
                     self._inbox.hear(peer)
@@ -465,17 +465,11 @@ class RingLinks(ProcessLinks):
             readers[left] = to_left
         self._open(writers, readers)
 
-    def _send_part(self, peer: int, part: mx.array, stream: mx.Stream) -> None:
-        mx.eval(mx.distributed.send(part, peer, group=self._group, stream=stream))
+    def _send_part(self, peer: int, part: mx.array) -> None:
+        mx.eval(mx.distributed.send(part, peer, group=self._group))
 
-    def _receive_part(self, peer: int, num_bytes: int, stream: mx.Stream) -> mx.array:
-        return mx.distributed.recv(
-            (num_bytes,),
-            mx.uint8,
-            peer,
-            group=self._group,
-            stream=stream,
-        )
+    def _receive_part(self, peer: int, num_bytes: int) -> mx.array:
+        return mx.distributed.recv((num_bytes,), mx.uint8, peer, group=self._group)
 
 
 def _parts(num_elements: int, item_bytes: int) -> list[tuple[int, int]]:

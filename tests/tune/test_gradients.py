@@ -197,7 +197,7 @@ def test_an_adapter_of_a_tied_embedding_gets_the_gradients_of_both_ends() -> Non
     def rank(links: LocalLinks) -> tuple[set[str], set[str], dict[str, mx.array]]:
         own, batches = trainer(config, links, "llama-tied"), batches_of(MICRO_BATCHES)
         own.update(0, batches, own.schedule(len(batches)))
-        return own.shared, own.owned & own.shared, own.parameters()
+        return own.shared, own.counted & own.shared, own.parameters()
 
     last, middle, first = run_ranks(3, rank)
     shared = {"model.embed_tokens.lora_a", "model.embed_tokens.lora_b"}
@@ -217,7 +217,7 @@ def test_one_end_of_a_tied_embedding_has_another_gradient(num_ranks: int) -> Non
         own, batches = trainer(config, links, "llama-tied"), batches_of(MICRO_BATCHES)
         scale = 1 / sum(batch.num_labels for batch in batches)
         ran = own.pipeline.run(own.schedule(len(batches)), batches, scale)
-        return own.shared == {name}, name in own.owned, ran.gradients
+        return own.shared == {name}, name in own.counted, ran.gradients
 
     ranks = run_ranks(num_ranks, rank)
     assert all(is_shared for is_shared, *_ in ranks)

@@ -331,7 +331,7 @@ def test_find_not_finite_looks_at_weights_masters_and_state(place: str) -> None:
         if links.rank == 1:
             name = min(own.masters)
             if place == "weight":
-                own.set_parameters(own.parameters() | {name: own.parameters()[name] * math.nan})
+                own.set_whole(own.parameters() | {name: own.parameters()[name] * math.nan})
             elif place == "master":
                 own.masters[name] = own.masters[name] * math.inf
             else:

@@ -49,7 +49,7 @@ def spoil(trainer: Trainer) -> None:
     name = min(parameters)
     flat = parameters[name].flatten()
     flat[0] = math.nan
-    trainer.set_parameters(parameters | {name: flat.reshape(parameters[name].shape)})
+    trainer.set_whole(parameters | {name: flat.reshape(parameters[name].shape)})
 
 
 def finite(arrays: Arrays) -> bool:

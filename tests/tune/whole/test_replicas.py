@@ -1,0 +1,78 @@
+"""Whole runs with several replicas, in processes: what they write, resume, kills, bad input."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import mlx.core as mx
+import psutil
+import pytest
+
+from tests.cluster.servers import BIN, ROOT
+from tests.tune.ranks import largest_difference
+from tests.tune.runs import arrays_of, finish, flags, launch, losses_of, ran, same
+
+pytestmark = pytest.mark.long
+
+
+def test_replicas_make_the_run_of_one(folder: Path, tmp_path: Path) -> None:
+    ran(folder, tmp_path / "one", micro_batches=2, peft=True)
+    more = "--data-parallel", "2", "--peft"
+    said = finish(launch(2, flags(folder, tmp_path / "two", *more)))
+    assert "2 micro-batches an update, on 2 replicas of 1 stage" in said
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert losses_of(two) == pytest.approx(losses_of(one), rel=1e-5)
+    assert largest_difference(arrays_of(two), arrays_of(one)) < 1e-3
+    peft = [mx.load(str(out / "peft" / "adapter_model.safetensors")).keys() for out in (one, two)]
+    assert peft[0] == peft[1]
+
+
+@pytest.mark.slow
+def test_a_run_resumes_with_another_number_of_replicas(folder: Path, tmp_path: Path) -> None:
+    words = "--micro-batches", "4", "--max-grad-norm", "5"
+    finish(launch(1, flags(folder, tmp_path / "one", *words)))
+    out = tmp_path / "changing"
+    half = flags(folder, out, "--data-parallel", "2", *words)
+    finish(launch(4, [*half, "--iters", "4"]))
+    finish(launch(2, [*flags(folder, out, *words), "--resume"]))
+    assert losses_of(out) == pytest.approx(losses_of(tmp_path / "one"), rel=1e-5)
+    for name in ("exact", "stopped"):
+        early = ["--iters", "4"] if name == "stopped" else []
+        finish(launch(2, [*flags(folder, tmp_path / name, "--data-parallel", "2"), *early]))
+    again = flags(folder, tmp_path / "stopped", "--data-parallel", "2", "--resume")
+    finish(launch(2, again))
+    assert same(arrays_of(tmp_path / "stopped"), arrays_of(tmp_path / "exact"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 3])
+def test_a_lost_rank_ends_all_replicas(folder: Path, tmp_path: Path, lost: int) -> None:
+    words = flags(folder, tmp_path / "out", "--data-parallel", "2", "--iters", "4000")
+    environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"}
+    with subprocess.Popen(launch(4, words), cwd=ROOT, env=environment) as run:
+        try:
+            until = time.monotonic() + 60
+            while not (tmp_path / "out" / "metrics.jsonl").exists():
+                assert time.monotonic() < until
+                time.sleep(0.2)
+            ranks = psutil.Process(run.pid).children(recursive=True)
+            found = [rank for rank in ranks if rank.environ().get("MLX_RANK") == str(lost)]
+            os.kill(found[0].pid, signal.SIGKILL)
+            assert run.wait(timeout=30)
+            assert not [rank for rank in ranks if rank.is_running()]
+        finally:
+            run.kill()
+
+
+def test_what_does_not_divide_is_refused(folder: Path, tmp_path: Path) -> None:
+    def said(num_ranks: int, *more: str) -> str:
+        return finish(launch(num_ranks, flags(folder, tmp_path / "out", *more)), 2)
+
+    assert "--data-parallel 2 does not divide the number of ranks" in said(
+        3, "--data-parallel", "2"
+    )
+    uneven = said(3, "--data-parallel", "3")
+    assert "--data-parallel 3 does not divide --batch-size 4" in uneven
+    assert "micro-batches of an update, 1:" in said(2, "--data-parallel=2", "--micro-batches=1")
