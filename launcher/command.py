@@ -66,10 +66,8 @@ def rank_command(words: Sequence[str], python: str = sys.executable) -> list[str
 def with_shards(words: Sequence[str], num_shards: str) -> list[str]:
     """Adds the launcher's --tensor-parallel to the words after `--`. Raises UsageError."""
     name = "--tensor-parallel"
-    if words and words[0] != "serve":
-        raise UsageError(f"{name} is for `serve`: leave it out with `{words[0]}`.")
     if any(word.partition("=")[0] == name for word in words):
-        raise UsageError(f"{name} is given before and after `serve`: leave out one of them.")
+        raise UsageError(f"{name} is given before and after `{words[0]}`: leave out one of them.")
     return [*words, name, num_shards] if words else []
 
 

@@ -605,9 +605,10 @@ def test_rank_command_hands_the_words_over_unread() -> None:
     assert rank_command(words) == [sys.executable, "-m", "serve.cli.main", *words[1:]]
 
 
-def test_with_shards_adds_the_flag_of_the_launcher_to_serve() -> None:
-    assert with_shards(["serve", "--model", "m"], "2") == [
-        *("serve", "--model", "m"),
+@pytest.mark.parametrize("command", ["serve", "fine-tune"])
+def test_with_shards_adds_the_flag_of_the_launcher_to_the_command(command: str) -> None:
+    assert with_shards([command, "--model", "m"], "2") == [
+        *(command, "--model", "m"),
         *("--tensor-parallel", "2"),
     ]
 
@@ -615,7 +616,6 @@ def test_with_shards_adds_the_flag_of_the_launcher_to_serve() -> None:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["fine-tune", "--train"], "is for `serve`"),
         (["serve", "--tensor-parallel", "2"], "before and after"),
         (["serve", "--tensor-parallel=2"], "before and after"),
     ],

@@ -7,7 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from serve.core.config import Cluster
-from serve.core.errors import EngineError
+from serve.core.errors import ClusterError, EngineError
 from serve.core.messages import NumTrained, OpTimes, Probe, Reached
 from serve.tune import saving
 from serve.tune.config import FineTuneConfig
@@ -45,6 +45,10 @@ def run(
         folder = run_rank(config, groups, show, command)
         exchange(links, Reached("the end"))
         return folder
+    except RuntimeError as error:
+        if "[ring]" in str(error):
+            raise ClusterError(f"The ring of the shards broke: {error}.") from error
+        raise
     finally:
         links.close()
 

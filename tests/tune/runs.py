@@ -93,5 +93,18 @@ def same(a: dict[str, mx.array], b: dict[str, mx.array]) -> bool:
 
 
 def losses_of(out: Path) -> dict[int, float]:
+    return _reported(out, "loss")
+
+
+def norms_of(out: Path) -> dict[int, float]:
+    return _reported(out, "gradient_norm")
+
+
+def _reported(out: Path, name: str) -> dict[int, float]:
     lines = checkpoint.read_metrics(out)
-    return {line["iteration"]: line["loss"] for line in lines if "gradient_norm" in line}
+    return {line["iteration"]: line[name] for line in lines if "gradient_norm" in line}
+
+
+def valid_losses_of(out: Path) -> dict[int, float]:
+    lines = checkpoint.read_metrics(out)
+    return {line["iteration"]: line["loss"] for line in lines if line.get("name") == "valid"}

@@ -106,3 +106,16 @@ def test_a_batch_without_stages_has_a_micro_batch_for_each_replica() -> None:
     uneven = config_of(batch_size=4, data_parallel=3)
     with pytest.raises(UsageError, match="--data-parallel 3 does not divide --batch-size 4"):
         uneven.num_micro_batches(Layout(1, 1, 3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"fine_tune_type": "dora"}, "--fine-tune-type dora does not work with --tensor-parallel"),
+        ({"fine_tune_type": "full"}, "--fine-tune-type full does not work with --tensor-parallel"),
+        ({"optimizer": "muon"}, "--optimizer muon does not work with --tensor-parallel"),
+    ],
+)
+def test_shards_refuse_what_needs_whole_matrices(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        config_of(tensor_parallel=2, **changes)

@@ -23,7 +23,7 @@ def test_replicas_make_the_run_of_one(folder: Path, tmp_path: Path) -> None:
     said = finish(launch(2, flags(folder, tmp_path / "two", *more)))
     assert "2 micro-batches an update, on 2 replicas of 1 stage" in said
     one, two = tmp_path / "one", tmp_path / "two"
-    assert losses_of(two) == pytest.approx(losses_of(one), rel=1e-5)
+    assert losses_of(two) == pytest.approx(losses_of(one), rel=1e-4)
     assert largest_difference(arrays_of(two), arrays_of(one)) < 1e-3
     peft = [mx.load(str(out / "peft" / "adapter_model.safetensors")).keys() for out in (one, two)]
     assert peft[0] == peft[1]
@@ -38,6 +38,10 @@ def test_a_run_resumes_with_another_number_of_replicas(folder: Path, tmp_path: P
     finish(launch(4, [*half, "--iters", "4"]))
     finish(launch(2, [*flags(folder, out, *words), "--resume"]))
     assert losses_of(out) == pytest.approx(losses_of(tmp_path / "one"), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_with_replicas_resumes_bit_for_bit(folder: Path, tmp_path: Path) -> None:
     for name in ("exact", "stopped"):
         early = ["--iters", "4"] if name == "stopped" else []
         finish(launch(2, [*flags(folder, tmp_path / name, "--data-parallel", "2"), *early]))

@@ -1,0 +1,70 @@
+"""Whole runs on every layout of one to four ranks, over real rings: replicas, stages and shards."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.servers import TINY_CHAT
+from tests.models import save
+from tests.tune.ranks import largest_difference
+from tests.tune.runs import arrays_of, finish, flags, launch, losses_of, norms_of, valid_losses_of
+
+pytestmark = pytest.mark.long
+
+ALL = [
+    (p, t, d) for p in (1, 2, 3, 4) for t in (1, 2, 4) for d in (1, 2, 3, 4) if 1 < p * t * d <= 4
+]
+QUICK = [(1, 2, 1)]
+CELLS = [pytest.param(*cell, marks=[] if cell in QUICK else pytest.mark.slow) for cell in ALL]
+# A batch of twelve divides into micro-batches for two, three and four replicas.
+WORDS = ["--batch-size", "12", "--micro-batches", "12", "--iters", "20", "--save-every", "20"]
+WORDS += [
+    "--num-layers",
+    "3",
+    "--max-grad-norm",
+    "1",
+    "--lora-dropout",
+    "0.2",
+    "--steps-per-eval",
+    "10",
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with heads enough for four shards."""
+    folder = tmp_path_factory.mktemp("model")
+    save(folder, "llama", num_hidden_layers=4, num_key_value_heads=4, vocab_size=1024)
+    for file in TINY_CHAT.iterdir():
+        if not (folder / file.name).exists() and file.suffix != ".safetensors":
+            shutil.copy(file, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("alone") / "out"
+    finish(launch(1, [*flags(folder, out, *WORDS), "--model", str(model)]))
+    return out
+
+
+@pytest.mark.parametrize(("num_stages", "num_shards", "num_replicas"), CELLS)
+def test_every_layout_makes_the_same_run(
+    folder: Path,
+    model: Path,
+    alone: Path,
+    tmp_path: Path,
+    num_stages: int,
+    num_shards: int,
+    num_replicas: int,
+) -> None:
+    out = tmp_path / "out"
+    words = [*flags(folder, out, *WORDS), "--model", str(model)]
+    words += ["--tensor-parallel", str(num_shards), "--data-parallel", str(num_replicas)]
+    finish(launch(num_stages * num_shards * num_replicas, words))
+    assert len(losses_of(out)) == 20
+    assert losses_of(out) == pytest.approx(losses_of(alone), rel=1e-5)
+    assert norms_of(out) == pytest.approx(norms_of(alone), rel=1e-5)
+    assert valid_losses_of(out) == pytest.approx(valid_losses_of(alone), rel=1e-5)
+    assert largest_difference(arrays_of(out), arrays_of(alone)) < 1e-3
