@@ -149,7 +149,7 @@ def _divided(
     lora: Any,
     division: Division,
     parts: TrainedParts,
-) -> nn.Module:
+) -> Any:
     """This shard's part of a module, and notes in parts which of its arrays are divided."""
     has_inputs_divided = division.axis == -1
     is_linear = isinstance(lora, LoRALinear)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.long
 ALL = [
     (p, t, d) for p in (1, 2, 3, 4) for t in (1, 2, 4) for d in (1, 2, 3, 4) if 1 < p * t * d <= 4
 ]
-QUICK = [(1, 2, 1)]
+QUICK = [(1, 1, 2), (1, 2, 1)]
 CELLS = [pytest.param(*cell, marks=[] if cell in QUICK else pytest.mark.slow) for cell in ALL]
 # A batch of twelve divides into micro-batches for two, three and four replicas.
 WORDS = ["--batch-size", "12", "--micro-batches", "12", "--iters", "20", "--save-every", "20"]
