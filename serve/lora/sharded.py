@@ -10,13 +10,18 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.nn.layers.distributed import sum_gradients
 from mlx.utils import tree_unflatten
 from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 
 from serve.core.errors import PlanError
 from serve.lora.layers import SUMMING, times_own_weight
-from serve.model.sharding import Division, Sharding, shard, sum_of_shards
+from serve.model.sharding import (
+    Division,
+    Sharding,
+    shard,
+    sum_of_shards,
+    with_summed_gradient,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +91,7 @@ class ShardedLoRALinear(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         linear: Any = self.linear
         if not isinstance(linear, SUMMING):
-            x = sum_gradients(linear.group)(x)
+            x = with_summed_gradient(x, linear.group)
         y = times_own_weight(x, linear)
         z = (self.dropout(x) @ self.lora_a) @ self.lora_b
         y = y + (self.scale * z).astype(x.dtype)
@@ -97,7 +102,7 @@ class ShardedLoRALinear(nn.Module):
         return y
 
 
-def shard_trained(model: nn.Module, group: mx.distributed.Group) -> tuple[Sharding, TrainedParts]:
+def shard_trained(model: nn.Module, group: Any) -> tuple[Sharding, TrainedParts]:
     """Divides a lazy model with LoRA modules among the shards. Raises PlanError if the model cannot
     be divided, or if a shard would compute a part of a gradient in a way that is not known."""
     adapted: dict[str, Any] = {}

@@ -255,6 +255,12 @@ def sum_of_shards(x: mx.array, group: Any) -> mx.array:
     return total
 
 
+def with_summed_gradient(x: mx.array, group: Any) -> mx.array:
+    """Returns x. Its gradient is the sum of those of all shards of the group."""
+    same: mx.array = distributed.sum_gradients(group)(x)
+    return same
+
+
 class _Divider:
     """Divides weights as MLX's `shard_linear` and `shard_inplace` do, and records how."""
 

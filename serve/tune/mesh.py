@@ -62,7 +62,6 @@ class MeshLinks(ProcessLinks):
                     os._exit(ClusterError.exit_code)
 
     def _send_part(self, peer: int, part: mx.array) -> None:
-        mx.eval(part)
         self._peers[peer].sendall(memoryview(cast(Any, part)))
 
     def _receive_part(self, peer: int, num_bytes: int) -> mx.array:
@@ -114,7 +113,7 @@ class Groups:
     pipeline: Links
     shards: Links
     replicas: Links
-    ring: mx.distributed.Group | None = None
+    ring: Any = None
 
     @property
     def rank(self) -> int:
@@ -132,7 +131,7 @@ class Groups:
 def groups_of(
     layout: Layout,
     links: Links,
-    ring: mx.distributed.Group | None = None,
+    ring: Any = None,
 ) -> Groups:
     rank = links.rank
     return Groups(
@@ -172,7 +171,7 @@ def join(cluster: Cluster, layout: Layout, stall_seconds: float) -> Groups:
     return groups_of(layout, links, group)
 
 
-def _form_ring(cluster: Cluster, grid: Grid) -> mx.distributed.Group:
+def _form_ring(cluster: Cluster, grid: Grid) -> Any:
     """Forms MLX's ring of the shards of a stage."""
     addresses = [list(each) for each in cluster.addresses]
     # MLX holds the interpreter's lock while it waits for neighbours, so no signal would be heeded.

@@ -154,7 +154,7 @@ def load_adapter(weights: Arrays, name: str, model: nn.Module) -> None:
 
 def divide(
     parts: TrainedParts,
-    group: mx.distributed.Group,
+    group: Any,
     model: nn.Module,
 ) -> Sharding:
     """Divides a model that was made trainable among the shards, and adds to parts how its trained

@@ -310,7 +310,7 @@ class ProcessLinks(ABC):
 
     @abstractmethod
     def _send_part(self, peer: int, part: mx.array) -> None:
-        """Sends bytes on the current stream, and returns when they are on their way."""
+        """Sends evaluated bytes, and returns when they are on their way."""
 
     @abstractmethod
     def _receive_part(self, peer: int, num_bytes: int) -> mx.array: ...
@@ -393,6 +393,7 @@ class ProcessLinks(ABC):
                 doorbell.sendall(frame(header))
                 while parts:
                     part = parts.pop(0)
+                    mx.eval(part)
                     self._send_part(peer, part)
 
     def _next(self, peer: int, doorbell: socket.socket) -> tuple[str, Payload] | None:
