@@ -62,8 +62,8 @@ class Part:
 
 @dataclass(slots=True)
 class TrainedParts:
-    """Which trained arrays are divided among the shards, and of which each shard computes only a
-    part of the gradient, by their names in the model."""
+    """The names of trained arrays that are not the same on all shards: those that are divided among
+    the shards, and those of which each shard computes only a part of the gradient."""
 
     divided: dict[str, Part]
     partial: set[str]
