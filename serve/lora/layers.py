@@ -21,6 +21,8 @@ EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 SUMMING = (nn.ShardedToAllLinear, nn.QuantizedShardedToAllLinear)
 """Modules that have only some of the inputs, and add up the outputs of all shards."""
+DIVIDED = (nn.AllToShardedLinear, nn.QuantizedAllToShardedLinear, *SUMMING)
+"""All modules of MLX of which each shard has a part."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,11 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 from serve.core.errors import AdapterError, ModelError
 from serve.hub.partial import PartialModel
 from serve.lora.files import CONFIG_FILE, AdapterFiles, Target, file_stamp
-from serve.lora.layers import EMBEDDINGS, EXPERTS, SUMMING, Matrices, ModuleMatrices
+from serve.lora.layers import DIVIDED, EMBEDDINGS, EXPERTS, Matrices, ModuleMatrices
 from serve.model.sharding import Division, Divisions
 from serve.model.stage import Stage
 
-_DIVIDED = (nn.AllToShardedLinear, nn.QuantizedAllToShardedLinear, *SUMMING)
-_ADAPTABLE = (nn.Linear, nn.QuantizedLinear, *_DIVIDED, *EMBEDDINGS, *EXPERTS)
+_ADAPTABLE = (nn.Linear, nn.QuantizedLinear, *DIVIDED, *EMBEDDINGS, *EXPERTS)
 _TINY = 1e-30
 _SAMPLED_ROWS = 64  # of a weight, to estimate its size
 

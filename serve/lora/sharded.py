@@ -14,7 +14,7 @@ from mlx.utils import tree_unflatten
 from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 
 from serve.core.errors import PlanError
-from serve.lora.layers import SUMMING, times_own_weight
+from serve.lora.layers import DIVIDED, SUMMING, times_own_weight
 from serve.model.sharding import (
     Division,
     Sharding,
@@ -22,6 +22,8 @@ from serve.model.sharding import (
     sum_of_shards,
     with_summed_gradient,
 )
+
+_GROUPS_OF_BLOCKS = ("sharding_group", "_brigade_group")  # of mlx-lm and of serve.model.sharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,7 @@ def shard_trained(model: nn.Module, group: Any) -> tuple[Sharding, TrainedParts]
     sharding = shard(model, group)
     modules = dict(model.named_modules())
     inside = {id(module) for layer in model.layers for module in layer.modules()}
+    _check_gradients({name: each for name, each in modules.items() if id(each) in inside})
     parts = TrainedParts({}, set())
     for name, lora in adapted.items():
         linear = modules[name]
@@ -132,6 +135,25 @@ def shard_trained(model: nn.Module, group: Any) -> tuple[Sharding, TrainedParts]
     for module in adapted.values():
         module.unfreeze(recurse=False, keys=["lora_a", "lora_b"])
     return sharding, parts
+
+
+def _check_gradients(modules: dict[str, Any]) -> None:
+    """Raises PlanError unless the gradients of all inputs are added up over the shards. MLX's own
+    modules do that, and blocks that add up their outputs. A matrix beside them that stays whole, or
+    is divided by itself, would pass on only a part of its gradient."""
+    blocks: list[str] = []
+    for name, module in modules.items():
+        groups = (vars(module).get(key) for key in _GROUPS_OF_BLOCKS)
+        if any(group is not None for group in groups):
+            blocks.append(f"{name}.")
+    for name, module in modules.items():
+        weight = module.get("weight")
+        is_matrix = isinstance(weight, mx.array) and weight.ndim > 1
+        if is_matrix and not isinstance(module, DIVIDED) and not name.startswith(tuple(blocks)):
+            raise PlanError(
+                f"--tensor-parallel: the shards of this model do not divide {name} in a way in "
+                "which it can be trained: leave the option out, and use stages or --data-parallel."
+            )
 
 
 def _replace(model: nn.Module, modules: dict[str, nn.Module]) -> None:
@@ -157,6 +179,8 @@ def _divided(
 ) -> Any:
     """This shard's part of a module, and notes in parts which of its arrays are divided."""
     has_inputs_divided = division.axis == -1
+    # Others are parts of a block that adds up its outputs.
+    has_own_sums = isinstance(linear, DIVIDED)
     is_linear = isinstance(lora, LoRALinear)
     if has_inputs_divided:
         divided, whole = "lora_a", "lora_b"
@@ -166,7 +190,7 @@ def _divided(
         axis = 1 if is_linear else -2
     parts.divided[f"{name}.{divided}"] = Part(division, axis)
     parts.partial.add(f"{name}.{whole}")
-    if is_linear:
+    if has_own_sums:
         return ShardedLoRALinear(linear, lora, division)
     lora.linear = linear
     lora[divided] = division.own_part(lora[divided], axis)

@@ -1,9 +1,11 @@
-"""Whole runs with several replicas, in processes: what they write, resume, kills, bad input."""
+"""Whole runs with replicas and shards, in processes: what they write, resume, kills, bad input."""
 
 import os
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import mlx.core as mx
@@ -53,24 +55,55 @@ def test_a_run_with_replicas_resumes_bit_for_bit(folder: Path, tmp_path: Path) -
     assert same(arrays_of(tmp_path / "stopped"), arrays_of(tmp_path / "exact"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lost", [0, 3])
-def test_a_lost_rank_ends_all_replicas(folder: Path, tmp_path: Path, lost: int) -> None:
-    words = flags(folder, tmp_path / "out", "--data-parallel", "2", "--iters", "4000")
+@contextmanager
+def training(out: Path, words: list[str]) -> Iterator[tuple[subprocess.Popen[str], dict[int, int]]]:
+    """A run on four ranks, which is killed afterwards, and the process ids of its ranks. It has
+    begun to train."""
     environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"}
-    with subprocess.Popen(launch(4, words), cwd=ROOT, env=environment) as run:
+    output = subprocess.PIPE
+    command = launch(4, words)
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True
+    ) as run:
         try:
-            until = time.monotonic() + 60
-            while not (tmp_path / "out" / "metrics.jsonl").exists():
+            until = time.monotonic() + 90
+            while not (out / "metrics.jsonl").exists():
                 assert time.monotonic() < until
+                assert run.poll() is None
                 time.sleep(0.2)
             ranks = psutil.Process(run.pid).children(recursive=True)
-            found = [rank for rank in ranks if rank.environ().get("MLX_RANK") == str(lost)]
-            os.kill(found[0].pid, signal.SIGKILL)
-            assert run.wait(timeout=30)
+            yield run, {int(rank.environ()["MLX_RANK"]): rank.pid for rank in ranks}
             assert not [rank for rank in ranks if rank.is_running()]
         finally:
             run.kill()
+
+
+LAYOUTS = [["--data-parallel", "2"], ["--tensor-parallel", "2"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout[0])
+@pytest.mark.parametrize("lost", [0, 3])
+def test_a_lost_rank_ends_all_others(
+    folder: Path, tmp_path: Path, layout: list[str], lost: int
+) -> None:
+    words = flags(folder, tmp_path / "out", *layout, "--iters", "4000")
+    with training(tmp_path / "out", words) as (run, pids):
+        os.kill(pids[lost], signal.SIGKILL)
+        run.communicate(timeout=30)
+        assert run.returncode
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout[0])
+def test_a_stopped_rank_is_given_up(folder: Path, tmp_path: Path, layout: list[str]) -> None:
+    """A shard waits for it in a sum of MLX, which cannot be interrupted."""
+    words = flags(folder, tmp_path / "out", *layout, "--iters", "4000", "--stall-timeout", "5")
+    with training(tmp_path / "out", words) as (run, pids):
+        os.kill(pids[3], signal.SIGSTOP)
+        said, _ = run.communicate(timeout=60)
+        assert run.returncode
+        assert "Rank 3 has been silent for 5 s" in said
 
 
 def test_what_does_not_divide_is_refused(folder: Path, tmp_path: Path) -> None:
