@@ -28,7 +28,8 @@ from serve.model.caches import quantized
 from serve.model.stage import Stage
 from serve.rank.batching import can_batch
 from serve.rank.chooser import Chooser
-from serve.rank.drafts.draft_model import DraftModel, LoadedDraft
+from serve.rank.drafts.draft_model import LoadedDraft
+from serve.rank.drafts.mtp import LoadedHead
 from serve.rank.embedder import Embedder
 from serve.rank.outbox import Outbox
 from serve.rank.prefix_parts import StageCaches
@@ -41,6 +42,7 @@ from tests.models import build
 PROMPTS = [[1 + i, 2, 3, *range(i)] for i in range(16)] + [[5]]
 GREEDY = Sampling(temperature=0)
 Make = Callable[[], nn.Module]
+MakeDraft = Callable[[], LoadedDraft | LoadedHead]
 FromStore = tuple[int, PrefixRead | PrefixFileWritten]
 LLAMA = partial(build, "llama")
 BUILDING = threading.Lock()
@@ -56,7 +58,7 @@ class LocalPipeline:
         drafting: Drafting | None = None,
         num_groups: int | None = None,
         prefix_dir: Path | None = None,
-        make_draft: Make | None = None,
+        make_draft: MakeDraft | None = None,
     ) -> None:
         self.make, self.kv_bits = make, kv_bits
         self.make_draft = make_draft
@@ -91,7 +93,8 @@ class LocalPipeline:
             model = self.make()
             batchable = can_batch(model)
             stage = Stage(model, *layers)
-            draft_model = self._draft_model(stage) if rank == 0 and self.make_draft else None
+            draft = self.make_draft() if rank == 0 and self.make_draft else None
+            draft_model = draft.for_logits_of(stage) if draft else None
         open_store = partial(self._open_store, rank, stage) if self.prefix_dir else None
         loop = StepLoop(
             stage,
@@ -108,13 +111,6 @@ class LocalPipeline:
         self.started.set()
         for result in loop.run():
             self.results.put(result)
-
-    def _draft_model(self, stage: Stage) -> DraftModel:
-        assert self.make_draft
-        whole = self.make_draft()
-        is_batchable = can_batch(whole)
-        draft = LoadedDraft(Stage(whole, 0, len(whole.layers)), is_batchable)
-        return draft.for_logits_of(stage)
 
     def _open_store(self, rank: int, stage: Stage, caches: StageCaches) -> PrefixStore:
         assert self.prefix_dir
@@ -216,7 +212,7 @@ def pipeline(
     drafting: Drafting | None = None,
     num_groups: int | None = None,
     prefix_dir: Path | None = None,
-    make_draft: Make | None = None,
+    make_draft: MakeDraft | None = None,
 ) -> Iterator[LocalPipeline]:
     local = LocalPipeline(
         num_ranks, queue.Queue(), make, kv_bits, drafting, num_groups, prefix_dir, make_draft

@@ -1,7 +1,6 @@
 """The draft model guesses what it would say itself, and its guesses change no answer."""
 
 import random
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,8 @@ from serve.core.types import Sampling, Sequence
 from serve.front.drafts.model_guesses import ModelCosts
 from serve.front.drafts.speculation import Speculation
 from serve.model.stage import Stage
-from serve.rank.drafts.draft_model import NUM_TOKENS_READ, Asked, DraftModel
+from serve.rank.batching import can_batch
+from serve.rank.drafts.draft_model import NUM_TOKENS_READ, Asked, DraftModel, LoadedDraft
 from tests import architectures
 from tests.models import build
 from tests.rank.test_pipeline import LLAMA, pipeline, whole_model
@@ -118,11 +118,11 @@ def test_models_that_cannot_forget_tokens_are_refused() -> None:
         make_draft_model(model)
 
 
-def first_layers(num_layers: int) -> nn.Module:
+def first_layers(num_layers: int) -> LoadedDraft:
     """The first layers of LLAMA, and its head. They often say the same."""
     model = build("llama")
     model.layers[num_layers:] = []
-    return model
+    return LoadedDraft(Stage(model, 0, num_layers), is_batchable=can_batch(model))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_draft_model_changes_no_answer(
     speculation.is_possible = True
     speculation.token_cost = 0.01
     speculation.model_costs = ModelCosts(guess=0.01, reading=0.001)
-    make_draft: Callable[[], nn.Module] = partial(first_layers, num_layers)
+    make_draft = partial(first_layers, num_layers)
     with pipeline(
         num_ranks, drafting=speculation, num_groups=num_groups, make_draft=make_draft
     ) as local:
