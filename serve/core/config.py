@@ -228,6 +228,11 @@ class ServeConfig(ModelSource):
         min=1,
         max=10**6,
     )
+    no_spare_engine: bool = flag(
+        "keep no idle engine process in reserve: saves memory, and a lost engine is replaced "
+        "more slowly",
+        False,
+    )
     api_key: tuple[str, ...] = flag(
         "API key that clients must send; also read from BRIGADE_API_KEY. Other users of this host "
         "can see it in the list of processes: prefer --api-key-file",

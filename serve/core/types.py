@@ -137,6 +137,8 @@ class Sequence:
     that its client expects. guesses are the draft model's, of the tokens that follow its newest
     token; num_asked is how many more are to come with the result of its last step.
 
+    The ranks were told to write the first num_written tokens to their disks.
+
     boundaries are the positions in the prompt behind which the next prompt of the same chat may
     differ. stops are the positions at which prefill still has to stop for a checkpoint. may_read
     says whether a prefix may still be read from disk.
@@ -153,6 +155,7 @@ class Sequence:
     num_pending: int = 0
     num_cached: int = 0
     num_done: int = 0
+    num_written: int = 0
     is_held: bool = False
     original: "Sequence | None" = None
     cache_scope: str = ""
@@ -183,7 +186,8 @@ class Sequence:
         """The number of prompt tokens whose keys and values the stages hold already."""
         if self.output:
             return len(self.prompt)
-        return min(len(self.prompt), max(self.num_done, self.num_cached))
+        num_cached = self.num_cached if self.is_held else 0
+        return min(len(self.prompt), max(self.num_done, num_cached))
 
     @property
     def num_to_prefill(self) -> int:
@@ -204,18 +208,24 @@ class Sequence:
         self.max_tokens = min(self.max_tokens, max_length - len(self.prompt))
         return self.max_tokens > len(self.output)
 
+    def begin_as_copy(self, num_tokens: int) -> None:
+        """Begins the sequence with num_tokens tokens that the stages copy, which may be none."""
+        self.num_computed = num_tokens
+        self.is_held = num_tokens > 0
+        if not self.output:
+            self.num_cached = num_tokens
+
     def begin_anew(self) -> None:
         """Resets the sequence after the stages have dropped it. Its answer so far is kept."""
         self.num_computed = 0
         self.num_pending = 0
         self.num_done = 0
+        self.num_written = 0
         self.is_held = False
         self.may_read = True
         self.drafts = []
         self.guesses = ()
         self.num_asked = 0
-        if not self.output:
-            self.num_cached = 0
 
     def record(self, token: int) -> None:
         """Notes a token that was sampled after the client had left."""

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from typing import Any
 
 from serve.core.blas import with_openblas
@@ -17,6 +18,9 @@ _DUMP_SECONDS = 0.3
 _KILLED_SECONDS = 10.0
 # The step that an engine computes when its ring is lost has to end before the engine can leave.
 _LEAVE_SECONDS = 5.0
+# Engines report four times a second, whatever they compute. One that has stopped cannot leave.
+_SILENT_SECONDS = 2.0
+_FIRST_WORD_SECONDS = 0.5  # This process may have been busy, with reports left to read.
 
 
 class EngineProcess:
@@ -25,6 +29,7 @@ class EngineProcess:
     def __init__(self, process: asyncio.subprocess.Process, link: Link[FromEngine]) -> None:
         self._process, self.link = process, link
         self._left: asyncio.Future[Left] | None = None
+        self._heard_at = time.monotonic()
 
     @classmethod
     async def start(cls) -> "EngineProcess":
@@ -49,32 +54,48 @@ class EngineProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def is_alive(self) -> bool:
+        return self._process.returncode is None
+
     async def receive(self) -> FromEngine | None:
         """Waits for the engine's next message; returns None when the engine is gone. Raises
         ClusterError if the bytes are not a message that is expected."""
-        while isinstance(message := await self.link.receive(), Left):
+        while True:
+            message = await self.link.receive()
+            self._heard_at = time.monotonic()
+            if not isinstance(message, Left):
+                return message
             if self._left and not self._left.done():
                 self._left.set_result(message)
                 return message
-        return message
 
     async def leave(self, life: int) -> Left | None:
         """Asks the engine to leave its ring and to keep everything else. Returns its answer, or
-        None if it does not answer in time: then the caller has to stop it. Another task calls
-        receive."""
+        None if it does not answer in time or has stopped reporting: then the caller has to stop
+        it. Another task calls receive."""
         left: asyncio.Future[Left] = asyncio.get_running_loop().create_future()
         ended = asyncio.create_task(self._process.wait())
         either: set[asyncio.Future[Any]] = {left, ended}
         self._left = left
         self.link.send(Leave(life))
-        await asyncio.wait(
-            either,
-            timeout=_LEAVE_SECONDS,
-            return_when=asyncio.FIRST_COMPLETED,
-        )
+        began = time.monotonic()
+        while (seconds := self._patience(began)) > 0:
+            done, _ = await asyncio.wait(
+                either,
+                timeout=seconds,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if done:
+                break
         ended.cancel()
         self._left = None  # An answer that comes later is ignored.
         return left.result() if left.done() else None
+
+    def _patience(self, began: float) -> float:
+        """Returns how many more seconds an engine has that was asked to leave when it began."""
+        silent_until = max(began + _FIRST_WORD_SECONDS, self._heard_at + _SILENT_SECONDS)
+        return min(began + _LEAVE_SECONDS, silent_until) - time.monotonic()
 
     async def wait(self) -> int:
         return await self._process.wait()

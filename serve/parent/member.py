@@ -31,6 +31,7 @@ from serve.core.messages import (
 from serve.parent.control import Identity, engine_ended, fault_of, join
 from serve.parent.engine import EngineProcess
 from serve.parent.link import Link
+from serve.parent.spare import Spare
 
 Result = TypeVar("Result")
 _LAST_WORD_SECONDS = 1.0
@@ -125,6 +126,7 @@ class _Member:
         self._engine: EngineProcess | None = None
         self._reading: asyncio.Task[None] | None = None
         self._is_fresh = False
+        self._spare = Spare(not config.no_spare_engine)
 
     async def run(self) -> bool:
         """Runs until rank 0 sends Stop, and returns True, or until the connection ends: False."""
@@ -137,6 +139,7 @@ class _Member:
             return False
         finally:
             await self._stop_engine()
+            await self._spare.close()
             await self._control.close()
 
     async def _obey(self, message: ToRank) -> None:
@@ -186,7 +189,7 @@ class _Member:
         self._tell(Status("starting"))
 
     async def _start_engine(self) -> None:
-        engine = self._engine = await EngineProcess.start()
+        engine = self._engine = await self._spare.take()
         self._reading = asyncio.create_task(self._read(engine))
         self._is_fresh = True
 
@@ -204,6 +207,8 @@ class _Member:
                 has_said_why |= isinstance(message, Fault)
                 if isinstance(message, Left):
                     self._life = message.life
+                if isinstance(message, Status) and message.state == "ready":
+                    self._spare.prepare()
                 self._tell(message)
         except ClusterError as error:
             self._tell(fault_of(error))

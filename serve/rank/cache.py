@@ -194,10 +194,7 @@ class GroupCaches:
         batch = self._layout.batch_of(sequence)
         if write.is_state:
             return prefix_parts.state(batch.states(sequence), self._numbers, write.end)
-        if not self._rules.in_slots and len(batch.sequences) > 1:
-            # Each file would copy the whole row out of the batch.
-            self._set_apart(sequence, sequence, self._layout.positions[sequence])
-            batch = self._layout.batch_of(sequence)
+        # A row that runs stays in its batch: to take it out and back in would copy all rows.
         caches = batch.extract(sequence, write.end)
         return prefix_parts.segment(caches, self._numbers, write.start, write.end)
 

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parent.parent.parent
 TINY_CHAT = ROOT / "examples" / "tiny-chat"
 BIN = Path(sys.executable).parent
 # Limits for servers that hang. A machine with other work takes long over everything.
+NO_SPARE = "--no-spare-engine"
 READY_SECONDS = 100.0
 LOG_SECONDS = 60.0
 
@@ -83,13 +84,15 @@ class Server:
         return [first, *first.children(recursive=True)]
 
     def engines(self) -> dict[int, psutil.Process]:
-        """The engine child of each rank."""
+        """The engine child of each rank. A spare one is younger than the one that works."""
         parents = {stage["pid"]: stage["rank"] for stage in self.get("/admin/pipeline")["stages"]}
-        return {
-            parents[process.ppid()]: process
+        children = [
+            process
             for process in self.family()
             if "serve.rank.worker" in process.cmdline() and process.ppid() in parents
-        }
+        ]
+        children.sort(key=lambda process: process.create_time(), reverse=True)
+        return {parents[process.ppid()]: process for process in children}
 
     def wait_until_ready(self) -> None:
         deadline = time.monotonic() + READY_SECONDS
@@ -113,8 +116,9 @@ class Server:
 
 
 def serve_flags(port: int, model: Path = TINY_CHAT, *more: str) -> list[str]:
-    """Most tests ask little of a server, so that a warm-up would cost more than it saves."""
-    return ["--model", str(model), "--port", str(port), "--no-warm-up", *more]
+    """Most tests ask little of a server, so that a warm-up and a spare engine would cost more than
+    they save."""
+    return ["--model", str(model), "--port", str(port), "--no-warm-up", NO_SPARE, *more]
 
 
 @contextmanager
@@ -167,10 +171,15 @@ def _read(server: Server) -> None:
 
 
 @contextmanager
-def running(num_ranks: int, *more: str, launch: Any = brigade_launch) -> Iterator[Server]:
-    """A cluster with the embedded model that answers."""
+def running(
+    num_ranks: int, *more: str, launch: Any = brigade_launch, spare: bool = False
+) -> Iterator[Server]:
+    """A cluster with the embedded model that answers. With spare, each rank keeps a spare engine
+    process, as without flags."""
     port = free_ports(1)[0]
     flags = serve_flags(port, TINY_CHAT, *more)
+    if spare:
+        flags.remove(NO_SPARE)
     command = alone(flags) if launch is alone else launch(num_ranks, flags)
     with started(command, port) as server:
         server.wait_until_ready()

@@ -177,6 +177,17 @@ class LocalPipeline:
             self._take(self.results.get(timeout=30))
             self._pump()
 
+    def interrupt(self, sequences: list[Sequence], num_tokens: int) -> None:
+        """Runs sequences until each has so many tokens of its answer and all their files are
+        written, and takes no result after that."""
+        disk = self.scheduler.room.disk
+        assert disk
+        self.scheduler.add(*sequences)
+        self._pump()
+        while disk.is_busy or min(len(sequence.output) for sequence in sequences) < num_tokens:
+            self._take(self.results.get(timeout=30))
+            self._pump()
+
     def answer(self, sequences: list[Sequence]) -> dict[int, list[int]]:
         """Runs the sequences to their end, as serve.front.pipeline.engine does."""
         self.scheduler.add(*sequences)

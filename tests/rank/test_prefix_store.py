@@ -39,6 +39,11 @@ DIVIDED = [  # gemma4_text has caches that only count positions, qwen3_next has 
     for name in architectures.architectures()
 ]
 SHORT = DiskRules(segment=16, min_segment=4, min_gain=8)
+SHORT_RUNNING = replace(SHORT, running=16)
+RUNNING = [
+    pytest.param(name, marks=() if name in {"llama", "gemma2"} else pytest.mark.slow)
+    for name in architectures.architectures()
+]
 SHARED = [3 + i % 40 for i in range(75)] + [5, 4, 3, 2, 1]  # longer than all windows
 SCORED = Sampling(temperature=0, logprobs=3)
 
@@ -51,6 +56,13 @@ def first_turn(id: int) -> Sequence:
 def second_turn(id: int) -> Sequence:
     prompt = [*SHARED, *range(10, 20)]
     return Sequence(id, prompt, 4, SCORED, frozenset(), boundaries=(len(SHARED) + 8,))
+
+
+def long_answers(first_id: int) -> list[Sequence]:
+    """Two prompts that differ from their first token on."""
+    prompts = [[start, *SHARED] for start in (11, 12)]
+    greedy = Sampling(temperature=0)
+    return [Sequence(first_id + n, p, 100, greedy, frozenset()) for n, p in enumerate(prompts)]
 
 
 def scores(local: LocalPipeline, sequence: Sequence) -> list[float]:
@@ -111,6 +123,36 @@ def test_prefix_store_serves_another_division_into_stages(
     assert second.num_cached >= len(SHARED) - SHORT.segment
     if name not in DEPENDS_ON_CHUNKS:
         assert got == pytest.approx(expected, rel=1e-4, abs=2e-4)
+
+
+@pytest.mark.parametrize("name", RUNNING)
+def test_prefix_store_has_the_contexts_of_answers_that_the_end_of_an_engine_interrupts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two answers share a batch while their contexts are written, and are continued by other
+    engines."""
+    make = make_in_two_stages(name, monkeypatch)
+    reuse = reuse_of(name)
+    with pipeline(2, make, prefix_dir=tmp_path) as local:
+        local.scheduler = Scheduler(2, max_num_sequences=32, max_queue=64, prefill_chunk=32)
+        whole = local.answer(long_answers(10))
+        counts = local.open_disk(SHORT_RUNNING, reuse)
+        begun = long_answers(0)
+        local.interrupt(begun, 40)
+        assert counts.num_written_files
+    with pipeline(2, make, prefix_dir=tmp_path) as local:
+        local.scheduler = Scheduler(2, max_num_sequences=32, max_queue=64, prefill_chunk=32)
+        counts = local.open_disk(SHORT_RUNNING, reuse)
+        for sequence in begun:
+            sequence.begin_anew()
+        continued = local.answer(begun)
+    assert counts.num_damaged_files == 0
+    num_tokens = [len(begun[0].prompt) - 1] * 2
+    if reuse == "any":
+        num_tokens = [number + 32 for number in num_tokens]
+    assert counts.num_read_tokens >= sum(num_tokens)
+    if name not in DEPENDS_ON_CHUNKS:
+        assert list(continued.values()) == list(whole.values())
 
 
 # --- one store

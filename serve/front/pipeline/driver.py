@@ -43,6 +43,7 @@ from serve.front.pipeline.requests import Requests
 from serve.front.pipeline.status import StageStatus
 from serve.parent.control import ControlServer, Identity, engine_ended
 from serve.parent.engine import EngineProcess
+from serve.parent.spare import Spare
 
 _logger = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ class Driver:
         self._control = ControlServer(mine, lambda rank, heard: self.on(events.Heard(rank, heard)))
         self._copies = own_folder()
         self._process: EngineProcess | None = None
+        self._spare = Spare(not config.no_spare_engine)
         self._reading: asyncio.Task[None] | None = None
         self._preparing: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -108,6 +110,7 @@ class Driver:
         await self._control.close()
         if self._process:
             await self._process.stop()
+        await self._spare.close()
         self._copies.cleanup()
 
     async def until_loaded(self) -> None:
@@ -214,7 +217,7 @@ class Driver:
                 if dump:
                     await self._process.dump()
                 await self._process.stop()
-            self._process = await EngineProcess.start()
+            self._process = await self._spare.take()
         except EngineError as error:
             self.on(events.EngineFailed(error))
             return
@@ -283,6 +286,7 @@ class Driver:
 
     def _work(self, life: int, seconds: float | None) -> None:
         self._requests.resume()
+        self._spare.prepare()
         num_ranks = len(self._lifecycle.ring)
         _logger.info("event=ready num_ranks=%d url=%s", num_ranks, self._config.url)
         if seconds is None:

@@ -319,11 +319,13 @@ class Lifecycle(Machine):
 
     def _replan(self) -> None:
         """Divides the layers among the ranks that are there, if they have the memory."""
-        if not self._has_engine:  # It has ended meanwhile, which is another fault.
+        there = (0, *sorted(self.roster.fit))
+        moves = there != self.ring and any(stage.has_stayed for stage in self.stages)
+        # Either rank 0's engine has ended, which is another fault, or a fault was noted.
+        if not self._has_engine or (moves and self._reason is not None):
             self._pause()
             return
-        there = (0, *sorted(self.roster.fit))
-        if there != self.ring and any(stage.has_stayed for stage in self.stages):
+        if moves:
             # Engines that have stayed keep their layers, and rank 0's cannot plan beside them.
             self._renew(ClusterError("The layers are redistributed."))
             return

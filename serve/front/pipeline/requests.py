@@ -291,6 +291,7 @@ class Requests:
             if position:
                 sequence.num_computed = position
                 sequence.num_done = position
+                sequence.num_cached = min(sequence.num_cached, position)
                 sequence.is_held = True
                 positions[sequence.id] = position
                 kept.append(sequence)

@@ -340,6 +340,7 @@ class Scheduler:
             tokens += sequence.next_tokens(count)
             sequence.num_computed += count
             sequence.is_held = True
+            self.room.write_running(sequence)
         embedded = [s for s in fed if s.pooling and s.num_computed == s.num_to_prefill]
         for sequence in fed if sample else embedded:
             sequence.num_pending += 1 + len(sequence.drafts)
@@ -384,13 +385,10 @@ class Scheduler:
             found = beginning(sequence, self.room.kept, self.reuse == "checkpoints")
             if found:
                 self.prefix_counts.reused(found.num_tokens)
+        sequence.begin_as_copy(found.num_tokens if found else 0)
         if not found:
             return
         self.room.kept.begun(sequence.id, found)
-        sequence.num_computed = found.num_tokens
-        sequence.is_held = True
-        if not sequence.output:
-            sequence.num_cached = sequence.num_computed
         self._emit(replace(self._step([], []), take=(Take(sequence.id, *found),)))
 
     def _read_from_disk(self, sequence: Sequence) -> bool:
@@ -415,7 +413,7 @@ class Scheduler:
 
     def _write_to_disk(self) -> None:
         """Has the stages write the next file, in a step of its own."""
-        if self.room.disk and (write := self.room.disk.next_write(self.room.kept.holds)):
+        if self.room.disk and (write := self.room.disk.next_write(self.room.holds)):
             self._emit(replace(self._step([], []), write=(write,)))
 
     def _join_if_prefilled(self, sequence: Sequence) -> None:

@@ -33,11 +33,13 @@ None, its prefixes are neither written nor read."""
 @dataclass(frozen=True, slots=True)
 class DiskRules:
     """Numbers of tokens: the largest segment, the fewest tokens at the end of a sequence that are
-    written, and the fewest tokens that a read has to save."""
+    written, the fewest tokens that a read has to save, and the tokens after which more of a
+    sequence that runs is written, which are whole segments."""
 
     segment: int = 256
     min_segment: int = 64
     min_gain: int = 128
+    running: int = 2048
 
 
 @dataclass(slots=True)
@@ -100,7 +102,7 @@ class DiskPrefixes:
         rules: DiskRules = DiskRules(),  # noqa: B008 - frozen
     ) -> None:
         self._contents, self._counts = contents, counts
-        self._has_states, self._rules = has_states, rules
+        self.has_states, self._rules = has_states, rules
         max_bytes = {rank: own.max_bytes for rank, own in stored.items()}
         self._index = DiskIndex(max_bytes)
         self._readings: dict[int, _Reading] = {}
@@ -158,7 +160,7 @@ class DiskPrefixes:
         root = self._root(key_of(sequence))
         if root is None or not may_begin_as_copy(sequence):
             return 0
-        found = self._index.find(root, sequence.tokens[:-1], self._has_states)
+        found = self._index.find(root, sequence.tokens[:-1], self.has_states)
         if found is None or found.num_tokens < num_in_memory + self._rules.min_gain:
             return 0
         if room is not None and found.num_tokens > room:
@@ -210,6 +212,26 @@ class DiskPrefixes:
                 self._use(found)
             writes = self._writes(sequence_id, tokens, root, checkpoints, num_prompt, found)
             self._wanted.extend(writes)
+
+    def num_to_write(self, sequence: Sequence, checkpoints: Collection[int]) -> int:
+        """Returns how many of the first tokens of a running sequence are to be on disk: all of its
+        prompt but the last token, and as much of a longer part as is whole. Caches that cannot be
+        cut are written at checkpoints, given by their positions."""
+        known = min(sequence.num_computed, sequence.num_tokens - 1)
+        end = 0
+        if self.has_states:
+            for position in checkpoints:
+                if end < position <= known:
+                    end = position
+        else:
+            start = 0
+            if known >= len(sequence.prompt) - 1:
+                start = len(sequence.prompt) - 1
+            num_after = known - start
+            end = known - num_after % self._rules.running
+        if end < self._rules.min_gain:
+            return 0
+        return end
 
     def next_write(self, is_held: Callable[[Write], bool]) -> Write | None:
         """Returns the next file that all ranks are to write, or None if there is none, or the
@@ -263,7 +285,7 @@ class DiskPrefixes:
             name, start = found.names[-1], found.num_tokens
         else:
             name, start = root, 0
-        if self._has_states:
+        if self.has_states:
             yield from self._states_of_found(sequence_id, checkpoints, found)
             stops = {*checkpoints, len(tokens)}
         else:
@@ -272,7 +294,7 @@ class DiskPrefixes:
         for end in self._ends(start, stops, checkpoints):
             parent, name = name, segment_name(name, tokens[start:end])
             yield Write(sequence_id, name, parent, start, end)
-            if self._has_states and end in stops:
+            if self.has_states and end in stops:
                 yield _state(sequence_id, name, end, checkpoints)
             start = end
 

@@ -156,10 +156,12 @@ class PrefixIndex:
             "sequences": kept,
         }
 
-    def holds(self, write: Write) -> bool:
-        """Whether the stages still hold the content of a file that is to be written."""
+    def holds(self, write: Write, running: Collection[int] = ()) -> bool:
+        """Whether the stages still hold the content of a file that is to be written. Besides kept
+        sequences they hold those in running."""
         has_checkpoint = write.checkpoint == NO_CHECKPOINT or write.checkpoint in self._num_uses
-        return write.sequence in self._kept and has_checkpoint
+        has_sequence = write.sequence in self._kept or write.sequence in running
+        return has_sequence and has_checkpoint
 
     def with_adapter(self, adapter_version: int) -> list[int]:
         return [id for id, key in self._kept.items() if key.adapter_version == adapter_version]

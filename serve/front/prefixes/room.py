@@ -1,7 +1,7 @@
 """The room for keys and values on the stages: decides what is kept for later prompts, and what is
 dropped when running sequences need the room. Pure."""
 
-from serve.core.types import Save, Sequence
+from serve.core.types import Save, Sequence, Write
 from serve.front.prefixes.checkpoints import key_of
 from serve.front.prefixes.counts import PrefixCounts
 from serve.front.prefixes.disk import DiskPrefixes, Loaded
@@ -29,10 +29,12 @@ class Room:
         self._state_tokens = state_tokens
         self._gone = Gone([], [])
         self.disk: DiskPrefixes | None = None
+        self._written: set[int] = set()  # running sequences of which files are to be written
 
     def clear(self) -> None:
         """Notes that the stages hold nothing any more, and so have nothing to drop."""
         self.disk = None
+        self._written.clear()
         self.kept = PrefixIndex(self._state_tokens)
         self._gone = Gone([], [])
 
@@ -59,11 +61,32 @@ class Room:
         room."""
         held = sequence.tokens[: sequence.num_computed]
         key = key_of(sequence)
+        self._written.discard(sequence.id)
         self._drop(self.kept.keep(sequence.id, held, *key))
         if self.disk:
             checkpoints = self.kept.checkpoints.of_sequence(sequence.id)
             self.disk.keep(sequence.id, held, key, checkpoints, len(sequence.prompt))
         self.make(num_running_tokens)
+
+    def write_running(self, sequence: Sequence) -> None:
+        """Has the ranks write what they hold of a running sequence, once that is enough. After a
+        fault that ends an engine, all ranks read it again instead of computing it."""
+        if self.disk is None or sequence.pooling:
+            return
+        checkpoints: dict[int, int] = {}
+        if self.disk.has_states:
+            checkpoints = self.kept.checkpoints.of_sequence(sequence.id)
+        end = self.disk.num_to_write(sequence, checkpoints)
+        if end > sequence.num_written:
+            sequence.num_written = end
+            self._written.add(sequence.id)
+            held = sequence.tokens[:end]
+            num_prompt = len(sequence.prompt)
+            self.disk.keep(sequence.id, held, key_of(sequence), checkpoints, num_prompt)
+
+    def holds(self, write: Write) -> bool:
+        """Whether the stages still hold the content of a file that is to be written."""
+        return self.kept.holds(write, self._written)
 
     def keep_loaded(self, loaded: Loaded, num_running_tokens: int) -> None:
         """Keeps a prefix that was read from disk, for the sequence that waited for it."""
@@ -98,6 +121,7 @@ class Room:
 
     def forget(self, sequence: Sequence) -> None:
         """Has the stages drop a sequence, if they hold any of it."""
+        self._written.discard(sequence.id)
         if sequence.is_held:
             self._drop(Gone([sequence.id], self.kept.leave(sequence.id)))
 

@@ -142,8 +142,10 @@ class Drafter(ABC):
             self._free(sequence)
 
     def clear(self) -> None:
-        """Frees what is held of all sequences."""
-        self.forget(list(self._rows))
+        """Frees what is held of all sequences, at once."""
+        self._rows.clear()
+        self._gone.clear()
+        self._caches.keep_only({})
 
     def keep(self, _step: Step, _parts: list[Part], _chooser: Chooser) -> list[mx.array]:
         """Takes what it needs of a step of the model, which has been built and not run. Returns the

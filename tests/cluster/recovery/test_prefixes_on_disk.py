@@ -69,6 +69,50 @@ def test_prefixes_are_read_after_a_restart_and_a_kill_and_can_be_cleared(tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_running_answer_is_continued_from_disk_after_a_kill(tmp_path: Path) -> None:
+    """The prompt was written while the answer ran. With a spare engine, as by default."""
+    flags = ["--prefix-cache-dir", str(tmp_path), "--prefix-cache-disk", "1GB"]
+    with running(2, *flags, spare=True) as server:
+        client = server.client()
+
+        def start() -> Any:
+            return client.completions.create(
+                model="tiny-chat",
+                prompt=TEXT,
+                max_tokens=300,
+                temperature=0,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+
+        engines = server.engines()
+        spare = wait_for_spare(server, engines[1])
+        stream = start()
+        text = next(stream).choices[0].text
+        wait_until_written(server, 2)
+        engines[1].kill()
+        text += "".join(chunk.choices[0].text for chunk in stream)
+        assert disk(server)["num_reads"] == 1, server.text
+        assert disk(server)["num_read_tokens"] >= 256
+        now = server.engines()
+        assert (now[0].pid, now[1].pid) == (engines[0].pid, spare)
+        httpx2.post(f"{server.url}/admin/prefix-cache", json={"clear": True})
+        assert text == "".join(chunk.choices[0].text for chunk in start())
+
+
+def wait_for_spare(server: Server, engine: psutil.Process) -> int:
+    """Waits for the spare process beside an engine, and returns its process id."""
+    deadline = time.monotonic() + LOG_SECONDS
+    parent = psutil.Process(engine.ppid())
+    while len(parent.children()) < 2:
+        assert time.monotonic() < deadline, server.text
+        time.sleep(0.05)
+    (pid,) = {child.pid for child in parent.children()} - {engine.pid}
+    return pid
+
+
+@pytest.mark.slow
 def test_prefixes_are_read_only_if_all_shards_have_them(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     flags = ["--tensor-parallel", "2", "--prefix-cache-dir", str(kept)]

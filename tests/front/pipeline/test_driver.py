@@ -29,6 +29,7 @@ from serve.core.plan import KvRoom
 from serve.core.types import Event, Sampling
 from serve.front.pipeline.engine import Engine
 from serve.front.pipeline.interface import Prompt
+from serve.parent import spare
 from serve.parent.engine import EngineProcess
 from serve.parent.member import run_member
 from tests.front.pipeline.simulation import next_token
@@ -73,7 +74,7 @@ async def ranks(**flags: Any) -> AsyncIterator[tuple[Engine, Members, Callable[[
     """Three ranks' parents in this process, each with an engine process of its own; and what
     starts one of them again."""
     settings: dict[str, Any] = {"max_restarts": 1000, "join_timeout": 10.0, "no_warm_up": True}
-    settings |= flags
+    settings |= {"no_spare_engine": True, **flags}
     config = ServeConfig(model=Path("."), **settings)
     address = Address("127.0.0.1", free_ports(1)[0])
     rank_0 = Cluster(0, 3, ("127.0.0.1",) * 3, address, "secret")
@@ -157,6 +158,23 @@ async def test_answers_are_whole_after_kills_at_any_moment() -> None:
         assert engine.pipeline()["num_restarts"] >= 3
         assert engine.pipeline()["num_running"] == 0
         assert len(engines()) == 3
+
+
+async def test_driver_replaces_a_lost_engine_with_the_spare_of_its_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(spare, "_QUIET_SECONDS", 0.0)
+    async with cluster(no_spare_engine=False) as engine:
+        await ready(engine)
+        working = {process.pid for process in engines()}
+        async with asyncio.timeout(15):
+            while len(engines()) < 6:
+                await asyncio.sleep(0.01)
+        spares = {process.pid for process in engines()} - working
+        for victim in sorted(working):
+            psutil.Process(victim).kill()
+        await asyncio.wait_for(collect(engine, prompt(10, 20)), 15)
+        assert spares <= {process.pid for process in engines()}
 
 
 async def test_requests_that_come_during_a_recovery_wait_for_it() -> None:

@@ -351,6 +351,20 @@ def test_lifecycle_with_replan_replaces_all_engines_when_layers_change_owner() -
     assert not check_answer(asked)
 
 
+def test_lifecycle_judges_a_fault_that_was_noted_before_layers_change_owner() -> None:
+    """The new life for other layers made it forget the fault."""
+    cluster = begun(replan=True, join_timeout=2.0)
+    cluster.kill(1)
+    assert cluster.run(30, lambda: cluster.lifecycle.state is State.RENEWING)
+    cluster.disconnect(2, "Rank 2 is gone.", back_seconds=60.0)
+    assert cluster.run(30, lambda: cluster.lifecycle.state is State.GATHERING)
+    assert cluster.lifecycle.ranks[0].has_stayed
+    cluster.kill(1)
+    assert cluster.run(30, lambda: cluster.lifecycle.state is not State.GATHERING)
+    assert cluster.lifecycle.state is State.JUDGING
+    assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
+
+
 def test_a_process_that_stood_still_takes_nobody_for_silent() -> None:
     """Rank 0's parent itself: what came meanwhile is read first."""
     cluster = begun()

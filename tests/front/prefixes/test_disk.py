@@ -136,6 +136,29 @@ def test_disk_prefixes_end_where_a_prompt_ends_that_may_come_again() -> None:
     assert [file.end for file in ranks.files[0].values()][6:] == [16, 30]
 
 
+@pytest.mark.parametrize(
+    ("num_computed", "num_answered", "expected"),
+    [(0, 0, 0), (2047, 0, 0), (2100, 0, 2048), (4999, 0, 4999), (5100, 101, 4999),
+     (7046, 2048, 4999), (7047, 2048, 7047), (7050, 2049, 7047)],
+)  # fmt: skip
+def test_disk_prefixes_of_a_running_sequence_have_its_prompt_and_whole_parts(
+    num_computed: int, num_answered: int, expected: int
+) -> None:
+    """It has a prompt of 5,000 tokens, of which the last one is fed with the answer."""
+    running = Sequence(1, tokens(1, 5000), 9999, Sampling(), frozenset())
+    running.output = [1] * num_answered
+    running.num_computed = num_computed
+    disk = DiskPrefixes({0: PrefixFiles([], 100)}, str, DiskCounts(), has_states=False)
+    assert disk.num_to_write(running, {}) == expected
+
+
+def test_disk_prefixes_of_a_running_sequence_end_at_a_checkpoint_if_caches_cannot_be_cut() -> None:
+    running = Sequence(1, tokens(1, 5000), 9999, Sampling(), frozenset(), num_computed=3000)
+    disk = DiskPrefixes({0: PrefixFiles([], 100)}, str, DiskCounts(), has_states=True)
+    assert disk.num_to_write(running, {70: 1}) == 0, "too few to save anything"
+    assert disk.num_to_write(running, {70: 1, 2048: 2, 3500: 3}) == 2048
+
+
 def test_disk_prefixes_do_not_write_a_short_rest() -> None:
     ranks = Ranks()
     ranks.keep(tokens(1, 16 + 3))

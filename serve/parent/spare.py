@@ -1,0 +1,73 @@
+"""Keeps one engine process in reserve, so that a lost engine is replaced without the seconds in
+which Python imports MLX."""
+
+import asyncio
+import json
+import logging
+
+from serve.core.errors import EngineError
+from serve.parent.engine import EngineProcess
+
+_logger = logging.getLogger(__name__)
+
+# An import beside the first steps after a fault would slow them down.
+_QUIET_SECONDS = 2.0
+
+
+class Spare:
+    """An engine process that has imported MLX and waits for an order. It holds no weights. Without
+    is_on there is none, and every engine starts when it is needed."""
+
+    def __init__(self, is_on: bool) -> None:
+        self._is_on = is_on
+        self._timer: asyncio.TimerHandle | None = None
+        self._starting: asyncio.Task[EngineProcess | None] | None = None
+
+    def prepare(self) -> None:
+        """Starts the spare process in a moment, unless there is one. Called while engines work."""
+        if self._is_on and self._timer is None and not self._is_there:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(_QUIET_SECONDS, self._begin)
+
+    async def take(self) -> EngineProcess:
+        """Returns a process that waits for an order: the spare one if it is alive, or a new one.
+        Raises EngineError."""
+        return await self._taken() or await EngineProcess.start()
+
+    async def close(self) -> None:
+        """Ends the spare process. Raises EngineError if it does not end."""
+        if process := await self._taken():
+            await process.stop()
+
+    @property
+    def _is_there(self) -> bool:
+        """Whether a process is being started, or waits."""
+        if self._starting is None or not self._starting.done():
+            return self._starting is not None
+        process = self._starting.result()
+        return process is not None and process.is_alive
+
+    def _begin(self) -> None:
+        self._timer = None
+        self._starting = asyncio.create_task(_started())
+
+    async def _taken(self) -> EngineProcess | None:
+        """Returns the spare process if it is alive, and forgets it."""
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+        starting, self._starting = self._starting, None
+        process = await starting if starting else None
+        if process is None or process.is_alive:
+            return process
+        await process.stop()
+        return None
+
+
+async def _started() -> EngineProcess | None:
+    """Starts a process, and returns None if that fails: the next engine then starts as usual."""
+    try:
+        return await EngineProcess.start()
+    except EngineError as error:
+        _logger.warning("event=no_spare_engine reason=%s", json.dumps(str(error)))
+        return None

@@ -1,0 +1,97 @@
+"""The spare engine process of a rank's parent, with a stand-in that has no MLX."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from serve.parent import engine, spare
+from serve.parent.engine import EngineProcess
+from serve.parent.spare import Spare
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def standin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(EngineProcess, "program", "tests.front.pipeline.standin_engine")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setattr(spare, "_QUIET_SECONDS", 0.0)
+    yield
+    left = processes()
+    for process in left:
+        process.kill()
+    assert not left
+
+
+def processes() -> list[psutil.Process]:
+    return [
+        child
+        for child in psutil.Process().children()
+        if child.status() != psutil.STATUS_ZOMBIE and EngineProcess.program in child.cmdline()
+    ]
+
+
+@asynccontextmanager
+async def prepared() -> AsyncIterator[tuple[Spare, psutil.Process]]:
+    """A spare, and its process."""
+    own = Spare(is_on=True)
+    own.prepare()
+    async with asyncio.timeout(60):
+        while not processes():
+            await asyncio.sleep(0.01)
+    try:
+        yield own, processes()[0]
+    finally:
+        await own.close()
+
+
+async def test_spare_is_taken_once() -> None:
+    async with prepared() as (own, process):
+        own.prepare()
+        first = await own.take()
+        second = await own.take()
+        assert first.pid == process.pid != second.pid
+        await first.stop()
+        await second.stop()
+
+
+async def test_spare_that_was_killed_is_not_taken() -> None:
+    async with prepared() as (own, process):
+        process.kill()
+        await asyncio.sleep(0.1)
+        taken = await own.take()
+        assert taken.pid != process.pid
+        assert taken.is_alive
+        await taken.stop()
+
+
+async def test_spare_that_is_off_starts_nothing() -> None:
+    own = Spare(is_on=False)
+    own.prepare()
+    await asyncio.sleep(0.1)
+    assert not processes()
+    await own.close()
+
+
+async def test_engine_process_that_has_stopped_is_not_waited_for_to_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that reports gets the whole time."""
+    monkeypatch.setattr(engine, "_SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(engine, "_FIRST_WORD_SECONDS", 0.2)
+    monkeypatch.setattr(engine, "_LEAVE_SECONDS", 60.0)
+    process = await EngineProcess.start()
+    psutil.Process(process.pid).suspend()
+    try:
+        assert await asyncio.wait_for(process.leave(1), 30) is None
+    finally:
+        await process.stop()
