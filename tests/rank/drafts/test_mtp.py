@@ -32,7 +32,9 @@ SMALL = {"num_hidden_layers": 2, "vocab_size": VOCABULARY}
 
 @pytest.fixture(scope="module", params=["mimo", "glm4_moe"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return heads.make(tmp_path_factory.mktemp(request.param), request.param, **SMALL)
+    is_tied = request.param == "mimo"
+    folder = tmp_path_factory.mktemp(request.param)
+    return heads.make(folder, request.param, **SMALL, tie_word_embeddings=is_tied)
 
 
 def no_progress(*_: Any) -> None:
@@ -76,6 +78,11 @@ class Reference:
     def _normed(self, x: mx.array, name: str) -> mx.array:
         return mx.fast.rms_norm(x, self.own[f"{name}.weight"], self.model.args.rms_norm_eps)
 
+    def logits(self, normed: mx.array) -> mx.array:
+        if self.model.args.tie_word_embeddings:
+            return self.model.model.embed_tokens.as_linear(normed)
+        return self.model.lm_head(normed)
+
     def hidden(self, text: list[int]) -> mx.array:
         x = self.model.model.embed_tokens(mx.array([text]))
         for layer in self.model.layers:
@@ -97,7 +104,7 @@ class Reference:
             joined = mx.concatenate(ordered, -1) @ self.own[f"{self.family.projection}.weight"].T
             output = self.block(joined, "causal", None)
             normed = self._normed(output, self.family.norm)
-            guesses.append(int(mx.argmax(self.model.lm_head(normed)[0, -1]).item()))
+            guesses.append(int(mx.argmax(self.logits(normed)[0, -1]).item()))
             last = output if self.family.before_norm else normed
             states = mx.concatenate([states, last[:, -1:]], axis=1)
             tokens = [*tokens, guesses[-1]]
@@ -200,7 +207,7 @@ def continuation(reference: Reference, text: list[int], num_tokens: int) -> list
         normed = reference.hidden(text)
         if reference.family.before_norm:
             normed = model.model.norm(normed)
-        text = [*text, int(mx.argmax(model.lm_head(normed)[0, -1]).item())]
+        text = [*text, int(mx.argmax(reference.logits(normed)[0, -1]).item())]
     return text[start:]
 
 
