@@ -212,6 +212,20 @@ def continuation(reference: Reference, text: list[int], num_tokens: int) -> list
 
 
 @pytest.mark.slow
+def test_deepseeks_head_guesses_the_same_after_any_chunks(tmp_path: Path) -> None:
+    """mlx-lm leaves the head out only if it is layer 61."""
+    engine = Engine(heads.make(tmp_path, "deepseek_v3", num_hidden_layers=61, vocab_size=64))
+    text = list(range(1, 30))
+    found: list[Any] = []
+    for id in range(3):
+        engine.begin(id, text, random.Random(id))
+        result = engine.step([(id, 28, text[-1:])], sample=True, num_guesses=(4,))
+        found.append((result.tokens, result.guesses))
+    assert found[0] == found[1] == found[2]
+    assert len(found[0][1][0]) == 4
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["mimo", "glm4_moe"])
 def test_a_prediction_head_changes_no_answer(tmp_path: Path, model_type: str) -> None:
     """Over two ranks, with all parameters, one by one and together."""
