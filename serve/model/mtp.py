@@ -30,12 +30,13 @@ _MAX_NAMED = 3  # missing tensors in an error
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How the checkpoints of a family name the tensors of their head, and how it joins its inputs.
+    """The names of the tensors of a family's head, and how the head joins its inputs.
 
-    prefix is that of all its tensors; {layer} is the number of the model's layers. projection maps
-    the two normalised inputs, one behind the other, to a hidden state. If before_norm is set, the
-    head takes the hidden state before the model's last norm; otherwise it takes the one after it.
-    config has what the config of a model with this layer alone has in other places.
+    All of its tensors begin with prefix, in which {layer} is the number of the model's layers. The
+    projection maps the two normalised inputs, one behind the other, to a hidden state. If
+    before_norm is set, the head takes the hidden state before the model's last norm; otherwise it
+    takes the one after it. config has the settings with which a model of one layer has a layer like
+    that of the head.
     """
 
     prefix: str

@@ -60,9 +60,12 @@ class HiddenStates:
 
 
 class HeadDrafter(Drafter):
-    """Guesses tokens with a prediction head. The keys and values of a row are those of tokens, each
-    with the hidden state before it. For a guess this is the head's own one, so what is held of
-    guesses is always forgotten."""
+    """Guesses tokens with a prediction head.
+
+    The keys and values of a row depend on its tokens and on the hidden state before each of them.
+    Before a guess, that state is the head's own, so the keys and values of guesses are always
+    computed again.
+    """
 
     def __init__(
         self,
