@@ -80,7 +80,9 @@ def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint]
         folder = model.folder
         config = dataclasses.replace(config, revision=model.snapshot.commit)
     checkpoint = read_checkpoint(folder)
-    num_stages = count_stages(num_ranks, config.tensor_parallel)
+    num_stages = 1
+    if config.num_shards:
+        num_stages = count_stages(num_ranks, config.num_shards)
     check_num_ranks(checkpoint.num_layers, num_stages)
     for flag in ("max_context", "max_prompt_tokens"):
         asked = getattr(config, flag)

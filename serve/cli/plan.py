@@ -24,7 +24,7 @@ from serve.core.config import (
     hub_id,
 )
 from serve.core.errors import UsageError
-from serve.core.layouts import parse_link
+from serve.core.layouts import Speeds, parse_link, parse_num_shards
 from serve.core.plan import (
     MIN_KV_TOKENS,
     Demand,
@@ -93,12 +93,7 @@ class PlanConfig(ModelSource):
     def __post_init__(self) -> None:
         check_ranges(self)
         check_revision(self.model, self.revision)
-        is_number = self.tensor_parallel.isdecimal() and int(self.tensor_parallel) > 0
-        if not is_number and self.tensor_parallel != "auto":
-            raise UsageError(
-                f"--tensor-parallel {self.tensor_parallel} is not a number of ranks: give 1 or "
-                "more, or auto."
-            )
+        parse_num_shards(self.tensor_parallel)
         check_one_drafter(self.draft_model, self.mtp)
         if self.compares and self.link is None:
             raise UsageError(
@@ -125,8 +120,10 @@ def run(argv: Sequence[str]) -> int:
     gc.disable()  # A large model has 100,000 tensors, and this process ends soon.
     config = parse(PlanConfig, argv, "brigade plan", __doc__)
     # Imported here: a wrong flag should not wait for MLX.
-    from serve.cli.layouts import Comparison, compare
+    from serve.cli.layouts import layout_notes, layout_table
+    from serve.model.layouts import Comparison, compare
     from serve.model.planning import make_plan
+    from serve.rank.memory import memory_speed
 
     folder = config.model
     if config.hub_id:
@@ -150,18 +147,19 @@ def run(argv: Sequence[str]) -> int:
     link = parse_link(config.link) if config.link else None
     comparison: Comparison | None = None
     if link:
-        memory_speed = config.memory_speed and config.memory_speed * 1e9
-        comparison = compare(folder, request, link, memory_speed)
-        if config.tensor_parallel == "auto":
-            request = replace(request, num_shards=comparison.fastest.num_shards)
-    plan = make_plan(folder, request)
+        speed = config.memory_speed * 1e9 if config.memory_speed else memory_speed()
+        comparison = compare(folder, request, Speeds(speed, link))
+    if comparison and config.tensor_parallel == "auto":
+        plan = comparison.plan
+    else:
+        plan = make_plan(folder, request)
     if config.json:
         compared = comparison.to_json() if comparison else {}
         print(json.dumps(plan.to_json() | compared, indent=2))
         return 0
     if comparison and config.explain:
-        print_table(comparison.table())
-        for line in comparison.notes():
+        print_table(layout_table(comparison))
+        for line in layout_notes(comparison):
             print(line)
         print()
     layers = f"{plan.num_layers} layers of {plan.model_type}"

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from serve.core.errors import UsageError
+from serve.core.layouts import check_layout, parse_num_shards
 from serve.core.tool_parsers import call_formats
 
 _KEY = re.compile(r"[!-~]{1,512}")  # what fits into a header
@@ -73,7 +74,11 @@ class ServeConfig(ModelSource):
         "auto",
         heading="layers and memory",
     )
-    tensor_parallel: int = flag(TENSOR_PARALLEL_HELP, 1, min=1)
+    tensor_parallel: str = flag(
+        f"{TENSOR_PARALLEL_HELP}, or auto for the layout that is forecast to be the fastest",
+        "1",
+        metavar="T",
+    )
     memory: str | None = flag(f"{MEMORY_HELP} (default: what is free)", None)
     max_num_sequences: int = flag(
         "maximum number of sequences that run at the same time",
@@ -295,8 +300,7 @@ class ServeConfig(ModelSource):
         _check_origins(self.cors_origin)
         _check_hosts(self.allowed_host)
         _check_adapters(self.lora, self.model_name)
-        if self.tensor_parallel > 1:
-            _check_shards(self)
+        check_layout(self.num_shards, self.split, self.replan)
 
     @property
     def url(self) -> str:
@@ -305,6 +309,11 @@ class ServeConfig(ModelSource):
         else:
             host = self.host
         return f"http://{host}:{self.port}"
+
+    @property
+    def num_shards(self) -> int | None:
+        """The number of shards of each stage; None if it is chosen when all ranks have joined."""
+        return parse_num_shards(self.tensor_parallel)
 
     @property
     def draft_hub_id(self) -> str | None:
@@ -369,11 +378,6 @@ def check_one_drafter(draft_model: Path | None, mtp: bool) -> None:
     """Raises UsageError if both a draft model and the model's own head are to guess."""
     if draft_model and mtp:
         raise UsageError("--mtp does not work with --draft-model: leave out one of them.")
-
-
-def _check_shards(config: ServeConfig) -> None:
-    if config.replan:
-        raise UsageError("--replan does not work with --tensor-parallel: leave out one of them.")
 
 
 def may_name_adapter(name: str, model_name: str) -> bool:

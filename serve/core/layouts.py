@@ -105,6 +105,29 @@ def best(forecasts: Sequence[Forecast]) -> Forecast:
     return max(forecasts, key=lambda each: (each.tokens_per_second, -each.num_shards))
 
 
+def parse_num_shards(text: str) -> int | None:
+    """Reads the value of --tensor-parallel: a number of shards, or None for auto. Raises
+    UsageError."""
+    if text == "auto":
+        return None
+    if not text.isdecimal() or not int(text):
+        raise UsageError(
+            f"--tensor-parallel {text} is not a number of ranks: give 1 or more, or auto."
+        )
+    return int(text)
+
+
+def check_layout(num_shards: int | None, split: str, replan: bool) -> None:
+    """Raises UsageError if other flags do not work with this number of shards."""
+    if num_shards is None and split not in ("auto", "even"):
+        raise UsageError(
+            "--split with numbers of layers needs a number of stages: give --tensor-parallel a "
+            "number instead of auto."
+        )
+    if replan and num_shards != 1:
+        raise UsageError("--replan does not work with --tensor-parallel: leave out one of them.")
+
+
 def parse_link(text: str) -> Link:
     """Reads a link from "0.2,1100": its round trip in milliseconds and its MB/s. Raises
     UsageError."""

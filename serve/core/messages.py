@@ -32,7 +32,9 @@ from typing import TypeAlias
 
 import msgspec
 
+from serve.core.layouts import Link as LinkSpeed
 from serve.core.plan import DraftSource, PlanRequest, StagePlan
+from serve.core.sum_counts import SumCounts
 from serve.core.types import Pooling, Sampling, Score, Step
 
 
@@ -149,7 +151,9 @@ class Start(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """Rank 0's parent asks another parent for a Pong."""
+    """Rank 0's parent asks another parent for a Pong. padding is for measuring the link."""
+
+    padding: bytes = b""
 
 
 class Stop(Message, frozen=True):
@@ -164,11 +168,13 @@ class Pong(Message, frozen=True):
 
 
 class MakePlan(Message, frozen=True):
-    """Rank 0's parent asks its engine, before its order, to divide the model in this folder. The
-    answer is Planned or Fault."""
+    """Rank 0's parent asks its engine, before its order, to divide the model in this folder. With
+    link, the slowest one between the ranks, the engine also chooses the layout of stages and
+    shards. The answer is Planned or Fault."""
 
     model: str
     request: PlanRequest
+    link: LinkSpeed | None = None
 
 
 class Leave(Message, frozen=True):
@@ -242,9 +248,11 @@ class ForgetPrefixFiles(Message, frozen=True):
 
 
 class Planned(Message, frozen=True):
-    """Rank 0's engine reports which layers each rank gets, rank 0 first."""
+    """Rank 0's engine reports which layers each rank gets, rank 0 first. choice is a sentence
+    about the layout, if the engine has chosen it."""
 
     stages: list[StagePlan]
+    choice: str = ""
 
 
 class Loaded(msgspec.Struct, frozen=True, array_like=True):
@@ -307,43 +315,6 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     def name(self) -> str:
         """The kind of step and its group, for people."""
         return f"{self.kind} group {self.group}" if self.num_rows else self.kind
-
-
-class SumCounts(msgspec.Struct, frozen=True, array_like=True):
-    """The sums that a shard has computed with the other shards of its stage, and the bytes that it
-    sent for them. num_measured of its steps were measured: they took step_seconds, of which
-    seconds were spent in sums, waiting for the other shards included."""
-
-    num_sums: int = 0
-    num_bytes: int = 0
-    num_measured: int = 0
-    seconds: float = 0.0
-    step_seconds: float = 0.0
-
-    def with_sum(self, num_bytes: int, seconds: float) -> "SumCounts":
-        return msgspec.structs.replace(
-            self,
-            num_sums=self.num_sums + 1,
-            num_bytes=self.num_bytes + num_bytes,
-            seconds=self.seconds + seconds,
-        )
-
-    def with_step(self, seconds: float) -> "SumCounts":
-        """Returns the counts with one more measured step, which took these seconds."""
-        return msgspec.structs.replace(
-            self,
-            num_measured=self.num_measured + 1,
-            step_seconds=self.step_seconds + seconds,
-        )
-
-    def to_json(self) -> dict[str, float]:
-        return {
-            "num_sums": self.num_sums,
-            "num_bytes": self.num_bytes,
-            "num_measured_steps": self.num_measured,
-            "seconds": round(self.seconds, 5),
-            "step_seconds": round(self.step_seconds, 5),
-        }
 
 
 class Activity(msgspec.Struct, frozen=True, array_like=True):

@@ -26,6 +26,7 @@ from serve.core.errors import (
     ClusterError,
     EngineError,
 )
+from serve.core.layouts import Link as LinkSpeed
 from serve.core.messages import (
     Challenge,
     Fault,
@@ -44,6 +45,10 @@ from serve.parent.link import Link
 _RETRY_SECONDS = 0.1
 _HELLO_SECONDS = 5.0
 _PONG_SECONDS = 2.0
+_NUM_PINGS = 32
+_NUM_LARGE_PINGS = 4
+_LARGE_PING_BYTES = 1 << 20
+_MIN_SECONDS = 1e-6
 # Limits for callers that have not yet proved that they belong to this launch.
 MAX_HELLO_BYTES = 64 << 10
 MAX_STRANGERS = 64
@@ -94,6 +99,7 @@ class ControlServer:
         self._mine, self._on_message = mine, on_message
         self._links: dict[int, Link[FromRank]] = {}
         self._heard: dict[int, asyncio.Event] = {}
+        self._answered: dict[int, asyncio.Event] = {}
         self._connected: dict[asyncio.Task[Any], Link[FromRank]] = {}
         self._server: asyncio.Server | None = None
         self._stopping = False
@@ -175,7 +181,7 @@ class ControlServer:
             self._heard[rank].set()
             match message:
                 case Pong():
-                    continue
+                    self._answered[rank].set()
                 case Report():
                     self._on_message(rank, message)
                 case Hello():
@@ -209,6 +215,7 @@ class ControlServer:
         rank = hello.rank
         self._links[rank] = link
         self._heard[rank] = asyncio.Event()
+        self._answered[rank] = asyncio.Event()
         self._on_message(rank, Joined(hello.pid, hello.facts))
         return rank
 
@@ -238,6 +245,30 @@ class ControlServer:
             return await asyncio.wait_for(heard.wait(), _PONG_SECONDS)
         except TimeoutError:
             return False
+
+    async def measure(self, rank: int) -> LinkSpeed | None:
+        """Measures the link to a rank's parent. Returns None if the parent does not answer.
+
+        Both parents are Python programs, so the link itself may be some tenths of a millisecond
+        faster."""
+        try:
+            async with asyncio.timeout(_PONG_SECONDS):
+                small = [await self._ping(rank, 0) for _ in range(_NUM_PINGS)]
+                large = [await self._ping(rank, _LARGE_PING_BYTES) for _ in range(_NUM_LARGE_PINGS)]
+        except TimeoutError:
+            return None
+        round_trip = min(small)
+        seconds = max(min(large) - round_trip, _MIN_SECONDS)
+        return LinkSpeed(round_trip, _LARGE_PING_BYTES / seconds)
+
+    async def _ping(self, rank: int, num_bytes: int) -> float:
+        """The seconds until a rank has answered a message with so many bytes."""
+        answered = self._answered[rank]
+        answered.clear()
+        started = time.perf_counter()
+        self.send(rank, Ping(bytes(num_bytes)))
+        await answered.wait()
+        return time.perf_counter() - started
 
 
 async def join(

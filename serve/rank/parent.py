@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from serve.core.errors import BrigadeError, ClusterError, EngineError
+from serve.core.layouts import Speeds
 from serve.core.messages import Fault, FromEngine, MakePlan, Order, Planned, ToEngine
 from serve.core.wire import FrameReader, frame
+from serve.model.layouts import compare
 from serve.model.planning import make_plan
+from serve.rank.memory import memory_speed
 
 
 class Parent:
@@ -45,12 +48,22 @@ def wait_for_order(parent: Parent) -> Order | None:
         match message:
             case Order():
                 return message
-            case MakePlan(model, request):
-                plan = make_plan(Path(model), request)
-                parent.send(Planned(plan.stages))
+            case MakePlan():
+                parent.send(_planned(message))
             case _:
                 raise EngineError(f"The parent sent {type(message).__name__} before an order.")
     return None
+
+
+def _planned(message: MakePlan) -> Planned:
+    """Makes the plan that a message asks for. Raises ModelError, PlanError or UsageError."""
+    folder = Path(message.model)
+    if message.link is None:
+        plan = make_plan(folder, message.request)
+        return Planned(plan.stages)
+    speeds = Speeds(memory_speed(), message.link)
+    compared = compare(folder, message.request, speeds)
+    return Planned(compared.plan.stages, compared.choice)
 
 
 def fail(parent: Parent, error: BaseException, name: str = "The engine") -> NoReturn:

@@ -187,3 +187,17 @@ def test_an_adapter_without_name_or_path_is_refused(word: str) -> None:
 def test_mtp_excludes_other_settings_of_speculation(flags: list[str], reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         parse(ServeConfig, ["--model", "m", *flags], "brigade serve", None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--tensor-parallel", "0"], "--tensor-parallel 0 is not a number of ranks"),
+        (["--tensor-parallel", "two"], "--tensor-parallel two is not a number of ranks"),
+        (["--tensor-parallel", "auto", "--split", "2,2"], "--split .* needs a number of stages"),
+        (["--tensor-parallel", "auto", "--replan"], "--replan does not work"),
+    ],
+)
+def test_tensor_parallel_is_a_number_or_auto(flags: list[str], reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        parse(ServeConfig, ["--model", "m", *flags], "brigade serve", None)

@@ -15,6 +15,7 @@ from serve.cli.plan import plan_table, print_table
 from serve.core.checkpoint import read_checkpoint
 from serve.core.config import ServeConfig
 from serve.core.errors import PlanError, UsageError
+from serve.core.layouts import Link, Speeds
 from serve.core.plan import (
     MAX_DRAFT_ROWS,
     MAX_DRAFT_TOKENS,
@@ -25,6 +26,7 @@ from serve.core.plan import (
 )
 from serve.front.pipeline.orders import replan_request
 from serve.model.caches import quantized
+from serve.model.layouts import compare
 from serve.model.planning import make_plan
 from serve.model.sharding import Sharding, StandIn, shard, without_sums
 from serve.model.weights import load_stage
@@ -332,3 +334,15 @@ def test_make_plan_counts_the_weights_of_each_shard(tmp_path: Path, name: str) -
 
 def divide_by_two(model: nn.Module) -> Sharding:
     return shard(model, StandIn(2))
+
+
+def test_compare_chooses_a_layout_by_the_link(tmp_path: Path) -> None:
+    folder = save(tmp_path / "llama", "llama")
+    request = PlanRequest(num_ranks=2, concurrency=8)
+    layouts: list[int] = []
+    for link in (Link(1e-6, 1e10), Link(0.1, 1e6)):
+        found = compare(folder, request, Speeds(1e6, link))
+        assert found.plan.stages[0].num_shards == found.fastest.num_shards
+        assert found.choice.startswith(f"Layout {found.fastest.layout} ")
+        layouts.append(found.fastest.num_shards)
+    assert layouts == [2, 1]

@@ -377,3 +377,30 @@ async def test_a_host_without_power_is_asked_again_when_it_is_back(silent: socke
     assert asyncio.get_running_loop().time() - began < 2
     for each in lost:
         each.close()
+
+
+async def test_measure_takes_the_time_of_pongs_and_not_of_reports() -> None:
+    async with control_server() as (centre, address, _):
+        link = await join(address, replace(MINE, rank=1, pid=1), 5)
+
+        async def answer() -> None:
+            while isinstance(await link.receive(), Ping):
+                link.send(Report(0, Status("starting")))
+                await asyncio.sleep(0.002)
+                link.send(Pong())
+
+        answering = asyncio.create_task(answer())
+        measured = await centre.measure(1)
+        assert measured
+        assert measured.round_trip_seconds >= 0.002
+        assert measured.bytes_per_second > 0
+        await link.close()
+        await answering
+
+
+async def test_measure_of_a_silent_rank_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "_PONG_SECONDS", 0.05)
+    async with control_server() as (centre, address, _):
+        link = await join(address, replace(MINE, rank=1, pid=1), 5)
+        assert await centre.measure(1) is None
+        await link.close()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from serve.core.errors import BrigadeError
+from serve.core.layouts import Link
 from serve.core.messages import AnswerOfRank
 from serve.core.plan import PlanRequest, StagePlan
 
@@ -24,9 +25,19 @@ class ReplaceEngine:
 
 @dataclass(frozen=True, slots=True)
 class AskForPlan:
-    """Asks rank 0's engine for a plan. It answers with a report of Planned or Fault."""
+    """Asks rank 0's engine for a plan. With link, the engine also chooses the layout. It answers
+    with a report of Planned or Fault."""
 
     request: PlanRequest
+    link: Link | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureLinks:
+    """Measures the links from rank 0 to these ranks. Answered by LinksMeasured."""
+
+    life: int
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +116,11 @@ class PassOn:
 
 @dataclass(frozen=True, slots=True)
 class ShowPlan:
-    """Shows people the plan that the ranks follow from here on."""
+    """Shows people the plan that the ranks follow from here on. choice says why its layout was
+    chosen, if the engine chose it."""
 
     stages: tuple[StagePlan, ...]
+    choice: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +148,7 @@ class Fail:
 Action: TypeAlias = (
     ReplaceEngine
     | AskForPlan
+    | MeasureLinks
     | RenewRank
     | GiveOrders
     | Settle

@@ -10,7 +10,7 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from serve.core.config import Cluster, ServeConfig
 from serve.core.errors import BrigadeError, EngineError, PlanError, UnavailableError
 from serve.core.folder import own_folder
+from serve.core.layouts import Link
 from serve.core.messages import (
     Admit,
     Embed,
@@ -51,7 +52,8 @@ _logger = logging.getLogger(__name__)
 class StartView(Protocol):
     """Shows people the progress of the start."""
 
-    def planned(self, stages: list[StagePlan]) -> None: ...
+    def planned(self, stages: list[StagePlan], choice: str) -> None:
+        """Takes the plan, and why its layout was chosen ("" if the user chose it)."""
 
     def progressed(self, stage: StageStatus) -> None: ...
 
@@ -167,8 +169,10 @@ class Driver:
         match action:
             case actions.ReplaceEngine(life, dump, keep):
                 self._spawn(self._replace_engine(life, dump, keep))
-            case actions.AskForPlan(request):
-                self._send_to_engine(MakePlan(str(self._folder), request))
+            case actions.AskForPlan(request, link):
+                self._send_to_engine(MakePlan(str(self._folder), request, link))
+            case actions.MeasureLinks(life, ranks):
+                self._spawn(self._measure_links(life, ranks))
             case actions.RenewRank(rank, life, dump, keep):
                 self._control.send(rank, Renew(life, dump, keep))
             case actions.GiveOrders(stages):
@@ -192,8 +196,8 @@ class Driver:
                     self._requests.on_prefix_cache(rank, answer)
                 else:
                     self._adapters.on_answer(rank, answer)
-            case actions.ShowPlan(stages):
-                self._view.planned(list(stages))
+            case actions.ShowPlan(stages, choice):
+                self._view.planned(list(stages), choice)
             case actions.ShowProgress(rank):
                 self._view.progressed(self._lifecycle.ranks[rank])
             case actions.Log(level, line):
@@ -317,6 +321,20 @@ class Driver:
         both = zip(ordered, answers, strict=True)
         silent = frozenset(rank for rank, has_answered in both if not has_answered)
         self.on(events.Probed(life, silent))
+
+    async def _measure_links(self, life: int, ranks: Sequence[int]) -> None:
+        links: list[Link] = []
+        for rank in ranks:  # One after the other, so that they do not share a link.
+            link = await self._control.measure(rank)
+            if link:
+                links.append(link)
+        slowest: Link | None = None
+        if len(links) == len(ranks):
+            slowest = Link(
+                max(link.round_trip_seconds for link in links),
+                min(link.bytes_per_second for link in links),
+            )
+        self.on(events.LinksMeasured(life, slowest))
 
     def _fail(self, error: BrigadeError) -> None:
         """Ends every request with the reason, which is also the command's last line."""

@@ -50,7 +50,7 @@ class Engine:
         self._lifecycle = Lifecycle(config, cluster.hosts, facts)
         self._requests = Requests(
             config,
-            cluster.num_ranks // config.tensor_parallel,
+            cluster.num_ranks // (config.num_shards or 1),
             send=lambda message: self._driver.send(message),
             adapter_name=lambda version: self.adapters.registry.name_of(version),
             send_to_all=lambda message: self._driver.tell_all(message),
@@ -142,7 +142,7 @@ class Engine:
         return {
             "model": self._config.model_name,
             "num_ranks": len(lifecycle.ring),
-            "tensor_parallel": self._config.tensor_parallel,
+            "tensor_parallel": lifecycle.num_shards,
             "stages": [stage.to_json() for stage in lifecycle.stages],
             "num_running": scheduler.num_running,
             "num_waiting": scheduler.num_waiting,

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import TypeAlias
 
 from serve.core.errors import BrigadeError
+from serve.core.layouts import Link
 from serve.core.messages import Left, Report
 from serve.parent.control import Gone, Joined
 
@@ -86,6 +87,13 @@ class EngineStarted(Answer):
 
 
 @dataclass(frozen=True, slots=True)
+class LinksMeasured(Answer):
+    """The slowest link from rank 0 to another rank was measured; None if some rank is silent."""
+
+    link: Link | None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineFailed:
     """Rank 0's engine process cannot be ended, or no new one can be started."""
 
@@ -133,6 +141,7 @@ class Probed(Answer):
 
 # Answers that count only in one state. In any other state they come too late.
 EXPECTED_IN: dict[type[Answer], State] = {
+    LinksMeasured: State.PLANNING,
     Settled: State.PREPARING,
     NoRoom: State.PREPARING,
     Prepared: State.PREPARING,
@@ -158,6 +167,7 @@ Event: TypeAlias = (
     Begin
     | Heard
     | EngineStarted
+    | LinksMeasured
     | EngineFailed
     | Settled
     | NoRoom

@@ -6,6 +6,7 @@ ring in time. docs/architecture.md shows the states. The caller has the clock, p
 in order, and sends `Ticked` when `deadline` has passed.
 """
 
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from serve.core.errors import (
     PlanError,
     from_exit_code,
 )
+from serve.core.layouts import Link
 from serve.core.messages import (
     AnswerOfRank,
     Fault,
@@ -52,11 +54,11 @@ class Lifecycle(Machine):
         hosts: Sequence[str],
         facts: dict[str, str],
     ) -> None:
-        super().__init__(hosts, facts)
-        self._config = config
+        super().__init__(config, hosts, facts)
         self.recovery_seconds = 0.0
         self._plans: dict[tuple[int, ...], list[StagePlan] | PlanError] = {}
         self._tried: tuple[int, ...] = ()  # the ranks of the latest plan
+        self._choice = ""  # why its layout was chosen, if it was
         self._settled: tuple[int, ...] = ()  # the ring that has had room
         self._restarts = Restarts(config.max_restarts, config.restart_window)
         # For how many seconds a state may last without progress of any stage.
@@ -94,6 +96,8 @@ class Lifecycle(Machine):
                 self._on_heard(rank, message)
             case events.EngineStarted(_, left):
                 self._on_engine_started(left)
+            case events.LinksMeasured(_, link):
+                self._ask_for_plan(link)
             case events.EngineFailed(error):
                 self._fail(error)
             case events.Settled():
@@ -174,8 +178,8 @@ class Lifecycle(Machine):
                 self._on_left(self.ranks[rank], message)
             case _ if isinstance(message, AnswerOfRank):
                 self._do(actions.PassOn(rank, message))
-            case Planned(stages) if is_planning and not rank:
-                self._on_plan(stages)
+            case Planned(stages, choice) if is_planning and not rank:
+                self._on_plan(stages, choice)
             case _ if is_planning and not rank:
                 name = type(message).__name__
                 self._fail(ClusterError(f"The engine answered {name} instead of a plan."))
@@ -234,9 +238,10 @@ class Lifecycle(Machine):
         self._has_engine = True
         match self.state:
             case State.PLANNING:
-                self._tried = self.ring
-                self._do(actions.AskForPlan(plan_request(self._config, len(self.ring))))
-                self.deadline = self._now + self._config.load_timeout
+                if self._config.num_shards is None and len(self.ring) > 1:
+                    self._gather()  # The links can be measured only then.
+                else:
+                    self._ask_for_plan()
             case State.RENEWING:
                 self.stages[0].state = "starting"
                 if left:
@@ -247,7 +252,16 @@ class Lifecycle(Machine):
             case _:
                 pass  # The other states do not wait for the engine.
 
-    def _on_plan(self, stages: Sequence[StagePlan]) -> None:
+    def _ask_for_plan(self, link: Link | None = None) -> None:
+        """Asks for a plan of all ranks. With a link, the engine also chooses the layout."""
+        self._tried = self.ring
+        self._enter(State.PLANNING, self._config.load_timeout)
+        self._do(actions.AskForPlan(plan_request(self._config, len(self.ring)), link))
+
+    def _on_plan(self, stages: Sequence[StagePlan], choice: str) -> None:
+        self._choice = choice
+        if choice:
+            self._log(logging.INFO, f"event=layout reason={json.dumps(choice)}")
         ring = self._tried
         plan = [replace(stage, rank=rank) for stage, rank in zip(stages, ring, strict=True)]
         self._plans[ring] = plan
@@ -285,14 +299,6 @@ class Lifecycle(Machine):
         self._enter(State.GATHERING, seconds)
         self._check_gathered()
 
-    @property
-    def _return_terms(self) -> tuple[float, str]:
-        """The time in seconds for which ranks are awaited, and its flag. Without --replan, lost
-        ranks are awaited for longer, because no other rank can take their place."""
-        if self.number and not self._config.replan:
-            return self._config.return_timeout, "--return-timeout"
-        return self._config.join_timeout, "--join-timeout"
-
     def _check_gathered(self) -> None:
         if not self.missing:
             self._on_gathered(self.roster.disagreement())
@@ -313,9 +319,13 @@ class Lifecycle(Machine):
         elif error:
             self._fail(error)
         else:
-            plan = self._plans[self.ring]
+            plan = self._plans.get(self.ring)
             assert not isinstance(plan, PlanError)
-            self._follow(plan)
+            if plan is None:
+                self._enter(State.PLANNING, self._config.load_timeout)
+                self._do(actions.MeasureLinks(self.number, self.ring[1:]))
+            else:
+                self._follow(plan)
 
     def _replan(self) -> None:
         """Divides the layers among the ranks that are there, if they have the memory."""
@@ -356,7 +366,7 @@ class Lifecycle(Machine):
             self.stages = [self.ranks[planned.rank] for planned in plan]
             for stage, planned in zip(self.stages, plan, strict=True):
                 stage.assign(planned)
-            self._do(actions.ShowPlan(tuple(plan)))
+            self._do(actions.ShowPlan(tuple(plan), self._choice))
         self._pause()
 
     def _on_no_room(self, error: PlanError) -> None:
@@ -385,10 +395,6 @@ class Lifecycle(Machine):
     def _start(self) -> None:
         self._enter(State.STARTING, self._patience[State.STARTING])
         self._check_stages()
-
-    def _late_stages(self) -> list[StageStatus]:
-        states, _ = events.AWAITED[self.state]
-        return [stage for stage in self.stages if stage.state not in states]
 
     def _check_stages(self) -> None:
         if self._late_stages():
@@ -512,10 +518,6 @@ class Lifecycle(Machine):
             self._forget(rank, rank in silent)
         self._judge()
 
-    def _forget(self, rank: int, is_silent: bool) -> None:
-        if rank in self.roster.joined:
-            self._do(actions.Forget(rank, self.roster.joined[rank].pid, is_silent))
-
     def _judge(self) -> None:
         """Decides whether there is another life, once everything is known that this depends on."""
         judgement, reason = self._judgement, self._reason
@@ -551,15 +553,3 @@ class Lifecycle(Machine):
         self._has_engine = False
         self._enter(State.RENEWING)
         self._do(actions.ReplaceEngine(self.number, is_stalled, keep))
-
-    @property
-    def _can_stay(self) -> bool:
-        """Whether engines may keep what they hold for the next life. Shards cannot, because their
-        layers use MLX's group, and neither can engines whose layers will change."""
-        are_the_same = self.roster.fit == set(self.ring) - {0}
-        return self._config.tensor_parallel == 1 and (are_the_same or not self._config.replan)
-
-    def _renew_rank(self, stage: StageStatus, dump: bool = False, keep: bool = False) -> None:
-        stage.renew()
-        if stage.rank in self.roster.joined:
-            self._do(actions.RenewRank(stage.rank, self.number, dump, keep))

@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import Sequence
 
+from serve.core.config import ServeConfig
 from serve.core.errors import BrigadeError
 from serve.front.pipeline import actions, events
 from serve.front.pipeline.events import LastFault, State
@@ -16,7 +17,13 @@ class Machine:
     """A state machine. `deadline` is the time at which `Ticked` is due, or None. `number` counts
     the lives before this one. hosts has the host of each rank; facts are those of rank 0."""
 
-    def __init__(self, hosts: Sequence[str], facts: dict[str, str]) -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        hosts: Sequence[str],
+        facts: dict[str, str],
+    ) -> None:
+        self._config = config
         self.roster = Roster(facts)
         self.ranks = [StageStatus(rank, host) for rank, host in enumerate(hosts)]
         self.stages = list(self.ranks)  # of the ranks that take part, in order
@@ -41,6 +48,29 @@ class Machine:
     def missing(self) -> list[int]:
         """The ranks that take part and have not joined."""
         return self.roster.missing(self.ring)
+
+    @property
+    def num_shards(self) -> int:
+        """The number of shards of each stage; 1 while it is not known."""
+        plan = self.stages[0].plan
+        if plan:
+            return plan.num_shards
+        return self._config.num_shards or 1
+
+    @property
+    def _return_terms(self) -> tuple[float, str]:
+        """The time in seconds for which ranks are awaited, and its flag. Without --replan, lost
+        ranks are awaited for longer, because no other rank can take their place."""
+        if self.number and not self._config.replan:
+            return self._config.return_timeout, "--return-timeout"
+        return self._config.join_timeout, "--join-timeout"
+
+    @property
+    def _can_stay(self) -> bool:
+        """Whether engines may keep what they hold for the next life. Shards cannot, because their
+        layers use MLX's group, and neither can engines whose layers will change."""
+        are_the_same = self.roster.fit == set(self.ring) - {0}
+        return self.num_shards == 1 and (are_the_same or not self._config.replan)
 
     def late(self) -> str | None:
         """Returns one line that says which rank is awaited, or None if all stages are ready."""
@@ -72,3 +102,16 @@ class Machine:
 
     def _do(self, action: actions.Action) -> None:
         self._actions.append(action)
+
+    def _late_stages(self) -> list[StageStatus]:
+        states, _ = events.AWAITED[self.state]
+        return [stage for stage in self.stages if stage.state not in states]
+
+    def _forget(self, rank: int, is_silent: bool) -> None:
+        if rank in self.roster.joined:
+            self._do(actions.Forget(rank, self.roster.joined[rank].pid, is_silent))
+
+    def _renew_rank(self, stage: StageStatus, dump: bool = False, keep: bool = False) -> None:
+        stage.renew()
+        if stage.rank in self.roster.joined:
+            self._do(actions.RenewRank(stage.rank, self.number, dump, keep))

@@ -22,7 +22,7 @@ def plan_request(config: ServeConfig, num_ranks: int) -> PlanRequest:
         adapter_memory=config.adapter_memory,
         split=config.split,
         kv_bits=config.kv_bits,
-        num_shards=config.tensor_parallel,
+        num_shards=config.num_shards or 1,
         draft=_draft_source(config),
     )
 

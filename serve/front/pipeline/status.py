@@ -11,8 +11,9 @@ from typing import Any
 
 import msgspec
 
-from serve.core.messages import Activity, Loaded, Span, Status, SumCounts
+from serve.core.messages import Activity, Loaded, Span, Status
 from serve.core.plan import StagePlan
+from serve.core.sum_counts import SumCounts
 from serve.core.types import Step
 from serve.front.drafts.step_cost import StepCost
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from serve.core.config import ServeConfig
 from serve.core.errors import BrigadeError, EngineError, PlanError
+from serve.core.layouts import Link
 from serve.core.messages import (
     Admit,
     Fault,
@@ -125,6 +126,7 @@ class PlayedCluster:
         self.absent: set[int] = set()
         self.forgotten: list[tuple[int, bool]] = []
         self.asked: list[Asked] = []
+        self.links: list[Link | None] = []  # of the plans that were asked for
         self.states: Counter[State] = Counter()
         self.charged: list[float] = []  # when lives ended for which no request is to blame
         self.num_explained = 0
@@ -226,9 +228,14 @@ class PlayedCluster:
                     self.after(self.delay(2.0), lambda: self.keep_engine(life))
                 else:
                     self.replace_engine(life)
-            case actions.AskForPlan(request):
+            case actions.MeasureLinks():
+                assert not self.lifecycle.missing, "a link to a rank that is not there"
+                link = Link(0.0002, 1e9)
+                self.after(self.delay(), lambda: self.on(events.LinksMeasured(life, link)))
+            case actions.AskForPlan(request, link):
+                self.links.append(link)
                 engine = self.engine
-                self.after(self.delay(), lambda: self.plan(engine, life, request.num_ranks))
+                self.after(self.delay(), lambda: self.plan(engine, life, request.num_ranks, link))
             case actions.RenewRank(rank, _, _, keep):
                 parent = self.parents[rank]
                 self.after(self.delay(), lambda: self.renew(rank, parent, life, keep))
@@ -297,7 +304,13 @@ class PlayedCluster:
         self.engine = PlayedEngine(0)
         self.on(events.EngineStarted(life))
 
-    def plan(self, engine: PlayedEngine | None, life: int, num_ranks: int) -> None:
+    def plan(
+        self,
+        engine: PlayedEngine | None,
+        life: int,
+        num_ranks: int,
+        link: Link | None,
+    ) -> None:
         assert engine
         if engine is not self.engine or not engine.runs:
             return
@@ -307,7 +320,7 @@ class PlayedCluster:
             return
         layers = even_split(12, num_ranks)
         stages = [StagePlan(n, layers[n], 0, 0, 10, 0, 0, 0.5, None) for n in range(num_ranks)]
-        self.say(0, life, Planned(stages))
+        self.say(0, life, Planned(stages, "Chosen." if link else ""))
 
     def renew(self, rank: int, parent: PlayedParent, life: int, keep: bool) -> None:
         if parent is not self.parents[rank] or not parent.is_connected or parent.is_stopped:

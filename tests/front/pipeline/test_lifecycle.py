@@ -385,3 +385,15 @@ def test_parents_that_hang_are_reported_to_the_launcher_and_others_are_not() -> 
     forgotten = cluster.forgotten
     assert cluster.run(60, lambda: cluster.lifecycle.number == 1)
     assert forgotten == [(1, True)]
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_auto_layout_is_planned_once_when_all_ranks_have_joined(is_killed: bool) -> None:
+    """The links cannot be measured before that, and the layout stays after a fault."""
+    cluster = begun(tensor_parallel="auto")
+    if is_killed:
+        cluster.kill(1)
+        assert cluster.run(60, lambda: not cluster.lifecycle.is_working)
+        assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
+    assert [link is not None for link in cluster.links] == [True]
+    assert sum("event=layout" in line for line in cluster.logged) == 1

@@ -14,7 +14,7 @@ from serve.front.prefixes.checkpoints import PrefixKey
 def two_shards(sent: list[ToPrefixCache]) -> Requests:
     """Requests for one stage of two shards. Messages to all ranks go to a list."""
     requests = Requests(
-        ServeConfig(model=Path(), tensor_parallel=2),
+        ServeConfig(model=Path(), tensor_parallel="2"),
         1,
         send=lambda message: None,
         adapter_name=lambda version: None,

@@ -1,0 +1,78 @@
+"""Compares the layouts of stages and shards that are possible for a model, without loading it."""
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from serve.core.errors import PlanError
+from serve.core.layouts import Forecast, Speeds, best, forecast
+from serve.core.plan import PlanRequest, format_bytes
+from serve.model.planning import Plan, make_plan
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The plans of all possible layouts by name, such as "2 x 1", and their forecasts for one
+    client and for many. refused has the reasons why other layouts are not possible."""
+
+    plans: dict[str, Plan]
+    one_client: dict[str, Forecast]
+    many_clients: dict[str, Forecast]
+    refused: dict[str, str]
+    speeds: Speeds
+
+    @property
+    def fastest(self) -> Forecast:
+        """The layout that is fastest with many clients."""
+        return best(list(self.many_clients.values()))
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the fastest layout."""
+        return self.plans[self.fastest.layout]
+
+    @property
+    def choice(self) -> str:
+        """One sentence that says which layout is the fastest, and what that was forecast from."""
+        fastest = self.fastest
+        speeds: list[str] = []
+        for layout, each in self.many_clients.items():
+            speeds.append(f"{layout}: {each.tokens_per_second:.0f} tok/s")
+        link = self.speeds.link
+        memory = format_bytes(self.speeds.memory_bytes_per_second)
+        return (
+            f"Layout {fastest.layout} (stages x shards), the fastest forecast for "
+            f"{fastest.num_clients} clients ({', '.join(speeds)}), with a round trip of "
+            f"{link.round_trip_seconds * 1e3:.2f} ms, {format_bytes(link.bytes_per_second)}/s "
+            f"between ranks and {memory}/s from memory."
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        layouts: list[dict[str, Any]] = []
+        for forecasts in (self.one_client, self.many_clients):
+            layouts += [asdict(each) for each in forecasts.values()]
+        return {"layouts": layouts, "refused_layouts": self.refused}
+
+
+def compare(folder: Path, request: PlanRequest, speeds: Speeds) -> Comparison:
+    """Plans and forecasts every layout of the ranks of the request. Raises PlanError if no layout
+    is possible."""
+    found = Comparison({}, {}, {}, {}, speeds)
+    for num_shards in range(1, request.num_ranks + 1):
+        num_stages, rest = divmod(request.num_ranks, num_shards)
+        if rest:
+            continue
+        layout = f"{num_stages} x {num_shards}"
+        try:
+            plan = make_plan(folder, replace(request, num_shards=num_shards))
+        except PlanError as error:
+            found.refused[layout] = str(error)
+            continue
+        hop_bytes = plan.hop_bytes_per_token
+        clients = max(2, request.concurrency)
+        found.plans[layout] = plan
+        found.one_client[layout] = forecast(plan.stages, hop_bytes, 1, speeds)
+        found.many_clients[layout] = forecast(plan.stages, hop_bytes, clients, speeds)
+    if not found.plans:
+        raise PlanError("; ".join(found.refused.values()))
+    return found
