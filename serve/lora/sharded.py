@@ -23,8 +23,6 @@ from serve.model.sharding import (
     with_summed_gradient,
 )
 
-_GROUPS_OF_BLOCKS = ("sharding_group", "_brigade_group")  # of mlx-lm and of serve.model.sharding
-
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -105,8 +103,8 @@ class ShardedLoRALinear(nn.Module):
 
 
 def shard_trained(model: nn.Module, group: Any) -> tuple[Sharding, TrainedParts]:
-    """Divides a lazy model with LoRA modules among the shards. Raises PlanError if the model cannot
-    be divided, or if a shard would compute a part of a gradient in a way that is not known."""
+    """Divides a lazy model with LoRA modules among the shards. Raises PlanError if the shards could
+    not compute its gradients."""
     adapted: dict[str, Any] = {}
     for name, module in model.named_modules():
         if isinstance(module, (LoRALinear, LoRASwitchLinear)):
@@ -116,40 +114,28 @@ def shard_trained(model: nn.Module, group: Any) -> tuple[Sharding, TrainedParts]
     modules = dict(model.named_modules())
     inside = {id(module) for layer in model.layers for module in layer.modules()}
     _check_gradients({name: each for name, each in modules.items() if id(each) in inside})
+    for module in modules.values():
+        if isinstance(module, DIVIDED):
+            module.freeze()
     parts = TrainedParts({}, set())
     for name, lora in adapted.items():
-        linear = modules[name]
         division = sharding.divisions.get(name)
-        if division is None:
-            if id(linear) in inside:
-                raise PlanError(
-                    f"--tensor-parallel: {name} stays whole on every shard and cannot be trained "
-                    "there: name other modules in keys of lora_parameters."
-                )
-            lora.linear = linear
-            continue
-        _check_division(name, division, group.size())
-        adapted[name] = _divided(name, linear, lora, division, parts)
+        if division is not None:
+            _check_division(name, division, group.size())
+            adapted[name] = ShardedLoRALinear(modules[name], lora, division)
+            _note(name, division, parts)
     _replace(model, adapted)
-    model.freeze()
-    for module in adapted.values():
-        module.unfreeze(recurse=False, keys=["lora_a", "lora_b"])
     return sharding, parts
 
 
 def _check_gradients(modules: dict[str, Any]) -> None:
-    """Raises PlanError unless the gradients of all inputs are added up over the shards. MLX's own
-    modules do that, and blocks that add up their outputs. A matrix beside them that stays whole, or
-    is divided by itself, would pass on only a part of its gradient."""
-    blocks: list[str] = []
-    for name, module in modules.items():
-        groups = (vars(module).get(key) for key in _GROUPS_OF_BLOCKS)
-        if any(group is not None for group in groups):
-            blocks.append(f"{name}.")
+    """Raises PlanError unless MLX's own modules divide all matrices of the layers: they add up the
+    gradients of their inputs. A matrix beside them that stays whole, or is divided in another way,
+    would pass on only a part of its gradient."""
     for name, module in modules.items():
         weight = module.get("weight")
         is_matrix = isinstance(weight, mx.array) and weight.ndim > 1
-        if is_matrix and not isinstance(module, DIVIDED) and not name.startswith(tuple(blocks)):
+        if is_matrix and not isinstance(module, DIVIDED):
             raise PlanError(
                 f"--tensor-parallel: the shards of this model do not divide {name} in a way in "
                 "which it can be trained: leave the option out, and use stages or --data-parallel."
@@ -170,28 +156,11 @@ def _check_division(name: str, division: Division, num_shards: int) -> None:
         )
 
 
-def _divided(
-    name: str,
-    linear: nn.Module,
-    lora: Any,
-    division: Division,
-    parts: TrainedParts,
-) -> Any:
-    """This shard's part of a module, and notes in parts which of its arrays are divided."""
-    has_inputs_divided = division.axis == -1
-    # Others are parts of a block that adds up its outputs.
-    has_own_sums = isinstance(linear, DIVIDED)
-    is_linear = isinstance(lora, LoRALinear)
-    if has_inputs_divided:
-        divided, whole = "lora_a", "lora_b"
-        axis = 0 if is_linear else -1
+def _note(name: str, division: Division, parts: TrainedParts) -> None:
+    """Notes which of the two matrices of a module is divided."""
+    if division.axis == -1:
+        parts.divided[f"{name}.lora_a"] = Part(division, 0)
+        parts.partial.add(f"{name}.lora_b")
     else:
-        divided, whole = "lora_b", "lora_a"
-        axis = 1 if is_linear else -2
-    parts.divided[f"{name}.{divided}"] = Part(division, axis)
-    parts.partial.add(f"{name}.{whole}")
-    if has_own_sums:
-        return ShardedLoRALinear(linear, lora, division)
-    lora.linear = linear
-    lora[divided] = division.own_part(lora[divided], axis)
-    return lora
+        parts.divided[f"{name}.lora_b"] = Part(division, 1)
+        parts.partial.add(f"{name}.lora_a")

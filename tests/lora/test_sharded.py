@@ -1,0 +1,68 @@
+"""The parts of trained adapters that shards have."""
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from serve.core.errors import PlanError
+from serve.lora.sharded import Part, ShardedLoRALinear, shard_trained
+from serve.model.sharding import Division, StandIn
+from serve.tune.model import DropoutKeys, make_trainable
+from tests.models import build
+from tests.tune.ranks import LORA, config_of
+
+NUM_SHARDS = 2
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_part_of_shards_add_up_to_the_whole(axis: int) -> None:
+    """A weight of 24 numbers in two segments, of each of which every shard has a half. The trained
+    array has half as many numbers."""
+    divisions = [Division(-2, 24, ((0, 4), (8, 16))), Division(-2, 24, ((4, 8), (16, 24)))]
+    whole = mx.random.normal((12, 12))
+    parts = [Part(division, axis) for division in divisions]
+    own = [part.of(whole) for part in parts]
+    assert own[0].shape[axis] == 6
+    assert parts[0].whole_shape(own[0].shape) == (12, 12)
+    total = sum(
+        (part.among_zeros(array) for part, array in zip(parts, own, strict=True)), mx.array(0)
+    )
+    assert mx.array_equal(total, whole)
+
+
+def test_shard_trained_divides_each_matrix_on_one_side() -> None:
+    config = config_of(num_layers=-1)
+    model = build("qwen2")
+    make_trainable(config, DropoutKeys(0), model)
+    whole = {name: array.shape for name, array in tree_flatten(model.trainable_parameters())}
+    sharding, parts = shard_trained(model, StandIn(NUM_SHARDS))
+    own = {name: array.shape for name, array in tree_flatten(model.trainable_parameters())}
+    assert sharding.divisions
+    assert own.keys() == whole.keys() == parts.divided.keys() | parts.partial
+    assert not parts.divided.keys() & parts.partial
+    for name, part in parts.divided.items():
+        assert part.whole_shape(own[name]) == whole[name]
+        assert own[name] != whole[name]
+    for name in parts.partial:
+        assert own[name] == whole[name]
+    layer = model.layers[0]
+    assert isinstance(layer.self_attn.o_proj, ShardedLoRALinear)
+    assert "model.layers.0.self_attn.o_proj.lora_b" in parts.partial
+    assert "model.layers.0.self_attn.q_proj.lora_a" in parts.partial
+
+
+def test_shard_trained_refuses_a_model_whose_shards_share_whole_matrices() -> None:
+    """A part of the keys comes from a matrix that every shard has."""
+    model = build("deepseek_v3")
+    lora = {**LORA, "keys": ["self_attn.o_proj"]}
+    make_trainable(config_of(num_layers=-1, lora_parameters=lora), DropoutKeys(0), model)
+    with pytest.raises(PlanError, match="the shards of this model do not divide model"):
+        shard_trained(model, StandIn(NUM_SHARDS))
+
+
+def test_shard_trained_refuses_heads_that_shards_share() -> None:
+    """Two heads of keys on four shards."""
+    model = build("llama")
+    make_trainable(config_of(num_layers=-1), DropoutKeys(0), model)
+    with pytest.raises(PlanError, match="_proj is divided among the shards in a way"):
+        shard_trained(model, StandIn(4))
