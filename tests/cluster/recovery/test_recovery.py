@@ -19,12 +19,22 @@ import httpx2
 import psutil
 import pytest
 
-from tests.cluster.servers import Server, alone, brigade_launch, gone, mlx_launch, running
+from tests.cluster.servers import (
+    LOG_SECONDS,
+    Server,
+    alone,
+    brigade_launch,
+    gone,
+    mlx_launch,
+    running,
+)
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 NUM_STREAMS = 8
 ANSWER_TOKENS = 300
+NUM_SPARE_KILLS = int(os.environ.get("SPARE_KILLS", "6"))
+IMPORTED_BYTES = 50 << 20
 WITHOUT_LIMIT = ("--max-restarts", "1000")
 EACH_RANK = [0, pytest.param(1, marks=pytest.mark.slow)]
 
@@ -179,6 +189,43 @@ def test_streams_go_on_after_kills(num_ranks: int, launch: Any) -> None:
 @pytest.mark.parametrize("first_seed", [100, 200, 300, 400])
 def test_a_hundred_kills_change_no_token(first_seed: int) -> None:
     check_kills(2, 9, 3, brigade_launch, first_seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300 + 30 * NUM_SPARE_KILLS)
+def test_engines_that_spares_replace_change_no_token() -> None:
+    """Prints the figures of kills at which each rank has a spare engine, as after a quiet time."""
+    with running(2, *WITHOUT_LIMIT, spare=True) as server:
+        expected = run_streams(server)
+        seconds: list[float] = []
+        for seed in range(NUM_SPARE_KILLS):
+            engines = server.engines()
+            spares = wait_for_spares(server)
+            killer = Killer(server, 1, seed, whole=False)
+            streams = run_streams(server, killer)
+            check_same(streams, expected)
+            seconds += killer.seconds_to_next_token(streams)
+            pids = {engine.pid for engine in server.engines().values()}
+            assert len(pids & {engine.pid for engine in engines.values()}) == 1
+            assert len(pids & spares) == 1, "the spare was not used"
+        print(f"kill to next token: p50 {median(seconds):.2f} s, max {max(seconds):.2f} s")
+
+
+def wait_for_spares(server: Server) -> set[int]:
+    """Waits until each rank has a spare engine that waits for an order, and returns their ids."""
+    working = {engine.pid: engine.ppid() for engine in server.engines().values()}
+    deadline = time.monotonic() + LOG_SECONDS
+    while True:
+        assert time.monotonic() < deadline, server.text
+        children = [child for pid in working.values() for child in psutil.Process(pid).children()]
+        engines = [child for child in children if "serve.rank.worker" in child.cmdline()]
+        spares = [engine for engine in engines if engine.pid not in working]
+        # MLX is there, and the interpreter has nothing left to do.
+        have_imported = all(spare.memory_info().rss > IMPORTED_BYTES for spare in spares)
+        if len(spares) == len(working) and have_imported:
+            time.sleep(1)
+            return {spare.pid for spare in spares}
+        time.sleep(0.1)
 
 
 @pytest.mark.slow
