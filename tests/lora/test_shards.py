@@ -12,7 +12,7 @@ from serve.core.errors import AdapterError
 from serve.lora.table import Adapters
 from serve.model.sharding import StandIn, shard, without_sums
 from serve.model.stage import Stage
-from tests import adapters
+from tests import adapters, architectures
 from tests.lora.test_table import ALL, CASES, LLAMA, Pipeline, alone, difference, quantized
 from tests.model.shard_threads import Seat, on_shards
 
@@ -92,3 +92,34 @@ def test_shards_refuse_magnitudes_of_divided_inputs(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="down_proj is divided among shards") as caught:
         own.read(1, folder)
     assert caught.value.http_status == 400
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("phi3", ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj")),
+        ("qwen2_moe", ("mlp.shared_expert.down_proj", "mlp.switch_mlp.down_proj")),
+    ],
+)
+def test_shards_of_pairs_apply_the_adapters_of_the_whole_model(
+    tmp_path: Path, name: str, keys: tuple[str, ...]
+) -> None:
+    """phi3 divides fused matrices in several ranges; qwen2_moe adds up whole blocks of experts."""
+    make = partial(architectures.build, name)
+    folder = adapters.save_adapter(tmp_path / "a", make(), keys=keys)
+    whole = {0: make(), 1: load_adapters(make(), str(folder))}
+    versions = [1, 0, 1]
+
+    def build(seat: Seat) -> Shard:
+        own = Shard(make, seat)
+        own.read(1, folder)
+        return own
+
+    def run(own: Shard) -> list[mx.array]:
+        return list(own.logits(versions))
+
+    for logits in on_shards(2, build, run):
+        for row, version in enumerate(versions):
+            for got, wanted in zip(logits, alone(whole[version], row), strict=True):
+                assert difference(got[row], wanted) < 1e-5, row
