@@ -10,7 +10,9 @@ import pytest
 from serve.core.messages import Reached
 from serve.tune.backward import Pass
 from serve.tune.forecast import OpSeconds, utilisation
+from serve.tune.layout import Layout
 from serve.tune.loop import Pipeline, ScheduleRun
+from serve.tune.mesh import groups_of
 from serve.tune.model import DropoutKeys
 from serve.tune.schedule import Shape, make_schedule
 from serve.tune.transport import LocalLinks, exchange
@@ -48,7 +50,8 @@ def measured_and_bound(num_ranks: int, num_micro_batches: int, kind: str) -> tup
     def rank(links: LocalLinks) -> ScheduleRun:
         last = schedule.shape.num_stages - 1
         stages: Any = {n: Sleeping(n == last) for n in schedule.shape.stages(links.rank)}
-        pipeline = Pipeline(stages, links, DropoutKeys(0))
+        groups = groups_of(Layout(num_ranks, 1, 1), links)
+        pipeline = Pipeline(stages, groups, DropoutKeys(0))
         exchange(links, Reached("the beginning"))
         return pipeline.run(schedule, batches_of([(3,)] * num_micro_batches), 1.0)
 
