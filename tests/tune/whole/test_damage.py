@@ -20,6 +20,7 @@ from serve.tune.config import FineTuneConfig
 from serve.tune.data.examples import MicroBatch
 from serve.tune.events import Event, Finished, Saved
 from serve.tune.loop import Trainer, Update
+from serve.tune.mesh import groups_of
 from serve.tune.results import checkpoint, run_folder
 from serve.tune.run import run, run_rank
 from serve.tune.transport import LocalLinks
@@ -98,7 +99,7 @@ def test_one_ranks_broken_weights_stop_all_ranks(
 
     def rank(links: LocalLinks) -> None:
         with pytest.raises(EngineError) as error:
-            run_rank(config, links, lambda _: None)
+            run_rank(config, groups_of(config.layout(2), links), lambda _: None)
         said.append(str(error.value))
 
     run_ranks(2, rank)
