@@ -14,7 +14,7 @@ types; a body of a type that is not expected there is an error.
     trainer -> other trainer      TaggedTensors, Alive, Parting; in TaggedTensors the notes Reached,
                                   SameFacts, PinnedCommit, TensorNames, TrainedNames, WeightTypes,
                                   NumTrained, ResumePoint, Probe, UpdateNote, LossSum, NotFinite,
-                                  OpTimes
+                                  OpTimes, WeightDigest
     launcher -> agent             EnterFolder, DescribeHost, ReservePorts, StartEcho, MeasureHop,
                                   FindHolder, RunRank, SendSignal
     agent -> launcher             AgentReady, FolderEntered, HostFacts, PortsReserved, EchoStarted,
