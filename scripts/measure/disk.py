@@ -99,7 +99,7 @@ def _beside_writes(settings: Settings) -> tuple[dict[str, list[float]], int]:
         flags = {WITHOUT: [], WRITING: ["--prefix-cache-dir", folder]}
         urls: dict[str, str] = {}
         for name, own in flags.items():
-            urls[name] = stack.enter_context(_server(settings.model, "--no-speculation", *own))
+            urls[name] = stack.enter_context(_server(settings.model, *own))
 
         def run(name: str, round_: int) -> None:
             chance = Random(f"{settings.seed}/{round_}")

@@ -52,8 +52,7 @@ def page(settings: Settings) -> Row:
     """Measures eight clients on two ranks: in turn without a watcher of the page's events and with
     one, and then with a browser."""
     data: dict[str, Any] = {}
-    # Without speculation all steps have one token for each row.
-    with servers.running(servers.BRIGADE_2, settings.model, "--no-speculation") as url:
+    with servers.running(servers.BRIGADE_2, settings.model) as url:
         asyncio.run(_measure(url, settings, data))
     alone, watched, shown = (data["rates"][kind] for kind in ("alone", "watched", "shown"))
     ratios = [one / other for one, other in zip(watched, alone, strict=True)]

@@ -46,14 +46,22 @@ def _is_ours(name: str) -> bool:
 
 @contextmanager
 def running(
-    name: str, model: Path, *more: str, until: Callable[..., None] | None = None
+    name: str,
+    model: Path,
+    *more: str,
+    until: Callable[..., None] | None = None,
+    speculates: bool = False,
 ) -> Iterator[str]:
     """The URL of a server that answers, or for which `until` has waited; more flags are for
-    Brigade. Only one runs at a time: some spin while idle."""
+    Brigade. Only one runs at a time: some spin while idle. Brigade guesses tokens only if
+    speculates is set, because texts of random weights repeat themselves more than real ones."""
     port, *ring = free_ports(3)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        start = partial(_brigade, (*_FLAGS.get(name, ()), *more)) if _is_ours(name) else _mlx_lm
+        flags = [*_FLAGS.get(name, ()), *more]
+        if not speculates:
+            flags.append("--no-speculation")
+        start = partial(_brigade, flags) if _is_ours(name) else _mlx_lm
         processes: list[subprocess.Popen[bytes]] = []
         try:
             with log.open("w") as output:

@@ -17,6 +17,7 @@ from scripts.measure.settings import Row, Settings, Table
 from scripts.measure.tasks import Task, tasks
 
 WITH, WITHOUT, OTHER = "with", "without", servers.MLX_LM_1
+SERVERS = {WITH: servers.BRIGADE_2, WITHOUT: servers.BRIGADE_2, OTHER: OTHER}
 NUM_TOKENS = 48
 TEMPERATURES = (0.0, 0.7)
 Pair = dict[str, Any]
@@ -41,11 +42,10 @@ def single(settings: Settings) -> Row:
     measured: Measured = defaultdict(list)
     with ExitStack() as stack:
         urls = {
-            WITH: stack.enter_context(servers.running(servers.BRIGADE_2, settings.model)),
-            WITHOUT: stack.enter_context(
-                servers.running(servers.BRIGADE_2, settings.model, "--no-speculation")
-            ),
-            OTHER: stack.enter_context(servers.running(OTHER, settings.model)),
+            name: stack.enter_context(
+                servers.running(server, settings.model, speculates=name == WITH)
+            )
+            for name, server in SERVERS.items()
         }
         for round_ in range(settings.rounds):
             for task in tasks(settings.requests_per_client):
