@@ -7,8 +7,8 @@ types; a body of a type that is not expected there is an error.
                                   ForgetPrefixFiles, Step, Leave
     engine  -> parent             Planned, Status, Fault, AdapterRead, AdapterRefused, PrefixFiles,
                                   PrefixRead, PrefixFileWritten, Result, RingLost, Left
-    rank 0's parent -> parent     Challenge, Welcome, Refused, Renew, Start, Ping, Stop,
-                                  LoadAdapter, ReadPrefix, ForgetPrefixFiles
+    rank 0's parent -> parent     Challenge, Welcome, Refused, Renew, Start, PrepareSpare, Ping,
+                                  Stop, LoadAdapter, ReadPrefix, ForgetPrefixFiles
     parent -> rank 0's parent     Hello, Pong, Report
     engine  -> next engine        Greeting, Hop
     trainer -> other trainer      TaggedTensors, Alive, Parting; in TaggedTensors the notes Reached,
@@ -148,6 +148,11 @@ class Start(Message, frozen=True):
     """Rank 0's parent asks another parent to give its engine this order. Paths are rank 0's own."""
 
     order: Order
+
+
+class PrepareSpare(Message, frozen=True):
+    """Rank 0's parent tells another parent that the engines work, so that it may start its spare
+    engine. It is sent once in each life."""
 
 
 class Ping(Message, frozen=True):
@@ -674,7 +679,16 @@ class Parting(Message, frozen=True):
 ToPrefixCache: TypeAlias = ReadPrefix | ForgetPrefixFiles
 ToEngine: TypeAlias = MakePlan | Order | Admit | Embed | LoadAdapter | ToPrefixCache | Step | Leave
 ToRank: TypeAlias = (
-    Challenge | Welcome | Refused | Renew | Start | Ping | Stop | LoadAdapter | ToPrefixCache
+    Challenge
+    | Welcome
+    | Refused
+    | Renew
+    | Start
+    | PrepareSpare
+    | Ping
+    | Stop
+    | LoadAdapter
+    | ToPrefixCache
 )
 FromRank: TypeAlias = Hello | Pong | Report
 AroundRing: TypeAlias = Greeting | Hop

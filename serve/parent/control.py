@@ -5,7 +5,8 @@ other ranks, has them start engines, receives the engines' reports, and stops th
 
     rank 0 -> other   Challenge, then Welcome or Refused
     other -> rank 0   Hello, then Report and Pong
-    rank 0 -> other   Renew (a new engine), Start, Stop, Ping, and messages for its engine
+    rank 0 -> other   Renew (a new engine), Start, PrepareSpare, Stop, Ping, and messages for its
+                      engine
 
 Both ends prove that they know the launch's secret, which itself is never sent. A report carries
 the life of its engine: the number of restarts of all engines before it.

@@ -20,7 +20,7 @@ _KILLED_SECONDS = 10.0
 _LEAVE_SECONDS = 5.0
 # Engines report four times a second, whatever they compute. One that has stopped cannot leave.
 _SILENT_SECONDS = 2.0
-_FIRST_WORD_SECONDS = 0.5  # This process may have been busy, with reports left to read.
+_FIRST_WORD_SECONDS = 0.5  # Reports may still be unread if this process was busy.
 
 
 class EngineProcess:
@@ -93,7 +93,8 @@ class EngineProcess:
         return left.result() if left.done() else None
 
     def _patience(self, began: float) -> float:
-        """Returns how many more seconds an engine has that was asked to leave when it began."""
+        """Returns how many seconds to wait for an engine that was asked to leave at the time
+        `began`."""
         silent_until = max(began + _FIRST_WORD_SECONDS, self._heard_at + _SILENT_SECONDS)
         return min(began + _LEAVE_SECONDS, silent_until) - time.monotonic()
 

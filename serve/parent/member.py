@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Coroutine
+from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,6 +21,7 @@ from serve.core.messages import (
     Order,
     Ping,
     Pong,
+    PrepareSpare,
     ReadPrefix,
     Renew,
     Report,
@@ -130,17 +132,16 @@ class _Member:
 
     async def run(self) -> bool:
         """Runs until rank 0 sends Stop, and returns True, or until the connection ends: False."""
-        try:
+        async with AsyncExitStack() as stack:  # All are closed, even if one raises.
+            stack.push_async_callback(self._control.close)
+            stack.push_async_callback(self._spare.close)
+            stack.push_async_callback(self._stop_engine)
             await self._start_engine()
             while message := await self._control.receive():
                 if isinstance(message, Stop):
                     return True
                 await self._obey(message)
-            return False
-        finally:
-            await self._stop_engine()
-            await self._spare.close()
-            await self._control.close()
+        return False
 
     async def _obey(self, message: ToRank) -> None:
         assert self._engine is not None
@@ -152,6 +153,8 @@ class _Member:
             case Start(order):
                 self._is_fresh = False
                 self._engine.link.send(self._localised(order))
+            case PrepareSpare():
+                self._spare.prepare()
             case LoadAdapter() | ReadPrefix() | ForgetPrefixFiles():
                 self._engine.link.send(message)
             case _:
@@ -207,8 +210,6 @@ class _Member:
                 has_said_why |= isinstance(message, Fault)
                 if isinstance(message, Left):
                     self._life = message.life
-                if isinstance(message, Status) and message.state == "ready":
-                    self._spare.prepare()
                 self._tell(message)
         except ClusterError as error:
             self._tell(fault_of(error))

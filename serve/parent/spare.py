@@ -24,7 +24,8 @@ class Spare:
         self._starting: asyncio.Task[EngineProcess | None] | None = None
 
     def prepare(self) -> None:
-        """Starts the spare process in a moment, unless there is one. Called while engines work."""
+        """Starts the spare process in a moment, unless there is one. Called once in each life of
+        the engines, when they work, so that one that always fails is not tried for ever."""
         if self._is_on and self._timer is None and not self._is_there:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(_QUIET_SECONDS, self._begin)
@@ -32,7 +33,14 @@ class Spare:
     async def take(self) -> EngineProcess:
         """Returns a process that waits for an order: the spare one if it is alive, or a new one.
         Raises EngineError."""
-        return await self._taken() or await EngineProcess.start()
+        process = await self._taken()
+        if process and process.is_alive:
+            return process
+        if process:
+            reason = "The spare engine has ended."
+            _logger.warning("event=no_spare_engine reason=%s", json.dumps(reason))
+            await process.stop()
+        return await EngineProcess.start()
 
     async def close(self) -> None:
         """Ends the spare process. Raises EngineError if it does not end."""
@@ -49,24 +57,24 @@ class Spare:
 
     def _begin(self) -> None:
         self._timer = None
-        self._starting = asyncio.create_task(_started())
+        earlier = self._starting.result() if self._starting else None
+        self._starting = asyncio.create_task(_started(earlier))
 
     async def _taken(self) -> EngineProcess | None:
-        """Returns the spare process if it is alive, and forgets it."""
+        """Returns the spare process, which may have ended, and forgets it."""
         if self._timer:
             self._timer.cancel()
             self._timer = None
         starting, self._starting = self._starting, None
-        process = await starting if starting else None
-        if process is None or process.is_alive:
-            return process
-        await process.stop()
-        return None
+        return await starting if starting else None
 
 
-async def _started() -> EngineProcess | None:
-    """Starts a process, and returns None if that fails: the next engine then starts as usual."""
+async def _started(earlier: EngineProcess | None) -> EngineProcess | None:
+    """Starts a process in place of an earlier one that has ended. Returns None if that fails: the
+    next engine then starts as usual."""
     try:
+        if earlier:
+            await earlier.stop()
         return await EngineProcess.start()
     except EngineError as error:
         _logger.warning("event=no_spare_engine reason=%s", json.dumps(str(error)))

@@ -184,11 +184,18 @@ class GroupCaches:
 
     def content(self, write: Write) -> FileContent:
         """Returns the content of a file of the prefix cache. Its arrays have to be evaluated.
-        Raises EngineError if the sequence or the checkpoint is not held here."""
+        Raises EngineError if its tokens or its checkpoint are not held here."""
         sequence = write.sequence
-        if sequence not in self._layout.key_of:
-            raise EngineError(f"Sequence {sequence} is to be written, and is not held here.")
-        if write.is_state and write.checkpoint != NO_CHECKPOINT:
+        has_checkpoint = write.checkpoint != NO_CHECKPOINT
+        num_held = self._layout.positions.get(sequence, 0)
+        # The state of a sequence itself is that behind all its tokens.
+        is_behind = write.is_state and not has_checkpoint and num_held > write.end
+        if num_held < write.end or is_behind:
+            raise EngineError(
+                f"{write.end} tokens of sequence {sequence} are to be written, and {num_held} are "
+                "held here."
+            )
+        if write.is_state and has_checkpoint:
             states = self._states(write.checkpoint, write.end, 0)
             return prefix_parts.state(states, self._numbers, write.end)
         batch = self._layout.batch_of(sequence)

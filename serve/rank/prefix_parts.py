@@ -19,6 +19,7 @@ from serve.rank.checkpoints import can_cut
 
 _BUFFERS = ("keys", "values")
 _ATTRIBUTES = "attributes"
+_RANGE = "range"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class StageCaches:
 def segment(caches: list[Any], numbers: Numbers, start: int, end: int) -> FileContent:
     """Copies, lazily, the keys and values of the tokens [start, end) from plain caches."""
     # A file needs at least one array.
-    arrays = {"range": mx.array([start, end])}
+    arrays = {_RANGE: mx.array([start, end])}
     for n, cache in _leaves(caches, numbers):
         if not can_cut(cache):
             continue
@@ -59,10 +60,19 @@ def segment(caches: list[Any], numbers: Numbers, start: int, end: int) -> FileCo
     return FileContent(arrays)
 
 
+def has_tokens(arrays: Mapping[str, mx.array], start: int, end: int) -> bool:
+    """Whether the arrays of a segment have a column for each of the tokens [start, end). A state,
+    whose end is its start, has arrays of any shape."""
+    if start == end:
+        return True
+    buffers = [array for name, array in arrays.items() if name != _RANGE]
+    return all(array.shape[-2:-1] == (end - start,) for array in buffers)
+
+
 def state(states: list[Any], numbers: Numbers, num_tokens: int) -> FileContent:
     """Makes the content of a file from the states of a checkpoint (`rank.checkpoints`). Raises
     EngineError if a cache has an attribute that is neither an array nor JSON."""
-    arrays = {"range": mx.array([num_tokens, num_tokens])}
+    arrays = {_RANGE: mx.array([num_tokens, num_tokens])}
     attributes: dict[str, Any] = {}
     for n, cache in _flat(states, numbers):
         if cache is None:

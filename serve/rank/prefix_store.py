@@ -99,6 +99,10 @@ class PrefixStore:
         """Writes a file in the background. The arrays have to be evaluated."""
         self._writer.submit(self._write, write, content)
 
+    def refuse(self, write: Write, error: EngineError) -> None:
+        """Reports, after all earlier writes, that a file cannot be written, and logs the reason."""
+        self._writer.submit(self._report_failed, write, error)
+
     def obey(self, message: ReadPrefix | ForgetPrefixFiles) -> None:
         """Reads a prefix or deletes files, in the background. Files are deleted after all earlier
         writes."""
@@ -141,9 +145,13 @@ class PrefixStore:
         try:
             num_bytes = self._written(write, content)
         except Exception as error:  # The top of this thread's work: a full disk costs only speed.
-            self._warn("write", error)
-            num_bytes = 0
-        self._report(PrefixFileWritten(write.name, num_bytes))
+            self._report_failed(write, error)
+        else:
+            self._report(PrefixFileWritten(write.name, num_bytes))
+
+    def _report_failed(self, write: Write, error: Exception) -> None:
+        self._warn("write", error)
+        self._report(PrefixFileWritten(write.name, 0))
 
     def _written(self, write: Write, content: FileContent) -> int:
         """Writes a file and returns its size. The file is renamed last, so a kill leaves no
@@ -195,8 +203,7 @@ class PrefixStore:
         return caches
 
     def _content(self, name: str) -> tuple[dict[str, mx.array], dict[str, str]]:
-        """Checks the checksums of the files with this name, and reads them lazily. Raises
-        _DamagedFile."""
+        """Checks the files with this name, and reads them lazily. Raises _DamagedFile."""
         with self._lock:
             files = self._known.get(name)
         if files is None:
@@ -362,13 +369,15 @@ def _locked(folder: Path) -> int:
 
 def _checked(file: StoredFile) -> tuple[dict[str, mx.array], dict[str, str]]:
     """Reads a file lazily, after a check of its checksum. Deletes it and raises _DamagedFile if it
-    is not right."""
+    is not right, or does not have the keys and values of all its tokens."""
     try:
         with file.path.open("rb") as opened:
             is_right = _checksum(opened.fileno()) == file.checksum
         if is_right:
-            os.utime(file.path)
-            return mx.load(str(file.path), return_metadata=True)  # type: ignore[return-value]
+            arrays, metadata = mx.load(str(file.path), return_metadata=True)  # type: ignore[misc]
+            if prefix_parts.has_tokens(arrays, file.start, file.end):  # type: ignore[arg-type]
+                os.utime(file.path)
+                return arrays, metadata  # type: ignore[return-value]
     except (OSError, RuntimeError) as error:
         raise _DamagedFile(file.name) from error
     if file.is_own:

@@ -180,9 +180,14 @@ class StepLoop:
             mx.eval(arrays)
 
     def _write(self, step: Step) -> None:
-        """Hands the files of a step to the store, which writes them while later steps run."""
+        """Hands the files of a step to the store, which writes them while later steps run. One that
+        cannot be made costs only speed, so it does not end the engine."""
         for write in step.write:
-            content = self.caches.content(write)
+            try:
+                content = self.caches.content(write)
+            except EngineError as error:
+                self._store().refuse(write, error)
+                continue
             self._evaluate_moved()
             mx.eval(content.arrays)
             self._store().write(write, content)

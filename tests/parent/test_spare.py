@@ -1,6 +1,7 @@
 """The spare engine process of a rank's parent, with a stand-in that has no MLX."""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -54,6 +55,13 @@ async def prepared() -> AsyncIterator[tuple[Spare, psutil.Process]]:
         await own.close()
 
 
+async def num_open_files(own: Spare) -> int:
+    """The number of this process's open files, once the spare has started."""
+    assert own._starting
+    await own._starting
+    return psutil.Process().num_fds()
+
+
 async def test_spare_is_taken_once() -> None:
     async with prepared() as (own, process):
         own.prepare()
@@ -72,6 +80,35 @@ async def test_spare_that_was_killed_is_not_taken() -> None:
         assert taken.pid != process.pid
         assert taken.is_alive
         await taken.stop()
+
+
+async def test_spare_that_was_killed_leaves_no_connection_when_another_one_starts() -> None:
+    async with prepared() as (own, process):
+        num_open = await num_open_files(own)
+        for _ in range(3):
+            process.kill()
+            async with asyncio.timeout(60):
+                while own._is_there:
+                    await asyncio.sleep(0.01)
+                own.prepare()
+                while not own._is_there:
+                    await asyncio.sleep(0.01)
+            assert await num_open_files(own) == num_open
+            (process,) = processes()
+
+
+async def test_spare_that_cannot_start_is_reported_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    own = Spare(is_on=True)
+    own.prepare()
+    async with asyncio.timeout(60):
+        while "event=no_spare_engine" not in caplog.text:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.2)
+    assert caplog.text.count("event=no_spare_engine") == 1
+    await own.close()
 
 
 async def test_spare_that_is_off_starts_nothing() -> None:

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import (
 )
 
 from serve.core.errors import EngineError
-from serve.core.types import Row, Step, Take
+from serve.core.types import Row, Step, Take, Write
 from serve.model.caches import quantized
 from serve.model.stage import Stage
 from serve.rank.cache import GroupCaches, Part
@@ -289,6 +289,22 @@ def feed_ones(caches: GroupCaches, step: Step) -> list[Part]:
             cache.update_and_fetch(new, new)
     mx.eval(caches.states(step))
     return parts
+
+
+def test_caches_have_no_content_for_tokens_that_are_not_held(rig: Rig) -> None:
+    rig.step(0, {0: [1, 2, 3], 1: [4, 5, 6, 7, 8]})
+    caches = rig.caches
+    array = caches.content(Write(0, "b", "a", 1, 3)).arrays["0.keys.0"]
+    assert array.shape[-2] == 2
+    for write in (
+        Write(0, "b", "a", 1, 4),  # The other row has as many.
+        Write(0, "b", "a", 3, 4),
+        Write(2, "b", "a", 0, 1),
+        Write(0, "b", "a", 4, 4),
+        Write(0, "b", "a", 2, 2),
+    ):
+        with pytest.raises(EngineError, match="to be written"):
+            caches.content(write)
 
 
 def test_caches_that_cannot_go_back_refuse_to() -> None:

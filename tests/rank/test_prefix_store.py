@@ -22,14 +22,18 @@ from serve.core.messages import (
     PrefixRead,
     ReadPrefix,
 )
-from serve.core.types import Sampling, Sequence, Write
+from serve.core.types import Row, Sampling, Sequence, Step, Write
 from serve.front.pipeline.scheduler import Scheduler
 from serve.front.prefixes.disk import DiskRules
+from serve.model.stage import Stage
 from serve.rank import prefix_parts
 from serve.rank.prefix_files import UNFINISHED, StoredFile, covering, unusable_file
 from serve.rank.prefix_parts import StageCaches
 from serve.rank.prefix_store import PrefixStore, facts_digest, open_store, weight_digests
+from serve.rank.step_loop import StepLoop
+from serve.ring.transport import LocalTransport
 from tests import architectures
+from tests.models import build
 from tests.models_page import reuse_of
 from tests.rank.test_pipeline import LocalPipeline, pipeline
 from tests.rank.test_reuse import ALL, DEPENDS_ON_CHUNKS, make_in_two_stages
@@ -196,11 +200,16 @@ def opened(
 
 
 def write(
-    store: PrefixStore, number: int, num_tokens: int = 8, layers: tuple[int, int] = (0, 1)
+    store: PrefixStore,
+    number: int,
+    num_tokens: int = 8,
+    layers: tuple[int, int] = (0, 1),
+    num_missing: int = 0,
 ) -> Write:
-    """Makes a store write a file whose keys and values are all equal to this number."""
+    """Makes a store write a file whose keys and values are all equal to this number. It lacks those
+    of num_missing tokens."""
     name = f"{number:032x}"
-    asked = Write(1, name, "0" * 32, 0, num_tokens)
+    asked = Write(1, name, "0" * 32, 0, num_tokens + num_missing)
     stage = of_layers(*layers)
     caches = stage.make()
     for cache in caches:
@@ -246,6 +255,45 @@ def test_prefix_store_drops_a_file_with_a_changed_bit(
         read(store, asked)
         assert reports.get(timeout=60) == PrefixRead(7, asked.name)
         assert not path.exists()
+
+
+@pytest.mark.parametrize("num_missing", [1, -1])
+def test_prefix_store_drops_a_file_without_the_keys_of_its_tokens(
+    tmp_path: Path, reports: queue.Queue, num_missing: int
+) -> None:
+    with opened(tmp_path, reports) as store:
+        asked = write(store, 5, num_missing=num_missing)
+        assert reports.get(timeout=60).num_bytes
+        read(store, asked)
+        assert reports.get(timeout=60) == PrefixRead(7, asked.name)
+        assert not list(tmp_path.glob("rank-0/*/*"))
+
+
+def test_prefix_store_refuses_what_a_stage_does_not_hold_and_steps_go_on(
+    tmp_path: Path, reports: queue.Queue, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage = Stage(build("llama"), 0, 4)
+    transport = LocalTransport()
+
+    def open_own(caches: StageCaches) -> PrefixStore:
+        return PrefixStore(tmp_path / "rank-0", "a" * 32, 1 << 20, caches, reports.put)
+
+    loop = StepLoop(stage, transport, batchable=True, open_store=open_own)
+    loop.chooser.admit(1, Sampling(temperature=0), 4, [1, 2, 3, 4])
+    results = loop.run()
+    transport.send(Step(1, 0, (Row(1, 0, 3),), (1, 2, 3), False), [])
+    next(results)
+    for number, end in enumerate((2, 4, 3), 2):
+        asked = Write(1, f"{number:032x}", "0" * 32, 0, end)
+        transport.send(Step(number, -1, (), (), False, write=(asked,)), [])
+        next(results)
+    transport.send(Step(5, 0, (Row(1, 3, 1),), (4,), True), [])
+    assert len(next(results).tokens) == 1
+    written = [reports.get(timeout=60) for _ in range(3)]
+    assert [report.num_bytes > 0 for report in written] == [True, False, True]
+    assert "4 tokens of sequence 1 are to be written, and 3 are held here" in caplog.text
+    assert loop.prefix_store
+    loop.prefix_store.close()
 
 
 def test_prefix_store_leaves_nothing_of_a_write_that_fails(

@@ -11,6 +11,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Coroutine, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +29,7 @@ from serve.core.messages import (
     Left,
     LoadAdapter,
     MakePlan,
+    PrepareSpare,
     Renew,
     Report,
     Result,
@@ -104,16 +106,18 @@ class Driver:
         self.on(events.Begin())
 
     async def close(self) -> None:
-        """Ends the engines, and tells the other ranks to end."""
+        """Ends the engines, and tells the other ranks to end. Raises EngineError if an engine does
+        not end."""
         self.on(events.Close())
         for task in (*self._tasks, self._preparing, self._reading):
             if task:
                 await cancelled(task)
-        await self._control.close()
-        if self._process:
-            await self._process.stop()
-        await self._spare.close()
-        self._copies.cleanup()
+        async with AsyncExitStack() as stack:  # All are closed, even if one raises.
+            stack.callback(self._copies.cleanup)
+            stack.push_async_callback(self._spare.close)
+            if self._process:
+                stack.push_async_callback(self._process.stop)
+            await self._control.close()
 
     async def until_loaded(self) -> None:
         """Returns when the engines accept messages, which may be some seconds after a fault. Raises
@@ -291,6 +295,8 @@ class Driver:
     def _work(self, life: int, seconds: float | None) -> None:
         self._requests.resume()
         self._spare.prepare()
+        for rank in self._lifecycle.ring[1:]:
+            self._control.send(rank, PrepareSpare())
         num_ranks = len(self._lifecycle.ring)
         _logger.info("event=ready num_ranks=%d url=%s", num_ranks, self._config.url)
         if seconds is None:

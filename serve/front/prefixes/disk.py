@@ -33,8 +33,8 @@ None, its prefixes are neither written nor read."""
 @dataclass(frozen=True, slots=True)
 class DiskRules:
     """Numbers of tokens: the largest segment, the fewest tokens at the end of a sequence that are
-    written, the fewest tokens that a read has to save, and the tokens after which more of a
-    sequence that runs is written, which are whole segments."""
+    written, and the fewest tokens that a read has to save. A running answer is written every
+    `running` tokens, a multiple of `segment`."""
 
     segment: int = 256
     min_segment: int = 64
@@ -215,8 +215,9 @@ class DiskPrefixes:
 
     def num_to_write(self, sequence: Sequence, checkpoints: Collection[int]) -> int:
         """Returns how many of the first tokens of a running sequence are to be on disk: all of its
-        prompt but the last token, and as much of a longer part as is whole. Caches that cannot be
-        cut are written at checkpoints, given by their positions."""
+        prompt but the last token, and of the answer whole parts of `running` tokens. Until a
+        replay has reached the end of the prompt, it is whole parts of the prompt. Caches that
+        cannot be cut are written at checkpoints, given by their positions."""
         known = min(sequence.num_computed, sequence.num_tokens - 1)
         end = 0
         if self.has_states:
@@ -232,6 +233,11 @@ class DiskPrefixes:
         if end < self._rules.min_gain:
             return 0
         return end
+
+    def forget_writes(self, sequence_id: int) -> None:
+        """Forgets the files of a sequence that are still to be written."""
+        others = (write for write in self._wanted if write.sequence != sequence_id)
+        self._wanted = deque(others)
 
     def next_write(self, is_held: Callable[[Write], bool]) -> Write | None:
         """Returns the next file that all ranks are to write, or None if there is none, or the

@@ -156,11 +156,11 @@ class PrefixIndex:
             "sequences": kept,
         }
 
-    def holds(self, write: Write, running: Collection[int] = ()) -> bool:
-        """Whether the stages still hold the content of a file that is to be written. Besides kept
-        sequences they hold those in running."""
+    def holds(self, write: Write, num_running_tokens: int = 0) -> bool:
+        """Whether the stages still hold the content of a file that is to be written. They hold all
+        that is written of a kept sequence, and num_running_tokens tokens if it still runs."""
         has_checkpoint = write.checkpoint == NO_CHECKPOINT or write.checkpoint in self._num_uses
-        has_sequence = write.sequence in self._kept or write.sequence in running
+        has_sequence = write.sequence in self._kept or write.end <= num_running_tokens
         return has_sequence and has_checkpoint
 
     def with_adapter(self, adapter_version: int) -> list[int]:

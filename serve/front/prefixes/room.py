@@ -29,7 +29,8 @@ class Room:
         self._state_tokens = state_tokens
         self._gone = Gone([], [])
         self.disk: DiskPrefixes | None = None
-        self._written: set[int] = set()  # running sequences of which files are to be written
+        # Running sequences that are being written, with the number of tokens that may be.
+        self._written: dict[int, int] = {}
 
     def clear(self) -> None:
         """Notes that the stages hold nothing any more, and so have nothing to drop."""
@@ -61,7 +62,7 @@ class Room:
         room."""
         held = sequence.tokens[: sequence.num_computed]
         key = key_of(sequence)
-        self._written.discard(sequence.id)
+        self._written.pop(sequence.id, None)
         self._drop(self.kept.keep(sequence.id, held, *key))
         if self.disk:
             checkpoints = self.kept.checkpoints.of_sequence(sequence.id)
@@ -69,9 +70,13 @@ class Room:
         self.make(num_running_tokens)
 
     def write_running(self, sequence: Sequence) -> None:
-        """Has the ranks write what they hold of a running sequence, once that is enough. After a
-        fault that ends an engine, all ranks read it again instead of computing it."""
-        if self.disk is None or sequence.pooling:
+        """Has the ranks write what they hold of a running sequence, once that is at least min_gain
+        tokens. After a fault that ends an engine, all ranks read it again instead of computing it.
+
+        Nothing is written before the first token of the answer: if the numbers of a prompt have
+        overflowed, its answer has none.
+        """
+        if self.disk is None or not sequence.output:
             return
         checkpoints: dict[int, int] = {}
         if self.disk.has_states:
@@ -79,14 +84,14 @@ class Room:
         end = self.disk.num_to_write(sequence, checkpoints)
         if end > sequence.num_written:
             sequence.num_written = end
-            self._written.add(sequence.id)
+            self._written[sequence.id] = end
             held = sequence.tokens[:end]
             num_prompt = len(sequence.prompt)
             self.disk.keep(sequence.id, held, key_of(sequence), checkpoints, num_prompt)
 
     def holds(self, write: Write) -> bool:
         """Whether the stages still hold the content of a file that is to be written."""
-        return self.kept.holds(write, self._written)
+        return self.kept.holds(write, self._written.get(write.sequence, 0))
 
     def keep_loaded(self, loaded: Loaded, num_running_tokens: int) -> None:
         """Keeps a prefix that was read from disk, for the sequence that waited for it."""
@@ -121,7 +126,9 @@ class Room:
 
     def forget(self, sequence: Sequence) -> None:
         """Has the stages drop a sequence, if they hold any of it."""
-        self._written.discard(sequence.id)
+        if self._written.pop(sequence.id, None) and self.disk:
+            # When it begins again, the stages hold less of it than these files need.
+            self.disk.forget_writes(sequence.id)
         if sequence.is_held:
             self._drop(Gone([sequence.id], self.kept.leave(sequence.id)))
 

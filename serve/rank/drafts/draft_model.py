@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -89,8 +89,10 @@ class Drafter(ABC):
     random numbers make both choose the same token more often.
 
     make_cache returns plain caches for one row. Logits are cut or padded to vocabulary_size, the
-    number of the model's logits.
+    number of the model's logits. refusal is the error for caches that cannot forget tokens.
     """
+
+    refusal: ClassVar[str]
 
     def __init__(
         self,
@@ -101,10 +103,7 @@ class Drafter(ABC):
     ) -> None:
         self._caches = GroupCaches(make_cache, batchable)
         if not self._caches.can_rewind:
-            raise PlanError(
-                "--draft-model: this model cannot forget wrong guesses, because its layers keep "
-                "windows or states: choose one with plain attention."
-            )
+            raise PlanError(self.refusal)
         self._vocabulary_size = vocabulary_size
         self._rows: OrderedDict[int, _Row] = OrderedDict()  # the latest used one last
         self._gone: list[int] = []
@@ -207,7 +206,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def _weights(self) -> Iterable[mx.array]:
-        """Returns the weights that it alone has."""
+        """Returns the drafter's own weights, without those that it shares with the model."""
 
     @abstractmethod
     def _logits(self, step: Step, part: Part) -> mx.array:
@@ -343,6 +342,11 @@ class Drafter(ABC):
 class DraftModel(Drafter):
     """A small model that guesses tokens. Its stage has all layers, and make_cache returns plain
     caches for one row of it."""
+
+    refusal = (
+        "--draft-model: this model cannot forget wrong guesses, because its layers keep windows or "
+        "states: choose one with plain attention."
+    )
 
     def __init__(
         self,

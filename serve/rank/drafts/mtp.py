@@ -67,6 +67,11 @@ class HeadDrafter(Drafter):
     computed again.
     """
 
+    refusal = (
+        "--mtp: this model's prediction head cannot forget wrong guesses, because it keeps windows "
+        "or states: leave --mtp out."
+    )
+
     def __init__(
         self,
         head: PredictionHead,
@@ -119,6 +124,8 @@ class HeadDrafter(Drafter):
     def clear(self) -> None:
         super().clear()
         self._hidden.clear()
+        self._lengths.clear()
+        self._outputs.clear()
 
     def _weights(self) -> Iterable[mx.array]:
         return self._head.weights().values()
@@ -190,7 +197,8 @@ class LoadedHead:
     is_batchable: bool
 
     def for_logits_of(self, stage: Stage) -> HeadDrafter:
-        """Makes it read the hidden states of this last stage, and use its head."""
+        """Makes it read the hidden states of this last stage, and use its head. Raises PlanError if
+        it cannot forget wrong guesses."""
         inputs = HeadInputs(stage, self.head.before_norm)
         return HeadDrafter(self.head, inputs, batchable=self.is_batchable)
 

@@ -26,6 +26,7 @@ from serve.core.types import (
 )
 from serve.front.drafts.interface import Drafting
 from serve.front.pipeline.scheduler import Scheduler
+from serve.front.prefixes.disk_index import segment_name
 from serve.rank.outbox import Outbox
 
 VOCABULARY = 997
@@ -46,18 +47,23 @@ def make_sequence(
 @dataclass
 class StageModel:
     """held are the tokens whose keys and values it would have, checkpoints those whose states. If
-    can_cut is false, a sequence can begin only at a checkpoint or as all of another one."""
+    can_cut is false, a sequence can begin only at a checkpoint or as all of another one. loaded are
+    the tokens that were read from disk for new sequences."""
 
     held: dict[int, list[int]] = field(default_factory=dict)
     floors: dict[int, int] = field(default_factory=dict)
     checkpoints: dict[int, list[int]] = field(default_factory=dict)
     can_cut: bool = True
+    loaded: dict[int, list[int]] = field(default_factory=dict)
 
     @property
     def num_held(self) -> int:
         return sum(map(len, self.held.values()))
 
     def run(self, step: Step) -> None:
+        for load in step.load:
+            self.held[load.sequence] = list(self.loaded.pop(load.sequence))
+            assert len(self.held[load.sequence]) == load.num_tokens
         for take in step.take:
             assert len(self.held[take.source]) >= take.num_tokens, f"{take} of too little"
             assert take.sequence not in self.held
@@ -89,6 +95,16 @@ class StageModel:
         for save in step.save:
             assert save.checkpoint not in self.checkpoints
             self.checkpoints[save.checkpoint] = list(self.held[save.sequence])
+        for write in step.write:
+            held = self.held[write.sequence]
+            assert len(held) >= write.end, f"{write} of {len(held)} tokens"
+            if write.is_state:
+                own = held
+                if write.checkpoint != NO_CHECKPOINT:
+                    own = self.checkpoints[write.checkpoint]
+                assert len(own) == write.end, f"{write} of {len(own)} tokens"
+            else:
+                assert write.name == segment_name(write.parent, held[write.start : write.end])
 
 
 def result_of(step: Step, draw: Callable[[int, int], int]) -> Result:

@@ -29,6 +29,7 @@ from serve.core.plan import KvRoom
 from serve.core.types import Event, Sampling
 from serve.front.pipeline.engine import Engine
 from serve.front.pipeline.interface import Prompt
+from serve.parent import engine as engine_module
 from serve.parent import spare
 from serve.parent.engine import EngineProcess
 from serve.parent.member import run_member
@@ -92,8 +93,10 @@ async def ranks(**flags: Any) -> AsyncIterator[tuple[Engine, Members, Callable[[
     try:
         yield engine, members, start
     finally:
-        await engine.close()
-        await asyncio.wait_for(asyncio.gather(*members.values(), return_exceptions=True), 10)
+        try:
+            await engine.close()
+        finally:
+            await asyncio.wait_for(asyncio.gather(*members.values(), return_exceptions=True), 10)
 
 
 async def ready(engine: Engine, seconds: float = 15.0) -> None:
@@ -175,6 +178,43 @@ async def test_driver_replaces_a_lost_engine_with_the_spare_of_its_rank(
             psutil.Process(victim).kill()
         await asyncio.wait_for(collect(engine, prompt(10, 20)), 15)
         assert spares <= {process.pid for process in engines()}
+
+
+async def test_driver_has_each_rank_start_a_spare_once_in_each_life(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(spare, "_QUIET_SECONDS", 0.0)
+    async with cluster(no_spare_engine=False) as engine:
+        await ready(engine)
+        working = {process.pid for process in engines()}
+        await until(lambda: len(engines()) == 6)
+        for process in engines():
+            if process.pid not in working:
+                process.kill()
+        await until(lambda: len(engines()) == 3)
+        await asyncio.sleep(0.5)  # Each engine has reported several times.
+        assert {process.pid for process in engines()} == working
+        psutil.Process(min(working)).kill()
+        await until(lambda: len(engines()) == 6)
+        await ready(engine)
+
+
+async def test_driver_and_members_close_everything_if_an_engine_does_not_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(spare, "_QUIET_SECONDS", 0.0)
+    async with cluster(no_spare_engine=False) as engine:
+        await ready(engine)
+        await until(lambda: len(engines()) == 6)
+        copies = Path(engine._driver._copies.name)
+        assert copies.exists()
+        with monkeypatch.context() as patch:
+            # Nobody waits for the end of a process that was killed.
+            patch.setattr(engine_module, "_KILLED_SECONDS", 0.0)
+            with pytest.raises(EngineError, match="does not end when it is killed"):
+                await engine.close()
+            await until(lambda: not engines())
+        assert not copies.exists()
 
 
 async def test_requests_that_come_during_a_recovery_wait_for_it() -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import RotatingKVCache
 
-from serve.core.errors import ModelError
+from serve.core.errors import ModelError, PlanError
 from serve.core.plan import MAX_DRAFT_ROWS, DraftSource
 from serve.core.types import Row, Sampling, Step, Take
 from serve.front.drafts.model_guesses import ModelCosts
@@ -18,7 +19,7 @@ from serve.model.mtp import FAMILIES
 from serve.model.stage import Stage
 from serve.model.weights import build_model
 from serve.rank.drafts.draft_model import NUM_TOKENS_READ
-from serve.rank.drafts.mtp import HeadDrafter, HiddenStates, load_drafter
+from serve.rank.drafts.mtp import HeadDrafter, HiddenStates, LoadedHead, load_drafter
 from serve.rank.step_loop import StepLoop
 from serve.ring.transport import LocalTransport
 from tests import heads
@@ -281,6 +282,28 @@ def test_only_the_latest_sequences_keep_hidden_states(folder: Path) -> None:
     engine.step([], sample=False, drop=tuple(range(MAX_DRAFT_ROWS + 3)))
     assert not engine.drafter._hidden
     assert not engine.drafter._rows
+
+
+def test_a_head_that_is_cleared_keeps_nothing(folder: Path) -> None:
+    engine = Engine(folder)
+    engine.begin(0, [1, 2, 3], random.Random(5))
+    engine.step([(0, 2, [3])], sample=True, num_guesses=(2,))
+    drafter = engine.drafter
+    held = [drafter._rows, drafter._hidden, drafter._lengths, drafter._outputs]
+    assert all(held)
+    drafter.clear()
+    assert not any(held)
+
+
+def test_a_head_that_cannot_forget_tokens_is_refused_by_its_flag(tmp_path: Path) -> None:
+    folder = heads.make(tmp_path, "mimo", **SMALL)
+    model = build_model(folder)
+    source = DraftSource(str(folder), None, None, is_head=True)
+    loaded = load_drafter(source, no_progress)
+    assert isinstance(loaded, LoadedHead)
+    loaded.head.make_cache = lambda: [RotatingKVCache(8)]  # type: ignore[method-assign]
+    with pytest.raises(PlanError, match="^--mtp: "):
+        loaded.for_logits_of(Stage(model, 0, len(model.layers)))
 
 
 def test_hidden_states_are_those_of_their_positions() -> None:
