@@ -374,7 +374,7 @@ def _checked(file: StoredFile) -> tuple[dict[str, mx.array], dict[str, str]]:
         with file.path.open("rb") as opened:
             is_right = _checksum(opened.fileno()) == file.checksum
         if is_right:
-            arrays, metadata = mx.load(str(file.path), return_metadata=True)  # type: ignore[misc]
+            arrays, metadata = mx.load(str(file.path), return_metadata=True)
             if prefix_parts.has_tokens(arrays, file.start, file.end):  # type: ignore[arg-type]
                 os.utime(file.path)
                 return arrays, metadata  # type: ignore[return-value]

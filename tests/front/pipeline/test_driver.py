@@ -129,11 +129,23 @@ async def collect(engine: Engine, wanted: Prompt) -> None:
 
 
 def engines() -> list[psutil.Process]:
-    return [
-        child
-        for child in psutil.Process().children()
-        if child.status() != psutil.STATUS_ZOMBIE and EngineProcess.program in child.cmdline()
-    ]
+    return [child for child in psutil.Process().children() if is_engine(child)]
+
+
+def is_engine(process: psutil.Process) -> bool:
+    try:
+        is_alive = process.status() != psutil.STATUS_ZOMBIE
+        return is_alive and EngineProcess.program in process.cmdline()
+    except psutil.NoSuchProcess:
+        return False  # It has just ended.
+
+
+async def with_spares() -> tuple[list[psutil.Process], list[psutil.Process]]:
+    """Waits until each rank has a spare engine. Returns the engines that work, and the spare ones,
+    which are younger."""
+    await until(lambda: len(engines()) == 6)
+    by_age = sorted(engines(), key=psutil.Process.create_time)
+    return by_age[:3], by_age[3:]
 
 
 def kill_one(chance: random.Random) -> None:
@@ -169,15 +181,11 @@ async def test_driver_replaces_a_lost_engine_with_the_spare_of_its_rank(
     monkeypatch.setattr(spare, "_QUIET_SECONDS", 0.0)
     async with cluster(no_spare_engine=False) as engine:
         await ready(engine)
-        working = {process.pid for process in engines()}
-        async with asyncio.timeout(15):
-            while len(engines()) < 6:
-                await asyncio.sleep(0.01)
-        spares = {process.pid for process in engines()} - working
-        for victim in sorted(working):
-            psutil.Process(victim).kill()
+        working, spares = await with_spares()
+        for victim in working:
+            victim.kill()
         await asyncio.wait_for(collect(engine, prompt(10, 20)), 15)
-        assert spares <= {process.pid for process in engines()}
+        assert {process.pid for process in spares} <= {process.pid for process in engines()}
 
 
 async def test_driver_has_each_rank_start_a_spare_once_in_each_life(
@@ -186,16 +194,14 @@ async def test_driver_has_each_rank_start_a_spare_once_in_each_life(
     monkeypatch.setattr(spare, "_QUIET_SECONDS", 0.0)
     async with cluster(no_spare_engine=False) as engine:
         await ready(engine)
-        working = {process.pid for process in engines()}
-        await until(lambda: len(engines()) == 6)
-        for process in engines():
-            if process.pid not in working:
-                process.kill()
+        working, spares = await with_spares()
+        for process in spares:
+            process.kill()
         await until(lambda: len(engines()) == 3)
         await asyncio.sleep(0.5)  # Each engine has reported several times.
-        assert {process.pid for process in engines()} == working
-        psutil.Process(min(working)).kill()
-        await until(lambda: len(engines()) == 6)
+        assert {process.pid for process in engines()} == {process.pid for process in working}
+        working[0].kill()
+        await with_spares()
         await ready(engine)
 
 
@@ -205,7 +211,7 @@ async def test_driver_and_members_close_everything_if_an_engine_does_not_end(
     monkeypatch.setattr(spare, "_QUIET_SECONDS", 0.0)
     async with cluster(no_spare_engine=False) as engine:
         await ready(engine)
-        await until(lambda: len(engines()) == 6)
+        await with_spares()
         copies = Path(engine._driver._copies.name)
         assert copies.exists()
         with monkeypatch.context() as patch:
