@@ -312,7 +312,8 @@ def add_launch_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tensor-parallel",
         metavar="T",
-        help=f"{TENSOR_PARALLEL_HELP}; the same as after `serve` or `fine-tune`",
+        help=f"{TENSOR_PARALLEL_HELP}, or auto (only for `serve`); the same as after `serve` or "
+        "`fine-tune`",
     )
     add_host_flags(parser)
 

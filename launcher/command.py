@@ -68,6 +68,8 @@ def with_shards(words: Sequence[str], num_shards: str) -> list[str]:
     name = "--tensor-parallel"
     if any(word.partition("=")[0] == name for word in words):
         raise UsageError(f"{name} is given before and after `{words[0]}`: leave out one of them.")
+    if num_shards == "auto" and words[:1] == ["fine-tune"]:
+        raise UsageError(f"{name} auto is for `serve` only: give `fine-tune` a number of ranks.")
     return [*words, name, num_shards] if words else []
 
 

@@ -614,15 +614,20 @@ def test_with_shards_adds_the_flag_of_the_launcher_to_the_command(command: str) 
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"),
+    ("words", "num_shards", "reason"),
     [
-        (["serve", "--tensor-parallel", "2"], "before and after"),
-        (["serve", "--tensor-parallel=2"], "before and after"),
+        (["serve", "--tensor-parallel", "2"], "2", "before and after"),
+        (["serve", "--tensor-parallel=2"], "2", "before and after"),
+        (["fine-tune", "--data", "d"], "auto", "auto is for `serve` only"),
     ],
 )
-def test_with_shards_refuses_what_the_command_would_ignore(words: list[str], reason: str) -> None:
+def test_with_shards_refuses_what_the_command_would_ignore_or_not_understand(
+    words: list[str],
+    num_shards: str,
+    reason: str,
+) -> None:
     with pytest.raises(UsageError, match=reason):
-        with_shards(words, "2")
+        with_shards(words, num_shards)
 
 
 def test_hostfile_is_a_list_of_lists() -> None:

@@ -265,7 +265,9 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True):
     not count them. can_rewind says whether rows can forget their last tokens.
 
     files identifies the model's files as they were read: a stamp of serve.core.facts, or the commit
-    of a model on the hub. objection is the reason why the engine cannot outlive a fault, or None.
+    of a model on the hub. sharding is a digest of how the layers were divided, which has to be the
+    same on all shards of a stage ("" without shards). objection is the reason why the engine cannot
+    outlive a fault, or None.
     is_causal says whether tokens that are fed together give the same logits as one after the other.
     Only the stage with the head sets the three fields before it: the memory for the logits of one
     token, the memory that scoring a prompt needs in addition, and the numbers in a hidden state (0
@@ -287,6 +289,7 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True):
     objection: str | None = None
     draft_bytes: int = 0
     draft_seconds: float = 0.0
+    sharding: str = ""
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):

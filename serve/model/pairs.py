@@ -1,11 +1,11 @@
 """Finds out how the layers of any model can be divided among shards.
 
-A pair is a matrix of whose inputs each shard has a part (a row), and the matrices and arrays that
-this part is computed from (its columns). Gradients show which outputs of the columns a part of the
-row's inputs depends on: a head's, an expert's, or single ones. What stands between them is not
+A pair is a row-parallel matrix, of whose inputs each shard has a part, and what this part is
+computed from: the outputs of column-parallel matrices, and arrays. Gradients show on which outputs
+it depends: a head's, an expert's, or single ones. What stands between the matrices is not
 interpreted. Runs with random numbers prove that a shard computes its part of what the whole model
-computes; a pair for which they do not stays whole. Every rank finds the same pairs, because all use
-the same random numbers.
+computes; a pair for which they do not stays whole. All ranks use the same random numbers, and so
+find the same pairs if their processors round alike.
 """
 
 import itertools
@@ -45,8 +45,8 @@ _Options = list[tuple[tuple[str, str], int]]
 class Pairs:
     """How the layers of a model are divided among shards, by the names of modules.
 
-    summed has the modules whose outputs the shards add up. The outputs of other rows are added up
-    where they are computed.
+    summed has the modules whose outputs the shards add up. The outputs of row-parallel matrices
+    outside of these are added up where they are computed.
     """
 
     roles: Roles
@@ -70,15 +70,15 @@ class _Search:
 
     def run(self) -> Pairs:
         known: dict[Any, list[Roles]] = {}
-        found: dict[str, list[Roles]] = {}  # by the name of the row inside its layer
+        found: dict[str, list[Roles]] = {}  # by the row-parallel matrix, inside its layer
         for i, layer in enumerate(self.probe.layers):
             signature = _signature(layer)
             if signature not in known:
                 known[signature] = list(_Layer(self.probe, i, self.num_shards).pairs())
             prefix = self.probe.prefix(i)
             for roles in known[signature]:
-                (row,) = roles.rows
-                same = found.setdefault(row, [])
+                (matrix,) = roles.row_parallel
+                same = found.setdefault(matrix, [])
                 with_prefix = partial(_joined, prefix)
                 same.append(roles.renamed(with_prefix))
         kinds = [_union(each) for each in found.values()]
@@ -111,33 +111,33 @@ class _Search:
         for i, layer in enumerate(self.probe.layers):
             prefix = self.probe.prefix(i)
             signature = _signature(layer)
-            rows = [name for name in roles.rows if name.startswith(prefix)]
-            for name in rows:
+            row_parallel = [name for name in roles.row_parallel if name.startswith(prefix)]
+            for name in row_parallel:
                 matrix = self.probe.matrices[name]
                 if not isinstance(matrix, EXPERTS):
                     continue
                 key = (signature, name.removeprefix(prefix))
                 if key not in known:
-                    outermost = self._outermost(i, name, rows)
+                    outermost = self._outermost(i, name, row_parallel)
                     known[key] = outermost.removeprefix(prefix)
                 module = prefix + known[key]
                 summed[module] = None
         return tuple(summed)
 
-    def _outermost(self, i: int, row: str, rows: Sequence[str]) -> str:
-        """The outermost module around a row whose outputs can be added up: at least the one that
+    def _outermost(self, i: int, matrix: str, row_parallel: Sequence[str]) -> str:
+        """The outermost module around a matrix whose outputs can be added up: at least the one that
         calls it."""
         prefix = self.probe.prefix(i)
-        words = row.removeprefix(prefix).split(".")
+        words = matrix.removeprefix(prefix).split(".")
         for length in range(1, len(words) - 1):
             module = prefix + ".".join(words[:length])
-            inner = [name for name in rows if name.startswith(f"{module}.")]
+            inner = [name for name in row_parallel if name.startswith(f"{module}.")]
             try:
                 if _is_additive(self.probe, i, module, inner):
                     return module
             except _FAILURES:
                 continue
-        return row.rpartition(".")[0]
+        return matrix.rpartition(".")[0]
 
 
 class _Layer:
@@ -157,21 +157,21 @@ class _Layer:
     def pairs(self) -> Iterator[Roles]:
         taken: set[str] = set()
         for name in self.names:
-            if name in taken or not self._can_be_row(name):
+            if name in taken or not self._can_be_row_parallel(name):
                 continue
             try:
                 roles = self._pair(name)
             except _FAILURES:
                 continue
-            if roles is None or not taken.isdisjoint(roles.columns):
+            if roles is None or not taken.isdisjoint(roles.column_parallel):
                 continue
             if not self._can_be_summed(name):
                 continue
-            taken.update(roles.columns, roles.rows)
+            taken.update(roles.column_parallel, roles.row_parallel)
             without_prefix = partial(_cut_off, self.prefix)
             yield roles.renamed(without_prefix)
 
-    def _can_be_row(self, name: str) -> bool:
+    def _can_be_row_parallel(self, name: str) -> bool:
         module = self.probe.matrices[name]
         if not isinstance(module, (*LINEAR, *EXPERTS)):
             return False
@@ -183,39 +183,40 @@ class _Layer:
             sizes.append(scales.shape[-1])
         return all(size % self.num_shards == 0 for size in sizes)
 
-    def _can_be_summed(self, row: str) -> bool:
+    def _can_be_summed(self, matrix: str) -> bool:
         """Whether the outputs of all shards can be added up: linear modules do it themselves,
         experts are summed by the module that calls them."""
-        if isinstance(self.probe.matrices[row], LINEAR):
+        if isinstance(self.probe.matrices[matrix], LINEAR):
             return True
-        caller = row.rpartition(".")[0]
+        caller = matrix.rpartition(".")[0]
         is_inside = f"{caller}.".startswith(self.prefix) and caller != self.prefix[:-1]
         try:
-            return is_inside and _is_additive(self.probe, self.i, caller, [row])
+            return is_inside and _is_additive(self.probe, self.i, caller, [matrix])
         except _FAILURES:
             return False
 
-    def _can_be_column(self, name: str) -> bool:
+    def _can_be_column_parallel(self, name: str) -> bool:
         module = self.probe.matrices[name]
         if not isinstance(module, (*LINEAR, *EXPERTS)):
             return False
         num_outputs: int = module["weight"].shape[-2]
         return num_outputs % self.num_shards == 0
 
-    def _pair(self, row: str) -> Roles | None:
-        """The pair of a row, if it has columns and a run proves it."""
-        call = self.probe.calls[row][0]
+    def _pair(self, matrix: str) -> Roles | None:
+        """The pair of a row-parallel matrix, if there are column-parallel ones and a run proves
+        it."""
+        call = self.probe.calls[matrix][0]
         num_inputs = call.inputs.shape[-1]
-        rows = {row: _equal_slices(num_inputs, self.num_shards)}
+        row_parallel = {matrix: _equal_slices(num_inputs, self.num_shards)}
         arrays = self._arrays()
-        supports = self._supports(row, rows[row], arrays)
-        columns: dict[str, Slices] = {}
+        supports = self._supports(matrix, row_parallel[matrix], arrays)
+        column_parallel: dict[str, Slices] = {}
         for name in self.names:
             gradients = [support[name] for support in supports]
             slices = _slices(gradients, -1)
-            if slices and self._can_be_column(name):
-                columns[name] = slices
-        if not columns or not self._is_worth_a_sum(row, columns):
+            if slices and self._can_be_column_parallel(name):
+                column_parallel[name] = slices
+        if not column_parallel or not self._is_worth_a_sum(matrix, column_parallel):
             return None
         divided: dict[str, tuple[int, Slices]] = {}
         for name, array in arrays.items():
@@ -224,21 +225,21 @@ class _Layer:
                 slices = _slices(gradients, axis)
                 if slices:
                     divided[name] = (axis, slices)
-        scope = _common_module([row, *columns])
+        scope = _common_module([matrix, *column_parallel])
         for numbers in self._possible_numbers(scope):
-            candidate = Roles(columns, rows, divided, numbers)
+            candidate = Roles(column_parallel, row_parallel, divided, numbers)
             if self._is_equal(candidate):
                 return candidate
         return None
 
     def _supports(
         self,
-        row: str,
+        matrix: str,
         slices: Slices,
         arrays: Mapping[str, mx.array],
     ) -> list[dict[str, mx.array]]:
-        """Computes for each shard the derivatives of its part of the row's inputs by the outputs of
-        all matrices and by arrays. They are not zero where the part depends on something."""
+        """Computes for each shard the derivatives of its part of a matrix's inputs by the outputs
+        of all matrices and by arrays. They are not zero where the part depends on something."""
         probe = self.probe
         names = [*self.names, *arrays]
         primals: list[mx.array] = []
@@ -248,7 +249,7 @@ class _Layer:
             primals.append(outputs)
         primals += arrays.values()
 
-        def inputs_of_row(*values: mx.array) -> mx.array:
+        def inputs_of_matrix(*values: mx.array) -> mx.array:
             by_name = zip(names, values, strict=True)
             given = dict(by_name)
             own_arrays = {name: given[name] for name in arrays}
@@ -256,18 +257,18 @@ class _Layer:
             with self._arrays_are(own_arrays), matrices as calls:
                 self._call()
             for call in calls:
-                if call.name == row:
+                if call.name == matrix:
                     return call.inputs
-            raise MismatchError(f"{row} is not called")
+            raise MismatchError(f"{matrix} is not called")
 
-        whole = probe.calls[row][0].inputs
+        whole = probe.calls[matrix][0].inputs
         found: list[dict[str, mx.array]] = []
         for shard in range(self.num_shards):
             part = mx.zeros(whole.shape)
             for start, end in slices.ranges[shard]:
                 own = whole[..., start:end]
                 part[..., start:end] = probe.positive(own.shape)
-            _, gradients = mx.vjp(inputs_of_row, primals, [part])
+            _, gradients = mx.vjp(inputs_of_matrix, primals, [part])
             by_name = zip(names, gradients, strict=True)
             found.append(dict(by_name))
         return found
@@ -304,16 +305,16 @@ class _Layer:
             for module, key, array in before:
                 module[key] = array
 
-    def _is_worth_a_sum(self, row: str, columns: Iterable[str]) -> bool:
+    def _is_worth_a_sum(self, matrix: str, column_parallel: Iterable[str]) -> bool:
         """Whether the weights are many beside the numbers that a sum sends. Those of pairs of low
         rank, for example, are not."""
         num_weights = 0
-        for name in (row, *columns):
+        for name in (matrix, *column_parallel):
             call = self.probe.calls[name][0]
             num_inputs = call.inputs.shape[-1]
             num_outputs = call.outputs.shape[-1]
             num_weights += num_inputs * num_outputs
-        call = self.probe.calls[row][0]
+        call = self.probe.calls[matrix][0]
         num_summed = call.outputs.shape[-1]
         return num_weights >= num_summed**2 / 2
 
@@ -361,9 +362,9 @@ class _Layer:
         return True
 
 
-def _is_additive(probe: Probe, i: int, module_name: str, rows: Sequence[str]) -> bool:
-    """Whether the outputs of a module in layer i for parts of the outputs of its rows add up to its
-    output for the whole ones."""
+def _is_additive(probe: Probe, i: int, module_name: str, matrices: Sequence[str]) -> bool:
+    """Whether the outputs of a module in layer i for parts of the outputs of these matrices add up
+    to its output for the whole ones."""
     module = probe.modules[module_name]
     outputs: list[Any] = []
 
@@ -375,9 +376,9 @@ def _is_additive(probe: Probe, i: int, module_name: str, rows: Sequence[str]) ->
     first: trace.Arrays = {}
     second: trace.Arrays = {}
     both: trace.Arrays = {}
-    for name in rows:
-        row_call = probe.calls[name][0]
-        shape = row_call.outputs.shape
+    for name in matrices:
+        call = probe.calls[name][0]
+        shape = call.outputs.shape
         first[name] = probe.random(shape)
         second[name] = probe.random(shape)
         both[name] = first[name] + second[name]

@@ -60,23 +60,23 @@ Numbers = dict[tuple[str, str], int]
 class Roles:
     """Describes what a shard does differently from the whole model, by the names of modules.
 
-    Columns have only some of their outputs, rows only some of their inputs; the outputs of rows
-    are whole, because all shards add them up. arrays are divided along an axis. numbers has new
-    values of attributes, by module and attribute.
+    column_parallel has matrices with only some of their outputs, row_parallel those with only some
+    of their inputs. The outputs of the latter are whole, because all shards add them up. arrays are
+    divided along an axis. numbers has new values of attributes, by module and attribute.
     """
 
-    columns: dict[str, Slices]
-    rows: dict[str, Slices]
+    column_parallel: dict[str, Slices]
+    row_parallel: dict[str, Slices]
     arrays: dict[str, tuple[int, Slices]]
     numbers: Numbers
 
     def renamed(self, rename: Callable[[str], str]) -> "Roles":
         """Makes the same roles for modules with other names."""
         renamed = Roles({}, {}, {}, {})
-        for name, slices in self.columns.items():
-            renamed.columns[rename(name)] = slices
-        for name, slices in self.rows.items():
-            renamed.rows[rename(name)] = slices
+        for name, slices in self.column_parallel.items():
+            renamed.column_parallel[rename(name)] = slices
+        for name, slices in self.row_parallel.items():
+            renamed.row_parallel[rename(name)] = slices
         for name, divided in self.arrays.items():
             renamed.arrays[rename(name)] = divided
         for (name, attribute), value in self.numbers.items():
@@ -86,8 +86,8 @@ class Roles:
 
     def add(self, other: "Roles") -> None:
         """Adds the roles of other modules."""
-        self.columns.update(other.columns)
-        self.rows.update(other.rows)
+        self.column_parallel.update(other.column_parallel)
+        self.row_parallel.update(other.row_parallel)
         self.arrays.update(other.arrays)
         self.numbers.update(other.numbers)
 
@@ -149,7 +149,7 @@ class Probe:
         return f"{self.names[id(self.layers[i])]}."
 
     def random(self, shape: Sequence[int]) -> mx.array:
-        """New random numbers, of which most are negative or positive by chance."""
+        """New normally distributed numbers."""
         self._num_drawn += 1
         return mx.random.normal(shape, key=mx.random.key(self._num_drawn))
 
@@ -269,14 +269,14 @@ class Probe:
         def replay(name: str, _call: trace.Call, args: Any, _kwargs: Any) -> mx.array:
             recorded = self._recorded(name, numbers)
             expected = recorded.inputs
-            if name in roles.rows:
-                slices = roles.rows[name]
+            if name in roles.row_parallel:
+                slices = roles.row_parallel[name]
                 expected = slices.take(expected, shard)
             inputs = args[0]
             checks.compare(inputs, expected)
             outputs = recorded.outputs
-            if name in roles.columns:
-                slices = roles.columns[name]
+            if name in roles.column_parallel:
+                slices = roles.column_parallel[name]
                 outputs = slices.take(outputs, shard)
             return outputs
 

@@ -3,6 +3,7 @@
 cannot be divided."""
 
 import functools
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -93,10 +94,15 @@ class Made:
 class Sharding:
     """The result of `shard`: how modules were divided, and all arrays that were made, by their id.
     Clear made before the model is evaluated: it refers to whole weights, which would stay in
-    memory."""
+    memory.
+
+    digest covers what is divided, and the modules that compute sums. It is the same on all shards,
+    unless one of them has found other pairs, because its processor rounds differently.
+    """
 
     divisions: Divisions
     made: dict[int, Made]
+    digest: str
 
 
 def shard(model: nn.Module, group: Any) -> Sharding:
@@ -142,7 +148,7 @@ def _shard_as_mlx_lm(model: Any, group: Any) -> Sharding:
         _check_numbers(before, _numbers(module), num_shards)
     for module, children, attributes in outside:
         _restore(module, children, attributes, group)
-    return Sharding(divider.divisions(model), divider.made)
+    return _sharding(model, divider, None, group)
 
 
 def _shard_pairs(model: nn.Module, pairs: Pairs, group: Any) -> Sharding:
@@ -151,7 +157,7 @@ def _shard_pairs(model: nn.Module, pairs: Pairs, group: Any) -> Sharding:
     roles = pairs.roles
     divider = _Divider()
     with divider.in_place_of_mlx():
-        for name, slices in roles.columns.items():
+        for name, slices in roles.column_parallel.items():
             module = modules[name]
             is_in_place = _is_below(name, pairs.summed)
             if is_in_place or not isinstance(module, LINEAR):
@@ -160,7 +166,7 @@ def _shard_pairs(model: nn.Module, pairs: Pairs, group: Any) -> Sharding:
             else:
                 own = _linear_part(module, "all-to-sharded", slices, group)
                 _replace(model, name, own)
-        for name, slices in roles.rows.items():
+        for name, slices in roles.row_parallel.items():
             module = modules[name]
             if not _is_below(name, pairs.summed):
                 own = _linear_part(module, "sharded-to-all", slices, group)
@@ -182,11 +188,35 @@ def _shard_pairs(model: nn.Module, pairs: Pairs, group: Any) -> Sharding:
         vars(module)[attribute] = value
     for name in pairs.summed:
         _sum_outputs(modules[name], group)
-    return Sharding(divider.divisions(model), divider.made)
+    return _sharding(model, divider, pairs, group)
+
+
+def _sharding(
+    model: nn.Module,
+    divider: "_Divider",
+    pairs: Pairs | None,
+    group: Any,
+) -> Sharding:
+    """Returns the result for a divided model. pairs is None if mlx-lm has divided it."""
+    divisions = divider.divisions(model)
+    digest = hashlib.sha256(repr(pairs).encode())
+    for name, module in model.named_modules():
+        division = divisions.get(name)
+        # All modules that compute sums, MLX's own and others, refer to the group.
+        is_summing = any(value is group for value in vars(module).values())
+        if division is None and not is_summing:
+            continue
+        words = [name, type(module).__name__]
+        if division is not None:
+            words += [str(division.axis), str(division.num_whole)]
+        digest.update(f"{words}\n".encode())
+    return Sharding(divisions, divider.made, digest.hexdigest()[:16])
 
 
 def _linear_part(module: nn.Module, sharding: str, slices: Any, group: Any) -> nn.Module:
-    """MLX's module for a part of a linear one. slices reaches `_own_ranges` through MLX."""
+    """Makes MLX's module for this shard's part of a linear module. MLX passes the slices on to
+    `_own_ranges` in the place of its segments, which cannot express ranges that overlap, such as
+    those of shards that hold copies of the same head."""
     part: nn.Module = distributed.shard_linear(module, sharding, segments=slices, group=group)
     return part
 

@@ -51,7 +51,7 @@ class Variant:
 @dataclass(frozen=True, slots=True)
 class LoadedStage:
     """A stage with its weights, how its modules are divided among shards, and how many bytes it
-    took.
+    took. sharding_digest is the one of Sharding; "" without shards.
 
     bytes_read is what the process really read from files; it is None where the system does not
     count that (Linux does). bytes_fetched came from the hub.
@@ -59,6 +59,7 @@ class LoadedStage:
 
     stage: Stage
     divisions: Divisions
+    sharding_digest: str
     bytes_owned: int
     bytes_read: int | None
     bytes_fetched: int
@@ -115,8 +116,14 @@ def load_stage(
     bytes_read = None
     if before is not None and after is not None:
         bytes_read = after - before
-    divisions = own.sharding.divisions if own.sharding else {}
-    return LoadedStage(own.stage, divisions, _num_bytes(weights), bytes_read, bytes_fetched)
+    return LoadedStage(
+        stage=own.stage,
+        divisions=own.sharding.divisions if own.sharding else {},
+        sharding_digest=own.sharding.digest if own.sharding else "",
+        bytes_owned=_num_bytes(weights),
+        bytes_read=bytes_read,
+        bytes_fetched=bytes_fetched,
+    )
 
 
 def load_variant(

@@ -42,14 +42,11 @@ from serve.core.messages import (
     Welcome,
 )
 from serve.parent.link import Link
+from serve.parent.pings import Pings
 
 _RETRY_SECONDS = 0.1
 _HELLO_SECONDS = 5.0
 _PONG_SECONDS = 2.0
-_NUM_PINGS = 32
-_NUM_LARGE_PINGS = 4
-_LARGE_PING_BYTES = 1 << 20
-_MIN_SECONDS = 1e-6
 # Limits for callers that have not yet proved that they belong to this launch.
 MAX_HELLO_BYTES = 64 << 10
 MAX_STRANGERS = 64
@@ -100,7 +97,7 @@ class ControlServer:
         self._mine, self._on_message = mine, on_message
         self._links: dict[int, Link[FromRank]] = {}
         self._heard: dict[int, asyncio.Event] = {}
-        self._answered: dict[int, asyncio.Event] = {}
+        self._pings: dict[int, Pings] = {}
         self._connected: dict[asyncio.Task[Any], Link[FromRank]] = {}
         self._server: asyncio.Server | None = None
         self._stopping = False
@@ -182,7 +179,7 @@ class ControlServer:
             self._heard[rank].set()
             match message:
                 case Pong():
-                    self._answered[rank].set()
+                    self._pings[rank].on_pong()
                 case Report():
                     self._on_message(rank, message)
                 case Hello():
@@ -190,6 +187,7 @@ class ControlServer:
 
     def _lose(self, rank: int, reason: str) -> None:
         del self._links[rank]
+        self._pings[rank].on_lost()
         self._on_message(rank, Gone(reason))
 
     async def _greet(self, link: Link[FromRank]) -> int | None:
@@ -216,7 +214,7 @@ class ControlServer:
         rank = hello.rank
         self._links[rank] = link
         self._heard[rank] = asyncio.Event()
-        self._answered[rank] = asyncio.Event()
+        self._pings[rank] = Pings(link)
         self._on_message(rank, Joined(hello.pid, hello.facts))
         return rank
 
@@ -248,28 +246,11 @@ class ControlServer:
             return False
 
     async def measure(self, rank: int) -> LinkSpeed | None:
-        """Measures the link to a rank's parent. Returns None if the parent does not answer.
-
-        Both parents are Python programs, so the link itself may be some tenths of a millisecond
-        faster."""
-        try:
-            async with asyncio.timeout(_PONG_SECONDS):
-                small = [await self._ping(rank, 0) for _ in range(_NUM_PINGS)]
-                large = [await self._ping(rank, _LARGE_PING_BYTES) for _ in range(_NUM_LARGE_PINGS)]
-        except TimeoutError:
-            return None
-        round_trip = min(small)
-        seconds = max(min(large) - round_trip, _MIN_SECONDS)
-        return LinkSpeed(round_trip, _LARGE_PING_BYTES / seconds)
-
-    async def _ping(self, rank: int, num_bytes: int) -> float:
-        """The seconds until a rank has answered a message with so many bytes."""
-        answered = self._answered[rank]
-        answered.clear()
-        started = time.perf_counter()
-        self.send(rank, Ping(bytes(num_bytes)))
-        await answered.wait()
-        return time.perf_counter() - started
+        """Measures the link to a rank's parent. Returns None if the parent does not answer in time.
+        Raises ClusterError if the rank is lost, before or meanwhile."""
+        if rank not in self._links:
+            raise ClusterError(f"Rank {rank} is gone.")
+        return await self._pings[rank].measure()
 
 
 async def join(

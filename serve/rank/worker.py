@@ -283,6 +283,7 @@ class Worker:
             is_causal=is_causal,
             objection=objection(),
             files=self.order.commit or stamp(Path(self.order.model)),
+            sharding=loaded.sharding_digest,
         )
 
     def _loading(self, state: str, done: int, total: int) -> None:

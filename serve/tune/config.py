@@ -356,7 +356,7 @@ class FineTuneConfig(ModelSource):
         if self.batch_size % count:
             raise UsageError(
                 f"--data-parallel {layout.num_replicas} does not divide --batch-size "
-                f"{self.batch_size}: each replica needs as many examples as the others."
+                f"{self.batch_size}: give a --batch-size that is a multiple of {count}."
             )
         check_shares(num_batches * count, layout.num_replicas)
         return count

@@ -94,7 +94,7 @@ def probe_of(
     if clips:
         extra["update"] += gradients
     if sums:
-        # Beside the gradients there are those of the next replica, and the sum.
+        # A sum over replicas holds the other replica's gradients and the result.
         extra["update"] = max(extra["update"], 2 * gradients)
     return Probe(base, gradients, held, extra, seconds.means())
 

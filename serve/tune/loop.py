@@ -230,7 +230,7 @@ class Trainer:
     shared are the parameters that several ranks of a pipeline have. Every parameter has one owner,
     which saves it: the first shard of a stage of the first replica. counted are the parameters, or
     parts of them, whose numbers this rank counts, so that each is counted once. parts says how the
-    shards of a stage divide them; without it they do not.
+    shards of a stage divide them; None without shards.
     """
 
     def __init__(

@@ -9,6 +9,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
+from serve.model import pairs
 from serve.model.sharding import Divisions, StandIn, shard, without_sums
 from serve.model.trial import Trial, named_arrays
 from tests import architectures
@@ -67,10 +68,13 @@ def compare_shards(
     """Compares the answers of shards with those of the whole model. Returns what is divided."""
     whole = answers(make())
     divisions: list[Divisions] = []
+    digests: set[str] = set()
 
     def build_shard(seat: Seat) -> nn.Module:
         model = make()
-        divisions.append(shard(model, seat).divisions)
+        sharding = shard(model, seat)
+        divisions.append(sharding.divisions)
+        digests.add(sharding.digest)
         mx.eval(model.parameters())
         return model
 
@@ -79,6 +83,7 @@ def compare_shards(
             scale = float(mx.abs(expected).max())
             assert float(mx.abs(expected - logits).max()) < max_difference * scale
     assert all(each.keys() == divisions[0].keys() for each in divisions)
+    assert len(digests) == 1
     return divisions[0]
 
 
@@ -149,6 +154,30 @@ def test_shard_keeps_whole_what_it_cannot_prove() -> None:
         "mlp.up_proj",
         "mlp.down_proj",
     }
+
+
+def test_digest_of_a_shard_that_leaves_a_matrix_whole_is_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its processor may round differently, so that a trial run fails there. The other shards would
+    compute sums in which it takes no part."""
+    digest = shard(architectures.build("phi3"), StandIn(2)).digest
+    assert shard(architectures.build("phi3"), StandIn(2)).digest == digest
+    can_be_summed = pairs._Layer._can_be_summed
+
+    def is_not_mlp(self: pairs._Layer, matrix: str) -> bool:
+        return "mlp" not in matrix and can_be_summed(self, matrix)
+
+    monkeypatch.setattr(pairs._Layer, "_can_be_summed", is_not_mlp)
+    other = shard(architectures.build("phi3"), StandIn(2))
+    assert other.divisions
+    assert other.digest != digest
+
+
+def test_digest_tells_mlx_lms_own_division_from_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = shard(build("llama"), StandIn(2)).digest
+    monkeypatch.delattr(type(build("llama")), "shard")
+    assert shard(build("llama"), StandIn(2)).digest != digest
 
 
 def test_without_sums_compiles_nothing() -> None:

@@ -29,7 +29,7 @@ from serve.core.messages import (
     Welcome,
 )
 from serve.core.wire import frame
-from serve.parent import control
+from serve.parent import control, pings
 from serve.parent.control import ControlServer, Gone, Heard, Identity, Joined, join
 from serve.parent.link import Link
 
@@ -386,21 +386,41 @@ async def test_measure_takes_the_time_of_pongs_and_not_of_reports() -> None:
         async def answer() -> None:
             while isinstance(await link.receive(), Ping):
                 link.send(Report(0, Status("starting")))
-                await asyncio.sleep(0.002)
+                await asyncio.sleep(0.02)
                 link.send(Pong())
 
         answering = asyncio.create_task(answer())
         measured = await centre.measure(1)
         assert measured
-        assert measured.round_trip_seconds >= 0.002
+        assert measured.round_trip_seconds >= 0.01
         assert measured.bytes_per_second > 0
         await link.close()
         await answering
 
 
 async def test_measure_of_a_silent_rank_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "_PONG_SECONDS", 0.05)
+    monkeypatch.setattr(pings, "_MAX_SECONDS", 0.05)
     async with control_server() as (centre, address, _):
         link = await join(address, replace(MINE, rank=1, pid=1), 5)
         assert await centre.measure(1) is None
+        await link.close()
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+async def test_measure_of_a_rank_that_is_lost_ends_at_once(is_back: bool) -> None:
+    """Also if it is back by then: it would wait for answers of the old connection."""
+    async with control_server() as (centre, address, heard):
+        link = await join(address, replace(MINE, rank=1, pid=1), 5)
+        measuring = asyncio.create_task(centre.measure(1))
+        assert await link.receive() == Ping()
+        centre.forget(1)
+        if is_back:
+            other = await join(address, replace(MINE, rank=1, pid=1), 5)
+        with pytest.raises(ClusterError):
+            await asyncio.wait_for(measuring, 5)
+        if is_back:
+            await other.close()
+        await until(lambda: not centre.joined)
+        with pytest.raises(ClusterError):
+            await centre.measure(1)
         await link.close()

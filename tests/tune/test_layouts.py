@@ -105,8 +105,11 @@ def test_a_batch_without_stages_has_a_micro_batch_for_each_replica() -> None:
     accumulated = config_of(batch_size=4, data_parallel=4, grad_accumulation_steps=2, iters=8)
     assert accumulated.num_micro_batches(Layout(1, 1, 4)) == 2
     uneven = config_of(batch_size=4, data_parallel=3)
-    with pytest.raises(UsageError, match="--data-parallel 3 does not divide --batch-size 4"):
+    with pytest.raises(UsageError, match="--batch-size 4: .* multiple of 3"):
         uneven.num_micro_batches(Layout(1, 1, 3))
+    uneven = config_of(batch_size=5, data_parallel=4, grad_accumulation_steps=2, iters=8)
+    with pytest.raises(UsageError, match="--batch-size 5: .* multiple of 2"):
+        uneven.num_micro_batches(Layout(1, 1, 4))
 
 
 @pytest.mark.parametrize(

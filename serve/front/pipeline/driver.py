@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from msgspec.structs import replace
 
 from serve.core.config import Cluster, ServeConfig
-from serve.core.errors import BrigadeError, EngineError, PlanError, UnavailableError
+from serve.core.errors import BrigadeError, ClusterError, EngineError, PlanError, UnavailableError
 from serve.core.folder import own_folder
 from serve.core.layouts import Link
 from serve.core.messages import (
@@ -331,15 +331,19 @@ class Driver:
     async def _measure_links(self, life: int, ranks: Sequence[int]) -> None:
         links: list[Link] = []
         for rank in ranks:  # One after the other, so that they do not share a link.
-            link = await self._control.measure(rank)
-            if link:
-                links.append(link)
-        slowest: Link | None = None
-        if len(links) == len(ranks):
-            slowest = Link(
-                max(link.round_trip_seconds for link in links),
-                min(link.bytes_per_second for link in links),
-            )
+            try:
+                link = await self._control.measure(rank)
+            except ClusterError:  # on_message has said which rank is gone, and why.
+                self.on(events.LinksMeasured(life, None))
+                return
+            if link is None:
+                self.on(events.LinksMeasured(life, None, rank))
+                return
+            links.append(link)
+        slowest = Link(
+            max(link.round_trip_seconds for link in links),
+            min(link.bytes_per_second for link in links),
+        )
         self.on(events.LinksMeasured(life, slowest))
 
     def _fail(self, error: BrigadeError) -> None:

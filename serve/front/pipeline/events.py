@@ -88,9 +88,12 @@ class EngineStarted(Answer):
 
 @dataclass(frozen=True, slots=True)
 class LinksMeasured(Answer):
-    """The slowest link from rank 0 to another rank was measured; None if some rank is silent."""
+    """The slowest link from rank 0 to another rank was measured. link is None if this failed:
+    because of the rank `silent`, whose parent did not answer in time, or because a rank was lost
+    (then silent is None, too)."""
 
     link: Link | None
+    silent: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ from serve.front.pipeline import actions, events
 from serve.front.pipeline.events import LastFault, State
 from serve.front.pipeline.machine import Machine
 from serve.front.pipeline.orders import plan_request, replan_request
-from serve.front.pipeline.status import StageStatus, is_silent, stall_cause
+from serve.front.pipeline.status import StageStatus, is_silent, shard_disagreement, stall_cause
 from serve.parent.control import Gone, Joined
 from serve.parent.restarts import Judgement, Restarts, better_reason, may_pass, reason_seconds
 
@@ -96,8 +96,8 @@ class Lifecycle(Machine):
                 self._on_heard(rank, message)
             case events.EngineStarted(_, left):
                 self._on_engine_started(left)
-            case events.LinksMeasured(_, link):
-                self._ask_for_plan(link)
+            case events.LinksMeasured(_, link, silent):
+                self._on_links_measured(link, silent)
             case events.EngineFailed(error):
                 self._fail(error)
             case events.Settled():
@@ -252,6 +252,14 @@ class Lifecycle(Machine):
             case _:
                 pass  # The other states do not wait for the engine.
 
+    def _on_links_measured(self, link: Link | None, silent: int | None) -> None:
+        if link is None and (silent is None or self.missing):
+            self._gather()  # The links are measured again when the lost rank is back.
+            return
+        if silent is not None:
+            self._choice = self._choice_without(silent)
+        self._ask_for_plan(link)
+
     def _ask_for_plan(self, link: Link | None = None) -> None:
         """Asks for a plan of all ranks. With a link, the engine also chooses the layout."""
         self._tried = self.ring
@@ -259,9 +267,9 @@ class Lifecycle(Machine):
         self._do(actions.AskForPlan(plan_request(self._config, len(self.ring)), link))
 
     def _on_plan(self, stages: Sequence[StagePlan], choice: str) -> None:
-        self._choice = choice
-        if choice:
-            self._log(logging.INFO, f"event=layout reason={json.dumps(choice)}")
+        self._choice = choice or self._choice
+        if self._choice:
+            self._log(logging.INFO, f"event=layout reason={json.dumps(self._choice)}")
         ring = self._tried
         plan = [replace(stage, rank=rank) for stage, rank in zip(stages, ring, strict=True)]
         self._plans[ring] = plan
@@ -292,10 +300,8 @@ class Lifecycle(Machine):
 
     def _gather(self) -> None:
         """Waits for the ranks of the ring."""
-        seconds, flag = self._return_terms
-        if self.missing and flag == "--return-timeout":
-            ranks = ",".join(map(str, self.missing))
-            self._log(logging.WARNING, f"event=waiting ranks={ranks} timeout={seconds:g}")
+        self._log_awaited()
+        seconds, _ = self._return_terms
         self._enter(State.GATHERING, seconds)
         self._check_gathered()
 
@@ -304,11 +310,7 @@ class Lifecycle(Machine):
             self._on_gathered(self.roster.disagreement())
 
     def _on_not_gathered(self) -> None:
-        seconds, flag = self._return_terms
-        reason = (
-            f"Ranks {self.missing} did not join within {seconds:g} s: look at their logs ({flag})."
-        )
-        self._on_gathered(ClusterError(reason))
+        self._on_gathered(self._not_gathered())
 
     def _on_gathered(self, error: ClusterError | None) -> None:
         if self.number and self._config.replan:
@@ -321,11 +323,13 @@ class Lifecycle(Machine):
         else:
             plan = self._plans.get(self.ring)
             assert not isinstance(plan, PlanError)
-            if plan is None:
+            if plan is not None:
+                self._follow(plan)
+            elif self._reason is not None:
+                self._pause()  # The engine that has to plan may have ended.
+            else:
                 self._enter(State.PLANNING, self._config.load_timeout)
                 self._do(actions.MeasureLinks(self.number, self.ring[1:]))
-            else:
-                self._follow(plan)
 
     def _replan(self) -> None:
         """Divides the layers among the ranks that are there, if they have the memory."""
@@ -406,13 +410,20 @@ class Lifecycle(Machine):
                 self._enter(State.LOADING, self._patience[State.LOADING])
                 self._check_stages()
             case State.LOADING:
-                self._enter(State.PREPARING)
-                if self.ring == self._settled:
-                    self._do(actions.Prepare(self.number))
-                else:
-                    self._do(actions.Settle(self.number))
+                self._on_loaded()
             case _:
                 pass  # The other states do not wait for all stages.
+
+    def _on_loaded(self) -> None:
+        error = shard_disagreement(self.stages)
+        if error:
+            self._fault(error)
+            return
+        self._enter(State.PREPARING)
+        if self.ring == self._settled:
+            self._do(actions.Prepare(self.number))
+        else:
+            self._do(actions.Settle(self.number))
 
     def _give_orders(self) -> None:
         plans = []
@@ -427,11 +438,7 @@ class Lifecycle(Machine):
 
     def _on_late(self) -> None:
         stage = self._late_stages()[0]
-        _, what = events.AWAITED[self.state]
-        error = ClusterError(
-            f"Rank {stage.rank} on {stage.host} did not {what}: it made no progress for "
-            f"{self._patience[self.state]:g} s, look at its log."
-        )
+        error = self._no_progress(stage, self._patience[self.state])
         # A parent that does not react has to join again.
         does_not_react = stage.state == "renewing"
         self._fault(error)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from serve.core.config import ServeConfig
-from serve.core.errors import BrigadeError
+from serve.core.errors import BrigadeError, ClusterError
 from serve.front.pipeline import actions, events
 from serve.front.pipeline.events import LastFault, State
 from serve.front.pipeline.status import StageStatus
@@ -102,6 +102,36 @@ class Machine:
 
     def _do(self, action: actions.Action) -> None:
         self._actions.append(action)
+
+    def _log_awaited(self) -> None:
+        """Logs which ranks have to return. Those that have not come yet are no news."""
+        seconds, flag = self._return_terms
+        if self.missing and flag == "--return-timeout":
+            ranks = ",".join(map(str, self.missing))
+            self._log(logging.WARNING, f"event=waiting ranks={ranks} timeout={seconds:g}")
+
+    def _not_gathered(self) -> ClusterError:
+        """The error that names the ranks that have not joined in time."""
+        seconds, flag = self._return_terms
+        return ClusterError(
+            f"Ranks {self.missing} did not join within {seconds:g} s: look at their logs ({flag})."
+        )
+
+    def _no_progress(self, stage: StageStatus, seconds: float) -> ClusterError:
+        """The error that says what a stage has not done for so many seconds."""
+        _, what = events.AWAITED[self.state]
+        return ClusterError(
+            f"Rank {stage.rank} on {stage.host} did not {what}: it made no progress for "
+            f"{seconds:g} s, look at its log."
+        )
+
+    def _choice_without(self, silent: int) -> str:
+        """Why no layout was chosen, for people: this rank's link could not be measured."""
+        return (
+            f"Layout {len(self.ring)} x 1 (stages x shards), because the link to rank {silent} on "
+            f"{self.ranks[silent].host} could not be measured: its parent did not answer in time. "
+            "To choose shards anyway, give --tensor-parallel a number."
+        )
 
     def _late_stages(self) -> list[StageStatus]:
         states, _ = events.AWAITED[self.state]

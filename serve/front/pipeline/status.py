@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from serve.core.errors import PlanError
 from serve.core.messages import Activity, Loaded, Span, Status
 from serve.core.plan import StagePlan
 from serve.core.sum_counts import SumCounts
@@ -116,6 +117,7 @@ class StageStatus:
     free_bytes: int = 0
     objection: str | None = None  # the reason why its engine cannot outlive a fault
     files: str = ""  # identifies the model's files as the engine has read them
+    sharding: str = ""  # identifies how the engine has divided the layers among shards
     logits_bytes_per_token: int = 0  # on rank 0, which has the head
     scoring_bytes: int = 0  # further bytes that scoring a prompt takes
     hidden_size: int = 0
@@ -160,6 +162,7 @@ class StageStatus:
 
     def _note_loaded(self, loaded: Loaded) -> None:
         self.files = loaded.files
+        self.sharding = loaded.sharding
         self.objection = loaded.objection
         self.bytes_owned = loaded.bytes_owned
         self.bytes_read = loaded.bytes_read
@@ -297,6 +300,24 @@ def first_shards(stages: Sequence[StageStatus]) -> list[StageStatus]:
     """The first shard of each stage. It stands for the others, which compute the same steps at the
     same time."""
     return [stage for stage in stages if stage.plan is None or stage.plan.shard == 0]
+
+
+def shard_disagreement(stages: Sequence[StageStatus]) -> PlanError | None:
+    """Returns the error that names two shards of a stage whose layers are divided differently, or
+    None. Sums match only by their order, so such shards would compute wrong results without any
+    error."""
+    first: dict[int, StageStatus] = {}
+    for stage in stages:
+        assert stage.plan is not None
+        other = first.setdefault(stage.plan.stage, stage)
+        if stage.sharding != other.sharding:
+            return PlanError(
+                f"Rank {other.rank} on {other.host} and rank {stage.rank} on {stage.host} divide "
+                f"the layers of their stage differently ({other.sharding} and {stage.sharding}), "
+                "because their processors round differently: use hosts of the same kind for the "
+                "shards of a stage, or leave out --tensor-parallel."
+            )
+    return None
 
 
 def is_silent(stage: StageStatus, now: float) -> bool:

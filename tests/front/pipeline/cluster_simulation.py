@@ -28,7 +28,7 @@ from serve.core.messages import (
     RingLost,
     Status,
 )
-from serve.core.plan import StagePlan, even_split
+from serve.core.plan import PlanRequest, StagePlan, even_split
 from serve.core.types import Event as Answer
 from serve.core.types import Sampling, Step
 from serve.front.pipeline import actions, events
@@ -127,6 +127,11 @@ class PlayedCluster:
         self.forgotten: list[tuple[int, bool]] = []
         self.asked: list[Asked] = []
         self.links: list[Link | None] = []  # of the plans that were asked for
+        self.choices: list[str] = []  # of the plans that were shown
+        self.num_measured = 0
+        self.measure_seconds = 0.0
+        self.silent: int | None = None  # a rank whose link cannot be measured
+        self.shardings: dict[int, str] = {}  # of ranks with others than rank 0's
         self.states: Counter[State] = Counter()
         self.charged: list[float] = []  # when lives ended for which no request is to blame
         self.num_explained = 0
@@ -228,14 +233,18 @@ class PlayedCluster:
                     self.after(self.delay(2.0), lambda: self.keep_engine(life))
                 else:
                     self.replace_engine(life)
-            case actions.MeasureLinks():
+            case actions.MeasureLinks(_, ranks):
                 assert not self.lifecycle.missing, "a link to a rank that is not there"
-                link = Link(0.0002, 1e9)
-                self.after(self.delay(), lambda: self.on(events.LinksMeasured(life, link)))
+                self.num_measured += 1
+                parents = [self.parents[rank] for rank in ranks]
+                seconds = self.measure_seconds or self.delay()
+                self.after(seconds, lambda: self.measured(life, parents))
             case actions.AskForPlan(request, link):
                 self.links.append(link)
                 engine = self.engine
-                self.after(self.delay(), lambda: self.plan(engine, life, request.num_ranks, link))
+                self.after(self.delay(), lambda: self.plan(engine, life, request, link))
+            case actions.ShowPlan(_, choice):
+                self.choices.append(choice)
             case actions.RenewRank(rank, _, _, keep):
                 parent = self.parents[rank]
                 self.after(self.delay(), lambda: self.renew(rank, parent, life, keep))
@@ -308,19 +317,32 @@ class PlayedCluster:
         self,
         engine: PlayedEngine | None,
         life: int,
-        num_ranks: int,
+        request: PlanRequest,
         link: Link | None,
     ) -> None:
         assert engine
         if engine is not self.engine or not engine.runs:
             return
-        if num_ranks < self.min_ranks:
+        if request.num_ranks < self.min_ranks:
             engine.is_dead = True
             self.say(0, life, Fault(PlanError.exit_code, "Too large."))
             return
-        layers = even_split(12, num_ranks)
-        stages = [StagePlan(n, layers[n], 0, 0, 10, 0, 0, 0.5, None) for n in range(num_ranks)]
+        layers = even_split(12, request.num_stages)
+        stages = []
+        for rank in range(request.num_ranks):
+            own = layers[rank // request.num_shards]
+            stages.append(StagePlan(rank, own, 0, 0, 10, 0, 0, 0.5, None, request.num_shards))
         self.say(0, life, Planned(stages, "Chosen." if link else ""))
+
+    def measured(self, life: int, parents: list[PlayedParent]) -> None:
+        """As ControlServer measures: the link of a parent that was lost meanwhile has no speed."""
+        if not all(parent.is_connected for parent in parents):
+            answer = events.LinksMeasured(life, None)
+        elif self.silent is not None:
+            answer = events.LinksMeasured(life, None, self.silent)
+        else:
+            answer = events.LinksMeasured(life, Link(0.0002, 1e9))
+        self.on(answer)
 
     def renew(self, rank: int, parent: PlayedParent, life: int, keep: bool) -> None:
         if parent is not self.parents[rank] or not parent.is_connected or parent.is_stopped:
@@ -445,6 +467,7 @@ class PlayedCluster:
             *(0, None, 0, free_bytes, "any"),
             can_rewind=self.can_rewind,
             files=engine.files,
+            sharding=self.shardings.get(engine.rank, "1"),
         )
         self.say(
             engine.rank,

@@ -30,7 +30,7 @@ from serve.core.types import Event, Sampling
 from serve.front.pipeline.engine import Engine
 from serve.front.pipeline.interface import Prompt
 from serve.parent import engine as engine_module
-from serve.parent import spare
+from serve.parent import pings, spare
 from serve.parent.engine import EngineProcess
 from serve.parent.member import run_member
 from tests.front.pipeline.simulation import next_token
@@ -154,6 +154,23 @@ def kill_one(chance: random.Random) -> None:
             chance.choice(victims).kill()
     except psutil.NoSuchProcess:
         return  # It has just ended by itself.
+
+
+@pytest.mark.parametrize("max_seconds", [10.0, 0.0])
+async def test_auto_layout_measures_the_links_of_all_ranks(
+    max_seconds: float,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Over real connections. A link that cannot be measured in time is named."""
+    monkeypatch.setattr(pings, "_MAX_SECONDS", max_seconds)
+    caplog.set_level("INFO")
+    async with cluster(tensor_parallel="auto") as engine:
+        await ready(engine)
+        await collect(engine, prompt(5, 5))
+    layouts = [line for line in caplog.messages if "event=layout" in line]
+    assert len(layouts) == (max_seconds == 0)
+    assert all("rank 1" in line for line in layouts)
 
 
 @pytest.mark.long

@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve.core.errors import ClusterError, DisagreementError, EngineError, ModelError
+from serve.core.errors import (
+    ClusterError,
+    DisagreementError,
+    EngineError,
+    ModelError,
+    PlanError,
+)
 from serve.core.messages import Fault
 from serve.front.pipeline import events
 from serve.front.pipeline.events import State
@@ -397,3 +403,82 @@ def test_auto_layout_is_planned_once_when_all_ranks_have_joined(is_killed: bool)
         assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
     assert [link is not None for link in cluster.links] == [True]
     assert sum("event=layout" in line for line in cluster.logged) == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_auto_layout_is_planned_by_a_new_engine_if_the_first_ends_while_ranks_join(
+    seed: int,
+) -> None:
+    """The dead engine was asked for the plan, and the cluster failed after --load-timeout."""
+    cluster = PlayedCluster(seed, tensor_parallel="auto")
+    cluster.absent.add(1)
+    lifecycle = cluster.lifecycle
+    assert cluster.run(60, lambda: lifecycle.state is State.GATHERING)
+    cluster.kill(0)
+    cluster.run(2)
+    assert lifecycle.state is State.GATHERING
+    cluster.absent.clear()
+    cluster.join(1)
+    assert cluster.run(15, lambda: cluster.is_quiet), cluster.failure
+    assert lifecycle.number == 1
+    assert [link is not None for link in cluster.links] == [True]
+    assert any("signal 9" in line for line in cluster.logged)
+
+
+def test_engine_of_rank_0_that_ends_while_links_are_measured_ends_the_cluster_with_the_reason() -> (
+    None
+):
+    """As when it ends while it plans."""
+    cluster = PlayedCluster(1, tensor_parallel="auto")
+    cluster.measure_seconds = 5.0
+    assert cluster.run(60, lambda: cluster.num_measured == 1)
+    cluster.kill(0)
+    cluster.run(60)
+    assert isinstance(cluster.failure, EngineError)
+    assert "signal 9" in str(cluster.failure)
+    assert not cluster.links
+
+
+@pytest.mark.parametrize("back_seconds", [0.0, 1.0, 8.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_links_are_measured_again_when_a_rank_was_lost_meanwhile(
+    seed: int,
+    back_seconds: float,
+) -> None:
+    """The server had stages without shards for its whole life, and did not say why."""
+    cluster = PlayedCluster(seed, tensor_parallel="auto", join_timeout=20.0)
+    cluster.measure_seconds = 5.0
+    assert cluster.run(60, lambda: cluster.num_measured == 1)
+    cluster.disconnect(1, "Rank 1 is gone.", back_seconds)
+    assert cluster.run(60, lambda: cluster.is_quiet), cluster.failure
+    assert cluster.num_measured == 2
+    assert [link is not None for link in cluster.links] == [True]
+    assert cluster.choices == ["Chosen."]
+
+
+def test_a_link_that_cannot_be_measured_is_named_below_the_plan_and_in_the_log() -> None:
+    cluster = PlayedCluster(1, tensor_parallel="auto")
+    cluster.silent = 2
+    assert cluster.run(60, lambda: cluster.is_quiet)
+    assert cluster.links == [None]
+    (choice,) = cluster.choices
+    assert "rank 2" in choice
+    (line,) = [line for line in cluster.logged if "event=layout" in line]
+    assert choice in line
+
+
+def test_shards_that_divide_their_layers_differently_end_the_cluster() -> None:
+    """Their sums match only by their order, so the answers would be wrong."""
+    cluster = PlayedCluster(1, num_ranks=4, tensor_parallel="2")
+    cluster.shardings = {3: "2"}
+    cluster.run(60)
+    assert isinstance(cluster.failure, PlanError)
+    assert "Rank 2" in str(cluster.failure)
+    assert "rank 3" in str(cluster.failure)
+    assert cluster.lifecycle.number == 0
+
+
+def test_stages_may_divide_their_layers_differently() -> None:
+    cluster = PlayedCluster(1, num_ranks=4, tensor_parallel="2")
+    cluster.shardings = {2: "2", 3: "2"}
+    assert cluster.run(60, lambda: cluster.is_quiet)
