@@ -497,6 +497,7 @@ class PlayedCluster:
             return
         step = self._todo.pop(0)
         if POISON in step.tokens:
+            self._broken_life = life  # No rank gets a later step.
             self.kill(self.chance.choice(ring))
             return
         for engine in engines:
