@@ -137,7 +137,8 @@ class Sequence:
     that its client expects. guesses are the draft model's, of the tokens that follow its newest
     token; num_asked is how many more are to come with the result of its last step.
 
-    The ranks were told to write the first num_written tokens to their disks.
+    num_written is the number of tokens whose keys and values the ranks have been asked to write to
+    disk, counted from the first.
 
     boundaries are the positions in the prompt behind which the next prompt of the same chat may
     differ. stops are the positions at which prefill still has to stop for a checkpoint. may_read

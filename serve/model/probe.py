@@ -149,7 +149,8 @@ class Probe:
         return f"{self.names[id(self.layers[i])]}."
 
     def random(self, shape: Sequence[int]) -> mx.array:
-        """New normally distributed numbers."""
+        """Returns random numbers of this shape. They differ from call to call, but not from rank to
+        rank."""
         self._num_drawn += 1
         return mx.random.normal(shape, key=mx.random.key(self._num_drawn))
 

@@ -24,8 +24,8 @@ class Spare:
         self._starting: asyncio.Task[EngineProcess | None] | None = None
 
     def prepare(self) -> None:
-        """Starts the spare process in a moment, unless there is one. Called once in each life of
-        the engines, when they work, so that one that always fails is not tried for ever."""
+        """Starts the spare process a few seconds later, unless there is one. Must be called once in
+        each life of the engines, so that a spare that keeps failing is not restarted endlessly."""
         if self._is_on and self._timer is None and not self._is_there:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(_QUIET_SECONDS, self._begin)

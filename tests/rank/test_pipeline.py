@@ -178,8 +178,8 @@ class LocalPipeline:
             self._pump()
 
     def interrupt(self, sequences: list[Sequence], num_tokens: int) -> None:
-        """Runs sequences until each has so many tokens of its answer and all their files are
-        written, and takes no result after that."""
+        """Runs sequences until the answer of each has num_tokens tokens and all their files are
+        written. Takes no result after that."""
         disk = self.scheduler.room.disk
         assert disk
         self.scheduler.add(*sequences)

@@ -118,7 +118,7 @@ class Machine:
         )
 
     def _no_progress(self, stage: StageStatus, seconds: float) -> ClusterError:
-        """The error that says what a stage has not done for so many seconds."""
+        """Returns the error for a stage without progress. seconds is how long it has had none."""
         _, what = events.AWAITED[self.state]
         return ClusterError(
             f"Rank {stage.rank} on {stage.host} did not {what}: it made no progress for "

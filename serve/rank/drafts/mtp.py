@@ -96,7 +96,7 @@ class HeadDrafter(Drafter):
         them; they have to be evaluated with the step."""
         hidden = self._inputs.take(len(parts))
         if len(step.rows) > MAX_DRAFT_ROWS:
-            # Nobody asks for guesses about so many rows.
+            # No guesses are requested for steps with more rows than that.
             for row in step.rows:
                 self._hidden.pop(row.sequence, None)
             return []

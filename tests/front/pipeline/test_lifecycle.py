@@ -318,7 +318,7 @@ def test_lifecycle_blames_no_kept_sequence_for_a_fault_before_the_engines_work_a
 
 
 def test_requests_that_are_kept_run_before_those_that_are_computed_again() -> None:
-    """They take room already, for which one that came earlier would wait for ever."""
+    """Kept sequences occupy memory that an earlier one in the queue would wait for endlessly."""
     cluster = begun()
     for _ in range(2):
         cluster.ask(60, 30)
