@@ -16,6 +16,7 @@ from scripts.measure.curve import curve, shards
 from scripts.measure.disk import disk
 from scripts.measure.first import first
 from scripts.measure.hops import hops
+from scripts.measure.kill import kill
 from scripts.measure.latency import interrupted, long_prompt, second_turn
 from scripts.measure.limits import decode, passes
 from scripts.measure.model import make_model
@@ -39,6 +40,7 @@ ROWS: dict[str, Callable[[Settings], Row]] = {
     "long-prompt": long_prompt,
     "second-turn": second_turn,
     "disk": disk,
+    "kill": kill,
     "interrupted": interrupted,
     "moves": moves,
     "adapters": adapters,

@@ -7,8 +7,11 @@ Python sees that function only at exit, so it is called here by its name in MLX'
 import ctypes
 import os
 import resource
+import socket
+import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +29,8 @@ def forget_groups() -> None:
 
 def objection() -> str | None:
     """Returns the reason why this process should not form another group, or None. This MLX may lack
-    the function, or too many descriptors may be open: MLX leaves one open whenever it connects to a
-    neighbour that does not listen yet. `brigade doctor` tests whether the function works."""
+    the function, or too many descriptors may be open. `brigade doctor` tests whether the function
+    works."""
     num_open = len(os.listdir("/dev/fd"))
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit != resource.RLIM_INFINITY and num_open > _MAX_SHARE_OF_DESCRIPTORS * limit:
@@ -37,6 +40,53 @@ def objection() -> str | None:
     except (OSError, AttributeError) as error:
         return f"this MLX does not offer clear_backends ({type(error).__name__})"
     return None
+
+
+@contextmanager
+def closing_failed_connections() -> Iterator[None]:
+    """Closes the sockets that MLX leaves open when it forms a group in this context. It opens
+    another socket for each attempt to connect to a neighbour that does not listen yet, and closes
+    none of those that have failed."""
+    before = _open_descriptors()
+    try:
+        yield
+    finally:
+        for descriptor in _open_descriptors() - before:
+            if _is_failed_connection(descriptor):
+                os.close(descriptor)
+
+
+def _open_descriptors() -> set[int]:
+    return {int(name) for name in os.listdir("/dev/fd")}
+
+
+def _is_failed_connection(descriptor: int) -> bool:
+    """Whether this is a socket that MLX has given up. MLX sets TCP_NODELAY on all connections of a
+    group, so one that the peer has closed meanwhile is not mistaken for a failed one."""
+    try:
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return False
+        examined = socket.socket(fileno=descriptor)
+    except OSError:  # It was the descriptor of the listing itself.
+        return False
+    try:
+        if examined.family != socket.AF_INET or examined.type != socket.SOCK_STREAM:
+            return False
+        is_listening = examined.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        has_no_delay = examined.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        return not is_listening and not has_no_delay and not _has_peer(examined)
+    except OSError:  # Some systems say nothing about a connection that has ended.
+        return False
+    finally:
+        examined.detach()
+
+
+def _has_peer(connection: socket.socket) -> bool:
+    try:
+        connection.getpeername()
+    except OSError:
+        return False
+    return True
 
 
 def _clear_backends() -> Callable[[], Any]:

@@ -25,7 +25,7 @@ from serve.core.errors import ClusterError
 from serve.core.messages import Greeting, Hop, TensorSpec
 from serve.core.types import FIRST_WARM_UP_STEP, Step
 from serve.core.wire import FrameReader, frame
-from serve.ring.regroup import forget_groups
+from serve.ring.regroup import closing_failed_connections, forget_groups
 from serve.ring.sums import Sums
 
 _MIN_WAIT_SECONDS = 0.01
@@ -298,7 +298,8 @@ def form_ring(
 def form_group(rank: int, num_ranks: int) -> mx.distributed.Group:
     """Forms MLX's group of the ranks that the environment names. Raises ClusterError, or
     RuntimeError if a neighbour is gone."""
-    group = mx.distributed.init(strict=True, backend="ring")
+    with closing_failed_connections():
+        group = mx.distributed.init(strict=True, backend="ring")
     if group.rank() != rank or group.size() != num_ranks:
         raise ClusterError("MLX formed a ring of another size than the hostfile has.")
     return group

@@ -1,5 +1,6 @@
 """What the ranks of a real ring do in test_transport: python -m … NAME [ARGUMENT]."""
 
+import json
 import os
 import signal
 import sys
@@ -8,9 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import mlx.core as mx
+import msgspec
 
 from serve.core.errors import ClusterError
+from serve.core.messages import Order
 from serve.core.types import Row, Step
+from serve.rank.joining import join as meet_and_join
 from serve.ring.transport import Ring, RingLostError, RingTransport, Streams
 
 RANK = int(os.environ["MLX_RANK"])
@@ -143,6 +147,62 @@ def pass_around(transport: RingTransport, number: int) -> None:
             continue
 
 
+def many() -> None:
+    """Forms rings one after the other as engines do after faults, and sends a message around each.
+    Prints threads, megabytes and descriptors after the first tenth and at the end."""
+    num_rings = int(sys.argv[2])
+    hostfile = Path(os.environ["MLX_HOSTFILE"])
+    order = Order(
+        rank=RANK,
+        ring=tuple(range(NUM_RANKS)),
+        hosts=("127.0.0.1",) * NUM_RANKS,
+        addresses=json.loads(hostfile.read_text()),
+        nonce=0,
+        model="",
+        commit=None,
+        cache_dir=None,
+        copies=str(hostfile.with_name(f"copies-{RANK}")),
+        layers=(0, 1),
+        kv_bits=None,
+        join_timeout=60.0,
+    )
+    streams = Streams()
+    sizes: list[int] = []
+    for number in range(1, num_rings + 1):
+        transport = meet_and_join(msgspec.structs.replace(order, nonce=number), streams)
+        if RANK == 0:
+            transport.send(step(number), [])
+        message = transport.receive()
+        assert message is not None
+        got, arrays = message
+        assert got == step(number), "a message of another ring"
+        if RANK:
+            transport.send(got, [mx.array([number])] if RANK == NUM_RANKS - 1 else arrays)
+            with suppress(RingLostError):
+                assert transport.receive() is None
+        else:
+            assert arrays[0].item() == number
+        transport.leave()
+        if number in (num_rings // 10, num_rings):
+            sizes += [*own_sizes(), len(os.listdir("/proc/self/fd"))]
+    print(*sizes, flush=True)
+    os._exit(0)
+
+
+def late() -> None:
+    """Forms three rings. Rank 0 is late for all but the first one, and the last rank, which
+    connects first, finds that it does not listen. Prints the descriptors after each ring."""
+    streams = Streams()
+    counts: list[int] = []
+    for number in range(1, 4):
+        if RANK == 0 and number > 1:
+            time.sleep(0.5)
+        join(number, streams).leave()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    print(*counts, flush=True)
+    os._exit(0)
+
+
 def own_sizes() -> list[int]:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return [len(os.listdir("/proc/self/task")), pages * os.sysconf("SC_PAGESIZE") >> 20]
@@ -164,4 +224,5 @@ if __name__ == "__main__":
     {
         **{"around": around, "one_ahead": one_ahead, "other_nonce": other_nonce},
         **{"peer_dies": peer_dies, "idle": idle, "again": again},
+        **{"many": many, "late": late},
     }[sys.argv[1]]()

@@ -97,17 +97,28 @@ def test_transport_that_leaves_its_ring_can_join_another_one(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_transport_that_joins_many_rings_does_not_grow(tmp_path: Path) -> None:
-    """The sizes are those after a tenth of the rings, and at the end."""
-    for sizes in run_ring(tmp_path, "again 200", 2, seconds=800):
-        threads, megabytes, threads_at_the_end, megabytes_at_the_end, _ = map(int, sizes.split())
-        assert threads == threads_at_the_end
-        assert megabytes_at_the_end <= megabytes + 16
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_transport_that_joins_a_thousand_rings_does_not_grow(
+    tmp_path: Path, num_ranks: int
+) -> None:
+    """Prints threads, megabytes and descriptors after the first hundred rings and at the end."""
+    for sizes in run_ring(tmp_path, "many 1000", num_ranks, seconds=1700):
+        print(sizes)
+        threads, megabytes, descriptors, *at_the_end = map(int, sizes.split())
+        threads_at_the_end, megabytes_at_the_end, descriptors_at_the_end = at_the_end
+        assert threads_at_the_end == threads
+        assert descriptors_at_the_end == descriptors
+        assert megabytes_at_the_end <= megabytes + 4
+
+
+def test_transport_leaves_no_descriptor_of_failed_connections(tmp_path: Path) -> None:
+    """MLX opens another socket for each attempt to connect, and closes none that has failed."""
+    for counts in run_ring(tmp_path, "late", 2):
+        assert len(set(counts.split())) == 1, counts
 
 
 def test_regroup_objects_before_descriptors_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLX leaves one open whenever it finds that a neighbour does not listen yet."""
     assert regroup.objection() is None
     monkeypatch.setattr(regroup, "_MAX_SHARE_OF_DESCRIPTORS", 0)
     assert "descriptors are open" in (regroup.objection() or "")

@@ -71,11 +71,20 @@ class Proxy:
                     return
                 time.sleep(0.02)
         self._sockets += [left, right]
+        threads: list[threading.Thread] = []
         for source, target in ((left, right), (right, left)):
             source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             pieces: SimpleQueue[Piece] = SimpleQueue()
-            threading.Thread(target=self._read, args=(source, pieces), daemon=True).start()
-            threading.Thread(target=self._write, args=(target, pieces), daemon=True).start()
+            threads.append(threading.Thread(target=self._read, args=(source, pieces), daemon=True))
+            threads.append(threading.Thread(target=self._write, args=(target, pieces), daemon=True))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        # Both sides have ended. A test with hundreds of rings would run out of descriptors.
+        left.close()
+        right.close()
+        self._sockets = [each for each in self._sockets if each.fileno() >= 0]
 
     def _read(self, source: socket.socket, pieces: "SimpleQueue[Piece]") -> None:
         data = b"?"

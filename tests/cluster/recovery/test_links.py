@@ -18,19 +18,22 @@ import pytest
 from launcher.process import free_ports
 from tests.cluster.recovery.proxy import Proxy
 from tests.cluster.recovery.test_recovery import check_same, run_streams
-from tests.cluster.servers import TINY_CHAT, Server, alone, gone, serve_flags, started
+from tests.cluster.servers import NO_SPARE, TINY_CHAT, Server, alone, gone, serve_flags, started
 
 pytestmark = pytest.mark.long
 
 
 @dataclass
 class Ranks:
-    """proxies are before the rank of that number, if any; the last two ports are rank 0's."""
+    """proxies are before the rank of that number, if any; the last two ports are rank 0's. With
+    spare, each rank keeps a spare engine process, as without flags."""
 
     folder: Path
     ports: list[int]
     proxies: list[Proxy]
     flags: tuple[str, ...]
+    model: Path = TINY_CHAT
+    spare: bool = False
 
     def command(self, rank: int, secret: str = "s") -> list[str]:
         *ring, control, http = self.ports
@@ -40,7 +43,9 @@ class Ranks:
         hostfile.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
         variables = [f"MLX_RANK={rank}", f"MLX_HOSTFILE={hostfile}"]
         variables.append(f"BRIGADE_CONTROL=127.0.0.1:{control}")
-        flags = serve_flags(http, TINY_CHAT, *self.flags)
+        flags = serve_flags(http, self.model, *self.flags)
+        if self.spare:
+            flags.remove(NO_SPARE)
         return ["env", *variables, f"BRIGADE_SECRET={secret}", *alone(flags)]
 
 

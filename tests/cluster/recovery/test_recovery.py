@@ -106,12 +106,15 @@ def run_streams(server: Server, disturb: Any = lambda: None) -> list[Stream]:
 
 
 class Killer:
-    """Kills a random rank's engine, or all of a rank but rank 0, and again when that is mended."""
+    """Kills a random rank's engine, or all of a rank but rank 0, and again when that is mended. All
+    other engines have to stay."""
 
     def __init__(self, server: Server, num_kills: int, seed: int, whole: bool) -> None:
         self.server, self.num_kills, self.whole = server, num_kills, whole
         self.chance = random.Random(seed)
         self.times: list[float] = []
+        self.num_others = 0
+        self.num_stayed = 0
 
     def __call__(self) -> None:
         for _ in range(self.num_kills):
@@ -119,10 +122,24 @@ class Killer:
             self.server.wait_until_ready()
             engines = self.server.engines()
             self.times.append(time.monotonic())
-            engine = engines[self.chance.choice(sorted(engines)[self.whole :])]
+            engine = engines.pop(self.chance.choice(sorted(engines)[self.whole :]))
             for process in [engine.parent(), engine] if self.whole else [engine]:
                 assert process is not None
                 process.kill()
+            self.wait_for_recovery()
+            self.count_others(engines)
+
+    def wait_for_recovery(self) -> None:
+        num_recoveries = self.server.text.count("event=recovered")
+        deadline = time.monotonic() + LOG_SECONDS
+        while self.server.text.count("event=recovered") == num_recoveries:
+            assert time.monotonic() < deadline, self.server.text[-3000:]
+            time.sleep(0.05)
+
+    def count_others(self, others: dict[int, psutil.Process]) -> None:
+        now = self.server.engines()
+        self.num_others += len(others)
+        self.num_stayed += sum(now[rank].pid == other.pid for rank, other in others.items())
 
     def seconds_to_next_token(self, streams: list[Stream]) -> list[float]:
         """Returns the seconds from each kill to the next token, if a client waited for one."""
@@ -154,11 +171,14 @@ def check_kills(
     with running(num_ranks, *WITHOUT_LIMIT, launch=launch) as server:
         expected, seconds = run_streams(server), []
         num_processes = len(server.family())
+        num_others = num_stayed = 0
         for seed in range(num_rounds):
             killer = Killer(server, kills_of_a_round, first_seed + seed, whole)
             streams = run_streams(server, killer)
             check_same(streams, expected)
             seconds += killer.seconds_to_next_token(streams)
+            num_others += killer.num_others
+            num_stayed += killer.num_stayed
         pipeline = server.get("/admin/pipeline")
         recoveries = "\n".join(line for line in server.log if "event=recovering" in line)
         assert pipeline["num_restarts"] == num_rounds * kills_of_a_round, recoveries
@@ -166,6 +186,8 @@ def check_kills(
         family = server.family()
         assert len(family) == num_processes, "engines were left behind, or are missing"
         print(f"kill to next token: p50 {median(seconds):.2f} s, max {max(seconds):.2f} s")
+        print(f"{num_stayed} of {num_others} other engines stayed")
+        assert num_stayed == num_others, recoveries
         server.process.send_signal(signal.SIGTERM)
         server.process.wait(60)
         assert gone(family, 30), "processes were left behind"
@@ -333,6 +355,7 @@ def test_a_rank_that_stops_for_ever_is_found_and_named(
         seconds.append(time.monotonic() - began)
 
     check_same(run_streams(server, stop), expected)
+    print(f"SIGSTOP to replacement: {seconds[0]:.1f} s")
     assert 6 < seconds[0] < 7 + 2
     assert f"No step came back for 7 s: rank {rank} on 127.0.0.1 has been silent for" in server.text
     # The one that could still speak says where it stood.

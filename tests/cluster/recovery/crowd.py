@@ -1,0 +1,134 @@
+"""Fourteen clients of all kinds, and two ranks whose links run through proxies: what the tests of
+many faults share."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from launcher.process import free_ports
+from tests.cluster.recovery.proxy import Proxy
+from tests.cluster.recovery.test_links import Ranks
+from tests.cluster.recovery.test_recovery import Stream
+from tests.cluster.servers import TINY_CHAT, Server, started
+
+NUM_STREAMS = 14
+JOIN_SECONDS = 240
+ADAPTERS = TINY_CHAT.parent / "adapters"
+ADAPTER_FLAGS = ("--lora", f"pirate={ADAPTERS / 'pirate'}", "--lora", f"poet={ADAPTERS / 'poet'}")
+NUMBERS = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0, "maximum": 9999},
+    "minItems": 60,
+}
+
+
+class AnyStream(Stream):
+    """The streams 0 to 7 are those of the base class. 8 to 10 ask an adapter, greedy and seeded.
+    The others have a grammar, and the last one of them an adapter as well."""
+
+    def body(self) -> dict[str, Any]:
+        fields = super().body()
+        if self.number in (8, 9, 10, 13):
+            fields["model"] = "poet" if self.number == 10 else "pirate"
+        if self.number >= 11:
+            fields["ignore_eos"] = False
+            fields["response_format"] = {
+                "type": "json_schema",
+                "json_schema": {"name": "numbers", "schema": NUMBERS},
+            }
+        return fields
+
+
+def run_crowd(
+    server: Server,
+    disturb: Callable[[list[AnyStream]], None],
+    numbers: Sequence[int] = range(NUM_STREAMS),
+) -> list[AnyStream]:
+    """Starts the streams of these numbers and disturbs them. Returns them when all have ended,
+    whatever they have got."""
+    streams = [AnyStream(server, number) for number in numbers]
+    for stream in streams:
+        stream.start()
+    disturb(streams)
+    deadline = time.monotonic() + JOIN_SECONDS
+    for stream in streams:
+        stream.join(max(0.0, deadline - time.monotonic()))
+    return streams
+
+
+def is_lost(stream: Stream) -> bool:
+    return stream.is_alive() or stream.end != "data: [DONE]"
+
+
+def has_changed(stream: Stream, undisturbed: Stream) -> bool:
+    """Whether a stream got another text than an undisturbed one, or other log-probabilities."""
+    if stream.text != undisturbed.text or len(stream.scores) != len(undisturbed.scores):
+        return True
+    pairs = zip(stream.scores, undisturbed.scores, strict=True)
+    return any(abs(score - expected) > 1e-3 for score, expected in pairs)
+
+
+def longest_gap(streams: Sequence[Stream], began: float, ended: float) -> float:
+    """Returns the longest time in seconds between two tokens of one stream, of all gaps that
+    overlap with a period of the monotonic clock."""
+    gaps = [0.0]
+    for stream in streams:
+        for before, after in pairwise(stream.times):
+            if after > began and before < ended:
+                gaps.append(after - before)
+    return max(gaps)
+
+
+class Pair:
+    """A cluster of two ranks that are started one by one, as on two hosts. Their ring runs through
+    proxies. Rank 1 may be started again."""
+
+    def __init__(self, stack: ExitStack, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._second = stack.enter_context(ExitStack())
+        self.other = self._second.enter_context(started(ranks.command(1)))
+        first = started(ranks.command(0), ranks.ports[-1])
+        self.server = stack.enter_context(first)
+
+    def start_other_again(self) -> None:
+        """Starts rank 1 after its parent has ended."""
+        self._second.close()
+        self.other = self._second.enter_context(started(self.ranks.command(1)))
+
+    def family(self) -> dict[int, list[psutil.Process]]:
+        """Returns the processes of each rank, its parent first."""
+        return {0: self.server.family(), 1: self.other.family()}
+
+    def engines(self) -> dict[int, psutil.Process]:
+        """Returns the engine of each rank that works. A spare one is younger."""
+        found: dict[int, psutil.Process] = {}
+        for rank, processes in self.family().items():
+            workers = [each for each in processes if "serve.rank.worker" in each.cmdline()]
+            if workers:
+                found[rank] = min(workers, key=lambda process: process.create_time())
+        return found
+
+
+@contextmanager
+def pair(
+    folder: Path,
+    *flags: str,
+    model: Path = TINY_CHAT,
+    spare: bool = False,
+) -> Iterator[Pair]:
+    """Starts two ranks with the adapters of the model, and waits until they are ready. With spare,
+    each rank keeps a spare engine process, as without flags."""
+    ports = free_ports(4)
+    with ExitStack() as stack:
+        proxies = [Proxy(port) for port in ports[:2]]
+        for proxy in proxies:
+            stack.callback(proxy.close)
+        ranks = Ranks(folder, ports, proxies, (*ADAPTER_FLAGS, *flags), model, spare)
+        running = Pair(stack, ranks)
+        running.server.wait_until_ready()
+        yield running

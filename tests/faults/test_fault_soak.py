@@ -1,0 +1,169 @@
+"""A cluster that has a fault of a random kind every twenty seconds, for as long as
+FAULT_SOAK_SECONDS says: nothing is lost, no token changes, and no process grows."""
+
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cluster.recovery.crowd import (
+    NUM_STREAMS,
+    AnyStream,
+    Pair,
+    has_changed,
+    is_lost,
+    pair,
+    run_crowd,
+)
+from tests.cluster.servers import LOG_SECONDS, gone
+
+SOAK_SECONDS = float(os.environ.get("FAULT_SOAK_SECONDS", "240"))
+SEED = int(os.environ.get("FAULT_SOAK_SEED", "0"))
+SECONDS_BETWEEN_FAULTS = 20.0
+STREAMS_AT_A_TIME = 5
+HELD_SECONDS = 1.0
+NUM_FIRST_ROUNDS = 6  # in which everything is used once
+NUM_FILLING_ROUNDS = 2
+MAX_GROWTH_BYTES = 30 << 20
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.slow,
+    pytest.mark.timeout(int(SOAK_SECONDS * 1.5) + 600),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What a process uses when nothing runs."""
+
+    num_descriptors: int
+    num_threads: int
+    num_bytes: int
+
+
+@dataclass
+class FaultSoak:
+    """Rounds with a few streams and one fault each. sizes has what each process used after each of
+    the later rounds, by role and process id."""
+
+    cluster: Pair
+    expected: list[AnyStream]
+    chance: random.Random
+    counts: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    sizes: dict[tuple[str, int], list[Size]] = field(default_factory=dict)
+
+    def run(self, seconds: float) -> None:
+        began = time.monotonic()
+        number = 0
+        while time.monotonic() < began + seconds:
+            self.round(number)
+            number += 1
+            time.sleep(max(0.0, began + number * SECONDS_BETWEEN_FAULTS - time.monotonic()))
+
+    def round(self, number: int) -> None:
+        kind, cause = self.chance.choice(list(self.faults().items()))
+        numbers = self.chance.sample(range(NUM_STREAMS), STREAMS_AT_A_TIME)
+
+        def disturb(_: list[AnyStream]) -> None:
+            time.sleep(self.chance.uniform(0.0, 1.5))
+            cause()
+
+        streams = run_crowd(self.cluster.server, disturb, numbers)
+        self.counts[kind] += 1
+        for stream in streams:
+            self.counts["streams"] += 1
+            if is_lost(stream):
+                self.note_wrong(number, kind, f"stream {stream.number} was lost: {stream.end!r}")
+            elif has_changed(stream, self.expected[stream.number]):
+                self.note_wrong(number, kind, f"stream {stream.number} got {stream.text!r}")
+        self.cluster.server.wait_until_ready()
+        if number >= NUM_FIRST_ROUNDS:
+            self.note_sizes()
+
+    def note_wrong(self, number: int, kind: str, what: str) -> None:
+        """Notes what was lost or changed, at once on standard output: the soak may be long."""
+        self.wrong.append(f"round {number}, {kind}: {what}")
+        logs = (self.cluster.server.log, self.cluster.other.log)
+        latest = "\n".join("".join(log[-100:]) for log in logs)
+        print(f"{self.wrong[-1]}\n{latest}", flush=True)
+
+    def faults(self) -> dict[str, Callable[[], None]]:
+        return {
+            "reset": self.reset,
+            "hold": self.hold,
+            "engine kill": lambda: self.random_engine().kill(),
+            "SIGSTOP": lambda: self.random_engine().send_signal(signal.SIGSTOP),
+            "parent kill": self.kill_parent,
+        }
+
+    def reset(self) -> None:
+        proxies = self.cluster.ranks.proxies
+        for proxy in self.chance.sample(proxies, self.chance.choice((1, 2))):
+            proxy.reset()
+
+    def hold(self) -> None:
+        for proxy in self.cluster.ranks.proxies:
+            proxy.freeze()
+        time.sleep(HELD_SECONDS)
+        for proxy in self.cluster.ranks.proxies:
+            proxy.thaw()
+
+    def random_engine(self) -> psutil.Process:
+        return self.chance.choice(list(self.cluster.engines().values()))
+
+    def kill_parent(self) -> None:
+        """Kills the parent of rank 1, whose engine ends with it. Rank 0's parent holds the clients'
+        connections, so nothing outlives that one."""
+        family = self.cluster.other.family()
+        family[0].kill()
+        assert gone(family[1:], LOG_SECONDS), "an engine outlives its parent"
+        self.cluster.start_other_again()
+
+    def note_sizes(self) -> None:
+        """Notes what the parents and the engines use."""
+        processes: dict[str, psutil.Process] = {}
+        for rank, family in self.cluster.family().items():
+            processes[f"parent {rank}"] = family[0]
+        for rank, engine in self.cluster.engines().items():
+            processes[f"engine {rank}"] = engine
+        for role, process in processes.items():
+            with process.oneshot():
+                size = Size(process.num_fds(), process.num_threads(), process.memory_info().rss)
+            self.sizes.setdefault((role, process.pid), []).append(size)
+
+    def growth(self) -> list[tuple[str, int, Size, Size]]:
+        """Returns role, number of rounds, first and last size of each process that lived through
+        several faults. In its first two rounds a process fills its caches."""
+        found: list[tuple[str, int, Size, Size]] = []
+        for (role, _), sizes in self.sizes.items():
+            if len(sizes) > NUM_FILLING_ROUNDS + 1:
+                found.append((role, len(sizes), sizes[NUM_FILLING_ROUNDS], sizes[-1]))
+        return found
+
+
+def test_faults_every_twenty_seconds_lose_nothing(tmp_path: Path) -> None:
+    flags = ("--max-restarts", "100000", "--stall-timeout", "7")
+    with pair(tmp_path, *flags, spare=True) as cluster:
+        expected = run_crowd(cluster.server, lambda _: None)
+        assert not [stream.number for stream in expected if is_lost(stream)], cluster.server.text
+        soak = FaultSoak(cluster, expected, random.Random(SEED))
+        soak.run(SOAK_SECONDS)
+        print(f"{dict(soak.counts)} seed {SEED}")
+        for role, num_rounds, first, last in soak.growth():
+            print(f"{role} in {num_rounds} rounds: {first} then {last}")
+        assert not soak.wrong
+        for role, _, first, last in soak.growth():
+            assert last.num_descriptors <= first.num_descriptors + 2, role
+            assert last.num_threads <= first.num_threads + 2, role
+            assert last.num_bytes <= first.num_bytes + MAX_GROWTH_BYTES, role
+        families = [process for family in cluster.family().values() for process in family]
+    assert gone(families, LOG_SECONDS), "processes were left behind"
