@@ -7,6 +7,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -136,9 +137,10 @@ class FaultSoak:
         for rank, engine in self.cluster.engines().items():
             processes[f"engine {rank}"] = engine
         for role, process in processes.items():
-            with process.oneshot():
+            # An engine that the last fault has ended may still be listed.
+            with suppress(psutil.Error), process.oneshot():
                 size = Size(process.num_fds(), process.num_threads(), process.memory_info().rss)
-            self.sizes.setdefault((role, process.pid), []).append(size)
+                self.sizes.setdefault((role, process.pid), []).append(size)
 
     def growth(self) -> list[tuple[str, int, Size, Size]]:
         """Returns role, number of rounds, first and last size of each process that lived through

@@ -108,10 +108,17 @@ class Pair:
         """Returns the engine of each rank that works. A spare one is younger."""
         found: dict[int, psutil.Process] = {}
         for rank, processes in self.family().items():
-            workers = [each for each in processes if "serve.rank.worker" in each.cmdline()]
+            workers = [process for process in processes if is_engine(process)]
             if workers:
                 found[rank] = min(workers, key=lambda process: process.create_time())
         return found
+
+
+def is_engine(process: psutil.Process) -> bool:
+    try:
+        return "serve.rank.worker" in process.cmdline()
+    except psutil.Error:  # It has ended.
+        return False
 
 
 @contextmanager
