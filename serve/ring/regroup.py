@@ -11,7 +11,7 @@ import socket
 import stat
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,18 +57,20 @@ def closing_failed_connections() -> Iterator[None]:
 
 
 def _open_descriptors() -> set[int]:
-    return {int(name) for name in os.listdir("/dev/fd")}
+    found: set[int] = set()
+    for name in os.listdir("/dev/fd"):
+        with suppress(OSError):  # The descriptor of the listing itself, which is closed again.
+            os.fstat(int(name))
+            found.add(int(name))
+    return found
 
 
 def _is_failed_connection(descriptor: int) -> bool:
     """Whether this is a socket that MLX has given up. MLX sets TCP_NODELAY on all connections of a
     group, so one that the peer has closed meanwhile is not mistaken for a failed one."""
-    try:
-        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-            return False
-        examined = socket.socket(fileno=descriptor)
-    except OSError:  # It was the descriptor of the listing itself.
+    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
         return False
+    examined = socket.socket(fileno=descriptor)
     try:
         if examined.family != socket.AF_INET or examined.type != socket.SOCK_STREAM:
             return False
