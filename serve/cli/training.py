@@ -25,51 +25,64 @@ _OUT = Output(highlight=False)
 
 
 class TrainingView:
+    """Shows the events of a run, one after the other. clock returns seconds; tests replace it."""
+
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._began = 0.0
         self._first = 0
         self._total = 0
-        columns = MofNCompleteColumn(), TextColumn("batches,"), TimeRemainingColumn()
-        self._bar = Progress(BarColumn(), *columns, TextColumn("left"), console=_OUT)
+        self._bar = Progress(
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("batches,"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=_OUT,
+        )
         self._task = self._bar.add_task("")
 
     def __call__(self, event: Event) -> None:
         match event:
             case Started():
                 _show_start(event)
-                self._began = self._clock()
-                self._first = event.iteration
-                self._total = event.num_iterations
-                self._bar.update(self._task, total=event.num_iterations)
-                self._move(event.iteration)
+                self._begin(event)
             case Reported():
                 _show_report(event, self._progress(event.iteration))
                 self._move(event.iteration)
             case NothingLeft():
                 _show_nothing_left(event)
             case Validated():
-                loss = {f"{event.name}_loss": f"{event.loss:.4f}"}
-                _say(iteration=event.iteration, **loss, seconds=f"{event.seconds:.1f}")
+                _show_validation(event)
             case Saved():
-                _say(iteration=event.iteration, saved=event.path)
+                _log(iteration=event.iteration, saved=event.path)
             case Finished():
                 self.close()
                 _show_end(event)
             case Written():
-                _say(wrote=" ".join(map(str, event.paths)))
+                _log(wrote=" ".join(map(str, event.paths)))
                 if event.without:
-                    _say(without=event.without)
+                    _log(without=event.without)
+
+    def _begin(self, event: Started) -> None:
+        self._began = self._clock()
+        self._first = event.iteration
+        self._total = event.num_iterations
+        self._bar.update(self._task, total=event.num_iterations)
+        self._move(event.iteration)
 
     def _progress(self, iteration: int) -> dict[str, str]:
         """Describes which part is done, and how long the rest takes at the pace so far, with
         validations and checkpoints."""
         if not self._total:
             return {}
-        done = f"{iteration / self._total:.0%}"
+        share = iteration / self._total
+        num_done = iteration - self._first
+        num_left = self._total - iteration
         seconds = self._clock() - self._began
-        left = (self._total - iteration) * seconds / max(1, iteration - self._first)
-        return {"done": done, "left": format_seconds(left)}
+        seconds_each = seconds / max(1, num_done)
+        left = format_seconds(num_left * seconds_each)
+        return {"done": f"{share:.0%}", "left": left}
 
     def _move(self, iteration: int) -> None:
         """Moves the progress bar, which exists only on a terminal."""
@@ -94,7 +107,9 @@ def format_seconds(seconds: float) -> str:
 
 
 def _show_report(event: Reported, progress: dict[str, str]) -> None:
-    _say(
+    memory = format_bytes(max(event.peak_bytes))
+    skipped = {"skipped": event.num_skipped} if event.num_skipped else {}
+    _log(
         iteration=event.iteration,
         **progress,
         loss=f"{event.loss:.4f}",
@@ -103,86 +118,124 @@ def _show_report(event: Reported, progress: dict[str, str]) -> None:
         tokens_per_second=f"{event.tokens_per_second:.0f}",
         iterations_per_second=f"{event.iterations_per_second:.2f}",
         busy=f"{event.utilisation:.0%}",
-        memory=format_bytes(max(event.peak_bytes)).replace(" ", ""),
-        **({"skipped": event.num_skipped} if event.num_skipped else {}),
+        memory=memory.replace(" ", ""),
+        **skipped,
     )
 
 
-def _say(**fields: object) -> None:
+def _show_validation(event: Validated) -> None:
+    loss = {f"{event.name}_loss": f"{event.loss:.4f}"}
+    _log(iteration=event.iteration, **loss, seconds=f"{event.seconds:.1f}")
+
+
+def _log(**fields: object) -> None:
     """Prints a log line that begins with the time, as the lines of `brigade serve` do."""
     now = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
-    pairs = (f"{name}={value}" for name, value in fields.items())
+    pairs = [f"{name}={value}" for name, value in fields.items()]
     _OUT.print(now, *pairs, soft_wrap=True, markup=False)
 
 
-def _tell(sentence: str) -> None:
+def _print(sentence: str) -> None:
     _OUT.print(sentence, soft_wrap=True, markup=False)
 
 
 def _show_start(event: Started) -> None:
-    _tell(f"{event.size}, {event.num_trained:,} trained parameters")
+    _print(f"{event.size}, {event.num_trained:,} trained parameters")
     if event.num_cut or event.num_dropped:
-        _tell(
+        _print(
             f"{event.num_cut} examples are cut at --max-seq-length, {event.num_dropped} "
             "are left out: they are too long or have nothing to learn"
         )
     if event.iteration:
-        _tell(f"Continues after {event.iteration} batches.")
-    schedule = event.schedule
-    shape = event.schedule.shape
-    layout = event.layout
-    num_parts = shape.num_micro_batches * layout.num_replicas
-    parts = f"{num_parts} micro-batch{'es' * (num_parts > 1)}"
-    table = Table("rank")
-    table.title = f"Schedule {schedule.kind}: {parts} an update"
-    if layout.num_ranks > layout.pipeline_size:
-        table.add_column("replica")
-        table.add_column("shard")
-        table.title += f", on {layout}"
-    for header in ("layers", "micro-batches in memory", "peak memory (forecast)"):
-        table.add_column(header)
-    for rank, peak in enumerate(event.forecast.peak_bytes):
-        ranges = [event.layers[n] for n in shape.stages(layout.place(rank))]
-        layers = " ".join(f"{start}-{end - 1}" for start, end in ranges)
-        cells = [layers, str(event.forecast.in_flight[rank]), format_bytes(peak)]
-        if layout.num_ranks > layout.pipeline_size:
-            cells = [str(layout.replica(rank)), str(layout.shard(rank)), *cells]
-        table.add_row(str(rank), *cells)
-    _OUT.print(table)
-    if shape.num_ranks > 1:
-        waiting = f"{1 - event.forecast.utilisation:.0%}"
-        _tell(
+        _print(f"Continues after {event.iteration} batches.")
+    _OUT.print(_schedule_table(event))
+    if event.schedule.shape.num_ranks > 1:
+        waiting = _share(1 - event.forecast.utilisation)
+        _print(
             f"Ranks will wait for each other {waiting} of the time (the bubble of the schedule, by "
             "forecast)."
         )
 
 
+def _schedule_table(event: Started) -> Table:
+    """Describes the part of the work that each rank does, and the memory that it will take."""
+    schedule = event.schedule
+    layout = event.layout
+    forecast = event.forecast
+    num_parts = schedule.shape.num_micro_batches * layout.num_replicas
+    unit = "micro-batch" if num_parts == 1 else "micro-batches"
+    is_divided = layout.num_ranks > layout.pipeline_size
+    table = Table("rank")
+    table.title = f"Schedule {schedule.kind}: {num_parts} {unit} an update"
+    if is_divided:
+        table.title += f", on {layout}"
+        table.add_column("replica")
+        table.add_column("shard")
+    table.add_column("layers")
+    table.add_column("micro-batches in memory")
+    table.add_column("peak memory (forecast)")
+    for rank, peak_bytes in enumerate(forecast.peak_bytes):
+        cells = [str(rank)]
+        if is_divided:
+            cells += [str(layout.replica(rank)), str(layout.shard(rank))]
+        cells.append(_layers_of_rank(event, rank))
+        cells.append(str(forecast.in_flight[rank]))
+        cells.append(format_bytes(peak_bytes))
+        table.add_row(*cells)
+    return table
+
+
+def _layers_of_rank(event: Started, rank: int) -> str:
+    """Names the layers of a rank, which has several ranges of them in an interleaved schedule."""
+    place = event.layout.place(rank)
+    words = []
+    for stage in event.schedule.shape.stages(place):
+        start, end = event.layers[stage]
+        words.append(f"{start}-{end - 1}")
+    return " ".join(words)
+
+
 def _show_nothing_left(event: NothingLeft) -> None:
     if event.is_early:
-        _tell(
+        _print(
             f"--early-stop has ended this run after {event.iteration} batches; give a higher "
             "--early-stop, or none, to continue."
         )
     else:
-        _tell(f"All {event.iteration} batches are done; give more --iters to continue.")
+        _print(f"All {event.iteration} batches are done; give more --iters to continue.")
 
 
 def _show_end(event: Finished) -> None:
-    table = Table("", "forecast", "measured", title="Forecast and measurement")
-    peaks = zip(event.forecast.peak_bytes, event.peak_bytes, strict=True)
-    for rank, (before, measured) in enumerate(peaks):
-        table.add_row(f"peak memory, rank {rank}", format_bytes(before), format_bytes(measured))
-    shares = event.forecast.utilisation, event.utilisation, event.expected_utilisation
-    forecast, waited, schedule = (f"{1 - each:.0%}" for each in shares)
-    if len(event.peak_bytes) > 1:
-        table.add_row("time that ranks waited", forecast, waited)
+    has_several_ranks = len(event.peak_bytes) > 1
+    table = _comparison(event)
+    if has_several_ranks:
+        forecast = _share(1 - event.forecast.utilisation)
+        measured = _share(1 - event.utilisation)
+        table.add_row("time that ranks waited", forecast, measured)
     _OUT.print(table)
-    if len(event.peak_bytes) > 1:
-        _tell(
-            f"The bubble of the schedule is {schedule} of the time, at the measured speed "
+    if has_several_ranks:
+        bubble = _share(1 - event.expected_utilisation)
+        _print(
+            f"The bubble of the schedule is {bubble} of the time, at the measured speed "
             "of each rank; the rest of the waiting was for messages between ranks."
         )
     if event.is_early:
-        _say(iteration=event.iteration, stopped="early", reason="--early-stop")
+        _log(iteration=event.iteration, stopped="early", reason="--early-stop")
     if event.best:
-        _say(iteration=event.best[0], best_valid_loss=f"{event.best[1]:.4f}")
+        iteration, loss = event.best
+        _log(iteration=iteration, best_valid_loss=f"{loss:.4f}")
+
+
+def _comparison(event: Finished) -> Table:
+    """Compares the peak memory of each rank with its forecast."""
+    table = Table("", "forecast", "measured", title="Forecast and measurement")
+    peaks = zip(event.forecast.peak_bytes, event.peak_bytes, strict=True)
+    for rank, (forecast_bytes, measured_bytes) in enumerate(peaks):
+        forecast = format_bytes(forecast_bytes)
+        measured = format_bytes(measured_bytes)
+        table.add_row(f"peak memory, rank {rank}", forecast, measured)
+    return table
+
+
+def _share(number: float) -> str:
+    return f"{number:.0%}"

@@ -1,6 +1,9 @@
 """Computes the capacity of the stages: the tokens that fit in memory, the prompt tokens that fit
 beside decoding, and a better split of the layers."""
 
+from dataclasses import dataclass
+from statistics import fmean
+
 from serve.core.config import ServeConfig
 from serve.core.plan import KvRoom, kv_budgets, kv_room, memory_of
 from serve.front.drafts.model_guesses import ModelCosts
@@ -40,9 +43,11 @@ def chunk_beside_decoding(
         else:
             chunk_seconds = _chunk_seconds(decode_seconds, num_groups, max_inter_token)
         # Reading the weights takes as long as in a decode step.
-        num_tokens = (chunk_seconds - seconds) / seconds_per_token
-        chunks.append(max(_MIN_CHUNK, int(num_tokens)))
-    return max(1, min([max_tokens, *chunks] if chunks else [max_tokens, _UNKNOWN_CHUNK]))
+        seconds_of_tokens = chunk_seconds - seconds
+        num_tokens = int(seconds_of_tokens / seconds_per_token)
+        chunks.append(max(_MIN_CHUNK, num_tokens))
+    smallest = min(chunks, default=_UNKNOWN_CHUNK)
+    return max(1, min(max_tokens, smallest))
 
 
 def _chunk_seconds(
@@ -58,9 +63,11 @@ def _chunk_seconds(
     # Between two tokens of a row, it passes all stages, or all groups take a turn, whichever takes
     # longer. The chunks come on top.
     token_seconds = max(sum(decode_seconds), num_groups * slowest)
-    by_turns = (max_inter_token - token_seconds) / num_chunks
+    spare_seconds = max_inter_token - token_seconds
+    by_turns = spare_seconds / num_chunks
     # A decode step right behind the chunks waits for them on every stage.
-    by_stages = (max_inter_token - slowest) / (num_stages + num_chunks - 1)
+    num_waits = num_stages + num_chunks - 1
+    by_stages = (max_inter_token - slowest) / num_waits
     return min(by_turns, by_stages)
 
 
@@ -68,10 +75,13 @@ def token_cost(stages: list[StageStatus]) -> float | None:
     """Returns the time that one more token takes in a decode step, as a share of a step with one
     token. Returns None until every stage has decoded."""
     costs = [stage.pace.decode_cost for stage in stages]
-    seconds = sum(cost.seconds(1) for cost in costs)
-    if not seconds or not all(cost.is_known for cost in costs):
+    if not all(cost.is_known for cost in costs):
         return None
-    return sum(cost.seconds_per_token for cost in costs) / seconds
+    seconds = sum(cost.seconds(1) for cost in costs)
+    if not seconds:
+        return None
+    seconds_per_token = sum(cost.seconds_per_token for cost in costs)
+    return seconds_per_token / seconds
 
 
 def draft_model_costs(stages: list[StageStatus]) -> ModelCosts | None:
@@ -83,9 +93,11 @@ def draft_model_costs(stages: list[StageStatus]) -> ModelCosts | None:
     pace = stages[0].pace
     seconds = sum(stage.pace.decode_cost.seconds(1) for stage in stages)
     if seconds and pace.draft_cost.is_known:
-        guess = pace.draft_cost.seconds(1) / seconds
+        guess_seconds = pace.draft_cost.seconds(1)
+        guess = guess_seconds / seconds
     else:
-        guess = draft_bytes / sum(stage.bytes_owned for stage in stages)
+        model_bytes = sum(stage.bytes_owned for stage in stages)
+        guess = draft_bytes / model_bytes
     if seconds and pace.reading_seconds_per_token is not None:
         reading = pace.reading_seconds_per_token / seconds
     else:
@@ -99,15 +111,16 @@ def room_under_limits(stages: list[StageStatus], config: ServeConfig) -> KvRoom:
     the room is less than the minimum."""
     ranks = [stage.rank for stage in stages]
     plans = [stage.plan for stage in stages if stage.plan]
+    no_adapters = [0] * len(ranks)
+    adapters = _amounts(config.adapter_memory, ranks) or no_adapters
     memory = _amounts(config.memory, ranks)
-    kv_memory = _amounts(config.kv_memory, ranks)
-    adapters = _amounts(config.adapter_memory, ranks) or [0] * len(ranks)
     if memory:
+        draft_bytes = [plan.draft_bytes for plan in plans]
         memory = _less(memory, adapters)
+        memory = _less(memory, draft_bytes)
+    kv_memory = _amounts(config.kv_memory, ranks)
     beside_scoring = [_free_beside_scoring(stage, config.prefill_chunk) for stage in stages]
     free = _less(beside_scoring, adapters)
-    if memory:
-        memory = _less(memory, [plan.draft_bytes for plan in plans])
     budgets = kv_budgets(plans, memory, kv_memory) or free
     if memory and not kv_memory:
         pairs = zip(budgets, free, strict=True)
@@ -118,10 +131,9 @@ def room_under_limits(stages: list[StageStatus], config: ServeConfig) -> KvRoom:
 def kept_bytes(kept: PrefixIndex, stages: list[StageStatus]) -> int:
     """Returns the bytes that the prefix cache takes on all stages, without padding."""
     plans = [stage.plan for stage in stages if stage.plan]
-    return kept.num_bytes(
-        sum(plan.cache_bytes_per_token for plan in plans),
-        sum(plan.cache_bytes_per_sequence for plan in plans),
-    )
+    bytes_per_token = sum(plan.cache_bytes_per_token for plan in plans)
+    bytes_per_sequence = sum(plan.cache_bytes_per_sequence for plan in plans)
+    return kept.num_bytes(bytes_per_token, bytes_per_sequence)
 
 
 def _amounts(flag: str | None, ranks: list[int]) -> list[int] | None:
@@ -132,6 +144,7 @@ def _amounts(flag: str | None, ranks: list[int]) -> list[int] | None:
 
 
 def _less(amounts: list[int], kept: list[int]) -> list[int]:
+    """Subtracts what is kept on each rank from its amount."""
     pairs = zip(amounts, kept, strict=True)
     return [amount - own for amount, own in pairs]
 
@@ -148,31 +161,57 @@ def better_split(stages: list[StageStatus]) -> list[int] | None:
     """Returns the number of layers for each rank that would make the slowest stage faster, by the
     measured times of decode steps. Returns None while these are unknown, and if there is nothing
     to gain."""
-    plans = [stage.plan for stage in stages if stage.plan]
-    is_warm = all(stage.pace.num_decode_steps >= _WARM_STEPS for stage in stages)
-    if len(stages) < 2 or len(plans) < len(stages) or not is_warm:
+    if len(stages) < 2:
         return None
-    ranges = [plan.layers for plan in plans]
-    counts = [end - start for start, end in ranges]
+    if not all(stage.plan and stage.pace.num_decode_steps >= _WARM_STEPS for stage in stages):
+        return None
     seconds = [stage.pace.decode_seconds or 0.0 for stage in stages]
-    pairs = zip(seconds, counts, strict=True)
-    layer_seconds = [of_stage / num_layers for of_stage, num_layers in pairs]
-    # Rank 0 has the head too. Its layers take about as long as those of other ranks.
-    mean_of_others = sum(layer_seconds[1:]) / (len(stages) - 1)
-    layer_seconds[0] = min(layer_seconds[0], mean_of_others)
-    head_seconds = seconds[0] - counts[0] * layer_seconds[0]
-
-    def stage_seconds(rank: int, num_layers: int) -> float:
-        own_layers = num_layers * layer_seconds[rank]
-        if rank == 0:
-            return head_seconds + own_layers
-        return own_layers
-
-    best = [1] * len(stages)
-    for _ in range(sum(counts) - len(stages)):
-        with_one_more = [stage_seconds(rank, num + 1) for rank, num in enumerate(best)]
-        fastest = with_one_more.index(min(with_one_more))
-        best[fastest] += 1
-    slowest = max(stage_seconds(rank, num) for rank, num in enumerate(best))
+    costs = _stage_costs(stages, seconds)
+    num_layers = sum(_num_layers(stage) for stage in stages)
+    best = _fastest_split(costs, num_layers)
+    slowest = max(cost.seconds(num) for cost, num in zip(costs, best, strict=True))
     is_worthwhile = slowest < _WORTHWHILE * max(seconds)
     return best if is_worthwhile else None
+
+
+@dataclass(frozen=True, slots=True)
+class _StageCost:
+    """The time that a decode step takes on a rank: for each layer, and for the head on rank 0."""
+
+    layer_seconds: float
+    head_seconds: float = 0.0
+
+    def seconds(self, num_layers: int) -> float:
+        return self.head_seconds + num_layers * self.layer_seconds
+
+
+def _stage_costs(stages: list[StageStatus], seconds: list[float]) -> list[_StageCost]:
+    """Derives the cost of each rank from the seconds of its decode steps."""
+    num_layers = [_num_layers(stage) for stage in stages]
+    pairs = zip(seconds, num_layers, strict=True)
+    layer_seconds = [stage_seconds / num for stage_seconds, num in pairs]
+    # Rank 0 has the head too. Its layers take about as long as those of other ranks.
+    mean_of_others = fmean(layer_seconds[1:])
+    first_layer_seconds = min(layer_seconds[0], mean_of_others)
+    head_seconds = seconds[0] - num_layers[0] * first_layer_seconds
+    first = _StageCost(first_layer_seconds, head_seconds)
+    return [first, *map(_StageCost, layer_seconds[1:])]
+
+
+def _fastest_split(costs: list[_StageCost], num_layers: int) -> list[int]:
+    """Returns the numbers of layers with which the slowest rank is as fast as possible. Each rank
+    has one layer at least."""
+    split = [1] * len(costs)
+    for _ in range(num_layers - len(costs)):
+        # The next layer goes to the rank that is the fastest with it.
+        pairs = zip(costs, split, strict=True)
+        with_one_more = [cost.seconds(num + 1) for cost, num in pairs]
+        fastest = with_one_more.index(min(with_one_more))
+        split[fastest] += 1
+    return split
+
+
+def _num_layers(stage: StageStatus) -> int:
+    assert stage.plan is not None
+    start, end = stage.plan.layers
+    return end - start

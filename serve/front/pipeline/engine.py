@@ -48,9 +48,12 @@ class Engine:
     ) -> None:
         self._config = config
         self._lifecycle = Lifecycle(config, cluster.hosts, facts)
+        num_shards = config.num_shards or 1
+        num_stages = cluster.num_ranks // num_shards
+        # The parts refer to each other, so some are looked up when they are first needed.
         self._requests = Requests(
             config,
-            cluster.num_ranks // (config.num_shards or 1),
+            num_stages,
             send=lambda message: self._driver.send(message),
             adapter_name=lambda version: self.adapters.registry.name_of(version),
             send_to_all=lambda message: self._driver.tell_all(message),
@@ -133,36 +136,46 @@ class Engine:
 
     def _silent(self) -> str | None:
         now = time.monotonic()
-        silent = (stage.rank for stage in self._lifecycle.stages if is_silent(stage, now))
-        return next((f"rank {rank}: silent" for rank in silent), None)
+        for stage in self._lifecycle.stages:
+            if is_silent(stage, now):
+                return f"rank {stage.rank}: silent"
+        return None
 
     def pipeline(self) -> dict[str, Any]:
         """The state of the stages and the scheduler, as /admin/pipeline shows it."""
-        lifecycle, scheduler = self._lifecycle, self._requests.scheduler
+        lifecycle = self._lifecycle
+        scheduler = self._requests.scheduler
+        stages = [stage.to_json() for stage in lifecycle.stages]
+        recovery_seconds = round(lifecycle.recovery_seconds, 3)
         return {
             "model": self._config.model_name,
             "num_ranks": len(lifecycle.ring),
             "tensor_parallel": lifecycle.num_shards,
-            "stages": [stage.to_json() for stage in lifecycle.stages],
+            "stages": stages,
             "num_running": scheduler.num_running,
             "num_waiting": scheduler.num_waiting,
             "kv_tokens": scheduler.num_held_tokens,
             "max_kv_tokens": scheduler.room.max_tokens,
             "drafts": scheduler.draft_counts.to_json(),
-            "prefix_cache": {
-                "reuse": scheduler.reuse,
-                **scheduler.prefix_counts.to_json(),
-                "num_bytes": kept_bytes(scheduler.room.kept, lifecycle.stages),
-                **scheduler.room.kept.to_json(),
-                "disk": {
-                    **self._requests.disk_counts.to_json(),
-                    **self._requests.disk_state(),
-                },
-            },
+            "prefix_cache": self._prefix_cache(),
             "better_split": better_split(first_shards(lifecycle.stages)),
             "adapters": self.adapters.registry.statistics.to_json(),
             "num_restarts": lifecycle.number,
-            "recovery_seconds": round(lifecycle.recovery_seconds, 3),
+            "recovery_seconds": recovery_seconds,
+        }
+
+    def _prefix_cache(self) -> dict[str, Any]:
+        requests = self._requests
+        scheduler = requests.scheduler
+        kept = scheduler.room.kept
+        counts = scheduler.prefix_counts.to_json()
+        disk = requests.disk_counts.to_json() | requests.disk_state()
+        return {
+            "reuse": scheduler.reuse,
+            **counts,
+            "num_bytes": kept_bytes(kept, self._lifecycle.stages),
+            **kept.to_json(),
+            "disk": disk,
         }
 
     def clear_prefixes(self) -> None:
@@ -170,33 +183,39 @@ class Engine:
         self._requests.clear_prefixes()
 
     def timeline(self, seconds: float) -> dict[str, Any]:
-        """The last seconds as a Chrome trace."""
+        """Returns the last seconds as a Chrome trace."""
         now = time.monotonic()
-        return chrome_trace(self._lifecycle.stages, now - seconds, time.time() - now)
+        since_1970 = time.time() - now
+        return chrome_trace(self._lifecycle.stages, now - seconds, since_1970)
 
     def state(self) -> dict[str, Any]:
         """The state of the life cycle, in words for operators, and the latest fault."""
         lifecycle = self._lifecycle
         fault = lifecycle.last_fault
+        fault_reason = None
+        seconds_ago = None
+        if fault:
+            fault_reason = fault.reason
+            seconds_ago = round(time.monotonic() - fault.time)
         return {
             "name": lifecycle.state.name.lower(),
             "what": lifecycle.state.value,
             "reason": self.ready_reason(),
             "has_worked": lifecycle.has_worked,
             "missing": lifecycle.missing,
-            "fault": fault.reason if fault else None,
-            "fault_seconds_ago": round(time.monotonic() - fault.time) if fault else None,
+            "fault": fault_reason,
+            "fault_seconds_ago": seconds_ago,
         }
 
     def spans_after(self, numbers: Mapping[int, int], seconds: float) -> list[StageSpan]:
         """Returns the spans of the stages in the last seconds that have a higher number than
         numbers has for their rank, the latest first. Their times are seconds since 1970."""
         now = time.monotonic()
+        since_1970 = time.time() - now
         found = spans_after(
             self._lifecycle.stages,
             numbers,
             now - seconds,
             self._requests.step_log,
         )
-        offset = time.time() - now
-        return [replace(each, span=moved(each.span, offset)) for each in found]
+        return [replace(each, span=moved(each.span, since_1970)) for each in found]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from serve.core.config import Cluster, ServeConfig
 from serve.core.messages import Order
@@ -12,6 +13,8 @@ _CONVERSATION_TOKENS = 4096
 
 def plan_request(config: ServeConfig, num_ranks: int) -> PlanRequest:
     """Makes the request for a plan over all ranks of a launch."""
+    num_shards = config.num_shards or 1
+    draft = _draft_source(config)
     return PlanRequest(
         num_ranks=num_ranks,
         context=config.max_context,
@@ -22,18 +25,9 @@ def plan_request(config: ServeConfig, num_ranks: int) -> PlanRequest:
         adapter_memory=config.adapter_memory,
         split=config.split,
         kv_bits=config.kv_bits,
-        num_shards=config.num_shards or 1,
-        draft=_draft_source(config),
+        num_shards=num_shards,
+        draft=draft,
     )
-
-
-def _draft_source(config: ServeConfig) -> DraftSource | None:
-    cache_dir = str(config.cache_dir) if config.cache_dir else None
-    if config.mtp:
-        return DraftSource(str(config.model), config.revision, cache_dir, is_head=True)
-    if config.draft_model is None:
-        return None
-    return DraftSource(str(config.draft_model), config.draft_revision, cache_dir)
 
 
 def replan_request(
@@ -45,29 +39,20 @@ def replan_request(
     conversation. known has the measured memory of each rank in bytes, or 0 if it is unknown."""
     memory = _of_ranks(config.memory, ranks)
     if memory is None and all(known):
-        memory = _text(known)
+        memory = _amounts_text(known)
+    kv_memory = _of_ranks(config.kv_memory, ranks)
+    adapter_memory = _of_ranks(config.adapter_memory, ranks)
+    # A list of layer counts was meant for the ranks of the first plan.
+    split = "even" if config.split == "even" else "auto"
     request = plan_request(config, len(ranks))
     return replace(
         request,
         min_tokens=_CONVERSATION_TOKENS,
         memory=memory,
-        kv_memory=_of_ranks(config.kv_memory, ranks),
-        adapter_memory=_of_ranks(config.adapter_memory, ranks),
-        split="even" if config.split == "even" else "auto",
+        kv_memory=kv_memory,
+        adapter_memory=adapter_memory,
+        split=split,
     )
-
-
-def _of_ranks(amounts: str | None, ranks: Sequence[int]) -> str | None:
-    """The amounts of these ranks alone, out of a flag that has those of all ranks."""
-    if amounts is None:
-        return None
-    own = memory_of(amounts, ranks)
-    return _text(own)
-
-
-def _text(amounts: Sequence[int]) -> str:
-    words = [f"{amount // 1000}KB" for amount in amounts]
-    return ",".join(words)
 
 
 def order(
@@ -80,24 +65,60 @@ def order(
 ) -> Order:
     """Makes the order for the engine of one rank. ring has the ranks that take part, in order.
     Paths and addresses are those of rank 0; other ranks replace them by their own."""
-    hosts = [cluster.hosts[rank] for rank in ring]
-    addresses = [list(of_rank) for of_rank in cluster.addresses]
+    rank = stage.rank
+    place = ring.index(rank)
+    hosts = tuple(cluster.hosts[each] for each in ring)
+    addresses = [list(pair) for pair in cluster.addresses]
+    cache_dir = _path_text(config.cache_dir)
+    prefix_dir = _path_text(config.prefix_cache_dir)
+    prefix_bytes = memory_of(config.prefix_cache_disk, [rank])
+    draft = _draft_source(config) if rank == 0 else None
     return Order(
-        rank=ring.index(stage.rank),
+        rank=place,
         ring=tuple(ring),
-        hosts=tuple(hosts),
+        hosts=hosts,
         addresses=addresses,
         nonce=nonce,
         model=str(config.model),
         commit=config.revision,
-        cache_dir=str(config.cache_dir) if config.cache_dir else None,
+        cache_dir=cache_dir,
         copies=copies,
         layers=stage.layers,
         kv_bits=config.kv_bits,
         join_timeout=config.join_timeout,
         num_shards=stage.num_shards,
-        prefix_dir=str(config.prefix_cache_dir) if config.prefix_cache_dir else None,
-        prefix_bytes=memory_of(config.prefix_cache_disk, [stage.rank])[0],
-        draft=None if stage.rank else _draft_source(config),
+        prefix_dir=prefix_dir,
+        prefix_bytes=prefix_bytes[0],
+        draft=draft,
         draft_bytes=stage.draft_bytes,
     )
+
+
+def _draft_source(config: ServeConfig) -> DraftSource | None:
+    """Returns where rank 0 finds its draft model, or None without one."""
+    cache_dir = _path_text(config.cache_dir)
+    if config.mtp:
+        model = str(config.model)
+        return DraftSource(model, config.revision, cache_dir, is_head=True)
+    if config.draft_model:
+        draft_model = str(config.draft_model)
+        return DraftSource(draft_model, config.draft_revision, cache_dir)
+    return None
+
+
+def _of_ranks(amounts: str | None, ranks: Sequence[int]) -> str | None:
+    """Returns the amounts of these ranks alone, out of a flag that has those of all ranks."""
+    if amounts is None:
+        return None
+    own = memory_of(amounts, ranks)
+    return _amounts_text(own)
+
+
+def _amounts_text(amounts: Sequence[int]) -> str:
+    """Writes bytes as a flag for memory has them: 8000KB,16000KB."""
+    words = [f"{amount // 1000}KB" for amount in amounts]
+    return ",".join(words)
+
+
+def _path_text(path: Path | None) -> str | None:
+    return str(path) if path else None
