@@ -6,7 +6,7 @@ the whole model, which is the same however the model is divided into stages.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as ReadableList
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,11 +21,13 @@ _BUFFERS = ("keys", "values")
 _ATTRIBUTES = "attributes"
 _RANGE = "range"
 
+_PartsOf = Callable[[Any], Iterable[Any] | None]  # None for what does not consist of parts
+
 
 @dataclass(frozen=True, slots=True)
 class FileContent:
-    """The content of a file of the prefix cache. Once evaluated, its arrays share no memory with a
-    cache."""
+    """The content of a file of the prefix cache: named arrays, and text beside them. The arrays of
+    a file to be written share no memory with a cache, once they are evaluated."""
 
     arrays: dict[str, mx.array]
     metadata: dict[str, str] = field(default_factory=dict)
@@ -51,12 +53,14 @@ def segment(caches: list[Any], numbers: Numbers, start: int, end: int) -> FileCo
     """Copies, lazily, the keys and values of the tokens [start, end) from plain caches."""
     # A file needs at least one array.
     arrays = {_RANGE: mx.array([start, end])}
-    for n, cache in _leaves(caches, numbers):
+    for name, cache in _leaves(caches, numbers):
         if not can_cut(cache):
             continue
-        for buffer in _BUFFERS:
-            for i, array in enumerate(_as_tuple(getattr(cache, buffer))):
-                arrays[f"{n}.{buffer}.{i}"] = mx.contiguous(array[..., start:end, :])
+        for buffer_name in _BUFFERS:
+            buffer = getattr(cache, buffer_name)
+            for i, array in enumerate(_as_tuple(buffer)):
+                columns = array[..., start:end, :]
+                arrays[f"{name}.{buffer_name}.{i}"] = mx.contiguous(columns)
     return FileContent(arrays)
 
 
@@ -65,8 +69,9 @@ def has_tokens(arrays: Mapping[str, mx.array], start: int, end: int) -> bool:
     whose end is its start, has arrays of any shape."""
     if start == end:
         return True
+    num_tokens = end - start
     buffers = [array for name, array in arrays.items() if name != _RANGE]
-    return all(array.shape[-2:-1] == (end - start,) for array in buffers)
+    return all(array.shape[-2:-1] == (num_tokens,) for array in buffers)
 
 
 def state(states: list[Any], numbers: Numbers, num_tokens: int) -> FileContent:
@@ -74,15 +79,14 @@ def state(states: list[Any], numbers: Numbers, num_tokens: int) -> FileContent:
     EngineError if a cache has an attribute that is neither an array nor JSON."""
     arrays = {_RANGE: mx.array([num_tokens, num_tokens])}
     attributes: dict[str, Any] = {}
-    for n, cache in _flat(states, numbers):
+    for name, cache in _flat(states, numbers):
         if cache is None:
             continue
-        for entry in tree_flatten(vars(cache)):
-            key, value = entry[0], entry[1]
+        for key, value in _attributes(cache):
             if isinstance(value, mx.array):
-                arrays[f"{n}.{key}"] = mx.contiguous(value)
+                arrays[f"{name}.{key}"] = mx.contiguous(value)
             else:
-                attributes[f"{n}.{key}"] = value
+                attributes[f"{name}.{key}"] = value
     try:
         text = json.dumps(attributes)
     except TypeError as error:
@@ -90,113 +94,152 @@ def state(states: list[Any], numbers: Numbers, num_tokens: int) -> FileContent:
     return FileContent(arrays, {_ATTRIBUTES: text})
 
 
+def _attributes(cache: Any) -> Iterator[tuple[str, Any]]:
+    """Yields all attributes of a cache, the entries of lists and tuples one by one."""
+    for entry in tree_flatten(vars(cache)):
+        yield entry[0], entry[1]
+
+
+def merged(files: list[FileContent]) -> FileContent:
+    """Joins the contents of files with different layers."""
+    arrays: dict[str, mx.array] = {}
+    attributes: dict[str, Any] = {}
+    for file in files:
+        arrays |= file.arrays
+        attributes |= _read_attributes(file)
+    text = json.dumps(attributes)
+    return FileContent(arrays, {_ATTRIBUTES: text})
+
+
 def restore(
     stage: StageCaches,
-    segments: list[dict[str, mx.array]],
-    state: tuple[dict[str, mx.array], dict[str, str]] | None,
+    segments: list[FileContent],
+    state: FileContent | None,
     num_tokens: int,
 ) -> tuple[list[Any], list[mx.array]]:
-    """Makes caches with the content of files: segments in order, and a state with its metadata if
-    some caches cannot be cut. Returns the caches, and their arrays, which have to be evaluated.
-    Raises KeyError if a file lacks something that the caches need."""
+    """Makes caches with the content of files: segments in order, and a state if some caches cannot
+    be cut. Returns the caches, and their arrays, which have to be evaluated. Raises KeyError if a
+    file lacks something that the caches need."""
     caches = stage.make()
     stage.count(caches, num_tokens)
-    restored: list[mx.array] = []
-    for cache, number in zip(caches, stage.numbers, strict=True):
-        if number is None:
-            entries = tree_flatten(cache.state)
-            restored += [entry[1] for entry in entries if isinstance(entry[1], mx.array)]
-    for n, cache in _leaves(caches, stage.numbers):
+    restored = _arrays_of_counters(caches, stage.numbers)
+    attributes = _read_attributes(state) if state else {}
+    for name, cache in _leaves(caches, stage.numbers):
+        prefix = f"{name}."
         if can_cut(cache):
-            for buffer in _BUFFERS:
-                joined = _joined(segments, f"{n}.{buffer}.")
-                restored += joined
-                setattr(cache, buffer, joined[0] if len(joined) == 1 else tuple(joined))
-            cache.offset = num_tokens
+            restored += _restore_tokens(cache, prefix, segments, num_tokens)
         elif state is None:
-            raise KeyError(f"state of cache {n}")
+            raise KeyError(f"state of cache {name}")
         else:
-            restored += _restore_state(cache, f"{n}.", *state)
+            restored += _restore_state(cache, prefix, state.arrays, attributes)
     return caches, restored
 
 
-def merged(
-    files: list[tuple[dict[str, mx.array], dict[str, str]]],
-) -> tuple[dict[str, mx.array], dict[str, str]]:
-    """Joins the contents of files with different layers, as MLX reads them."""
-    arrays: dict[str, mx.array] = {}
-    attributes: dict[str, Any] = {}
-    for own_arrays, metadata in files:
-        arrays |= own_arrays
-        attributes |= json.loads(metadata.get(_ATTRIBUTES, "{}"))
-    return arrays, {_ATTRIBUTES: json.dumps(attributes)}
+def _arrays_of_counters(caches: list[Any], numbers: Numbers) -> list[mx.array]:
+    """Lists the arrays of the caches that only count positions."""
+    found: list[mx.array] = []
+    for cache, number in zip(caches, numbers, strict=True):
+        if number is None:
+            found += _arrays(cache)
+    return found
 
 
-def _joined(segments: list[dict[str, mx.array]], prefix: str) -> list[mx.array]:
-    names = sorted(name for name in segments[0] if name.startswith(prefix))
+def _arrays(cache: Any) -> list[mx.array]:
+    entries = tree_flatten(cache.state)
+    values = [entry[1] for entry in entries]
+    return [value for value in values if isinstance(value, mx.array)]
+
+
+def _restore_tokens(
+    cache: Any,
+    prefix: str,
+    segments: list[FileContent],
+    num_tokens: int,
+) -> list[mx.array]:
+    """Sets the keys and values of a plain cache, and returns their arrays."""
+    restored: list[mx.array] = []
+    for buffer_name in _BUFFERS:
+        joined = _joined(segments, f"{prefix}{buffer_name}.")
+        # Quantized keys are a tuple of arrays, others are one array.
+        buffer = joined[0] if len(joined) == 1 else tuple(joined)
+        setattr(cache, buffer_name, buffer)
+        restored += joined
+    cache.offset = num_tokens
+    return restored
+
+
+def _joined(segments: list[FileContent], prefix: str) -> list[mx.array]:
+    """Joins the parts of each array whose name begins with the prefix, in the order of the
+    segments. Raises KeyError if there are none."""
+    names = sorted(name for name in segments[0].arrays if name.startswith(prefix))
     if not names:
         raise KeyError(prefix)
     joined: list[mx.array] = []
     for name in names:
-        parts = [own[name] for own in segments]
+        parts = [segment.arrays[name] for segment in segments]
         whole = mx.concatenate(parts, axis=-2)
         joined.append(whole)
     return joined
 
 
 def _restore_state(
-    cache: Any, prefix: str, arrays: Mapping[str, mx.array], metadata: Mapping[str, str]
+    cache: Any,
+    prefix: str,
+    arrays: Mapping[str, mx.array],
+    attributes: Mapping[str, Any],
 ) -> list[mx.array]:
     """Sets the attributes of a cache, and returns its arrays."""
-    attributes: dict[str, Any] = json.loads(metadata[_ATTRIBUTES])
     own_arrays = _below(prefix, arrays)
     own = own_arrays | _below(prefix, attributes)
     if not own:
         raise KeyError(prefix)
-    for name, value in tree_unflatten(list(own.items())).items():
+    entries = list(own.items())
+    for name, value in tree_unflatten(entries).items():
+        # In files, tuples are the same as lists.
         is_tuple = isinstance(getattr(cache, name, None), tuple)
         setattr(cache, name, tuple(value) if is_tuple else value)
     return list(own_arrays.values())
 
 
+def _read_attributes(file: FileContent) -> dict[str, Any]:
+    text = file.metadata.get(_ATTRIBUTES, "{}")
+    attributes: dict[str, Any] = json.loads(text)
+    return attributes
+
+
 def _below(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name.removeprefix(prefix): value
-        for name, value in values.items()
-        if name.startswith(prefix)
-    }
+    """Returns the values whose names begin with the prefix, under the rest of their names."""
+    own: dict[str, Any] = {}
+    for name, value in values.items():
+        if name.startswith(prefix):
+            own[name.removeprefix(prefix)] = value
+    return own
 
 
 def _leaves(caches: list[Any], numbers: Numbers) -> Iterator[tuple[str, Any]]:
-    """Yields all caches with their numbers, and the parts of one that consists of several in its
-    place. Leaves out those that only count positions."""
-    for cache, number in zip(caches, numbers, strict=True):
-        if number is not None:
-            yield from _parts(cache, str(number))
-
-
-def _parts(cache: Any, name: str) -> Iterator[tuple[str, Any]]:
-    parts = getattr(cache, "caches", None)
-    if parts is None:
-        yield name, cache
-        return
-    for i, part in enumerate(parts):
-        yield from _parts(part, f"{name}_{i}")
+    """Yields all caches with their numbers as names. A cache that consists of several is replaced
+    by these. Caches that only count positions are left out."""
+    return _named(caches, numbers, lambda cache: getattr(cache, "caches", None))
 
 
 def _flat(states: list[Any], numbers: Numbers) -> Iterator[tuple[str, Any]]:
     """Yields states with the names that `_leaves` gives to their caches."""
-    for state, number in zip(states, numbers, strict=True):
+    return _named(states, numbers, lambda state: state if isinstance(state, list) else None)
+
+
+def _named(values: list[Any], numbers: Numbers, parts_of: _PartsOf) -> Iterator[tuple[str, Any]]:
+    for value, number in zip(values, numbers, strict=True):
         if number is not None:
-            yield from _flat_parts(state, str(number))
+            yield from _named_parts(value, str(number), parts_of)
 
 
-def _flat_parts(state: Any, name: str) -> Iterator[tuple[str, Any]]:
-    if not isinstance(state, list):
-        yield name, state
+def _named_parts(value: Any, name: str, parts_of: _PartsOf) -> Iterator[tuple[str, Any]]:
+    parts = parts_of(value)
+    if parts is None:
+        yield name, value
         return
-    for i, part in enumerate(state):
-        yield from _flat_parts(part, f"{name}_{i}")
+    for i, part in enumerate(parts):
+        yield from _named_parts(part, f"{name}_{i}", parts_of)
 
 
 def _as_tuple(buffer: Any) -> tuple[mx.array, ...]:

@@ -192,7 +192,7 @@ class PrefixStore:
         self._report(PrefixRead(message.sequence, damaged))
 
     def _restored(self, message: ReadPrefix) -> list[Any]:
-        segments = [self._content(name)[0] for name in message.names]
+        segments = [self._content(name) for name in message.names]
         state = self._content(message.state) if message.state else None
         try:
             restored = prefix_parts.restore(self._stage, segments, state, message.num_tokens)
@@ -202,7 +202,7 @@ class PrefixStore:
             raise _DamagedFile(message.state or message.names[-1]) from error
         return caches
 
-    def _content(self, name: str) -> tuple[dict[str, mx.array], dict[str, str]]:
+    def _content(self, name: str) -> FileContent:
         """Checks the files with this name, and reads them lazily. Raises _DamagedFile."""
         with self._lock:
             files = self._known.get(name)
@@ -367,7 +367,7 @@ def _locked(folder: Path) -> int:
     return descriptor
 
 
-def _checked(file: StoredFile) -> tuple[dict[str, mx.array], dict[str, str]]:
+def _checked(file: StoredFile) -> FileContent:
     """Reads a file lazily, after a check of its checksum. Deletes it and raises _DamagedFile if it
     is not right, or does not have the keys and values of all its tokens."""
     try:
@@ -375,9 +375,10 @@ def _checked(file: StoredFile) -> tuple[dict[str, mx.array], dict[str, str]]:
             is_right = _checksum(opened.fileno()) == file.checksum
         if is_right:
             arrays, metadata = mx.load(str(file.path), return_metadata=True)
-            if prefix_parts.has_tokens(arrays, file.start, file.end):  # type: ignore[arg-type]
+            content = FileContent(arrays, metadata)  # type: ignore[arg-type]
+            if prefix_parts.has_tokens(content.arrays, file.start, file.end):
                 os.utime(file.path)
-                return arrays, metadata  # type: ignore[return-value]
+                return content
     except (OSError, RuntimeError) as error:
         raise _DamagedFile(file.name) from error
     if file.is_own:
