@@ -120,6 +120,7 @@ class StepLoop:
                 self._note(step, started)
                 if not self.stage.is_last:
                     self.transport.send(step, outputs)
+            self._keep(step)
 
     def forward(self, step: Step, received: list[mx.array]) -> list[mx.array]:
         """Runs a step and returns the arrays for the next stage, or on rank 0 the tokens (B,) and
@@ -158,8 +159,6 @@ class StepLoop:
         hidden.clear()
         kept = self.draft_model.keep(step, parts, self.chooser) if self.draft_model else []
         mx.eval(outputs, self.pooled, kept, self.caches.states(step))
-        mx.eval(self.caches.save(step))
-        self._write(step)
         return outputs
 
     def _sum_up(self, outputs: list[mx.array], hidden: mx.array | None) -> None:
@@ -178,6 +177,22 @@ class StepLoop:
         all layers would be in memory at the same time."""
         for arrays in self.caches.moved():
             mx.eval(arrays)
+
+    def _keep(self, step: Step) -> None:
+        """Makes the checkpoints of a step, then its files.
+
+        The outputs of the step have left already, so that no other stage waits for this. The next
+        step must not be received before: its rows are written to the same buffers.
+        """
+        if not step.save and not step.write:
+            return
+        started = time.monotonic()
+        self.step = step.number
+        mx.eval(self.caches.save(step))
+        self._write(step)
+        self.step = None
+        if step.number < FIRST_WARM_UP_STEP:
+            self.busy_seconds += time.monotonic() - started
 
     def _write(self, step: Step) -> None:
         """Hands the files of a step to the store, which writes them while later steps run. One that
