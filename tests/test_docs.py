@@ -6,8 +6,8 @@ from pathlib import Path
 
 from serve.core import errors
 from serve.core.config import ServeConfig
-from serve.core.sum_counts import SumCounts
 from serve.core.tool_parsers import call_formats
+from serve.core.types import SumCounts
 from serve.front.api.anthropic.body import MessagesBody
 from serve.front.api.fields import NEUTRAL
 from serve.front.api.openai import ChatBody, CompletionBody

@@ -34,8 +34,7 @@ import msgspec
 
 from serve.core.layouts import Link as LinkSpeed
 from serve.core.plan import DraftSource, PlanRequest, StagePlan
-from serve.core.sum_counts import SumCounts
-from serve.core.types import Pooling, Sampling, Score, Step
+from serve.core.types import Pooling, Sampling, Score, Step, SumCounts
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -511,7 +510,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Greeting(Message, frozen=True):
-    """An engine sends this first over its doorbell, to prove that it belongs to the same ring."""
+    """An engine sends this first to a neighbour, to prove that it belongs to the same ring."""
 
     nonce: int
     rank: int

@@ -1,7 +1,7 @@
 """The types that all packages share: Sequence, Group, Step, Event and their parts.
 
-They are plain data, with no behaviour beyond their fields. Stage is in serve.model.stage,
-Transport in serve.ring.transport.
+They are plain data, with no behaviour beyond their fields. So are the counts that a stage keeps of
+its sums. Stage is in serve.model.stage, Transport in serve.ring.transport.
 """
 
 import itertools
@@ -408,3 +408,41 @@ class Event:
     finish_reason: FinishReason | None = None
     score: Score | None = None
     embedding: bytes | None = None
+
+
+class SumCounts(msgspec.Struct, frozen=True, array_like=True):
+    """The sums that a shard has computed with the other shards of its stage, and the bytes that it
+    sent for them. num_measured of its steps were measured: they took step_seconds, of which
+    seconds were spent in sums, waiting for the other shards included."""
+
+    num_sums: int = 0
+    num_bytes: int = 0
+    num_measured: int = 0
+    seconds: float = 0.0
+    step_seconds: float = 0.0
+
+    def with_sum(self, num_bytes: int, seconds: float) -> "SumCounts":
+        """Returns the counts with one more sum. seconds is 0 in steps that are not measured."""
+        return msgspec.structs.replace(
+            self,
+            num_sums=self.num_sums + 1,
+            num_bytes=self.num_bytes + num_bytes,
+            seconds=self.seconds + seconds,
+        )
+
+    def with_step(self, seconds: float) -> "SumCounts":
+        """Returns the counts with one more measured step, which took these seconds."""
+        return msgspec.structs.replace(
+            self,
+            num_measured=self.num_measured + 1,
+            step_seconds=self.step_seconds + seconds,
+        )
+
+    def to_json(self) -> dict[str, float]:
+        return {
+            "num_sums": self.num_sums,
+            "num_bytes": self.num_bytes,
+            "num_measured_steps": self.num_measured,
+            "seconds": round(self.seconds, 5),
+            "step_seconds": round(self.step_seconds, 5),
+        }

@@ -7,8 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from serve.core.sum_counts import SumCounts
-from serve.core.types import FIRST_WARM_UP_STEP, Step
+from serve.core.types import FIRST_WARM_UP_STEP, Step, SumCounts
 
 _MEASURED_EVERY = 32  # steps. A measured step is slower, because it waits for each sum.
 

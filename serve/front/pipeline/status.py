@@ -14,8 +14,7 @@ import msgspec
 from serve.core.errors import PlanError
 from serve.core.messages import Activity, Loaded, Span, Status
 from serve.core.plan import StagePlan
-from serve.core.sum_counts import SumCounts
-from serve.core.types import Step
+from serve.core.types import Step, SumCounts
 from serve.front.drafts.step_cost import StepCost
 
 _WINDOW_SECONDS = 10.0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from serve.core.sum_counts import SumCounts
+from serve.core.types import SumCounts
 from serve.front.http.metrics import Metrics
 
 ADAPTERS = {"num_loaded": 3, "num_swapped": 1, "load_seconds": 0.5, "num_requests": {"x": 4}}
