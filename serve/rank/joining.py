@@ -6,8 +6,8 @@ from pathlib import Path
 
 from serve.core.config import Address, parse_address
 from serve.core.messages import Order
-from serve.ring.doorbells import Grid, meet
 from serve.ring.grid import GridTransport
+from serve.ring.peers import Grid, meet
 from serve.ring.transport import LocalTransport, Ring, RingTransport, Streams, Transport, among
 
 _PARENT_FIRST_SECONDS = 5.0  # The parent gives up first, because its reason is clearer.

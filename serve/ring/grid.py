@@ -17,7 +17,7 @@ import mlx.core as mx
 from serve.core.errors import ClusterError
 from serve.core.messages import Hop
 from serve.core.types import Step
-from serve.ring.doorbells import Doorbell, Grid, Neighbours
+from serve.ring.peers import Grid, Neighbours, PeerConnection
 from serve.ring.transport import (
     Hops,
     Received,
@@ -131,8 +131,8 @@ class GridTransport(Hops):
 class _Sender:
     """A thread that sends messages to a neighbour. One message can wait while another is sent."""
 
-    def __init__(self, doorbell: Doorbell) -> None:
-        self._doorbell = doorbell
+    def __init__(self, connection: PeerConnection) -> None:
+        self._connection = connection
         self._waiting: queue.Queue[tuple[Hop, memoryview | None]] = queue.Queue(1)
         self._error: ClusterError | None = None
         threading.Thread(target=self._run, name="sender", daemon=True).start()
@@ -147,6 +147,6 @@ class _Sender:
         while True:
             hop, announced = self._waiting.get()
             try:
-                self._doorbell.send(hop, announced)
+                self._connection.send(hop, announced)
             except ClusterError as error:
                 self._error = self._error or error  # It goes on, so that no send() blocks.

@@ -1,8 +1,8 @@
 """Sends a step and its tensors from one stage to the next, around a ring of ranks.
 
 Every message goes to the left neighbour: rank r to rank r - 1, rank 0 to the last rank. Its
-header travels over a TCP connection (the doorbell), and its tensors follow as one packed message
-over mx.distributed. A rank posts a receive only when data is coming, so waiting costs no CPU.
+header travels over a TCP connection, and its tensors follow as one packed message over
+mx.distributed. A rank posts a receive only when data is coming, so waiting costs no CPU.
 """
 
 import json
@@ -213,11 +213,11 @@ class RingTransport(Hops):
         return step, arrays
 
     def close(self) -> None:
-        """Closes the doorbells, and wakes up a thread that waits for one."""
-        for doorbell in (self._left, self._right):
+        """Closes the connections, and wakes up a thread that waits for a header."""
+        for connection in (self._left, self._right):
             with suppress(OSError):  # The neighbour may have closed it already.
-                doorbell.shutdown(socket.SHUT_RDWR)
-            doorbell.close()
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
 
     def leave(self) -> None:
         """Closes the ring, so that this process can form another one. It must be called in the
@@ -280,7 +280,7 @@ def form_ring(
     ring: Ring,
     stream: mx.Stream,
 ) -> tuple[mx.distributed.Group, socket.socket, socket.socket]:
-    """Forms MLX's group and the doorbells to the left and from the right neighbour.
+    """Forms MLX's group, and connects to the left and from the right neighbour.
 
     Raises ClusterError.
     """
@@ -291,7 +291,7 @@ def form_ring(
             ports = exchange(ring.nonce, port, group, stream)
         except RuntimeError as error:
             raise ClusterError(f"The ring broke: {error}.") from error
-        left, right = _ring_doorbells(ring, listening, ports)
+        left, right = _connect_neighbours(ring, listening, ports)
         return group, left, right
 
 
@@ -311,7 +311,7 @@ def exchange(
     group: mx.distributed.Group,
     stream: mx.Stream,
 ) -> list[int]:
-    """Runs the first collective, in which ranks of the same nonce learn all doorbell ports.
+    """Runs the first collective, in which ranks of the same nonce learn each other's ports.
 
     Raises ClusterError if a rank has another nonce.
     """
@@ -329,7 +329,7 @@ def exchange(
     return ports
 
 
-def _ring_doorbells(
+def _connect_neighbours(
     ring: Ring,
     listening: socket.socket,
     ports: list[int],

@@ -23,7 +23,7 @@ import mlx.core as mx
 from serve.core.config import Cluster, parse_address
 from serve.core.errors import ClusterError
 from serve.core.messages import AnyNote
-from serve.ring.doorbells import Grid, meet_all
+from serve.ring.peers import Grid, meet_all
 from serve.ring.transport import Ring, among, exchange, form_group
 from serve.tune.layout import Layout
 from serve.tune.transport import Links, Payload, ProcessLinks, RingLinks, local_links, silence
@@ -133,6 +133,8 @@ def groups_of(
     links: Links,
     ring: Any = None,
 ) -> Groups:
+    """Makes the groups to which the rank of these links belongs in a layout. ring is MLX's ring of
+    the shards of its stage, None without shards."""
     rank = links.rank
     return Groups(
         layout,
@@ -160,11 +162,11 @@ def join(cluster: Cluster, layout: Layout, stall_seconds: float) -> Groups:
         return groups_of(layout, RingLinks(ring, stall_seconds))
     addresses = tuple(parse_address(first, "MLX_HOSTFILE") for first, *_ in cluster.addresses)
     grid = Grid(cluster.rank, layout.num_shards, addresses, nonce, _JOIN_SECONDS)
-    doorbells = meet_all(grid)
+    connections = meet_all(grid)
     group = None
     if layout.num_shards > 1:
         group = _form_ring(cluster, grid)
-    peers = {rank: doorbell.detach() for rank, doorbell in doorbells.items()}
+    peers = {rank: connection.tcp_socket for rank, connection in connections.items()}
     links = MeshLinks(cluster.rank, peers, stall_seconds)
     if group is not None:
         links.watch()

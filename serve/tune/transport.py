@@ -2,8 +2,8 @@
 
 The receiver selects messages by tag when its schedule needs them, so they may arrive in any order
 and a send does not wait for its receiver's turn. Each neighbour has a sending and a receiving
-thread, so two large messages can pass each other. A receive is posted when its doorbell rings,
-because a waiting receive uses a core. Nothing here is a collective of MLX."""
+thread, so two large messages can pass each other. A receive is posted when its header has come
+over TCP, because a waiting receive uses a core. Nothing here is a collective of MLX."""
 
 import math
 import queue
@@ -322,12 +322,12 @@ class ProcessLinks(ABC):
     ) -> None:
         """Starts to send to and to receive from neighbours, by their ranks."""
         self._sockets = {*writers.values(), *readers.values()}
-        for peer, doorbell in writers.items():
+        for peer, connection in writers.items():
             self._outboxes[peer] = queue.SimpleQueue()
-            self._senders.append(self._start(self._send_all, peer, doorbell))
-        for peer, doorbell in readers.items():
+            self._senders.append(self._start(self._send_all, peer, connection))
+        for peer, connection in readers.items():
             self._inbox.hear(peer)
-            self._start(self._receive_all, peer, doorbell)
+            self._start(self._receive_all, peer, connection)
 
     def send(
         self,
@@ -352,19 +352,19 @@ class ProcessLinks(ABC):
             outbox.put(None)
         for sender in self._senders:
             sender.join(_FLUSH_SECONDS)
-        for doorbell in self._sockets:
-            doorbell.close()
+        for connection in self._sockets:
+            connection.close()
 
     def _start(
         self,
         run: Callable[..., None],
         peer: int,
-        doorbell: socket.socket,
+        connection: socket.socket,
     ) -> Thread:
         def top() -> None:
             try:
                 stream = mx.new_stream(mx.cpu)
-                run(peer, doorbell, stream)
+                run(peer, connection, stream)
             except Exception as error:  # Whatever it is, somebody waits for this thread.
                 broken = ClusterError(f"The link to rank {peer} broke: {error}.")
                 self._inbox.fail(broken)
@@ -373,11 +373,11 @@ class ProcessLinks(ABC):
         thread.start()
         return thread
 
-    def _send_all(self, peer: int, doorbell: socket.socket, stream: mx.Stream) -> None:
+    def _send_all(self, peer: int, connection: socket.socket, stream: mx.Stream) -> None:
         for number in count():
-            message = self._next(peer, doorbell)
+            message = self._next(peer, connection)
             if message is None:
-                doorbell.sendall(frame(Parting()))
+                connection.sendall(frame(Parting()))
                 return
             tag, (notes, arrays) = message
             specs = tensor_specs(arrays)
@@ -389,14 +389,14 @@ class ProcessLinks(ABC):
                     for start, end in _parts(flat.size, flat.itemsize):
                         part = pack(number, [flat[start:end]])
                         parts.append(part)
-                mx.eval(parts[:1])  # Before the doorbell: a receive that waits uses a core.
-                doorbell.sendall(frame(header))
+                mx.eval(parts[:1])  # Before the header: a receive that waits uses a core.
+                connection.sendall(frame(header))
                 while parts:
                     part = parts.pop(0)
                     mx.eval(part)
                     self._send_part(peer, part)
 
-    def _next(self, peer: int, doorbell: socket.socket) -> tuple[str, Payload] | None:
+    def _next(self, peer: int, connection: socket.socket) -> tuple[str, Payload] | None:
         """Waits for the next message to send, and tells the peer meanwhile that this rank is
         alive."""
         outbox = self._outboxes[peer]
@@ -406,11 +406,11 @@ class ProcessLinks(ABC):
             except queue.Empty:
                 # The receiving thread notices when the peer is gone.
                 with suppress(OSError):
-                    doorbell.sendall(frame(Alive()))
+                    connection.sendall(frame(Alive()))
 
-    def _receive_all(self, peer: int, doorbell: socket.socket, stream: mx.Stream) -> None:
+    def _receive_all(self, peer: int, connection: socket.socket, stream: mx.Stream) -> None:
         frames: FrameReader[BetweenTrainers] = FrameReader(BetweenTrainers)
-        while data := doorbell.recv(frames.num_missing):
+        while data := connection.recv(frames.num_missing):
             self._inbox.hear(peer)
             for message in frames.feed(data):
                 match message:

@@ -13,8 +13,8 @@ import mlx.core as mx
 from serve.core.config import parse_address
 from serve.core.errors import ClusterError
 from serve.core.types import Row, Step
-from serve.ring.doorbells import Grid, meet
 from serve.ring.grid import GridTransport
+from serve.ring.peers import Grid, meet
 from serve.ring.transport import among
 
 RANK = int(os.environ["MLX_RANK"])

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from serve.core.config import Address
-from serve.ring.doorbells import Grid
+from serve.ring.peers import Grid
 from tests.ring.test_transport import run_ring
 
 PROGRAMS = "tests.ring.grid_programs"

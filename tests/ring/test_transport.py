@@ -17,8 +17,8 @@ from serve.core.errors import ClusterError
 from serve.core.messages import Order
 from serve.core.wire import frame
 from serve.ring import regroup
-from serve.ring.doorbells import Grid, meet
-from serve.ring.transport import Ring, _ring_doorbells, form_ring
+from serve.ring.peers import Grid, meet
+from serve.ring.transport import Ring, _connect_neighbours, form_ring
 
 
 def free_ports(count: int) -> list[int]:
@@ -186,12 +186,12 @@ def test_the_system_finds_out_whether_a_neighbour_is_there() -> None:
     """A ring of one rank, which is its own neighbour on both sides."""
     ring = Ring(0, ("127.0.0.1",), 5, 5.0)
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        doorbells = _ring_doorbells(ring, listening, [listening.getsockname()[1]])
-    for doorbell in doorbells:
-        assert doorbell.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        connections = _connect_neighbours(ring, listening, [listening.getsockname()[1]])
+    for connection in connections:
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
-            assert doorbell.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 25_000
-        doorbell.close()
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 25_000
+        connection.close()
 
 
 def test_a_ring_that_cannot_be_formed_is_one_line(

@@ -64,22 +64,22 @@ class Grid:
         return ranks[(ranks.index(self.rank) + 1) % len(ranks)]
 
 
-class Doorbell:
+class PeerConnection:
     """One end of a connection between two engines. It carries messages, and tensors' bytes that a
-    message announces."""
+    message announces. tcp_socket is for those who send messages of another kind."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        keep_alive(connection)
-        self._socket = connection
+    def __init__(self, tcp_socket: socket.socket) -> None:
+        tcp_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keep_alive(tcp_socket)
+        self.tcp_socket = tcp_socket
         self._reader: FrameReader[AroundRing] = FrameReader(AroundRing)
 
     def send(self, message: AroundRing, announced: memoryview | None = None) -> None:
         """Blocks until the system has taken all bytes. Raises ClusterError."""
         try:
-            self._socket.sendall(frame(message))
+            self.tcp_socket.sendall(frame(message))
             if announced is not None:
-                self._socket.sendall(announced)
+                self.tcp_socket.sendall(announced)
         except OSError as error:
             raise ClusterError(f"The link to a neighbour broke: {error}.") from error
 
@@ -107,7 +107,7 @@ class Doorbell:
         view = memoryview(data)
         try:
             while view:
-                num_read = self._socket.recv_into(view)
+                num_read = self.tcp_socket.recv_into(view)
                 if not num_read:
                     return None
                 view = view[num_read:]
@@ -116,33 +116,29 @@ class Doorbell:
         return data
 
     def set_timeout(self, seconds: float | None) -> None:
-        self._socket.settimeout(seconds)
-
-    def detach(self) -> socket.socket:
-        """Returns the connection, for messages of another kind."""
-        return self._socket
+        self.tcp_socket.settimeout(seconds)
 
     def close(self) -> None:
         """Closes the connection, and wakes up a thread that reads from it."""
         with suppress(OSError):  # The neighbour may have closed it already.
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+            self.tcp_socket.shutdown(socket.SHUT_RDWR)
+        self.tcp_socket.close()
 
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """The doorbells between a rank and its neighbours: to the left and from the right, in its row
+    """The connections between a rank and its neighbours: to the left and from the right, in its row
     and in its column. A grid of one stage has no columns."""
 
-    row_left: Doorbell
-    row_right: Doorbell
-    column_left: Doorbell | None
-    column_right: Doorbell | None
+    row_left: PeerConnection
+    row_right: PeerConnection
+    column_left: PeerConnection | None
+    column_right: PeerConnection | None
 
     def close(self) -> None:
-        for doorbell in (self.row_left, self.row_right, self.column_left, self.column_right):
-            if doorbell:
-                doorbell.close()
+        for connection in (self.row_left, self.row_right, self.column_left, self.column_right):
+            if connection:
+                connection.close()
 
 
 def meet(grid: Grid) -> Neighbours:
@@ -159,15 +155,15 @@ def meet(grid: Grid) -> Neighbours:
     callers = {row_right, column_right} if has_column else {row_right}
     with ExitStack() as on_failure:
         with _listening(grid) as listening:
-            left: dict[int, Doorbell] = {}
+            left: dict[int, PeerConnection] = {}
             for rank in sorted(called):
                 left[rank] = _call(grid, rank, deadline)
                 on_failure.callback(left[rank].close)
-            right: dict[int, Doorbell] = {}
+            right: dict[int, PeerConnection] = {}
             while missing := callers - right.keys():
-                rank, doorbell = _answer(grid, listening, missing, deadline)
-                right[rank] = doorbell
-                on_failure.callback(doorbell.close)
+                rank, connection = _answer(grid, listening, missing, deadline)
+                right[rank] = connection
+                on_failure.callback(connection.close)
         neighbours = Neighbours(
             left[row_left],
             right[row_right],
@@ -179,32 +175,32 @@ def meet(grid: Grid) -> Neighbours:
     return neighbours
 
 
-def meet_all(grid: Grid) -> dict[int, Doorbell]:
+def meet_all(grid: Grid) -> dict[int, PeerConnection]:
     """Connects this rank to every other rank, at the ports of the hostfile.
 
     When it returns, no rank listens on its port any more, as after `meet`. Raises ClusterError.
     """
     deadline = time.monotonic() + grid.timeout_seconds
     num_ranks = len(grid.addresses)
-    doorbells: dict[int, Doorbell] = {}
+    connections: dict[int, PeerConnection] = {}
     with ExitStack() as on_failure:
         with _listening(grid) as listening:
             for rank in range(grid.rank):
-                doorbells[rank] = _call(grid, rank, deadline)
-                on_failure.callback(doorbells[rank].close)
-            while missing := set(range(grid.rank + 1, num_ranks)) - doorbells.keys():
-                rank, doorbell = _answer(grid, listening, missing, deadline)
-                doorbells[rank] = doorbell
-                on_failure.callback(doorbell.close)
-        for doorbell in doorbells.values():
-            doorbell.send(Greeting(grid.nonce, grid.rank))
-        for rank, doorbell in doorbells.items():
-            doorbell.set_timeout(_seconds_until(deadline))
-            if doorbell.receive() is None:
+                connections[rank] = _call(grid, rank, deadline)
+                on_failure.callback(connections[rank].close)
+            while missing := set(range(grid.rank + 1, num_ranks)) - connections.keys():
+                rank, connection = _answer(grid, listening, missing, deadline)
+                connections[rank] = connection
+                on_failure.callback(connection.close)
+        for connection in connections.values():
+            connection.send(Greeting(grid.nonce, grid.rank))
+        for rank, connection in connections.items():
+            connection.set_timeout(_seconds_until(deadline))
+            if connection.receive() is None:
                 raise ClusterError(f"Rank {rank} is gone.")
-            doorbell.set_timeout(None)
+            connection.set_timeout(None)
         on_failure.pop_all()
-    return doorbells
+    return connections
 
 
 def _listening(grid: Grid) -> socket.socket:
@@ -218,13 +214,13 @@ def _listening(grid: Grid) -> socket.socket:
         ) from error
 
 
-def _call(grid: Grid, rank: int, deadline: float) -> Doorbell:
+def _call(grid: Grid, rank: int, deadline: float) -> PeerConnection:
     """Connects to another rank, which may not listen yet."""
     address = grid.addresses[rank]
     while True:
         seconds_left = _seconds_until(deadline)
         try:
-            connection = socket.create_connection((address.host, address.port), seconds_left)
+            tcp_socket = socket.create_connection((address.host, address.port), seconds_left)
             break
         except OSError as error:
             if time.monotonic() > deadline:
@@ -232,10 +228,10 @@ def _call(grid: Grid, rank: int, deadline: float) -> Doorbell:
                     f"Rank {grid.rank} cannot reach rank {rank} at {address}: {error}."
                 ) from error
         time.sleep(_RETRY_SECONDS)
-    doorbell = Doorbell(connection)
-    doorbell.send(Greeting(grid.nonce, grid.rank))
-    doorbell.set_timeout(None)
-    return doorbell
+    connection = PeerConnection(tcp_socket)
+    connection.send(Greeting(grid.nonce, grid.rank))
+    connection.set_timeout(None)
+    return connection
 
 
 def _answer(
@@ -243,21 +239,21 @@ def _answer(
     listening: socket.socket,
     expected: set[int],
     deadline: float,
-) -> tuple[int, Doorbell]:
+) -> tuple[int, PeerConnection]:
     """Accepts the first caller that is one of the expected ranks and knows the nonce, and closes
     the connections of all others."""
     while True:
         listening.settimeout(_seconds_until(deadline))
         try:
-            connection, _ = listening.accept()
+            tcp_socket, _ = listening.accept()
         except OSError as error:
             raise ClusterError(
                 f"Rank {grid.rank} waited in vain for its neighbours {sorted(expected)}: {error}."
             ) from error
-        doorbell = Doorbell(connection)
-        doorbell.set_timeout(min(_MAX_GREETING_SECONDS, _seconds_until(deadline)))
+        connection = PeerConnection(tcp_socket)
+        connection.set_timeout(min(_MAX_GREETING_SECONDS, _seconds_until(deadline)))
         try:
-            greeting = doorbell.receive()
+            greeting = connection.receive()
         except ClusterError:
             greeting = None  # A port scanner, not a neighbour.
         if (
@@ -265,9 +261,9 @@ def _answer(
             and greeting.nonce == grid.nonce
             and greeting.rank in expected
         ):
-            doorbell.set_timeout(None)
-            return greeting.rank, doorbell
-        doorbell.close()
+            connection.set_timeout(None)
+            return greeting.rank, connection
+        connection.close()
 
 
 def _wait_for_row(grid: Grid, neighbours: Neighbours, deadline: float) -> None:
