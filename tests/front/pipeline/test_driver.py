@@ -192,12 +192,19 @@ async def test_answers_are_whole_after_kills_at_any_moment() -> None:
         assert len(engines()) == 3
 
 
-async def test_driver_replaces_a_lost_engine_with_the_spare_of_its_rank(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@asynccontextmanager
+async def cluster_with_spares(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Engine]:
+    """A cluster that works, and whose ranks start their spare engines at once."""
     monkeypatch.setattr(spare, "_QUIET_SECONDS", 0.0)
     async with cluster(no_spare_engine=False) as engine:
         await ready(engine)
+        yield engine
+
+
+async def test_driver_replaces_a_lost_engine_with_the_spare_of_its_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with cluster_with_spares(monkeypatch) as engine:
         working, spares = await with_spares()
         for victim in working:
             victim.kill()
@@ -208,9 +215,7 @@ async def test_driver_replaces_a_lost_engine_with_the_spare_of_its_rank(
 async def test_driver_has_each_rank_start_a_spare_once_in_each_life(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(spare, "_QUIET_SECONDS", 0.0)
-    async with cluster(no_spare_engine=False) as engine:
-        await ready(engine)
+    async with cluster_with_spares(monkeypatch) as engine:
         working, spares = await with_spares()
         for process in spares:
             process.kill()
@@ -225,9 +230,7 @@ async def test_driver_has_each_rank_start_a_spare_once_in_each_life(
 async def test_driver_and_members_close_everything_if_an_engine_does_not_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(spare, "_QUIET_SECONDS", 0.0)
-    async with cluster(no_spare_engine=False) as engine:
-        await ready(engine)
+    async with cluster_with_spares(monkeypatch) as engine:
         await with_spares()
         copies = Path(engine._driver._copies.name)
         assert copies.exists()

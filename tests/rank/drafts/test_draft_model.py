@@ -2,7 +2,6 @@
 
 import random
 from functools import partial
-from typing import Any
 
 import mlx.nn as nn
 import pytest
@@ -10,15 +9,13 @@ import pytest
 from serve.core.errors import PlanError
 from serve.core.plan import MAX_DRAFT_ROWS, MAX_DRAFT_TOKENS
 from serve.core.types import Sampling, Sequence
-from serve.front.drafts.model_guesses import ModelCosts
-from serve.front.drafts.speculation import Speculation
 from serve.model.stage import Stage
 from serve.rank.batching import can_batch
 from serve.rank.drafts.draft_model import NUM_TOKENS_READ, Asked, DraftModel, LoadedDraft
 from tests import architectures
 from tests.models import build
+from tests.rank.drafts.guessed_answers import check_that_guesses_change_no_answer
 from tests.rank.test_pipeline import LLAMA, pipeline, whole_model
-from tests.rank.test_verification import SAMPLINGS, make_sequences
 
 GREEDY = Sampling(temperature=0)
 VOCABULARY = 96
@@ -132,23 +129,11 @@ def first_layers(num_layers: int) -> LoadedDraft:
 def test_a_draft_model_changes_no_answer(
     num_ranks: int, num_groups: int | None, num_layers: int
 ) -> None:
-    samplings = [Sampling(**fields) for fields in SAMPLINGS.values()]
-    with pipeline(num_ranks) as local:
-        expected = local.answer(make_sequences(samplings))
-    speculation = Speculation()
-    speculation.is_possible = True
-    speculation.token_cost = 0.01
-    speculation.model_costs = ModelCosts(guess=0.01, reading=0.001)
     make_draft = partial(first_layers, num_layers)
-    with pipeline(
-        num_ranks, drafting=speculation, num_groups=num_groups, make_draft=make_draft
-    ) as local:
-        alone: dict[int, Any] = {}
-        for sequence in make_sequences(samplings):
-            alone |= local.answer([sequence])
-        together = local.answer(make_sequences(samplings)[:6])
-        counts = local.scheduler.draft_counts
-    assert alone == expected
-    assert together == {id: expected[id] for id in range(6)}
-    assert counts.drafted["model"] >= counts.accepted["model"] > 20
-    assert not speculation._model_guesses
+    check_that_guesses_change_no_answer(
+        num_ranks,
+        LLAMA,
+        make_draft,
+        num_groups,
+        min_accepted=21,
+    )

@@ -13,8 +13,6 @@ from mlx_lm.models.cache import RotatingKVCache
 from serve.core.errors import ModelError, PlanError
 from serve.core.plan import MAX_DRAFT_ROWS, DraftSource
 from serve.core.types import Row, Sampling, Step, Take
-from serve.front.drafts.model_guesses import ModelCosts
-from serve.front.drafts.speculation import Speculation
 from serve.model.mtp import FAMILIES
 from serve.model.stage import Stage
 from serve.model.weights import build_model
@@ -23,8 +21,7 @@ from serve.rank.drafts.mtp import HeadDrafter, HiddenStates, LoadedHead, load_dr
 from serve.rank.step_loop import StepLoop
 from serve.ring.transport import LocalTransport
 from tests import heads
-from tests.rank.test_pipeline import pipeline
-from tests.rank.test_verification import SAMPLINGS, make_sequences
+from tests.rank.drafts.guessed_answers import check_that_guesses_change_no_answer
 
 GREEDY = Sampling(temperature=0)
 VOCABULARY = 8  # so small that random guesses are often right
@@ -232,24 +229,9 @@ def test_a_prediction_head_changes_no_answer(tmp_path: Path, model_type: str) ->
     """Over two ranks, with all parameters, one by one and together."""
     folder = heads.make(tmp_path, model_type, num_hidden_layers=4, vocab_size=96)
     make = partial(build_model, folder)
-    samplings = [Sampling(**fields) for fields in SAMPLINGS.values()]
-    with pipeline(2, make) as local:
-        expected = local.answer(make_sequences(samplings))
-    speculation = Speculation()
-    speculation.is_possible = True
-    speculation.token_cost = 0.01
-    speculation.model_costs = ModelCosts(guess=0.01, reading=0.001)
     source = DraftSource(str(folder), None, None, is_head=True)
     make_draft = partial(load_drafter, source, no_progress)
-    with pipeline(2, make, drafting=speculation, make_draft=make_draft) as local:
-        alone: dict[int, Any] = {}
-        for sequence in make_sequences(samplings):
-            alone |= local.answer([sequence])
-        together = local.answer(make_sequences(samplings)[:6])
-        counts = local.scheduler.draft_counts
-    assert alone == expected
-    assert together == {id: expected[id] for id in range(6)}
-    assert counts.drafted["model"] > 20
+    check_that_guesses_change_no_answer(2, make, make_draft)
 
 
 def test_a_head_reads_from_where_hidden_states_are_held(tmp_path: Path) -> None:

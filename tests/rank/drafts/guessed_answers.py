@@ -1,0 +1,46 @@
+"""Compares the answers of a pipeline with and without guesses, with all sampling parameters."""
+
+from typing import Any
+
+from serve.core.types import Sampling
+from serve.front.drafts.model_guesses import ModelCosts
+from serve.front.drafts.speculation import Speculation
+from tests.rank.test_pipeline import Make, MakeDraft, pipeline
+from tests.rank.test_verification import SAMPLINGS, make_sequences
+
+_MIN_DRAFTED = 20
+
+
+def check_that_guesses_change_no_answer(
+    num_ranks: int,
+    make: Make,
+    make_draft: MakeDraft,
+    num_groups: int | None = None,
+    min_accepted: int = 0,
+) -> None:
+    """Sequences run one by one and together. Many guesses have to be made, and min_accepted of them
+    have to be right."""
+    samplings = [Sampling(**fields) for fields in SAMPLINGS.values()]
+    with pipeline(num_ranks, make) as local:
+        expected = local.answer(make_sequences(samplings))
+    speculation = Speculation()
+    speculation.is_possible = True
+    speculation.token_cost = 0.01
+    speculation.model_costs = ModelCosts(guess=0.01, reading=0.001)
+    with pipeline(
+        num_ranks,
+        make,
+        drafting=speculation,
+        num_groups=num_groups,
+        make_draft=make_draft,
+    ) as local:
+        alone: dict[int, Any] = {}
+        for sequence in make_sequences(samplings):
+            alone |= local.answer([sequence])
+        together = local.answer(make_sequences(samplings)[:6])
+        counts = local.scheduler.draft_counts
+    assert alone == expected
+    assert together == {id: expected[id] for id in range(6)}
+    assert counts.drafted["model"] > _MIN_DRAFTED
+    assert counts.drafted["model"] >= counts.accepted["model"] >= min_accepted
+    assert not speculation._model_guesses
