@@ -150,8 +150,8 @@ def chosen_port() -> int:
 
 
 def speed(num_tokens: int, first_seconds: float, all_seconds: float) -> str:
-    """One answer. first_seconds and all_seconds are the times from the request to the first and to
-    the last token."""
+    """Returns one answer. first_seconds and all_seconds are the times from the request to the first
+    and to the last token."""
     text = f"{num_tokens} tokens, the first after {first_seconds * 1000:.0f} ms"
     if num_tokens > 1 and all_seconds > first_seconds:
         text += f", then {(num_tokens - 1) / (all_seconds - first_seconds):.1f} tokens/s"

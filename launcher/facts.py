@@ -125,7 +125,7 @@ def kill_former(secret: str, rank: int) -> None:
 
 
 def interface(ip: str) -> str | None:
-    """The name of the interface that has this address."""
+    """Returns the name of the interface that has this address."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == ip for address in addresses):
             return str(name)
@@ -133,7 +133,7 @@ def interface(ip: str) -> str | None:
 
 
 def holder(port: int) -> str | None:
-    """The program that listens on a port of this host, or None."""
+    """Returns the program that listens on a port of this host, or None."""
     with suppress(psutil.AccessDenied):  # macOS tells root only
         for connection in psutil.net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
@@ -160,7 +160,7 @@ def _unusable(ip: str) -> str | None:
 
 
 def mac_facts() -> MacFacts:
-    """The facts of this Mac. Not run on macOS yet."""
+    """Returns the facts of this Mac. Not run on macOS yet."""
     settings = [line.split() for line in _tool("pmset", "-g").splitlines()]
     ports = _PORT.findall(_tool(*_LIST_PORTS))
     return MacFacts(

@@ -129,7 +129,8 @@ class Connection:
             self.process.stdin.flush()
 
     def next_line(self, timeout_seconds: float | None = None) -> str | FromAgent | None:
-        """A line of the rank, a message of the agent, or None at the end. Raises queue.Empty."""
+        """Returns a line of the rank, a message of the agent, or None at the end. Raises
+        queue.Empty."""
         text = self._lines.get(timeout=timeout_seconds)
         if text is None:
             self._lines.put(None)  # The next call returns None too, and does not wait in vain.

@@ -30,7 +30,7 @@ class NoAnswerError(OSError):
 
 
 def bearer(key: str | None) -> dict[str, str]:
-    """The header that carries an API key."""
+    """Returns the header that carries an API key."""
     if key:
         return {"Authorization": f"Bearer {key}"}
     return {}
@@ -41,7 +41,7 @@ def connections(
     key: str | None,
     timeout_seconds: float,
 ) -> AsyncClient:
-    """A client without a limit on simultaneous connections."""
+    """Returns a client without a limit on simultaneous connections."""
     return AsyncClient(
         base_url=base_url,
         headers=bearer(key),
@@ -60,8 +60,8 @@ class Client:
     uses_proxy: bool = True
 
     def call(self, path: str, body: Any, timeout_seconds: float) -> tuple[int, str]:
-        """The status and the text of the answer to a POST of body, or to a GET if body is None.
-        Raises NoAnswerError."""
+        """Returns the status and the text of the answer to a POST of body, or to a GET if body is
+        None. Raises NoAnswerError."""
         with self.open(path, body, timeout_seconds) as response:
             text = response.read().decode("utf-8", "replace")
             return response.status_code, text
@@ -90,7 +90,7 @@ class Client:
 
 
 def _reason(error: BaseException) -> str:
-    """The operating system's words for an error, without its number."""
+    """Returns the operating system's words for an error, without its number."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:

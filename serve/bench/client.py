@@ -144,7 +144,7 @@ async def connected(
 
 
 async def _model_name(http: AsyncClient, url: str, wanted: str | None) -> str:
-    """The wanted model's name or, if none is wanted, that of the server's first model."""
+    """Returns the wanted model's name or, if none is wanted, that of the server's first model."""
     try:
         response = await http.get("models")
     except TransportError as error:
@@ -164,7 +164,7 @@ async def _model_name(http: AsyncClient, url: str, wanted: str | None) -> str:
 
 
 def _reason(body: bytes) -> str:
-    """The message of an OpenAI error object, or else the beginning of the body."""
+    """Returns the message of an OpenAI error object, or else the beginning of the body."""
     try:
         return _message(json.loads(body))
     except (ValueError, AttributeError):

@@ -60,7 +60,8 @@ async def open_loop(
 
 
 def poisson_arrivals(rate: float, count: int, seed: int) -> list[float]:
-    """The times, in seconds, of a Poisson process with `rate` arrivals a second. The first is 0."""
+    """Returns the times, in seconds, of a Poisson process with `rate` arrivals a second. The first
+    is 0."""
     random = Random(seed)
     gaps = [random.expovariate(rate) for _ in range(count - 1)]
     return list(accumulate(gaps, initial=0.0))

@@ -20,7 +20,7 @@ def random_words(random: Random, num_words: int) -> str:
 
 
 def words_for(prompt_tokens: int, probes: Sequence[int | None]) -> int:
-    """The number of words in a prompt of prompt_tokens tokens, chat template included.
+    """Returns the number of words in a prompt of prompt_tokens tokens, chat template included.
 
     probes has the tokens that the server counted in prompts of PROBE_WORDS words. If it did not
     count them, each word is taken to be one token.
@@ -59,7 +59,7 @@ def read_questions(path: Path) -> list[str]:
 
 
 def _question(turn: dict[str, Any]) -> str | None:
-    """The text of a human's turn; None for other turns, and without text."""
+    """Returns the text of a human's turn; None for other turns, and without text."""
     text = turn["value"] if turn["from"] in ("human", "user") else None
     return text if isinstance(text, str) and text.strip() else None
 

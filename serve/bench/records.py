@@ -84,8 +84,8 @@ def summarise(runs: Sequence[Sequence[Record]]) -> Summary:
 
 
 def quantile(values: Iterable[float], share: float) -> float | None:
-    """The quantile at share, a multiple of 0.01; it is interpolated linearly, as numpy does.
-    Returns None without values."""
+    """Returns the quantile at share, a multiple of 0.01; it is interpolated linearly, as numpy
+    does. Returns None without values."""
     known = list(values)
     if not known:
         return None
@@ -96,8 +96,8 @@ def quantile(values: Iterable[float], share: float) -> float | None:
 
 
 def tokens_per_second(run: Sequence[Record]) -> float:
-    """The tokens of whole answers, divided by the time from the first of their requests to the
-    end of the last."""
+    """Returns the tokens of whole answers, divided by the time from the first of their requests to
+    the end of the last."""
     whole = _whole(run)
     if not whole:
         return 0.0
@@ -108,7 +108,7 @@ def tokens_per_second(run: Sequence[Record]) -> float:
 
 
 def _whole(records: Iterable[Record]) -> list[Record]:
-    """The records of requests that got a whole answer."""
+    """Returns the records of requests that got a whole answer."""
     return [record for record in records if record.error is None]
 
 

@@ -99,7 +99,8 @@ def tell(text: str) -> None:
 
 
 def table(runs: Runs) -> Table:
-    """One row for each load and server, seconds as milliseconds; below it, each error's reason."""
+    """Returns one row for each load and server, seconds as milliseconds; below it, each error's
+    reason."""
     # As narrow as its numbers are: it has to fit into 80 columns.
     shown = Table(
         box=None,

@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def plain(message: str) -> str:
-    """A message of argparse, in plain words if it is about a number."""
+    """Returns a message of argparse, in plain words if it is about a number."""
     wrong = _WRONG_NUMBER.fullmatch(message)
     if wrong is None:
         return message
@@ -131,7 +131,7 @@ def _add_flag(
 
 
 def _metavar(field: "dataclasses.Field[Any]", kind: type) -> str:
-    """The word that stands for the value of a flag in its help."""
+    """Returns the word that stands for the value of a flag in its help."""
     if "metavar" in field.metadata:
         return str(field.metadata["metavar"])
     if kind is str:

@@ -53,7 +53,7 @@ def adapter_name(folder: Path) -> str:
 
 
 def _key() -> str | None:
-    """The variable that holds the key to send."""
+    """Returns the variable that holds the key to send."""
     return next((name for name in _KEYS if name in os.environ), None)
 
 

@@ -236,8 +236,8 @@ def _check_draft(config: ServeConfig, tokenizer: "Tokenizer") -> None:
 
 
 async def _in_thread(work: Callable[[], Result]) -> Result:
-    """The result of work, in a thread that need not end before this process does: it may hang in
-    a download."""
+    """Returns the result of work, in a thread that need not end before this process does: it may
+    hang in a download."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Result] = loop.create_future()
 

@@ -13,8 +13,8 @@ _OPENBLAS = (
 
 
 def with_openblas(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment for a process that runs MLX: on Linux it preloads OpenBLAS, if that is
-    installed, with one thread. Variables that are already set stay as they are."""
+    """Returns the environment for a process that runs MLX: on Linux it preloads OpenBLAS, if that
+    is installed, with one thread. Variables that are already set stay as they are."""
     chosen = dict(environment)
     installed = [path for path in _OPENBLAS if Path(path).exists()]
     if sys.platform == "linux" and installed:

@@ -140,7 +140,7 @@ def read_header(file: Path) -> dict[str, TensorRange]:
 
 
 def _read_header(file: Path) -> tuple[bytes, int]:
-    """The text of a file's header, and the length of the file."""
+    """Returns the text of a file's header, and the length of the file."""
     try:
         with file.open("rb") as stream:
             prefix = stream.read(_PREFIX_BYTES)
@@ -151,7 +151,7 @@ def _read_header(file: Path) -> tuple[bytes, int]:
 
 
 def header_bytes(prefix: bytes, file: Path) -> int:
-    """The length of a safetensors header, from the 8 bytes before it. Raises ModelError."""
+    """Returns the length of a safetensors header, from the 8 bytes before it. Raises ModelError."""
     if len(prefix) != _PREFIX_BYTES:
         raise _not_safetensors(file, f"{_PREFIX_BYTES} bytes expected")
     (size,) = struct.unpack("<Q", prefix)
@@ -165,7 +165,7 @@ def parse_header(
     file: Path,
     file_bytes: int,
 ) -> dict[str, TensorRange]:
-    """The tensors that the header (text) of a file of file_bytes bytes describes. Raises
+    """Returns the tensors that the header (text) of a file of file_bytes bytes describes. Raises
     ModelError if it is not a header, or if its tensors overlap or do not fit into the file."""
     data_start = _PREFIX_BYTES + len(text)
     tensors: dict[str, TensorRange] = {}
@@ -249,8 +249,8 @@ def refuse_pickles(place: str, names: Iterable[str]) -> None:
 
 
 def _first_number(config: dict[str, Any], keys: tuple[str, ...]) -> int | None:
-    """The first positive number under one of these keys, in the config or in the text part of a
-    multimodal model's config."""
+    """Returns the first positive number under one of these keys, in the config or in the text part
+    of a multimodal model's config."""
     for part in (config, config.get("text_config")):
         if not isinstance(part, dict):
             continue

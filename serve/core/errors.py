@@ -167,6 +167,6 @@ _BY_EXIT_CODE: dict[int, type[BrigadeError]] = {error.exit_code: error for error
 
 
 def from_exit_code(exit_code: int, message: str) -> BrigadeError:
-    """The error with which another process ended, so that its exit code is passed on."""
+    """Returns the error with which another process ended, so that its exit code is passed on."""
     error_class = _BY_EXIT_CODE.get(exit_code, EngineError)
     return error_class(message)

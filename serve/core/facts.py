@@ -24,16 +24,16 @@ def versions() -> dict[str, str]:
 
 
 def files(folder: Path, weights_digest: str) -> dict[str, str]:
-    """The digests of a model folder's small files, and weights_digest, which covers the places of
-    all tensors."""
+    """Returns the digests of a model folder's small files, and weights_digest, which covers the
+    places of all tensors."""
     facts = {name: _digest(folder / name) for name in _FILES}
     facts["weights"] = weights_digest
     return facts
 
 
 def stamp(folder: Path) -> str:
-    """A digest of the names, sizes and times of a model folder's weights and config. It changes
-    when any of these files is written or replaced."""
+    """Returns a digest of the names, sizes and times of a model folder's weights and config. It
+    changes when any of these files is written or replaced."""
     digest = hashlib.sha256()
     for path in sorted([*folder.glob("*.safetensors"), folder / "config.json"]):
         try:

@@ -49,8 +49,8 @@ class Parameter:
 
 
 def parameters(declared: type) -> Mapping[str, Parameter]:
-    """The fields of a dataclass that are annotated with a range, such as
-    `Annotated[float, Range(0, 2)]`."""
+    """Returns the fields of a dataclass that are annotated with a range, such as `Annotated[float,
+    Range(0, 2)]`."""
     found: dict[str, Parameter] = {}
     for name, annotation in get_type_hints(declared, include_extras=True).items():
         kind, *extras = get_args(annotation) or (annotation,)

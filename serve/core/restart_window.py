@@ -26,7 +26,8 @@ class RestartWindow:
             self._times.pop()
 
     def num_left(self, now: float) -> int:
-        """The number of restarts that are still allowed. It is negative if there were more."""
+        """Returns the number of restarts that are still allowed. It is negative if there were
+        more."""
         self._expire(now)
         return self.max_restarts - len(self._times)
 

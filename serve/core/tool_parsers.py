@@ -19,13 +19,13 @@ OWN_FORMATS = (
 
 
 def call_formats() -> tuple[str, ...]:
-    """The names of all formats of tool calls that can be read, sorted."""
+    """Returns the names of all formats of tool calls that can be read, sorted."""
     return tuple(sorted({*OWN_FORMATS, *tool_parsers()}))
 
 
 @cache
 def tool_parsers() -> tuple[str, ...]:
-    """The sorted names of mlx-lm's parsers; none if mlx-lm is not installed."""
+    """Returns the sorted names of mlx-lm's parsers; none if mlx-lm is not installed."""
     root = mlx_lm_folder()
     if not root:
         return ()

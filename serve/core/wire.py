@@ -25,7 +25,7 @@ Received = TypeVar("Received")
 
 
 def frame(message: AnyMessage) -> bytes:
-    """The bytes of a message with its header. Raises ClusterError if it is too large."""
+    """Returns the bytes of a message with its header. Raises ClusterError if it is too large."""
     body = _ENCODER.encode(message)
     if len(body) > MAX_BODY_BYTES:
         kind = type(message).__name__
@@ -91,7 +91,7 @@ def _check_header(magic: bytes, version: int, size: int, max_size: int) -> None:
 
 
 def line(message: AgentMessage) -> str:
-    """A message between a launcher and an agent as a line of JSON, without its end."""
+    """Returns a message between a launcher and an agent as a line of JSON, without its end."""
     return msgspec.json.encode(message).decode()
 
 

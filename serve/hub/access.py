@@ -91,7 +91,7 @@ class Patience:
         self._sleep(seconds)
 
     def _seconds_before_retry(self, error: Exception) -> float:
-        """The wait that the server asked for, or else exponential backoff with jitter."""
+        """Returns the wait that the server asked for, or else exponential backoff with jitter."""
         requested = _requested_wait(error)
         if requested is not None:
             return min(requested, _MAX_REQUESTED_WAIT_SECONDS)
@@ -111,7 +111,7 @@ def patiently(repo: str, call: Callable[[], Result], max_tries: int = 8) -> Resu
 
 
 def wait_seconds(headers: Mapping[str, str]) -> float | None:
-    """The wait that a server asks for: Retry-After, or the hub's RateLimit."""
+    """Returns the wait that a server asks for: Retry-After, or the hub's RateLimit."""
     retry_after = headers.get("retry-after", "").strip()
     if retry_after.isdigit():
         return float(retry_after)
@@ -145,7 +145,7 @@ def explain(error: Exception, repo: str) -> ModelError:
 
 
 def _reason_by_type(error: Exception, repo: str) -> str | None:
-    """The message for errors of huggingface_hub whose type says what is wrong."""
+    """Returns the message for errors of huggingface_hub whose type says what is wrong."""
     page = f"{constants.ENDPOINT}/{repo}"
     if isinstance(error, GatedRepoError):
         return f"{repo} is gated: accept its licence at {page} and set HF_TOKEN."
@@ -176,7 +176,7 @@ def _may_pass(error: Exception) -> bool:
 
 
 def _requested_wait(error: Exception) -> float | None:
-    """The seconds that the server asked for with this error, if it did."""
+    """Returns the seconds that the server asked for with this error, if it did."""
     if isinstance(error, Retry):
         return error.wait_seconds
     response = getattr(error, "response", None)

@@ -55,13 +55,13 @@ class SamplingDefaults:
     max_new_tokens: int | None = None
 
     def numbers(self) -> dict[str, Any]:
-        """The values by the names of Sampling's fields, without max_new_tokens."""
+        """Returns the values by the names of Sampling's fields, without max_new_tokens."""
         values = asdict(self)
         del values["max_new_tokens"]
         return values
 
     def own(self) -> dict[str, float | int]:
-        """The parameters that differ from those of OpenAI's API."""
+        """Returns the parameters that differ from those of OpenAI's API."""
         usual = asdict(SamplingDefaults())
         return {name: value for name, value in asdict(self).items() if value != usual[name]}
 
@@ -70,8 +70,8 @@ _MAX_NEW_TOKENS = Parameter(int, Range(1, MAX_INT))
 
 
 def sampling_defaults(folder: Path) -> SamplingDefaults:
-    """The parameters that generation_config.json names, as vLLM reads them: do_sample and all
-    others have no effect. Raises ModelError for a value that no request could have."""
+    """Returns the parameters that generation_config.json names, as vLLM reads them: do_sample and
+    all others have no effect. Raises ModelError for a value that no request could have."""
     file = folder / "generation_config.json"
     config = read_json(file) if file.exists() else {}
     names = [field.name for field in fields(SamplingDefaults)]

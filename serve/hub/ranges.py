@@ -14,7 +14,7 @@ def total(ranges: Iterable[Range]) -> int:
 
 
 def union(ranges: Iterable[Range]) -> list[Range]:
-    """The same bytes as sorted ranges that are not empty and neither overlap nor touch."""
+    """Returns the same bytes as sorted ranges that are not empty and neither overlap nor touch."""
     merged: list[Range] = []
     for start, end in sorted(ranges):
         if start >= end:
@@ -28,7 +28,7 @@ def union(ranges: Iterable[Range]) -> list[Range]:
 
 
 def subtract(wanted: Iterable[Range], present: Iterable[Range]) -> list[Range]:
-    """The part of wanted that is not in present."""
+    """Returns the part of wanted that is not in present."""
     left: list[Range] = []
     cuts = union(present)
     first = 0
@@ -54,7 +54,7 @@ def requests(
     spare_bytes: int,
     max_bytes: int,
 ) -> list[Range]:
-    """The ranges to request, in order, each of at most max_bytes.
+    """Returns the ranges to request, in order, each of at most max_bytes.
 
     Gaps of at most gap_bytes are fetched too, the smallest first, up to spare_bytes in all. A gap
     is never fetched if some of its bytes are present.
@@ -76,7 +76,7 @@ def _bridges(
     gap_bytes: int,
     spare_bytes: int,
 ) -> list[Range]:
-    """The gaps between missing ranges that are fetched too."""
+    """Returns the gaps between missing ranges that are fetched too."""
     gaps: list[Range] = []
     for left, right in zip(missing, missing[1:], strict=False):
         gaps.append((left[1], right[0]))

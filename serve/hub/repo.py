@@ -91,14 +91,14 @@ class Snapshot:
         write_whole(path, json.dumps(fields, indent=1).encode())
 
     def small_files(self, kind: Kind) -> list[str]:
-        """The names of the files to fetch whole. For an adapter this is only its config, because
-        tokenizer files beside it belong to its model."""
+        """Returns the names of the files to fetch whole. For an adapter this is only its config,
+        because tokenizer files beside it belong to its model."""
         if kind is ADAPTER:
             return [kind.config]
         return [name for name in self.files if Path(name).suffix in _SMALL]
 
     def weight_files(self, kind: Kind, index: Path | None) -> list[str]:
-        """The safetensors files; index is the local path of a model's index.
+        """Returns the safetensors files; index is the local path of a model's index.
 
         Raises ModelError if there are none, or if the index names one that does not exist.
         """
@@ -140,7 +140,7 @@ def resolve(
     cache: Path,
     kind: Kind = MODEL,
 ) -> Snapshot:
-    """The files of the commit to which a branch, tag or commit (None: main) points.
+    """Returns the files of the commit to which a branch, tag or commit (None: main) points.
 
     If the hub cannot be reached, its last answer is used. Raises ModelError.
     """
@@ -169,7 +169,7 @@ def resolve(
 
 
 def _ask(repo: str, revision: str | None) -> Snapshot:
-    """The files of a commit, as the hub lists them. Raises ModelError, and FAILURES."""
+    """Returns the files of a commit, as the hub lists them. Raises ModelError, and FAILURES."""
     api = HfApi(library_name=LIBRARY, library_version=__version__)
     timeout = constants.HF_HUB_ETAG_TIMEOUT
     try:
@@ -214,7 +214,8 @@ def _remembered(
     cache: Path,
     ref: Path,
 ) -> Snapshot | None:
-    """The snapshot in Brigade's cache for a revision. The file ref holds its last known commit."""
+    """Returns the snapshot in Brigade's cache for a revision. The file ref holds its last known
+    commit."""
     commit = revision or ""
     if not _COMMIT.fullmatch(commit):
         commit = ref.read_text() if ref.is_file() else ""
@@ -225,12 +226,12 @@ def _remembered(
 
 
 def saved_snapshot(folder: Path) -> Path:
-    """The path of the snapshot that is kept in a partial model's folder."""
+    """Returns the path of the snapshot that is kept in a partial model's folder."""
     return folder / STATE_FOLDER / "snapshot.json"
 
 
 def _cached_by_hub(repo: str, revision: str | None, kind: Kind) -> Snapshot | None:
-    """A snapshot in the hub's own cache, which may lack files."""
+    """Returns a snapshot in the hub's own cache, which may lack files."""
     try:
         config = try_to_load_from_cache(repo, kind.config, revision=revision)
     except FAILURES as error:
@@ -249,7 +250,8 @@ def _cached_by_hub(repo: str, revision: str | None, kind: Kind) -> Snapshot | No
 
 
 def cached_whole(snapshot: Snapshot, name: str) -> Path | None:
-    """The path of this commit's file in the hub's own cache; None if it is not there whole."""
+    """Returns the path of this commit's file in the hub's own cache; None if it is not there
+    whole."""
     cached = try_to_load_from_cache(snapshot.repo, name, revision=snapshot.commit)
     if not isinstance(cached, str):
         return None

@@ -38,7 +38,7 @@ PATTERN = "|".join(
 
 
 def tokenizer_source(folder: Path) -> str:
-    """The path of the folder's tokenizer.json, or the JSON text of one where there is none.
+    """Returns the path of the folder's tokenizer.json, or the JSON text of one where there is none.
     Raises ModelError."""
     file = folder / "tokenizer.json"
     return str(file) if file.exists() or not is_tiktoken(folder) else tokenizer_json(folder)
@@ -49,8 +49,8 @@ def is_tiktoken(folder: Path) -> bool:
 
 
 def tokenizer_json(folder: Path) -> str:
-    """The tokenizer.json of a folder's tiktoken file. This takes about two seconds for 160,000
-    tokens. Raises ModelError if the file cannot be read."""
+    """Returns the tokenizer.json of a folder's tiktoken file. This takes about two seconds for
+    160,000 tokens. Raises ModelError if the file cannot be read."""
     ranks = _read_ranks(folder / _FILE)
     written = {token: "".join(map(character_of.__getitem__, token)) for token in ranks}
     tokenizer = {
@@ -115,7 +115,7 @@ def _read_ranks(file: Path) -> dict[bytes, int]:
 
 
 def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    """All pairs of tokens that make a token, in the order in which tiktoken merges."""
+    """Yields all pairs of tokens that make a token, in the order in which tiktoken merges."""
     for token in sorted(ranks, key=ranks.__getitem__):
         cuts = [(token[:size], token[size:]) for size in range(1, len(token))]
         pairs = [(left, right) for left, right in cuts if left in ranks and right in ranks]
@@ -142,8 +142,8 @@ def _added_tokens(folder: Path, num_ranks: int) -> Iterator[dict[str, Any]]:
 
 
 def _characters() -> list[str]:
-    """How byte-level vocabularies write each byte: printable ones as themselves, others as the
-    characters from U+0100 on."""
+    """Returns how byte-level vocabularies write each byte: printable ones as themselves, others as
+    the characters from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     written = {byte: chr(256 + number) for number, byte in enumerate(others)}

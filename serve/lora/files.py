@@ -197,7 +197,7 @@ def _digest(
 
 
 def _samples(file: Path) -> bytes:
-    """Some bytes from all parts of a file."""
+    """Returns some bytes from all parts of a file."""
     with file.open("rb") as opened:
         size = opened.seek(0, os.SEEK_END)
         parts: list[bytes] = []

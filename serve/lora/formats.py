@@ -52,7 +52,7 @@ def convert(source: Path, target: Path) -> str:
 
 
 def _converted(files: AdapterFiles, tensors: dict[str, mx.array]) -> dict[str, mx.array]:
-    """The tensors under the names of the other format, and transposed."""
+    """Returns the tensors under the names of the other format, and transposed."""
     converted = {}
     for module, target in files.targets.items():
         for part, name in target.parts.items():
@@ -79,7 +79,7 @@ def _new_name(files: AdapterFiles, module: str, part: str) -> str:
 
 
 def _mlx_config(files: AdapterFiles) -> dict[str, Any]:
-    """The config in mlx-lm's format, which has one rank and scale, and full names as keys.
+    """Returns the config in mlx-lm's format, which has one rank and scale, and full names as keys.
 
     Raises AdapterError if modules of the adapter differ in rank or scale.
     """
@@ -127,7 +127,8 @@ def _peft_config(files: AdapterFiles) -> dict[str, Any]:
 
 
 def _alpha(rank: int, scale: float) -> tuple[float, bool]:
-    """The lora_alpha that gives exactly this scale, and whether the adapter is rank-stabilised.
+    """Returns the lora_alpha that gives exactly this scale, and whether the adapter is
+    rank-stabilised.
 
     PEFT divides lora_alpha by the rank or, in rank-stabilised adapters, by the root of the rank.
     """
@@ -141,7 +142,8 @@ def _alpha(rank: int, scale: float) -> tuple[float, bool]:
 
 
 def _dividend(divisor: float, quotient: float) -> float | None:
-    """The number that gives exactly this quotient in floating point, as an integer if it is one."""
+    """Returns the number that gives exactly this quotient in floating point, as an integer if it is
+    one."""
     product = divisor * quotient
     above = math.nextafter(product, math.inf)
     below = math.nextafter(product, -math.inf)

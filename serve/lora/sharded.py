@@ -32,18 +32,18 @@ class Part:
     axis: int
 
     def of(self, whole: mx.array) -> mx.array:
-        """This shard's part of the whole array."""
+        """Returns this shard's part of the whole array."""
         return self.division.own_part(whole, self.axis)
 
     def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the whole array, from that of this shard's part."""
+        """Returns the shape of the whole array, from that of this shard's part."""
         sizes = list(shape)
         sizes[self.axis] = round(sizes[self.axis] / self.division.share)
         return tuple(sizes)
 
     def among_zeros(self, own: mx.array) -> mx.array:
-        """An array of the whole shape that is zero outside of this shard's part. The sum of those
-        of all shards is the whole array."""
+        """Returns an array of the whole shape that is zero outside of this shard's part. The sum of
+        those of all shards is the whole array."""
         division = self.division
         shape = self.whole_shape(own.shape)
         size = shape[self.axis]

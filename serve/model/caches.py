@@ -11,7 +11,8 @@ _GROUP_SIZE = 32
 
 
 def quantized(caches: list[Any], bits: int | None) -> list[Any]:
-    """New caches that store keys and values in this many bits; None returns the given caches.
+    """Returns new caches that store keys and values in this many bits; None returns the given
+    caches.
 
     Raises PlanError if a layer has any other cache than one of plain keys and values.
     """

@@ -118,8 +118,8 @@ def _fetch_bytes(
 
 
 def _read_share(name: str, divisions: Divisions) -> float:
-    """The share of a tensor that a shard reads. It is 1 if the model has no weight of that name,
-    and for a bias that every shard adds."""
+    """Returns the share of a tensor that a shard reads. It is 1 if the model has no weight of that
+    name, and for a bias that every shard adds."""
     module, _, part = name.rpartition(".")
     division = divisions.get(module)
     if division is None:
@@ -139,7 +139,7 @@ def _weight_bytes(module: nn.Module) -> int:
 
 
 def _outside_bytes(model: nn.Module, layers: Layers) -> dict[str, int]:
-    """The bytes of each array outside of the layers, by the array's name."""
+    """Returns the bytes of each array outside of the layers, by the array's name."""
     in_layers: set[int] = set()
     for layer in layers:
         for _, array in named_arrays(layer):
@@ -287,7 +287,7 @@ def _cache_cost(caches: list[Any]) -> dict[str, Any]:
 
 
 def _largest_limit(limits: Sequence[int | None]) -> int | None:
-    """The largest limit, or None if there is none or some cache has no limit."""
+    """Returns the largest limit, or None if there is none or some cache has no limit."""
     found = [int(limit) for limit in limits if limit]
     if found and len(found) == len(limits):
         return max(found)

@@ -90,7 +90,7 @@ class PredictionHead:
         return dict(named_arrays(self._whole))
 
     def make_cache(self) -> list[Any]:
-        """The new mlx-lm cache of one row."""
+        """Returns the new mlx-lm cache of one row."""
         caches: list[Any] = make_prompt_cache(self._whole)
         return caches
 
@@ -146,7 +146,7 @@ class HeadInputs:
         self._example = trial.blank(states[0, -1:])
 
     def example(self) -> mx.array:
-        """A hidden state (1, D) of zeros."""
+        """Returns a hidden state (1, D) of zeros."""
         return mx.zeros_like(self._example)
 
     def take(self, num_calls: int) -> list[mx.array]:
@@ -162,7 +162,7 @@ class HeadInputs:
 
 
 def family_of(checkpoint: Checkpoint) -> Family:
-    """The family of a model that has a head. Raises ModelError if it has none."""
+    """Returns the family of a model that has a head. Raises ModelError if it has none."""
     family = FAMILIES.get(checkpoint.model_type)
     if family is None:
         known = ", ".join(FAMILIES)
@@ -183,8 +183,8 @@ def family_of(checkpoint: Checkpoint) -> Family:
 
 
 def head_bytes(folder: Path, demand: Demand) -> int:
-    """The memory that the prediction head of a model needs: its weights and, for the demand, keys
-    and values. Raises ModelError if the model has none."""
+    """Returns the memory that the prediction head of a model needs: its weights and, for the
+    demand, keys and values. Raises ModelError if the model has none."""
     checkpoint = read_checkpoint(folder)
     variant = _variant(family_of(checkpoint), checkpoint)
     whole = build_model(folder, variant=variant)
@@ -220,7 +220,7 @@ def _prefix(family: Family, checkpoint: Checkpoint) -> str:
 
 
 def _variant(family: Family, checkpoint: Checkpoint) -> Variant:
-    """The model with the prediction head as its only layer."""
+    """Returns the model with the prediction head as its only layer."""
     prefix = _prefix(family, checkpoint)
 
     def changed(model_class: Any) -> Any:
@@ -267,8 +267,8 @@ def _own_quantization(
 
 
 def _renamed(name: str, prefix: str, family: Family) -> str | None:
-    """The name of a tensor in the model with one layer; None if it has no such tensor. The head
-    has its own copies of the embedding and the model's head in some checkpoints."""
+    """Returns the name of a tensor in the model with one layer; None if it has no such tensor. The
+    head has its own copies of the embedding and the model's head in some checkpoints."""
     if name.startswith(("model.embed_tokens.", "lm_head.")):
         return name
     rest = name.removeprefix(prefix)

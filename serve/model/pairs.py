@@ -64,6 +64,8 @@ def find_pairs(model: nn.Module, num_shards: int) -> Pairs:
 
 
 class _Search:
+    """Finds the pairs of all layers. Layers whose code does the same are searched once."""
+
     def __init__(self, probe: Probe, num_shards: int) -> None:
         self.probe = probe
         self.num_shards = num_shards
@@ -105,7 +107,8 @@ class _Search:
         return True
 
     def _summed(self, roles: Roles) -> tuple[str, ...]:
-        """The modules that call experts: the outermost ones whose outputs can be added up."""
+        """Returns the modules that call experts: the outermost ones whose outputs can be added
+        up."""
         known: dict[Any, str] = {}
         summed: dict[str, None] = {}
         for i, layer in enumerate(self.probe.layers):
@@ -125,8 +128,8 @@ class _Search:
         return tuple(summed)
 
     def _outermost(self, i: int, matrix: str, row_parallel: Sequence[str]) -> str:
-        """The outermost module around a matrix whose outputs can be added up: at least the one that
-        calls it."""
+        """Returns the outermost module around a matrix whose outputs can be added up: at least the
+        one that calls it."""
         prefix = self.probe.prefix(i)
         words = matrix.removeprefix(prefix).split(".")
         for length in range(1, len(words) - 1):
@@ -203,8 +206,8 @@ class _Layer:
         return num_outputs % self.num_shards == 0
 
     def _pair(self, matrix: str) -> Roles | None:
-        """The pair of a row-parallel matrix, if there are column-parallel ones and a run proves
-        it."""
+        """Returns the pair of a row-parallel matrix, if there are column-parallel ones and a run
+        proves it."""
         call = self.probe.calls[matrix][0]
         num_inputs = call.inputs.shape[-1]
         row_parallel = {matrix: _equal_slices(num_inputs, self.num_shards)}
@@ -279,7 +282,7 @@ class _Layer:
         return self.probe.call_layer(self.i, call, caches)
 
     def _arrays(self) -> dict[str, mx.array]:
-        """The arrays of the layer that do not belong to a matrix."""
+        """Returns the arrays of the layer that do not belong to a matrix."""
         found: dict[str, mx.array] = {}
         for name, array in named_arrays(self.module):
             path = self.prefix + name
@@ -336,7 +339,8 @@ class _Layer:
         return itertools.islice(combinations, _MAX_TRIALS)
 
     def _attributes_read(self, scope: str) -> list[tuple[str, str]]:
-        """The attributes that the layer reads of the modules in a scope, other than matrices."""
+        """Returns the attributes that the layer reads of the modules in a scope, other than
+        matrices."""
         names: list[str] = []
         modules: list[nn.Module] = []
         for name, module in self.probe.modules.items():
@@ -433,7 +437,8 @@ def _combinations(options: Sequence[_Options]) -> Iterator[Numbers]:
 
 
 def _parts(value: int, num_shards: int) -> list[int]:
-    """The values that a number of the whole model may have on a shard, the likeliest first."""
+    """Returns the values that a number of the whole model may have on a shard, the likeliest
+    first."""
     parts: list[int] = []
     if value <= 0:
         return parts
@@ -446,8 +451,8 @@ def _parts(value: int, num_shards: int) -> list[int]:
 
 
 def _slices(supports: Sequence[mx.array], axis: int) -> Slices | None:
-    """The ranges of an axis on which each shard depends. None if that is everything, nothing, or
-    differs in size."""
+    """Returns the ranges of an axis on which each shard depends. None if that is everything,
+    nothing, or differs in size."""
     ranges: list[tuple[tuple[int, int], ...]] = []
     sizes: set[int] = set()
     num_whole = supports[0].shape[axis]
@@ -468,7 +473,7 @@ def _slices(supports: Sequence[mx.array], axis: int) -> Slices | None:
 
 
 def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """The ranges in which the flags are true."""
+    """Yields the ranges in which the flags are true."""
     start = 0
     for flag, group in itertools.groupby(flags):
         length = len(list(group))
@@ -479,7 +484,7 @@ def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
 
 
 def _common_module(names: Sequence[str]) -> str:
-    """The innermost module that contains all of these modules."""
+    """Returns the innermost module that contains all of these modules."""
     paths = [name.split(".")[:-1] for name in names]
     common: list[str] = []
     for words in zip(*paths, strict=False):
@@ -497,7 +502,7 @@ def _union(several: Sequence[Roles]) -> Roles:
 
 
 def _signature(layer: nn.Module) -> tuple[Any, ...]:
-    """Equal for layers whose code does the same."""
+    """Makes a key that is equal for layers whose code does the same."""
     parts: list[Any] = []
     for name, module in layer.named_modules():
         shapes: list[Any] = []

@@ -42,7 +42,7 @@ class Slices:
     ranges: tuple[tuple[tuple[int, int], ...], ...]
 
     def take(self, array: mx.array, shard: int, axis: int = -1) -> mx.array:
-        """The shard's part of an array, whose axis has the size num_whole."""
+        """Returns the shard's part of an array, whose axis has the size num_whole."""
         moved = array.swapaxes(axis, 0)
         parts = []
         for start, end in self.ranges[shard]:
@@ -145,7 +145,7 @@ class Probe:
         self._open.close()
 
     def prefix(self, i: int) -> str:
-        """The beginning of the names of the modules in layer i."""
+        """Returns the beginning of the names of the modules in layer i."""
         return f"{self.names[id(self.layers[i])]}."
 
     def random(self, shape: Sequence[int]) -> mx.array:
@@ -155,7 +155,7 @@ class Probe:
         return mx.random.normal(shape, key=mx.random.key(self._num_drawn))
 
     def positive(self, shape: Sequence[int]) -> mx.array:
-        """New random numbers between 0.5 and 1.5."""
+        """Returns new random numbers between 0.5 and 1.5."""
         self._num_drawn += 1
         return mx.random.uniform(0.5, 1.5, shape, key=mx.random.key(self._num_drawn))
 
@@ -327,7 +327,7 @@ class Probe:
             yield
 
     def _without_caches(self, value: Any) -> Any:
-        """The same tuples and dicts of arguments, with numbers in the place of caches."""
+        """Returns the same tuples and dicts of arguments, with numbers in the place of caches."""
         if isinstance(value, tuple):
             return tuple(self._without_caches(item) for item in value)
         if type(value) is dict:
@@ -351,7 +351,7 @@ class Probe:
 
 
 def relative_difference(found: mx.array, expected: mx.array) -> mx.array:
-    """The largest difference, divided by the largest of the expected values."""
+    """Returns the largest difference, divided by the largest of the expected values."""
     whole = expected.astype(mx.float32)
     difference = found.astype(mx.float32) - whole
     largest = mx.abs(difference).max()

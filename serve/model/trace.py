@@ -117,17 +117,17 @@ def uncompiled() -> Iterator[None]:
 
 
 def arrays_in(value: Any) -> list[mx.array]:
-    """The arrays that a value contains, depth first."""
+    """Returns the arrays that a value contains, depth first."""
     return list(places_in(value).values())
 
 
 def places_in(value: Any) -> Arrays:
-    """The arrays that a value contains, by their place in it, such as `.0.key`."""
+    """Returns the arrays that a value contains, by their place in it, such as `.0.key`."""
     return dict(_places(value, ""))
 
 
 def with_arrays(value: Any, arrays: Mapping[str, Any], place: str = "") -> Any:
-    """A copy of a value with its arrays replaced by those of the same place, or by None."""
+    """Returns a copy of a value with its arrays replaced by those of the same place, or by None."""
     if isinstance(value, mx.array):
         return arrays.get(place)
     if isinstance(value, (list, tuple)):
@@ -149,7 +149,7 @@ def with_arrays(value: Any, arrays: Mapping[str, Any], place: str = "") -> Any:
 
 
 def snapshot(value: Any) -> Any:
-    """A copy that does not change when the objects of the original are written to."""
+    """Returns a copy that does not change when the objects of the original are written to."""
     return with_arrays(value, places_in(value))
 
 
@@ -209,8 +209,8 @@ class Graph(Generic[Key]):
             self._parents[child].append(parent)
 
     def used(self, known: Collection[Key], *, and_theirs: bool = False) -> set[Key]:
-        """The known sources that the outputs are computed from directly. With and_theirs also
-        the known sources that those are computed from."""
+        """Returns the known sources that the outputs are computed from directly. With and_theirs
+        also the known sources that those are computed from."""
         known_by_name: dict[str, set[Key]] = {}
         for name, keys in self._keys.items():
             known_by_name[name] = {key for key in keys if key in known}
@@ -230,7 +230,8 @@ class Graph(Generic[Key]):
 
 
 def edges(named: Mapping[str, mx.array]) -> Iterator[tuple[str, str]]:
-    """The edges (parent, child) of the lazy graph of these arrays, which appear by their names."""
+    """Yields the edges (parent, child) of the lazy graph of these arrays, which appear by their
+    names."""
     dot = io.StringIO()
     mx.export_to_dot(dot, **named)
     for line in dot.getvalue().splitlines():
@@ -242,7 +243,8 @@ def edges(named: Mapping[str, mx.array]) -> Iterator[tuple[str, str]]:
 
 
 def depends_on(outputs: Sequence[mx.array], sources: Mapping[Key, mx.array]) -> set[Key]:
-    """The keys of the sources that the outputs are computed from, for any number of arrays."""
+    """Returns the keys of the sources that the outputs are computed from, for any number of
+    arrays."""
     size = _EXPORT_LIMIT // 2
     entries = list(sources.items())
     found: set[Key] = set()

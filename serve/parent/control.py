@@ -81,7 +81,8 @@ class Identity:
     pid: int
 
     def proof(self, who: str, nonce: str) -> str:
-        """The proof that its sender belongs to this launch: it signs the nonce of the other end."""
+        """Returns the proof that its sender belongs to this launch: it signs the nonce of the other
+        end."""
         return hmac.digest(self.secret.encode(), f"{who} {nonce}".encode(), "sha256").hex()
 
     @classmethod
@@ -191,7 +192,7 @@ class ControlServer:
         self._on_message(rank, Gone(reason))
 
     async def _greet(self, link: Link[FromRank]) -> int | None:
-        """The rank of a caller that may join, or None after a refusal that says why."""
+        """Returns the rank of a caller that may join, or None after a refusal that says why."""
         nonce = secrets.token_hex()
         link.send(Challenge(nonce))
         try:
@@ -322,7 +323,7 @@ def _not_rank_0(address: Address) -> ClusterError:
 
 
 def engine_ended(rank: int, exit_code: int) -> Fault:
-    """The fault of an engine that ended without a report, such as one that was killed."""
+    """Returns the fault of an engine that ended without a report, such as one that was killed."""
     how = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
     return fault_of(EngineError(f"The engine of rank {rank} ended by {how}."))
 

@@ -161,8 +161,8 @@ class _Member:
                 raise ClusterError(f"Rank 0 sent an unexpected {type(message).__name__}.")
 
     def _localised(self, order: Order) -> Order:
-        """The order with this host's paths and addresses. Rank 0 decides what to load, including
-        the commit of a hub model; this host decides where it is kept."""
+        """Returns the order with this host's paths and addresses. Rank 0 decides what to load,
+        including the commit of a hub model; this host decides where it is kept."""
         cache_dir = self._config.cache_dir
         prefix_dir = self._config.prefix_cache_dir
         return msgspec.structs.replace(

@@ -41,10 +41,10 @@ class Restarts:
         now: float,
         num_explained: int = 0,
     ) -> float:
-        """The seconds that the next engines have to wait. was_ready says whether the engines with
-        the fault had become ready. num_explained faults, including this one, were caused by a
-        request that is given up, and do not count. Raises the error for which the cluster has to
-        end."""
+        """Returns the seconds that the next engines have to wait. was_ready says whether the
+        engines with the fault had become ready. num_explained faults, including this one, were
+        caused by a request that is given up, and do not count. Raises the error for which the
+        cluster has to end."""
         if not may_pass(fault):
             raise fault
         if num_explained:
@@ -65,7 +65,7 @@ class Restarts:
         return min(_MAX_WAIT_SECONDS, backoff)
 
     def num_left(self, now: float) -> int:
-        """The number of restarts that are still allowed in the current window."""
+        """Returns the number of restarts that are still allowed in the current window."""
         return self._window.num_left(now)
 
 

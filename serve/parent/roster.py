@@ -24,11 +24,11 @@ class Roster:
         return same - self.unfit
 
     def missing(self, ring: Sequence[int]) -> list[int]:
-        """The ranks of a ring that have not joined."""
+        """Returns the ranks of a ring that have not joined."""
         return [rank for rank in ring if rank and rank not in self.joined]
 
     def disagreement(self) -> DisagreementError | None:
-        """The error that names the ranks whose facts differ from rank 0's, or None."""
+        """Returns the error that names the ranks whose facts differ from rank 0's, or None."""
         others = {rank: self.joined[rank].facts for rank in sorted(self.joined)}
         try:
             compare({0: self.facts, **others})

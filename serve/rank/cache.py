@@ -71,7 +71,7 @@ class Part:
         return all(step.rows[n].position == 0 for n in self.rows if n is not None)
 
     def own_rows(self, output: mx.array) -> mx.array:
-        """The rows of an output (B, ...) that belong to rows of the step."""
+        """Returns the rows of an output (B, ...) that belong to rows of the step."""
         own = [i for i, n in enumerate(self.rows) if n is not None]
         if len(own) == len(self.rows):
             return output
@@ -446,7 +446,7 @@ def _merge(parts: list[list[Any]]) -> list[Any]:
 
 
 def _arrays(caches_of_batches: list[list[Any]]) -> list[mx.array]:
-    """The arrays in the states of several batches' caches."""
+    """Returns the arrays in the states of several batches' caches."""
     states = [[cache.state for cache in caches] for caches in caches_of_batches]
     entries = tree_flatten(states)
     return [entry[1] for entry in entries if isinstance(entry[1], mx.array)]

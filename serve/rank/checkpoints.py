@@ -49,7 +49,8 @@ def state_of(cache: Any, row: int | None) -> Any:
 
 
 def restored(cache: Any, state: Any, num_surplus: int) -> Any:
-    """A plain cache that continues from a state, which is None if all of the cache can be cut.
+    """Returns a plain cache that continues from a state, which is None if all of the cache can be
+    cut.
 
     What can be cut comes from cache, a copy that the caller gives away, without its last
     num_surplus tokens.

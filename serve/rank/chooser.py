@@ -93,13 +93,13 @@ class Chooser:
             self._num_begun.clear()
 
     def sampler(self, sequence: int) -> Sampler:
-        """The sampler of a sequence that has been admitted."""
+        """Returns the sampler of a sequence that has been admitted."""
         with self._lock:
             return self._samplers[sequence]
 
     def num_known(self, sequence: int) -> int | None:
-        """The number of known tokens of a sequence; None if it has not been admitted, because its
-        prompt is embedded."""
+        """Returns the number of known tokens of a sequence; None if it has not been admitted,
+        because its prompt is embedded."""
         with self._lock:
             sampler = self._samplers.get(sequence)
         return None if sampler is None else len(sampler.tokens)

@@ -48,7 +48,7 @@ class _Pool:
         return True
 
     def embedding(self) -> mx.array:
-        """The embedding of a whole prompt, lazily. A mean has the direction of its sum."""
+        """Returns the embedding of a whole prompt, lazily. A mean has the direction of its sum."""
         assert self.state is not None
         cut = self.state[: self.pooling.num_dimensions]
         return cut / mx.maximum(mx.linalg.norm(cut), 1e-12)
@@ -86,8 +86,8 @@ class Embedder:
         parts: list[Part],
         hidden: list[mx.array | None],
     ) -> list[mx.array]:
-        """The arrays to evaluate after a step, from the hidden states (B, L, D) of its parts: the
-        embeddings of prompts that are whole with it, and the states of others."""
+        """Returns the arrays to evaluate after a step, from the hidden states (B, L, D) of its
+        parts: the embeddings of prompts that are whole with it, and the states of others."""
         self._done = []
         if not self._pools:
             return []

@@ -233,7 +233,7 @@ class Constraint:
         return matcher.validate_tokens(np.flatnonzero(mask).tolist()) == 0
 
     def _without_forcing(self) -> LLMatcher:
-        """A matcher at the same place that forces no text."""
+        """Returns a matcher at the same place that forces no text."""
         assert self._sampling.grammar is not None
         self._is_unforced = True
         self._matcher = self._grammars.matcher(unforced(self._sampling.grammar))

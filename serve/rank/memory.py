@@ -12,8 +12,8 @@ _NUM_MEASUREMENTS = 5
 
 
 def free_bytes() -> int:
-    """The bytes that MLX may still use: on Apple's GPU the recommended working set minus what MLX
-    has allocated, on a CPU a share of the memory that is available."""
+    """Returns the bytes that MLX may still use: on Apple's GPU the recommended working set minus
+    what MLX has allocated, on a CPU a share of the memory that is available."""
     if mx.metal.is_available():
         recommended = int(mx.device_info()["max_recommended_working_set_size"])
         return max(0, recommended - mx.get_active_memory())

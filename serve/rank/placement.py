@@ -36,7 +36,7 @@ class Batch(Protocol):
         """Whether the last `arrange` has copied the rows into larger buffers."""
 
     def staying(self, sequences: Collection[int]) -> list[int]:
-        """The rows of the last forward whose sequences are among these."""
+        """Returns the rows of the last forward whose sequences are among these."""
 
     def has_room(self, length: int) -> bool:
         """Whether a row of this length may join without wasting much on padding."""
@@ -57,11 +57,12 @@ class Batch(Protocol):
     def remove(self, sequence: int) -> None: ...
 
     def extract(self, sequence: int, length: int) -> list[Any]:
-        """Plain caches with the first tokens of a row, or all where caches cannot be cut."""
+        """Returns plain caches with the first tokens of a row, or all where caches cannot be
+        cut."""
 
     def states(self, sequence: int) -> list[Any]:
-        """The states of a row's caches that cannot be cut, as a Checkpoint of `rank.checkpoints`
-        has them."""
+        """Returns the states of a row's caches that cannot be cut, as a Checkpoint of
+        `rank.checkpoints` has them."""
 
     def rewind(self, sequence: int, num_tokens: int) -> None:
         """Forgets the last tokens of a row. Raises EngineError if its caches cannot."""

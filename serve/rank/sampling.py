@@ -71,7 +71,7 @@ class Sampler:
         return None
 
     def num_allowed(self, drafts: tuple[int, ...]) -> int:
-        """The number of drafts, from the first on, that the grammar does not forbid."""
+        """Returns the number of drafts, from the first on, that the grammar does not forbid."""
         return self._constraint.num_allowed(drafts) if self._constraint else len(drafts)
 
     def choose(self, logits: mx.array, position: int) -> mx.array:

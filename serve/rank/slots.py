@@ -168,7 +168,7 @@ class SlotCache(BatchKVCache):
         return self._advanced(num_rows, length)
 
     def make_mask(self, N: int, return_array: bool = False, **kwargs: Any) -> Any:  # noqa: N803
-        """The mask (B, 1, N, columns) of the next N tokens."""
+        """Returns the mask (B, 1, N, columns) of the next N tokens."""
         if self.ends is None:
             return super().make_mask(N, return_array, **kwargs)
         own = self.ends[:, None] + mx.arange(N)
@@ -182,7 +182,7 @@ class SlotCache(BatchKVCache):
         return mask
 
     def lone(self) -> Any:
-        """A new cache of one row."""
+        """Returns a new cache of one row."""
         return KVCache()
 
     def _kept(self, new: mx.array) -> Buffer:
@@ -425,7 +425,7 @@ class SlotBatch:
             cache.trim(num_tokens)
 
     def extract(self, sequence: int, length: int) -> list[Any]:
-        """Plain caches with the first tokens of a row, not evaluated."""
+        """Returns plain caches with the first tokens of a row, not evaluated."""
         slot = self._slots.index(sequence)
         start = self._starts[sequence]
         plain = []

@@ -56,11 +56,11 @@ class Grid:
         return list(range(self.shard, len(self.addresses), self.num_shards))
 
     def left_in(self, ranks: Sequence[int]) -> int:
-        """The rank before this one in a row or a column; the last one for the first."""
+        """Returns the rank before this one in a row or a column; the last one for the first."""
         return ranks[ranks.index(self.rank) - 1]
 
     def right_in(self, ranks: Sequence[int]) -> int:
-        """The rank after this one in a row or a column; the first one for the last."""
+        """Returns the rank after this one in a row or a column; the first one for the last."""
         return ranks[(ranks.index(self.rank) + 1) % len(ranks)]
 
 

@@ -34,22 +34,22 @@ class Layout:
         return rank % self.num_shards
 
     def place(self, rank: int) -> int:
-        """The rank's place in its pipeline. Place 0 has the last layers."""
+        """Returns the rank's place in its pipeline. Place 0 has the last layers."""
         return rank % self.replica_size // self.num_shards
 
     def pipeline(self, rank: int) -> list[int]:
-        """The ranks that pass activations on to each other: the same shard of all stages of a
-        replica."""
+        """Returns the ranks that pass activations on to each other: the same shard of all stages of
+        a replica."""
         first = self.replica(rank) * self.replica_size + self.shard(rank)
         return [first + place * self.num_shards for place in range(self.pipeline_size)]
 
     def shards(self, rank: int) -> list[int]:
-        """The ranks that share the layers of a stage."""
+        """Returns the ranks that share the layers of a stage."""
         first = rank - self.shard(rank)
         return list(range(first, first + self.num_shards))
 
     def replicas(self, rank: int) -> list[int]:
-        """The ranks that hold the same weights: those at the same place of each replica."""
+        """Returns the ranks that hold the same weights: those at the same place of each replica."""
         return list(range(rank % self.replica_size, self.num_ranks, self.replica_size))
 
     def __str__(self) -> str:

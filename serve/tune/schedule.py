@@ -181,9 +181,9 @@ def _interleaved(shape: Shape, position: int) -> Iterator[Op]:
 
 
 def _forward(shape: Shape, position: int) -> Iterator[Op]:
-    """The schedule of a validation, which has only forwards. P micro-batches go through each stage
-    together, as in the interleaved schedule: a rank would otherwise wait for each one to go around
-    the ring."""
+    """Yields the schedule of a validation, which has only forwards. P micro-batches go through each
+    stage together, as in the interleaved schedule: a rank would otherwise wait for each one to go
+    around the ring."""
     for first in range(0, shape.num_micro_batches, shape.num_ranks):
         end = min(first + shape.num_ranks, shape.num_micro_batches)
         for stage in shape.stages_at(position):
@@ -246,7 +246,7 @@ def _all_ops(schedule: Schedule, position: int) -> Iterator[Op]:
 
 
 def needs(op: Op, shape: Shape) -> list[Op]:
-    """The ops that have to be done before this one, on any rank."""
+    """Returns the ops that have to be done before this one, on any rank."""
     if op.kind == "F":
         if op.stage:
             return [op._replace(stage=op.stage - 1)]
@@ -303,7 +303,7 @@ def simulate(schedule: Schedule, costs: Sequence[OpCost], hop: float = 0.0) -> T
     left = [list(reversed(ops)) for ops in schedule.ops]
 
     def arrival(need: Op, op: Op) -> float:
-        """The time at which the result of one op reaches another."""
+        """Returns the time at which the result of one op reaches another."""
         if need.stage == op.stage:
             return ends[need]
         return ends[need] + hop

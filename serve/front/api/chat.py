@@ -98,7 +98,8 @@ def _encoded(request: ChatRequest, tokenizer: Tokenizer, max_context: int) -> _E
 def _samplings(
     request: ChatRequest, tokenizer: Tokenizer, text: str, constraint: "_Constraint"
 ) -> tuple[Sampling, ...]:
-    """The samplings of the request with the marks of reasoning and the grammar of the answers."""
+    """Returns the samplings of the request with the marks of reasoning and the grammar of the
+    answers."""
     reasoning = request.thinking.reasoning(tokenizer, text)
     return tuple(
         replace(
@@ -112,8 +113,8 @@ def _samplings(
 
 
 def _boundaries(encoded: _Encoded, request: ChatRequest, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The positions at which later prompts may begin to differ from this one. There are none for a
-    short prompt, or for one that was cut."""
+    """Returns the positions at which later prompts may begin to differ from this one. There are
+    none for a short prompt, or for one that was cut."""
     if encoded.is_cut or len(encoded.ids) <= MIN_TOKENS:
         return ()
     later = _rendered(encoded.parts.later(), tokenizer)
@@ -129,7 +130,7 @@ def _is_thinking(text: str, dialect: Dialect) -> bool:
 
 
 def _rendered(prompts: Iterable[ChatPrompt], tokenizer: Tokenizer) -> Iterator[str]:
-    """The texts of the prompts that the model's template accepts."""
+    """Yields the texts of the prompts that the model's template accepts."""
     for prompt in prompts:
         try:
             yield prompt.render(tokenizer)
@@ -157,8 +158,8 @@ class _Constraint:
 
 
 def _constraint(request: ChatRequest, tokenizer: Tokenizer, is_thinking: bool) -> _Constraint:
-    """The grammar that the request demands, and that of tools which the model may call. Raises
-    RequestError."""
+    """Returns the grammar that the request demands, and that of tools which the model may call.
+    Raises RequestError."""
     reasoning = tokenizer.dialect.reasoning
     free_until: int | None = None
     if reasoning and is_thinking:
@@ -183,7 +184,7 @@ def _constraint(request: ChatRequest, tokenizer: Tokenizer, is_thinking: bool) -
 def _of_free_calls(
     use: ToolUse, tokenizer: Tokenizer, free_until: int | None, can_follow: bool
 ) -> _Constraint:
-    """The grammar of calls that the model decides on, if it has any."""
+    """Returns the grammar of calls that the model decides on, if it has any."""
     if not use.is_free:
         return _Constraint(None, None, free_until)
     grammar = None
@@ -229,8 +230,8 @@ def _of_forced_calls(
 def _of_format(
     demanded: str, request: ChatRequest, tokenizer: Tokenizer, free_until: int | None
 ) -> _Constraint:
-    """The grammar of a format: with tools that the model may call, the answer is calls or the
-    format."""
+    """Returns the grammar of a format: with tools that the model may call, the answer is calls or
+    the format."""
     use = request.tool_use
     both = None
     if use.is_free:

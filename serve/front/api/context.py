@@ -13,8 +13,8 @@ _WHOSE = {
 
 
 def asked_tokens(given: int | None, default: int | None) -> int | None:
-    """The limit of an answer that a request asks for; None for as many tokens as fit, which a
-    request writes as -1."""
+    """Returns the limit of an answer that a request asks for; None for as many tokens as fit, which
+    a request writes as -1."""
     limit = default if given is None else given
     return None if limit == -1 else limit
 
@@ -31,8 +31,8 @@ class ContextWindow:
     min_answer: int = 1
 
     def encode(self, text: str, tokenizer: Tokenizer, add_special_tokens: bool) -> list[int]:
-        """The tokens of a text. This is slow: call it in a thread. Raises RequestError for a text
-        that is certainly too long, without encoding it."""
+        """Returns the tokens of a text. This is slow: call it in a thread. Raises RequestError for
+        a text that is certainly too long, without encoding it."""
         min_tokens = tokenizer.min_tokens(text)
         is_too_long = min_tokens + self.min_answer > self.max_context
         if is_too_long and self.keep is None:
@@ -40,7 +40,7 @@ class ContextWindow:
         return tokenizer.encode(text, add_special_tokens)
 
     def cut(self, ids: list[int], asked: int) -> list[int]:
-        """The tokens that are kept. A keep of -1 keeps as many as fit beside the answer."""
+        """Returns the tokens that are kept. A keep of -1 keeps as many as fit beside the answer."""
         if self.keep is None:
             return ids
         keep = self.keep if self.keep > 0 else self.max_context - asked
@@ -61,8 +61,8 @@ class ContextWindow:
             raise self._too_long(f"{_WHOSE[self.param]} {len(ids)} tokens")
 
     def max_tokens(self, ids: list[int], asked: int | None) -> int:
-        """How many tokens the answer may have: as many as asked for (None: no limit), or as many as
-        fit. Raises RequestError if the prompt is empty or does not fit."""
+        """Returns how many tokens the answer may have: as many as asked for (None: no limit), or as
+        many as fit. Raises RequestError if the prompt is empty or does not fit."""
         if not ids:
             raise RequestError(f"{self.param}: makes an empty prompt.", param=self.param)
         num_left = self.max_context - len(ids)

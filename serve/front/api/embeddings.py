@@ -77,8 +77,9 @@ def prepare(body: EmbeddingBody, tokenizer: Tokenizer, max_context: int) -> Embe
 
 
 def encode(job: EmbeddingJob, embeddings: Sequence[bytes]) -> bytes:
-    """The reply as JSON. embeddings are float32 numbers in little-endian bytes. Call it in a thread
-    if there are many: each embedding is encoded by itself, so that other threads get their turn."""
+    """Returns the reply as JSON. embeddings are float32 numbers in little-endian bytes. Call it in
+    a thread if there are many: each embedding is encoded by itself, so that other threads get their
+    turn."""
     frame = {
         "object": "list",
         "data": [],

@@ -213,14 +213,14 @@ class AssistantPart:
 
 
 def called(id: str, name: str, arguments: str) -> AssistantPart:
-    """A call of a function. arguments are JSON as text."""
+    """Returns a call of a function. arguments are JSON as text."""
     function: FunctionPart = {"name": name, "arguments": arguments}
     return AssistantPart(call={"id": id, "type": "function", "function": function})
 
 
 def plain_messages(given: Iterable[Message]) -> list[ChatMessage]:
-    """The messages of a validated request of OpenAI's API, without empty fields. The older fields
-    for calls and their results become those for tools."""
+    """Returns the messages of a validated request of OpenAI's API, without empty fields. The older
+    fields for calls and their results become those for tools."""
     messages: list[ChatMessage] = []
     last_id = ""
     for number, message in enumerate(given):
@@ -259,8 +259,8 @@ def _add_thoughts_and_calls(plain: ChatMessage, message: Message, number: int) -
 
 
 def _plain_call(call: ToolCall, number: int, index: int) -> CallPart:
-    """A call of a history. One without an id gets one that depends on its place alone, of nine
-    letters and digits, because some templates accept only that form."""
+    """Returns a call of a history. One without an id gets one that depends on its place alone, of
+    nine letters and digits, because some templates accept only that form."""
     function: FunctionPart
     if call.function is not None:
         function = {"name": call.function.name, "arguments": call.function.arguments}
@@ -324,8 +324,8 @@ def _template_call(call: CallPart) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> Any:
-    """The arguments of a call as an object. Text that is not JSON is shown to the model as it wrote
-    it."""
+    """Returns the arguments of a call as an object. Text that is not JSON is shown to the model as
+    it wrote it."""
     if not text.strip():
         return {}
     try:

@@ -57,7 +57,7 @@ class _OllamaBody(Lenient):
     keep_alive: Any = None
 
     def shared_fields(self) -> _Json:
-        """The fields of OpenAI's bodies that do not depend on the prompt."""
+        """Returns the fields of OpenAI's bodies that do not depend on the prompt."""
         options = self.options or Options()
         fields = {name: getattr(options, own) for name, own in _NAMES.items()}
         limit = options.num_predict
@@ -113,7 +113,7 @@ class OllamaChatBody(_OllamaBody):
 
 
 def _chat_job(fields: _Json, tokenizer: Tokenizer, max_context: int, finds_boundaries: bool) -> Job:
-    """The job of a chat with these fields of OpenAI's API. Raises RequestError."""
+    """Returns the job of a chat with these fields of OpenAI's API. Raises RequestError."""
     body = parse(ChatBody, fields)
     request = body.request(tokenizer)
     return chat.prepare(request, tokenizer, max_context, finds_boundaries)

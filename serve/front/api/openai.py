@@ -152,7 +152,7 @@ class Templated(Body):
         return self.tools or [], "auto"
 
     def prompt(self) -> ChatPrompt:
-        """The parts that the prompt is rendered from."""
+        """Returns the parts that the prompt is rendered from."""
         tools, _ = self.offered
         continues = bool(self.continue_final_message)
         adds_prompt = self.add_generation_prompt
@@ -280,7 +280,8 @@ class ChatBody(Templated, GenerationBody):
 
 
 def list_prompts(prompt: Any, limit: int = MAX_PROMPTS) -> Any:
-    """One prompt or several, text or token ids: always a tuple of several. Raises ValueError."""
+    """Returns one prompt or several, text or token ids: always a tuple of several. Raises
+    ValueError."""
     is_one = isinstance(prompt, str) or (prompt and _is_prompt(prompt))
     prompts = [prompt] if is_one else prompt
     if not isinstance(prompts, list) or not prompts:

@@ -34,7 +34,7 @@ class ChatPrompt:
     continues: bool = False
 
     def with_defaults(self, options: Mapping[str, Any]) -> "ChatPrompt":
-        """The same parts, with these variables where the request itself sets no others."""
+        """Returns the same parts, with these variables where the request itself sets no others."""
         return replace(self, options={**options, **self.options})
 
     def later(self) -> Iterator["ChatPrompt"]:
@@ -59,7 +59,7 @@ class ChatPrompt:
             yield replace(self, messages=[*self.messages, calling, result])
 
     def render(self, tokenizer: Tokenizer) -> str:
-        """The prompt's text. Raises RequestError."""
+        """Returns the prompt's text. Raises RequestError."""
         reads = tokenizer.template_reads
         messages = [template_message(message, reads) for message in self.messages]
         return tokenizer.render(
@@ -104,7 +104,8 @@ class ToolUse:
         return declared(self.tools)
 
     def grammar(self) -> str | None:
-        """The grammar of a forced call, or None if no call is forced. Raises RequestError."""
+        """Returns the grammar of a forced call, or None if no call is forced. Raises
+        RequestError."""
         return grammar_of_call(self.tools, self.choice, self.is_parallel)
 
     @property
@@ -127,8 +128,8 @@ class ToolUse:
         *,
         is_native: bool = False,
     ) -> Splitting:
-        """How the text of answers is split. is_native says that forced calls are in the format
-        of the model's dialect, and not in the JSON that a grammar can force on any model."""
+        """Returns how the text of answers is split. is_native says that forced calls are in the
+        format of the model's dialect, and not in the JSON that a grammar can force on any model."""
         named = self.choice.function.name if isinstance(self.choice, NamedTool) else None
         return Splitting(
             reads_marks=True,

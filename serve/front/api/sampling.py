@@ -74,7 +74,8 @@ def _read_biases(biases: Any) -> Any:
 
 
 def _limits(name: str, **others: Any) -> Any:
-    """A pydantic field with the limits that core.types.Sampling declares for a parameter."""
+    """Returns a pydantic field with the limits that core.types.Sampling declares for a
+    parameter."""
     parameter = PARAMETERS[name]
     limits: dict[str, Any] = {"le": parameter.range.max, **others}
     limits["gt" if parameter.range.excludes_min else "ge"] = parameter.range.min
@@ -98,7 +99,7 @@ Biases = Annotated[dict[int, float], _READ_BIASES]
 
 
 def _fields() -> dict[str, Any]:
-    """A field for each parameter that is a plain number."""
+    """Returns a field for each parameter that is a plain number."""
     made: dict[str, Any] = {}
     for name, parameter in PARAMETERS.items():
         made[name] = parameter.kind | None, _limits(name, default=None)
@@ -134,7 +135,7 @@ class SamplingBody(NumbersBody):
         return self.n or 1
 
     def stop_rules(self, tokenizer: Tokenizer) -> StopRules:
-        """The rules that end an answer before its length limit, beside `end_ids`."""
+        """Returns the rules that end an answer before its length limit, beside `end_ids`."""
         stop_ids = frozenset(self.stop_token_ids or ())
         return StopRules(
             strings=self.stop,
@@ -144,7 +145,7 @@ class SamplingBody(NumbersBody):
         )
 
     def end_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
-        """The tokens at which the engine ends an answer."""
+        """Returns the tokens at which the engine ends an answer."""
         return self._eos_ids(tokenizer).union(self.stop_token_ids or ())
 
     def _eos_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
@@ -153,8 +154,8 @@ class SamplingBody(NumbersBody):
     def samplings(
         self, tokenizer: Tokenizer, logprobs: int | None, prompt_logprobs: int | None = None
     ) -> tuple[Sampling, ...]:
-        """The Sampling of each choice, with a seed of its own. Raises RequestError for values that
-        do not fit the tokenizer. Whether a grammar can be followed is left to
+        """Returns the Sampling of each choice, with a seed of its own. Raises RequestError for
+        values that do not fit the tokenizer. Whether a grammar can be followed is left to
         Job.check_grammar."""
         self._check_ids(tokenizer.vocab_size)
         basic = basic_sampling(tokenizer, {name: getattr(self, name) for name in PARAMETERS})
@@ -176,7 +177,7 @@ class SamplingBody(NumbersBody):
         return for_choices(first, self.num_choices)
 
     def grammars(self) -> dict[str, str]:
-        """The grammars that an answer must follow, by the field that demands each. Raises
+        """Returns the grammars that an answer must follow, by the field that demands each. Raises
         RequestError."""
         found: dict[str, str] = {}
         if self.response_format:
@@ -194,8 +195,8 @@ class SamplingBody(NumbersBody):
         check_ids("stop_token_ids", self.stop_token_ids or (), vocab_size)
 
     def _bad_words(self, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-        """The tokens of each bad word. As in vLLM, a word also counts with a space before it, if
-        only its first token differs."""
+        """Returns the tokens of each bad word. As in vLLM, a word also counts with a space before
+        it, if only its first token differs."""
         found: list[tuple[int, ...]] = []
         for word in self.bad_words:
             bare = word.lstrip()
@@ -214,8 +215,8 @@ def basic_sampling(
     numbers: Mapping[str, Any],
     grammar: str | None = None,
 ) -> Sampling:
-    """The Sampling of an API that has no other parameters than these numbers, with a seed of its
-    own. A parameter that is None or missing has the model's default."""
+    """Returns the Sampling of an API that has no other parameters than these numbers, with a seed
+    of its own. A parameter that is None or missing has the model's default."""
     given = {name: number for name, number in numbers.items() if number is not None}
     chosen = {**tokenizer.sampling_defaults.numbers(), **given}
     chosen["top_k"] = max(0, chosen["top_k"])  # -1 turns it off, as 0 does.
@@ -228,8 +229,8 @@ def basic_sampling(
 
 
 def for_choices(first: Sampling, num_choices: int) -> tuple[Sampling, ...]:
-    """The samplings of several answers to one prompt. Each has a seed of its own; the prompt's
-    scores are computed for the first one alone."""
+    """Returns the samplings of several answers to one prompt. Each has a seed of its own; the
+    prompt's scores are computed for the first one alone."""
     samplings = [first]
     for number in range(1, num_choices):
         other = replace(first, seed=first.seed + number, prompt_logprobs=None)
@@ -238,16 +239,16 @@ def for_choices(first: Sampling, num_choices: int) -> tuple[Sampling, ...]:
 
 
 def first_banned_ids(tokenizer: Tokenizer, stop_ids: Iterable[int] = ()) -> tuple[int, ...]:
-    """The end and stop tokens, which are banned before min_tokens; as in vLLM, also with
+    """Returns the end and stop tokens, which are banned before min_tokens; as in vLLM, also with
     ignore_eos."""
     ids = tokenizer.eos_ids.union(stop_ids)
     return tuple(sorted(id for id in ids if id < tokenizer.vocab_size))
 
 
 def only_grammar(grammars: Mapping[str, str]) -> str | None:
-    """The grammar that answers must follow, out of those that the fields of a request demand. The
-    grammar of a forced call (tool_choice) comes first. Raises RequestError if there are several
-    others."""
+    """Returns the grammar that answers must follow, out of those that the fields of a request
+    demand. The grammar of a forced call (tool_choice) comes first. Raises RequestError if there are
+    several others."""
     if "tool_choice" in grammars:
         return grammars["tool_choice"]
     if len(grammars) > 1:

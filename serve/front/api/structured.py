@@ -107,7 +107,7 @@ class ResponseFormat(Body):
         return self.triggers or [], self.structures or []
 
     def grammar(self) -> str | None:
-        """The grammar of the format; None for text."""
+        """Returns the grammar of the format; None for text."""
         if self.type == "structural_tag":
             triggers, tags = self._tags()
             parts = [tag.parts() for tag in tags]
@@ -137,7 +137,8 @@ _FIELDS_OF_TYPES: dict[str, list[set[str]]] = {
 
 
 def _given_names(body: Body) -> Iterator[str]:
-    """The names of the fields that were given and are not null, as the client writes them."""
+    """Yields the names of the fields that were given and are not null, as the client writes
+    them."""
     for name, value in body:
         if value is not None:
             yield type(body).model_fields[name].alias or name
@@ -146,7 +147,7 @@ def _given_names(body: Body) -> Iterator[str]:
 def format_grammar(
     type: Literal["text", "json_object", "json_schema"], schema: Schema
 ) -> str | None:
-    """The grammar of a format, None for text. schema belongs to the type json_schema."""
+    """Returns the grammar of a format, None for text. schema belongs to the type json_schema."""
     if type == "text":
         return None
     asked = schema if type == "json_schema" else {"type": "object"}
@@ -194,7 +195,7 @@ class OtherServersGrammars(Body):
     guided_grammar: Grammar | None = None
 
     def other_grammars(self) -> Iterator[tuple[str, str]]:
-        """The field and its grammar, for each that is given. Raises RequestError."""
+        """Yields the field and its grammar, for each that is given. Raises RequestError."""
         for name in ("json_schema", "guided_json"):
             schema = getattr(self, name)
             if schema is not None:

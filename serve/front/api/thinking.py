@@ -37,14 +37,14 @@ class Thinking:
     budget_param: str = "thinking_token_budget"
 
     def variables(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        """The variables of the chat template that turn reasoning on or off. Those that it does not
-        read have no effect."""
+        """Returns the variables of the chat template that turn reasoning on or off. Those that it
+        does not read have no effect."""
         marks = tokenizer.dialect.reasoning or _UNMARKED
         return marks.variables(self.effort, self.is_wanted)
 
     def reasoning(self, tokenizer: Tokenizer, prompt: str) -> Reasoning | None:
-        """The marks and the budget of the answers; None if the model marks no reasoning, so that a
-        budget has no effect. prompt is the rendered text. Raises RequestError if the
+        """Returns the marks and the budget of the answers; None if the model marks no reasoning, so
+        that a budget has no effect. prompt is the rendered text. Raises RequestError if the
         request's budget cannot be kept."""
         marks = tokenizer.dialect.reasoning
         if marks is None:
@@ -66,7 +66,7 @@ class Thinking:
         return Reasoning(start, end, is_open, budget)
 
     def _budget(self, knows_effort: bool) -> int | None:
-        """The request's budget, or the one that its effort stands for."""
+        """Returns the request's budget, or the one that its effort stands for."""
         if self.budget is not None:
             return self.budget
         if self.is_wanted is False or self.effort == "none":

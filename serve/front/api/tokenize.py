@@ -24,7 +24,8 @@ MIN_BOUND = 1 << 20
 def tokenize(
     fields: dict[str, Any], tokenizer: Tokenizer, max_context: int
 ) -> tuple[Tokenizable, Tokenized]:
-    """The body and the reply, for a prompt, or for messages as the chat template renders them."""
+    """Returns the body and the reply, for a prompt, or for messages as the chat template renders
+    them."""
     body: Tokenizable
     if "messages" in fields:
         body = parse(TokenizeChatBody, fields)
@@ -48,7 +49,7 @@ def tokenize(
 
 
 def count(prompt: ChatPrompt, tokenizer: Tokenizer, max_context: int) -> int:
-    """The number of tokens of a chat's prompt."""
+    """Returns the number of tokens of a chat's prompt."""
     text = prompt.render(tokenizer)
     _check_text(text, max_context, "messages")
     return len(tokenizer.encode(text))
@@ -57,7 +58,7 @@ def count(prompt: ChatPrompt, tokenizer: Tokenizer, max_context: int) -> int:
 def detokenize(
     fields: dict[str, Any], tokenizer: Tokenizer, max_context: int
 ) -> tuple[DetokenizeBody, Detokenized]:
-    """The body and the reply."""
+    """Returns the body and the reply."""
     body = parse(DetokenizeBody, fields)
     _check_size(len(body.tokens), "tokens", max_context, "tokens")
     check_ids("tokens", body.tokens, tokenizer.vocab_size)

@@ -65,8 +65,8 @@ GivenChoice = Literal["none", "auto", "required", "any"] | NamedTool | AllowedTo
 
 
 def chosen(tools: list[Tool], given: GivenChoice | None) -> tuple[list[Tool], ToolChoice]:
-    """The tools that are offered to the model, and the choice among them. Raises RequestError for
-    an allowed tool that was not declared."""
+    """Returns the tools that are offered to the model, and the choice among them. Raises
+    RequestError for an allowed tool that was not declared."""
     if given is None:
         return tools, "auto"
     if given == "any":
@@ -87,19 +87,19 @@ def chosen(tools: list[Tool], given: GivenChoice | None) -> tuple[list[Tool], To
 
 
 def declared(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """The tools as JSON, in the form that chat templates take."""
+    """Returns the tools as JSON, in the form that chat templates take."""
     return [_declared(tool) for tool in tools]
 
 
 def _declared(tool: Tool) -> dict[str, Any]:
-    """A tool as JSON. Schemas keep their nulls: a constant may be one."""
+    """Returns a tool as JSON. Schemas keep their nulls: a constant may be one."""
     fields = {name: value for name, value in tool.function if value is not None}
     return {"type": tool.type, "function": fields}
 
 
 def grammar_of_call(tools: Sequence[Tool], choice: ToolChoice, is_parallel: bool) -> str | None:
-    """The grammar of a forced call, or None if no call is forced. Raises RequestError, also for a
-    strict tool whose schema no grammar can express."""
+    """Returns the grammar of a forced call, or None if no call is forced. Raises RequestError, also
+    for a strict tool whose schema no grammar can express."""
     _check_strict(tools)
     if choice in ("none", "auto"):
         return None
@@ -152,8 +152,8 @@ def _check_strict(tools: Sequence[Tool]) -> None:
 
 
 def _call_schema(number: int, tool: Tool) -> dict[str, Any]:
-    """The schema of a call. Because of its $id, references inside the parameters (`#/$defs/...`)
-    stay inside them."""
+    """Returns the schema of a call. Because of its $id, references inside the parameters
+    (`#/$defs/...`) stay inside them."""
     parameters = {**_parameters(tool), "$id": f"urn:tool:{number}"}
     return {
         "type": "object",
@@ -167,5 +167,5 @@ def _call_schema(number: int, tool: Tool) -> dict[str, Any]:
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
-    """The sound schema of a tool's arguments; without parameters they are `{}`."""
+    """Returns the sound schema of a tool's arguments; without parameters they are `{}`."""
     return sound(tool.function.parameters or {"type": "object", "properties": {}})

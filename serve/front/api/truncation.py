@@ -8,7 +8,8 @@ from serve.front.text.tokens import Tokenizer
 
 
 def fitting(prompt: ChatPrompt, tokenizer: Tokenizer, max_tokens: int) -> ChatPrompt:
-    """The prompt without its oldest messages: as few are left out as max_tokens tokens require.
+    """Returns the prompt without its oldest messages: as few are left out as max_tokens tokens
+    require.
 
     System messages at the start and the last message stay; a call and its results go together.
     If even that is too long, the shortest prompt is returned.
@@ -37,7 +38,7 @@ def _fits(prompt: ChatPrompt, tokenizer: Tokenizer, max_tokens: int) -> bool:
 
 
 def _num_fixed(messages: list[ChatMessage]) -> int:
-    """The number of system messages at the start; 0 if there are no others."""
+    """Returns the number of system messages at the start; 0 if there are no others."""
     for number, message in enumerate(messages):
         if message["role"] not in ("system", "developer"):
             return number
@@ -45,8 +46,8 @@ def _num_fixed(messages: list[ChatMessage]) -> int:
 
 
 def _cuts(messages: list[ChatMessage]) -> list[int]:
-    """The indexes of the messages with which a shorter conversation may begin. The result of a call
-    is none of them: its call would be missing."""
+    """Returns the indexes of the messages with which a shorter conversation may begin. The result
+    of a call is none of them: its call would be missing."""
     start = _num_fixed(messages) + 1
     indexes = range(start, len(messages))
     return [index for index in indexes if messages[index]["role"] != "tool"]

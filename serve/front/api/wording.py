@@ -57,7 +57,7 @@ _LENGTHS = ("too_short", "too_long", "string_too_short", "string_too_long")
 
 
 def request_error(error: ValidationError, body: dict[str, Any]) -> RequestError:
-    """The RequestError that names the first wrong field of body."""
+    """Returns the RequestError that names the first wrong field of body."""
     errors = _errors_of_first_field(error.errors(include_url=False), body)
     first = errors[0]
     kind = first["type"]
@@ -75,7 +75,8 @@ def request_error(error: ValidationError, body: dict[str, Any]) -> RequestError:
 
 
 def _refused(message: str, path: str) -> RequestError:
-    """The error for a message of our own validators. Some messages begin with the field's name."""
+    """Returns the error for a message of our own validators. Some messages begin with the field's
+    name."""
     message = message.rstrip(".")
     says_where = not path or message.startswith(f"{path} ")
     if not says_where:
@@ -85,8 +86,8 @@ def _refused(message: str, path: str) -> RequestError:
 
 
 def _errors_of_first_field(errors: Sequence[ErrorDetails], body: Any) -> list[ErrorDetails]:
-    """The deepest errors of the first wrong field. A field with several allowed types has an error
-    for each type; the deepest one belongs to the type that the client meant."""
+    """Returns the deepest errors of the first wrong field. A field with several allowed types has
+    an error for each type; the deepest one belongs to the type that the client meant."""
     field = errors[0]["loc"][:1]
     own = [error for error in errors if error["loc"][:1] == field]
     paths = [_steps(error["loc"], body, error["type"] == "missing") for error in own]
@@ -95,7 +96,7 @@ def _errors_of_first_field(errors: Sequence[ErrorDetails], body: Any) -> list[Er
 
 
 def _sentence(errors: Sequence[ErrorDetails]) -> str:
-    """The rest of the sentence after the field's path. All errors are about one value."""
+    """Returns the rest of the sentence after the field's path. All errors are about one value."""
     first = errors[0]
     value = first["input"]
     context = first.get("ctx", {})
@@ -111,7 +112,7 @@ def _sentence(errors: Sequence[ErrorDetails]) -> str:
 
 
 def _wanted(error: ErrorDetails) -> str | None:
-    """The values that the field allows, as far as one error says."""
+    """Returns the values that the field allows, as far as one error says."""
     kind = error["type"]
     context = error.get("ctx", {})
     if kind in _LIMITS:
@@ -125,8 +126,8 @@ def _wanted(error: ErrorDetails) -> str | None:
 
 
 def _wrong_tag(context: Context, value: Any) -> str:
-    """The rest of the sentence for an object of an unknown kind. One of its fields says which kind
-    it is, or a function of ours finds out."""
+    """Returns the rest of the sentence for an object of an unknown kind. One of its fields says
+    which kind it is, or a function of ours finds out."""
     if not isinstance(value, dict):
         return f"must be an object, not {_shown(value)}"
     discriminator = context["discriminator"]
@@ -147,7 +148,8 @@ def _wrong_tag(context: Context, value: Any) -> str:
 
 
 def _wrong_length(context: Context, value: Any) -> str:
-    """The rest of the sentence for a list, an object or a string that is too short or too long."""
+    """Returns the rest of the sentence for a list, an object or a string that is too short or too
+    long."""
     unit = "items"
     if isinstance(value, dict):
         unit = "fields"
@@ -163,8 +165,8 @@ def _wrong_length(context: Context, value: Any) -> str:
 
 
 def _shown(value: Any, errors: Sequence[ErrorDetails] = ()) -> str:
-    """The value that was sent, as the message shows it. Text is shown only where the field allows a
-    few fixed words, because elsewhere it may be private."""
+    """Returns the value that was sent, as the message shows it. Text is shown only where the field
+    allows a few fixed words, because elsewhere it may be private."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, int | float):
@@ -187,7 +189,8 @@ def _in_json(expected: str) -> str:
 
 
 def _steps(location: Location, body: Any, is_missing: bool) -> Location:
-    """The steps that exist in body, without pydantic's own, such as the names of a union's parts.
+    """Returns the steps that exist in body, without pydantic's own, such as the names of a union's
+    parts.
 
     The last step to a missing field does not exist either.
     """

@@ -37,8 +37,9 @@ class Acceptance:
         return num_right / (self._num_all[kind] + _PRIOR_WEIGHT)
 
     def gains(self, match_length: int, num_drafts: int) -> list[float]:
-        """The chance of each of num_drafts consecutive drafts to be accepted. A draft is accepted
-        only if all drafts before it are, and each accepted draft makes the match longer."""
+        """Returns the chance of each of num_drafts consecutive drafts to be accepted. A draft is
+        accepted only if all drafts before it are, and each accepted draft makes the match
+        longer."""
         chances = []
         chance = 1.0
         for n in range(num_drafts):
@@ -65,8 +66,8 @@ class HitShares:
             self._prior.note(had_match, has_guess, is_hit)
 
     def gain(self, had_match: bool, token_cost: float) -> float:
-        """The tokens that a draft of the next token is expected to give, minus its cost, which is
-        token_cost tokens."""
+        """Returns the tokens that a draft of the next token is expected to give, minus its cost,
+        which is token_cost tokens."""
         return self._hits[had_match] - token_cost * self._guesses[had_match]
 
 

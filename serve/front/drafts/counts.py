@@ -19,7 +19,7 @@ class DraftCounts:
         self.accepted[drafter] += num_accepted
 
     def to_json(self) -> dict[str, dict[str, int]]:
-        """Both numbers of each drafter."""
+        """Returns both numbers of each drafter."""
         return {
             name: {"drafted": self.drafted[name], "accepted": self.accepted[name]}
             for name in self.drafted

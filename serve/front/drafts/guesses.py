@@ -36,15 +36,15 @@ class Guesses:
         self._guess: int | None = None
 
     def waiting_gain(self, token_cost: float) -> float:
-        """The tokens that a draft of the token after the next one is expected to give, minus what
-        it costs. token_cost is the cost of a draft, in tokens. The estimate comes from recent
-        tokens that came after a match, if the newest token has one, and otherwise from the others.
-        """
+        """Returns the tokens that a draft of the token after the next one is expected to give,
+        minus what it costs. token_cost is the cost of a draft, in tokens. The estimate comes from
+        recent tokens that came after a match, if the newest token has one, and otherwise from the
+        others."""
         return self._hit_shares.gain(self._match is not None, token_cost)
 
     def next_gain(self, max_drafts: int, token_cost: float) -> float:
-        """The tokens that drafts are expected to give behind the token that comes next, minus what
-        they cost. token_cost is the cost of a draft, in tokens."""
+        """Returns the tokens that drafts are expected to give behind the token that comes next,
+        minus what they cost. token_cost is the cost of a draft, in tokens."""
         if self._match is None:
             return max(0.0, self._hit_shares.gain(False, token_cost))
         length = self._match.length
@@ -68,7 +68,7 @@ class Guesses:
         return self._num_learned == len(sequence.output)
 
     def draft(self, max_tokens: int) -> Draft:
-        """The guesses of the next tokens; none without a match."""
+        """Returns the guesses of the next tokens; none without a match."""
         if self._match is None or self._match.place == self._num_predicted:
             return Draft()
         drafter: Drafter = "suffixes"
@@ -78,7 +78,7 @@ class Guesses:
         return Draft(self._suffixes.draft(self._match, max_tokens), drafter)
 
     def gains(self, num_drafts: int) -> list[float]:
-        """The chance of each of num_drafts consecutive drafts to be accepted."""
+        """Returns the chance of each of num_drafts consecutive drafts to be accepted."""
         assert self._match is not None
         return self._acceptance.gains(self._match.length, num_drafts)
 

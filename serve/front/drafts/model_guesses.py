@@ -71,7 +71,7 @@ class ModelGuesses:
         self._num_known = len(sequence.output)
 
     def gains(self, num_guesses: int) -> list[float]:
-        """The chance of each of num_guesses consecutive guesses to be accepted."""
+        """Returns the chance of each of num_guesses consecutive guesses to be accepted."""
         return [self._share.value**n for n in range(1, num_guesses + 1)]
 
     def reading_pays(self, sequence: Sequence, costs: ModelCosts, token_cost: float) -> bool:

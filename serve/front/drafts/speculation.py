@@ -88,11 +88,11 @@ class Speculation:
         return self.is_possible and num_rows * self._relative_cost(num_rows) < _MAX_ROWS_COST
 
     def _relative_cost(self, num_rows: int) -> float:
-        """The time that one more token takes, as a share of a step of num_rows rows."""
+        """Returns the time that one more token takes, as a share of a step of num_rows rows."""
         return max(_MIN_TOKEN_COST, self.token_cost) / self._step_cost(num_rows)
 
     def _step_cost(self, num_rows: int) -> float:
-        """The time of a step of num_rows rows, in steps of one row."""
+        """Returns the time of a step of num_rows rows, in steps of one row."""
         return 1 + (num_rows - 1) * max(_MIN_TOKEN_COST, self.token_cost)
 
     def _guesses_of(self, sequence: Sequence) -> Guesses:
@@ -103,8 +103,8 @@ class Speculation:
         return guesses
 
     def _best(self, sequence: Sequence, token_cost: float) -> Draft:
-        """The longest draft that a row may have, of the drafter that is expected to gain more. Its
-        newest token has to be known, and the stages have to hold some of the row."""
+        """Returns the longest draft that a row may have, of the drafter that is expected to gain
+        more. Its newest token has to be known, and the stages have to hold some of the row."""
         max_drafts = min(MAX_DRAFTS, sequence.num_left - 1)
         if sequence.num_pending or not sequence.num_computed or max_drafts < 1:
             return Draft()
@@ -116,7 +116,7 @@ class Speculation:
         return max(drafts, key=lambda draft: net_gain(self._gains(sequence, draft), token_cost))
 
     def _gains(self, sequence: Sequence, draft: Draft) -> list[float]:
-        """The chance of each token of a draft to be accepted."""
+        """Returns the chance of each token of a draft to be accepted."""
         num_tokens = len(draft.tokens)
         if not num_tokens:
             return []
@@ -130,8 +130,9 @@ class Speculation:
         costs: ModelCosts,
         token_cost: float,
     ) -> list[float]:
-        """The chance of each guess that the draft model could make behind the next token of a row;
-        none if that does not pay, or if the text itself is expected to give better drafts."""
+        """Returns the chance of each guess that the draft model could make behind the next token of
+        a row; none if that does not pay, or if the text itself is expected to give better
+        drafts."""
         max_guesses = min(MAX_GUESSES, sequence.num_left - 1)
         model_guesses = self._model_guesses_of(sequence)
         if max_guesses < 1 or not sequence.may_draft:

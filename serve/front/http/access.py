@@ -58,8 +58,8 @@ class Policies:
                 self._by_path[route.path] = policy
 
     def address(self, path: str) -> str:
-        """The path of the call that a client means. Some clients leave out /v1, and others append
-        it to a base URL that ends with /v1 already."""
+        """Returns the path of the call that a client means. Some clients leave out /v1, and others
+        append it to a base URL that ends with /v1 already."""
         others = (path.removeprefix("/v1"), f"/v1{path}")
         return next((each for each in (path, *others) if self._exists(each)), path)
 

@@ -27,13 +27,13 @@ class Keys:
         self._api_keys = [_digest(key.encode()) for key in config.api_key]
 
     def digest(self, scope: Scope) -> str:
-        """The digest of the valid API key in a request; empty if it has none."""
+        """Returns the digest of the valid API key in a request; empty if it has none."""
         valid = (token for token in _tokens(scope) if _is_one_of(token, self._api_keys))
         return next((_digest(token).hex() for token in valid), "")
 
     def client_of(self, scope: Scope) -> str:
-        """A name of the client that it cannot forge: its API key's digest, or else its address,
-        which all clients of a proxy share."""
+        """Returns a name of the client that it cannot forge: its API key's digest, or else its
+        address, which all clients of a proxy share."""
         address = scope.get("client") or ("",)
         return self.digest(scope) or str(address[0])
 
@@ -166,8 +166,8 @@ def _check_framing(scope: Scope) -> None:
 
 
 def _digest(key: bytes) -> bytes:
-    """The hash of a key. All hashes have the same length, so comparing them does not even reveal
-    the length of a key."""
+    """Returns the hash of a key. All hashes have the same length, so comparing them does not even
+    reveal the length of a key."""
     return hashlib.sha256(key).digest()
 
 
@@ -178,8 +178,8 @@ def _is_one_of(token: bytes, keys: Collection[bytes]) -> bool:
 
 
 def _tokens(scope: Scope) -> list[bytes]:
-    """The bearer token and the value of X-Api-Key, empty if missing. A header that is given twice
-    does not count."""
+    """Returns the bearer token and the value of X-Api-Key, empty if missing. A header that is given
+    twice does not count."""
     given = [
         [value for name, value in scope["headers"] if name == wanted]
         for wanted in (b"authorization", b"x-api-key")

@@ -102,7 +102,7 @@ class Guard:
 
 
 def error_reply(scope: Scope, error: BrigadeError) -> Mapping[str, Any]:
-    """The error object of the call's dialect."""
+    """Returns the error object of the call's dialect."""
     record: Record = scope[RECORD]
     policy: Policy = scope[POLICY]
     record.fail(error)
@@ -127,15 +127,16 @@ async def answer(scope: Scope, send: Send, error: BrigadeError) -> None:
 
 
 async def read_body(scope: Scope, receive: Receive) -> bytes:
-    """The body, joined: for calls whose bodies are parsed in the event loop, and so must be small.
-    Raises what `read_parts` raises."""
+    """Returns the body, joined: for calls whose bodies are parsed in the event loop, and so must be
+    small. Raises what `read_parts` raises."""
     limits: ServeConfig = scope[LIMITS]
     max_bytes = min(MAX_JOINED_BYTES, limits.max_body_bytes)
     return b"".join(await _receive(scope, receive, max_bytes))
 
 
 async def read_parts(scope: Scope, receive: Receive) -> Parts:
-    """The body in the parts that arrived, because joining megabytes would block the event loop.
+    """Returns the body in the parts that arrived, because joining megabytes would block the event
+    loop.
 
     Raises StatusError: before reading, 415 for another type than JSON and 413 for an announced size
     over the limit; later 408 for a slow body.
@@ -194,7 +195,8 @@ def _too_large(max_bytes: int) -> StatusError:
 
 
 async def unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:
-    """The result of work. If the client leaves first, work is cancelled and StatusError raised."""
+    """Returns the result of work. If the client leaves first, work is cancelled and StatusError
+    raised."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_gone(receive))
     try:

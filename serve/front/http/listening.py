@@ -8,7 +8,7 @@ from serve.front.http.server import BACKLOG
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises AddressError if the address cannot be used."""
+    """Returns a listening socket. Raises AddressError if the address cannot be used."""
     listening = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

@@ -84,7 +84,7 @@ class Metrics:
         self._requests.labels(endpoint=endpoint, status=str(status)).inc()
 
     def totals(self) -> dict[str, float]:
-        """The sums of the counters and of the latencies since the start, by their names."""
+        """Returns the sums of the counters and of the latencies since the start, by their names."""
         families = (
             self._prompt,
             self._generated,
@@ -137,7 +137,7 @@ class _Pipeline(Collector):
 
 
 def _stage_families(stages: list[dict[str, Any]]) -> Iterator[Metric]:
-    """The metrics of each stage; a value that is not known is left out."""
+    """Yields the metrics of each stage; a value that is not known is left out."""
     for key, family in (
         ("bytes_owned", _gauge("owned_bytes", "Bytes of weights that a stage has")),
         ("bytes_read", _gauge("read_bytes", "Bytes that a stage has read from files")),
@@ -158,7 +158,7 @@ def _stage_families(stages: list[dict[str, Any]]) -> Iterator[Metric]:
 
 
 def _sum_families(stages: list[dict[str, Any]]) -> Iterator[Metric]:
-    """The metrics of the sums between shards, of stages that have several."""
+    """Yields the metrics of the sums between shards, of stages that have several."""
     seconds = SummaryMetricFamily(*_SUMS, labels=["stage"])
     sent = CounterMetricFamily(*_SUM_BYTES, labels=["stage"])
     for stage in stages:

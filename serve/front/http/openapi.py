@@ -102,7 +102,8 @@ def by_method(**endpoints: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def summaries(routes: Iterable[Route]) -> dict[str, str]:
-    """The first line of each call's docstring, by its method and path, such as `GET /ready`."""
+    """Returns the first line of each call's docstring, by its method and path, such as `GET
+    /ready`."""
     return {
         f"{method} {_template(route)}": _summary(_endpoint(route, method))
         for route in routes
@@ -115,12 +116,12 @@ def _methods(route: Route) -> list[str]:
 
 
 def _template(route: Route) -> str:
-    """The path of a route without the types of its parameters."""
+    """Returns the path of a route without the types of its parameters."""
     return re.sub(r":\w+}", "}", route.path)
 
 
 def _endpoint(route: Route, method: str) -> Callable[..., Any]:
-    """The function that answers this method of a route."""
+    """Returns the function that answers this method of a route."""
     by_method: Mapping[str, Callable[..., Any]] = getattr(route.endpoint, "by_method", {})
     return by_method.get(method, route.endpoint)
 
@@ -136,7 +137,7 @@ def _call(function: Callable[..., Any]) -> Call:
 
 
 def document(routes: Iterable[Route], version: str) -> Json:
-    """The OpenAPI document of the routes."""
+    """Returns the OpenAPI document of the routes."""
     routes = list(routes)
     types: set[Any] = set()
     for route in routes:
@@ -158,8 +159,8 @@ def document(routes: Iterable[Route], version: str) -> Json:
 
 
 def _schemas(types: list[Any]) -> tuple[dict[Any, JsonSchemaValue], Json]:
-    """The schema of each type, and the schemas that these refer to. An object allows no further
-    fields unless its schema says otherwise."""
+    """Returns the schema of each type, and the schemas that these refer to. An object allows no
+    further fields unless its schema says otherwise."""
     found, whole = TypeAdapter.json_schemas(
         [(kind, "validation", TypeAdapter(kind)) for kind in types],
         ref_template="#/components/schemas/{model}",
@@ -192,7 +193,7 @@ def _operation(route: Route, method: str, schemas: Schemas) -> Json:
 
 
 def _parameters(route: Route, call: Call) -> list[Json]:
-    """The parameters of a call in its path and its query."""
+    """Returns the parameters of a call in its path and its query."""
     parameters: list[Json] = []
     for name in re.findall(r"{(\w+)", route.path):
         parameters.append(
@@ -234,7 +235,7 @@ def _reply(call: Call, schemas: Schemas) -> Json:
 
 
 def _stream(call: Call, chunk: JsonSchemaValue) -> Json:
-    """The description of a stream; OpenAPI has no field for the data of its events."""
+    """Returns the description of a stream; OpenAPI has no field for the data of its events."""
     data: Json = {"contentMediaType": "application/json", "contentSchema": chunk}
     if call.chunk is Json:  # Events with types of their own; the last type ends the stream.
         description = "Data of events."

@@ -68,7 +68,7 @@ class Hosts:
 
 
 def own_names(host_name: str) -> set[str]:
-    """The name of a host as it is given, without its domain, and as in multicast DNS."""
+    """Returns the name of a host as it is given, without its domain, and as in multicast DNS."""
     short = host_name.lower().partition(".")[0]
     return {host_name.lower(), short, f"{short}.local"} if short else set()
 
@@ -88,8 +88,8 @@ def check_local(scope: Scope) -> None:
 
 
 def host_of(authority: str) -> str | None:
-    """The host in `localhost:8080`, in lower case and without a last dot; None if it is malformed.
-    IPv6 addresses lose their brackets."""
+    """Returns the host in `localhost:8080`, in lower case and without a last dot; None if it is
+    malformed. IPv6 addresses lose their brackets."""
     match = _AUTHORITY.fullmatch(authority.lower())
     return match["host"].strip("[]").removesuffix(".") if match else None
 

@@ -49,14 +49,15 @@ class PageFile:
 
 @cache
 def names() -> frozenset[str]:
-    """The paths of all files that browsers may fetch, relative to the root."""
+    """Returns the paths of all files that browsers may fetch, relative to the root."""
     files = (path for path in ROOT.rglob("*") if path.suffix in _TYPES)
     return frozenset(path.relative_to(ROOT).as_posix() for path in files)
 
 
 @cache
 def page_file(name: str) -> PageFile | None:
-    """The file with this name, or None if there is none. A client cannot name other files."""
+    """Returns the file with this name, or None if there is none. A client cannot name other
+    files."""
     if name not in names():
         return None
     data = (ROOT / name).read_bytes()

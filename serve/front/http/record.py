@@ -61,7 +61,8 @@ class Record:
         return time.perf_counter() - self.started
 
     def line(self) -> str:
-        """The log line, as key=value without unknown values. No value can contain a line break."""
+        """Returns the log line, as key=value without unknown values. No value can contain a line
+        break."""
         pairs = {
             "request": self.request,
             "client": self.client,
@@ -83,7 +84,7 @@ class Record:
 
 
 def request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """The client's X-Request-Id if it is harmless, else a new one."""
+    """Returns the client's X-Request-Id if it is harmless, else a new one."""
     for name, value in headers:
         if name == b"x-request-id" and _REQUEST_ID.fullmatch(value.decode("latin-1")):
             return value.decode("latin-1")
@@ -91,7 +92,7 @@ def request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 
 def _shortened(quote: re.Match[str]) -> str:
-    """A quotation, of which only the start is left if it is long."""
+    """Returns a quotation, of which only the start is left if it is long."""
     if quote["start"] is None:
         return quote[0]
     return f"{quote['mark']}{quote['start']}...{quote['mark']}"

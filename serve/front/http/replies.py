@@ -70,12 +70,12 @@ DONE = b"data: [DONE]\n\n"
 
 
 def named_event(event: Mapping[str, Any]) -> bytes:
-    """An event as Responses and Anthropic send it: named by its type."""
+    """Returns an event as Responses and Anthropic send it: named by its type."""
     return f"event: {event['type']}\n".encode() + server_sent(event)
 
 
 def json_line(event: Mapping[str, Any]) -> bytes:
-    """An event as Ollama sends it: JSON on a line of its own."""
+    """Returns an event as Ollama sends it: JSON on a line of its own."""
     return encode(event) + b"\n"
 
 
@@ -123,7 +123,8 @@ def error_headers(error: BrigadeError) -> dict[str, str]:
 
 
 def _public_message(error: BrigadeError) -> str:
-    """The error's message if it is written for clients: others may contain paths and addresses."""
+    """Returns the error's message if it is written for clients: others may contain paths and
+    addresses."""
     if isinstance(error, RequestError | UnavailableError | GivenUpError):
         return str(error)
     if error.http_status == UnavailableError.http_status:
@@ -141,13 +142,13 @@ _MAX_NAME_CHARACTERS = 64
 
 
 def ignored_fields(names: Sequence[str]) -> dict[str, str]:
-    """The header that lists the ignored fields."""
+    """Returns the header that lists the ignored fields."""
     return listed("x-ignored-fields", names)
 
 
 def listed(header: str, names: Sequence[str]) -> dict[str, str]:
-    """A header that lists names; `...` replaces those that do not fit, and without names there is
-    no header. The names are percent-encoded, because some of them are a client's text."""
+    """Returns a header that lists names; `...` replaces those that do not fit, and without names
+    there is no header. The names are percent-encoded, because some of them are a client's text."""
     shown: list[str] = []
     left = MAX_IGNORED_CHARACTERS
     for name in names:

@@ -97,7 +97,7 @@ class Job(msgspec.Struct, frozen=True, tag=True):
         return sum(len(prompt.samplings) for prompt in self.prompts)
 
     def without_grammar(self) -> "Job":
-        """The same job, whose answers are free."""
+        """Returns the same job, whose answers are free."""
         prompts = [
             replace(prompt, samplings=tuple(replace(s, grammar=None) for s in prompt.samplings))
             for prompt in self.prompts
@@ -231,7 +231,7 @@ class Answer:
             self._record.finish_reason = "abort"
 
     async def _update(self, number: int, event: Event) -> Update:
-        """The update of an event, made in a thread if a call has to be parsed."""
+        """Returns the update of an event, made in a thread if a call has to be parsed."""
         length = self._choices[number].call_length
         make = self._take(number, event)
         if length is None:
@@ -301,7 +301,7 @@ class Answer:
         return error
 
     def _usage(self) -> TokenUsage:
-        """The tokens so far. How many were cached is known with the first event."""
+        """Returns the tokens so far. How many were cached is known with the first event."""
         return TokenUsage(
             self._num_prompt,
             self._num_tokens,

@@ -74,7 +74,8 @@ class Choice:
         return self._reasoning.num_tokens if self._reasoning else 0
 
     def take(self, event: Event) -> Piece:
-        """The piece that an event adds. A stop string may end the answer before the engine does."""
+        """Returns the piece that an event adds. A stop string may end the answer before the engine
+        does."""
         if event.finish_reason == "error":
             raise BrigadeError("No token could be drawn: rank 0's log has the reason.")
         if event.finish_reason == "refused":

@@ -59,7 +59,8 @@ class Conformance:
         self._said: dict[int, _Said] = {}
 
     async def checked(self, update: Update) -> Update:
-        """The update; the one that ends an answer with the violations of the whole answer."""
+        """Returns the update; the one that ends an answer with the violations of the whole
+        answer."""
         said = self._said.setdefault(update.number, _Said())
         for delta in update.deltas:
             _note(said, delta)
@@ -78,7 +79,7 @@ class Conformance:
         return tuple(found)
 
     def _claims(self, said: _Said, end: End) -> list[Claim]:
-        """The texts to check. A text that was cut off cannot follow a schema."""
+        """Returns the texts to check. A text that was cut off cannot follow a schema."""
         claims = [
             Claim(
                 f"tool_calls[{number}] ({call.name})",

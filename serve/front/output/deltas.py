@@ -53,11 +53,11 @@ class Progress:
     seconds: float
 
     def begun(self) -> "Progress":
-        """The progress before anything was computed."""
+        """Returns the progress before anything was computed."""
         return replace(self, done=self.cached)
 
     def completed(self) -> "Progress":
-        """The progress with all tokens done."""
+        """Returns the progress with all tokens done."""
         return replace(self, done=self.total)
 
 

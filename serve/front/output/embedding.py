@@ -57,8 +57,9 @@ class Embeddings:
             self._generation.cancel(error)
 
     async def vectors(self) -> list[bytes]:
-        """The embedding of each prompt, as in an Event. Raises BrigadeError if the engine breaks
-        or the server stops. If it is cancelled, as when the client leaves, its generation ends."""
+        """Returns the embedding of each prompt, as in an Event. Raises BrigadeError if the engine
+        breaks or the server stops. If it is cancelled, as when the client leaves, its generation
+        ends."""
         try:
             found: list[bytes] = []
             for start in range(0, len(self._prompts), self._num_at_once):

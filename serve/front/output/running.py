@@ -6,7 +6,7 @@ from serve.front.pipeline.interface import Generation
 
 
 def describe(record: Record, generation: Generation | None) -> RunningRequest:
-    """The request as operators see it. generation is None before it has one."""
+    """Returns the request as operators see it. generation is None before it has one."""
     num_done = generation.progress[0] if generation else 0
     return {
         "id": record.request,

@@ -44,7 +44,7 @@ class Splitting:
         return type(self.reader(dialect)) is not PlainReader
 
     def reader(self, dialect: Dialect) -> AnswerReader:
-        """A reader for one answer in the model's dialect."""
+        """Returns a reader for one answer in the model's dialect."""
         inner = self._reader_of_content()
         if not self.reads_marks:
             return inner
@@ -76,11 +76,12 @@ class Splitter:
         return self._reader.call_length
 
     def feed(self, text: str) -> Iterator[Part]:
-        """The deltas of more text."""
+        """Yields the deltas of more text."""
         return self._shown(self._reader.feed(text))
 
     def finish(self, is_whole: bool) -> Iterator[Part]:
-        """The deltas that were held back. is_whole says whether the answer ended by itself."""
+        """Yields the deltas that were held back. is_whole says whether the answer ended by
+        itself."""
         return self._shown(self._reader.finish(is_whole))
 
     def _shown(self, read: Iterator[parts.Part]) -> Iterator[Part]:
@@ -99,5 +100,5 @@ class Splitter:
 
 
 def new_call_id() -> str:
-    """An id of nine letters and digits: Mistral's templates accept no other ids."""
+    """Returns an id of nine letters and digits: Mistral's templates accept no other ids."""
     return "".join(secrets.choice(ascii_letters + digits) for _ in range(9))

@@ -24,7 +24,7 @@ class StopMatcher:
         self.matched: str | None = None  # the stop string that ended the text
 
     def feed(self, delta: str) -> str:
-        """The text that is certain with this delta; nothing once a stop string matched."""
+        """Returns the text that is certain with this delta; nothing once a stop string matched."""
         if self.matched:
             return ""
         text = self._held + delta
@@ -59,7 +59,7 @@ class _Search:
         self._borders = borders(stop)
 
     def feed(self, delta: str) -> int | None:
-        """How many characters of delta it takes to complete the string; None if all are not
+        """Returns how many characters of delta it takes to complete the string; None if all are not
         enough."""
         stop, matched = self.stop, self.num_matched
         position = 0
@@ -81,8 +81,8 @@ class _Search:
 
 @lru_cache(_MAX_KNOWN_STOPS)
 def borders(text: str) -> tuple[int, ...]:
-    """The length of the longest border of each prefix of text: the longest proper prefix that is
-    also a suffix."""
+    """Returns the length of the longest border of each prefix of text: the longest proper prefix
+    that is also a suffix."""
     found = [0]
     length = 0
     for character in text[1:]:

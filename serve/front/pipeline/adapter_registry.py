@@ -165,7 +165,7 @@ class AdapterRegistry:
         return version in self.loaded_versions() or self._num_sequences(version) > 0
 
     def loaded_versions(self) -> list[int]:
-        """The versions that names refer to."""
+        """Returns the versions that names refer to."""
         return [adapter.version for adapter in self.by_name.values() if adapter.version]
 
     def release(self, adapter: Adapter) -> int:

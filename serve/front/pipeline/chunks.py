@@ -28,9 +28,9 @@ class PrefillBudget:
     cuts_short_prompts: bool = False
 
     def chunk(self, prefilling: ReadableList[Sequence]) -> int:
-        """The number of tokens that the next prefill step may have. While sequences decode, it is
-        so small that their streams keep their pace. Otherwise it is so small that all stages are
-        busy."""
+        """Returns the number of tokens that the next prefill step may have. While sequences decode,
+        it is so small that their streams keep their pace. Otherwise it is so small that all stages
+        are busy."""
         if self.beside_decoding is not None:
             if self.cuts_short_prompts or is_long(prefilling[0]):
                 return min(self.max_tokens, self.beside_decoding)
@@ -44,8 +44,9 @@ class PrefillBudget:
 
 
 def max_chunks_between_steps(num_stages: int) -> int:
-    """The number of prefill steps that may come between two decode steps of a group. A stream waits
-    for all of them, so they are few. With several stages, half of them may work on prompts."""
+    """Returns the number of prefill steps that may come between two decode steps of a group. A
+    stream waits for all of them, so they are few. With several stages, half of them may work on
+    prompts."""
     return max(1, num_stages // 2)
 
 
@@ -54,8 +55,8 @@ def is_long(sequence: Sequence) -> bool:
 
 
 def next_chunk(sequence: Sequence, chunk: int) -> int:
-    """The number of tokens of a prompt that the next step takes, up to its next stop. A short rest
-    is taken along, because another step would cost more."""
+    """Returns the number of tokens of a prompt that the next step takes, up to its next stop. A
+    short rest is taken along, because another step would cost more."""
     num_left = _next_stop(sequence) - sequence.num_computed
     return num_left if num_left <= MAX_CHUNK_SHARE * chunk else chunk
 

@@ -142,7 +142,7 @@ class Engine:
         return None
 
     def pipeline(self) -> dict[str, Any]:
-        """The state of the stages and the scheduler, as /admin/pipeline shows it."""
+        """Returns the state of the stages and the scheduler, as /admin/pipeline shows it."""
         lifecycle = self._lifecycle
         scheduler = self._requests.scheduler
         stages = [stage.to_json() for stage in lifecycle.stages]
@@ -189,7 +189,7 @@ class Engine:
         return chrome_trace(self._lifecycle.stages, now - seconds, since_1970)
 
     def state(self) -> dict[str, Any]:
-        """The state of the life cycle, in words for operators, and the latest fault."""
+        """Returns the state of the life cycle, in words for operators, and the latest fault."""
         lifecycle = self._lifecycle
         fault = lifecycle.last_fault
         fault_reason = None

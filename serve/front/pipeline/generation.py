@@ -62,8 +62,8 @@ class Generation:
             self._scores[scores.sequence][position] = score
 
     def prompt_scores(self, number: int) -> list[Score]:
-        """The scores of all tokens of the prompt except the first. They are complete before the
-        first event."""
+        """Returns the scores of all tokens of the prompt except the first. They are complete before
+        the first event."""
         original = self._sequences[number].original or self._sequences[number]
         scores = self._scores[original.id]
         return [scores[position] for position in range(1, len(original.prompt))]

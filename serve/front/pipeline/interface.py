@@ -101,7 +101,7 @@ class Engine(Protocol):
         UnavailableError or RequestError."""
 
     def ready_reason(self) -> str | None:
-        """The reason why the cluster is not ready, as one line for clients, or None."""
+        """Returns the reason why the cluster is not ready, as one line for clients, or None."""
 
     def pipeline(self) -> dict[str, Any]: ...
 
@@ -111,7 +111,7 @@ class Engine(Protocol):
     def timeline(self, seconds: float) -> dict[str, Any]: ...
 
     def state(self) -> dict[str, Any]:
-        """The state of the cluster's life cycle, and the latest fault."""
+        """Returns the state of the cluster's life cycle, and the latest fault."""
 
     def spans_after(self, numbers: Mapping[int, int], seconds: float) -> list[StageSpan]:
         """Returns the spans of the stages in the last seconds that have a higher number than

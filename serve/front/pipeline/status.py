@@ -296,8 +296,8 @@ class StageStatus:
 
 
 def first_shards(stages: Sequence[StageStatus]) -> list[StageStatus]:
-    """The first shard of each stage. It stands for the others, which compute the same steps at the
-    same time."""
+    """Returns the first shard of each stage. It stands for the others, which compute the same steps
+    at the same time."""
     return [stage for stage in stages if stage.plan is None or stage.plan.shard == 0]
 
 
@@ -373,7 +373,7 @@ class StepLog:
             self._sequences.popitem(last=False)
 
     def sequences(self, step: int) -> tuple[int, ...]:
-        """The ids of the sequences that a step computes; none if the step is too old."""
+        """Returns the ids of the sequences that a step computes; none if the step is too old."""
         return self._sequences.get(step, ())
 
 

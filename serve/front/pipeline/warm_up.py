@@ -166,7 +166,7 @@ class WarmUp:
         sampling: Sampling,
         adapter_version: int = 0,
     ) -> Sequence:
-        """A sequence of tokens 0, which every vocabulary has."""
+        """Returns a sequence of tokens 0, which every vocabulary has."""
         prompt = [0] * max(1, min(num_tokens, self._max_tokens - _NUM_TOKENS))
         max_tokens = min(_NUM_TOKENS, self._max_tokens - len(prompt))
         return Sequence(next(self._ids), prompt, max_tokens, sampling, frozenset(), adapter_version)

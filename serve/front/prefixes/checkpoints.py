@@ -78,11 +78,11 @@ class Checkpoints:
         return len(self) >= MAX_CHECKPOINTS
 
     def holders(self, checkpoint: int) -> set[int]:
-        """The sequences whose keys and values can be used with a checkpoint."""
+        """Returns the sequences whose keys and values can be used with a checkpoint."""
         return self._checkpoints[checkpoint].holders
 
     def of_sequence(self, sequence_id: int) -> dict[int, int]:
-        """The checkpoints of a sequence, by their positions."""
+        """Returns the checkpoints of a sequence, by their positions."""
         held = sorted(self._held.get(sequence_id, ()))
         return {self._checkpoints[id].num_tokens: id for id in held}
 

@@ -27,19 +27,19 @@ def model_digest(stored: Iterable[PrefixFiles]) -> str:
 
 
 def root_name(contents: str) -> str:
-    """The name of the empty sequence. contents identifies what keys and values depend on besides
-    tokens."""
+    """Returns the name of the empty sequence. contents identifies what keys and values depend on
+    besides tokens."""
     return _hash(b"root", contents.encode())
 
 
 def segment_name(parent: str, tokens: ReadableList[int]) -> str:
-    """The name of the segment with these tokens that follows the segment called parent."""
+    """Returns the name of the segment with these tokens that follows the segment called parent."""
     numbers = array("i", tokens)
     return _hash(parent.encode(), numbers.tobytes())
 
 
 def state_name(segment: str) -> str:
-    """The name of the state at the end of a segment."""
+    """Returns the name of the state at the end of a segment."""
     return _hash(segment.encode(), b"state")
 
 
@@ -127,7 +127,7 @@ class DiskIndex:
         self.use(file.name)
 
     def end(self, name: str) -> int:
-        """The number of tokens from the start of a sequence to the end of a file."""
+        """Returns the number of tokens from the start of a sequence to the end of a file."""
         return self._entries[name].end
 
     def use(self, name: str) -> None:

@@ -47,7 +47,7 @@ class Gone(NamedTuple):
 
 
 def scope_of(salt: str | None, api_key: str) -> str:
-    """The cache scope of a request. It is empty without salt and key: such requests share
+    """Returns the cache scope of a request. It is empty without salt and key: such requests share
     prefixes."""
     if not salt and not api_key:
         return ""
@@ -134,7 +134,8 @@ class PrefixIndex:
         return Gone([], [id])
 
     def num_bytes(self, bytes_per_token: int, bytes_per_state: int) -> int:
-        """The memory that kept sequences and checkpoints take on all stages, without padding."""
+        """Returns the memory that kept sequences and checkpoints take on all stages, without
+        padding."""
         num_states = len(self._kept) + len(self.checkpoints)
         return self._num_kept_tokens * bytes_per_token + num_states * bytes_per_state
 

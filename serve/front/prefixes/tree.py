@@ -38,7 +38,7 @@ class PrefixTree:
         return len(self._ends)
 
     def length(self, id: int) -> int:
-        """The number of tokens of a list."""
+        """Returns the number of tokens of a list."""
         return self._ends[id].num_tokens
 
     def add(self, id: int, tokens: ReadableList[int]) -> None:

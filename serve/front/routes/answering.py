@@ -92,7 +92,8 @@ class Answering:
         return [answer for answer in self._answers if answer.is_open]
 
     def running(self, max_num: int | None = None) -> list[RunningRequest]:
-        """The requests that run or wait, the oldest first: all of them, or the first max_num."""
+        """Returns the requests that run or wait, the oldest first: all of them, or the first
+        max_num."""
         answers = self.open_answers()
         answers.sort(key=lambda answer: answer.age_seconds, reverse=True)
         return [answer.describe() for answer in answers[:max_num]]
@@ -123,7 +124,7 @@ class Answering:
             held.clear()  # A request that waits for a thread must not keep its body alive.
 
     async def begin(self, request: Request, job: Job) -> tuple[Answer, dict[str, str]]:
-        """The answer, which the caller must close, and the headers that go with it."""
+        """Returns the answer, which the caller must close, and the headers that go with it."""
         record: Record = request.scope[guard.RECORD]
         job, not_enforced = await self._with_grammar(request, job)
         adapter, headers = await self._adapter(record, job)
@@ -137,7 +138,7 @@ class Answering:
         return answer, headers
 
     def _conformance(self, request: Request, job: Job) -> Conformance:
-        """The check of answers whose grammar does not hold their schemas whole."""
+        """Returns the check of answers whose grammar does not hold their schemas whole."""
         functions = [tool["function"] for tool in job.splitting.declared]
         parameters = {each["name"]: json.dumps(each.get("parameters") or {}) for each in functions}
         in_turn = partial(self._grammars.run, self._keys.client_of(request.scope))
@@ -166,7 +167,8 @@ class Answering:
         return read
 
     async def _adapter(self, record: Record, job: Job | EmbeddingJob) -> tuple[int, dict[str, str]]:
-        """The version of the adapter that a request names, or 0, and the headers of its reply."""
+        """Returns the version of the adapter that a request names, or 0, and the headers of its
+        reply."""
         adapters = self._engine.adapters
         if job.model != self._model:
             record.adapter = job.model
@@ -180,8 +182,8 @@ class Answering:
     async def embed(
         self, request: Request, job: EmbeddingJob
     ) -> tuple[list[bytes], dict[str, str]]:
-        """The embedding of each prompt, and the headers that go with them. Raises RequestError if
-        the model's files ask for a pooling that is not supported."""
+        """Returns the embedding of each prompt, and the headers that go with them. Raises
+        RequestError if the model's files ask for a pooling that is not supported."""
         record: Record = request.scope[guard.RECORD]
         pooling = Pooling(self._pooling_kind(), job.num_dimensions)
         adapter, headers = await self._adapter(record, job)
@@ -205,8 +207,9 @@ class Answering:
             raise RequestError(str(error), param="model") from error
 
     async def _with_grammar(self, request: Request, job: Job) -> tuple[Job, tuple[str, ...]]:
-        """The job with a grammar that can be followed, or without one, and the keywords of schemas
-        that are not enforced; TOOLS stands for all of the tools' schemas. Raises RequestError."""
+        """Returns the job with a grammar that can be followed, or without one, and the keywords of
+        schemas that are not enforced; TOOLS stands for all of the tools' schemas. Raises
+        RequestError."""
         if job.grammar is None:
             return job, job.left_out
         not_enforced = list(job.left_out)
@@ -248,7 +251,7 @@ class Answering:
     async def reply(
         self, request: Request, method: Callable[[Reader, bytes], FinishedReply]
     ) -> Response:
-        """The reply to a call that needs the tokenizer only."""
+        """Returns the reply to a call that needs the tokenizer only."""
         read = await self.read(request, method)
         headers = replies.ignored_fields(read.ignored_fields)
         return Response(read.reply, headers=headers, media_type="application/json")

@@ -51,7 +51,7 @@ class Run:
         await asyncio.wait({self._task})
 
     async def read(self, start: int) -> AsyncIterator[bytes]:
-        """The events from this number on, as they are generated."""
+        """Yields the events from this number on, as they are generated."""
         while True:
             is_done = self.is_done
             new = self.events[start:]

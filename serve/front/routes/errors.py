@@ -21,7 +21,7 @@ async def _brigade_error(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """An error of the router: an unknown path or a wrong method."""
+    """Returns an error of the router: an unknown path or a wrong method."""
     assert isinstance(error, HTTPException)
     what = json.dumps(f"{request.method} {request.url.path}"[:200])
     message = f"{error.detail}: {what} is not a call of this server. GET / lists all calls."

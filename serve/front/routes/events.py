@@ -38,7 +38,7 @@ class Observation:
         self.is_draining = False
 
     def sections(self) -> dict[str, Any]:
-        """The sections of the state by name. A section is sent whenever it has changed."""
+        """Returns the sections of the state by name. A section is sent whenever it has changed."""
         found: dict[str, Any] = {"server": self._server(), "cluster": self._cluster()}
         if self.engine is not None:
             pipeline = self.engine.pipeline()
@@ -55,11 +55,11 @@ class Observation:
         return found
 
     def spans_after(self, numbers: Mapping[int, int], seconds: float) -> list[StageSpan]:
-        """The spans of the stages; none before there are engines."""
+        """Returns the spans of the stages; none before there are engines."""
         return self.engine.spans_after(numbers, seconds) if self.engine else []
 
     def ready_reason(self) -> str | None:
-        """The reason why requests cannot be answered, or None."""
+        """Returns the reason why requests cannot be answered, or None."""
         if self.engine is None:
             return self.doing
         return self.engine.ready_reason()

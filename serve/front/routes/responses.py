@@ -136,7 +136,7 @@ class ResponseCalls:
         return json_response(reply)
 
     def _resumed(self, request: Request, run: Run | None) -> Response:
-        """The events of a background response from a number on."""
+        """Returns the events of a background response from a number on."""
         if run is None:
             raise RequestError(
                 "The events of this response are not stored: only those of responses "
@@ -204,7 +204,7 @@ def _log_warnings(request: Request, read: ReadResponse) -> None:
 
 
 def _after(items: list[StoredItem], id: str | None) -> list[StoredItem]:
-    """The items that come after the one with this id."""
+    """Returns the items that come after the one with this id."""
     if id is None:
         return items
     ids = [item.id for item in items]
@@ -229,7 +229,7 @@ def _check_query(request: Request, function: Callable[..., Any]) -> None:
 
 
 def _is_true(request: Request, name: str) -> bool:
-    """The value of a parameter of the query, false without it. Raises RequestError."""
+    """Returns the value of a parameter of the query, false without it. Raises RequestError."""
     value = request.query_params.get(name, "false").lower()
     if value not in ("true", "1", "false", "0"):
         raise RequestError(f"{name} must be true or false.", param=name)

@@ -51,21 +51,21 @@ NAMED = Framing(replies.named_event)
 def json_response(
     body: Mapping[str, Any], status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
-    """A reply with a JSON body."""
+    """Returns a reply with a JSON body."""
     return Response(replies.encode(body), status, headers, "application/json")
 
 
 def stream_reply(
     answer: Answer, writer: Writer, headers: dict[str, str], framing: Framing
 ) -> "Stream":
-    """A reply that streams the events of a writer. An error midway is the last event."""
+    """Returns a reply that streams the events of a writer. An error midway is the last event."""
     return Stream(answer, sent_events(answer, writer, framing), headers, framing)
 
 
 async def whole_reply(
     request: Request, answer: Answer, writer: WholeWriter, headers: dict[str, str]
 ) -> Response:
-    """The whole reply. If the client leaves before it is complete, the answer ends."""
+    """Returns the whole reply. If the client leaves before it is complete, the answer ends."""
     try:
         await guard.unless_gone(request.receive, _add_up(answer, writer))
         whole = writer.whole()
@@ -86,8 +86,8 @@ async def _add_up(answer: Answer, writer: WholeWriter) -> None:
 
 
 async def sent_events(answer: Answer, writer: Writer, framing: Framing) -> AsyncIterator[bytes]:
-    """The encoded events of a writer, with the end of the framing. An error midway is the last
-    event."""
+    """Yields the encoded events of a writer, with the end of the framing. An error midway is the
+    last event."""
     events = _encoded_events(answer, writer, framing)
     async for event in answer.guarded(events, lambda error: framing.encode(writer.failed(error))):
         yield event
@@ -107,7 +107,8 @@ async def _encoded_events(answer: Answer, writer: Writer, framing: Framing) -> A
 
 
 async def _written(answer: Answer, writer: Writer | WholeWriter, update: Update) -> list[Event]:
-    """The events of an update. The first one may list the scores of each token of a long prompt."""
+    """Returns the events of an update. The first one may list the scores of each token of a long
+    prompt."""
     is_long = answer.is_long and update.begin is not None
     return await _unless_long(is_long, lambda: list(writer.feed(update)))
 
@@ -141,8 +142,8 @@ class Stream(EventSourceResponse):
         self._comment = framing.comment
 
     def _sign_of_life(self) -> ServerSentEvent:
-        """The ping: a comment with the progress of the prompt while the answer has not begun, or
-        the event that an API uses as a ping."""
+        """Returns the ping: a comment with the progress of the prompt while the answer has not
+        begun, or the event that an API uses as a ping."""
         progress = self._answer.prompt_progress if self._answer else None
         if progress is None or self._plain_ping is not KEEP_ALIVE:
             return self._plain_ping

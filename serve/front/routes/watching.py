@@ -103,7 +103,7 @@ class Watchers:
             watcher.end()
 
     async def frames(self, watcher: Watcher) -> AsyncIterator[bytes]:
-        """The events for a watcher, encoded."""
+        """Yields the events for a watcher, encoded."""
         while True:
             if watcher.is_behind and watcher.frames.empty():
                 watcher.is_behind = False
@@ -156,7 +156,7 @@ class Watchers:
 
 
 def _row(found: StageSpan) -> list[Any]:
-    """A span as it is sent: a list is a third of the size of an object with names."""
+    """Returns a span as it is sent: a list is a third of the size of an object with names."""
     span = found.span
     return [
         found.rank,

@@ -27,7 +27,8 @@ _threads_of_long_calls = ThreadPoolExecutor(2, "long-calls")
 
 
 def threads_for(num_characters: int) -> ThreadPoolExecutor:
-    """The threads in which a call of this length is read, each with a process of its own."""
+    """Returns the threads in which a call of this length is read, each with a process of its
+    own."""
     if num_characters <= MAX_SHORT_CHARACTERS:
         return _threads_of_short_calls
     return _threads_of_long_calls
@@ -42,8 +43,8 @@ class CallParser:
         self._processes = IsolatedPool(CallsParsed | CallUnreadable, __name__, name)
 
     def __call__(self, text: str, tools: Tools = ()) -> tuple[ParsedCall, ...]:
-        """The calls in a text. tools are the declared ones as OpenAI's JSON. Raises ValueError if
-        the text is too long, takes too long or cannot be read: then it is content."""
+        """Returns the calls in a text. tools are the declared ones as OpenAI's JSON. Raises
+        ValueError if the text is too long, takes too long or cannot be read: then it is content."""
         if len(text) > MAX_CHARACTERS:
             raise ValueError(
                 f"a call of {len(text)} characters, of which only {MAX_CHARACTERS} are allowed"

@@ -61,8 +61,8 @@ def _watch_memory(checked: "Future[GrammarChecked]", max_bytes: int) -> None:
 
 
 def _resident_bytes() -> int:
-    """The memory of this process. On Linux getrusage cannot be used: its maximum includes the
-    server's memory from before the exec."""
+    """Returns the memory of this process. On Linux getrusage cannot be used: its maximum includes
+    the server's memory from before the exec."""
     if _MEMORY_FILE.exists():
         return int(_MEMORY_FILE.read_text().split()[1]) * resource.getpagesize()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -88,7 +88,7 @@ def _checked(tokenizer: LLTokenizer, grammar: str) -> GrammarChecked:
 
 
 def _names(warning: str) -> list[str]:
-    """The keywords that a warning of llguidance is about."""
+    """Returns the keywords that a warning of llguidance is about."""
     if found := _UNIMPLEMENTED.fullmatch(warning):
         return _QUOTED.findall(found[1])
     if warning.startswith("Unknown format"):

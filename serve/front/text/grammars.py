@@ -41,14 +41,14 @@ _MAX_GBNF_CHARACTERS = 64 << 10
 
 
 def of_schema(schema: Schema | str, param: str = "structured_outputs") -> str:
-    """The grammar of JSON by a schema whose objects are closed. Raises RequestError for the field
-    param if the schema is nested too deeply, or is a text that is not a JSON object."""
+    """Returns the grammar of JSON by a schema whose objects are closed. Raises RequestError for the
+    field param if the schema is nested too deeply, or is a text that is not a JSON object."""
     return _of_schema_text(closed_text(schema), param)
 
 
 def of_tool_schema(schema: Schema) -> str:
-    """The grammar of JSON by a schema made of tools' schemas. Keywords that no grammar can express
-    are left out."""
+    """Returns the grammar of JSON by a schema made of tools' schemas. Keywords that no grammar can
+    express are left out."""
     return _of_schema_text(expressible_text(schema), "tools")
 
 
@@ -63,18 +63,18 @@ def _of_schema_text(text: str, param: str) -> str:
 
 
 def of_regex(pattern: str) -> str:
-    """The grammar of texts that match the pattern as a whole."""
+    """Returns the grammar of texts that match the pattern as a whole."""
     return LLMatcher.grammar_from_regex(pattern)
 
 
 def of_choice(texts: Sequence[str]) -> str:
-    """The grammar that allows exactly these texts."""
+    """Returns the grammar that allows exactly these texts."""
     return of_regex("|".join(map(re.escape, texts)))
 
 
 def of_grammar(text: str, param: str) -> str:
-    """The grammar of a text in llguidance's variant of Lark, or in GBNF, which is translated.
-    Raises RequestError for the field param if that is not possible."""
+    """Returns the grammar of a text in llguidance's variant of Lark, or in GBNF, which is
+    translated. Raises RequestError for the field param if that is not possible."""
     if _GBNF_RULE.search(text):
         text = _lark_of_gbnf(text, param)
     return LLMatcher.grammar_from_lark(text)

@@ -174,7 +174,7 @@ def write_frame(file: IO[bytes], *parts: bytes) -> None:
 
 
 def read_frame(file: IO[bytes]) -> bytes | None:
-    """The content of the next frame; None at the end of the file."""
+    """Returns the content of the next frame; None at the end of the file."""
     head = _read_exactly(file, _LENGTH.size)
     return None if head is None else _read_exactly(file, _LENGTH.unpack(head)[0])
 

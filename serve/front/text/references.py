@@ -18,7 +18,7 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 
 
 def target(reference: str, document: Any) -> Any:
-    """The part of a document to which a reference points; None if there is none."""
+    """Returns the part of a document to which a reference points; None if there is none."""
     if reference != "#" and not reference.startswith("#/"):
         return None
     found = document
@@ -47,8 +47,8 @@ def references(schema: Any) -> Iterator[str]:
 
 
 def moved(schema: Any, place: str) -> Any:
-    """The schema with its references for a document that is moved to this place in another one,
-    such as `#/$defs/A`."""
+    """Returns the schema with its references for a document that is moved to this place in another
+    one, such as `#/$defs/A`."""
     if isinstance(schema, list):
         return [moved(part, place) for part in schema]
     if not isinstance(schema, dict):
@@ -66,10 +66,10 @@ def moved(schema: Any, place: str) -> Any:
 
 
 def bundled(document: Any) -> Any:
-    """The schema without the `$id` and `$anchor` of its parts, and with references that do not need
-    them. In the given schema, references inside a part with an `$id` are relative to that part, and
-    all references may name a part by its URI. A reference that cannot be resolved, or whose target
-    has a long URI or path, is left as it is."""
+    """Returns the schema without the `$id` and `$anchor` of its parts, and with references that do
+    not need them. In the given schema, references inside a part with an `$id` are relative to that
+    part, and all references may name a part by its URI. A reference that cannot be resolved, or
+    whose target has a long URI or path, is left as it is."""
     paths: dict[str, str] = {}
     for uri, path in islice(_identified(document, "", ""), _MAX_IDENTIFIED):
         paths.setdefault(uri, path)
@@ -107,7 +107,7 @@ def _identified(schema: Any, base: str, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _uri(schema: dict[str, Any], base: str) -> str:
-    """The URI to which the references in a schema are relative."""
+    """Returns the URI to which the references in a schema are relative."""
     id = schema.get("$id")
     if not isinstance(id, str) or id.startswith("#") or len(id) > _MAX_URI_CHARACTERS:
         return base
@@ -149,7 +149,7 @@ def _without_ids(part: Any, document: Any, base: str, paths: Mapping[str, str]) 
 
 
 def _from_the_root(reference: str, document: Any, base: str, paths: Mapping[str, str]) -> str:
-    """The reference as a path from the root of the document."""
+    """Returns the reference as a path from the root of the document."""
     uri, _, fragment = reference.partition("#")
     uri = _joined(base, uri) if uri else base
     is_anchor = bool(fragment) and not fragment.startswith("/")

@@ -29,7 +29,7 @@ class SchemaChecker:
         self._processes: IsolatedPool[ClaimsChecked] = IsolatedPool(ClaimsChecked, __name__)
 
     def violations(self, claims: Sequence[Claim]) -> list[Violation]:
-        """The rules that the texts break. What takes too long is not checked further."""
+        """Returns the rules that the texts break. What takes too long is not checked further."""
         size = sum(len(claim.schema) + len(claim.text) for claim in claims)
         if size > MAX_CHARACTERS:
             return [unchecked(f"it and its schema have {size} characters")]
@@ -43,7 +43,7 @@ class SchemaChecker:
 
 
 def unchecked(reason: str) -> Violation:
-    """The violation of an answer that could not be checked."""
+    """Returns the violation of an answer that could not be checked."""
     return Violation(UNCHECKED, f"The answer was not checked against its schema: {reason}.")
 
 

@@ -60,15 +60,16 @@ _ONLY_LIMITS = {"required", "type", "title", "description", "minProperties", "ma
 
 
 def closed(schema: Schema) -> Schema:
-    """The schema with `additionalProperties: false` in every object that has `properties` (also
-    empty ones), unless it states which other keys are allowed or is a part of a composition."""
+    """Returns the schema with `additionalProperties: false` in every object that has `properties`
+    (also empty ones), unless it states which other keys are allowed or is a part of a
+    composition."""
     result: Schema = _Closing(schema).close(schema)
     return result
 
 
 def closed_text(schema: Schema | str) -> str:
-    """The JSON of a closed schema, which may be given as JSON too. A text that is not a JSON object
-    is returned as it is."""
+    """Returns the JSON of a closed schema, which may be given as JSON too. A text that is not a
+    JSON object is returned as it is."""
     if not isinstance(schema, str):
         return json.dumps(closed(schema))
     try:
@@ -79,12 +80,13 @@ def closed_text(schema: Schema | str) -> str:
 
 
 def expressible_text(schema: Schema) -> str:
-    """The JSON of a closed schema, as far as a grammar can express it with GUIDANCE."""
+    """Returns the JSON of a closed schema, as far as a grammar can express it with GUIDANCE."""
     return json.dumps(without_inexpressible_patterns(closed(schema)))
 
 
 def schema_of(grammar: str) -> str | None:
-    """The JSON text of the schema that a grammar of llguidance is made of; None for others."""
+    """Returns the JSON text of the schema that a grammar of llguidance is made of; None for
+    others."""
     if not grammar.startswith("{"):
         return None
     parts = json.loads(grammar)["grammars"]
@@ -93,7 +95,7 @@ def schema_of(grammar: str) -> str | None:
 
 
 def inexpressible_keyword(schema: Any) -> str | None:
-    """A keyword in the schema that a grammar cannot express, or None."""
+    """Returns a keyword in the schema that a grammar cannot express, or None."""
     if isinstance(schema, list):
         return next(filter(None, map(inexpressible_keyword, schema)), None)
     if not isinstance(schema, dict):
@@ -111,7 +113,7 @@ def inexpressible_keyword(schema: Any) -> str | None:
 
 
 def without_inexpressible_patterns(schema: Any) -> Any:
-    """The schema without the patterns that a grammar cannot express."""
+    """Returns the schema without the patterns that a grammar cannot express."""
     if isinstance(schema, list):
         return [without_inexpressible_patterns(each) for each in schema]
     if not isinstance(schema, dict):
@@ -126,8 +128,8 @@ def without_inexpressible_patterns(schema: Any) -> Any:
 
 
 def left_out_of(tools: Sequence[Schema]) -> tuple[str, ...]:
-    """The keywords of the tools' schemas that grammars of `expressible_text` do not enforce, beside
-    those that llguidance itself leaves out."""
+    """Returns the keywords of the tools' schemas that grammars of `expressible_text` do not
+    enforce, beside those that llguidance itself leaves out."""
     tools, left_out = sound_tools(tools)
     schemas = [tool["function"].get("parameters") or {} for tool in tools]
     is_whole = all(without_inexpressible_patterns(schema) == schema for schema in schemas)
@@ -168,8 +170,8 @@ class _Closing:
         return isinstance(schema.get("$id"), str) and schema is not self._document
 
     def _parts_to_close(self, schema: Schema) -> tuple[str, ...]:
-        """The keyword whose parts each describe the whole object, if there is one. pydantic writes
-        an allOf of one part."""
+        """Returns the keyword whose parts each describe the whole object, if there is one. pydantic
+        writes an allOf of one part."""
         if not schema.keys().isdisjoint(("properties", *_REFERENCES)):
             return ()
         if not schema.keys().isdisjoint(("not", "if", "dependentSchemas")):
@@ -184,8 +186,8 @@ class _Closing:
         return tuple(kinds)
 
     def _open_parts(self) -> Iterator[int]:
-        """The ids of all schemas that describe an object together with others, and of the schemas
-        that they refer to: none of them may forbid the keys of the others."""
+        """Yields the ids of all schemas that describe an object together with others, and of the
+        schemas that they refer to: none of them may forbid the keys of the others."""
         waiting = list(self._shared_parts(self._document))
         seen: set[int] = set()
         while waiting:
@@ -228,8 +230,8 @@ class _Closing:
 
 
 def _children(schema: Schema, parts: tuple[str, ...]) -> Iterator[Any]:
-    """The schemas directly inside a schema: those of other values, and its own parts with these
-    names."""
+    """Yields the schemas directly inside a schema: those of other values, and its own parts with
+    these names."""
     for _, named in _present(schema, _MAPS, dict):
         yield from named.values()
     for _, listed in _present(schema, (*_LISTS, *parts), list):
@@ -239,7 +241,7 @@ def _children(schema: Schema, parts: tuple[str, ...]) -> Iterator[Any]:
 
 
 def _present(schema: Schema, names: Iterable[str], kind: type[Kind]) -> Iterator[tuple[str, Kind]]:
-    """The name and the value of each of these keywords that the schema has, if it is of this
+    """Yields the name and the value of each of these keywords that the schema has, if it is of this
     kind."""
     for name in names:
         value = schema.get(name)

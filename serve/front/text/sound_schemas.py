@@ -59,8 +59,8 @@ def sound_tools(tools: Sequence[Schema]) -> tuple[list[Schema], set[str]]:
 
 
 def sound(document: Schema) -> Schema:
-    """The schema without keywords that are not valid. It must be a whole document: references are
-    looked up in it."""
+    """Returns the schema without keywords that are not valid. It must be a whole document:
+    references are looked up in it."""
     document = bundled(document)
     result: Schema = _Cleaner(document).schema(document)
     return result
@@ -92,7 +92,7 @@ class _Cleaner:
         }
 
     def schema(self, schema: Any) -> Any:
-        """The valid part of a schema."""
+        """Returns the valid part of a schema."""
         if isinstance(schema, bool):
             return schema
         found: Schema = {}
@@ -109,7 +109,8 @@ class _Cleaner:
         return found
 
     def _inner(self, keyword: str, value: Any) -> Any:
-        """The valid part of a value that should be a schema; an empty schema if it is none."""
+        """Returns the valid part of a value that should be a schema; an empty schema if it is
+        none."""
         if isinstance(value, dict | bool):
             return self.schema(value)
         self.changed.add(keyword)
@@ -136,8 +137,8 @@ class _Cleaner:
         return {name: self._inner(keyword, value[name]) for name in names}
 
     def _reference(self, value: Any) -> Any:
-        """A reference to a part of the document, as a valid URI: some programs write names such as
-        `List<A>` into it as they are."""
+        """Returns a reference to a part of the document, as a valid URI: some programs write names
+        such as `List<A>` into it as they are."""
         if not isinstance(value, str) or not isinstance(target(value, self._document), dict | bool):
             return None
         steps = value.removeprefix("#").split("/")
@@ -157,7 +158,7 @@ def _number_or_bool(value: Any) -> Any:
 
 
 def _step(value: Any) -> Any:
-    """A number above 0 whose digits a grammar can count."""
+    """Returns a number above 0 whose digits a grammar can count."""
     return value if _is_number(value) and _MIN_STEP <= value <= _MAX_STEP else None
 
 
@@ -183,7 +184,8 @@ def _filled_list(value: Any) -> Any:
 
 
 def _pattern(value: Any) -> Any:
-    """A regular expression, as far as Python can tell: its dialect differs little from others."""
+    """Returns the value if it is a valid regular expression, or None. Python's dialect, by which
+    this is judged, differs little from others."""
     if not isinstance(value, str):
         return None
     python = _CATEGORY.sub(".", value).replace("(?<", "(?P<")
@@ -202,7 +204,8 @@ def _names(value: Any) -> Any:
 
 
 def _types(value: Any) -> Any:
-    """A type or several, which some clients write in capitals."""
+    """Returns the known types among one or several, in lower case: some clients write them in
+    capitals. Returns None if there are none."""
     given = value if isinstance(value, list) else [value]
     names = [name.lower() for name in given if isinstance(name, str)]
     known = [name for name in names if name in _TYPES]

@@ -21,8 +21,8 @@ class Tag:
 
 
 def of_tags(triggers: Sequence[str], tags: Sequence[Tag], param: str) -> str:
-    """The grammar of free text in which one of the tags must follow wherever a trigger comes. Each
-    tag begins with one of the triggers. Raises RequestError for the field param."""
+    """Returns the grammar of free text in which one of the tags must follow wherever a trigger
+    comes. Each tag begins with one of the triggers. Raises RequestError for the field param."""
     made = []
     for tag in tags:
         trigger = next(each for each in triggers if tag.begin.startswith(each))

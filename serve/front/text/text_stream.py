@@ -35,7 +35,7 @@ class TextStream:
         self._num_open = 0
 
     def push(self, token: int) -> str:
-        """The text that is certain with this token. A character cut in two is held back."""
+        """Returns the text that is certain with this token. A character cut in two is held back."""
         if token in self._skipped:
             return ""
         self._window.append(token)
@@ -57,7 +57,7 @@ class TextStream:
         return rest
 
     def _num_unsettled(self, text: str) -> int:
-        """The number of U+FFFD at the end of text that may still become characters.
+        """Returns the number of U+FFFD at the end of text that may still become characters.
 
         After many tokens all but the last few are taken for real U+FFFD: a model that repeats
         them would otherwise stream no text, and take ever more time.

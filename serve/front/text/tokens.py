@@ -92,7 +92,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
     ) -> str:
-        """The prompt's text by the model's chat template. options are its variables."""
+        """Returns the prompt's text by the model's chat template. options are its variables."""
         for name in options:
             if name in self._template_arguments:
                 raise RequestError(
@@ -128,7 +128,7 @@ class Tokenizer:
         variables: Mapping[str, Any],
         tools: list[dict[str, Any]] | None,
     ) -> str:
-        """The text by the chat template, which may raise anything."""
+        """Returns the text by the chat template, which may raise anything."""
         apply = self._transformers.apply_chat_template
         return str(apply(messages, tools=tools or None, tokenize=False, **variables))
 
@@ -144,7 +144,7 @@ class Tokenizer:
     def _prepared(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """The messages as the dialect's template expects them."""
+        """Returns the messages as the dialect's template expects them."""
         dialect = self.dialect
         if has_late_system(messages) and not self._takes_late_system:
             messages = with_early_system(messages)
@@ -166,8 +166,8 @@ class Tokenizer:
         is_forced: bool = False,
         inputs: Mapping[str, str] = {},
     ) -> AnswerGrammar | None:
-        """The grammar of an answer that may or must call tools (see dialects.grammar); None where
-        the format of calls has none."""
+        """Returns the grammar of an answer that may or must call tools (see dialects.grammar); None
+        where the format of calls has none."""
         return tool_grammar(
             self.dialect,
             tools,
@@ -180,7 +180,7 @@ class Tokenizer:
         )
 
     def grammar_of_answer(self, grammar: str) -> str:
-        """The grammar of an answer whose content follows the given one."""
+        """Returns the grammar of an answer whose content follows the given one."""
         if not self.dialect.has_messages:
             return grammar
         return content_grammar(grammar, self._added_ids.get, self._added_ids)
@@ -202,8 +202,8 @@ class Tokenizer:
         return as_text is not None and (as_object is None or is_python)
 
     def _prompt_with_call(self, arguments: Any) -> str | None:
-        """The prompt of a chat with a call that has these arguments; None if the template refuses
-        it."""
+        """Returns the prompt of a chat with a call that has these arguments; None if the template
+        refuses it."""
         declared = {"name": "f", "description": "", "parameters": {"type": "object"}}
         tools = [{"type": "function", "function": declared}]
         call = {
@@ -241,13 +241,13 @@ class Tokenizer:
             return False
 
     def _end_ids(self) -> frozenset[int]:
-        """The ids of the dialect's tokens that end an answer."""
+        """Returns the ids of the dialect's tokens that end an answer."""
         ids = (self.id_of(token) for token in self.dialect.end_tokens)
         return frozenset(id for id in ids if id is not None)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """The tokens of a text. Special tokens that are written out in it become their ids. With
-        add_special_tokens they include those that the tokenizer puts around every text. Raises
+        """Returns the tokens of a text. Special tokens that are written out in it become their ids.
+        With add_special_tokens they include those that the tokenizer puts around every text. Raises
         RequestError for a token that the model does not know."""
         ids = self._encode(text, add_special_tokens)
         unknown = self._first_unknown(ids)
@@ -264,7 +264,7 @@ class Tokenizer:
         return list(encoding.ids)
 
     def _first_unknown(self, ids: list[int]) -> int | None:
-        """The first token for which the model's matrices have no row, or None."""
+        """Returns the first token for which the model's matrices have no row, or None."""
         if not self._may_exceed:
             return None
         return next((id for id in ids if id >= self.vocab_size), None)
@@ -289,7 +289,8 @@ class Tokenizer:
         return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def _token_text(self, id: int) -> str:
-        """The text that a token adds to a text. Some decoders remove the space of a first token."""
+        """Returns the text that a token adds to a text. Some decoders remove the space of a first
+        token."""
         before = self.decode(self._text_before)
         text = self.decode([*self._text_before, id], skip_special_tokens=False)
         if text.startswith(before):
@@ -297,7 +298,8 @@ class Tokenizer:
         return self.decode([id], skip_special_tokens=False)
 
     def _token_bytes(self, id: int) -> list[int]:
-        """The UTF-8 bytes of a token's text, also for a token that is only part of a character."""
+        """Returns the UTF-8 bytes of a token's text, also for a token that is only part of a
+        character."""
         text = self.token_text(id)
         if REPLACEMENT in text:
             token = self.token_name(id)
@@ -309,17 +311,17 @@ class Tokenizer:
         return list(text.encode())
 
     def token_name(self, id: int) -> str:
-        """The token as it is in the vocabulary, with marks for spaces and bytes."""
+        """Returns the token as it is in the vocabulary, with marks for spaces and bytes."""
         return self._backend.id_to_token(id) or ""
 
     def min_tokens(self, text: str) -> int:
-        """A lower bound of len(encode(text)) without encoding; 0 if no bound is known."""
+        """Returns a lower bound of len(encode(text)) without encoding; 0 if no bound is known."""
         if self._max_token_bytes is None:
             return 0
         return len(text.encode()) // self._max_token_bytes
 
     def id_of(self, token: str) -> int | None:
-        """The id of a token, or None if the vocabulary does not have it."""
+        """Returns the id of a token, or None if the vocabulary does not have it."""
         found: int | None = self._backend.token_to_id(token)
         return found
 
@@ -351,8 +353,8 @@ class Tokenizer:
 
 
 def _first_that_works(attempts: Sequence[Callable[[], str]]) -> str:
-    """The text of the first attempt that a template does not refuse. Raises the RequestError of
-    the first one."""
+    """Returns the text of the first attempt that a template does not refuse. Raises the
+    RequestError of the first one."""
     refused: list[Exception] = []
     for attempt in attempts:
         try:
@@ -378,8 +380,8 @@ def _filled_in(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
-    """The message for templates that put the arguments of earlier calls into the prompt as they
-    are."""
+    """Returns the message for templates that put the arguments of earlier calls into the prompt as
+    they are."""
     if not message.get("tool_calls"):
         return message
     calls: list[dict[str, Any]] = []
@@ -460,7 +462,7 @@ def _num_ids(backend: Any) -> int:
 
 
 def _model_vocab_size(folder: Path, default: int) -> int:
-    """How many rows the model's matrices have."""
+    """Returns how many rows the model's matrices have."""
     sizes = [default]
     for part in _config_parts(folder / "config.json"):
         size = part.get("vocab_size")
@@ -470,22 +472,23 @@ def _model_vocab_size(folder: Path, default: int) -> int:
 
 
 def _config_parts(file: Path) -> list[dict[str, Any]]:
-    """A config, and the part of it that is about text if there is one; nothing without the file."""
+    """Returns a config, and the part of it that is about text if there is one; nothing without the
+    file."""
     config = _json_of(file)
     parts = config, config.get("text_config")
     return [part for part in parts if isinstance(part, dict)]
 
 
 def _argument_names(apply_chat_template: Callable[..., Any]) -> frozenset[str]:
-    """The names of arguments that chat_template_kwargs would override instead of reaching the
-    template."""
+    """Returns the names of arguments that chat_template_kwargs would override instead of reaching
+    the template."""
     parameters = inspect.signature(apply_chat_template).parameters.values()
     named = {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD}
     return frozenset(named | {"self", "messages", "raise_exception", "strftime_now"})
 
 
 def _read_eos_ids(folder: Path, of_tokenizer: int | list[int] | None) -> frozenset[int]:
-    """Every id that ends an answer: models name them in up to three files."""
+    """Returns every id that ends an answer: models name them in up to three files."""
     named: list[Any] = [of_tokenizer]
     for file in ("config.json", "generation_config.json"):
         parts = _config_parts(folder / file)
@@ -498,9 +501,9 @@ def _read_eos_ids(folder: Path, of_tokenizer: int | list[int] | None) -> frozens
 
 
 def _max_token_bytes(backend: Any) -> int | None:
-    """The largest number of bytes of UTF-8 that one token can stand for; None unless the tokenizer
-    is known to keep every byte, because text that it drops, trims or joins could make any prompt
-    short."""
+    """Returns the largest number of bytes of UTF-8 that one token can stand for; None unless the
+    tokenizer is known to keep every byte, because text that it drops, trims or joins could make any
+    prompt short."""
     added = backend.get_added_tokens_decoder().values()
     base = backend.get_vocab(with_added_tokens=False)
     normalizers = _parts(backend.normalizer, "normalizers")
@@ -530,7 +533,8 @@ _BYTES = {character: byte for byte, character in enumerate(character_of)}
 
 
 def _parts(component: Any, name: str) -> list[dict[str, Any]]:
-    """The JSON of a normalizer or pre-tokenizer: of each part, if it is a sequence of several."""
+    """Returns the JSON of a normalizer or pre-tokenizer: of each part, if it is a sequence of
+    several."""
     if component is None:
         return []
     state: dict[str, Any] = json.loads(component.__getstate__())

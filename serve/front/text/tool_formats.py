@@ -31,7 +31,7 @@ class ToolFormat:
 
 
 def tool_format(name: str) -> ToolFormat:
-    """The format of this name, whose parser runs in this process. Raises UsageError."""
+    """Returns the format of this name, whose parser runs in this process. Raises UsageError."""
     if name not in tool_parsers():
         known = ", ".join(tool_parsers())
         raise UsageError(f"--tool-parser {name} is not known: give one of {known}.")
@@ -41,8 +41,8 @@ def tool_format(name: str) -> ToolFormat:
 
 
 def parsed_calls(parsed: Any) -> tuple[ParsedCall, ...]:
-    """The calls that a ToolFormat has parsed. Raises ValueError if it returned something else, or
-    arguments that have no JSON form."""
+    """Returns the calls that a ToolFormat has parsed. Raises ValueError if it returned something
+    else, or arguments that have no JSON form."""
     calls = parsed if isinstance(parsed, list) and parsed else [parsed]
     return tuple(map(_parsed_call, calls))
 
@@ -61,7 +61,7 @@ def _parsed_call(call: Any) -> ParsedCall:
 
 @cache
 def mlx_lm_module(name: str) -> ModuleType:
-    """A file or folder of mlx-lm, loaded under a private name."""
+    """Returns a file or folder of mlx-lm, loaded under a private name."""
     root = mlx_lm_folder()
     assert root is not None
     path = root.joinpath(*name.split("."))

@@ -61,7 +61,7 @@ class Run(NamedTuple):
         return self.end - self.start
 
     def span(self, step: Step) -> Span:
-        """The span of this run, which came after a step."""
+        """Returns the span of this run, which came after a step."""
         return Span(
             step.number,
             step.group,
@@ -210,14 +210,14 @@ class Drafter(ABC):
 
     @abstractmethod
     def _logits(self, step: Step, part: Part) -> mx.array:
-        """The logits (B, L, vocabulary) of a part of its own step, lazily."""
+        """Returns the logits (B, L, vocabulary) of a part of its own step, lazily."""
 
     def _can_guess(self, asked: Asked) -> bool:
         """Whether it can guess behind a text."""
         return bool(asked.text)
 
     def _first_position(self, asked: Asked) -> int:
-        """The position in a text from which on it can be read."""
+        """Returns the position in a text from which on it can be read."""
         return max(0, len(asked.text) - NUM_TOKENS_READ)
 
     def _free(self, sequence: int) -> None:
@@ -272,7 +272,7 @@ class Drafter(ABC):
         self._runs.append(run)
 
     def _not_held(self, asked: Asked) -> list[int]:
-        """The tokens of a text whose keys and values are not held."""
+        """Returns the tokens of a text whose keys and values are not held."""
         row = self._rows[asked.sequence]
         end = row.start + len(row.held)
         return asked.text[end:]
@@ -418,8 +418,8 @@ def _common_prefix(held: list[int], text: list[int]) -> int:
 
 
 def _without_history(sampling: Sampling) -> Sampling:
-    """The sampling without what depends on the tokens before, which the draft model may not have
-    read."""
+    """Returns the sampling without what depends on the tokens before, which the draft model may not
+    have read."""
     return replace(
         sampling,
         presence_penalty=0.0,

@@ -48,7 +48,7 @@ class HiddenStates:
             self.start += len(self._arrays.pop(0))
 
     def between(self, start: int, end: int) -> mx.array:
-        """The states (end - start, D) of these positions, which must be held."""
+        """Returns the states (end - start, D) of these positions, which must be held."""
         found: list[mx.array] = []
         first = self.end
         for array in reversed(self._arrays):
@@ -170,7 +170,7 @@ class HeadDrafter(Drafter):
         return super()._fed(group, feeds)
 
     def _hidden_before(self, sequence: int, num_tokens: int) -> mx.array:
-        """The hidden states (num_tokens, D) before the next tokens of a row."""
+        """Returns the hidden states (num_tokens, D) before the next tokens of a row."""
         row = self._rows[sequence]
         position = row.start + len(row.held)
         if position >= self._lengths[sequence]:

@@ -176,7 +176,7 @@ class ServerResultBlock(Tolerant):
 
 
 def _plain_text(content: Any) -> str:
-    """The content of a result as text. Encrypted fields are left out: no other model can
+    """Returns the content of a result as text. Encrypted fields are left out: no other model can
     read them."""
     if content is None or isinstance(content, str):
         return content or ""
@@ -262,7 +262,7 @@ Turn = Annotated[SystemTurn | UserTurn | AssistantTurn, Field(discriminator="rol
 
 
 def parts_of(turns: Sequence[Turn]) -> Parts:
-    """The parts of turns, one by one."""
+    """Returns the parts of turns, one by one."""
     users = [number for number, turn in enumerate(turns) if turn.role == "user"]
     last_user = users[-1] if users else -1
     for number, turn in enumerate(turns):

@@ -122,8 +122,8 @@ class CountBody(HarmlessFields):
         return Thinking(effort, budget, is_wanted, "thinking.budget_tokens")
 
     def edited(self, count: Count) -> EditedPrompt:
-        """The prompt after the edits of context_management. count returns how many tokens a prompt
-        has, and is called only if an edit depends on it. Raises RequestError."""
+        """Returns the prompt after the edits of context_management. count returns how many tokens a
+        prompt has, and is called only if an edit depends on it. Raises RequestError."""
         tools = self._offer()
         context = Context(self.messages, lambda turns: count(self._prompt(turns, tools)))
         after = context
@@ -221,7 +221,7 @@ class MessagesBody(CountBody):
         return ToolUse(offered.tools, self.tool_choice.as_chat(), is_parallel)
 
     def _grammars(self, use: ToolUse) -> dict[str, str]:
-        """The grammars that the answer must follow, by the field that demands each."""
+        """Returns the grammars that the answer must follow, by the field that demands each."""
         format = (self.output_config and self.output_config.format) or self.output_format
         found: dict[str, str] = {}
         if format:

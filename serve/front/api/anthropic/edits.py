@@ -49,8 +49,8 @@ class Context:
                     yield block
 
     def edited(self, edit: Callable[[int, Block], Block | None]) -> "Context":
-        """The same turns with other blocks. edit gets the number of a turn and each of its blocks;
-        None leaves the block out."""
+        """Returns the same turns with other blocks. edit gets the number of a turn and each of its
+        blocks; None leaves the block out."""
         turns = []
         for number, turn in enumerate(self.turns):
             blocks = [edit(number, block) for block in turn.content]
@@ -201,7 +201,7 @@ class ContextManagement(Body):
 
 
 def _thinking_turns(turns: Sequence[Turn]) -> Iterable[list[int]]:
-    """The numbers of the messages of each turn of the assistant that has thoughts."""
+    """Yields the numbers of the messages of each turn of the assistant that has thoughts."""
     current: list[int] = []
     for number, turn in enumerate(turns):
         has_thoughts = any(map(_is_thought, turn.content))

@@ -12,14 +12,15 @@ _PREFIX = "thought:"
 
 
 def signature_of(thought: str, carries_it: bool) -> str:
-    """A signature for a thought. It is random unless it carries the thought."""
+    """Returns a signature for a thought. It is random unless it carries the thought."""
     if not carries_it:
         return secrets.token_hex(16)
     return _PREFIX + base64.b64encode(thought.encode()).decode()
 
 
 def thought_in(signature: str) -> str:
-    """The thought that a signature carries; empty if it is another server's, or carries none."""
+    """Returns the thought that a signature carries; empty if it is another server's, or carries
+    none."""
     if not signature.startswith(_PREFIX):
         return ""
     try:

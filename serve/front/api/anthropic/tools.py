@@ -34,7 +34,7 @@ class CustomTool(Tolerant):
     defer_loading: bool | None = None
 
     def as_tool(self) -> Tool:
-        """The same tool as chat declares it."""
+        """Returns the same tool as chat declares it."""
         function = Function(
             name=self.name,
             description=self.description,
@@ -56,7 +56,7 @@ class ClientTool(Tolerant):
     display_height_px: int | None = None
 
     def as_tool(self) -> Tool:
-        """The same tool as chat declares it."""
+        """Returns the same tool as chat declares it."""
         known = KNOWN_TOOLS[self.type]
         sentences = [known.description, *self._facts()]
         function = Function(
@@ -126,7 +126,7 @@ class ToolChoice(Body):
         return self
 
     def as_chat(self) -> ChatToolChoice:
-        """The same choice as a chat has it."""
+        """Returns the same choice as a chat has it."""
         if self.name is not None:
             return NamedTool(type="function", function=FunctionName(name=self.name))
         if self.type == "any":

@@ -37,7 +37,7 @@ def main(
 
 
 def answered(reader: Reader, kind: BodyKind, *given: bytes) -> Answer:
-    """The answer to a question for a body of this kind."""
+    """Returns the answer to a question for a body of this kind."""
     read: Callable[..., AnyReading] = getattr(reader, kind)
     try:
         return BodyRead(read(*given))

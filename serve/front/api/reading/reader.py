@@ -155,7 +155,7 @@ class Reader:
         return ReadCompaction(kept_messages(messages), job)
 
     def _conversation(self, body: Conversation, earlier: bytes | None) -> list[ChatMessage]:
-        """The messages that a body continues, and its own."""
+        """Returns the messages that a body continues, and its own."""
         if earlier is None:
             return body.messages({})
         stored = json.loads(earlier)
@@ -179,7 +179,7 @@ class Reader:
         return msgspec.structs.replace(job, ignored_fields=body.ignored_fields)
 
     def count(self, data: bytes) -> FinishedReply:
-        """The reply to Anthropic's count_tokens: how many tokens the prompt has."""
+        """Returns the reply to Anthropic's count_tokens: how many tokens the prompt has."""
         body = parse(CountBody, self._object(data))
         count = self._counter(body.wanted_thinking)
         edited = body.edited(count)
@@ -202,8 +202,8 @@ class Reader:
         return FinishedReply(body.model, replies.encode(reply), body.ignored_fields)
 
     def _counter(self, thinking: Thinking) -> Callable[[ChatPrompt], int]:
-        """A function that returns how many tokens a prompt has, with the variables that thinking
-        sets."""
+        """Returns a function that returns how many tokens a prompt has, with the variables that
+        thinking sets."""
         variables = thinking.variables(self.tokenizer)
 
         def count(prompt: ChatPrompt) -> int:

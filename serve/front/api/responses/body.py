@@ -60,7 +60,7 @@ class Format(Tolerant):
         return self
 
     def grammar(self) -> str | None:
-        """The grammar of the format, None for text."""
+        """Returns the grammar of the format, None for text."""
         return format_grammar(self.type, self.schema_ or {})
 
 
@@ -166,7 +166,8 @@ class Conversation(SamplingBody):
         return {**tools, raw_name: replace(tools[raw_name], is_raw=True)}
 
     def _raw_name(self) -> str | None:
-        """The name of the custom tool whose input is the whole answer, because it is demanded."""
+        """Returns the name of the custom tool whose input is the whole answer, because it is
+        demanded."""
         choice = self.tool_use.choice
         if not isinstance(choice, NamedTool):
             return None
@@ -209,8 +210,8 @@ class Conversation(SamplingBody):
         return tuple(tool.grammar for tool in tools if tool.grammar)
 
     def warnings(self, held_inputs: Collection[str]) -> list[str]:
-        """The declared tools that are not offered, and grammars that are not enforced: those of
-        tools that are not among held_inputs."""
+        """Returns the declared tools that are not offered, and grammars that are not enforced:
+        those of tools that are not among held_inputs."""
         raw = self._raw_tool()
         free_tools = [
             offered
@@ -224,7 +225,7 @@ class Conversation(SamplingBody):
         return [*warnings[:_MAX_WARNINGS], f"There are {num_more} further warnings."]
 
     def messages(self, stored: Mapping[str, Json]) -> list[ChatMessage]:
-        """The messages of its input. stored are the items that it refers to. Raises
+        """Returns the messages of its input. stored are the items that it refers to. Raises
         RequestError."""
         return messages_of(self._whole_items(stored), self.offer)
 
@@ -236,7 +237,7 @@ class Conversation(SamplingBody):
                 yield item
 
     def prompt(self, messages: list[ChatMessage]) -> ChatPrompt:
-        """The parts that the prompt of these messages is rendered from."""
+        """Returns the parts that the prompt of these messages is rendered from."""
         first: list[ChatMessage] = []
         if self.instructions:
             first = [{"role": "system", "content": self.instructions}]
@@ -342,8 +343,8 @@ class ResponsesBody(Conversation):
         )
 
     def repeated(self, held_inputs: Collection[str]) -> Json:
-        """The fields that the response repeats, with their defaults. held_inputs are the tools
-        whose input a grammar holds."""
+        """Returns the fields that the response repeats, with their defaults. held_inputs are the
+        tools whose input a grammar holds."""
         given = self.model_dump(
             mode="json", by_alias=True, exclude_none=True, exclude=_NOT_REPEATED
         )
@@ -413,7 +414,7 @@ def output_messages(output: Iterable[Json], offer: Offer) -> list[ChatMessage]:
 
 
 def joined(messages: bytes, more: list[ChatMessage]) -> bytes:
-    """A list as JSON, with more messages at its end."""
+    """Returns a list as JSON, with more messages at its end."""
     if not more:
         return messages
     separator = b"" if messages == b"[]" else b","

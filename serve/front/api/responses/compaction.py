@@ -52,7 +52,7 @@ class CompactBody(Conversation):
 
 
 def kept_messages(messages: list[ChatMessage]) -> list[Json]:
-    """The user's last messages as items: they stay as they were said."""
+    """Returns the user's last messages as items: they stay as they were said."""
     kept: list[Json] = []
     num_left = MAX_KEPT_CHARACTERS
     for message in reversed(messages):

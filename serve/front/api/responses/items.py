@@ -20,12 +20,13 @@ SUMMARY = "Summary of the conversation so far:"
 
 
 def opaque(text: str) -> str:
-    """A text as encrypted_content: clients send it back and do not show it. It is no secret."""
+    """Returns a text as encrypted_content: clients send it back and do not show it. It is no
+    secret."""
     return _OPAQUE + base64.b64encode(text.encode()).decode()
 
 
 def opened(content: str | None) -> str | None:
-    """The text of `opaque`; None for a text that another server encrypted."""
+    """Returns the text of `opaque`; None for a text that another server encrypted."""
     if not content or not content.startswith(_OPAQUE):
         return None
     try:
@@ -52,7 +53,7 @@ class RefusalPart(Tolerant):
 
 
 def as_parts(content: Any) -> Any:
-    """A content that is a text as a list with one part."""
+    """Returns a content that is a text as a list with one part."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     return listed(content)
@@ -340,7 +341,7 @@ def _text_or_json(value: Any) -> str:
 
 
 def _as_items(given: Any) -> Any:
-    """An input as a list of items, all of which have their type."""
+    """Returns an input as a list of items, all of which have their type."""
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
     return [_with_type(item) for item in listed(given)]
@@ -383,7 +384,7 @@ def new_item_id(kind: str) -> str:
 
 
 def listed_items(given: str | list[Json]) -> list[Json]:
-    """The items of a validated input as a client reads them again, each with an id."""
+    """Returns the items of a validated input as a client reads them again, each with an id."""
     return [_listed_item(item) for item in _as_items(given)]
 
 

@@ -70,7 +70,7 @@ class CustomTool(Tolerant):
         return isinstance(self.format, GrammarInput) and self.format.syntax == "lark"
 
     def function(self) -> Function:
-        """The same tool as a function."""
+        """Returns the same tool as a function."""
         schema: Json = {"type": "string"}
         description = self.description or ""
         if isinstance(self.format, GrammarInput):
@@ -170,11 +170,11 @@ class Offer:
                 self._names.setdefault((offered.kind, offered.name, namespace), known)
 
     def model_name(self, kind: Kind, name: str, namespace: str | None = None) -> str:
-        """The name under which the model knows a tool; its own if it is not offered."""
+        """Returns the name under which the model knows a tool; its own if it is not offered."""
         return self._names.get((kind, name, namespace), name)
 
     def named(self, kind: Kind, name: str, namespace: str | None = None) -> str:
-        """The model's name of a tool that tool_choice demands. Raises RequestError."""
+        """Returns the model's name of a tool that tool_choice demands. Raises RequestError."""
         known = self.model_name(kind, name, namespace)
         if known not in self.tools or self.tools[known].kind != kind:
             raise RequestError(
@@ -291,7 +291,7 @@ class NamedChoice(Tolerant):
     tools: Annotated[list[Json], Field(fail_fast=True)] | None = None
 
     def narrowed(self, offer: Offer) -> Offer:
-        """The tools that this choice allows."""
+        """Returns the tools that this choice allows."""
         if self.type != "allowed_tools":
             return offer
         allowed = {name for each in self.tools or () if (name := _allowed(each, offer))}
@@ -300,7 +300,7 @@ class NamedChoice(Tolerant):
         return Offer(tools, functions, offer.warnings)
 
     def choice(self, offer: Offer) -> Literal["auto", "required"] | NamedTool:
-        """The same choice in a chat. Raises RequestError."""
+        """Returns the same choice in a chat. Raises RequestError."""
         if self.type == "allowed_tools":
             return self.mode or "auto"
         kind = _KINDS.get(self.type)
@@ -389,8 +389,8 @@ _DEFINED: dict[str, Function] = {
 
 
 def call_fields(kind: Kind, text: str) -> Json | None:
-    """The fields of a call's item by the arguments that the model wrote; None if they are not those
-    of such a tool."""
+    """Returns the fields of a call's item by the arguments that the model wrote; None if they are
+    not those of such a tool."""
     arguments = _object(text)
     if arguments is None:
         return None
@@ -419,8 +419,8 @@ def _is_operation(arguments: Json) -> bool:
 
 
 def custom_input(text: str) -> str:
-    """The input of a custom tool by the arguments that the model wrote: its one string, or else the
-    whole text."""
+    """Returns the input of a custom tool by the arguments that the model wrote: its one string, or
+    else the whole text."""
     arguments = _object(text)
     if arguments is not None and isinstance(arguments.get("input"), str):
         return str(arguments["input"])

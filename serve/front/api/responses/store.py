@@ -42,7 +42,7 @@ class Stored:
 
 
 def stored_items(items: Iterable[Json]) -> tuple[StoredItem, ...]:
-    """The items, each of which has an id, as they are stored."""
+    """Returns the items, each of which has an id, as they are stored."""
     return tuple(StoredItem(item["id"], encode(item)) for item in items)
 
 

@@ -88,7 +88,8 @@ class ChatWriter(ChunkWriter):
         return fields
 
     def _listed(self, update: Update, delta: ChatDelta) -> ChunkChoice:
-        """The choice with an update's first delta, and with the update's tokens and scores."""
+        """Returns the choice with an update's first delta, and with the update's tokens and
+        scores."""
         choice = _choice(update.number, delta)
         if self._listing.logprobs is not None:
             choice["logprobs"] = self._scores.chat(update.scores)
@@ -97,8 +98,8 @@ class ChatWriter(ChunkWriter):
         return choice
 
     def _deltas(self, update: Update) -> Iterator[ChatDelta]:
-        """The deltas of OpenAI's chat. A call's name and its first arguments are one
-        delta if they came together."""
+        """Yields the deltas of OpenAI's chat. A call's name and its first arguments are one delta
+        if they came together."""
         begun: CallBegin | None = None
         for delta in update.deltas:
             if begun is not None and not isinstance(delta, CallText):
@@ -132,8 +133,8 @@ class ChatWriter(ChunkWriter):
         return {"tool_calls": [call]}
 
     def _reason(self, reason: Reason) -> FinishReason:
-        """The finish reason. As in OpenAI's API, a call of a tool that the request named does not
-        change it."""
+        """Returns the finish reason. As in OpenAI's API, a call of a tool that the request named
+        does not change it."""
         if reason != "tool_calls":
             return reason
         if self._names_tool:
@@ -252,7 +253,7 @@ def _whole_call(first: ToolCall, arguments: StringIO) -> ToolCall:
 
 
 def _progress(progress: Progress) -> PromptProgress:
-    """The progress of a prompt, as llama.cpp's server reports it."""
+    """Returns the progress of a prompt, as llama.cpp's server reports it."""
     return {
         "total": progress.total,
         "cache": progress.cached,

@@ -36,7 +36,7 @@ class CompletionWriter(ChunkWriter):
             yield chunk
 
     def choices(self, update: Update) -> Iterator[CompletionChoice]:
-        """The choices of an update, each of which is sent in a chunk of its own."""
+        """Yields the choices of an update, each of which is sent in a chunk of its own."""
         lists_tokens = self._listing.logprobs is not None or self._listing.token_ids
         if (begin := update.begin) and self._shows_prompt:
             yield self._opening(update.number, begin)
@@ -57,7 +57,7 @@ class CompletionWriter(ChunkWriter):
         return listing.echo or listing.token_ids or listing.prompt_logprobs is not None
 
     def _opening(self, number: int, begin: Begin) -> CompletionChoice:
-        """The choice with the prompt."""
+        """Returns the choice with the prompt."""
         listing = self._listing
         prompt = self._prompts[number]
         scores = begin.prompt_scores

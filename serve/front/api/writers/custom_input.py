@@ -25,7 +25,7 @@ class CustomInput:
         self._is_inside = False
 
     def feed(self, text: str) -> str:
-        """The next part of the input."""
+        """Returns the next part of the input."""
         if self._is_raw:
             return text
         self._texts.append(text)
@@ -44,7 +44,7 @@ class CustomInput:
         return found
 
     def finish(self) -> str:
-        """The rest of the input. Arguments of another form are the input as they are."""
+        """Returns the rest of the input. Arguments of another form are the input as they are."""
         if self._is_raw:
             return ""
         given = "".join(self._given)

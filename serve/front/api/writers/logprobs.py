@@ -72,7 +72,7 @@ class ScoreWriter:
         }
 
     def _by_text(self, score: Score) -> dict[str, float]:
-        """The likeliest tokens and the token itself, by text. Of two with the same text the
+        """Returns the likeliest tokens and the token itself, by text. Of two with the same text the
         likelier counts."""
         by_text: dict[str, float] = {}
         for token, logprob in (*score.top, (score.token, score.logprob)):
@@ -80,8 +80,8 @@ class ScoreWriter:
         return by_text
 
     def _ranked_scores(self, score: Score) -> dict[str, RankedScore]:
-        """The likeliest tokens and the token itself, by id. The token's rank is null unless it is
-        among the likeliest."""
+        """Returns the likeliest tokens and the token itself, by id. The token's rank is null unless
+        it is among the likeliest."""
         ranked: dict[str, RankedScore] = {}
         for rank, (token, logprob) in enumerate(score.top, 1):
             ranked[str(token)] = self._ranked_score(token, logprob, rank)

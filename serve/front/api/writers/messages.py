@@ -166,8 +166,8 @@ class MessagesWriter:
 
 
 def _input(arguments: str) -> Json:
-    """The arguments of a call as an object; its beginning, if the answer was cut. Text
-    that is not a JSON object is wrapped in one, as Anthropic advises."""
+    """Returns the arguments of a call as an object; its beginning, if the answer was cut. Text that
+    is not a JSON object is wrapped in one, as Anthropic advises."""
     try:
         read = from_json(arguments or "{}", allow_inf_nan=False, allow_partial=True)
         json.dumps(read, allow_nan=False)  # from_json takes 1e999 for inf.

@@ -59,7 +59,7 @@ class OllamaWriter:
         return ollama_error(error)
 
     def line(self, text: str, **others: object) -> Json:
-        """A line with text, and with fields beside it (chat: in its message)."""
+        """Returns a line with text, and with fields beside it (chat: in its message)."""
         head: Json = {"model": self._model, "created_at": _now()}
         if self._is_chat:
             message = {"role": "assistant", "content": text, **others}
@@ -140,7 +140,7 @@ class WholeOllama:
 
 
 def loaded(model: str, is_chat: bool) -> Json:
-    """The reply to a request that only wants the model in memory."""
+    """Returns the reply to a request that only wants the model in memory."""
     line = OllamaWriter(model, is_chat).line("")
     return {**line, "done": True, "done_reason": "load"}
 

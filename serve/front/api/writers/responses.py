@@ -101,7 +101,8 @@ class ResponsesWriter:
         yield self._about_all(status)
 
     def cancelled(self) -> Iterator[Json]:
-        """The last events of a response that was cancelled. OpenAI has no event of that name."""
+        """Yields the last events of a response that was cancelled. OpenAI has no event of that
+        name."""
         yield from self._end_items("incomplete")
         self._end("cancelled")
         yield self._about_all("incomplete")
@@ -148,7 +149,7 @@ class ResponsesWriter:
         self._current["content"] = [part]
 
     def _logprobs(self) -> Sequence[Json]:
-        """The scores of the tokens up to the text that was sent last."""
+        """Returns the scores of the tokens up to the text that was sent last."""
         scores = self._scores
         self._scores = []
         if not scores or self._score_writer is None:
@@ -259,7 +260,7 @@ class ResponsesWriter:
     # --- events
 
     def _event(self, name: str, /, **fields: object) -> Json:
-        """An event about the item that is open, with its place."""
+        """Returns an event about the item that is open, with its place."""
         num_items = len(self.response["output"])
         place: Json = {"output_index": num_items - 1}
         if "item" not in fields:
@@ -283,7 +284,7 @@ def _names(name: str, namespace: str | None) -> Json:
 
 
 def response_usage(tokens: TokenUsage) -> Json:
-    """The token counts, as OpenAI's responses state them."""
+    """Returns the token counts, as OpenAI's responses state them."""
     return {
         "input_tokens": tokens.prompt_tokens,
         "input_tokens_details": {"cached_tokens": tokens.cached_tokens, "cache_write_tokens": 0},

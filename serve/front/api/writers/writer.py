@@ -53,7 +53,7 @@ class Head(TypedDict):
 
 
 def _head(prefix: str, kind: str, model: str) -> Head:
-    """The head of a new reply, with an id that begins with prefix."""
+    """Returns the head of a new reply, with an id that begins with prefix."""
     return {
         "id": f"{prefix}-{secrets.token_hex(16)}",
         "object": kind,
@@ -72,7 +72,7 @@ class UsageFields:
         self._num_tokens = 0
 
     def feed(self, update: Update) -> dict[str, Usage | None]:
-        """The fields of an update's chunks. Counts its tokens: all answers' together."""
+        """Returns the fields of an update's chunks. Counts its tokens: all answers' together."""
         self._num_tokens += len(update.tokens)
         for delta in update.deltas:
             if isinstance(delta, Begin | End):
@@ -85,7 +85,7 @@ class UsageFields:
         return {"usage": openai_usage(so_far)}
 
     def last(self) -> Usage | None:
-        """The usage for the chunk after the last answer; None if there is no such chunk."""
+        """Returns the usage for the chunk after the last answer; None if there is no such chunk."""
         return None if self._wanted is UsageInStream.NONE else openai_usage(self._usage)
 
 
@@ -116,12 +116,12 @@ class ChunkWriter:
         return error_object(error)
 
     def chunks(self, update: Update) -> Iterator[Json]:
-        """The chunks of an update, without the fields that all of them share. Each has one
+        """Yields the chunks of an update, without the fields that all of them share. Each has one
         choice."""
         raise NotImplementedError
 
     def whole(self, kind: str, choices: list[Any]) -> Json:
-        """The reply with these choices, after the answer has ended."""
+        """Returns the reply with these choices, after the answer has ended."""
         assert self.usage is not None
         return {
             **self.head,
@@ -132,7 +132,7 @@ class ChunkWriter:
 
 
 def openai_usage(tokens: TokenUsage) -> Usage:
-    """The token counts, as OpenAI's chat and completions state them."""
+    """Returns the token counts, as OpenAI's chat and completions state them."""
     return usage(
         tokens.prompt_tokens,
         tokens.completion_tokens,

@@ -86,8 +86,8 @@ def read_value(
     lines: bool = False,
     undeclared_is_text: bool = True,
 ) -> Generator[CallText | None, None, bool]:
-    """The JSON of a value up to its end mark: text as it is written, all else when it is complete.
-    Returns whether the end mark came."""
+    """Reads the JSON of a value up to its end mark: text as it is written, all else when it is
+    complete. Returns whether the end mark came."""
     if is_text(types, when_undeclared=undeclared_is_text):
         return (yield from stream_text(source, end, strips_newline=lines))
     try:

@@ -32,8 +32,8 @@ class JsonCalls:
 
 
 def call_schema(number: int, tool: dict[str, Any], key: str) -> dict[str, Any]:
-    """The schema of one call. With an $id, references of the parameters (`#/$defs/...`) are to
-    themselves."""
+    """Returns the schema of one call. With an $id, references of the parameters (`#/$defs/...`) are
+    to themselves."""
     return {
         "type": "object",
         "properties": {
@@ -50,6 +50,6 @@ def tool_name(tool: dict[str, Any]) -> str:
 
 
 def parameters_of(tool: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a tool's arguments; without parameters they are `{}`."""
+    """Returns the schema of a tool's arguments; without parameters they are `{}`."""
     function = tool.get("function") or tool
     return function.get("parameters") or {"type": "object", "properties": {}}

@@ -14,7 +14,7 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 def json_string(text: str) -> str:
-    """The JSON string that stands for a text."""
+    """Returns the JSON string that stands for a text."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -29,8 +29,8 @@ class JsonValue:
         self._is_scalar: bool | None = None  # unknown before the first character
 
     def end(self, text: str) -> int | None:
-        """How much of the text, which continues what came before, belongs to the value; None if
-        all of it does and the value goes on. The value must not begin with a blank."""
+        """Returns how much of the text, which continues what came before, belongs to the value;
+        None if all of it does and the value goes on. The value must not begin with a blank."""
         if not text:
             return None
         if self._is_scalar is None:
@@ -62,8 +62,8 @@ class JsonValue:
 
 
 def stream_arguments(source: Source) -> Generator[CallPart | None, None, bool]:
-    """The next JSON value as it is written, and the end of the call. Returns whether the value was
-    whole: the text may end first."""
+    """Reads the next JSON value as it is written, and the end of the call. Returns whether the
+    value was whole: the text may end first."""
     if not (yield from source.skip_blanks()):
         return False
     value = JsonValue()
@@ -80,7 +80,7 @@ def stream_arguments(source: Source) -> Generator[CallPart | None, None, bool]:
 
 
 def whole_value(source: Source) -> Generator[None, None, str]:
-    """The JSON text of the next value. Raises ValueError if it is incomplete."""
+    """Reads the JSON text of the next value. Raises ValueError if it is incomplete."""
     if not (yield from source.skip_blanks()):
         raise ValueError("a value is missing")
     value, num_read = JsonValue(), 0

@@ -47,7 +47,7 @@ class Lark:
         return "\n".join(["%llguidance {}", *self._rules.values(), _TEXT, _BLANK])
 
     def rule(self, body: str, options: str = "") -> str:
-        """The name of a rule with this body."""
+        """Returns the name of a rule with this body."""
         return self._named("r", body, options)
 
     def _named(self, kind: str, body: str, options: str) -> str:
@@ -56,30 +56,30 @@ class Lark:
         return name
 
     def terminal(self, body: str) -> str:
-        """The name of a terminal with this body."""
+        """Returns the name of a terminal with this body."""
         return self._named("T", body, "")
 
     def start(self, body: str) -> None:
         self._rules["start"] = f"start: {body}"
 
     def mark(self, text: str) -> str:
-        """A text that must follow as it is; the added tokens in it may be tokens."""
+        """Returns the body of a rule for exactly this text, in which added tokens may be tokens."""
         if not text:
             return ""
         return " ".join(self._one(piece) for piece in self._pieces(text))
 
     def token_ids_in(self, text: str) -> list[int]:
-        """The ids of the added tokens in a text."""
+        """Returns the ids of the added tokens in a text."""
         ids = map(self.token_id, self._pieces(text))
         return [id for id in ids if id is not None]
 
     def text_without(self, mark: str, body: str) -> str:
-        """The name of a terminal with this body for texts that do not contain the mark."""
+        """Returns the name of a terminal with this body for texts that do not contain the mark."""
         return self.terminal(f"{body} & ~/(.|\\n)*{_escaped(mark)}(.|\\n)*/")
 
     def until(self, mark: str, text: str = "TEXT") -> str:
-        """Any text up to the mark, with the mark; or such text as the terminal of this name
-        describes."""
+        """Returns the body of a rule for any text up to the mark, with the mark, or for such text
+        as the terminal of this name describes."""
         first, *rest = self._pieces(mark)
         id = self.token_id(first)
         spelled = self.rule(f"{text} {_quoted(mark)}", "[lazy]")
@@ -94,8 +94,8 @@ class Lark:
         return f"( {ending} {tail} | {spelled} )"
 
     def json(self, schema: dict[str, Any] | bool) -> str:
-        """JSON by a schema of a tool, whose objects are closed. What a grammar cannot express is
-        left out: one tool's schema must not cost all tools theirs."""
+        """Returns the name of a rule for JSON by a tool's schema, whose objects are closed. What a
+        grammar cannot express is left out: one tool's schema must not cost all tools theirs."""
         if not isinstance(schema, dict):
             schema = {}
         whole = closed(schema)
@@ -106,13 +106,14 @@ class Lark:
         return self.rule(f"%json {body}")
 
     def calls(self, call: str) -> str:
-        """The calls of a section, with blanks before each: as many as an answer may have."""
+        """Returns the body of a rule for the calls of a section, as many as an answer may have,
+        with blanks before each. call is the body of a rule for one of them."""
         return f"( BLANK {call} )+" if self.is_parallel else f"BLANK {call}"
 
     def input_before(self, tool: str, mark: str) -> str:
-        """The rule of a tool's input with the mark behind it; empty if the input is any text. An
-        input that is only text before a mark of text cannot be held: where it ends is seen too
-        late."""
+        """Returns the rule of a tool's input with the mark behind it; empty if the input is any
+        text. An input that is only text before a mark of text cannot be held: where it ends is seen
+        too late."""
         first = self._pieces(mark)[0]
         if tool not in self._inputs or (first[0] != "\n" and self.token_id(first) is None):
             return ""
@@ -123,7 +124,7 @@ class Lark:
         return "( " + " | ".join(bodies) + " )"
 
     def _pieces(self, text: str) -> list[str]:
-        """The text cut at added tokens."""
+        """Returns the text cut at added tokens."""
         for token in self._added:
             if token in text and self.token_id(token) is not None:
                 before, _, after = text.partition(token)

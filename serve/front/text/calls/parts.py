@@ -56,10 +56,10 @@ class CallReader(Protocol):
     """Reads the text between the marks of a call, or of a section of calls."""
 
     def feed(self, text: str) -> Iterator[CallPart]:
-        """The parts that are certain. Raises ValueError if the text is not a call."""
+        """Yields the parts that are certain. Raises ValueError if the text is not a call."""
 
     def finish(self) -> Iterator[CallPart]:
-        """The parts that were held back: the end mark came, or the answer ended. Raises
+        """Yields the parts that were held back: the end mark came, or the answer ended. Raises
         ValueError if the text is not a call."""
 
 
@@ -86,16 +86,16 @@ class Source:
         return True
 
     def name_until(self, mark: str) -> Generator[None, None, str]:
-        """A name: the text before the mark, which is consumed too. Raises ValueError if the mark
-        never comes, or the text is no name."""
+        """Reads a name: the text before the mark, which is consumed too. Raises ValueError if the
+        mark never comes, or the text is no name."""
         name = (yield from self.until(mark, MAX_NAME)).strip()
         if not name or any(character in name for character in "<>{}\n"):
             raise ValueError(f"{name[:80]!r} is not a name")
         return name
 
     def until(self, mark: str, limit: int | None = None) -> Generator[None, None, str]:
-        """The text before the mark, which is consumed too. Raises ValueError if it never comes, or
-        not within the limit of characters."""
+        """Reads the text before the mark, which is consumed too. Raises ValueError if it never
+        comes, or not within the limit of characters."""
         begin = 0
         while (found := self.text.find(mark, begin)) < 0:
             if self.is_ended or (limit is not None and len(self.text) > limit):
@@ -149,6 +149,7 @@ class PulledReader:
 
 
 def overlap(text: str, mark: str) -> int:
-    """The length of the longest beginning of mark, shorter than mark, with which text ends."""
+    """Returns the length of the longest beginning of mark, shorter than mark, with which text
+    ends."""
     sizes = range(min(len(text), len(mark) - 1), 0, -1)
     return next((size for size in sizes if text.endswith(mark[:size])), 0)

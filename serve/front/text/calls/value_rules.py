@@ -34,12 +34,12 @@ class ValueRules:
             self._definitions = {"$defs": {"tool": moved(whole, _PLACE)}}
 
     def of(self, schema: Any) -> str:
-        """The rule of a value that may be text or JSON."""
+        """Returns the rule of a value that may be text or JSON."""
         return self._lark.choice(dict.fromkeys(rule for _, rule in self.alternatives(schema)))
 
     def alternatives(self, schema: Any) -> Iterator[tuple[bool, str]]:
-        """The rules that a value may follow, with their end marks, and whether the value is then a
-        string."""
+        """Yields the rules that a value may follow, with their end marks, and whether the value is
+        then a string."""
         waiting = [(resolved(schema, self._document), False)]
         seen: set[str] = set()
         while waiting:
@@ -78,8 +78,8 @@ class ValueRules:
         return is_text, self._lark.mark(f"{self._line}{text}{self._line}{self._end}")
 
     def _json(self, schema: Json) -> str:
-        """The rule of a value in JSON. Its schema becomes a document of its own, so what it may
-        refer to is put into it."""
+        """Returns the rule of a value in JSON. Its schema becomes a document of its own, so what it
+        may refer to is put into it."""
         if self._is_moved:
             schema = moved(schema, _PLACE)
         body = self._lark.json({**schema, **self._definitions})
@@ -93,11 +93,11 @@ class ValueRules:
         return f"{self._lark.mark(self._line)} {ending}"
 
     def quoted(self, schema: Json) -> str:
-        """The rule of a string that the end mark also begins."""
+        """Returns the rule of a string that the end mark also begins."""
         return f"{self._lark.mark(self._end)} {self._text(schema)}"
 
     def _limited(self, schema: Json) -> str:
-        """The name of a terminal for texts of the schema's length and pattern."""
+        """Returns the name of a terminal for texts of the schema's length and pattern."""
         if "format" in schema:
             self._lark.left_out.add("format")
         if not any(name in schema for name in _TEXT_LIMITS):
@@ -118,7 +118,7 @@ _BRANCHES = {"anyOf", "oneOf", "allOf"}
 
 
 def branches(schema: Json) -> list[Any]:
-    """The schemas of which a value follows one. An allOf of one part is that part."""
+    """Returns the schemas of which a value follows one. An allOf of one part is that part."""
     for name in ("anyOf", "oneOf"):
         if isinstance(schema.get(name), list):
             return list(schema[name])
@@ -134,8 +134,8 @@ def _types(schema: Json) -> list[str]:
 
 
 def searching(pattern: str) -> str | None:
-    """A regular expression of whole texts in which the pattern is found, as a schema means it; None
-    if llguidance has none."""
+    """Returns a regular expression of whole texts in which the pattern is found, as a schema means
+    it; None if llguidance has none."""
     if is_inexpressible(pattern):
         return None
     begins, ends = pattern.startswith("^"), re.search(r"(?<!\\)(?:\\\\)*\$$", pattern)
@@ -160,8 +160,8 @@ Argument = Callable[[str | None, Any], str]
 
 
 def parameters_grammar(document: Json, lark: Lark, argument: Argument) -> str:
-    """The rule of a tool's arguments in the order of their schema. argument makes that of one, by
-    its name, or None for any name, and its schema."""
+    """Returns the rule of a tool's arguments in the order of their schema. argument makes that of
+    one, by its name, or None for any name, and its schema."""
     whole = resolved(document, document)
     properties = whole.get("properties")
     if not isinstance(properties, dict):
@@ -181,7 +181,7 @@ def parameters_grammar(document: Json, lark: Lark, argument: Argument) -> str:
 
 
 def named(lark: Lark, before: str, name: str | None, after: str) -> str:
-    """The marks around a name, which may be any if it is None."""
+    """Returns the marks around a name, which may be any if it is None."""
     if name is not None:
         return lark.mark(before + name + after)
     return f"{lark.mark(before)} {_ANY_NAME} {lark.mark(after)}"

@@ -28,7 +28,7 @@ class Declared:
             self._parameters[function.get("name")] = function.get("parameters")
 
     def types(self, tool: str, parameter: str) -> frozenset[str] | None:
-        """The JSON types that the parameter may have; None if the schema declares none."""
+        """Returns the JSON types that the parameter may have; None if the schema declares none."""
         document = self.document(tool)
         properties = resolved(document, document).get("properties")
         if not isinstance(properties, dict) or parameter not in properties:
@@ -36,7 +36,7 @@ class Declared:
         return frozenset(_types(properties[parameter], document))
 
     def document(self, tool: str) -> Json:
-        """The sound schema of a tool's parameters; an empty one if there is none."""
+        """Returns the sound schema of a tool's parameters; an empty one if there is none."""
         if tool not in self._sound:
             document = self._parameters.get(tool)
             self._sound[tool] = sound(document) if isinstance(document, dict) else {}
@@ -44,13 +44,13 @@ class Declared:
 
 
 def types_of(schema: Any, document: Json) -> frozenset[str] | None:
-    """The JSON types that a value of this schema may have; None if it declares none."""
+    """Returns the JSON types that a value of this schema may have; None if it declares none."""
     return frozenset(_types(schema, document)) or None
 
 
 def part_schema(schema: Any, document: Json, key: str | None) -> Any:
-    """The schema of an object's value under a key, or of a list's items if key is None; an empty
-    one if there is none."""
+    """Returns the schema of an object's value under a key, or of a list's items if key is None; an
+    empty one if there is none."""
     waiting = [schema]
     seen: set[int] = set()
     while waiting:
@@ -68,7 +68,8 @@ def part_schema(schema: Any, document: Json, key: str | None) -> Any:
 
 
 def _own_part(schema: Json, key: str | None) -> Any:
-    """The schema of a part, as a schema itself has it; None if its branches may have one."""
+    """Returns the schema of a part, as a schema itself has it; None if its branches may have
+    one."""
     if key is None:
         return schema.get("items")
     properties = schema.get("properties")
@@ -77,8 +78,8 @@ def _own_part(schema: Json, key: str | None) -> Any:
 
 
 def resolved(schema: Any, document: Json) -> Json:
-    """The schema with what it refers to in the document beside its own keywords; an empty one if
-    that cannot be found."""
+    """Returns the schema with what it refers to in the document beside its own keywords; an empty
+    one if that cannot be found."""
     for _ in range(_MAX_REFERENCES):
         if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
             break
@@ -109,13 +110,13 @@ def _types(schema: Any, document: Json) -> Iterator[str]:
 
 
 def _branches(schema: Json) -> list[Any]:
-    """All schemas of which a value follows some or all."""
+    """Lists the alternatives and the parts of a schema: what is in its anyOf, oneOf and allOf."""
     listed = [schema.get(name) for name in ("anyOf", "oneOf", "allOf")]
     return [part for parts in listed if isinstance(parts, list) for part in parts]
 
 
 def choices_in(schema: dict[str, Any]) -> list[Any] | None:
-    """The values that a schema lists; None if it lists none."""
+    """Returns the values that a schema lists; None if it lists none."""
     choices = schema.get("enum")
     if not isinstance(choices, list):
         choices = []
@@ -125,7 +126,7 @@ def choices_in(schema: dict[str, Any]) -> list[Any] | None:
 
 
 def type_of(value: Any) -> str:
-    """The name that JSON schemas have for the type of a value."""
+    """Returns the name that JSON schemas have for the type of a value."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -145,8 +146,8 @@ def is_text(types: frozenset[str] | None, *, when_undeclared: bool) -> bool:
 
 
 def to_json(text: str, types: frozenset[str] | None) -> str:
-    """The JSON of a complete value: of a type that its schema allows, if the text can be read as
-    one."""
+    """Returns the JSON of a complete value: of a type that its schema allows, if the text can be
+    read as one."""
     allowed = types or frozenset()
     bare = text.strip()
     for read in (json.loads, ast.literal_eval):
@@ -168,7 +169,7 @@ def to_json(text: str, types: frozenset[str] | None) -> str:
 
 
 def _fitting(value: Any, types: frozenset[str] | None) -> str | None:
-    """The value's JSON if its type is one of these, None otherwise."""
+    """Returns the value's JSON if its type is one of these, None otherwise."""
     if types:
         kind = type_of(value)
         is_number = kind == "integer" and "number" in types
@@ -185,7 +186,7 @@ def _fitting(value: Any, types: frozenset[str] | None) -> str | None:
 def stream_text(
     source: Source, end: str, *, strips_newline: bool
 ) -> Generator[CallText | None, None, bool]:
-    """The text before the end mark as a JSON string, given out as it is written. With
+    """Reads the text before the end mark as a JSON string, given out as it is written. With
     strips_newline one line end at each side belongs to the marks. Returns whether the end mark
     came; if not, the string is left open, so that it cannot be mistaken for a complete one."""
     yield CallText('"')
@@ -213,5 +214,5 @@ def stream_text(
 
 
 def _inside_quotes(text: str) -> str:
-    """The text as JSON, without the quotes around it."""
+    """Returns the text as JSON, without the quotes around it."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

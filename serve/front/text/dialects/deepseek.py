@@ -110,7 +110,7 @@ def _with_tools(call: str, messages: Messages, tools: Tools) -> Messages:
 
 
 def _prepare_v3(messages: Messages, tools: Tools) -> Messages:
-    """The messages with calls in their text: some templates of V3 and R1 leave them out."""
+    """Returns the messages with calls in their text: some templates of V3 and R1 leave them out."""
     written = [
         {**_without_calls(each), "content": f"{each.get('content') or ''}{_section(each)}"}
         if each.get("tool_calls")

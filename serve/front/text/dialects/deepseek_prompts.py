@@ -116,7 +116,7 @@ def render_v4(
 
 
 def _turns(messages: Messages) -> list[dict[str, Any]]:
-    """The messages, with results of tools as parts of the user's."""
+    """Returns the messages, with results of tools as parts of the user's."""
     turns: list[dict[str, Any]] = []
     for message in _ordered(messages):
         content = str(message.get("content") or "")

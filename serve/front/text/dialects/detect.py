@@ -114,8 +114,9 @@ _RULES: tuple[tuple[Callable[[Model], bool], Dialect], ...] = (
 
 
 def dialect_of(tokenizer: Any, config: Mapping[str, Any], tool_parser: str | None) -> Dialect:
-    """The dialect of a tokenizer of transformers, with the fields of the model's config.json.
-    tool_parser names a format of calls instead of the one that is found. Raises UsageError.
+    """Returns the dialect of a tokenizer of transformers, with the fields of the model's
+    config.json. tool_parser names a format of calls instead of the one that is found. Raises
+    UsageError.
 
     Formats without a file here are detected by mlx-lm's own function, which is private but better
     than a second list.
@@ -183,7 +184,7 @@ def _showing(dialect: Dialect) -> Dialect:
 
 
 def _reasoning(dialect: Dialect, model: Model, tokenizer: Any) -> Reasoning | None:
-    """The dialect's own where the model knows its marks, with the template's variables."""
+    """Returns the dialect's own where the model knows its marks, with the template's variables."""
     own = dialect.reasoning
     if own is None or not _knows(model, own):
         start, end, *_ = mlx_lm_module("tokenizer_utils")._infer_thinking(tokenizer)
@@ -209,7 +210,7 @@ def _reads(model: Model, variable: str) -> bool:
 
 @lru_cache(8)
 def _variables(template: str) -> frozenset[str]:
-    """The variables that a template expects from outside."""
+    """Returns the variables that a template expects from outside."""
     environment = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True)
     plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)  # a tag of transformers
     try:

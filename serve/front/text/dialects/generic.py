@@ -34,9 +34,9 @@ _RESULT_END = "</tool_response>"
 
 
 def prepare(messages: Messages, tools: Tools) -> Messages:
-    """The messages as plain text: the tools in the system's message, calls in the assistant's,
-    and results in the user's. A result is joined with the user's messages beside it, because many
-    templates want roles that alternate."""
+    """Returns the messages as plain text: the tools in the system's message, calls in the
+    assistant's, and results in the user's. A result is joined with the user's messages beside it,
+    because many templates want roles that alternate."""
     prepared: Messages = []
     was_result = False
     for message in messages:
@@ -76,7 +76,7 @@ def _result(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_calls(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its calls in its text, as the model writes them."""
+    """Returns the message with its calls in its text, as the model writes them."""
     calls = message.get("tool_calls")
     if not calls:
         return message
@@ -91,7 +91,7 @@ def _without_calls(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe(tools: Tools) -> str:
-    """The text that explains to a model which tools it has and how to call one."""
+    """Returns the text that explains to a model which tools it has and how to call one."""
     lines: list[str] = []
     for tool in tools:
         function = tool.get("function") or tool
@@ -105,8 +105,8 @@ def describe(tools: Tools) -> str:
 
 
 def with_system(messages: Messages, text: str, *, keeps_empty: bool = False) -> Messages:
-    """The messages with text at the end of the system's message, which may be a new one. With
-    keeps_empty the text begins with a blank line also if that message is empty."""
+    """Returns the messages with text at the end of the system's message, which may be a new one.
+    With keeps_empty the text begins with a blank line also if that message is empty."""
     if messages and messages[0].get("role") == "system":
         first, *rest = messages
     else:

@@ -39,7 +39,7 @@ def tool_grammar(
     is_forced: bool = False,
     inputs: Mapping[str, str] = {},
 ) -> AnswerGrammar | None:
-    """The grammar of an answer that may call tools, or has to if is_forced; None where the
+    """Returns the grammar of an answer that may call tools, or has to if is_forced; None where the
     dialect's calls have no grammar. token_id is the id of an added token, and added_tokens are all
     of them. With the grammar of a content the answer is calls or this content. Unless is_parallel,
     an answer ends after its first call. inputs are grammars for the one text that some tools
@@ -85,7 +85,7 @@ def _free(dialect: Dialect, calls: CallFormat, body: str, lark: Lark) -> str:
 
 
 def _thought(dialect: Dialect, lark: Lark) -> str:
-    """The beginning of an answer that may be a thought, in front of what has to follow."""
+    """Returns the beginning of an answer that may be a thought, in front of what has to follow."""
     if not dialect.reasoning or not all(_token_ids(dialect.reasoning, lark)):
         return ""
     return f"( {lark.mark(dialect.reasoning.start)} {lark.until(dialect.reasoning.end)} )? "
@@ -104,7 +104,7 @@ def _called(calls: CallFormat, body: str, lark: Lark) -> str:
 
 
 def content_grammar(grammar: str, token_id: TokenId, added_tokens: Iterable[str] = ()) -> str:
-    """The grammar of a harmony answer whose final message follows the given grammar."""
+    """Returns the grammar of a harmony answer whose final message follows the given grammar."""
     lark = Lark(token_id, added_tokens)
     lark.start(harmony_grammar([], lark, _CONTENT))
     return _with_parts(lark, {_CONTENT: grammar})
@@ -120,7 +120,7 @@ def _whole(lark: Lark, content: str | None, inputs: Mapping[str, str]) -> Answer
 
 
 def _with_parts(lark: Lark, parts: Mapping[str, str]) -> str:
-    """The grammar's text, with the grammars that its rules refer to as `@name`."""
+    """Returns the grammar's text, with the grammars that its rules refer to as `@name`."""
     if not parts:
         return lark.text()
     made = [{"name": "answer", "lark_grammar": lark.text()}]
@@ -133,5 +133,5 @@ def _with_parts(lark: Lark, parts: Mapping[str, str]) -> str:
 
 
 def _token_ids(reasoning: Reasoning, lark: Lark) -> list[list[int]]:
-    """The added tokens in each of the marks around reasoning."""
+    """Returns the added tokens in each of the marks around reasoning."""
     return [lark.token_ids_in(mark) for mark in (reasoning.start, reasoning.end)]

@@ -78,7 +78,7 @@ class HarmonyReader:
         return taken
 
     def _next_mark(self) -> tuple[int, str] | None:
-        """The place of the mark that ends the header or the message, and the mark."""
+        """Returns the place of the mark that ends the header or the message, and the mark."""
         marks = (_MESSAGE,) if self._is_header else _ENDS
         places = [(self._text.find(mark), mark) for mark in marks]
         found = [(place, mark) for place, mark in places if place >= 0]
@@ -114,8 +114,8 @@ def _is_content(text: str) -> bool:
 
 
 def harmony_grammar(tools: Tools, lark: Lark, final: str | None = "TEXT") -> str:
-    """The body of the start rule: thoughts, then a call or a final message that follows a rule.
-    Without final there has to be a call."""
+    """Returns the body of the start rule: thoughts, then a call or a final message that follows a
+    rule. Without final there has to be a call."""
     again = f"{lark.until(_END)} {lark.mark(_START)} {lark.mark('assistant')}"
     thought = lark.rule(f"{lark.mark(f'{_CHANNEL}analysis{_MESSAGE}')} {again}")
     preamble = lark.rule(f"{lark.mark(f'{_CHANNEL}commentary{_MESSAGE}')} {again}")

@@ -22,11 +22,11 @@ class CallFormat(Protocol):
     def end(self) -> str: ...
 
     def reader(self, tools: Tools, /) -> CallReader:
-        """A reader for one answer. tools are the declared ones as OpenAI's JSON."""
+        """Returns a reader for one answer. tools are the declared ones as OpenAI's JSON."""
 
     def grammar(self, tools: Tools, lark: Lark, /) -> str | None:
-        """The body of a rule for the text after the start mark, up to and with the end mark; None
-        if this format has no grammar."""
+        """Returns the body of a rule for the text after the start mark, up to and with the end
+        mark; None if this format has no grammar."""
 
 
 class AnswerReader(Protocol):
@@ -58,8 +58,9 @@ class Reasoning:
     efforts: tuple[str, ...] = ()
 
     def variables(self, effort: str | None, enabled: bool | None = None) -> dict[str, Any]:
-        """The template's variables for an effort of OpenAI's API ("none" to "xhigh"), and for
-        reasoning that is wanted or not. Variables that the template does not know are left out."""
+        """Returns the template's variables for an effort of OpenAI's API ("none" to "xhigh"), and
+        for reasoning that is wanted or not. Variables that the template does not know are left
+        out."""
         if enabled is None and effort is not None:
             enabled = effort != "none"
         found: dict[str, Any] = {}
@@ -71,7 +72,8 @@ class Reasoning:
         return found
 
     def nearest(self, effort: str) -> str:
-        """The model's own name of an effort of OpenAI's API, or of the nearest one it has."""
+        """Returns the model's own name of an effort of OpenAI's API, or of the nearest one it
+        has."""
         if effort in self.efforts or effort not in EFFORTS:
             return effort
         wanted = EFFORTS.index(effort)

@@ -165,7 +165,7 @@ class MarkedReader:
         yield from self._inner.finish(is_whole)
 
     def _marks(self) -> Iterator[str]:
-        """The marks that may come next."""
+        """Yields the marks that may come next."""
         if self._call is not None:
             if self._calls and self._calls.end:
                 yield self._calls.end

@@ -128,7 +128,8 @@ class _Tag:
 def _nested(
     source: Source, schema: Any, document: Json, key: str
 ) -> Generator[CallText | None, None, bool]:
-    """A value that is not text: tags inside are the keys of an object, or `item`s of a list."""
+    """Reads a value that is not text: tags inside are the keys of an object, or `item`s of a
+    list."""
     begin = f"{_M}<{key}>"
     end = f"{_M}</{key}>"
     pieces: list[str] = []
@@ -145,7 +146,7 @@ def _nested(
 
 
 def _tree(key: str, text: str) -> _Tag:
-    """The tags in a text. What does not fit together is text."""
+    """Returns the tags in a text. What does not fit together is text."""
     opened = [_Tag(key)]
     last = 0
     for found in _ANY_TAG.finditer(text):
@@ -164,7 +165,7 @@ def _tree(key: str, text: str) -> _Tag:
 
 
 def _tag_json(tag: _Tag, schema: Any, document: Json) -> str:
-    """The JSON of a tag's value, of the types that the schema allows."""
+    """Returns the JSON of a tag's value, of the types that the schema allows."""
     types = types_of(schema, document)
     if not tag.inner:
         return to_json(tag.text, types)

@@ -80,7 +80,7 @@ def _read(source: Source) -> Generator[CallPart | None, None, None]:
 
 
 def _head(source: Source) -> Generator[None, None, tuple[str, str | None]]:
-    """The name and the id of a call; the arguments may follow without their mark."""
+    """Reads the name and the id of a call; the arguments may follow without their mark."""
     while _ARGUMENTS not in source.text and "{" not in source.text:
         if source.is_ended or len(source.text) > MAX_NAME:
             raise ValueError("no arguments")

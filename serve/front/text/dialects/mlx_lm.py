@@ -64,6 +64,7 @@ class _WholeReader:
 
 
 def mlx_lm_dialect(name: str, reasoning: Reasoning | None) -> Dialect:
-    """The dialect of one of mlx-lm's parsers. Raises UsageError if there is none of this name."""
+    """Returns the dialect of one of mlx-lm's parsers. Raises UsageError if there is none of this
+    name."""
     format = tool_format(name)
     return Dialect(name, ParsedCalls(format.start, format.end, CallParser(name)), reasoning)
