@@ -39,7 +39,7 @@ def adapters(settings: Settings) -> Row:
     seconds: dict[str, list[float]] = {}
 
     async def ask(asked: Asked, url: str) -> None:
-        async with Adapted.of(asked, url) as adapted:
+        async with Adapted.opened(asked, url) as adapted:
             await decoding(adapted, rates)
             await first_tokens(adapted, seconds)
             await swaps(adapted, gaps)
@@ -73,19 +73,20 @@ class Adapted:
 
     @classmethod
     @asynccontextmanager
-    async def of(cls, asked: Asked, url: str) -> Any:
+    async def opened(cls, asked: Asked, url: str) -> Any:
+        """Connects to the server, once for each adapter."""
         async with AsyncExitStack() as stack:
-            http = await stack.enter_async_context(
-                httpx2.AsyncClient(base_url=url, timeout=TIMEOUT)
-            )
-            adapted = {
-                name: asked.of(await stack.enter_async_context(connected(url, name, None, TIMEOUT)))
-                for name in [*names(), "big"]
-            }
+            client = httpx2.AsyncClient(base_url=url, timeout=TIMEOUT)
+            http = await stack.enter_async_context(client)
+            adapted: dict[str, Asked] = {}
+            for name in [*names(), "big"]:
+                connection = connected(url, name, None, TIMEOUT)
+                server = await stack.enter_async_context(connection)
+                adapted[name] = asked.with_server(server)
             yield cls(asked, http, adapted)
 
     async def load(self, name: str, path: str) -> float:
-        """Seconds; in the place of what has the name."""
+        """Loads an adapter, also under a name that is in use. Returns the seconds that it takes."""
         start = time.perf_counter()
         body = {"lora_name": name, "lora_path": path, "load_inplace": True}
         await self._post("load", body)

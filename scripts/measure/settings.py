@@ -58,8 +58,8 @@ class Asked:
     def __init__(self, server: Server, probes: Sequence[int | None], seed: int) -> None:
         self._server, self._probes, self._seed = server, probes, seed
 
-    def of(self, server: Server) -> "Asked":
-        """The same for another model of the same tokenizer."""
+    def with_server(self, server: Server) -> "Asked":
+        """Returns the same for another server, whose model has the same tokenizer."""
         return Asked(server, self._probes, self._seed)
 
     async def __call__(self, prompt: str, max_tokens: int) -> Record:

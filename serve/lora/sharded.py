@@ -31,7 +31,7 @@ class Part:
     division: Division
     axis: int
 
-    def of(self, whole: mx.array) -> mx.array:
+    def own_part(self, whole: mx.array) -> mx.array:
         """Returns this shard's part of the whole array."""
         return self.division.own_part(whole, self.axis)
 

@@ -86,7 +86,7 @@ class Identity:
         return hmac.digest(self.secret.encode(), f"{who} {nonce}".encode(), "sha256").hex()
 
     @classmethod
-    def of(cls, cluster: Cluster, facts: dict[str, str], pid: int) -> "Identity":
+    def of_cluster(cls, cluster: Cluster, facts: dict[str, str], pid: int) -> "Identity":
         return cls(cluster.rank, cluster.num_ranks, cluster.secret, facts, pid)
 
 

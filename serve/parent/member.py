@@ -60,7 +60,7 @@ async def run_member(
     signalled: asyncio.Future[signal.Signals] = loop.create_future()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, _note, signalled, number)
-    mine = Identity.of(cluster, facts, os.getpid())
+    mine = Identity.of_cluster(cluster, facts, os.getpid())
     control = await _until(signalled, join(cluster.control, mine, config.join_timeout))
     grace_seconds = config.drain_timeout + _STOP_SECONDS
     with own_folder() as copies:

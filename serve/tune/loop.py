@@ -288,7 +288,7 @@ class Trainer:
     def _part_of(self, name: str, array: mx.array) -> mx.array:
         """This shard's part of a parameter, or of an array of its shape."""
         part = self.parts.divided.get(name)
-        return part.of(array) if part else array
+        return part.own_part(array) if part else array
 
     def _set_parameters(self, parameters: Arrays) -> None:
         for stage in self.stages.values():

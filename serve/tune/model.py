@@ -74,7 +74,7 @@ class KeyedDropout(nn.Module):
             mask = mx.random.bernoulli(self._keep, x.shape, key=key)
         else:
             shape = self._part.whole_shape(x.shape)
-            mask = self._part.of(mx.random.bernoulli(self._keep, shape, key=key))
+            mask = self._part.own_part(mx.random.bernoulli(self._keep, shape, key=key))
         return (mask * x) * (1 / self._keep)
 
 

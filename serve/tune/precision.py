@@ -18,7 +18,7 @@ _RAISE_AFTER = 500  # updates in a row without an overflow
 
 
 def master_weights(parameters: Mapping[str, mx.array]) -> Arrays:
-    """float32 copies of the parameters that a model holds in half precision, by their names.
+    """Makes float32 copies of the parameters that a model holds in half precision, by their names.
 
     An update of 1e-5 is lost when it is added to a bfloat16 weight of 1, and the state of Adam
     underflows in float16. So the optimizer updates these copies, and the model gets them rounded.

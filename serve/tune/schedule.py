@@ -29,7 +29,7 @@ class OpCost:
     backward: float = 1.0
     weights: float = 1.0
 
-    def of(self, kind: str) -> float:
+    def of_kind(self, kind: str) -> float:
         return {
             "F": self.forward,
             "B": self.backward,
@@ -320,7 +320,7 @@ def simulate(schedule: Schedule, costs: Sequence[OpCost], hop: float = 0.0) -> T
                 for need in needs(op, shape):
                     earliest.append(arrival(need, op))
                 start = max(earliest)
-                ends[op] = start + costs[op.stage].of(op.kind)
+                ends[op] = start + costs[op.stage].of_kind(op.kind)
                 spans.append((op, start, ends[op]))
         if len(ends) == num_before:
             stuck = next(ops[-1] for ops in left if ops)

@@ -21,7 +21,7 @@ def test_part_of_shards_add_up_to_the_whole(axis: int) -> None:
     divisions = [Division(-2, 24, ((0, 4), (8, 16))), Division(-2, 24, ((4, 8), (16, 24)))]
     whole = mx.random.normal((12, 12))
     parts = [Part(division, axis) for division in divisions]
-    own = [part.of(whole) for part in parts]
+    own = [part.own_part(whole) for part in parts]
     assert own[0].shape[axis] == 6
     assert parts[0].whole_shape(own[0].shape) == (12, 12)
     total = sum(

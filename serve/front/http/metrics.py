@@ -102,7 +102,7 @@ class Metrics:
         return found
 
     def render(self, accept: str) -> tuple[bytes, str]:
-        """Body and content type, in the format that the Accept header asks for."""
+        """Returns body and content type, in the format that the Accept header asks for."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 

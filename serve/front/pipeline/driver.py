@@ -82,7 +82,7 @@ class Driver:
         self._config, self._cluster, self._folder = config, cluster, folder
         self._lifecycle, self._requests, self._adapters = lifecycle, requests, adapters
         self._view = view
-        mine = Identity.of(cluster, lifecycle.roster.facts, os.getpid())
+        mine = Identity.of_cluster(cluster, lifecycle.roster.facts, os.getpid())
         self._control = ControlServer(mine, lambda rank, heard: self.on(events.Heard(rank, heard)))
         self._copies = own_folder()
         self._process: EngineProcess | None = None

@@ -18,7 +18,7 @@ Parts = Iterator[ChatMessage | AssistantPart]
 
 
 def _as_blocks(content: Any) -> Any:
-    """Content as a list of blocks. Text may stand for a block, and null for nothing."""
+    """Returns content as a list of blocks. Text may stand for a block, and null for nothing."""
     if content is None:
         return []
     if isinstance(content, str):

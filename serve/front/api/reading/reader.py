@@ -136,7 +136,7 @@ class Reader:
             job = self._prepare(body.request(messages, self.tokenizer))
         input_items = listed_items(json_object(data)["input"])
         return ReadResponse(
-            plan=ResponsePlan.of(body, job.held_inputs),
+            plan=ResponsePlan.for_body(body, job.held_inputs),
             messages=replies.encode(messages),
             input_items=stored_items(input_items),
             job=job,

@@ -386,8 +386,8 @@ class ResponsePlan:
     encrypts: bool = False
 
     @classmethod
-    def of(cls, body: ResponsesBody, held_inputs: Collection[str] = ()) -> "ResponsePlan":
-        """held_inputs are the tools whose input a grammar holds."""
+    def for_body(cls, body: ResponsesBody, held_inputs: Collection[str] = ()) -> "ResponsePlan":
+        """Makes the plan for a body. held_inputs are the tools whose input a grammar holds."""
         return cls(body.repeated(held_inputs), body.offered, body.encrypts)
 
 

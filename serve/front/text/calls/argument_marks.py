@@ -51,7 +51,7 @@ class ArgumentMarks:
         values = ValueRules(lark, parameters_of(tool), line, self.parameter_end, tool_name(tool))
 
         def argument(name: str | None, schema: Any) -> str:
-            return f"BLANK {named(lark, self.parameter, name, self.named)} {values.of(schema)}"
+            return f"BLANK {named(lark, self.parameter, name, self.named)} {values.rule_of(schema)}"
 
         arguments = parameters_grammar(parameters_of(tool), lark, argument)
         return lark.rule(f"{begin} {arguments} BLANK {lark.mark(self.function_end)}")

@@ -33,7 +33,7 @@ class ValueRules:
             whole = {name: part for name, part in document.items() if name != "$id"}
             self._definitions = {"$defs": {"tool": moved(whole, _PLACE)}}
 
-    def of(self, schema: Any) -> str:
+    def rule_of(self, schema: Any) -> str:
         """Returns the rule of a value that may be text or JSON."""
         return self._lark.choice(dict.fromkeys(rule for _, rule in self.alternatives(schema)))
 

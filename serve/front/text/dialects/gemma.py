@@ -46,7 +46,7 @@ class GemmaCalls:
 
 def _call_grammar(tool: dict[str, Any], lark: Lark) -> str:
     document = parameters_of(tool)
-    body = _Values(lark, document).of(document)
+    body = _Values(lark, document).rule_of(document)
     return lark.rule(f"{lark.mark(_CALL + tool_name(tool))} {body}")
 
 
@@ -60,25 +60,25 @@ class _Values:
         # By the id of the schema, and the depth. Each schema is kept so that its id stays unique.
         self._made: dict[tuple[int, int], tuple[Any, str]] = {}
 
-    def of(self, schema: Any) -> str:
+    def rule_of(self, schema: Any) -> str:
         if not isinstance(schema, dict) or self._depth > 8:
             return self._any()
         place = id(schema), self._depth
         if place not in self._made:
             self._depth += 1
-            body = self._of(schema)
+            body = self._body_of(schema)
             self._depth -= 1
             self._made[place] = schema, self._lark.rule(body)
         return self._made[place][1]
 
-    def _of(self, schema: dict[str, Any]) -> str:
+    def _body_of(self, schema: dict[str, Any]) -> str:
         if isinstance(schema.get("$ref"), str):
-            return self.of(resolved(schema, self._document))
+            return self.rule_of(resolved(schema, self._document))
         choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if isinstance(choices, list) and choices:
             return self._lark.choice(self._constant(each) for each in choices)
         if parts := branches(schema):
-            return self._lark.choice(self.of(each) for each in parts)
+            return self._lark.choice(self.rule_of(each) for each in parts)
         kinds = schema.get("type")
         named = kinds if isinstance(kinds, list) else [kinds]
         return self._lark.choice(self._of_type(kind, schema) for kind in named)
@@ -100,7 +100,7 @@ class _Values:
         max_items = schema.get("maxItems")
         if max_items == 0:
             return '"[" BLANK "]"'
-        item = self.of(schema.get("items"))
+        item = self.rule_of(schema.get("items"))
         max_others = "" if max_items is None else max(0, max_items - 1)
         more = f'( BLANK "," BLANK {item} ){{{max(0, min_items - 1)},{max_others}}}'
         items = f"{item} {more}" if min_items else f"( {item} {more} )?"
@@ -114,7 +114,7 @@ class _Values:
             return f'"{{" BLANK ( {pair} ( BLANK "," BLANK {pair} )* )? BLANK "}}"'
         required = schema.get("required") or []
         pairs = {
-            name: self._lark.rule(f"{self._lark.mark(name + ':')} BLANK {self.of(part)}")
+            name: self._lark.rule(f"{self._lark.mark(name + ':')} BLANK {self.rule_of(part)}")
             for name, part in properties.items()
         }
         # Required keys first: then a comma stands before each optional one.

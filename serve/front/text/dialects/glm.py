@@ -50,7 +50,7 @@ def _call_grammar(tool: dict[str, Any], lark: Lark) -> str:
 
     def argument(name: str | None, schema: Any) -> str:
         key = f"BLANK {named(lark, _KEY, name, _KEY_END)} BLANK {lark.mark(_VALUE)}"
-        return f"{key} {values.of(schema)}"
+        return f"{key} {values.rule_of(schema)}"
 
     return lark.rule(
         f"{lark.mark(tool_name(tool))} {parameters_grammar(parameters_of(tool), lark, argument)}"

@@ -58,7 +58,7 @@ def _read(names: frozenset[str], source: Source) -> Generator[CallPart | None, N
 
 
 def _python_calls(text: str) -> Iterator[CallPart]:
-    """`[f(a=1), g(b="x")]`. Raises ValueError if the text is something else."""
+    """Reads calls such as `[f(a=1), g(b="x")]`. Raises ValueError if the text is something else."""
     try:
         parsed = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, MemoryError, RecursionError) as error:

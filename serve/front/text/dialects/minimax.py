@@ -80,7 +80,7 @@ def _argument(lark: Lark, tool: dict[str, Any], name: str | None, schema: Any) -
         lark.left_out.add("properties")
         return f"BLANK {begin} {lark.until(end)}"
     values = ValueRules(lark, parameters_of(tool), "", end, tool_name(tool))
-    return f"BLANK {begin} {values.of(schema)}"
+    return f"BLANK {begin} {values.rule_of(schema)}"
 
 
 def _read(declared: Declared, source: Source) -> Generator[CallPart | None, None, None]:

@@ -23,7 +23,7 @@ EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 def writer(tokenizer: Tokenizer | None = None, **fields: Any) -> ResponsesWriter:
     body = parse(ResponsesBody, {"model": "m", "input": "hi", **fields})
-    return ResponsesWriter(ResponsePlan.of(body), tokenizer)
+    return ResponsesWriter(ResponsePlan.for_body(body), tokenizer)
 
 
 def events_of(writer: ResponsesWriter, *updates: Update) -> Iterator[Any]:
