@@ -15,6 +15,8 @@ _TO_DEFINITIONS = tuple(f"#/{name}/" for name in _DEFINITIONS)
 _PLACE = "#/$defs/tool"  # the place of a tool's schema in the schema of each of its values
 _ANY_NAME = r"/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
 _TEXT_LIMITS = ("minLength", "maxLength", "pattern")
+_ANY_TEXT = r"(.|\n)*"
+_END = re.compile(r"(?<!\\)(?:\\\\)*\$$")  # a $ at the end that is not escaped
 # What has a meaning in a regular expression if it is not escaped and in no class.
 _TOKEN = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|[\^$|()/]", re.DOTALL)
 
@@ -25,17 +27,23 @@ class ValueRules:
     tool whose texts may have a grammar."""
 
     def __init__(self, lark: Lark, document: Json, line: str, end: str, tool: str = "") -> None:
-        self._lark, self._document, self._tool = lark, document, tool
-        self._line, self._end = line, end
+        self._lark = lark
+        self._document = document
+        self._tool = tool
+        self._line = line
+        self._end = end
         self._definitions = {name: document[name] for name in _DEFINITIONS if name in document}
-        self._is_moved = any(not each.startswith(_TO_DEFINITIONS) for each in references(document))
+        # References to other places need the whole document beside each value.
+        others = [each for each in references(document) if not each.startswith(_TO_DEFINITIONS)]
+        self._is_moved = bool(others)
         if self._is_moved:
             whole = {name: part for name, part in document.items() if name != "$id"}
             self._definitions = {"$defs": {"tool": moved(whole, _PLACE)}}
 
     def rule_of(self, schema: Any) -> str:
         """Returns the rule of a value that may be text or JSON."""
-        return self._lark.choice(dict.fromkeys(rule for _, rule in self.alternatives(schema)))
+        rules = [rule for _, rule in self.alternatives(schema)]
+        return self._lark.choice(dict.fromkeys(rules))
 
     def alternatives(self, schema: Any) -> Iterator[tuple[bool, str]]:
         """Yields the rules that a value may follow, with their end marks, and whether the value is
@@ -48,15 +56,17 @@ class ValueRules:
             if content in seen:
                 continue
             seen.add(content)
-            choices = whole.get("enum", [whole["const"]] if "const" in whole else None)
-            if isinstance(choices, list) and choices:
+            choices = _choices(whole)
+            if choices:
                 yield from map(self._constant, choices)
                 continue
             parts = branches(whole)
-            if parts and self._lark.allows_branches(len(parts) if is_branch else 0):
+            num_inside = len(parts) if is_branch else 0
+            if parts and self._lark.allows_branches(num_inside):
                 others = {key: value for key, value in whole.items() if key not in _BRANCHES}
-                for branch in reversed(parts):
-                    waiting.append(({**others, **resolved(branch, self._document)}, True))
+                for part in reversed(parts):
+                    branch = {**others, **resolved(part, self._document)}
+                    waiting.append((branch, True))
                 continue
             if parts:
                 self._lark.left_out.update(_BRANCHES & whole.keys())
@@ -69,7 +79,8 @@ class ValueRules:
             return
         if "string" in types:
             yield True, self._text(schema)
-        if others := [each for each in types if each != "string"]:
+        others = [each for each in types if each != "string"]
+        if others:
             yield False, self._json({**schema, "type": others})
 
     def _constant(self, value: Any) -> tuple[bool, str]:
@@ -82,15 +93,20 @@ class ValueRules:
         may refer to is put into it."""
         if self._is_moved:
             schema = moved(schema, _PLACE)
+        beginning = self._lark.mark(self._line)
         body = self._lark.json({**schema, **self._definitions})
         ending = self._lark.mark(self._line + self._end)
-        return " ".join(filter(None, [self._lark.mark(self._line), body, ending]))
+        if beginning:
+            return f"{beginning} {body} {ending}"
+        return f"{body} {ending}"
 
     def _text(self, schema: Json) -> str:
         mark = self._line + self._end
+        beginning = self._lark.mark(self._line)
         ending = self._lark.input_before(self._tool, mark)
-        ending = ending or self._lark.until(mark, self._limited(schema))
-        return f"{self._lark.mark(self._line)} {ending}"
+        if not ending:
+            ending = self._lark.until(mark, self._limited(schema))
+        return f"{beginning} {ending}"
 
     def quoted(self, schema: Json) -> str:
         """Returns the rule of a string that the end mark also begins."""
@@ -105,7 +121,8 @@ class ValueRules:
         min_length = schema.get("minLength", 0)
         max_length = schema.get("maxLength", "")
         parts = [f"/(.|\\n){{{min_length},{max_length}}}/"]
-        if isinstance(pattern := schema.get("pattern"), str):
+        pattern = schema.get("pattern")
+        if isinstance(pattern, str):
             found = searching(pattern)
             if found is None:
                 self._lark.left_out.add("pattern")
@@ -126,11 +143,24 @@ def branches(schema: Json) -> list[Any]:
     return parts if isinstance(parts, list) and len(parts) == 1 else []
 
 
+def _choices(schema: Json) -> list[Any]:
+    """Lists the values of an enum or a const; none if the schema has neither."""
+    if "enum" in schema:
+        choices = schema["enum"]
+        return choices if isinstance(choices, list) else []
+    return [schema["const"]] if "const" in schema else []
+
+
 def _types(schema: Json) -> list[str]:
-    named = schema.get("type")
-    if named is None:
-        named = "object" if "properties" in schema else "array" if "items" in schema else []
-    return [named] if isinstance(named, str) else list(named)
+    """Lists the types that a schema names, or the one that its keywords imply."""
+    types = schema.get("type")
+    if isinstance(types, str):
+        return [types]
+    if types is not None:
+        return list(types)
+    if "properties" in schema:
+        return ["object"]
+    return ["array"] if "items" in schema else []
 
 
 def searching(pattern: str) -> str | None:
@@ -138,21 +168,28 @@ def searching(pattern: str) -> str | None:
     it; None if llguidance has none."""
     if is_inexpressible(pattern):
         return None
-    begins, ends = pattern.startswith("^"), re.search(r"(?<!\\)(?:\\\\)*\$$", pattern)
-    core = pattern[int(begins) : len(pattern) - 1 if ends else len(pattern)]
+    at_start = pattern.startswith("^")
+    at_end = bool(_END.search(pattern))
+    core = pattern.removeprefix("^")
+    if at_end:
+        core = core[:-1]
     depth = 0
     pieces: list[str] = []
     last = 0
     for found in _TOKEN.finditer(core):
         mark = found[0]
         depth += {"(": 1, ")": -1}.get(mark, 0)
-        if mark in "^$" or (mark == "|" and not depth and (begins or ends)):
+        # In a|b$, for example, the end belongs to b alone.
+        is_ambiguous = mark == "|" and not depth and (at_start or at_end)
+        if mark in "^$" or is_ambiguous:
             return None
-        pieces.append(core[last : found.start()] + mark.replace("/", r"\/"))
+        pieces += [core[last : found.start()], mark.replace("/", r"\/")]
         last = found.end()
-    inner = f"(?:{''.join(pieces)}{core[last:]})"
-    before, after = "" if begins else r"(.|\n)*", "" if ends else r"(.|\n)*"
-    return f"{before}{inner}{after}"
+    pieces.append(core[last:])
+    inner = "".join(pieces)
+    before = "" if at_start else _ANY_TEXT
+    after = "" if at_end else _ANY_TEXT
+    return f"{before}(?:{inner}){after}"
 
 
 # Makes the rule of one argument: of its name (None: any name) and the alternatives of its value.
@@ -166,7 +203,9 @@ def parameters_grammar(document: Json, lark: Lark, argument: Argument) -> str:
     properties = whole.get("properties")
     if not isinstance(properties, dict):
         properties = {}
-    required = whole["required"] if isinstance(whole.get("required"), list) else []
+    required = whole.get("required")
+    if not isinstance(required, list):
+        required = []
     bodies = []
     for name, schema in properties.items():
         body = lark.rule(argument(name, schema))
@@ -174,7 +213,8 @@ def parameters_grammar(document: Json, lark: Lark, argument: Argument) -> str:
     lark.left_out.update(name for name in _BRANCHES if name in whole)
     if closed(whole).get("additionalProperties") is not False:
         others = whole.get("additionalProperties")
-        bodies.append(f"( {lark.rule(argument(None, others))} )*")
+        body = lark.rule(argument(None, others))
+        bodies.append(f"( {body} )*")
         if not set(required) <= properties.keys():
             lark.left_out.add("required")
     return " ".join(bodies)

@@ -48,14 +48,16 @@ def tool_grammar(
     tools, changed = sound_tools(tools)
     lark.left_out |= changed
     if dialect.has_messages:
-        final = None if is_forced else "TEXT" if content is None else _CONTENT
-        lark.start(harmony_grammar(tools, lark, final))
+        final = "TEXT" if content is None else _CONTENT
+        lark.start(harmony_grammar(tools, lark, None if is_forced else final))
         return _whole(lark, content, inputs)
     calls = dialect.calls
-    body = calls.grammar(tools, lark) if calls else None
-    if calls is None or (body is None and (content is None or is_forced)):
+    if calls is None:
         return None
+    body = calls.grammar(tools, lark)
     if body is None:
+        if content is None or is_forced:
+            return None
         body = lark.until(calls.end) if calls.end else "TEXT"
         lark.left_out.add(TOOLS)
     if content is None and not is_forced:
@@ -68,12 +70,16 @@ def tool_grammar(
 
 
 def _free(dialect: Dialect, calls: CallFormat, body: str, lark: Lark) -> str:
-    """Free text in which marks begin calls. Marks of reasoning may stand in it."""
-    found = _token_ids(dialect.reasoning, lark) if dialect.reasoning else []
-    ids = dict.fromkeys(id for each in found for id in each)
-    segments = [lark.rule(f"TEXT <[{id}]>") for id in ids]
+    """Returns the body of a rule for free text in which marks begin calls. Marks of reasoning may
+    stand in it."""
+    ids: list[int] = []
+    if dialect.reasoning:
+        for of_mark in _token_ids(dialect.reasoning, lark):
+            ids += of_mark
+    segments = [lark.rule(f"TEXT <[{id}]>") for id in dict.fromkeys(ids)]
     others = f"{lark.choice(segments)}* " if segments else ""
-    call = lark.rule(f"{lark.until(calls.start)} {body}")
+    before_call = lark.until(calls.start)
+    call = lark.rule(f"{before_call} {body}")
     if calls.end and lark.is_parallel:
         return f"{lark.choice([*segments, call])}* TEXT"
     if calls.end:
@@ -86,14 +92,18 @@ def _free(dialect: Dialect, calls: CallFormat, body: str, lark: Lark) -> str:
 
 def _thought(dialect: Dialect, lark: Lark) -> str:
     """Returns the beginning of an answer that may be a thought, in front of what has to follow."""
-    if not dialect.reasoning or not all(_token_ids(dialect.reasoning, lark)):
+    reasoning = dialect.reasoning
+    if not reasoning or not all(_token_ids(reasoning, lark)):
         return ""
-    return f"( {lark.mark(dialect.reasoning.start)} {lark.until(dialect.reasoning.end)} )? "
+    start = lark.mark(reasoning.start)
+    thought = lark.until(reasoning.end)
+    return f"( {start} {thought} )? "
 
 
 def _called(calls: CallFormat, body: str, lark: Lark) -> str:
-    """Calls with nothing around them."""
-    call = lark.rule(f"BLANK {lark.mark(calls.start)} {body}")
+    """Returns the body of a rule for calls with nothing around them."""
+    start = lark.mark(calls.start)
+    call = lark.rule(f"BLANK {start} {body}")
     if not calls.end:
         if getattr(calls, "unmarked", ""):
             return f"( {call} | {body} )"
@@ -114,22 +124,22 @@ def _whole(lark: Lark, content: str | None, inputs: Mapping[str, str]) -> Answer
     parts = {f"@{name}": inputs[tool] for tool, name in lark.held_inputs.items()}
     if content is not None:
         parts[_CONTENT] = content
-    return AnswerGrammar(
-        _with_parts(lark, parts), tuple(sorted(lark.left_out)), tuple(lark.held_inputs)
-    )
+    text = _with_parts(lark, parts)
+    left_out = sorted(lark.left_out)
+    return AnswerGrammar(text, tuple(left_out), tuple(lark.held_inputs))
 
 
 def _with_parts(lark: Lark, parts: Mapping[str, str]) -> str:
     """Returns the grammar's text, with the grammars that its rules refer to as `@name`."""
     if not parts:
         return lark.text()
-    made = [{"name": "answer", "lark_grammar": lark.text()}]
+    grammars = [{"name": "answer", "lark_grammar": lark.text()}]
     for name, grammar in parts.items():
         part = {"lark_grammar": grammar}
         if grammar.lstrip().startswith("{"):
             part = json.loads(grammar)["grammars"][0]
-        made.append({**part, "name": name.removeprefix("@")})
-    return json.dumps({"grammars": made})
+        grammars.append({**part, "name": name.removeprefix("@")})
+    return json.dumps({"grammars": grammars})
 
 
 def _token_ids(reasoning: Reasoning, lark: Lark) -> list[list[int]]:
