@@ -91,10 +91,11 @@ class Order(Message, frozen=True):
     of stage r // num_shards. prefix_dir is the folder of the prefix cache on disk (None: there is
     none), which may hold up to prefix_bytes.
 
-    An engine that has left a ring gets an order that may differ from its earlier one only in nonce,
-    adapters and positions. It keeps its layers, the adapters of these versions, and the keys and
-    values of the first tokens of each sequence, as many as positions says. It drops everything
-    else.
+    An engine that has left a ring keeps what it has for its next order. If that order differs from
+    the earlier one only in nonce, adapters and positions, it keeps its layers, the adapters of
+    these versions, and the keys and values of the first tokens of each sequence, as many as
+    positions says. If the order has another ring or other layers, it keeps the weights and adapters
+    of the layers that are its own again, and positions is empty. It drops everything else.
     """
 
     rank: int
@@ -253,15 +254,18 @@ class ForgetPrefixFiles(Message, frozen=True):
 
 class Planned(Message, frozen=True):
     """Rank 0's engine reports which layers each rank gets, rank 0 first. choice is a sentence
-    about the layout, if the engine has chosen it."""
+    about the layout, if the engine has chosen it. refusal is the reason if the model does not fit
+    these ranks; then there are no stages."""
 
     stages: list[StagePlan]
     choice: str = ""
+    refusal: str = ""
 
 
 class Loaded(msgspec.Struct, frozen=True, array_like=True):
     """The memory and the bytes that loading a stage took. bytes_read is None where the system does
-    not count them. can_rewind says whether rows can forget their last tokens.
+    not count them. bytes_kept of the weights were in the engine's memory already. can_rewind says
+    whether rows can forget their last tokens.
 
     files identifies the model's files as they were read: a stamp of serve.core.facts, or the commit
     of a model on the hub. sharding is a digest of how the layers were divided, which has to be the
@@ -289,6 +293,7 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True):
     draft_bytes: int = 0
     draft_seconds: float = 0.0
     sharding: str = ""
+    bytes_kept: int = 0
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):

@@ -28,16 +28,6 @@ class ReadAdapter:
     files: AdapterFiles
     matrices: ModuleMatrices
 
-    def checksum(self) -> str:
-        """A checksum of the matrices, which differs if the files change between two reads."""
-        digest = hashlib.sha256(self.files.digest.encode())
-        for name, matrices in sorted(self.matrices.items()):
-            digest.update(name.encode())
-            for array in (matrices.a, matrices.b, matrices.gain):
-                if array is not None:
-                    digest.update(memoryview(array))  # type: ignore[arg-type]
-        return digest.hexdigest()
-
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -69,6 +59,18 @@ def places(stage: Stage, divisions: Divisions) -> Iterator[tuple[str, Place]]:
             layer, inside = layers.get(id(module), (None, ""))
             router = routers.get(id(module))
             yield name, Place(module, layer, inside, router, divisions.get(name))
+
+
+def checksum(files_digest: str, modules: ModuleMatrices) -> str:
+    """Computes a checksum of matrices, which differs if the adapter's files change between two
+    reads."""
+    digest = hashlib.sha256(files_digest.encode())
+    for name, matrices in sorted(modules.items()):
+        digest.update(name.encode())
+        for array in (matrices.a, matrices.b, matrices.gain):
+            if array is not None:
+                digest.update(memoryview(array))  # type: ignore[arg-type]
+    return digest.hexdigest()
 
 
 def num_bytes(modules: ModuleMatrices) -> int:

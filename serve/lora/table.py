@@ -8,9 +8,11 @@ import itertools
 import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
+import msgspec
 
 from serve.core.errors import AdapterError, EngineError, ModelError
 from serve.core.messages import AdapterRead, AdapterRefused, LoadAdapter
@@ -35,6 +37,7 @@ from serve.lora.reading import (
     Place,
     ReadAdapter,
     check_fit,
+    checksum,
     fetch,
     num_bytes,
     places,
@@ -49,6 +52,19 @@ _MIN_SLOTS = 4
 _SUSPICIOUS = 100.0  # the size of an adapter's change ÷ the size of the module's weight
 
 _logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldAdapter:
+    """The matrices of one version of an adapter for the modules of a stage, and the answer that
+    rank 0 got about them."""
+
+    matrices: ModuleMatrices
+    answer: AdapterRead
+
+
+HeldAdapters = dict[int, HeldAdapter]
+"""Adapters by their version."""
 
 
 class Adapters:
@@ -71,6 +87,7 @@ class Adapters:
         self._places = dict(places(stage, divisions or {}))
         self._num_layers = len(stage.layers)
         self._read: dict[int, ModuleMatrices] = {}
+        self._earlier: HeldAdapters = {}  # those of the engine's earlier stage
         self._uncopied: tuple[int, ModuleMatrices, AdapterRead] | None = None
         self._answers: dict[int, AdapterRead] = {}  # to rank 0, about the versions held here
         self._slots: dict[int, int] = {}
@@ -80,7 +97,8 @@ class Adapters:
 
     @property
     def num_bytes(self) -> int:
-        waiting = list(self._read.values())
+        earlier = [held.matrices for held in self._earlier.values()]
+        waiting = [*self._read.values(), *earlier]
         waiting_bytes = sum(num_bytes(matrices) for matrices in waiting)
         installed_bytes = sum(array.nbytes for array in self._arrays())
         return waiting_bytes + installed_bytes
@@ -95,23 +113,31 @@ class Adapters:
     ) -> ReadAdapter:
         """Checks the whole adapter and reads the matrices for this stage. With a commit, path is
         `org/name` on the hub. Raises AdapterError, and then nothing has changed."""
+        held = self._earlier.get(version)
+        earlier: ModuleMatrices = held.matrices if held else {}
         partial = self._open(path, commit) if commit else None
         folder = str(partial.folder) if partial else path
         files = read_adapter(folder, root, is_whole=partial is None)
         if files.rank > max_rank:
             raise AdapterError(f"The adapter has rank {files.rank}: --max-lora-rank is {max_rank}.")
         self._check_targets(files)
+        if held and held.answer.digest != files.digest:
+            raise AdapterError("The files have changed: load the adapter again.", 409)
         own: dict[str, Target] = {}
         own_places: dict[str, Place] = {}
+        matrices: ModuleMatrices = {}
         for name, target in files.targets.items():
             place = self._places.get(name)
             if place:
                 check_fit(name, place, files, target)
+                if name in earlier:
+                    matrices[name] = earlier[name]
+                    continue
                 own[name] = target
                 own_places[name] = place
         if partial:
             fetch(partial, own)
-        matrices = read_matrices(files, own, own_places)
+        matrices |= read_matrices(files, own, own_places)
         self._warn_of_size(version, path, matrices)
         self._read[version] = matrices
         return ReadAdapter(files, matrices)
@@ -170,6 +196,12 @@ class Adapters:
         version = asked.version
         if version in self._answers:
             return self._answers[version]
+        answer = self._answer_from_earlier(version) or self._answer_from_files(asked)
+        self._earlier.pop(version, None)
+        return answer
+
+    def _answer_from_files(self, asked: LoadAdapter) -> AdapterRead | AdapterRefused:
+        version = asked.version
         copy = self._copy_of(version, asked.held) if self._copies else None
         if copy:
             matrices, answer = copy
@@ -195,7 +227,7 @@ class Adapters:
         answer = AdapterRead(
             version=version,
             digest=read.files.digest,
-            checksum=read.checksum(),
+            checksum=checksum(read.files.digest, read.matrices),
             targets=sorted(targets),
             own=sorted(read.matrices),
             kinds=sorted(kinds),
@@ -204,6 +236,27 @@ class Adapters:
             num_bytes=num_bytes(read.matrices),
         )
         self._uncopied = version, read.matrices, answer
+        self._answers[version] = answer
+        return answer
+
+    def _answer_from_earlier(self, version: int) -> AdapterRead | None:
+        """Takes over a version of which the earlier stage had all modules that this one has.
+        Returns None if there is no such version."""
+        held = self._earlier.get(version)
+        if held is None:
+            return None
+        own = self._places.keys() & held.answer.targets
+        if not own <= held.matrices.keys():
+            return None
+        matrices = {name: held.matrices[name] for name in sorted(own)}
+        answer = msgspec.structs.replace(
+            held.answer,
+            checksum=checksum(held.answer.digest, matrices),
+            own=sorted(own),
+            num_bytes=num_bytes(matrices),
+        )
+        self._read[version] = matrices
+        self._uncopied = version, matrices, answer
         self._answers[version] = answer
         return answer
 
@@ -231,6 +284,37 @@ class Adapters:
             copies.write(self._copies, *self._uncopied)
         self._uncopied = None
 
+    # --- from one stage of an engine to the next
+
+    def held(self, versions: Collection[int]) -> HeldAdapters:
+        """Returns those of these versions that are held here. Their matrices are evaluated copies,
+        which do not refer to the modules."""
+        found: HeldAdapters = {}
+        for version in versions:
+            answer = self._answers.get(version)
+            matrices = self._read.get(version) or self._installed(version)
+            if answer and answer.own == sorted(matrices):
+                found[version] = HeldAdapter(matrices, answer)
+        return found
+
+    def _installed(self, version: int) -> ModuleMatrices:
+        """Copies of the matrices in the slot of a version; none if it has no slot."""
+        matrices: ModuleMatrices = {}
+        slot = self._slots.get(version)
+        if slot is None:
+            return matrices
+        for name, adapted in self._adapted.items():
+            own = adapted.read(slot)
+            if own:
+                mx.eval(own.a, own.b, own.gain)
+                matrices[name] = own
+        return matrices
+
+    def take_over(self, held: HeldAdapters) -> None:
+        """Takes what the earlier stage of this engine held. A version is used once rank 0 asks for
+        it; then only the matrices of further modules are read."""
+        self._earlier = dict(held)
+
     # --- in the step loop
 
     def apply(self, step: Step) -> list[mx.array]:
@@ -249,7 +333,7 @@ class Adapters:
 
     def keep_only(self, versions: Collection[int]) -> list[mx.array]:
         """Frees all other versions. Returns the arrays to evaluate, as apply does."""
-        held = self._answers.keys() | self._read.keys() | self._slots.keys()
+        held = self._answers.keys() | self._read.keys() | self._slots.keys() | self._earlier.keys()
         for version in sorted(held - set(versions)):
             self._unload(version)
         return self._arrays()
@@ -276,6 +360,7 @@ class Adapters:
     def _unload(self, version: int) -> None:
         self._answers.pop(version, None)
         self._read.pop(version, None)
+        self._earlier.pop(version, None)
         slot = self._slots.pop(version, None)
         if slot is None:
             return

@@ -87,6 +87,27 @@ class Stage:
         """All arrays that the stage owns, by their original names."""
         return dict(named_arrays(self.model))
 
+    def put(self, held: trace.Arrays) -> set[int]:
+        """Replaces weights of the stage by arrays that are held already, where name, shape and type
+        are the same. Returns the ids of the arrays that it has put there."""
+        own = self.weights()
+        # By identity, so that tied weights stay tied.
+        found: dict[int, mx.array] = {}
+        for name, array in own.items():
+            other = held.get(name)
+            if other is None or other.shape != array.shape or other.dtype != array.dtype:
+                continue
+            found[id(array)] = other
+        put: trace.Arrays = {}
+        for name, array in own.items():
+            other = found.get(id(array))
+            if other is not None:
+                put[name] = other
+        trial.set_arrays(self.model, put)
+        held_ids = {id(array) for array in put.values()}
+        own_ids = {id(array) for array in self.weights().values()}
+        return held_ids & own_ids
+
     def make_cache(self) -> list[Any]:
         """New mlx-lm caches for the stage's own layers, and for counting positions."""
         return self._caching.own_part(make_prompt_cache(self.model))

@@ -248,7 +248,7 @@ def stand_in_for_weights(model: nn.Module) -> trace.Arrays:
         if id(array) not in blanks:
             blanks[id(array)] = blank(array)
         blanks_by_name[name] = blanks[id(array)]
-    _set_arrays(model, blanks_by_name)
+    set_arrays(model, blanks_by_name)
     return arrays
 
 
@@ -270,7 +270,7 @@ def without_weights(model: nn.Module) -> Iterator[None]:
                 del module[key]
                 if key in attributes:
                     vars(module)[key] = attributes[key]
-        _set_arrays(model, weights)
+        set_arrays(model, weights)
 
 
 def named_arrays(tree: Any) -> Iterator[tuple[str, mx.array]]:
@@ -290,10 +290,12 @@ def entries(tree: Any) -> list[tuple[Any, Any]]:
     return list(enumerate(tree))
 
 
-def _set_arrays(tree: Any, arrays: trace.Arrays, path: str = "") -> None:
+def set_arrays(tree: Any, arrays: trace.Arrays, path: str = "") -> None:
+    """Replaces the arrays below a module that have one of these dotted names. Arrays in tuples stay
+    as they are."""
     for key, value in entries(tree):
         if isinstance(value, mx.array):
             if not isinstance(tree, tuple):
                 tree[key] = arrays.get(f"{path}{key}", value)
         elif isinstance(value, (dict, list, tuple)):
-            _set_arrays(value, arrays, f"{path}{key}.")
+            set_arrays(value, arrays, f"{path}{key}.")

@@ -54,7 +54,8 @@ class LoadedStage:
     took. sharding_digest is the one of Sharding; "" without shards.
 
     bytes_read is what the process really read from files; it is None where the system does not
-    count that (Linux does). bytes_fetched came from the hub.
+    count that (Linux does). bytes_fetched came from the hub. bytes_kept of bytes_owned were in
+    memory before.
     """
 
     stage: Stage
@@ -63,6 +64,7 @@ class LoadedStage:
     bytes_owned: int
     bytes_read: int | None
     bytes_fetched: int
+    bytes_kept: int = 0
 
 
 def open_model(
@@ -84,15 +86,20 @@ def load_stage(
     end: int,
     progress: Progress,
     prepare: Prepare = lambda _: None,
+    held: Arrays | None = None,
 ) -> LoadedStage:
     """Builds layers [start, end) and reads their weights. Raises ModelError or PlanError.
 
-    prepare may change the whole lazy model before it is cut.
+    prepare may change the whole lazy model before it is cut. held has the evaluated weights of an
+    earlier stage of the same files, without shards, by their names. Those that the new stage needs
+    are not read again. held is emptied, so that the others can leave the memory before anything is
+    read.
     """
 
     def cut(whole: nn.Module) -> _Cut:
         sharding = prepare(whole)
-        return _Cut(Stage(whole, start, end), sharding)
+        stage = Stage(whole, start, end)
+        return _Cut(stage, sharding, stage.put(held or {}))
 
     before = _bytes_read()
     bytes_fetched = 0
@@ -100,18 +107,22 @@ def load_stage(
     if isinstance(model, PartialModel):
         folder = model.folder
         tensors = model.tensors
-        own, bytes_fetched = _build_partial(model, progress, cut, _Cut.weights, _Cut.parts, raw)
+        own, bytes_fetched = _build_partial(model, progress, cut, _Cut.missing, _Cut.parts, raw)
     else:
         folder = model
         own = cut(build_model(folder, raw))
         tensors = read_checkpoint(folder).tensors if own.sharding else {}
     weights = list(own.weights())
+    missing = list(own.missing())
     parts = own.parts(raw, tensors)
     # Whole tensors would stay in memory while something refers to them.
     raw.clear()
     if own.sharding:
         own.sharding.made.clear()
-    _read(weights, parts, folder, progress)
+    if held:
+        held.clear()
+        mx.clear_cache()
+    _read(missing, parts, folder, progress)
     after = _bytes_read()
     bytes_read = None
     if before is not None and after is not None:
@@ -123,6 +134,7 @@ def load_stage(
         bytes_owned=_num_bytes(weights),
         bytes_read=bytes_read,
         bytes_fetched=bytes_fetched,
+        bytes_kept=_num_bytes(weights) - _num_bytes(missing),
     )
 
 
@@ -164,13 +176,21 @@ def _read(weights: list[mx.array], parts: Parts, folder: Path, progress: Progres
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """A lazy stage, and how its model was divided among shards (None: it was not)."""
+    """A lazy stage, and how its model was divided among shards (None: it was not). kept has the ids
+    of the weights that were in memory before."""
 
     stage: Stage
     sharding: Sharding | None
+    kept: set[int]
 
     def weights(self) -> Iterable[mx.array]:
         return self.stage.weights().values()
+
+    def missing(self) -> Iterator[mx.array]:
+        """The weights that have to be read."""
+        for array in self.weights():
+            if id(array) not in self.kept:
+                yield array
 
     def parts(self, raw: Arrays, tensors: Mapping[str, TensorRange]) -> Parts:
         """Finds the arrays of a shard that are plain parts of a tensor in the files. Other arrays

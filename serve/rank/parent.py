@@ -8,9 +8,16 @@ from collections import deque
 from pathlib import Path
 from typing import NoReturn
 
-from serve.core.errors import BrigadeError, ClusterError, EngineError
+from serve.core.errors import BrigadeError, ClusterError, EngineError, PlanError
 from serve.core.layouts import Speeds
-from serve.core.messages import Fault, FromEngine, MakePlan, Order, Planned, ToEngine
+from serve.core.messages import (
+    Fault,
+    FromEngine,
+    MakePlan,
+    Order,
+    Planned,
+    ToEngine,
+)
 from serve.core.wire import FrameReader, frame
 from serve.model.layouts import compare
 from serve.model.planning import make_plan
@@ -49,14 +56,21 @@ def wait_for_order(parent: Parent) -> Order | None:
             case Order():
                 return message
             case MakePlan():
-                parent.send(_planned(message))
+                parent.send(planned(message))
             case _:
                 raise EngineError(f"The parent sent {type(message).__name__} before an order.")
     return None
 
 
-def _planned(message: MakePlan) -> Planned:
-    """Makes the plan that a message asks for. Raises ModelError, PlanError or UsageError."""
+def planned(message: MakePlan) -> Planned:
+    """Makes the plan that a message asks for. Raises ModelError or UsageError."""
+    try:
+        return _plan(message)
+    except PlanError as error:
+        return Planned([], refusal=str(error))
+
+
+def _plan(message: MakePlan) -> Planned:
     folder = Path(message.model)
     if message.link is None:
         plan = make_plan(folder, message.request)

@@ -5,7 +5,7 @@ The main thread talks to the parent, because a process whose main thread is insi
 MLX cannot answer. One other thread has all of MLX: it makes the streams, loads the
 stage and runs the step loop. When the parent goes, this process ends at once. When
 a neighbour goes, it leaves the ring, keeps what it has loaded, and waits until its
-parent sends an order for another ring, or kills it.
+parent sends an order for another ring, perhaps with other layers, or kills it.
 """
 
 import faulthandler
@@ -18,15 +18,11 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from pathlib import Path
 from queue import SimpleQueue
 
-import mlx.nn as nn
 import msgspec
 
-from serve.core.errors import ClusterError, EngineError, PlanError
-from serve.core.facts import stamp
+from serve.core.errors import ClusterError, EngineError
 from serve.core.messages import (
     AdapterRead,
     AdapterRefused,
@@ -46,20 +42,18 @@ from serve.core.messages import (
 )
 from serve.core.types import Step
 from serve.lora.table import Adapters
-from serve.model.sharding import Sharding, shard
-from serve.model.weights import LoadedStage, load_stage, open_model
-from serve.rank.batching import can_batch, is_causal
-from serve.rank.chooser import scoring_bytes
-from serve.rank.drafts.mtp import load_drafter
 from serve.rank.joining import join
-from serve.rank.memory import free_bytes
-from serve.rank.parent import Parent, fail, wait_for_order
-from serve.rank.prefix_parts import StageCaches
-from serve.rank.prefix_store import PrefixStore, open_store
+from serve.rank.loading import Engine, load
+from serve.rank.parent import Parent, fail, planned, wait_for_order
 from serve.rank.step_loop import StepLoop
-from serve.ring.grid import GridTransport
 from serve.ring.regroup import objection
-from serve.ring.transport import RingLostError, RingTransport, Streams, Transport
+from serve.ring.transport import (
+    LocalTransport,
+    RingLostError,
+    RingTransport,
+    Streams,
+    Transport,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -77,8 +71,8 @@ class Worker:
         self.status = Status("joining")
         # A thread of its own, so that no stream waits while an adapter is read.
         self.reader = ThreadPoolExecutor(1, "adapters")
-        self._kept: tuple[Order, StepLoop, Loaded] | None = None
-        self._orders: SimpleQueue[Order] = SimpleQueue()
+        self._engine: Engine | None = None
+        self._orders: SimpleQueue[Order | MakePlan] = SimpleQueue()
         self._leaves: SimpleQueue[Leave] = SimpleQueue()
         self._has_left = False
         self._streams: Streams | None = None  # made by the thread that has all of MLX
@@ -110,6 +104,8 @@ class Worker:
                     store.obey(message)
             case Leave():
                 self._leave(message)
+            case MakePlan() if self._has_left:
+                self._orders.put(message)
             case Order() if self._has_left:
                 self._has_left = False
                 self._orders.put(message)
@@ -158,10 +154,12 @@ class Worker:
             while True:
                 loop = self._start()
                 reason = self._run_steps(loop)
-                if objection() or not isinstance(loop.transport, RingTransport):
+                transport = loop.transport
+                if objection() or not isinstance(transport, RingTransport | LocalTransport):
                     raise ClusterError(reason)
-                self._leave_ring(loop, loop.transport, reason)
-                self.order = self._orders.get()
+                self._leave_ring(loop, transport, reason)
+                del loop  # The next order may name other layers: then its stage has to go.
+                self.order = self._next_order()
                 self.status = Status("joining")
         except Exception as error:  # The top of the thread: the process ends with it.
             fail(self.parent, error, self.order.name)
@@ -175,7 +173,12 @@ class Worker:
             return str(error)
         return f"{self.order.name}: its right neighbour is gone."
 
-    def _leave_ring(self, loop: StepLoop, transport: RingTransport, reason: str) -> None:
+    def _leave_ring(
+        self,
+        loop: StepLoop,
+        transport: RingTransport | LocalTransport,
+        reason: str,
+    ) -> None:
         """Leaves a lost ring, and answers the parent when it sends Leave. If this blocks or fails,
         the parent ends this process."""
         if self._leaves.empty():
@@ -191,100 +194,35 @@ class Worker:
             self.parent.send(Left(leave.life, loop.caches.positions))
 
     def _start(self) -> StepLoop:
+        """Joins the ring of the order, and loads what the order names and is not loaded yet."""
         order = self.order
-        self.transport = join(order, self._streams)
+        transport = self.transport = join(order, self._streams)
         self.status = Status("loading")
-        if self._kept is not None:
-            return self._rejoin(*self._kept)
-        model = open_model(order.model, order.commit, order.cache_dir)
-        folder = model if isinstance(model, Path) else model.folder
-        batchable = True
-        causal = True
+        engine, self._engine = self._engine, None
+        if engine is None:
+            engine = load(order, transport, self._loading, self.parent.send)
+        elif order.loads_the_same(engine.order):
+            engine.loop.rejoin(transport, order)
+        else:
+            leftovers = engine.take_apart(order)
+            # Nothing may refer to the old stage while the other layers are read.
+            engine = None
+            engine = load(order, transport, self._loading, self.parent.send, leftovers)
+        self._engine = engine
+        self._be_ready(engine.loop, engine.loaded)
+        return engine.loop
 
-        def try_and_shard(whole: nn.Module) -> Sharding | None:
-            nonlocal batchable, causal
-            batchable = can_batch(whole)
-            causal = is_causal(whole)
-            if isinstance(self.transport, GridTransport):
-                return shard(whole, self.transport.group)
-            return None
-
-        draft = load_drafter(order.draft, self._loading) if order.draft else None
-        loaded = load_stage(model, *order.layers, self._loading, try_and_shard)
-        draft_model = draft.for_logits_of(loaded.stage) if draft else None
-        loop = StepLoop(
-            loaded.stage,
-            self.transport,
-            order.kv_bits,
-            folder,
-            Path(order.cache_dir) if order.cache_dir else None,
-            Path(order.copies),
-            batchable=batchable,
-            open_store=partial(self._open_store, loaded, folder),
-            divisions=loaded.divisions,
-            draft_model=draft_model,
-        )
-        what_is_loaded = self._what_is_loaded(loaded, loop, causal)
-        if draft_model:
-            what_is_loaded = draft_model.noted(what_is_loaded, order.draft_bytes)
-        if order.num_shards > 1 and loaded.stage.is_last and not what_is_loaded.hidden_size:
-            raise PlanError("--tensor-parallel: this model does not show its hidden states.")
-        self._kept = order, loop, what_is_loaded
-        self._be_ready(loop, what_is_loaded)
-        return loop
-
-    def _rejoin(self, earlier: Order, loop: StepLoop, loaded: Loaded) -> StepLoop:
-        """Continues in another ring with what is loaded. Raises EngineError if this is not what the
-        order says."""
-        assert self.transport is not None
-        order = self.order
-        if not order.loads_the_same(earlier):
-            raise EngineError(f"{order.name} holds something else than what its order says.")
-        loop.rejoin(self.transport, order)
-        self._be_ready(loop, loaded)
-        return loop
+    def _next_order(self) -> Order:
+        """Waits for the order after Leave. Rank 0's engine makes plans before that."""
+        while isinstance(message := self._orders.get(), MakePlan):
+            self.parent.send(planned(message))
+        return message
 
     def _be_ready(self, loop: StepLoop, loaded: Loaded) -> None:
         if loop.prefix_store:
             self.parent.send(loop.prefix_store.files())
         self.loop = loop
         self.status = Status("ready", loaded=loaded)
-
-    def _open_store(
-        self, loaded: LoadedStage, folder: Path, caches: StageCaches
-    ) -> PrefixStore | None:
-        """Opens the prefix cache on disk, if there is a folder for it."""
-        config = (folder / "config.json").read_text("utf-8")
-        weights = loaded.stage.weights()
-        return open_store(self.order, config, weights, caches, self.parent.send)
-
-    def _what_is_loaded(self, loaded: LoadedStage, loop: StepLoop, is_causal: bool) -> Loaded:
-        hosts = self.order.hosts
-        num_ranks_here = hosts.count(hosts[self.order.rank])
-        logits_bytes_per_token = 0
-        bytes_to_score = 0
-        hidden_size = 0
-        if loaded.stage.is_last:
-            logits = loaded.stage.logits()
-            logits_bytes_per_token = logits.nbytes // logits[..., 0].size
-            bytes_to_score = scoring_bytes(logits.shape)
-            hidden = loaded.stage.take_hidden()
-            hidden_size = hidden.shape[-1] if hidden is not None else 0
-        return Loaded(
-            bytes_owned=loaded.bytes_owned,
-            bytes_read=loaded.bytes_read,
-            bytes_fetched=loaded.bytes_fetched,
-            free_bytes=free_bytes() // num_ranks_here,
-            reuse=loop.caches.reuse,
-            can_rewind=loop.caches.can_rewind,
-            logits_bytes_per_token=logits_bytes_per_token,
-            scoring_bytes=bytes_to_score,
-            hidden_size=hidden_size,
-            is_causal=is_causal,
-            objection=objection(),
-            files=self.order.commit or stamp(Path(self.order.model)),
-            sharding=loaded.sharding_digest,
-        )
 
     def _loading(self, state: str, done: int, total: int) -> None:
         self.status = Status(state, done, total)

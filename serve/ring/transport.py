@@ -126,6 +126,9 @@ class LocalTransport(Hops):
     def close(self) -> None:
         self._inbox.put(None)
 
+    def leave(self) -> None:
+        """Does nothing, because no other process knows of this transport."""
+
 
 def local_ring(num_ranks: int) -> list[LocalTransport]:
     ring = [LocalTransport() for _ in range(num_ranks)]

@@ -23,6 +23,7 @@ from serve.core.messages import AdapterRead, AdapterRefused, LoadAdapter
 from serve.core.types import Row, Step
 from serve.core.wire import FrameReader
 from serve.lora.files import read_adapter
+from serve.lora.reading import read_matrices
 from serve.lora.table import Adapters
 from serve.model.stage import Stage
 from serve.rank.parent import Parent
@@ -214,6 +215,87 @@ def test_table_keeps_only_some_versions_and_does_not_read_them_again(tmp_path: P
     assert isinstance(own.answer(gone), AdapterRefused)
     with pytest.raises(EngineError, match="version 1"):
         own.apply(Step(9, 0, (Row(0, 0, 1, 1),), (0,), True))
+
+
+def read_again(pipeline: Pipeline, folder: Path) -> list[AdapterRead | AdapterRefused]:
+    asked = LoadAdapter(7, str(folder), None, None, 64, [])
+    return [own.answer(asked) for own in pipeline.adapters]
+
+
+@pytest.mark.parametrize("is_installed", [False, True])
+@pytest.mark.parametrize("case", ["lora", "dora and lora", "embedding", "experts"])
+@pytest.mark.parametrize("cuts", [[2], [1], [3], []])
+def test_adapters_take_over_the_matrices_of_modules_that_stay(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+    is_installed: bool,
+    cuts: list[int],
+) -> None:
+    """The others are read. Answers, checksums and logits are those of a stage that reads all."""
+    make, *settings = CASES[case]
+    folders = []
+    for seed, options in enumerate(settings):
+        folder = tmp_path / str(seed)
+        folders.append(adapters.save_adapter(folder, make(), seed, **options))
+    before = Pipeline(make, [2])
+    fresh = Pipeline(make, cuts)
+    for version, folder in enumerate(folders, start=6):
+        asked = LoadAdapter(version, str(folder), None, None, 64, [])
+        for own in [*before.adapters, *fresh.adapters]:
+            own.answer(asked)
+    if is_installed:
+        before.logits([7, 0, 6])
+    after = Pipeline(make, cuts)
+    for own, earlier in zip(after.adapters, before.adapters, strict=False):
+        own.take_over(earlier.held([6, 7]))
+    read: list[str] = []
+
+    def noted(files: Any, targets: Any, places: Any) -> Any:
+        read.extend(targets)
+        return read_matrices(files, targets, places)
+
+    monkeypatch.setattr("serve.lora.table.read_matrices", noted)
+    answers = read_again(after, folders[1])
+    assert answers == read_again(fresh, folders[1])
+    had = [
+        set(earlier.answer(LoadAdapter(7, "", None, None, 64, [])).own)
+        for earlier in before.adapters
+    ]
+    lacks = [set(answer.own) - own for answer, own in zip(answers, had, strict=False)]
+    assert sorted(read) == sorted(set().union(*lacks))
+    asked = LoadAdapter(6, str(folders[0]), None, None, 64, [])
+    for own in after.adapters:
+        own.answer(asked)
+    for one, other in zip(after.logits([7, 0, 6]), fresh.logits([7, 0, 6]), strict=True):
+        assert mx.array_equal(one, other)
+    assert not any(own._earlier for own in after.adapters)
+
+
+def test_adapters_take_over_no_matrices_from_files_that_have_changed(tmp_path: Path) -> None:
+    folder = adapters.save_adapter(tmp_path / "a", LLAMA())
+    before = Pipeline(LLAMA, [2])
+    read_again(before, folder)
+    adapters.save_adapter(folder, LLAMA(), seed=1)
+    after = Pipeline(LLAMA, [1])
+    for own, earlier in zip(after.adapters, before.adapters, strict=True):
+        own.take_over(earlier.held([7]))
+    first, last = read_again(after, folder)
+    assert isinstance(first, AdapterRead), "it has fewer modules than before, and reads nothing"
+    assert isinstance(last, AdapterRefused)
+    assert "have changed" in last.message
+
+
+def test_adapters_hand_over_only_versions_that_are_still_wanted(tmp_path: Path) -> None:
+    folder = adapters.save_adapter(tmp_path / "a", LLAMA())
+    before = Pipeline(LLAMA, [2])
+    read_again(before, folder)
+    assert before.adapters[0].held([6]) == {}
+    after = Pipeline(LLAMA, [2])
+    after.adapters[0].take_over(before.adapters[0].held([7]))
+    assert after.adapters[0].num_bytes > 0
+    after.adapters[0].apply(Step(1, 0, (), (), False, unload=(7,)))
+    assert after.adapters[0].num_bytes == 0
 
 
 def test_a_step_with_a_version_that_is_not_there_is_an_error(tmp_path: Path) -> None:

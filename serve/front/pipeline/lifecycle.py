@@ -178,6 +178,8 @@ class Lifecycle(Machine):
                 self._on_left(self.ranks[rank], message)
             case _ if isinstance(message, AnswerOfRank):
                 self._do(actions.PassOn(rank, message))
+            case Planned(refusal=refusal) if refusal and is_planning and not rank:
+                self._on_no_plan(PlanError(refusal))
             case Planned(stages, choice) if is_planning and not rank:
                 self._on_plan(stages, choice)
             case _ if is_planning and not rank:
@@ -193,7 +195,7 @@ class Lifecycle(Machine):
         before = stage.state, stage.done
         files = stage.files
         stage.update(status, self.ring, self._now)
-        if files and files != stage.files and any(other.has_stayed for other in self.stages):
+        if files and files != stage.files and self._have_stayed:
             reason = f"The model's files on rank {stage.rank} have changed: all ranks read them."
             self._fault(ClusterError(reason))
         if stage.state != before[0]:
@@ -279,7 +281,7 @@ class Lifecycle(Machine):
             self._follow(plan)
 
     def _on_no_plan(self, error: BrigadeError) -> None:
-        """Decides what follows when rank 0's engine has ended without a plan."""
+        """Decides what follows when rank 0's engine has made no plan."""
         if self.state is State.PLANNING or not isinstance(error, PlanError | EngineError):
             self._fail(error)
         elif isinstance(error, PlanError):
@@ -334,14 +336,9 @@ class Lifecycle(Machine):
     def _replan(self) -> None:
         """Divides the layers among the ranks that are there, if they have the memory."""
         there = (0, *sorted(self.roster.fit))
-        moves = there != self.ring and any(stage.has_stayed for stage in self.stages)
         # Either rank 0's engine has ended, which is another fault, or a fault was noted.
-        if not self._has_engine or (moves and self._reason is not None):
+        if not self._has_engine or self._reason is not None:
             self._pause()
-            return
-        if moves:
-            # Engines that have stayed keep their layers, and rank 0's cannot plan beside them.
-            self._renew(ClusterError("The layers are redistributed."))
             return
         plan = self._plans.get(there)
         self._tried = there
@@ -371,7 +368,10 @@ class Lifecycle(Machine):
             for stage, planned in zip(self.stages, plan, strict=True):
                 stage.assign(planned)
             self._do(actions.ShowPlan(tuple(plan), self._choice))
-        self._pause()
+        if plan[0].num_shards > 1 and self._have_stayed and self._reason is None:
+            self._renew(ClusterError("The layers, which engines hold whole, are divided."))
+        else:
+            self._pause()
 
     def _on_no_room(self, error: PlanError) -> None:
         """Continues with the ranks that worked before, without those that joined them. If there

@@ -68,9 +68,13 @@ class Machine:
     @property
     def _can_stay(self) -> bool:
         """Whether engines may keep what they hold for the next life. Shards cannot, because their
-        layers use MLX's group, and neither can engines whose layers will change."""
-        are_the_same = self.roster.fit == set(self.ring) - {0}
-        return self.num_shards == 1 and (are_the_same or not self._config.replan)
+        layers use MLX's group."""
+        return self.num_shards == 1
+
+    @property
+    def _have_stayed(self) -> bool:
+        """Whether engines have outlived the latest fault, and hold layers."""
+        return any(stage.has_stayed for stage in self.ranks)
 
     def late(self) -> str | None:
         """Returns one line that says which rank is awaited, or None if all stages are ready."""

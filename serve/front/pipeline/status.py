@@ -113,6 +113,7 @@ class StageStatus:
     bytes_owned: int = 0
     bytes_read: int | None = None
     bytes_fetched: int = 0
+    bytes_kept: int = 0  # those of bytes_owned that its engine had in memory already
     free_bytes: int = 0
     objection: str | None = None  # the reason why its engine cannot outlive a fault
     files: str = ""  # identifies the model's files as the engine has read them
@@ -166,6 +167,7 @@ class StageStatus:
         self.bytes_owned = loaded.bytes_owned
         self.bytes_read = loaded.bytes_read
         self.bytes_fetched = loaded.bytes_fetched
+        self.bytes_kept = loaded.bytes_kept
         self.free_bytes = loaded.free_bytes
         self.reuse = loaded.reuse
         self.can_rewind = loaded.can_rewind
@@ -197,8 +199,11 @@ class StageStatus:
         self.pace.update(activity.spans)
 
     def assign(self, plan: StagePlan) -> None:
+        """Gives the stage a plan for another ring. What its engine holds of sequences belongs to
+        its earlier layers, so no sequence can go on with it."""
         self.plan = plan
         self.pace = Pace()
+        self.positions = {}
 
     def renew(self) -> None:
         """Resets the status: the engine has been ended or leaves its ring."""
@@ -263,6 +268,7 @@ class StageStatus:
             "bytes_owned": self.bytes_owned,
             "bytes_read": self.bytes_read,
             "bytes_fetched": self.bytes_fetched,
+            "bytes_kept": self.bytes_kept,
         }
         words += [f"{key}={value}" for key, value in counts.items() if value]
         return " ".join(words)
@@ -284,6 +290,7 @@ class StageStatus:
             "bytes_owned": self.bytes_owned,
             "bytes_read": self.bytes_read,
             "bytes_fetched": self.bytes_fetched,
+            "bytes_kept": self.bytes_kept,
             "busy_share": round(self.busy_share, 3),
             "busy_seconds": round(self.busy_seconds, 3),
             "decode_seconds": self.pace.decode_seconds and round(self.pace.decode_seconds, 5),

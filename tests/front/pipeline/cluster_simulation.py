@@ -142,6 +142,7 @@ class PlayedCluster:
         self.num_events = 0
         self.num_stays = 0
         self.num_kept_sequences = 0
+        self.num_reloaded = 0  # engines that have stayed and got other layers
         self._broken_life = -1
         self.files = "1"  # the state of the model's files on all hosts
         self._is_replacing = False
@@ -324,8 +325,7 @@ class PlayedCluster:
         if engine is not self.engine or not engine.runs:
             return
         if request.num_ranks < self.min_ranks:
-            engine.is_dead = True
-            self.say(0, life, Fault(PlanError.exit_code, "Too large."))
+            self.say(0, life, Planned([], refusal="Too large."))
             return
         layers = even_split(12, request.num_stages)
         stages = []
@@ -368,7 +368,11 @@ class PlayedCluster:
         if engine.rank and self.parents[engine.rank].life != life:
             return
         assert engine.order is None, "an engine that has an order gets another one"
-        assert engine.loaded_for in (None, ring), "an engine that has stayed gets other layers"
+        num_shards = self.lifecycle.num_shards
+        assert not engine.loaded_for or num_shards == 1, "an engine that has stayed gets shards"
+        if engine.loaded_for and engine.loaded_for != ring:
+            assert not positions, "a sequence goes on with keys and values of other layers"
+            self.num_reloaded += 1
         engine.order, engine.state = life, "joining"
         kept = {id: tokens for id, tokens in engine.model.held.items() if id in positions}
         for id, position in positions.items():
@@ -387,7 +391,10 @@ class PlayedCluster:
             engine.state = "loading"
             if engine.loaded_for is None:
                 engine.files = self.files
-            seconds = 0.0 if engine.loaded_for else self.delay(3.0)
+            elif engine.loaded_for != ring and engine.files != self.files:
+                self.kill(engine.rank)
+                return
+            seconds = 0.0 if engine.loaded_for == ring else self.delay(3.0)
             self.after(seconds, lambda: self.loaded(engine, life, ring))
         elif engine.runs and engine.order == life:
             self.after(0.1, lambda: self.load(engine, life, ring))

@@ -345,15 +345,67 @@ def test_lifecycle_replaces_all_engines_when_a_new_one_has_read_other_files() ->
     assert not check_answer(asked)
 
 
-def test_lifecycle_with_replan_replaces_all_engines_when_layers_change_owner() -> None:
-    """An engine that stayed would hold other layers than its order says."""
-    cluster = begun(replan=True, join_timeout=2.0)
-    asked = cluster.ask(10, 50)
+@pytest.mark.parametrize("seed", range(6))
+def test_lifecycle_with_replan_keeps_engines_when_layers_change_owner(seed: int) -> None:
+    """They keep layers, and no sequence goes on with keys and values of other layers."""
+    cluster = begun(seed, replan=True, join_timeout=2.0)
+    asked = [cluster.ask(10, 2000) for _ in range(3)]
     cluster.run(1)
+    engines = [cluster.engine_of(rank) for rank in (0, 1)]
     cluster.disconnect(2, "Rank 2 is gone.", back_seconds=20.0)
     assert cluster.run(30, lambda: cluster.lifecycle.ring == (0, 1))
+    assert cluster.run(30, lambda: cluster.lifecycle.is_working)
+    assert [cluster.engine_of(rank) for rank in (0, 1)] == engines
+    assert cluster.num_reloaded == 2
     assert cluster.run(HEALING_SECONDS, lambda: cluster.lifecycle.ring == (0, 1, 2))
     assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
+    assert [cluster.engine_of(rank) for rank in (0, 1)] == engines
+    assert cluster.num_reloaded == 4
+    assert cluster.num_kept_sequences == 0
+    assert cluster.lifecycle.number == 2
+    assert not any(check_answer(each) for each in asked)
+
+
+def test_lifecycle_keeps_rank_0s_engine_when_the_model_does_not_fit_the_remaining_ranks() -> None:
+    """Its plan is refused, and it waits with its layers until the lost rank is back."""
+    cluster = begun(replan=True, min_ranks=3, join_timeout=2.0)
+    asked = cluster.ask(10, 50)
+    cluster.run(1)
+    engines = [cluster.engine_of(rank) for rank in (0, 1)]
+    cluster.disconnect(2, "Rank 2 is gone.", back_seconds=20.0)
+    assert cluster.run(30, lambda: cluster.lifecycle.state is State.LACKING)
+    assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
+    assert [cluster.engine_of(rank) for rank in (0, 1)] == engines
+    assert cluster.num_reloaded == 0
+    assert cluster.lifecycle.number == 1
+    assert not check_answer(asked)
+
+
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize("state", [State.STARTING, State.JOINING, State.LOADING, State.PREPARING])
+def test_lifecycle_replaces_all_engines_after_a_fault_while_layers_change_owner(
+    state: State, rank: int
+) -> None:
+    cluster = begun(5, replan=True, join_timeout=2.0)
+    asked = cluster.ask(10, 500)
+    cluster.run(1)
+    cluster.disconnect(2, "Rank 2 is gone.", back_seconds=30.0)
+    assert cluster.run(30, lambda: cluster.lifecycle.ring == (0, 1))
+    cluster.run(30, lambda: cluster.lifecycle.state is state)
+    cluster.kill(rank)
+    assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
+    assert not check_answer(asked)
+
+
+def test_lifecycle_replaces_all_engines_when_files_have_changed_before_a_replan() -> None:
+    cluster = begun(replan=True, join_timeout=2.0)
+    asked = cluster.ask(10, 500)
+    cluster.run(1)
+    cluster.files = "2"
+    cluster.disconnect(2, "Rank 2 is gone.", back_seconds=30.0)
+    assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
+    files = {engine.files for rank in range(3) if (engine := cluster.engine_of(rank))}
+    assert files == {"2"}
     assert not check_answer(asked)
 
 
@@ -366,6 +418,7 @@ def test_lifecycle_judges_a_fault_that_was_noted_before_layers_change_owner(seed
     cluster.disconnect(2, "Rank 2 is gone.", back_seconds=60.0)
     assert cluster.run(30, lambda: cluster.lifecycle.state is State.GATHERING)
     assert cluster.lifecycle.ranks[0].has_stayed
+    assert cluster.run(1, lambda: (new := cluster.engine_of(1)) is not None and new.runs)
     cluster.kill(1)
     assert cluster.run(30, lambda: cluster.lifecycle.state is not State.GATHERING)
     # Nothing is waited for if the reason is known already.

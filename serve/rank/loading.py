@@ -1,0 +1,202 @@
+"""Loads what an order names, and takes over what an engine holds already from an earlier order."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import mlx.nn as nn
+import msgspec
+
+from serve.core.errors import ClusterError, EngineError, PlanError
+from serve.core.facts import stamp
+from serve.core.messages import FromPrefixCache, Loaded, Order
+from serve.lora.table import HeldAdapters
+from serve.model.sharding import Sharding, shard
+from serve.model.trace import Arrays
+from serve.model.weights import LoadedStage, Progress, load_stage, open_model
+from serve.rank.batching import can_batch, is_causal
+from serve.rank.chooser import scoring_bytes
+from serve.rank.drafts.draft_model import LoadedDraft
+from serve.rank.drafts.mtp import LoadedHead, load_drafter
+from serve.rank.memory import free_bytes
+from serve.rank.prefix_parts import StageCaches
+from serve.rank.prefix_store import PrefixStore, open_store
+from serve.rank.step_loop import StepLoop
+from serve.ring.grid import GridTransport
+from serve.ring.regroup import objection
+from serve.ring.transport import Transport
+
+Report = Callable[[FromPrefixCache], None]
+"""Sends a message about the prefix cache on disk to the parent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The facts about a whole model that do not depend on the layers that an engine loads.
+    batchable says whether rows of different lengths can share a forward; causal is is_causal of
+    Loaded."""
+
+    batchable: bool
+    causal: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Leftovers:
+    """The weights by their names, the adapters and the draft model of an engine that gets other
+    layers. files identifies the model's files as they were read."""
+
+    model: Model
+    weights: Arrays
+    adapters: HeldAdapters
+    draft: LoadedDraft | LoadedHead | None
+    files: str
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An engine with everything that its order names: the loop has the stage, and loaded is the
+    report about it. draft is the draft model before it is bound to the stage."""
+
+    order: Order
+    model: Model
+    loop: StepLoop
+    loaded: Loaded
+    draft: LoadedDraft | LoadedHead | None
+
+    def take_apart(self, order: Order) -> Leftovers:
+        """Returns what can be kept for another order, and ends the rest. Keys and values belong to
+        the old layers, so none are kept. The caller drops this object, which frees them. Raises
+        EngineError if the order allows nothing to be kept."""
+        if order.positions or not _can_keep_layers(order, self.order):
+            raise EngineError(f"{order.name} holds something else than what its order says.")
+        if self.loop.prefix_store:
+            self.loop.prefix_store.close()
+        return Leftovers(
+            self.model,
+            self.loop.stage.weights(),
+            self.loop.adapters.held(order.adapters),
+            self.draft,
+            self.loaded.files,
+        )
+
+
+def load(
+    order: Order,
+    transport: Transport,
+    progress: Progress,
+    report: Report,
+    leftovers: Leftovers | None = None,
+) -> Engine:
+    """Loads the layers of an order, without those that are left over from the engine's earlier
+    order. progress is as for load_stage. Raises ModelError, PlanError, or ClusterError if the
+    model's files have changed since that order."""
+    # The old stage refers to itself. Without this, its layers would be in memory beside the new.
+    gc.collect()
+    opened = open_model(order.model, order.commit, order.cache_dir)
+    folder = opened if isinstance(opened, Path) else opened.folder
+    model = leftovers.model if leftovers else None
+
+    def try_and_shard(whole: nn.Module) -> Sharding | None:
+        nonlocal model
+        model = model or Model(can_batch(whole), is_causal(whole))
+        if isinstance(transport, GridTransport):
+            return shard(whole, transport.group)
+        return None
+
+    draft = leftovers.draft if leftovers else None
+    if order.draft and not draft:
+        draft = load_drafter(order.draft, progress)
+    weights = leftovers.weights if leftovers else None
+    loaded = load_stage(opened, *order.layers, progress, try_and_shard, weights)
+    assert model is not None
+    draft_model = draft.for_logits_of(loaded.stage) if draft else None
+    loop = StepLoop(
+        loaded.stage,
+        transport,
+        order.kv_bits,
+        folder,
+        Path(order.cache_dir) if order.cache_dir else None,
+        Path(order.copies),
+        batchable=model.batchable,
+        open_store=partial(_open_store, order, loaded, folder, report),
+        divisions=loaded.divisions,
+        draft_model=draft_model,
+    )
+    if leftovers:
+        loop.adapters.take_over(leftovers.adapters)
+    what_is_loaded = _what_is_loaded(order, loaded, loop, model)
+    if leftovers:
+        _check_files(order, leftovers.files, what_is_loaded.files)
+    if draft_model:
+        what_is_loaded = draft_model.noted(what_is_loaded, order.draft_bytes)
+    if order.num_shards > 1 and loaded.stage.is_last and not what_is_loaded.hidden_size:
+        raise PlanError("--tensor-parallel: this model does not show its hidden states.")
+    return Engine(order, model, loop, what_is_loaded, draft)
+
+
+def _can_keep_layers(order: Order, earlier: Order) -> bool:
+    """Whether layers of the earlier order can be kept: the orders differ only in their rings and
+    layers, and have no shards."""
+    same = msgspec.structs.replace(
+        order,
+        rank=earlier.rank,
+        ring=earlier.ring,
+        hosts=earlier.hosts,
+        layers=earlier.layers,
+        draft_bytes=earlier.draft_bytes,
+    )
+    return order.num_shards == 1 and same.loads_the_same(earlier)
+
+
+def _check_files(order: Order, before: str, after: str) -> None:
+    """Raises ClusterError if the model's files have changed. Some layers would be those of one
+    model, and some those of another."""
+    if before != after:
+        raise ClusterError(
+            f"{order.name}: the model's files have changed since they were read: all ranks read "
+            "them again."
+        )
+
+
+def _open_store(
+    order: Order,
+    loaded: LoadedStage,
+    folder: Path,
+    report: Report,
+    caches: StageCaches,
+) -> PrefixStore | None:
+    """Opens the prefix cache on disk, if there is a folder for it."""
+    config = (folder / "config.json").read_text("utf-8")
+    return open_store(order, config, loaded.stage.weights(), caches, report)
+
+
+def _what_is_loaded(order: Order, loaded: LoadedStage, loop: StepLoop, model: Model) -> Loaded:
+    num_ranks_here = order.hosts.count(order.hosts[order.rank])
+    logits_bytes_per_token = 0
+    bytes_to_score = 0
+    hidden_size = 0
+    if loaded.stage.is_last:
+        logits = loaded.stage.logits()
+        logits_bytes_per_token = logits.nbytes // logits[..., 0].size
+        bytes_to_score = scoring_bytes(logits.shape)
+        hidden = loaded.stage.take_hidden()
+        hidden_size = hidden.shape[-1] if hidden is not None else 0
+    return Loaded(
+        bytes_owned=loaded.bytes_owned,
+        bytes_read=loaded.bytes_read,
+        bytes_fetched=loaded.bytes_fetched,
+        bytes_kept=loaded.bytes_kept,
+        # The front end reserves memory for all adapters, also for those that are here already.
+        free_bytes=free_bytes() // num_ranks_here + loop.adapters.num_bytes,
+        reuse=loop.caches.reuse,
+        can_rewind=loop.caches.can_rewind,
+        logits_bytes_per_token=logits_bytes_per_token,
+        scoring_bytes=bytes_to_score,
+        hidden_size=hidden_size,
+        is_causal=model.causal,
+        objection=objection(),
+        files=order.commit or stamp(Path(order.model)),
+        sharding=loaded.sharding_digest,
+    )

@@ -1,0 +1,200 @@
+"""What an engine keeps when its next order has other layers: its weights, and nothing of sequences.
+
+The stages may be any part of the model here, because the ring has one rank.
+"""
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import msgspec
+import pytest
+
+from serve.core.errors import ClusterError, EngineError
+from serve.core.messages import Leave, Left, Loaded, Order
+from serve.core.plan import DraftSource
+from serve.core.types import Row, Sampling, Step
+from serve.core.wire import FrameReader
+from serve.model.stage import Stage
+from serve.model.weights import load_stage
+from serve.rank.parent import Parent
+from serve.rank.worker import Worker
+from tests.models import save
+from tests.rank.test_worker import ORDER
+
+SIZES = {"hidden_size": 128, "intermediate_size": 512}
+SMALL = 40_000  # bytes of headers, config and code; a layer has more
+# The whole model comes first, then fewer layers, more of them, none of the former, and all again.
+MOVES = [(0, 4), (0, 2), (1, 3), (3, 4), (0, 4), (2, 4)]
+
+
+class Ordered:
+    """A worker that gets one order after the other, without its threads."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+
+    def load(self, **changes: Any) -> Loaded:
+        self.worker.order = msgspec.structs.replace(self.worker.order, **changes)
+        self.worker._start()
+        assert self.worker.status.loaded
+        return self.worker.status.loaded
+
+    @property
+    def stage(self) -> Stage:
+        assert self.worker.loop
+        return self.worker.loop.stage
+
+
+@pytest.fixture
+def order(tmp_path: Path) -> Order:
+    model = save(tmp_path / "model", "llama", **SIZES)
+    return msgspec.structs.replace(ORDER, model=str(model), copies=str(tmp_path))
+
+
+@pytest.fixture
+def ordered(order: Order) -> Iterator[Ordered]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield Ordered(Worker(Parent(theirs), order))
+
+
+def num_bytes(weights: dict[str, mx.array], names: set[str]) -> int:
+    return sum(weights[name].nbytes for name in names)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "deepseek_v3"])
+def test_engine_reads_only_the_weights_that_it_lacks(
+    ordered: Ordered, tmp_path: Path, name: str
+) -> None:
+    """They are the same, and of the same name, as in an engine that reads all of them."""
+    model = save(tmp_path / name, name, **SIZES)
+    earlier: set[str] = set()
+    for layers in MOVES:
+        loaded = ordered.load(model=str(model), layers=layers)
+        weights = ordered.stage.weights()
+        expected = load_stage(model, *layers, lambda *_: None)
+        assert weights.keys() == expected.stage.weights().keys()
+        for key, array in expected.stage.weights().items():
+            assert mx.array_equal(weights[key], array), key
+        kept = num_bytes(weights, earlier & weights.keys())
+        assert loaded.bytes_kept == kept
+        assert loaded.bytes_owned == expected.bytes_owned
+        if loaded.bytes_read is not None:
+            missing = loaded.bytes_owned - kept
+            assert missing <= loaded.bytes_read < missing + SMALL
+        earlier = set(weights)
+
+
+def test_engine_has_never_more_than_its_own_layers_in_memory(ordered: Ordered) -> None:
+    before = mx.get_active_memory()
+    owned = ordered.load(layers=(0, 3)).bytes_owned
+    for layers in ((2, 4), (0, 3), (1, 3)):
+        mx.reset_peak_memory()
+        largest = max(owned, own := ordered.load(layers=layers).bytes_owned)
+        owned = own
+        assert mx.get_peak_memory() - before < largest + SMALL
+        assert mx.get_active_memory() - before < owned + SMALL
+
+
+def step(number: int, position: int, tokens: tuple[int, ...], sample: bool) -> Step:
+    return Step(number, 0, (Row(5, position, len(tokens)),), tokens, sample)
+
+
+def answer(ordered: Ordered, prompt: tuple[int, ...]) -> list[int]:
+    """The next two tokens of a sequence, greedy."""
+    loop = ordered.worker.loop
+    assert loop
+    loop.chooser.admit(5, Sampling(temperature=0), len(prompt), list(prompt))
+    results = loop.run()
+    loop.transport.send(step(1, 0, prompt[:-1], sample=False), [])
+    loop.transport.send(step(2, len(prompt) - 1, prompt[-1:], sample=True), [])
+    assert not next(results).tokens
+    first = next(results).tokens[0]
+    loop.transport.send(step(3, len(prompt), (first,), sample=True), [])
+    return [first, next(results).tokens[0]]
+
+
+def test_engine_with_other_layers_holds_nothing_of_sequences(ordered: Ordered) -> None:
+    """Its keys and values belong to other layers, even those of layers that it still has."""
+    ordered.load()
+    expected = answer(ordered, (5, 6, 7))
+    ordered.load(layers=(2, 4))
+    assert ordered.worker.loop
+    assert not ordered.worker.loop.caches.positions
+    ordered.load(layers=(0, 4))
+    assert answer(ordered, (5, 6, 7)) == expected
+    with pytest.raises(EngineError, match="holds something else"):
+        ordered.load(layers=(2, 4), positions={5: 3})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"kv_bits": 8}, {"commit": "c"}, {"num_shards": 2}, {"model": "other"}, {"join_timeout": 9.0}],
+    ids=lambda change: next(iter(change)),
+)
+def test_engine_keeps_nothing_for_an_order_of_another_kind(
+    ordered: Ordered, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    ordered.load()
+    with pytest.raises(EngineError, match="holds something else"):
+        ordered.load(layers=(1, 4), **change)
+
+
+def test_engine_refuses_to_mix_layers_of_two_versions_of_the_files(
+    ordered: Ordered, order: Order
+) -> None:
+    ordered.load(layers=(0, 2))
+    weights = Path(order.model) / "model.safetensors"
+    os.utime(weights, (1, 1))
+    with pytest.raises(ClusterError, match="have changed"):
+        ordered.load(layers=(0, 4))
+
+
+def test_engine_keeps_its_draft_model(ordered: Ordered, tmp_path: Path) -> None:
+    draft = DraftSource(str(save(tmp_path / "draft", "llama", **SIZES)), None, None)
+    first = ordered.load(layers=(0, 4), draft=draft, draft_bytes=10_000_000)
+    loop = ordered.worker.loop
+    assert loop
+    assert loop.draft_model
+    again = ordered.load(layers=(1, 4), draft_bytes=11_000_000)
+    assert again.draft_bytes == first.draft_bytes > 0
+    if again.bytes_read is not None:
+        assert again.bytes_read < SMALL
+    assert ordered.worker.loop
+    assert ordered.worker.loop.draft_model
+
+
+def test_engine_keeps_its_folder_of_the_prefix_cache_and_lists_other_files(
+    ordered: Ordered, tmp_path: Path
+) -> None:
+    """The folder is locked, and the first store has to let it go."""
+    ordered.load(layers=(0, 2), prefix_dir=str(tmp_path / "prefixes"), prefix_bytes=1 << 20)
+    first = ordered.worker.loop
+    ordered.load(layers=(0, 4))
+    second = ordered.worker.loop
+    assert first
+    assert second
+    assert first.prefix_store
+    assert second.prefix_store
+    assert len(second.prefix_store.files().weights) > len(first.prefix_store.files().weights)
+    second.prefix_store.close()
+
+
+def test_worker_of_a_lone_rank_leaves_and_takes_other_layers(order: Order) -> None:
+    """As rank 0 does when another rank is back."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        worker = Worker(Parent(theirs), order)
+        worker._leave(Leave(4))
+        loop = worker._start()
+        worker.loop = None
+        assert worker.transport
+        worker.transport.close()
+        reason = worker._run_steps(loop)
+        worker._leave_ring(loop, worker.transport, reason)  # type: ignore[arg-type]
+        (left,) = FrameReader(Left).feed(ours.recv(1 << 16))
+        assert left == Left(4, {})
